@@ -1,6 +1,6 @@
-"""The gossip timer: a few random members hear the news each interval, as long as any waits (memberlist's).
+"""The gossip timer: each interval, while facts wait, a few random members receive them (memberlist's).
 
-What is passed on, and how often, is in `gossip.dissemination`.
+`gossip.dissemination` decides which facts are sent, and how often.
 """
 
 from crypto.facts import Fact
@@ -12,7 +12,7 @@ from gossip.state_table import MembershipState
 
 
 class GossipRounds:
-    """The rounds of one core. The next one is at `due`, in monotonic seconds; inf: nothing waits."""
+    """The rounds of one core. The next one is at `due`, in monotonic seconds; inf: no facts wait."""
 
     __slots__ = ("_beliefs", "_settings", "_table", "due")
 
@@ -23,12 +23,12 @@ class GossipRounds:
         self.due = float("inf")
 
     def arm(self, now: float) -> None:
-        """Plan a round, where there is news and somebody to hear it."""
+        """Schedule a round, if there are facts and members to receive them."""
         if self.due == float("inf") and self._beliefs.queue.waits and self._table.others:
             self.due = now + self._settings.gossip_interval_seconds
 
     def send(self, now: float) -> Sends:
-        """Tell the news to a few members, the newly dead among them: they may live."""
+        """Send the facts to a few members, including recently dead ones, which may live."""
         self.due = float("inf")
         fresh = now - self._settings.gossip_to_dead_seconds
         listeners = self._table.pick(
@@ -39,6 +39,6 @@ class GossipRounds:
         return [(peer, Gossip(facts)) for peer, facts in news if facts]
 
     def say_goodbye(self, fact: Fact) -> Sends:
-        """Tell a fact to as many members at once as it would be passed on to."""
+        """Send a fact at once to as many members as it would be passed on to."""
         count = self._settings.retransmits(self._table.live)
         return [(peer, Gossip((fact,))) for peer in self._table.pick(count, lambda row: row.live)]

@@ -1,13 +1,13 @@
-"""Accusations by others, until this peer's own probe has confirmed or refuted them.
+"""Accusations by others, until this peer's own probe confirms or refutes them.
 
-An accusation is a hint: it makes its receiver probe the accused. Only when that probe fails is the accused
-suspected here, and only then is the accusation passed on. So an accusation travels as far as the accused is
-out of reach, a lie ends at those it was told to, and nobody is buried by a forwarder. An author whose
-accusations are refuted too often (`gossip.suspicion.Credit`) is ignored for a while. While one of them was
-refuted lately, its others are doubted: the accused takes the place of another member in this peer's round of
-probes, which costs nobody a message, and is not told.
+An accusation is a hint: it makes its receiver probe the accused. Only if that probe fails is the accused
+suspected here, and the accusation passed on. So an accusation spreads as far as the accused is unreachable,
+and a lie ends at its first receivers. An author whose accusations are refuted too often
+(`gossip.suspicion.Credit`) is ignored for a while. For some time after a refutation its other accusations are
+doubted: the accused replaces another member in this peer's round of probes, which costs no extra message, and
+is not told.
 
-Not here: probes (`gossip.swim`), and what follows from a failed one (`gossip.state_table`).
+Not here: probes (`gossip.swim`), and the effect of a failed one (`gossip.state_table`).
 """
 
 from collections.abc import Mapping
@@ -19,24 +19,24 @@ from gossip.suspicion import Credit
 from gossip.table import MemberRow
 
 HINTS_MAX = 256
-"""Accused members that wait for a probe; more are told of again."""
+"""Accused members that wait for a probe; further accusations are repeated later."""
 HINTS_PROBED_MAX = 16
-"""Accused members that are probed at once: a message with 32 lies costs no more."""
+"""Accused members probed at once: a message with 32 lies costs no more."""
 DOUBTED_MAX = 32
-"""Accused members that wait for a place in the round, among HINTS_MAX."""
+"""Accused members that wait for a place in the round, counted in HINTS_MAX."""
 DOUBTED_INTERVALS = 3
-"""One probe of the round in this many may go to a doubted member, so that the round goes on."""
+"""At most one probe of the round in this many goes to a doubted member, so that the round progresses."""
 HINT_FACTS_MAX = 9
-"""Accusations of one member that wait: as many accusers as `Settings.confirmations` can ask for, and one."""
+"""Waiting accusations of one member: as many accusers as `Settings.confirmations` can ask for, and one."""
 SPARED_INTERVALS = 2.0
-"""Probe intervals during which a member that has just answered is not probed for another hint: the same
-accusation comes from several sides."""
+"""Probe intervals without another hint's probe after an answer: the same accusation arrives from several
+peers."""
 
 
 @dataclass(slots=True)
 class AccusedMember:
-    """One accused member. `facts` by author; `culprits` lose credit if the accused turns out to live;
-    `is_doubted` while each of them has erred lately."""
+    """One accused member. `facts` by author; `culprits` lose credit if the accused lives; `is_doubted` while
+    each of them has erred recently."""
 
     facts: dict[PeerId, Fact] = field(default_factory=dict)
     culprits: list[PeerId] = field(default_factory=list)
@@ -58,9 +58,9 @@ class Hints:
         self._pauses = 0
         self._credit = credit
         self._interval_seconds = interval_seconds
-        # Accusations that wait for a verdict, by the peer that pays for a false one.
+        # Accusations that wait for a verdict, by the peer that loses credit for a false one.
         self._pending: dict[PeerId, int] = {}
-        # The peers that answered in this period of SPARED_INTERVALS, and in the one before.
+        # The peers that answered in this period of SPARED_INTERVALS, and in the last one.
         self._spared: tuple[set[PeerId], set[PeerId]] = (set(), set())
         self._spared_at = 0.0
 
@@ -68,7 +68,7 @@ class Hints:
         return len(self.rows)
 
     def takes(self, now: float, subject: PeerId, accuser: PeerId, culprit: PeerId) -> bool:
-        """Return whether an accusation is worth a probe; `culprit` loses credit if it is false."""
+        """Return whether an accusation deserves a probe; `culprit` loses credit if it is false."""
         self._age(now)
         hint = self.rows.get(subject)
         is_spared = subject in self._spared[0] or subject in self._spared[1]
@@ -81,7 +81,7 @@ class Hints:
         return not self._credit.is_spent(culprit, now, self._pending.get(culprit, 0))
 
     def put(self, now: float, subject: PeerId, accuser: PeerId, culprit: PeerId, fact: Fact) -> None:
-        """Add an accusation whose signature holds, and that `takes` allows."""
+        """Add an accusation with a valid signature that `takes` allows."""
         hint = self.rows.get(subject)
         if hint is None:
             hint = self.rows[subject] = AccusedMember()
@@ -105,7 +105,7 @@ class Hints:
         return subject
 
     def next_in_round(self, rows: Mapping[PeerId, MemberRow]) -> MemberRow | None:
-        """Return the accused, if any, that takes the place of the round's next member."""
+        """Return the accused member, if any, that replaces the round's next member."""
         self._pauses = max(0, self._pauses - 1)
         if self._pauses or not self._doubted:
             return None
@@ -119,18 +119,18 @@ class Hints:
         return None
 
     def confirm(self, subject: PeerId) -> list[Fact]:
-        """Remove and return the accusations of a member whose probe has failed: they were right."""
+        """Remove and return the accusations of a member whose probe has failed: they are confirmed."""
         hint = self._pop(subject)
         return [] if hint is None else list(hint.facts.values())
 
     def about(self, subject: PeerId) -> tuple[Fact, ...]:
-        """Return the first accusation, for the accused itself to hear."""
+        """Return the first accusation, to be sent to the accused itself."""
         hint = self.rows.get(subject)
         return () if hint is None or hint.is_doubted else tuple(hint.facts.values())[-1:]
 
     def refute(self, now: float, subject: PeerId) -> list[Fact]:
-        """Remove the accusations of a member that has answered, at the cost of their culprits. Return those
-        whose authors are to be told."""
+        """Remove the accusations of a member that has answered; their culprits lose credit. Return those
+        whose authors must be told."""
         self._age(now)
         self._spared[0].add(subject)
         hint = self._pop(subject)

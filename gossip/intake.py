@@ -1,8 +1,8 @@
-"""Incoming facts of large messages, taken in a slice at a time: no message blocks the loop that drives the
+"""Incoming facts of large messages, processed in slices, so that no message blocks the loop that drives the
 core.
 
-A Sync may hold thousands of facts, and to check one signature takes 0.1 ms. Facts beyond one slice wait here
-for the next wakes; senders take turns. Not here: what a fact means (`gossip.state_table`).
+A Sync may hold thousands of facts, and a signature check takes 0.1 ms. Facts beyond one slice wait for the
+next wakes; senders take turns. Not here: the meaning of a fact (`gossip.state_table`).
 """
 
 from collections import deque
@@ -14,14 +14,14 @@ from crypto.facts import Fact
 from crypto.identity import PeerId
 
 READ_COST = 1
-"""To read a fact takes some 5 us, and to check its signature 105 us."""
+"""Cost of reading a fact, some 5 us, and of checking its signature, 105 us."""
 CHECK_COST = 20
 SLICE_COST_MAX = 32 * CHECK_COST
-"""3.5 ms, or 10 on a machine a third as fast: well below the 50 ms that no step may take."""
+"""Length of a slice: 3.5 ms, or 10 on a machine a third as fast, far below the limit of 50 ms a step."""
 SLICE_PAUSE_SECONDS = 0.005
-"""Between two slices, so that others get more than half of the time however much is sent."""
+"""Pause between two slices, so that other work gets more than half of the time under any load."""
 JOBS_MAX = 8
-"""Large messages at once, one of a sender: 13 MB of facts at most. The largest makes room."""
+"""Large messages at once, one per sender: at most 13 MB of facts. The largest makes room."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,7 +36,7 @@ class Job:
 
 
 class Intake:
-    """`jobs` that are not done. `begin` makes a job's steps: a generator of what each cost."""
+    """Unfinished `jobs`. `begin` returns a job's steps: a generator of the cost of each."""
 
     __slots__ = ("_begin", "jobs")
 
@@ -48,20 +48,20 @@ class Intake:
         return len(self.jobs)
 
     def do(self, job: Job) -> bool:
-        """Do a job, a large one for one slice only; return whether it is done. Raises RemoteProtocolError."""
+        """Process a job, a large one for one slice only; return whether it is finished. Raises
+        RemoteProtocolError."""
         steps = self._begin(job)
         if _slice(steps):
             return True
         if any(other.sender == job.sender for other, _ in self.jobs):
-            return False  # it is to wait its turn, with what it has said before
+            return False  # it waits its turn behind the sender's earlier facts
         self.jobs.append((job, steps))
         if len(self.jobs) > JOBS_MAX:
             self.jobs.remove(max(self.jobs, key=lambda row: len(row[0].facts)))
         return False
 
     def go_on(self, now: float) -> tuple[Job | None, RemoteProtocolError | None]:
-        """Do one slice of the job whose turn it is. Return the job if it is over, and its error if it
-        failed."""
+        """Process one slice of the next job. Return the job if it is finished, and its error if it failed."""
         if not self.jobs:
             return None, None
         job, steps = self.jobs.popleft()
@@ -75,12 +75,12 @@ class Intake:
         return None, None
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all jobs."""
         self.jobs.clear()
 
 
 def _slice(steps: Generator[int]) -> bool:
-    """Do one slice; return whether it was the last."""
+    """Process one slice; return whether it was the last."""
     left = SLICE_COST_MAX
     for cost in steps:
         left -= cost

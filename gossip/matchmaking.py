@@ -1,15 +1,15 @@
-"""How peers that want to average now agree on a group: a sans-IO core, one for each wish.
+"""Agreement of peers that want to average now on a group: a sans-IO core, one for each wish.
 
-1. Ready: a peer that wants a group tells all it knows of, twice a second, with a nonce drawn for this wish.
-2. Propose: of those that are ready, the one nearest to the hash of the key convenes; peers that completed a
-round come before others (`rank`). Once all that are expected are ready, or its window is over, it sends the
-group to its members. That is all it does, and the next in order takes its place when it is silent.
-3. A peer that finds itself in a proposed group with its own nonce takes it, once, and declines any other. In
-a numbered round it answers later wishes with `Closed`, so that late ones do not form a second group.
+1. Ready: a peer that wants a group tells all known peers, twice a second, with a nonce drawn for this wish.
+2. Propose: the ready peer nearest to the hash of the key convenes; peers that completed a round precede
+others (`rank`). Once all expected peers are ready, or its window is over, it sends the group to its members.
+It does nothing else, and the next in order replaces it if it is silent.
+3. A peer in a proposed group with its own nonce accepts it, once, and declines any other. In a numbered
+round it answers later wishes with `Closed`, so that late peers do not form a second group.
 
-The group's hash names the attempt (`gossip.averaging.group`): members that hold different groups never mix
-their numbers, so a lie or a lost message here costs an attempt and nothing else. Too few peers: no group,
-with the reason, and no pretence of one. After hivemind's matchmaking, without its chains of followers.
+The group's hash names the attempt (`gossip.averaging.group`). Members with different groups never mix their
+numbers, so a lie or a lost message here costs only an attempt. With too few peers there is no group, and a
+reason. After hivemind's matchmaking, without its chains of followers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,22 +30,22 @@ from gossip.matchmaking_messages import Closed, Decline, Message, Propose, Ready
 
 PROTOCOL = "/peerloom/matchmaking/2"
 MESSAGE_BYTES_MAX = 16_384
-"""A full group takes some 5 KiB."""
+"""Size limit: a full group takes some 5 KiB."""
 READY_SECONDS = 0.5
-"""Between two tellings of a wish that has not been met."""
+"""Interval between two announcements of an open wish."""
 SILENT_SECONDS = 2.0
-"""Beyond its window, the time a convener has before the next in order takes its place."""
+"""A convener's time after its window, before the next in order replaces it."""
 NEXT_SECONDS = 1.0
-"""The time that each of those next in order has: they have been ready for a while, and send one datagram."""
+"""The time of each further convener: it has been ready for a while, and sends one datagram."""
 WISHES_MAX = 64
-"""Keys under which one node may wish at once."""
+"""Simultaneous wishes of one node."""
 CLOSED_VOICES = 2
-"""Peers that must report that the group was formed without this one, where more than one is known."""
+"""Peers that must report a closed group before this wish ends, if more than one is known."""
 READY_MAX = 1_024
 DISTANCES_MAX = 8 * READY_MAX
-"""Distances that are kept: to hash all that are ready at each message takes longer than all else of it."""
+"""Cached distances: hashing all ready peers at each message would dominate the cost."""
 ANSWER_SECONDS = 0.25
-"""How long a wish waits for the answer of a peer that was ready before it: two ways, and a busy machine."""
+"""How long a wish waits for the answer of an earlier peer: a round trip on a busy machine."""
 OTHERS_MAX = 1_024
 """Peers that are told of a wish without being expected: as many as a roster holds."""
 
@@ -54,7 +54,7 @@ Sends = list[tuple[PeerId, Message]]
 
 @dataclass(frozen=True)
 class Formed:
-    """There is a group, this peer in it."""
+    """A group was formed with this peer in it."""
 
     key: bytes
     group: Group
@@ -62,7 +62,7 @@ class Formed:
 
 @dataclass(frozen=True)
 class NotFormed:
-    """There is none; `reason` is for people: alone, late, silence."""
+    """No group was formed; `reason` is for display: alone, late, silence."""
 
     key: bytes
     reason: str
@@ -70,7 +70,7 @@ class NotFormed:
 
 @dataclass(frozen=True)
 class GroupDeclined:
-    """A member of a formed group takes no part in it."""
+    """A member of a formed group declined it."""
 
     key: bytes
     attempt: bytes
@@ -79,7 +79,7 @@ class GroupDeclined:
 
 @dataclass(frozen=True)
 class CameLate:
-    """A peer is ready under a key whose wish is over here, without that peer."""
+    """A peer is ready under a key whose wish has ended here without that peer."""
 
     key: bytes
     peer: PeerId
@@ -92,19 +92,19 @@ Make = Callable[[tuple[GroupMember, ...]], Group]
 class GroupWish:
     """One peer's wish for a group under one key.
 
-    `expected` are the peers that should come; once all of them are ready nobody waits for the window's end.
-    `others` may come, and are told too. Where only the number of comers is known, `size_hoped` is that
-    number, this peer included: with fewer ready the window runs to its end.
+    `expected` are the peers that should come; once all of them are ready the window ends early. `others` may
+    come, and are told too. If only the number of comers is known, `size_hoped` is that number, including this
+    peer: with fewer ready peers the window runs to its end.
 
-    `make` makes the group of some members, and thereby states what this peer averages: a proposed group must
-    equal what it makes of the same members, but for round and number. Groups of fewer than `size_min` or more
-    than `size_max` are not proposed. Where `is_exclusive`, there is one group under the key, and late peers
-    get none; otherwise those that are left over form the next.
+    `make` makes the group of some members, and thereby states what this peer averages. A proposed group must
+    equal it for the same members, except in round and number. Groups of fewer than `size_min` or more than
+    `size_max` are not proposed. If `is_exclusive`, there is one group under the key, and late peers get none;
+    otherwise leftover peers form the next one.
 
-    Peers that `admits` rejects are passed over, and a group with one of them in it is declined. Peers that
-    `leaves_out` names are not proposed, and their groups are declined; another peer's group with them in it
-    is accepted, since others do not know them. One peer of the lowest `rank` convenes. `waits` says until
-    when each expected peer is awaited; without it, that is the whole window.
+    Peers that `admits` rejects are skipped, and a group with one of them is declined. Peers that `leaves_out`
+    names are not proposed, and their groups are declined; another peer's group with them is accepted, since
+    others do not know them. One peer of the lowest `rank` convenes. `waits` returns the deadline of each
+    expected peer; without it, that is the whole window.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class GroupWish:
         self._rank = rank
         self.begun_at = now
         self.ready_at: dict[PeerId, float] = {}
-        """When others were first ready, before this wish was over."""
+        """The times at which others were first ready, up to the end of this wish."""
         self.convener: PeerId | None = None
-        """The peer that proposed the group, once there is one."""
+        """The peer that proposed the formed group."""
         self.key = key
         self._me = me
         self._peer = PeerId(me.peer)
@@ -183,12 +183,12 @@ class GroupWish:
 
     @property
     def passed_over(self) -> tuple[PeerId, ...]:
-        """The peers whose turn it was to propose a group, and that did not."""
+        """The peers that did not propose a group on their turn."""
         return tuple(self._passed_over)
 
     def heard_early(self, now: float, peer: PeerId) -> None:
-        """Note that this peer was ready a moment before this wish was made. Its answer is awaited even where
-        it is not expected, if it has completed a round: a group without it would have it wait in vain."""
+        """Note that this peer was ready just before this wish was made. Its answer is awaited even if it is
+        not expected, if it has completed a round: a group without it would make it wait in vain."""
         is_proven = self._rank is None or self._rank(peer) == 0
         if is_proven and self._admitted([peer]) and not (self._leaves_out and self._leaves_out(peer)):
             self._early[peer] = now + ANSWER_SECONDS
@@ -202,7 +202,7 @@ class GroupWish:
         return [(peer, self._wish()) for peer in new] + self._advance(now)
 
     def introduce(self, peers: Iterable[PeerId]) -> Sends:
-        """Tell these peers too, as many as there is room for: they may come."""
+        """Tell these peers too, up to the limit: they may come."""
         new = [peer for peer in self._admitted(peers) if peer != self._peer and peer not in self._others]
         new = new[: max(0, OTHERS_MAX - len(self._others))]
         self._others.update(dict.fromkeys(new))
@@ -216,7 +216,7 @@ class GroupWish:
         return self._advance(now)
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """Take one message under this key."""
+        """Handle one message under this key."""
         self._early.pop(sender, None)
         if self._admits is not None and not self._admits(sender):
             return []
@@ -230,14 +230,14 @@ class GroupWish:
                     self.events.append(GroupDeclined(self.key, attempt, sender))
                 return []
             case Closed():
-                self._ready.pop(sender, None)  # it is taken, until it says that it is ready again
+                self._ready.pop(sender, None)  # it has a group, until it says that it is ready again
                 self._take_closed(sender)
                 return self._advance(now)
             case _:
                 assert_never(message)
 
     def wake(self, now: float) -> Sends:
-        """Tell, propose or give up, whatever is due."""
+        """Announce, propose or give up, as is due."""
         if self.group is not None or self.is_over:
             return []
         if now >= self._give_up_at:
@@ -251,7 +251,7 @@ class GroupWish:
         return sends + self._advance(now)
 
     def withdraw(self) -> None:
-        """Want no group any more; a group proposed from now on is declined."""
+        """End this wish; a group proposed later is declined."""
         if self.group is None and not self.is_over:
             self._end("withdrawn")
 
@@ -264,7 +264,7 @@ class GroupWish:
 
     def _take_ready(self, now: float, sender: PeerId, message: Ready) -> Sends:
         if self.group is not None:
-            if _member(sender, message) in self.group.members:  # it has not heard of its group yet
+            if _member(sender, message) in self.group.members:  # it has not received its group yet
                 return [(sender, Propose(self.key, self.group))]
             self.events.append(CameLate(self.key, sender))
             return [(sender, Closed(self.key))]
@@ -278,13 +278,13 @@ class GroupWish:
         if self._waits is not None:
             self._waits.came(now, sender)
         self._ready[sender] = _member(sender, message)
-        # It may have passed over this wish before it had its own.
+        # It may have ignored this wish before it had its own.
         answer: Sends = [(sender, self._wish())] if is_new else []
         return answer + self._advance(now)
 
     def _take_closed(self, sender: PeerId) -> None:
-        """Take a peer's report that the group is closed. One peer's word does not end this wish, though in a
-        numbered round there is no other group."""
+        """Note a report that the group is closed. One report does not end this wish, though in a numbered
+        round there is no other group."""
         known = self._expected.keys() | self._others.keys()
         if self.is_exclusive and self.group is None and not self.is_over and sender in known:
             self._closed_by.add(sender)
@@ -310,20 +310,20 @@ class GroupWish:
         return self._declines is not None and self._declines(sender)
 
     def _is_trial_too_dear(self, sender: PeerId, group: Group) -> bool:
-        """Return whether a left-out peer proposes a group that lacks a peer this one would be with: that peer
-        would wait for the end of the trial, and then be tried in its turn."""
+        """Return whether a left-out peer proposes a group without a peer that this one would be with. That
+        peer would wait for the end of the trial, and then be tried in its turn."""
         if self._leaves_out is None or not self._leaves_out(sender):
             return False
         missing = (self._expected.keys() | self._ready.keys()).difference(group.peers)
         return any(not self._leaves_out(peer) for peer in self._admitted(missing))
 
     def _advance(self, now: float) -> Sends:
-        """Propose a group where it is this peer's turn to."""
+        """Propose a group if it is this peer's turn."""
         if self.group is not None or self.is_over:
             return []
         ready = self._candidates()
         if not self._is_open:
-            # Alone it is not known who comes: the first to come must not shut out those right behind it.
+            # A lone peer does not know who comes: the first to come must not exclude those right behind it.
             is_whole = self._is_whole(now) and bool(ready)
             if now < self._window_ends_at and not (is_whole and len(ready) + 1 >= self._size_hoped):
                 return []
@@ -349,11 +349,11 @@ class GroupWish:
 
     def _candidates(self) -> list[PeerId]:
         """Return the ready peers that may be in a group."""
-        ready = self._admitted(self._ready)  # tickets expire while a wish waits
+        ready = self._admitted(self._ready)  # tickets may expire while a wish waits
         return [peer for peer in ready if self._leaves_out is None or not self._leaves_out(peer)]
 
     def _is_whole(self, now: float) -> bool:
-        """Return whether all awaited peers are ready, and note until when a missing one is awaited."""
+        """Return whether all awaited peers are ready, and note the deadline of a missing one."""
         self._held_up_until = inf
         for peer in self._expected:
             if peer in self._ready:
@@ -396,7 +396,7 @@ class Matchmaking:
     def __init__(self, me: PeerId) -> None:
         self._me = me
         self._wishes: dict[bytes, GroupWish] = {}
-        self._early = EarlyWishes(1.5 * READY_SECONDS)  # a wish that lasts is told again within it
+        self._early = EarlyWishes(1.5 * READY_SECONDS)  # a lasting wish is announced again within this time
         self.events: list[Event] = []
 
     @property
@@ -415,24 +415,24 @@ class Matchmaking:
         return sends
 
     def end(self, key: bytes) -> Sends:
-        """Forget a wish, met or not."""
+        """Drop a wish, fulfilled or not."""
         wish = self._wishes.pop(key, None)
         if wish is not None:
             wish.withdraw()
         return []
 
     def get(self, key: bytes) -> GroupWish | None:
-        """The wish under a key."""
+        """Return the wish under a key."""
         return self._wishes.get(key)
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """Take one message; one under a key without a wish is dropped, after noting who is ready already."""
+        """Handle one message. Without a wish under its key, only note that the sender is ready."""
         wish = self._wishes.get(message.key)
         if wish is None:
             if isinstance(message, Ready):
                 self._early.heard(now, sender, message.key)
             if isinstance(message, Propose):
-                # All of them would wait for this peer, which has given the wish up.
+                # All of its members would wait for this peer, which has dropped the wish.
                 group = message.group
                 if sender in group.peers and self._me in group.peers:
                     return [
@@ -468,7 +468,7 @@ class Matchmaking:
         return [] if wish is None else wish.introduce(peers)
 
     def lost(self, now: float, peer: PeerId) -> Sends:
-        """Expect a peer no longer that membership, or the roster, calls gone."""
+        """Stop expecting a peer that membership or the roster reports gone."""
         sends: Sends = []
         for wish in self._wishes.values():
             sends += wish.lost(now, peer)

@@ -12,7 +12,8 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_B
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """I want a group under this key. `rate`, `has_tensors` and `coordinate` as in `group.GroupMember`."""
+    """The sender wants a group under this key. `rate`, `has_tensors` and `coordinate` as in
+    `group.GroupMember`."""
 
     key: Hash
     nonce: Nonce
@@ -22,21 +23,21 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Propose(msgspec.Struct, frozen=True, array_like=True, tag="propose"):
-    """This is our group."""
+    """The sender proposes this group."""
 
     key: Hash
     group: Group
 
 
 class Decline(msgspec.Struct, frozen=True, array_like=True, tag="decline"):
-    """I am in another group, or want none any more: leave me out of this attempt."""
+    """The sender is in another group, or wants none: leave it out of this attempt."""
 
     key: Hash
     attempt: Hash
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
-    """I am in a group under this key, without you. There is no other one where rounds are numbered."""
+    """The sender is in a group under this key without the receiver. In a numbered round there is no other."""
 
     key: Hash
 

@@ -1,6 +1,6 @@
-"""A member as this peer sees it, and the events that say how that changed.
+"""A member as this peer sees it, and the events about its changes.
 
-Only frozen values: what a shell shows, stores or acts on. The table behind them is `gossip.table`.
+Only frozen values that a shell shows, stores or acts on. `gossip.table` is the table behind them.
 """
 
 import enum
@@ -10,7 +10,7 @@ from crypto.contact import NAME_LENGTH_MAX, Address
 from crypto.identity import PeerId
 
 METADATA_BYTES_MAX = 300
-"""Opaque to gossip: room for a capacity or a version, small enough to travel with every alive fact."""
+"""Size limit of opaque metadata, such as a capacity or a version, that travels with every alive fact."""
 
 
 class Status(enum.StrEnum):
@@ -26,8 +26,8 @@ class Status(enum.StrEnum):
 class Profile:
     """A member's description of itself: a name (40 letters), addresses, and opaque metadata (300 bytes).
 
-    All travels in one signed fact of a datagram's size: where the addresses do not fit beside the rest, the
-    last are left out (about 240 bytes are always theirs: four or more). Put the best first.
+    All of it travels in one signed fact of a datagram's size. Addresses that do not fit are left out from the
+    end (about 240 bytes, four or more, always fit). Put the best first.
 
     Raises ValueError: the name is too long or unprintable, or the metadata too large.
     """
@@ -47,9 +47,9 @@ class Profile:
 class SwarmMember:
     """One member at one moment.
 
-    `since` is when its status last changed (monotonic seconds of this peer). `reason` says why it
-    is suspect, dead or left ("no ack for 1.1 s, says lab-3"), empty for alive; `accuser` is who signed
-    that verdict. `found_through` is who first told us of it, None for this peer itself.
+    `since` is the time of its last status change (monotonic seconds of this peer). `reason` says why it is
+    suspect, dead or left ("no ack for 1.1 s, says lab-3"), empty for alive; `accuser` signed that verdict.
+    `found_through` first told us of it, None for this peer itself.
     """
 
     peer: PeerId
@@ -65,13 +65,13 @@ class SwarmMember:
 
     @property
     def live(self) -> bool:
-        """Alive, or suspect and not yet given up."""
+        """Whether it is alive, or suspect and not yet declared dead."""
         return self.status in (Status.ALIVE, Status.SUSPECT)
 
 
 @dataclass(frozen=True)
 class MemberUp:
-    """A member is new, or back after it was dead or had left."""
+    """A member is new, or returned after it was dead or had left."""
 
     peer: PeerId
     name: str
@@ -103,7 +103,7 @@ class MemberSuspected:
 
 @dataclass(frozen=True)
 class MemberRefuted:
-    """A suspected member proved by a higher incarnation that it lives."""
+    """A suspected member refuted by a higher incarnation."""
 
     peer: PeerId
     incarnation: int
@@ -111,7 +111,7 @@ class MemberRefuted:
 
 @dataclass(frozen=True)
 class MemberDown:
-    """A member is given up as dead; it stays listed, with the reason."""
+    """A member is declared dead; it stays listed, with the reason."""
 
     peer: PeerId
     accuser: PeerId
@@ -127,8 +127,8 @@ class Condition(enum.StrEnum):
 
 @dataclass(frozen=True)
 class MemberDegraded:
-    """A live member answers this peer late, or only through others, which is not dead. `rate` is the share of
-    the latest probes that it answered in time, `seconds` what an answer takes."""
+    """A live member answers this peer late, or only through others. `rate` is the share of the latest probes
+    that it answered in time, `seconds` the time of an answer."""
 
     peer: PeerId
     condition: Condition
@@ -139,7 +139,7 @@ class MemberDegraded:
 
 @dataclass(frozen=True)
 class MemberRecovered:
-    """A degraded member answers in time again, itself."""
+    """A degraded member itself answers in time again."""
 
     peer: PeerId
 
@@ -153,22 +153,22 @@ class MemberLeft:
 
 @dataclass(frozen=True)
 class MemberForgotten:
-    """A member is no longer listed: it was dead or had left long ago, or is outside of the scope now."""
+    """A member is no longer listed: it was dead or had left long ago, or is now outside of the scope."""
 
     peer: PeerId
 
 
 @dataclass(frozen=True)
 class NeighbourhoodLookupWanted:
-    """This peer may miss neighbours. Only where peers list their neighbourhood: the driver of this core
-    should look up the peers nearest to `key`, as a DHT does, and `join` through them."""
+    """This peer may miss neighbours. Only in swarms of neighbourhoods: the driver of this core should look up
+    the peers nearest to `key`, as a DHT does, and `join` through them."""
 
     key: bytes
 
 
 @dataclass(frozen=True)
 class CandidateFound:
-    """A stranger that a member named is to be probed, at these addresses, before it is listed."""
+    """A stranger that a member named must be probed, at these addresses, before it is listed."""
 
     peer: PeerId
     addresses: tuple[Address, ...]
@@ -177,7 +177,7 @@ class CandidateFound:
 
 @dataclass(frozen=True)
 class FactsRefused:
-    """Facts that `sender` passed on a while ago were forged or malformed."""
+    """Facts that `sender` passed on earlier are forged or malformed."""
 
     sender: PeerId
     reason: str
@@ -185,7 +185,7 @@ class FactsRefused:
 
 @dataclass(frozen=True)
 class BroadcastHeard:
-    """A user of `author` tells all members something; of two under a topic the higher `sequence` is newer."""
+    """A broadcast by a user of `author`; of two under a topic the higher `sequence` is newer."""
 
     author: PeerId
     topic: bytes
@@ -195,7 +195,7 @@ class BroadcastHeard:
 
 @dataclass(frozen=True)
 class SelfAccused:
-    """`accuser` suspected or buried this very peer; `incarnation` is the new one that refutes it."""
+    """`accuser` suspected this peer or declared it dead; `incarnation` is the new one that refutes it."""
 
     accuser: PeerId
     reason: str
@@ -204,17 +204,17 @@ class SelfAccused:
 
 @dataclass(frozen=True)
 class OtherLifeHeard:
-    """A fact of this peer's own key names another life than this: an earlier one, or a concurrent one. The
-    driver of this core may check whether it lives at these addresses."""
+    """A fact of this peer's own key names another life: an earlier one, or a concurrent one. The driver of
+    this core may check whether it lives at these addresses."""
 
     addresses: tuple[Address, ...]
 
 
 @dataclass(frozen=True)
 class RivalFound:
-    """Another process lives with this peer's key, as a copied data folder makes it: it has named this life.
-    `started_milliseconds` is the unix time of its start by its own clock; `is_younger` says that it began
-    later, and so has to stop. Otherwise this peer has to, and announces itself no more."""
+    """Another process runs with this peer's key, as after copying a data folder: it has named this life.
+    `started_milliseconds` is the unix time of its start by its own clock. If it `is_younger` it must stop.
+    Otherwise this peer must, and no longer announces itself."""
 
     started_milliseconds: int
     name: str
@@ -225,7 +225,7 @@ class RivalFound:
 @dataclass(frozen=True)
 class RivalOutlived:
     """This peer announces itself beside a younger process with its key, or after it. The driver of this core
-    begins new sessions with each peer: their packets may go to the other process."""
+    begins new sessions with each peer, since their packets may go to the other process."""
 
 
 Event = (

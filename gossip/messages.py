@@ -32,32 +32,32 @@ from gossip.view import DEPTH_MAX
 ALIVE_BODY_BYTES_MAX = 720
 """So that any one fact, with author and signature, fits `Settings.facts_bytes_max` and so a datagram."""
 FACT_BYTES_MAX = ALIVE_BODY_BYTES_MAX + 110
-"""An alive fact on the wire at most: body, author 32, signature 64 and at most 14 of MessagePack."""
+"""Largest alive fact on the wire: body, author 32, signature 64 and at most 14 of MessagePack."""
 FACTS_MAX = 32
-"""Facts in a message other than Sync; the smallest takes over 100 bytes, so no honest one holds so many."""
+"""Facts in a message other than Sync; the smallest takes over 100 bytes, so no valid message holds more."""
 MEMBERS_MAX = 2_000
-"""No member list is larger: a neighbourhood is to be split long before this."""
+"""Members in a list; a neighbourhood is split long before this."""
 SYNC_FACTS_MAX = 2 * MEMBERS_MAX
 """An alive fact and a verdict for each member."""
 MESSAGE_BYTES_MAX = MEMBERS_MAX * (FACT_BYTES_MAX + 200) + 1_024
 """The largest Sync: every member dead, with an alive fact (830) and a verdict (under 200)."""
 READ_MAX = 2_048
-"""Facts whose reading is remembered: most that arrive were heard a moment ago from somebody else."""
+"""Cache of read facts: most that arrive were just received from another peer."""
 DIGESTS_MAX = 3
 """Digests in a comparison of scopes: depths around one key differ by one, seldom two."""
 MARK_BYTES = 8
 LIFE_BYTES = 12
 INSTANCE_BYTES = 6
-"""At random, in the name of a life, beside six bytes of unix milliseconds."""
+"""Random bytes in the name of a life, besides six bytes of unix milliseconds."""
 STARTED_MAX = 2**48 - 1
 INCARNATION_JUMP_MAX = 2**42
-"""Above what is held of a member, or above 0: 139 years of milliseconds. A restart takes the unix time of a
-clock that may have been wrong; more would only leave no room above it."""
+"""Largest jump of an incarnation above the held one, or above 0: 139 years of milliseconds. A restart takes
+the unix time of a clock that may be wrong; a larger jump would only leave no room above it."""
 TOPIC_BYTES_MAX = 64
 BROADCAST_BYTES_MAX = 512
-"""The most data in one broadcast; larger data goes into a blob, and the broadcast names its hash."""
+"""Largest data in one broadcast; larger data goes into a blob whose hash the broadcast names."""
 SILENCE_MILLISECONDS_MAX = 3_600_000
-"""An accuser claims an hour of silence at most; it only feeds the text of a reason."""
+"""Largest claimed silence, an hour; it only appears in the text of a reason."""
 
 Incarnation = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -69,7 +69,7 @@ Facts = Annotated[tuple[Fact, ...], msgspec.Meta(max_length=FACTS_MAX)]
 
 
 class AliveBody(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
-    """By the subject: I live, under this name, at these addresses (without `/p2p/`)."""
+    """By the subject: it lives, under this name, at these addresses (without `/p2p/`)."""
 
     incarnation: Incarnation
     name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
@@ -79,19 +79,19 @@ class AliveBody(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
     ]
     metadata: Annotated[bytes, msgspec.Meta(max_length=METADATA_BYTES_MAX)]
     life: Annotated[bytes, msgspec.Meta(max_length=LIFE_BYTES)] = b""
-    """The life, one start of a process, in which the subject says so."""
+    """The author's life, one start of a process."""
     rival: Annotated[bytes, msgspec.Meta(max_length=LIFE_BYTES)] = b""
-    """Another life of this identity that the subject has heard of, empty for none. An earlier life cannot
-    name one that began later, so a peer that reads its own here knows that the author lives beside it."""
+    """Another life of this identity known to the subject, empty for none. An earlier life cannot name a later
+    one, so a peer that reads its own life here knows that the author runs beside it."""
     circuits: Annotated[
         tuple[Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)], ...],
         msgspec.Meta(max_length=ADDRESSES_MAX),
     ] = ()
-    """Addresses by relays. A version that knows none refuses a fact that has one among `addresses`."""
+    """Addresses by relays. Versions without relays refuse a fact that has one among `addresses`."""
 
 
 class SuspectBody(msgspec.Struct, frozen=True, array_like=True, tag="suspect"):
-    """By an accuser: `subject` in `incarnation` did not answer me, nor those I asked to ping it."""
+    """By an accuser: `subject` in `incarnation` did not answer it or its relays."""
 
     subject: Subject
     incarnation: Incarnation
@@ -99,7 +99,7 @@ class SuspectBody(msgspec.Struct, frozen=True, array_like=True, tag="suspect"):
 
 
 class DeadBody(msgspec.Struct, frozen=True, array_like=True, tag="dead"):
-    """By an accuser: my suspicion of `subject` in `incarnation` ran out unrefuted."""
+    """By an accuser: its suspicion of `subject` in `incarnation` ended unrefuted."""
 
     subject: Subject
     incarnation: Incarnation
@@ -107,7 +107,7 @@ class DeadBody(msgspec.Struct, frozen=True, array_like=True, tag="dead"):
 
 
 class BroadcastBody(msgspec.Struct, frozen=True, array_like=True, tag="broadcast"):
-    """By its author: what a user of mine tells all, in place of what it told of this topic before."""
+    """By its author: a user's broadcast, which replaces the last one of this topic."""
 
     topic: Annotated[bytes, msgspec.Meta(min_length=1, max_length=TOPIC_BYTES_MAX)]
     sequence: Incarnation
@@ -115,7 +115,7 @@ class BroadcastBody(msgspec.Struct, frozen=True, array_like=True, tag="broadcast
 
 
 class LeftBody(msgspec.Struct, frozen=True, array_like=True, tag="left"):
-    """By the subject: I go, of my own will."""
+    """By the subject: it leaves of its own will."""
 
     incarnation: Incarnation
 
@@ -132,7 +132,7 @@ _PURPOSES: dict[type, str] = {
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
-    """Are you there? Answered by an Ack with the same number, whoever asks."""
+    """A probe, answered by an Ack with the same number whoever asks."""
 
     number: Number
     facts: Facts = ()
@@ -140,15 +140,15 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
 
 class StreamPing(msgspec.Struct, frozen=True, array_like=True, tag="stream-ping"):
     """A Ping by a stream, for peers that no datagram reaches. The Ack takes a stream too, if the Ping came by
-    one and from a member that does not ask more often than it probes."""
+    one, from a member that does not ask more often than it probes."""
 
     number: Number
     facts: Facts = ()
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
-    """I am there; or, from a relay: the target of your PingRequest is. `here`: my coordinate. `wall`: my
-    clock, in unix milliseconds."""
+    """The sender is present; from a relay: the target of the PingRequest is. `here`: the sender's coordinate.
+    `wall`: its clock, in unix milliseconds."""
 
     number: Number
     facts: Facts = ()
@@ -157,14 +157,14 @@ class Ack(msgspec.Struct, frozen=True, array_like=True, tag="ack"):
 
 
 class Nack(msgspec.Struct, frozen=True, array_like=True, tag="nack"):
-    """From a relay: I am there, but the target has not answered me so far (Lifeguard)."""
+    """From a relay: it is present, but the target has not answered it so far (Lifeguard)."""
 
     number: Number
     facts: Facts = ()
 
 
 class PingRequest(msgspec.Struct, frozen=True, array_like=True, tag="ping-request"):
-    """Ping `target` for me and pass on its Ack under my number."""
+    """Ping `target` for the sender and pass on its Ack under the sender's number."""
 
     number: Number
     target: Subject
@@ -172,28 +172,28 @@ class PingRequest(msgspec.Struct, frozen=True, array_like=True, tag="ping-reques
 
 
 class Gossip(msgspec.Struct, frozen=True, array_like=True, tag="gossip"):
-    """Only facts; no answer."""
+    """Facts only; no answer."""
 
     facts: Facts
 
 
 class Compare(msgspec.Struct, frozen=True, array_like=True, tag="compare"):
-    """A digest of the live members I know. Where it differs, the answer is a Sync."""
+    """A digest of the sender's live members. If it differs, the answer is a Sync."""
 
     digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     facts: Facts = ()
 
 
 class Sync(msgspec.Struct, frozen=True, array_like=True, tag="sync"):
-    """All I know (push); with `reply_wanted`, tell me what you know beyond it (pull). May be large."""
+    """All that the sender knows (push); `reply_wanted` asks for what it lacks (pull). May be large."""
 
     reply_wanted: bool
     facts: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=SYNC_FACTS_MAX)]
 
 
 class ScopedCompare(msgspec.Struct, frozen=True, array_like=True, tag="scoped-compare"):
-    """Compare, in a swarm of neighbourhoods. My scope is `depth` bits deep. The digests are of the live
-    members in the receiver's neighbourhood that I list, `depth`, `depth` + 1 and so on bits deep.
+    """Compare, in a swarm of neighbourhoods. The sender's scope is `depth` bits deep. The digests are of its
+    listed live members in the receiver's neighbourhood, `depth`, `depth` + 1 and so on bits deep.
     """
 
     depth: Depth
@@ -205,10 +205,10 @@ class ScopedCompare(msgspec.Struct, frozen=True, array_like=True, tag="scoped-co
 
 
 class ScopedSync(msgspec.Struct, frozen=True, array_like=True, tag="scoped-sync"):
-    """Sync, in a swarm of neighbourhoods: all I know that you list too, as far as I can tell.
+    """Sync, in a swarm of neighbourhoods: all the sender's facts about members that the receiver lists too.
 
-    My scope is `depth` bits deep; None while I have not found my neighbourhood. An answer without facts
-    says that I am not of yours.
+    The sender's scope is `depth` bits deep; None while it has not found its neighbourhood. An answer without
+    facts says that the sender is not in the receiver's neighbourhood.
     """
 
     reply_wanted: bool
@@ -221,22 +221,22 @@ Message = Ping | StreamPing | Ack | Nack | PingRequest | Gossip | Compare | Sync
 
 class ByStream(NamedTuple):
     """A message to send by a stream, however short it is. `is_answer`: only if the message it answers came by
-    one, else as a datagram."""
+    one, otherwise as a datagram."""
 
     message: Message
     is_answer: bool = False
 
 
 def sign_body(signer: Signer, body: Body) -> Fact:
-    """A fact by this peer."""
+    """Return a fact by this peer."""
     return signer.sign(_PURPOSES[type(body)], encode(body))
 
 
 def check_body(signer: Signer, fact: Fact, body: Body) -> None:
     """Check that the author signed `body`, which `read_body` returned; else RemoteProtocolError.
 
-    An Ed25519 check costs 105 us: ask only where the fact would change something. Correct peers pass on only
-    facts that they checked, so a wrong signature is the fault of the sender.
+    An Ed25519 check costs 105 us: call this only if the fact would change something. Correct peers pass on
+    only facts that they checked, so the sender is at fault for a wrong signature.
     """
     signer.check(_PURPOSES[type(body)], fact)
 
@@ -246,7 +246,7 @@ def read_body(fact: Fact) -> Body:
     """Return the well-formed but unproven claim of a fact; else RemoteProtocolError."""
     if len(fact.author) != PEER_ID_BYTES:
         raise RemoteProtocolError("a fact with a malformed author")
-    # A name that would have to be cleaned is refused (`read_alive`), for its author never says such a one.
+    # A name that needs cleaning is refused (`read_alive`): no correct author sends one.
     body: Body = decode(fact.body, Body, bytes_max=ALIVE_BODY_BYTES_MAX, cleans_text=False)
     return body
 
@@ -257,18 +257,18 @@ def subject_of(fact: Fact, body: Body) -> PeerId:
 
 
 def life_of(started_milliseconds: int, instance: bytes) -> bytes:
-    """Return the name of a life that began at this unix time. The greater of two names began later."""
+    """Return the name of a life that began at this unix time. Later lives have greater names."""
     started = min(started_milliseconds, STARTED_MAX)
     return started.to_bytes(LIFE_BYTES - INSTANCE_BYTES, "big") + instance
 
 
 def started_of(life: bytes) -> int:
-    """When a life began, in unix milliseconds by its own clock."""
+    """Return the start of a life, in unix milliseconds by its own clock."""
     return int.from_bytes(life[: LIFE_BYTES - INSTANCE_BYTES], "big")
 
 
 def alive_body(profile: Profile, incarnation: int, life: bytes = b"", rival: bytes = b"") -> AliveBody:
-    """A profile as it is announced. Addresses that do not fit are left out, the last first."""
+    """Return a profile as it is announced. Addresses that do not fit are left out from the end."""
     addresses = [address.of(None) for address in profile.addresses[:ADDRESSES_MAX]]
     while True:
         texts = [str(address) for address in addresses if address.relay is None]
@@ -288,8 +288,8 @@ class AliveFact(msgspec.Struct, frozen=True, eq=False, weakref=True):
     incarnation: int
     fact: Fact
     mark: bytes
-    """The peer and its profile, as they count for the digest of a list. The incarnation is left out: a mere
-    refutation need not reach everybody."""
+    """The peer and its profile, as they count in a list's digest. The incarnation is left out: a mere
+    refutation need not reach all peers."""
 
 
 def announced(fact: Fact, profile: Profile, body: AliveBody) -> AliveFact:
@@ -299,7 +299,7 @@ def announced(fact: Fact, profile: Profile, body: AliveBody) -> AliveFact:
     return AliveFact(peer, profile, body.incarnation, fact, peer + blake3(said).digest(length=MARK_BYTES))
 
 
-# One object for all who hold it: where many peers live in one process, their lists would fill it.
+# One shared object for all holders: otherwise the lists of many peers in one process would fill its memory.
 _announced: WeakValueDictionary[Fact, AliveFact] = WeakValueDictionary()
 
 
@@ -329,29 +329,29 @@ def check_jump(body: AliveBody, held: int) -> None:
 
 
 def incarnation_of(fact: Fact) -> int:
-    """The incarnation that a well-formed fact speaks of."""
+    """Return the incarnation in a well-formed fact."""
     body = read_body(fact)
     return body.sequence if isinstance(body, BroadcastBody) else body.incarnation
 
 
 def silence_of(fact: Fact) -> int:
-    """Return how long its author has had no ack, in milliseconds; 0 where the fact does not say."""
+    """Return how long its author has had no ack, in milliseconds; 0 if the fact does not say."""
     body = read_body(fact)
     return body.silence_milliseconds if isinstance(body, SuspectBody | DeadBody) else 0
 
 
 def milliseconds(seconds: float) -> int:
-    """A silence as facts say it."""
+    """Return a silence in the unit of facts."""
     return min(max(int(seconds * 1000), 0), SILENCE_MILLISECONDS_MAX)
 
 
 def member_up(said: AliveFact, sender: PeerId) -> MemberUp:
-    """The event that a member is there."""
+    """Return the event that a member is up."""
     profile = said.profile
     return MemberUp(said.peer, profile.name, profile.addresses, profile.metadata, said.incarnation, sender)
 
 
 def member_changed(said: AliveFact) -> MemberChanged:
-    """The event that a live member says something else of itself."""
+    """Return the event that a live member has changed."""
     profile = said.profile
     return MemberChanged(said.peer, profile.name, profile.addresses, profile.metadata, said.incarnation)

@@ -1,15 +1,13 @@
-"""The choice of the state that is nearest to the others, where no two are the same: pure.
+"""The choice of the state that is nearest to the others, if no two are equal: pure.
 
-Members that train apart and are averaged now and then have states that differ a little. A state that a member
-made up differs from all of them by more. In each array a state is scored by its distance to the nearest
-others that form a majority with it (after Krum: Blanchard et al. 2017). The state whose worst score is the
-lowest is taken.
+Members that train apart and average periodically have states that differ a little. An invented state differs
+from all of them by more. In each array a state is scored by its distance to the nearest others that form a
+majority with it (after Krum: Blanchard et al. 2017). The state with the lowest worst score is taken.
 
-Where fewer than half of the members lie, every majority has an honest member in it, and the honest ones are a
-majority themselves. So with one array, the state that is taken is as near to an honest one as the honest are
-to one another. With several that is not exact. Scores are in units of their median, which a liar lowers by
-copying arrays of honest members, one's here and another's there; UNIT_SHARE bounds what it gains by that. A
-liar within these distances may be the one that is taken.
+If fewer than half of the members lie, every majority has an honest member, and the honest ones are a
+majority. So with one array, the chosen state is as near to an honest one as the honest are to one another.
+With several arrays that is not exact: scores are in units of their median, which a liar lowers by copying
+arrays of different honest members; UNIT_SHARE bounds that gain. A liar within these distances may be chosen.
 """
 
 from collections.abc import Mapping
@@ -21,18 +19,17 @@ from numpy.typing import NDArray
 from crypto.identity import PeerId
 
 STATES_MIN = 3
-"""With fewer nothing is compared: of two states that differ nobody can say which is made up."""
+"""With fewer states there is no comparison: of two that differ, either may be invented."""
 UNIT_SHARE = 0.1
-"""The unit of an array's scores is at least so much of the median length: then honest members that have
-drifted by a tenth are no worse than one that a liar has copied."""
+"""Lower bound of the unit of an array's scores, as a share of the median length: honest members that drifted
+by a tenth then score no worse than one that a liar has copied."""
 
 Numbers = NDArray[np.float32]
 
 
 def nearest_first(states: Mapping[PeerId, Mapping[str, Numbers]]) -> list[PeerId]:
-    """Return the holders of the states, the one nearest to the others first. `states` has the arrays of each
-    holder by name: all have the same names and lengths. Numbers that are not finite are infinitely far
-    away."""
+    """Return the holders of the states, the nearest to the others first. `states` has the arrays of each
+    holder by name, with equal names and lengths. Numbers that are not finite count as infinitely far away."""
     owners = list(states)
     majority = len(owners) // 2
     if not majority:

@@ -1,4 +1,4 @@
-"""The evidence by which a member whose steps are its own judges how far others are: pure.
+"""The evidence for other members' steps in runs where members train apart between rounds: pure.
 
 For runs in which members train apart between rounds: they are at steps that differ, and any one may claim any
 step. Not here: the transfer of a state.
@@ -12,7 +12,7 @@ from gossip.claims import ClaimedCount, LikelySteps, agreed_count, newcomer_step
 from gossip.roster import Report
 
 LIKELY_ROUNDS = 10
-"""A member is hardly so many rounds ahead of most others."""
+"""Rounds that a member may credibly be ahead of most others."""
 
 Reports = Mapping[PeerId, Report]
 
@@ -20,20 +20,20 @@ Reports = Mapping[PeerId, Report]
 def likely_steps(
     reports: Reports, local_steps: int, passed_over: Collection[PeerId] = (), *, are_tried: bool = False
 ) -> LikelySteps:
-    """Return how far the others may well be, but for those `passed_over`: the lower half of them, and some
-    rounds of `local_steps` more or less. `are_tried`: the state is looked at before it is used."""
+    """Return the credible steps of the others, except those `passed_over`: the lower half of them, and some
+    rounds of `local_steps` around it. `are_tried`: the state is tried before use."""
     steps = _steps({peer: report for peer, report in reports.items() if peer not in passed_over})
     return replace(newcomer_steps(steps, LIKELY_ROUNDS * local_steps, are_equal=False), is_newest=are_tried)
 
 
 def is_another_further(reports: Reports, step: int, local_steps: int) -> bool:
-    """Return whether another member is beyond `step`, and likely is where it says."""
+    """Return whether another member credibly claims more than `step` steps."""
     last = likely_steps(reports, local_steps).last
     return any(claim.is_between(step + 1, last) for claim in _steps(reports))
 
 
 def is_behind(reports: Reports, rounds: int) -> bool:
-    """Return whether others held a round that a member which has averaged so many `rounds` had to be in."""
+    """Return whether others held a round that a member with `rounds` averages should have been in."""
     return agreed_count([report.rounds for report in reports.values() if report.has_state]) > rounds
 
 

@@ -1,10 +1,10 @@
 """Other lives of this peer's own key: earlier ones, and concurrent ones.
 
-A life is one start of a process. Its alive facts carry its name (`gossip.messages.life_of`) and, once it has
-heard of another, that one's. An earlier life cannot name one that began later: so a fact that names this life
-proves that its author lives now, as a copied data folder makes it. The younger of two, which has the greater
-name, is silent from then on; the driver of its core ends it. The elder announces itself again once the other
-has ended. How they hear of each other: `gossip.displaced_lives`.
+A life is one start of a process. Its alive facts carry its name (`gossip.messages.life_of`) and the name of
+another known life. An earlier life cannot name a later one, so a fact that names this life proves that its
+author lives now, as after copying a data folder. The younger of two, with the greater name, stops announcing
+itself; the driver of its core ends it. The elder announces itself again once the other has ended.
+`gossip.displaced_lives` spreads the facts.
 """
 
 from collections.abc import Callable
@@ -15,17 +15,17 @@ from gossip.member import Event, OtherLifeHeard, RivalFound, RivalOutlived
 from gossip.messages import LIFE_BYTES, AliveBody, Body, LeftBody, read_alive, started_of
 
 LIVES_MAX = 16
-"""Other lives that are remembered, the latest heard: each start of a copy is another one."""
+"""Other lives that are remembered, the latest ones; each start of a copy is another life."""
 AGAIN_SECONDS = (1.0, 2.0)
-"""Pauses before the elder announces itself again. The younger goes on for 0.6 s after it has met the elder,
-and may take others' sessions meanwhile; under load its process takes longer to end."""
+"""Pauses before the elder announces itself again. The younger runs for 0.6 s after it has met the elder,
+longer under load, and may take others' sessions meanwhile."""
 AGAIN_LISTENERS_MAX = 32
-"""Members that hear each of these announcements from the elder itself."""
+"""Members to which the elder itself sends each of these announcements."""
 
 
 class OtherLives:
-    """The other lives heard of. `life` is this one. `announce(above, rival)` announces it, in an incarnation
-    above another and naming another life, `check` checks a signature, and `events` takes what is found."""
+    """The other lives known here. `life` is this one. `announce(above, rival)` announces it, in a higher
+    incarnation and naming another life. `check` checks a signature, and `events` takes what is found."""
 
     __slots__ = (
         "_announce",
@@ -49,9 +49,9 @@ class OtherLives:
     ) -> None:
         self.life = life
         self.is_silent = False
-        """Whether an older life of this key is concurrent with this one, which has to stop."""
+        """Whether an older life of this key runs now, so that this one must stop."""
         self.again_at = inf
-        """When this life, as the elder of two, is to be announced again."""
+        """When this life, as the elder of two, is announced again."""
         self._announce = announce
         self._check = check
         self._events = events
@@ -60,10 +60,10 @@ class OtherLives:
         self._rivals: dict[bytes, None] = {}
 
     def hear(self, now: float, fact: Fact, body: AliveBody | LeftBody, incarnation: int) -> None:
-        """Take a fact about another life of this key: name it, above its incarnation if that is as high as
-        ours.
+        """Handle a fact about another life of this key. Name that life, and rise above its incarnation if
+        that is as high as ours.
 
-        An earlier life has such an incarnation where its clock was set back since. One that names our life is
+        An earlier life has such an incarnation if its clock was set back since. A life that names ours is
         concurrent.
         """
         life = body.life if isinstance(body, AliveBody) and len(body.life) == LIFE_BYTES else b""
@@ -79,7 +79,8 @@ class OtherLives:
             self._events.append(OtherLifeHeard(read_alive(fact, body).profile.addresses))
         if is_rival and isinstance(body, AliveBody):
             if life < self.life:
-                self._announce(body.incarnation, life)  # the last one: the elder is to know of this life
+                # the last announcement: the elder must learn of this life
+                self._announce(body.incarnation, life)
             self.meet(now, life, body.incarnation)
             profile = read_alive(fact, body).profile
             found = RivalFound(started_of(life), profile.name, profile.addresses, life > self.life)
@@ -90,8 +91,8 @@ class OtherLives:
             self._announce(body.incarnation, life if is_other else b"")
 
     def meet(self, now: float, life: bytes, incarnation: int) -> None:
-        """Another life of this key lives now, in this incarnation: the elder announces itself above it, the
-        younger falls silent."""
+        """Handle another life of this key that runs now, in this incarnation: the elder announces itself
+        above it, the younger stops announcing itself."""
         _remember(self._rivals, life)
         if life > self.life:
             self._outlive(now, incarnation, life)

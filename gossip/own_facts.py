@@ -1,4 +1,4 @@
-"""The facts that this peer signs, and the check of others' signatures. Nothing here decides what to say."""
+"""The facts that this peer signs, and the check of others' signatures. Nothing here decides what to sign."""
 
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
@@ -27,12 +27,12 @@ class OwnFacts:
         self._signer = signer
         self.checks = 0
         self.life = life
-        # Another life of this identity, which our facts name from then on.
+        # Another life of this identity, named in our facts from then on.
         self.rival = b""
 
     def alive(self, profile: Profile, incarnation: int) -> AliveFact:
-        """Return this peer's alive fact as it is known here, with all the addresses, which may not have
-        fitted."""
+        """Return this peer's alive fact as kept here, with all addresses, some of which may not fit the
+        fact."""
         body = alive_body(profile, incarnation, self.life, self.rival)
         return announced(sign_body(self._signer, body), profile, body)
 

@@ -1,9 +1,9 @@
-"""Locations of peers: the words of their owners, checked against measured round trips. Pure.
+"""Locations of peers: their owners' claims, checked against measured round trips. Pure.
 
 A location is a word that owners agree on (`eu-west`); it means the place of the peers that claim it. A claim
-is doubted where a peer is much farther, in the space of round trips (`gossip.coordinates`), from others that
-claim the same than from those of another location; then that other one counts. Distances to a location are
-lower medians over at least two peers, so a minority that claims a wrong one moves nobody else.
+is doubted if the peer is much farther, in the space of round trips (`gossip.coordinates`), from others with
+this claim than from those of another location; then that other one counts. Distances to a location are lower
+medians over at least two peers, so false claims of a minority move no other peer.
 """
 
 import math
@@ -14,19 +14,19 @@ from crypto.identity import PeerId
 from gossip.coordinates import UNIT_SECONDS, Coordinate
 
 ERROR_TRUSTED = 60
-"""Hundredths: a coordinate that errs more says nothing yet."""
+"""Hundredths: coordinates with a larger error are ignored."""
 DOUBT_FACTOR = 2.0
 DOUBT_SECONDS = 0.01
-"""A claim is doubted where the peer is this many times, and this much, farther from it than from another
+"""A claim is doubted if the peer is this many times, and this much, farther from it than from another
 location."""
 UNCLAIMED_SECONDS = 0.025
-"""A peer without a claim is put where others are this near."""
+"""A peer without a claim gets the location of others this near."""
 ANCHORS_MIN = 2
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A peer's claim of where it is; `coordinate` is None where it is not known."""
+    """A peer's claimed location; `coordinate` is None if unknown."""
 
     location: str
     coordinate: Coordinate | None = None
@@ -34,7 +34,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Located:
-    """The location a peer is taken to be in; `is_doubted` where that is not its claim."""
+    """A peer's accepted location; `is_doubted` if that is not its claim."""
 
     claimed: str
     location: str
@@ -48,7 +48,7 @@ def distance_seconds(one: Coordinate, other: Coordinate) -> float:
 
 
 def locate(claims: Mapping[PeerId, Claim]) -> dict[PeerId, Located]:
-    """Return where each peer counts as being."""
+    """Return the accepted location of each peer."""
     anchors: dict[str, list[tuple[PeerId, Coordinate]]] = {}
     for peer, claim in sorted(claims.items()):
         place = _trusted(claim)

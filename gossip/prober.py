@@ -1,7 +1,7 @@
-"""The pings of a membership core that look whether members live: direct ones, through relays, and by stream.
+"""The probes of a membership core: pings directly, through relays, and by stream.
 
-SWIM section 3.1, with Lifeguard's Nacks: what one probe takes from its ping to its answer or its failure, and
-whom to probe. When, is `gossip.swim`'s to say.
+SWIM section 3.1, with Lifeguard's Nacks: the course of one probe from its ping to its answer or failure, and
+its target. `gossip.swim` decides when.
 """
 
 from crypto.identity import PeerId
@@ -17,13 +17,13 @@ from gossip.state_table import MembershipState
 from gossip.table import MemberRow
 
 DEAD_PROBED = 4
-"""How many dead members are probed when one of them has answered."""
+"""Dead members that are probed once one of them has answered."""
 DEAD_PROBED_MAX = 32
 
 
 class Prober:
-    """The probes of one core. `beliefs` hold its members, `measures` what their answers tell; `first_number`
-    is drawn at random."""
+    """The probes of one core. `beliefs` holds its members, `measures` evaluates their answers; `first_number`
+    is random."""
 
     __slots__ = ("_beliefs", "_events", "_measures", "_settings", "_table", "candidates_at", "flight")
 
@@ -42,26 +42,26 @@ class Prober:
         self._events = events
         self.flight = InFlightProbes(first_number)
         self.candidates_at = 0.0
-        """When the next candidates may be probed."""
+        """The time at which the next candidates may be probed."""
 
     def wake(self, now: float) -> Sends:
-        """Give up relayed pings, ask relays, and take unanswered probes as failed, whatever is due."""
+        """Drop expired relayed pings, ask relays, and fail unanswered probes, as due."""
         return self._wake_relays(now) + self._wake_probes(now)
 
     def relay(self, now: float, sender: PeerId, request: PingRequest) -> Sends:
-        """Ping a member for another one, or say at once that it does not answer."""
+        """Ping a member for another one, or report at once that it does not answer."""
         target = PeerId(request.target)
         if target == self._beliefs.peer or target not in self._table.rows:
             return []
         if not self._table.is_live(target):
-            # As good as silent, and said at once: a mute relay makes its prober doubt itself.
+            # It is likely silent, so say so at once: a mute relay makes its prober doubt itself.
             return [(sender, Nack(request.number, self._beliefs.facts_for(sender)))]
         patience = RELAY_PATIENCE * self._settings.probe_timeout_seconds
         number = self.flight.add_relay(Relay(sender, request.number, target, now + patience))
         return [] if number is None else [(target, Ping(number, self._beliefs.facts_for(target)))]
 
     def take_ack(self, now: float, sender: PeerId, ack: Ack) -> Sends:
-        """Take an answer: to a probe, to its copy or to a relayed ping."""
+        """Handle an answer: to a probe, to its copy or to a relayed ping."""
         number = ack.number
         copy = self.flight.copies.get(number)
         if copy is not None:
@@ -94,7 +94,7 @@ class Prober:
         return self._take_late(now, sender, number) if self.flight.overdue else []
 
     def _take_late(self, now: float, sender: PeerId, number: int) -> Sends:
-        """Take an answer to a probe that has failed: the member lives, and is that far away."""
+        """Handle an answer to a failed probe: the member lives, and this is its distance."""
         late = self.flight.overdue.get(number)
         if late is None or late.target != sender:
             return []
@@ -107,7 +107,7 @@ class Prober:
         return [(peer, Gossip((fact,))) for peer, fact in told]
 
     def take_nack(self, sender: PeerId, nack: Nack) -> None:
-        """Take a relay's word that it was heard, and the member was not."""
+        """Note a relay's report that it was reached, and the member was not."""
         probe = self.flight.probes.get(nack.number)
         if probe is not None and sender in probe.relays and sender not in probe.nacked:
             probe.nacked += (sender,)
@@ -130,10 +130,10 @@ class Prober:
                 probe.relays = self._pick_relays(probe)
                 facts = self._beliefs.facts_for(probe.target)
                 if probe.kind != "candidate":
-                    # Once more ourselves: what is lost on the way is no reason to ask others alone.
+                    # Ping once more directly: a lost datagram is no reason to rely on others alone.
                     again = self.flight.add_copy(number, now)
                     sends.append((probe.target, Ping(again, facts)))
-                # Some networks let no datagram through, and streams.
+                # Some networks pass no datagrams, but streams.
                 again = self.flight.add_copy(number, now, by_stream=True)
                 sends.append((probe.target, ByStream(StreamPing(again, facts))))
                 for relay in probe.relays:
@@ -142,7 +142,7 @@ class Prober:
         return sends
 
     def _pick_relays(self, probe: Probe) -> tuple[PeerId, ...]:
-        # Where others have tried before, one more is enough.
+        # If others have tried before, one more relay is enough.
         count = self._settings.indirect_probes if probe.kind in ("round", "candidate") else 1
         return tuple(
             self._table.pick(count, lambda row: row.status is Status.ALIVE and row.peer != probe.target)
@@ -156,7 +156,7 @@ class Prober:
             return
         row = self._table.rows.get(probe.target)
         if probe.kind == "round":
-            # Relays that said Nack prove that we are heard; mute ones are a reason to doubt ourselves.
+            # Relays that sent a Nack prove that we are reachable; mute ones are a reason to doubt ourselves.
             self._beliefs.health.worsen(len(probe.relays) - len(probe.nacked) if probe.relays else 1)
         if row is not None:
             self._table.unanswered(probe.target, probe.sent_at)
@@ -167,8 +167,8 @@ class Prober:
             self._beliefs.hints.drop(probe.target)
 
     def probe_dead(self, now: float, count: int, peer: PeerId | None = None) -> Sends:
-        """Probe some members held for dead, or `peer`: the network may have healed. Where one answers others
-        may, and so they are found ever faster."""
+        """Probe some dead members, or `peer`, since the network may have healed. If one answers others may
+        too, so they are found ever faster."""
         sends: Sends = []
         in_flight = sum(probe.kind == "dead" for probe in self.flight.probes.values())
         for _ in range(min(count, DEAD_PROBED_MAX - in_flight)):
@@ -187,7 +187,7 @@ class Prober:
         relayed: bool = False,
         is_in_turn: bool = False,
     ) -> Sends:
-        """Ping a member; `relayed`: ask no relays if it does not answer."""
+        """Ping a member; `relayed`: do not ask relays if it does not answer."""
         peer = row.peer
         patience = self._beliefs.health.multiplier * self._table.trips.stretch(peer)
         end_seconds = self._settings.probe_interval_seconds * patience
@@ -198,21 +198,21 @@ class Prober:
         return [(peer, Ping(number, self._beliefs.facts_for(peer)))]
 
     def probe_next(self, now: float) -> Sends:
-        """Probe the member whose turn it is, and one held for dead."""
+        """Probe the next member of the round, and a dead one."""
         row = self._table.next_target(self.flight.probing)
         sends = [] if row is None else self.probe(now, row, is_in_turn=True)
         return [*sends, *self.probe_dead(now, 1)]
 
     def probe_accused(self, now: float) -> Sends | None:
-        """Probe the accused member that takes the place of the next one, and one held for dead; None where
-        nobody is accused."""
+        """Probe the accused member that replaces the next one, and a dead one; None if no member is
+        accused."""
         accused = self._beliefs.hints.next_in_round(self._table.rows)
         if accused is None:
             return None
         return [*self.probe(now, accused, "hint"), *self.probe_dead(now, 1)]
 
     def probe_told(self, now: float) -> Sends:
-        """Probe the members that others speak of: candidates and accused."""
+        """Probe the members that others named: candidates and accused."""
         sends: Sends = []
         if self._beliefs.candidates.rows and self.candidates_at <= now:
             sends = self._probe_candidates(now)
@@ -232,7 +232,7 @@ class Prober:
         return sends
 
     def _probe_candidates(self, now: float) -> Sends:
-        """Probe as many candidates as may be at once; each hears who asks, and so lists us without asking."""
+        """Probe as many candidates as allowed; each learns our identity, and so lists us without asking."""
         sends: Sends = []
         for _ in range(PROBED_AT_ONCE_MAX):
             candidate = self._beliefs.candidates.next()
@@ -242,7 +242,7 @@ class Prober:
             if candidate.tries == 1:
                 self._events.append(CandidateFound(peer, said.profile.addresses, candidate.introducer))
             timeout_seconds = self._settings.probe_timeout_seconds
-            # Through relays only where it does not answer: its introducer may have a path that we lack.
+            # Use relays only if it does not answer: its introducer may have a path that we lack.
             is_direct = candidate.tries == 1
             end_seconds = timeout_seconds if is_direct else self._settings.probe_interval_seconds
             times = now, now + timeout_seconds, now + end_seconds, end_seconds

@@ -1,8 +1,8 @@
 """Pings in flight: our own probes, and the pings we relay for others (SWIM section 3.1).
 
-A probe is a ping; unanswered at `timeout_at` it goes on through relays, and unanswered at `end_at`
-it has failed. A relay that cannot reach the target says so (Lifeguard's Nack), which tells a prober
-with mute relays that the fault may be its own.
+A probe is a ping. Unanswered at `timeout_at` it continues through relays, and unanswered at `end_at` it has
+failed. A relay that cannot reach the target says so (Lifeguard's Nack); mute relays tell a prober that the
+fault may be its own.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from typing import Literal
 from crypto.identity import PeerId
 
 RELAYS_MAX = 256
-"""Pings relayed at one time. An honest peer has one or two; beyond this, requests go unanswered."""
+"""Relayed pings at one time. An honest peer has one or two; further requests are not answered."""
 OVERDUE_MAX = 256
-"""Pings of failed probes whose answers may still come: those of minutes, for a member that is alone in being
-slow, and of seconds in a swarm where nothing is answered."""
+"""Pings of failed probes whose answers may still come: those of minutes for a single slow member, of seconds
+in a swarm where no member answers."""
 RELAY_PATIENCE = 0.8
-"""A relay says Nack after this share of the probe timeout, so that the prober hears it in time."""
+"""A relay sends a Nack after this share of the probe timeout, so that it reaches the prober in time."""
 
 
 Kind = Literal["round", "hint", "suspect", "candidate", "dead"]
@@ -39,13 +39,13 @@ class Probe:
     copies: tuple[int, ...] = ()
     """The numbers of further pings of the same probe."""
     kind: Kind = "round"
-    """Why the target is probed. hint: others accuse it. suspect: it is suspected here. candidate: it may not
-    exist. dead: it is held for dead, and the network may have healed."""
+    """The reason of the probe. hint: others accuse the target. suspect: it is suspected here. candidate: it
+    may not exist. dead: it is held for dead, and the network may have healed."""
     is_in_turn: bool = False
-    """The target was the next of the round, an order that no other peer can arrange."""
+    """Whether the target was the next of the round, an order that no other peer can influence."""
 
     def excuse(self, seconds: float) -> None:
-        """Give back the time in which this peer stalled; in all at most `excusable_seconds`."""
+        """Extend the probe by this peer's stall, by at most `excusable_seconds` in all."""
         given = min(seconds, self.excusable_seconds)
         self.excusable_seconds -= given
         self.timeout_at += given
@@ -64,7 +64,7 @@ class Relay:
 
 @dataclass(frozen=True, slots=True)
 class FurtherPing:
-    """A further ping of the probe `number`: an answer to it shows how long this one took."""
+    """A further ping of the probe `number`; an answer to it measures this ping's time."""
 
     number: int
     sent_at: float
@@ -73,7 +73,7 @@ class FurtherPing:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """A ping of a probe that has failed. Its answer may still come, from a member that is only far away."""
+    """A ping of a failed probe. Its answer may still come, from a distant member."""
 
     target: PeerId
     sent_at: float
@@ -91,7 +91,7 @@ class InFlightProbes:
         self.probes: dict[int, Probe] = {}
         self.copies: dict[int, FurtherPing] = {}
         self.overdue: dict[int, Overdue] = {}
-        self.relays: dict[int, Relay] = {}  # in the order of nack_at: the patience is constant
+        self.relays: dict[int, Relay] = {}  # in the order of nack_at, since the patience is constant
         self._number = first_number
 
     @property
@@ -119,7 +119,7 @@ class InFlightProbes:
         return again
 
     def take(self, number: int) -> Probe:
-        """Remove a probe that is over; none of its pings is awaited any more."""
+        """Remove a finished probe, with all of its pings."""
         probe = self.probes.pop(number)
         for again in probe.copies:
             del self.copies[again]
@@ -137,7 +137,7 @@ class InFlightProbes:
         return self.take(number)
 
     def excuse(self, seconds: float) -> None:
-        """Leave out of account a time in which we stood still."""
+        """Extend all probes by the time of our own stall."""
         for probe in self.probes.values():
             probe.excuse(seconds)
 

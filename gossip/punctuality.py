@@ -1,8 +1,8 @@
 """Marks of members that answer this peer's probes late, or only through others. A mark is no accusation.
 
-A member that answers late is degraded, and one that only relays can reach has no path from here: both live,
-and nobody else is told. Unanswered probes lead to suspicion (`gossip.suspicion`). Nothing is counted while
-this peer doubts itself (Lifeguard's local health), for then it may be late itself.
+A member that answers late is degraded, and one that only relays can reach has no path from here. Both live,
+and no other peer is told. Unanswered probes lead to suspicion (`gossip.suspicion`). Nothing is counted while
+this peer doubts itself (Lifeguard's local health), since it may be late itself.
 """
 
 import enum
@@ -11,11 +11,11 @@ from crypto.identity import PeerId
 from gossip.member import Condition, MemberDegraded, MemberRecovered
 
 RECENT = 8
-"""Probes of a member that count: the latest."""
+"""Latest probes of a member that count."""
 LATE_MIN = 4
-"""Late answers among these that make a member degraded; as many answers in time in a row end it."""
+"""Late answers among these that degrade a member; as many punctual answers in a row restore it."""
 RELAYED_MIN = 4
-"""Successive probes that only relays had answered, for a path to count as lost. With 10 % loss each way four
+"""Successive probes answered only by relays after which a path counts as lost. With 10 % loss each way four
 probes in a million do so by chance."""
 
 
@@ -28,7 +28,7 @@ class ProbeAnswer(enum.IntEnum):
 
 
 class Punctuality:
-    """Marks of the members that lately did not answer in time; nothing is kept of all others."""
+    """Marks of members that recently did not answer in time; nothing is kept of others."""
 
     __slots__ = ("_recent", "marks")
 
@@ -42,8 +42,7 @@ class Punctuality:
     def note(
         self, peer: PeerId, answer: ProbeAnswer, seconds: float
     ) -> MemberDegraded | MemberRecovered | None:
-        """Record that a probe was answered after `seconds`. Return the event, if that changes the member's
-        mark."""
+        """Record that a probe was answered after `seconds`. Return an event if the member's mark changes."""
         if answer is ProbeAnswer.IN_TIME and peer not in self._recent:
             return None
         recent = (*self._recent.get(peer, ())[1 - RECENT :], (answer, seconds))

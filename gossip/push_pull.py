@@ -1,12 +1,12 @@
-"""Joining, and comparing and exchanging whole member lists: memberlist's push-pull.
+"""Joining, and the comparison and exchange of whole member lists: memberlist's push-pull.
 
-News travels by gossip; this is for peers that have nothing yet, or were cut off. Each sync period a digest of
-our list goes to one member, who answers with its list if its own digest differs. Where peers list only their
-neighbourhood (`gossip.view`), only what both list is compared and told, and a scope is widened or narrowed
-here. A newcomer whose seed is not of its neighbourhood is told so. Then, and whenever we may miss neighbours,
+News travels by gossip; this is for peers without a list, or cut-off ones. Each sync period a digest of our
+list goes to one member, which answers with its list if its own digest differs. In swarms of neighbourhoods
+(`gossip.view`), only members that both list are compared and sent, and a scope is widened or narrowed here. A
+newcomer whose seed is outside of its neighbourhood is told so. Then, and whenever we may miss neighbours,
 `NeighbourhoodLookupWanted` asks for a search.
 
-Not here: what a fact means (`gossip.state_table`), probes and the gossip timer (`gossip.swim`).
+Not here: the meaning of facts (`gossip.state_table`), probes and the gossip timer (`gossip.swim`).
 """
 
 from collections.abc import Sequence
@@ -23,25 +23,25 @@ from gossip.state_table import MembershipState
 from gossip.view import KeyRegion, Scope
 
 ASKED_MAX = 16
-"""Strangers asked for their facts in one probe interval; more may be a flood, and will ping again."""
+"""Strangers asked for their facts in one probe interval; more may be a flood, and they will ping again."""
 SERVED_MAX = 64
-"""Peers answered with a Sync in one probe interval: it may be a megabyte, and a join needs just one."""
+"""Peers answered with a Sync in one probe interval: it may be a megabyte, and a join needs only one."""
 SEEDS_MAX = 16
 """Peers one join tries."""
 NEIGHBOURS_ASKED = 2
-"""Seeds asked at a time in a swarm of neighbourhoods: all of them would tell the same."""
+"""Seeds asked at a time in a swarm of neighbourhoods, since all would send the same."""
 JOIN_RETRY_INTERVALS = 5
-"""Probe intervals until an unanswered join is tried again; then twice as many each time."""
+"""Probe intervals before an unanswered join is retried; they double each time."""
 SEARCH_SYNCS_MIN = 2
 SEARCH_SYNCS_MAX = 16
-"""Sync periods after which neighbours are looked for once more, though none are known to be missing: twice as
-many after each search that finds nobody new, since hundreds of others look too and pass on what they find."""
+"""Sync periods between searches for neighbours when none are known to be missing. They double after each
+search without a result, since hundreds of others search too and pass on what they find."""
 
 Sends = list[tuple[PeerId, Message | ByStream]]
 
 
 class Exchange:
-    """One peer's exchange of lists; `due` is when `sync` wants to be called."""
+    """One peer's exchange of lists; `due` is the time of the next `sync`."""
 
     __slots__ = (
         "_asked", "_beliefs", "_events", "_fitted", "_rested_at", "_retry_seconds", "_right_depth",
@@ -67,20 +67,20 @@ class Exchange:
         self._events = events
         self._seeds: tuple[PeerId, ...] = ()
         self._retry_seconds = 0.0
-        # Within the present probe interval: strangers asked, and peers served with a list.
+        # In the present probe interval: strangers asked, and peers answered with a list.
         self._asked: list[PeerId] = []
         self._served: list[PeerId] = []
         self._searched = False
         self._syncs = 0
         self._search_syncs = SEARCH_SYNCS_MIN
-        # The scope grows by one step at a time, so that the new half is heard of before it is judged.
+        # The scope grows by one step at a time, so that the new half is known before it is judged.
         self._rested_at = due
         self._fitted = 0
-        # The depth that was right, and the digest of the list that it was right for.
+        # The last correct depth, and the digest of the list for which it was correct.
         self._right_depth, self._right_for = 0, b""
 
     def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
-        """Exchange lists with `peers`; tried again, ever more rarely, until one answers."""
+        """Exchange lists with `peers`; retry, at growing intervals, until one answers."""
         seeds = [peer for peer in peers if peer != self._beliefs.peer]
         if not self._scope.whole:
             seeds = [peer for peer in seeds if not self._table.is_live(peer)]

@@ -1,7 +1,7 @@
-"""The choice of the pieces to ask of a peer: those needed soonest, then the rarest, then one's own share.
+"""The choice of the pieces to request of a peer: the most urgent, then the rarest, then its own share.
 
-Among pieces that are equally rare each peer begins with its own share: a hash of the number says whose it is.
-So peers that learn little of each other's requests seldom ask a source for the same piece.
+Among equally rare pieces each peer begins with its own share, given by a hash of the piece's number. So peers
+that know little of each other's requests seldom ask a source for the same piece.
 """
 
 from random import Random
@@ -39,8 +39,8 @@ class Choice:
     ) -> list[int]:
         """Return at most `limit` of the `possible` pieces, best first.
 
-        `urgency` is lower for what is needed sooner, `holders` counts who has a piece. This peer is number
-        `place` of the `shares` that fetch.
+        Lower `urgency` is needed sooner; `holders` counts the holders of a piece. This peer is number `place`
+        of the `shares` that fetch.
         """
         found = np.flatnonzero(possible)
         if not len(found) or limit <= 0:

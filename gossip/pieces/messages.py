@@ -1,4 +1,4 @@
-"""Messages of `/peerloom/data/1`: the pieces of a data set, and who has them.
+"""Messages of `/peerloom/data/1`: the pieces of a data set, and their holders.
 
 A data set is named by the hash of its manifest; its pieces are numbered from 0 over all shards. Any peer that
 knows the hash may have the data, as with blobs.
@@ -11,9 +11,9 @@ import msgspec
 DATA_PROTOCOL = "/peerloom/data/1"
 HASH_BYTES = 32
 PIECE_BYTES = 256 * 1024
-"""The unit that is hashed, asked for and sent: a quarter of a second at 8 Mbit/s."""
+"""The unit of hashing, requests and transfers: a quarter of a second at 8 Mbit/s."""
 PIECES_MAX = 1 << 18
-"""The pieces of one data set: 64 GiB. A have-set of so many is 32 KiB."""
+"""The pieces of one data set: 64 GiB. Their have-set takes 32 KiB."""
 HAVE_BYTES_MAX = PIECES_MAX // 8
 NUMBERS_MAX = 64
 """Pieces named in one message."""
@@ -25,14 +25,14 @@ Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=NUMBERS_MAX)]
 
 
 class PiecesHeld(msgspec.Struct, frozen=True, tag="have", array_like=True):
-    """The pieces that the sender has of a data set, one bit a piece, the first piece the lowest bit of the
-    first byte. Answered by the receiver's own Have where `is_question`, or by Unknown."""
+    """The sender's pieces of a data set, one bit a piece, the first piece in the lowest bit of the first
+    byte. If `is_question`, the receiver answers with its own Have, or Unknown."""
 
     data: Hash
     pieces: Annotated[bytes, msgspec.Meta(max_length=HAVE_BYTES_MAX)]
     is_question: bool
     is_complete: bool = False
-    """Whether the sender has all that it wants: it asks for nothing."""
+    """Whether the sender has all that it wants, so that it requests nothing."""
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown", array_like=True):

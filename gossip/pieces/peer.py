@@ -1,4 +1,4 @@
-"""One peer of an exchange: the pieces it has, those it was asked for, and those it is to be sent."""
+"""One peer of an exchange: its pieces, the requests to it, and the pieces to send to it."""
 
 from collections import deque
 from math import ceil
@@ -11,16 +11,16 @@ from gossip.pieces.messages import PIECE_BYTES
 
 WINDOW_MIN = 2
 WINDOW_MAX = 16
-"""Pieces asked of one peer and not yet here: 4 MiB cover 100 ms at 40 MB/s."""
+"""Open requests to one peer: 4 MiB cover 100 ms at 40 MB/s."""
 WINDOW_SECONDS = 1.5
-"""Seconds' worth of its rate that a peer is asked for at once: a slow one owes little."""
+"""Open requests in seconds of the peer's rate, so that a slow peer owes little."""
 UPLOADS_MAX = 2 * WINDOW_MAX
 """Pieces that one peer may wait for."""
 _SMOOTHING = 0.3
 
 
 class SwarmPeer:
-    """One peer. `retry_at` is when a piece that it refused may be asked for again."""
+    """One peer. `retry_at` is when a piece that it refused may be requested again."""
 
     def __init__(self, peer: PeerId, count: int, now: float) -> None:
         self.peer = peer
@@ -38,7 +38,7 @@ class SwarmPeer:
         self.question_at = now
         self.answered = False
         self.moved_at = now
-        """When the peer last sent or took something new."""
+        """The last time when the peer sent or took a new piece."""
         self._rate = 0.0
         self._last_at = now
 
@@ -49,7 +49,7 @@ class SwarmPeer:
 
     @property
     def window(self) -> int:
-        """How many pieces to have asked for at once."""
+        """The number of pieces to request at once."""
         return min(WINDOW_MAX, max(WINDOW_MIN, 1 + ceil(self._rate * WINDOW_SECONDS / PIECE_BYTES)))
 
     def ask(self, now: float, number: int) -> None:
@@ -60,7 +60,7 @@ class SwarmPeer:
         self.cancelled.discard(number)
 
     def arrived(self, now: float, number: int, size_bytes: int) -> None:
-        """Count an answer, and measure by it."""
+        """Count an answer, and measure the rate by it."""
         del self.asked[number]
         self.delivered += 1
         seconds = max(1e-3, now - self._last_at)
@@ -69,5 +69,5 @@ class SwarmPeer:
         self._rate = rate if not self._rate else self._rate + _SMOOTHING * (rate - self._rate)
 
     def is_stuck(self, now: float, seconds: float) -> bool:
-        """Return whether nothing came for `seconds` while something was asked for."""
+        """Return whether nothing came for `seconds` while requests were open."""
         return bool(self.asked) and now - max(self._last_at, min(self.asked.values())) > seconds

@@ -1,13 +1,12 @@
 """The exchange of one data set among the peers that want or have it: a sans-IO core.
 
-Each peer says what it has and asks for what it lacks: the pieces that it needs soonest first, then the rarest
-(as BitTorrent's rarest first; Cohen 2003), of several peers at once. A piece is verified by the shell and
-offered to the others at once. A peer that sends a wrong piece is asked for nothing more, and one that sends
-nothing is passed over. A piece that one peer has owed for a while is asked of another as well, so that the
-last pieces do not wait for the slowest.
+Each peer announces its pieces and requests what it lacks, of several peers at once: the most urgent pieces
+first, then the rarest (as in BitTorrent; Cohen 2003). The shell verifies a piece, which is then offered to
+the others at once. A peer that sends a wrong piece is asked for nothing more, and a silent one is skipped. An
+overdue piece is requested of another peer as well, so that the last pieces do not wait for the slowest peer.
 
-Not here: what is sent to others (`gossip.pieces.uploads`); hashes, disks and streams. `have` lists the pieces
-on disk at the start, so that an exchange resumes.
+Not here: uploads (`gossip.pieces.uploads`); hashes, disks and streams. `have` lists the pieces on disk at the
+start, so that an exchange resumes.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -37,24 +36,24 @@ from gossip.pieces.peer import SwarmPeer
 from gossip.pieces.uploads import UploadDue, Uploads
 
 PEERS_MAX = 32
-"""The peers of one exchange; a newcomer takes the place of one that has moved nothing for a while, or is told
-that nothing is known here."""
+"""The peers of one exchange. A newcomer replaces one that has moved nothing for a while; otherwise it gets
+the answer Unknown."""
 PATIENCE_SECONDS = 60.0
-"""How long a peer that has sent or taken a piece may move nothing before it makes room."""
+"""How long a peer that has sent or taken a piece may be idle before it makes room."""
 PLACES = Budget(PEERS_MAX, 1, PEERS_MAX, PATIENCE_SECONDS)
-"""A peer's source is not known here: each counts as one of its own."""
+"""A peer's network is unknown here, so each counts as one of its own."""
 TICK_SECONDS = 0.5
 RETRY_SECONDS = 2.0
-"""Until a piece that was refused is asked of the same peer again."""
+"""Interval before a refused piece is requested of the same peer again."""
 HEDGE_SECONDS = 3.0
-"""A piece that one peer has owed for this long is asked of another that has nothing else to do."""
+"""Age of a request after which it is sent to another idle peer as well."""
 STALL_SECONDS = 60.0
-"""A peer that sends nothing for this long is passed over: it is slower than 35 kbit/s for each piece."""
+"""Silence after which a peer is skipped: it is slower than 35 kbit/s for each piece."""
 PAUSE_SECONDS = 60.0
 MISSES_MAX = 64
-"""Pieces that a peer claimed and does not have, after which it is asked for nothing more."""
+"""Falsely claimed pieces after which a peer is asked for nothing more."""
 QUESTION_SECONDS = 5.0
-"""Until a peer that has not said what it has is asked again."""
+"""Interval before a peer that has not announced its pieces is asked again."""
 URGENCY_USUAL = 1
 
 Sends = list[tuple[PeerId, Message]]
@@ -62,7 +61,7 @@ Sends = list[tuple[PeerId, Message]]
 
 @dataclass(frozen=True)
 class PieceArrived:
-    """Verify these bytes and keep them, then say so by `stored`."""
+    """Verify and store these bytes, then call `stored`."""
 
     UNREAD: ClassVar = ("body",)
 
@@ -73,7 +72,7 @@ class PieceArrived:
 
 @dataclass(frozen=True)
 class PeerDropped:
-    """The peer broke the protocol, or sent what is not the piece: it is asked for nothing more."""
+    """The peer broke the protocol, or sent wrong bytes: it is asked for nothing more."""
 
     peer: PeerId
     reason: str
@@ -95,7 +94,7 @@ class PieceSwarm:
         self.deadline = inf
         self.uploaded_pieces = 0
         self.wasted_pieces = 0
-        """Pieces that came when they were here already."""
+        """Pieces that arrived when they were already here."""
         self.peers: dict[PeerId, SwarmPeer] = {}
         self._places: Register[SwarmPeer] = Register(PLACES)
         self._wanted: Bits = np.zeros(count, np.bool_)
@@ -110,7 +109,7 @@ class PieceSwarm:
     # Input from the shell
 
     def meet(self, now: float, peers: Iterable[PeerId]) -> Sends:
-        """Ask these peers what they have: they may have the data, or want it."""
+        """Ask these peers for their pieces: they may have the data, or want it."""
         sends: Sends = []
         for peer in peers:
             if peer != self.me and peer not in self.peers and peer not in self._dropped:
@@ -122,7 +121,7 @@ class PieceSwarm:
         return sends
 
     def want(self, now: float, numbers: Sequence[int] | Bits, urgency: int = URGENCY_USUAL) -> Sends:
-        """Fetch these too. A lower urgency goes first."""
+        """Fetch these pieces too. A lower urgency goes first."""
         was_complete = self.is_complete
         self._wanted[numbers] = True
         self._urgency[numbers] = np.minimum(self._urgency[numbers], urgency)
@@ -133,7 +132,7 @@ class PieceSwarm:
         return sends + self._fill_all(now)
 
     def stored(self, now: float, sender: PeerId, number: int, *, is_right: bool) -> Sends:
-        """Record whether an arrived piece was verified and kept, or is wrong."""
+        """Record whether an arrived piece was verified and stored, or is wrong."""
         self._verifying.discard(number)
         if not is_right:
             return self._drop(now, sender, f"piece {number} is not what its hash says")
@@ -153,7 +152,7 @@ class PieceSwarm:
         return sends + self._fill_all(now)
 
     def not_stored(self, now: float, number: int) -> Sends:
-        """Record that an arrived piece could not be kept: it may be asked for again."""
+        """Record that an arrived piece could not be stored: it may be requested again."""
         self._verifying.discard(number)
         self._schedule(now)
         return []
@@ -168,7 +167,7 @@ class PieceSwarm:
             self.have[number] = False
 
     def uploaded(self, now: float, peer: PeerId, number: int, *, was_sent: bool) -> Sends:
-        """Record that an UploadDue was done, or that the piece is not here."""
+        """Record that an UploadDue was carried out, or that the piece is not here."""
         found = self.peers.get(peer)
         if found is None:
             return []
@@ -183,7 +182,7 @@ class PieceSwarm:
         return self._uploading(peer, refusals)
 
     def lost(self, now: float, peer: PeerId) -> Sends:
-        """Remove a peer that is dead, left, or cannot be reached: its pieces are asked of others."""
+        """Remove a peer that is dead, left, or unreachable: its pieces are requested of others."""
         self._remove(peer)
         return self._fill_all(now)
 
@@ -197,7 +196,7 @@ class PieceSwarm:
         return not bool(np.all(self.have[numbers]))
 
     def is_sourceless(self, numbers: Sequence[int] | Bits) -> bool:
-        """Return whether no peer is known to have one of these that is missing."""
+        """Return whether a missing one of these has no known holder."""
         mask = np.zeros(self.count, np.bool_)
         mask[numbers] = True
         return bool(np.any(mask & ~self.have & (self._holders == 0)))
@@ -205,14 +204,14 @@ class PieceSwarm:
     # Messages of peers
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """Take a message of a peer. Raises RemoteProtocolError."""
+        """Handle a message of a peer. Raises RemoteProtocolError."""
         if sender in self._dropped:
             return []
         peer = self.peers.get(sender)
         if isinstance(message, PiecesHeld):
             return self._on_have(now, sender, message)
         if peer is None:
-            return []  # it was given up meanwhile
+            return []  # dropped meanwhile
         match message:
             case Unknown():
                 self._remove(sender)
@@ -233,7 +232,7 @@ class PieceSwarm:
                 assert_never(message)
 
     def wake(self, now: float) -> Sends:
-        """Give up on peers that send nothing, and ask again."""
+        """Drop silent peers' requests, and send new ones."""
         sends: Sends = []
         self.deadline = inf
         for peer in list(self.peers.values()):
@@ -333,19 +332,19 @@ class PieceSwarm:
         return PiecesHeld(self.data, bits, is_question, self.is_complete)
 
     def _uploading(self, peer: PeerId, refusals: Iterable[PieceRefused]) -> Sends:
-        """Tell the shell what it is to send, and the peer what it is not sent."""
+        """Queue uploads for the shell, and send the peer its refusals."""
         self.events += self._uploads.due
         self._uploads.due.clear()
         return [(peer, refusal) for refusal in refusals]
 
     def _release(self, peer: SwarmPeer, number: int) -> None:
-        """Record that `peer` owes this piece no longer; if nobody does, it may be asked of anybody."""
+        """Record that `peer` no longer owes this piece; if no peer does, it may be requested of any."""
         peer.asked.pop(number, None)
         if not any(number in other.asked for other in self.peers.values()):
             self._in_flight[number] = False
 
     def _enter(self, now: float, peer: PeerId) -> Sends | None:
-        """Enter a peer; return what to tell the one that loses its place for it. None: there is no room."""
+        """Enter a peer; return the messages to the peer that it replaces. None: there is no room."""
         found = SwarmPeer(peer, self.count, now)
         evicted = self._places.admit(now, found, peer, peer)
         if evicted is None:
@@ -374,7 +373,7 @@ class PieceSwarm:
 
     def _fill_all(self, now: float) -> Sends:
         sends: Sends = []
-        # The peer with the least to do is asked first.
+        # The peer with the fewest requests is asked first.
         for peer in sorted(self.peers.values(), key=lambda each: len(each.asked)):
             sends += self._fill(now, peer)
         self._schedule(now)
@@ -408,7 +407,7 @@ class PieceSwarm:
         return [(peer.peer, PieceRequest(self.data, tuple(numbers)))] if numbers else []
 
     def _overdue(self, now: float, peer: SwarmPeer, open_: Bits) -> list[int]:
-        """Return a piece that another peer has owed for long, to be asked of this one as well."""
+        """Return a piece that another peer has owed for long, to be requested of this one as well."""
         for number in map(int, np.flatnonzero(open_)):
             owing = [each.asked[number] for each in self.peers.values() if number in each.asked]
             if len(owing) == 1 and owing[0] + HEDGE_SECONDS < now and peer.retry_at.get(number, 0.0) <= now:

@@ -1,10 +1,10 @@
-"""The sending side of an exchange: who is sent which piece, and in which order.
+"""The sending side of an exchange: the choice and order of uploads.
 
-A source that alone has pieces sends each once before it sends any twice, as super-seeding does, so that one
-copy of a data set is out after little more than one copy was sent: whoever asks for a piece that somebody
-else has or is being sent is told to ask elsewhere, while there are pieces that nobody was sent yet.
+A source that alone has pieces sends each once before it sends any twice (super-seeding), so that one copy of
+a data set is out after little more than one copy was sent. While there are unsent pieces, a request for a
+piece that another peer has or is being sent is referred elsewhere.
 
-Not here: reading the piece and its stream. The shell does an `UploadDue` and says so by `done`.
+Not here: reading the piece and its stream. The shell carries out an `UploadDue` and calls `done`.
 """
 
 from collections.abc import Sequence
@@ -18,34 +18,34 @@ from gossip.pieces.messages import PieceRefused
 from gossip.pieces.peer import UPLOADS_MAX, SwarmPeer
 
 GIVEN_SECONDS = 60.0
-"""How long a peer that was sent a piece may take to say that it has it."""
+"""Time limit for a peer that was sent a piece to announce it."""
 PUT_OFF_MAX = 4
-"""A peer is told this many times that a piece is to be had elsewhere; then it is sent it."""
+"""Referrals of one piece to other peers before it is sent after all."""
 
 
 @dataclass(frozen=True)
 class UploadDue:
-    """Send this piece to the peer, then say so by `uploaded`."""
+    """Send this piece to the peer, then call `uploaded`."""
 
     peer: PeerId
     number: int
 
 
 class Uploads:
-    """The pieces of the data set `data` that are sent to others. `have` and `holders` are the exchange's own:
-    the pieces that are here, and how many others have each. `due` is for the shell."""
+    """The uploads of the data set `data`. `have` and `holders` are the exchange's: the pieces here, and the
+    number of other holders of each. `due` is for the shell."""
 
     def __init__(self, data: bytes, have: Bits, holders: Counts) -> None:
         self.due: list[UploadDue] = []
         self._data = data
         self._have = have
         self._holders = holders
-        # To whom a piece is on its way, and since when: until that peer says that it has it.
+        # Receivers of each piece under way, and since when: until that peer announces it.
         self._given: dict[int, tuple[PeerId, float]] = {}
         self._was_given: Bits = np.zeros(len(have), np.bool_)
 
     def ask(self, now: float, peer: SwarmPeer, numbers: Sequence[int]) -> list[PieceRefused]:
-        """Queue the pieces that a peer asks for; return the refusals of those that it is not sent."""
+        """Queue the requested pieces; return the refusals of those that are not sent."""
         refusals = []
         for number in numbers:
             if not self._have[number]:
@@ -66,7 +66,7 @@ class Uploads:
         return refusals
 
     def cancel(self, peer: SwarmPeer, numbers: Sequence[int]) -> None:
-        """Drop the pieces that a peer waits for no more."""
+        """Drop requests that the peer has cancelled."""
         for number in numbers:
             if number in peer.uploads:
                 peer.uploads.remove(number)
@@ -74,7 +74,8 @@ class Uploads:
                     self._take_back(number)
 
     def done(self, peer: SwarmPeer, number: int, *, was_sent: bool) -> list[PieceRefused]:
-        """Record that an UploadDue was done, or that the piece is not here; go on with the peer's next."""
+        """Record that an UploadDue was carried out, or that the piece is not here; start the peer's next
+        one."""
         peer.sending = None
         refusals = []
         if not was_sent:
@@ -84,12 +85,12 @@ class Uploads:
         return refusals
 
     def arrived(self, peer: PeerId, number: int) -> None:
-        """Record that a peer says that it has a piece."""
+        """Record that a peer has announced a piece."""
         if self._is_given(peer, number):
             del self._given[number]
 
     def forget(self, peer: PeerId) -> None:
-        """Count nothing any more as on its way to this peer."""
+        """Count no more pieces as under way to this peer."""
         for number in [each for each, given in self._given.items() if given[0] == peer]:
             self._take_back(number)
 
@@ -99,8 +100,7 @@ class Uploads:
             self.due.append(UploadDue(peer.peer, peer.sending))
 
     def _goes_elsewhere(self, now: float, peer: SwarmPeer, number: int) -> bool:
-        """Return whether another peer has this piece or is being sent it, while there are pieces that nobody
-        was sent yet."""
+        """Return whether another peer has this piece or is being sent it, while there are unsent pieces."""
         if peer.put_off.get(number, 0) >= PUT_OFF_MAX:
             return False
         given = self._given.get(number)
@@ -114,6 +114,6 @@ class Uploads:
         return given is not None and given[0] == peer
 
     def _take_back(self, number: int) -> None:
-        """Stop counting this piece as on its way to anybody."""
+        """Stop counting this piece as under way to any peer."""
         self._given.pop(number, None)
         self._was_given[number] = False

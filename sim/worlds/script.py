@@ -30,10 +30,10 @@ class Directed(Protocol):
         """Let only peers of one side reach each other; unnamed peers are on side 0. Empty: all reach all."""
 
     def deafen(self, number: int, deaf: bool) -> None:
-        """Block or unblock all messages to this peer."""
+        """Block all messages to this peer, or let them pass again."""
 
     def block_datagrams(self, number: int, blocked: bool) -> None:
-        """Block or unblock all datagrams from and to this peer; streams pass."""
+        """Block all datagrams from and to this peer, or let them pass again; streams pass."""
 
     def lose(self, number: int, loss: float) -> None:
         """Lose this additional share of the peer's messages."""
