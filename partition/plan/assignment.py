@@ -14,17 +14,17 @@ from crypto.identity import PeerId
 from partition.plan.plan import Plan
 
 LANES = 64
-"""Micro-batch m is in lane m % 64, and its samples lie in the shard of that lane (`node.content.shards`): a
-trainer that feeds some lanes needs their shards alone."""
+"""Number of lanes. Micro-batch m is in lane m % 64, and its samples lie in the shard of that lane
+(`node.content.shards`), so a trainer needs only the shards of its lanes."""
 _SCALE = 10**18
 
 
 def deal(
     numbers: Sequence[int], places: Sequence[int], rates: Sequence[int], loads: Sequence[int] = ()
 ) -> dict[int, int]:
-    """Give each number to the one of `places` that would finish it first; ties go by their order.
+    """Deal each number to the one of `places` that would finish it first; ties go by their order.
 
-    `rates` and `loads` (the remaining work of each; none where empty) are of all places, not only of these.
+    `rates` and `loads` (the remaining work of each; empty for none) are of all places, including others.
     """
     # A heap, because a plan is a stranger's claim: 4,096 numbers on 64 replicas, in up to 64 stages.
     counts = {place: loads[place] if loads else 0 for place in places}
@@ -43,8 +43,7 @@ def deal(
 
 
 def feeder_of(plan: Plan, train: bool, microbatch: int) -> PeerId:
-    """Return the trainer that sends this micro-batch's inputs and labels: the first that its lane is dealt
-    to."""
+    """Return the trainer that sends this micro-batch's inputs and labels: the first one of its lane."""
     if len(plan.trainers) == 1:
         return PeerId(plan.trainers[0])
     return PeerId(max(plan.trainers, key=_weights(train, microbatch % LANES)))
@@ -54,7 +53,7 @@ def lanes_of(trainers: Sequence[bytes], me: bytes) -> tuple[list[int], list[int]
     """Return the lanes of training micro-batches that `me` feeds, and those for which it is second.
 
     By rendezvous hashing (Thaler and Ravishankar 1998): the trainer with the highest BLAKE3 of itself and the
-    lane. So when one goes, only its own lanes move, each to the trainer that is second for it.
+    lane. If one goes, only its own lanes move, each to its second trainer.
     """
     own: list[int] = []
     next_: list[int] = []

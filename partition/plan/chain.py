@@ -1,7 +1,7 @@
 """The links of a run's chain of plans that a member knows, and the state it keeps over a restart.
 
-Pure: `partition.plan.paxos` decides the next link. Only the newest links are kept; those before them are
-folded into the plan they led to.
+Pure: `partition.plan.paxos` decides the next link. Only the newest links are kept; earlier ones are folded
+into the plan that they led to.
 """
 
 from collections.abc import Sequence
@@ -28,17 +28,17 @@ from partition.plan.plan import (
 )
 
 FORKS_MAX = 16
-"""Instances of a fork that a member votes in for one parent. Where the members within reach change more often
-than that, it waits for the majority."""
+"""Instances of a fork in which a member votes for one parent. If the reachable members change more often, it
+waits for the majority."""
 PAST_MAX = 64
-"""Plans remembered at which this member has voted; it counts as having voted at older ones."""
+"""Plans with a remembered vote; the member counts as having voted at older ones."""
 DURABLE_BYTES_MAX = PLAN_BYTES_MAX + LINKS_BYTES_MAX + (1 + FORKS_MAX) * (CHANGE_BYTES_MAX + 256) + 2**14
 
 
 class Chain:
     """Plans one after another, from `plans[0]` on; `links[i]` leads from `plans[i]` to `plans[i + 1]`.
 
-    Raises RemoteProtocolError where they do not.
+    Raises RemoteProtocolError if they do not follow one another.
     """
 
     def __init__(self, base: Plan, links: Sequence[bytes] = ()) -> None:
@@ -62,7 +62,7 @@ class Chain:
         return self.hashes[-1]
 
     def knows(self, peer: bytes) -> bool:
-        """Return whether `peer` is or was on the roster of a plan that is kept."""
+        """Return whether `peer` is or was on the roster of a kept plan."""
         return peer in self._peers
 
     def peers(self) -> tuple[bytes, ...]:
@@ -70,11 +70,11 @@ class Chain:
         return tuple(sorted(self._peers))
 
     def place(self, plan: bytes) -> int | None:
-        """Return the index of the plan of this hash, None where it is not among those kept."""
+        """Return the index of the plan of this hash, None if it is not kept."""
         return self.hashes.index(plan) if plan in self.hashes else None
 
     def append(self, plan: Plan, link: bytes) -> None:
-        """Append a plan, which `link` led to; the oldest are folded where they are too many."""
+        """Append a plan with its `link`; fold the oldest if there are too many."""
         self.plans.append(plan)
         self.hashes.append(plan_hash(plan))
         self.links.append(link)
@@ -86,8 +86,8 @@ class Chain:
 def follow(plan: Plan, link: bytes) -> tuple[Plan, Change]:
     """Return the plan after `plan`, and the change that `link` encodes; else raise RemoteProtocolError.
 
-    One change has one encoding, so that comparing bytes compares changes. A fork must be named by the members
-    that go on, and all others must be lost.
+    One change has one encoding, so comparing bytes compares changes. A fork must be named by its remaining
+    members, and all others must be lost.
     """
     change = decode_change(link)
     if encode_change(change) != link:
@@ -104,14 +104,15 @@ def staying(plan: Plan, new: Plan) -> tuple[bytes, ...]:
 
 
 def fork_name(plan: Plan, members: Sequence[bytes]) -> bytes:
-    """Return the instance in which these members of the roster (sorted) decide alone what follows `plan`."""
+    """Return the instance in which these members of the roster (sorted) alone decide the successor of
+    `plan`."""
     return blake3(plan_hash(plan) + b"".join(members)).digest()
 
 
 def forked(plan: Plan, change: Change, members: Sequence[bytes]) -> Change:
     """Return the same change by `members` alone: exactly all others are lost.
 
-    A member that is lost and joins again still comes back empty.
+    A lost member that joins again still returns empty.
     """
     inside = set(members)
     outside = tuple(peer for peer in plan.roster if peer not in inside)
@@ -127,7 +128,7 @@ def forked(plan: Plan, change: Change, members: Sequence[bytes]) -> Change:
 
 
 class Past(msgspec.Struct, frozen=True, array_like=True):
-    """The newest plans that this member has voted at and left, and the highest of those before them."""
+    """The newest plans that this member has voted at and left, and the highest height of earlier ones."""
 
     plans: Annotated[tuple[tuple[Height, Hash], ...], msgspec.Meta(max_length=PAST_MAX)] = ()
     height: Annotated[int, msgspec.Meta(ge=-1, lt=HEIGHT_MAX)] = -1
@@ -139,7 +140,7 @@ class Past(msgspec.Struct, frozen=True, array_like=True):
         return Past(plans[-PAST_MAX:], max(self.height, *dropped, -1))
 
     def may_hold(self, plan: Plan) -> bool:
-        """Return whether this member may have voted on what follows `plan`."""
+        """Return whether this member may have voted on the successor of `plan`."""
         return plan.height <= self.height or (plan.height, plan_hash(plan)) in self.plans
 
 
@@ -151,7 +152,8 @@ class Voted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """The state that a member must not forget: its links, and its votes on what follows the newest plan."""
+    """The state that a member must not forget: its links, and its votes on the successor of the newest
+    plan."""
 
     base: Plan
     links: Annotated[tuple[Link, ...], msgspec.Meta(max_length=LINKS_MAX)]
@@ -161,7 +163,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack(kept: Kept) -> bytes:
-    """Return the bytes to store, with their BLAKE3 before them."""
+    """Return the bytes to store, preceded by their BLAKE3."""
     body = encode(kept)
     return blake3(body).digest() + body
 
@@ -172,7 +174,7 @@ def base_plan(data: bytes) -> Plan:
 
 
 def unpack(data: bytes) -> Kept:
-    """Return the state that `pack` stored; RemoteProtocolError where the bytes have changed since."""
+    """Return the state that `pack` stored; RemoteProtocolError if the bytes have changed."""
     body = data[HASH_BYTES:]
     if blake3(body).digest() != data[:HASH_BYTES]:
         raise RemoteProtocolError("a stored chain of plans that is damaged")

@@ -1,7 +1,7 @@
 """From one plan to the next: a committee decides a `Change`, and the plan follows from it.
 
-Pure and the same everywhere. A change is checked against the parent alone; the proposer, and the majority
-that accepts it, judge whether a lost peer is really lost.
+Pure and deterministic. A change is checked against the parent alone; the proposer and the accepting majority
+judge whether a lost peer is really lost.
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,8 @@ Stages = Annotated[tuple[StagePlan, ...], msgspec.Meta(max_length=STAGES_MAX)]
 
 
 class Joining(msgspec.Struct, frozen=True, array_like=True):
-    """A peer that holds another replica of `stage` from now on. It may be on the roster already, and hold a
-    stage, also this one: then its `rate` is a new one, and it keeps its state. With rate 0 it is a
-    standby."""
+    """A peer that holds another replica of `stage` from now on. It may already be on the roster and hold a
+    stage, even this one: then its `rate` is new, and it keeps its state. With rate 0 it is a standby."""
 
     peer: Peer
     stage: StageNumber
@@ -50,15 +49,15 @@ class Joining(msgspec.Struct, frozen=True, array_like=True):
 class Change(msgspec.Struct, frozen=True, array_like=True):
     """The differences of the next plan.
 
-    `lost` are off the roster: dead, gone, or without the memory of their stage. A peer that is `lost` and
-    also in `joined` comes back empty. `admitted` are on the roster from now on, without a stage. `trainers`
-    are those of the next plan, the first of them commits; () keeps those that are left. `restored` is the
-    checkpoint every stage goes back to, of `step` committed steps; without one the replicas go on from their
-    state. `fork` names the members that go on without the majority. `cuts` moves the borders between stages:
-    the layer before which each stage ends, for all but the last; () keeps them. The moved layers come from
-    the checkpoint, so borders move only together with `restored`. `is_final`: the restored state is the
-    result of the run. `stages` are those of the next plan, whole, where their number changes; () keeps it.
-    They too need `restored`, and their holders held one before or are in `joined`.
+    `lost` leave the roster: dead, gone, or without their stage's state. A peer in both `lost` and `joined`
+    returns empty. `admitted` join the roster without a stage. `trainers` are those of the next plan, the
+    first of them commits; () keeps the remaining ones. `restored` is the checkpoint of `step` committed steps
+    to which every stage returns; without one the replicas keep their state. `fork` names the members that
+    continue without the majority. `cuts` moves the borders between stages: the end of each stage but the
+    last, as a layer; () keeps them. Moved layers come from the checkpoint, so borders move only together with
+    `restored`. `is_final`: the restored state is the result of the run. `stages` are the complete stages of
+    the next plan if their number changes; () keeps it. They too need `restored`, and their holders held one
+    before or are in `joined`.
     """
 
     lost: Peers = ()
@@ -74,7 +73,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_change(change: Change) -> bytes:
-    """Return the value that is agreed on."""
+    """Return the value to agree on."""
     return encode(change)
 
 
@@ -85,11 +84,11 @@ def decode_change(data: bytes) -> Change:
 
 
 def successor(plan: Plan, change: Change) -> Plan:
-    """Return the plan after `plan`; else raise RemoteProtocolError: a stage would have nobody, or nobody
-    would train.
+    """Return the plan after `plan`; RemoteProtocolError if a stage would have no replica, or no member would
+    train.
 
-    Remaining trainers keep their order. Where none remains, members of the roster without a stage follow,
-    then the others, by peer id: any member of the roster can fetch the data.
+    Remaining trainers keep their order. If none remains, members of the roster without a stage follow, then
+    the others, by peer id: any member of the roster can fetch the data.
     """
     lost = set(change.lost)
     joined = {row.peer: row for row in change.joined}
@@ -123,7 +122,7 @@ def successor(plan: Plan, change: Change) -> Plan:
         fork=plan.fork if change.fork == NO_HASH else change.fork,
         is_final=plan.is_final or change.is_final,
     )
-    return decode_plan(encode_plan(new))  # a plan that nobody could read is none
+    return decode_plan(encode_plan(new))  # raises for a plan that others could not read
 
 
 def _kept_stages(plan: Plan, change: Change) -> list[StagePlan]:

@@ -1,8 +1,8 @@
 """Assignment of the stages of a column in local mode, where there are fewer nodes than stages: pure.
 
-The cut of the model is the same in all columns, since only like stages can be averaged. So a node takes
-further stages instead of other layers, and gives them away again. Not here: when that is decided, and which
-nodes are asked (`node.local.merging`).
+The cut of the model is equal in all columns, since only equal stages can be averaged. So a node takes further
+stages, not other layers, and gives them away again. Not here: the time of that decision, and the nodes to ask
+(`node.local.merging`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ from partition.plan.tables import Tables
 
 @dataclass(frozen=True)
 class Takers:
-    """The node that takes each stage without a holder (`by_stage`), the number of nodes that then hold all
-    stages, and the factor by which a step gets longer."""
+    """The node that takes each stage without a holder (`by_stage`), the resulting number of nodes, and the
+    factor by which steps slow down."""
 
     by_stage: Mapping[int, PeerId]
     nodes: int
@@ -33,7 +33,7 @@ class Takers:
 def find_takers(
     plan: Plan, holders: Mapping[int, PeerId], rates: Mapping[PeerId, int], refused: Refused
 ) -> Takers | None:
-    """Return the nodes that take the stages of `plan` without `holders`; None where none can."""
+    """Return the nodes that take the stages of `plan` without `holders`; None if none can."""
     rows: list[tuple[int, int, PeerId | None]] = []
     for number, stage in enumerate(plan.stages):
         holder = holders.get(number)
@@ -73,8 +73,8 @@ def moves_that_pay(
 ) -> list[tuple[tuple[int, ...], PeerId]]:
     """Return the moves of stages to the `free` nodes that pay, the best first.
 
-    A move has to make a step shorter by `gain_percent_min`, and to gain twice the cost of its pause and
-    copies, where a step takes `seconds` now. `holders` has each stage's: the first stage stays with its head,
+    A move must shorten a step by `gain_percent_min`, and gain twice the cost of its pause and copies, for a
+    present step of `seconds`. `holders` has the holder of each stage. The first stage stays with its head,
     and a node that gives stages away keeps one.
     """
     tables = Tables(problem)
@@ -102,7 +102,7 @@ def moves_that_pay(
 def _step(
     problem: Problem, plan: Plan, holders: Sequence[PeerId], places: Mapping[str, int], tables: Tables
 ) -> int | None:
-    """Return the nanoseconds of a step; None where a holder's stages do not lie side by side."""
+    """Return the nanoseconds of a step; None if a holder's stages are not adjacent."""
     ends = [n for n in range(1, len(holders)) if holders[n] != holders[n - 1]]
     spans = list(pairwise([0, *ends, len(holders)]))
     if len({holders[first] for first, _ in spans}) < len(spans):

@@ -9,25 +9,25 @@ from dataclasses import dataclass
 
 NANOSECONDS = 1_000_000_000
 BACKWARD_FLOPS_RATIO = 2
-"""Backward costs about twice forward: one product for the input's gradient, one for the weights'. A stage
-that recomputes runs forward once more."""
+"""Backward costs about twice forward: one product for the input's gradient, one for the weights'.
+Recomputation adds another forward pass."""
 GRADIENT_ARENAS = 2
-"""Beside the parameters, each as large: gradient sums and totals."""
+"""Vectors as large as the parameters, besides these: gradient sums and totals."""
 MOMENTS = 2
 """The optimizer's vectors, each as large: Adam has two, plain SGD none."""
 STAGE_BASELINE_BYTES = 400 * 1024 * 1024
-"""A stage process before it holds a model: the interpreter and torch, measured at 230-350 MiB."""
+"""A stage process without a model: the interpreter and torch, measured at 230-350 MiB."""
 
 KEPT_FRAMES_BYTES_MAX = 512 << 20
-"""A stage keeps the frames it sent until the step is applied; beyond this they lie on the disk."""
+"""Size of the sent frames that a stage keeps in memory until the step is applied; more are kept on disk."""
 
 
 @dataclass(frozen=True)
 class LayerCost:
     """One layer: parameter bytes; per micro-batch forward FLOPs, bytes kept for backward, output bytes.
 
-    `working_bytes` is the memory of its largest operator while it runs, forward or back; `parameters` is how
-    many tensors its optimizer steps.
+    `working_bytes` is the memory of its largest running operator, forward or backward; `parameters` is the
+    number of tensors that its optimizer steps.
     """
 
     parameter_bytes: int
@@ -58,8 +58,9 @@ def stage_memory_bytes(
     """Return the peak memory of a stage that trains `layers` with this many micro-batches between forward and
     backward.
 
-    A stage that recomputes keeps only the input of each, and everything of one. `moments` are the
-    optimizer's. The frames of a step's `microbatches`, sent on and back, are kept until the step is applied.
+    With recomputation a stage keeps only the input of each micro-batch, and everything of one. `moments` are
+    the optimizer's. The frames of a step's `microbatches`, in both directions, are kept until the step is
+    applied.
     """
     parameters = sum(layer.parameter_bytes for layer in layers)
     saved = sum(layer.saved_bytes + layer.output_bytes for layer in layers)
@@ -82,7 +83,7 @@ def stage_nanoseconds(layers: Sequence[LayerCost], flops_per_second: int, *, rec
 
 
 def compute_nanoseconds(forward_flops: int, flops_per_second: int, *, recompute: bool = False) -> int:
-    """Return the same for layers with this many forward FLOPs together."""
+    """Return the same time for layers with this total of forward FLOPs."""
     passes = 1 + BACKWARD_FLOPS_RATIO + recompute
     return passes * forward_flops * NANOSECONDS // max(1, flops_per_second)
 

@@ -1,7 +1,7 @@
-"""The best cut for groups in a given order: a dynamic programme from the last stage to the first.
+"""The best cut for groups in a given order, by dynamic programming from the last stage to the first.
 
-For throughput the slowest stage or edge counts (min-max), for latency and energy the sum. It is exact for its
-order; `partition.plan.search` chooses groups and order.
+For throughput the slowest stage or edge counts (min-max), for latency and energy the sum. It is exact for the
+given order; `partition.plan.search` chooses groups and order.
 """
 
 from collections.abc import Sequence
@@ -27,17 +27,17 @@ class Cut:
 
     @property
     def fits(self) -> bool:
-        """Whether it respects memory and constraints."""
+        """Whether the cut respects memory and constraints."""
         return self.value < IMPOSSIBLE
 
     @property
     def order(self) -> tuple[int, int, Groups, tuple[tuple[int, int], ...]]:
-        """The sort key: less is better; fewer stages win a tie, then the first peers."""
+        """The sort key, lower is better; on a tie fewer stages win, then the first peers."""
         return self.score, len(self.groups), self.groups, self.ranges
 
 
 def best_cut(tables: Tables, groups: Groups, below: int = 1 << 62) -> Cut | None:
-    """Return the best cut for `groups` in this order; None where its score cannot be less than `below`."""
+    """Return the best cut for `groups` in this order; None if its score cannot be below `below`."""
     is_sum = tables.problem.objective != "throughput"
     steps = max(1, tables.problem.microbatches)
     tails: list[Times] = []
@@ -61,10 +61,10 @@ def best_cut(tables: Tables, groups: Groups, below: int = 1 << 62) -> Cut | None
 
 
 def balanced(tables: Tables, cut: Cut) -> Cut:
-    """Return the cut of the same groups that shares the compute most evenly, among the equally good ones.
+    """Return the cut of the same groups with the most even compute among equally good ones.
 
-    Where an edge is slower than every stage, all cuts over equal edges tie, and the first gives one peer a
-    layer and the next all others: that gains nothing, and loses much where the links turn out to be faster.
+    If an edge is slower than every stage, all cuts over equal edges tie. The first such cut gives one peer a
+    layer and the next all others, which gains nothing, and loses much if the links turn out to be faster.
     """
     if tables.problem.objective != "throughput" or not cut.fits or len(cut.groups) == 1:
         return cut
@@ -112,7 +112,7 @@ def _step_score(
 ) -> int:
     """Return the nanoseconds of a step: the pipeline fills once, then the slowest part sets the pace."""
     if bottleneck >= IMPOSSIBLE:
-        # Any that fits is better, and of those that do not the one that lacks least.
+        # Any cut that fits is better; of those that do not, the one that lacks least.
         return (1 << 61) + min(bottleneck, 1 << 60)
     passes = tables.pass_times(ranges, groups)
     return (steps - 1) * max(bottleneck, in_flight_pace(tables, groups, passes)) + passes[0]
@@ -122,7 +122,7 @@ def in_flight_pace(tables: Tables, groups: Groups, passes: Sequence[int]) -> int
     """Return the nanoseconds per micro-batch that the limit on micro-batches in flight allows, by Little's
     law.
 
-    A stage begins the next one only when one has come back, and until then perhaps only its links work.
+    A stage begins the next micro-batch only when one has returned; until then perhaps only its links work.
     """
     problem = tables.problem
     if problem.hides_links:

@@ -1,10 +1,10 @@
-"""The least possible bottleneck, for up to eight peers: a binary search over a dynamic programme on bit sets.
+"""The least possible bottleneck, for up to eight peers: a binary search over dynamic programming on bit sets.
 
 For a given bottleneck, a state is (the peers used, the group that holds the first stage so far, the number of
-stages), and its value the set of layers at which that stage could begin, one bit each. Another group goes in
-front where an edge between the two and a stage on it are no slower than the bottleneck. All states of one
-number of stages are processed at once. It handles unequal replicas, links and memory by the place in the
-pipeline; it is the yardstick of `partition.plan.search`, and proves that nothing fits.
+stages). Its value is the set of layers at which that stage could begin, one bit each. Another group goes in
+front if an edge between the two and a stage on it are no slower than the bottleneck. All states of one number
+of stages are processed at once. It handles unequal replicas, links and memory that depends on the place in
+the pipeline. It is the yardstick of `partition.plan.search`, and proves infeasibility.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 """The history of a plan, for newcomers: the first plan, and every change since.
 
-The requester signs the first plan. The changes follow in segments, each signed by a peer that was on the
-roster where its segment begins: a member vouches for the changes since it came, and the history by which it
-was admitted itself precedes them. So a peer that was never admitted cannot invent one; members are trusted to
-tell the truth, since votes are not signed (`partition.plan.paxos`).
+The requester signs the first plan. The changes follow in segments, each signed by a peer on the roster at the
+segment's beginning: a member vouches for the changes since it came, and the history that admitted it precedes
+them. So a peer that was never admitted cannot invent a history. Members are trusted, since votes are not
+signed (`partition.plan.paxos`).
 
 Pure. Replaying takes up to 0.2 s, so it is not for the event loop.
 """
@@ -24,14 +24,14 @@ from partition.plan.plan import PLAN_BYTES_MAX, Hash, Plan, decode_plan, encode_
 FIRST_PLAN_PURPOSE = "first-plan"
 SEGMENT_PURPOSE = "plan-history"
 CHANGES_MAX = 1_024
-"""The changes of one run: usual ones have some hundred bytes, and a run that changes hourly goes on for six
-weeks. A run beyond that goes on with the members it has."""
+"""Changes of one run: usual ones have some hundred bytes, and hourly changes fit six weeks. A longer run
+continues with the members it has."""
 ROSTERS_MAX = 2**19
-"""Peers on all rosters along the history, together, which takes 0.2 s: all the changes of 500 peers."""
+"""Peers on all rosters of a history in total, replayed in 0.2 s: all changes of 500 peers."""
 SEGMENTS_MAX = 64
-"""Newcomers in a chain, each let in by the one before."""
+"""Newcomers in a chain, each admitted by the one before."""
 HISTORY_BYTES_MAX = 448 * 1024
-"""The whole history, so that it fits into one message with the plan it leads to."""
+"""Size limit of a history, so that it fits into one message with the plan that it leads to."""
 
 
 class History(msgspec.Struct, frozen=True, array_like=True):
@@ -59,8 +59,8 @@ def first_history(signer: Signer, plan: Plan) -> History:
 
 
 def extend(signer: Signer, history: History, parent: bytes, links: Sequence[bytes]) -> History:
-    """Return the history with the links that followed the plan `parent`, where it ends. RemoteProtocolError:
-    too long."""
+    """Return the history extended by the links that followed the plan `parent`, its end. RemoteProtocolError
+    if it gets too long."""
     fact = signer.sign(SEGMENT_PURPOSE, encode(Segment(parent, tuple(links))))
     longer = History(history.base, (*history.segments, fact))
     check_length(longer)
@@ -68,7 +68,7 @@ def extend(signer: Signer, history: History, parent: bytes, links: Sequence[byte
 
 
 def first_plan(history: History) -> Plan:
-    """Return the plan that a history begins with; RemoteProtocolError: it is not one."""
+    """Return the first plan of a history; RemoteProtocolError if it is invalid."""
     if len(history.base.body) > PLAN_BYTES_MAX:
         raise RemoteProtocolError(f"a first plan of {len(history.base.body)} bytes")
     return decode_plan(history.base.body)

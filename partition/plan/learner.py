@@ -1,11 +1,10 @@
 """Learning of the chain from other members: links that a member lacks, and other branches.
 
-Part of `partition.plan.paxos`: it holds no vote. Other members are believed, as far as their messages are
-valid.
+Part of `partition.plan.paxos`, without a vote. Other members are trusted as far as their messages are valid.
 
-One of two members may be behind, or they may be on different branches. A Head that asks is answered by the
-links its sender lacks, or, where its plan is none of ours, by all our links and our own Head. An answer is
-not answered again.
+One of two members may be behind, or they may be on different branches. A Head that asks is answered with the
+links its sender lacks. If its plan is unknown here, it is answered with all our links and our own Head. An
+answer is not answered again.
 """
 
 from dataclasses import dataclass
@@ -20,15 +19,14 @@ from partition.plan.paxos_messages import ChainHead, Decided, Sends, other_branc
 from partition.plan.plan import NO_HASH, Plan, plan_hash
 
 BEHIND_SECONDS = 30.0
-"""A member that came late itself may know too little to help; within this time another one will."""
+"""A late member may know too little to help; within this time another one will."""
 STRAYED_MAX = 64
 """Members of other branches that are remembered."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Another branch by its links: the last plan that it shares with ours, and the members of its newest
-    plan."""
+    """Another branch by its links: its last plan in common with ours, and the members of its newest plan."""
 
     split: Plan
     members: tuple[bytes, ...]
@@ -36,8 +34,8 @@ class Branch:
 
 @dataclass(frozen=True)
 class ForkFound:
-    """`peer` is on another branch of the chain, which is the one to go on with if its head can be believed.
-    `branch` is None where its links are too old to be compared with ours."""
+    """`peer` is on another branch of the chain, which wins if its head can be trusted. `branch` is None if
+    its links are too old to compare with ours."""
 
     peer: PeerId
     head: ChainHead
@@ -46,7 +44,7 @@ class ForkFound:
 
 @dataclass(frozen=True)
 class ForkBehind:
-    """`peer` is on another branch of the chain, and ours is the one to go on with."""
+    """`peer` is on another branch of the chain, and ours wins."""
 
     peer: PeerId
     head: ChainHead
@@ -55,7 +53,7 @@ class ForkBehind:
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """`peer` is further, and for BEHIND_SECONDS nobody had the links to get there: too much was missed."""
+    """`peer` is ahead, and for BEHIND_SECONDS no member had the missing links: too much was missed."""
 
     peer: PeerId
     head: ChainHead
@@ -63,7 +61,7 @@ class LeftBehind:
 
 @dataclass(frozen=True)
 class ChainBroken:
-    """`peer` says that another change was decided at `height` than the one we know: a lie, or a lost disk."""
+    """`peer` reports another change at `height` than the one we know: a lie, or a lost disk."""
 
     peer: PeerId
     height: int
@@ -82,7 +80,7 @@ class Taken:
 
 
 class Learner:
-    """The chain as this member knows it, and the members heard to be elsewhere."""
+    """The chain as this member knows it, and the members reported to be elsewhere."""
 
     def __init__(self, me: PeerId, chain: Chain, *, may_fork: bool) -> None:
         self.events: list[LearnerEvent] = []
@@ -90,7 +88,7 @@ class Learner:
         self.said = ChainHead(run=chain.head.run, parent=chain.head_hash, height=chain.head.height)
         self._me = me
         self._may_fork = may_fork
-        # The last Head of each peer whose plan is none of ours.
+        # The last Head of each peer whose plan is unknown here.
         self._heads: dict[PeerId, ChainHead] = {}
         self._strayed: dict[bytes, Branch] = {}
         self._behind_since: float | None = None
@@ -124,14 +122,13 @@ class Learner:
         )
 
     def learn(self, sender: PeerId, message: Decided) -> tuple[list[Taken], Sends]:
-        """Return the links that follow our head, not taken yet, and the messages to send.
+        """Return the links that follow our head, not appended yet, and the messages to send.
 
-        All are checked before one counts. A fork without us is another branch, even where it begins at our
-        head.
+        All are checked before any counts. A fork without us is another branch, even if it begins at our head.
         """
         place = self.chain.place(message.parent)
         if place is None:
-            # We miss the links before, or it was never ours. A peer that sent all its links cannot say which.
+            # We lack the links before, or it was never ours. A peer that sent all its links cannot say which.
             return [], [] if message.whole else [(sender, self.head(asks=True))]
         plan = self.chain.plans[place]
         split = plan
@@ -163,7 +160,7 @@ class Learner:
         return taken, []
 
     def hear(self, now: float, sender: PeerId, head: ChainHead) -> Sends:
-        """Take a member's Head; return the messages to send."""
+        """Handle a member's Head; return the messages to send."""
         ours = self.chain.head
         place = self.chain.place(head.plan)
         if place is not None:
@@ -175,12 +172,12 @@ class Learner:
         is_strayed = self._judge(sender)
         if not is_strayed and head.height > ours.height:
             if head.asks:
-                return [(sender, self.head(asks=True))]  # it knows our plan, or will say all it knows
+                return [(sender, self.head(asks=True))]  # it knows our plan, or answers with all it knows
             self._fall_behind(now, sender, head)
         return [(sender, self.links_after(0)), (sender, self.head(asks=False))] if head.asks else []
 
     def _fall_behind(self, now: float, sender: PeerId, head: ChainHead) -> None:
-        # Where there are forks, further is not yet better.
+        # With forks, more plans are not yet better.
         if self._may_fork and not other_branch_wins(self.head(asks=False), head):
             return
         if self._behind_since is None:
@@ -189,8 +186,8 @@ class Learner:
             self.events.append(LeftBehind(sender, head))
 
     def _judge(self, sender: PeerId) -> bool:
-        """Return whether the last Head of `sender` is on another branch; emit an event where its links show
-        that, or ours no longer reach back far enough."""
+        """Return whether the last Head of `sender` is on another branch. Emit an event if its links show
+        that, or if ours no longer reach back far enough."""
         head = self._heads.get(sender)
         if head is None:
             return False

@@ -1,9 +1,9 @@
 """Link probes: their schedule, their evaluation, and limits on those of other peers.
 
-A probe is a burst of known length each way. A single one may meet other traffic or a processor that was busy,
-so the median of the last ones counts. The times of a run's frames correct it: frames cannot seem slower than
-the link for long, so they lower the estimate; they raise it only where the link was saturated, since the
-kernel takes short data at once. Sans-IO: the bursts are the shell's.
+A probe is a burst of known length each way. A single one may meet other traffic or a busy processor, so the
+median of the last ones counts. The times of a run's frames correct it. Frames cannot seem slower than the
+link for long, so they lower the estimate. They raise it only if the link was saturated, since the kernel
+takes short data at once. Sans-IO: the shell sends the bursts.
 """
 
 from collections import OrderedDict, deque
@@ -17,18 +17,17 @@ from crypto.token_buckets import Buckets, TokenBucket
 from partition.plan.observed import BYTES_PER_SECOND_MAX, LINKS_MAX, NANOSECONDS_MAX, LinkRow
 
 PROBE_BYTES = (1 << 17, 1 << 20)
-"""The sizes of a probe's bursts each way: the second only where the first was fast."""
+"""The sizes of a probe's bursts each way; the second follows only if the first was fast."""
 FAST_SECONDS = 0.1
-"""The longest time of the first burst for a second one; so a link of 10 Mbit/s is not kept busy for more than
-a moment."""
+"""Longest time of the first burst for which a second follows, so that a link of 10 Mbit/s is busy only
+briefly."""
 PARTNERS_MAX = LINKS_MAX
 NEAREST_SHARE = 0.6
-"""The share of partners that are the nearest by round trip; the others are far, so that the links between are
-covered."""
+"""The share of the nearest partners by round trip; the others are far, to cover the links in between."""
 FIRST_SECONDS = 2.0
-"""Between two probes while partners are unmeasured."""
+"""Interval between two probes while partners are unmeasured."""
 IDLE_SECONDS = 30.0
-"""The pause between looks for new members, where no probe is due; 5 s while there is nobody to probe."""
+"""Interval between two looks for new members while no probe is due; 5 s while there is no peer to probe."""
 ALONE_SECONDS = 5.0
 AGAIN_SECONDS = 600.0
 RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 5.0, 300.0
@@ -39,7 +38,7 @@ FRAMES_SECONDS = 1_800.0
 PEER_PROBES_PER_SECOND, PEER_PROBES_MAX = 1 / 30, 8
 """The bursts of one peer, each way: two of a meeting and two again, and two by each of two networks."""
 PROBES_PER_SECOND, PROBES_MAX = 1.0, 8
-"""The bursts of all peers together: 1.1 MiB/s each way at most in the long run."""
+"""The bursts of all peers together: at most 1.1 MiB/s each way on average."""
 SOURCES_MAX = 1_024
 BUSY_SECONDS = 30.0
 """The pause for a peer that asks while a stage computes here."""
@@ -58,7 +57,7 @@ class _Partner:
 
 
 class LinkProbes:
-    """One peer's own probes. `deadline` is when `next` wants to be called."""
+    """One peer's own probes. `deadline` is the time of the next `next`."""
 
     def __init__(self, rng: Random, now: float) -> None:
         self._rng = rng
@@ -79,7 +78,7 @@ class LinkProbes:
         if not due:
             self.deadline = max(self.deadline, min(later, now + (IDLE_SECONDS if chosen else ALONE_SECONDS)))
             return None
-        # Those never measured first, the longest waiting of them.
+        # Unmeasured ones first, the longest waiting of them.
         return min(due, key=lambda peer: (bool(self._partners[peer].sent), self._partners[peer].due))
 
     def _choose(self, candidates: Sequence[PeerId]) -> list[PeerId]:
@@ -87,7 +86,7 @@ class LinkProbes:
             return list(candidates)
         near = round(PARTNERS_MAX * NEAREST_SHARE)
         rest = list(candidates[near:])
-        # Evenly spread over what is farther, and so the same from one time to the next.
+        # Evenly spread over the farther ones, and stable over time.
         far = PARTNERS_MAX - near
         return [*candidates[:near], *(rest[(len(rest) - 1) * place // (far - 1)] for place in range(far))]
 
@@ -103,13 +102,13 @@ class LinkProbes:
         if round_trip_seconds is not None:
             partner.nanoseconds = max(1, min(NANOSECONDS_MAX, int(round_trip_seconds * 5e8)))
         partner.failures = 0
-        # Soon again until there are three: a median of fewer is one that may have met anything.
+        # Probe again soon until there are three: the median of fewer may reflect other traffic.
         soon = len(partner.sent) < (SAMPLES_MAX + 1) // 2
         partner.due = now + (RETRY_SECONDS_MIN if soon else AGAIN_SECONDS) * (1 + self._rng.random())
 
     def rerouted(self, now: float, peer: PeerId) -> None:
-        """The way to a peer is another than before, such as punched and no longer relayed: what was measured
-        on the old one counts no more."""
+        """Note that the path to a peer has changed, for example from relayed to punched: older measurements
+        no longer count."""
         partner = self._partners.get(peer)
         if partner is not None:
             partner.sent.clear()
@@ -119,7 +118,7 @@ class LinkProbes:
             self.deadline = min(self.deadline, now + FIRST_SECONDS)
 
     def failed(self, now: float, peer: PeerId, retry_seconds: float = 0.0) -> None:
-        """Note that a probe was refused, or did not get through."""
+        """Note that a probe was refused or lost."""
         partner = self._partners.get(peer)
         if partner is None:
             return
@@ -134,7 +133,7 @@ class LinkProbes:
             partner.frames = _whole(bytes_per_second), is_saturated, now
 
     def sent_rate(self, peer: PeerId) -> int:
-        """Return the bytes a second that probes to `peer` measured; 0 where there were none."""
+        """Return the bytes a second that probes to `peer` measured; 0 for none."""
         partner = self._partners.get(peer)
         return 0 if partner is None else _median(partner.sent)
 
@@ -145,7 +144,7 @@ class LinkProbes:
             sent = _median(partner.sent)
             if partner.frames is not None and now - partner.frames[2] <= FRAMES_SECONDS:
                 rate, is_saturated, _ = partner.frames
-                # On a link that waits for its sender, the time of frames is only an upper bound.
+                # If a link waits for its sender, frame times are only an upper bound.
                 sent = rate if is_saturated else min(sent, rate)
             if sent or partner.taken:
                 row = LinkRow(peer, sent, _median(partner.taken), partner.nanoseconds)
@@ -164,7 +163,7 @@ class ProbeLimits:
         self.is_serving = False
 
     def refusal_seconds(self, now: float, peer: PeerId, *, is_busy: bool) -> float:
-        """Return 0 where `peer` may send a burst now, which is counted; else how long it should wait."""
+        """Return 0 if `peer` may send a burst now, which is counted; otherwise how long it should wait."""
         if is_busy:
             return BUSY_SECONDS
         if self._peers.left(peer, now) < 1.0:

@@ -1,8 +1,7 @@
-"""Merging of stages: where a stage has no replica left, the stages beside it take its layers.
+"""Merging of stages: neighbours take the layers of a stage without a replica.
 
-New borders are at old borders, since only these are known to be legal cuts. Among all ways the one whose
-slowest stage has the fewest layers for its rate is taken, without asking a peer to hold layers that it has
-refused.
+New borders are at old borders, since only these are known to be legal cuts. It takes the merge whose slowest
+stage has the fewest layers for its rate, and asks no peer to hold layers that it has refused.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,13 +10,13 @@ from fractions import Fraction
 from partition.plan.plan import Plan, StagePlan
 
 Refused = Collection[tuple[bytes, int, int]]
-"""Peers that could not hold the layers from one to before another."""
+"""Peers that refused the layers from one to before another."""
 Group = Sequence[tuple[bytes, int]]
 """The remaining replicas of a stage, each with its rate."""
 
 
 def merged_stages(plan: Plan, groups: Sequence[Group], refused: Refused = ()) -> tuple[StagePlan, ...] | None:
-    """Return the stages of a plan like `plan` in which only groups with a replica hold stages; None where no
+    """Return the stages of a plan like `plan` in which only groups with a replica hold stages; None if no
     group can hold more.
 
     `groups` are of the plan's stages, in their order.
@@ -26,7 +25,7 @@ def merged_stages(plan: Plan, groups: Sequence[Group], refused: Refused = ()) ->
     if not places:
         return None
     borders = [0, *(stage.last_layer for stage in plan.stages)]
-    # By the border at which the stages so far end: the worst of their paces, and the stages.
+    # By the end border of the stages so far: the worst pace, and the stages.
     best: dict[int, tuple[Fraction, tuple[StagePlan, ...]]] = {0: (Fraction(0), ())}
     for index, place in enumerate(places):
         is_last = index + 1 == len(places)
@@ -45,8 +44,8 @@ def merged_stages(plan: Plan, groups: Sequence[Group], refused: Refused = ()) ->
 
 
 def _stage(first: int, last: int, group: Group, refused: Refused) -> StagePlan | None:
-    """Return these layers at the members of a group that have not refused them, or fewer; None for no
-    member."""
+    """Return these layers at the members of a group that have not refused them or fewer layers; None if none
+    is left."""
     able = [
         (peer, rate)
         for peer, rate in group
@@ -59,10 +58,10 @@ def _stage(first: int, last: int, group: Group, refused: Refused) -> StagePlan |
 
 
 def stage_pace(stage: StagePlan) -> Fraction:
-    """Return the layers of a stage for each FLOP/s of its replicas together."""
+    """Return the layers of a stage per FLOP/s of all its replicas."""
     return Fraction(stage.last_layer - stage.first_layer, max(1, sum(stage.rates)))
 
 
 def slowest_pace(plan: Plan) -> Fraction:
-    """Return the pace of the slowest stage, taking all layers to be alike."""
+    """Return the pace of the slowest stage, counting all layers alike."""
     return max(map(stage_pace, plan.stages))

@@ -1,9 +1,9 @@
 """Measurements of peers by each other, and the planner's trust in them: links, and rates of stages.
 
-A peer publishes measurements of others, never of itself. Each end of a link reports its own, and the lower of
-both counts: boasting gains nothing, and belittling a link harms only one's own links. A peer's own claim is
-an upper bound of its rate, and measurements by others in a run win over it. The planner's own measurements
-win over all reports. No torch, no clock.
+A peer publishes measurements of others, never of itself. Each end of a link reports its own, and the lower
+one counts: overstating gains nothing, and understating harms only one's own links. A peer's own claim is an
+upper bound of its rate; others' measurements in a run override it. The planner's own measurements override
+all reports. No torch, no clock.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -26,7 +26,7 @@ OBSERVED_BYTES_MAX = 900
 """The largest value of a DHT record."""
 BYTES_PER_SECOND_MAX = 10**12
 NANOSECONDS_MAX = 10 * 10**9
-"""One way; a slower link cannot carry training."""
+"""Longest one-way delay; a slower link cannot carry training."""
 FLOPS_PER_SECOND_MAX = 10**18
 
 Rate = Annotated[int, msgspec.Meta(ge=0, le=BYTES_PER_SECOND_MAX)]
@@ -57,14 +57,14 @@ class Observed(msgspec.Struct, frozen=True, array_like=True):
 
 
 RELAYED_BYTES_PER_SECOND = 625_000
-"""A link that nobody measured and a relay may carry is taken for so fast: half of what a relay gives all
-circuits together (`[relay] upload`)."""
+"""Assumed rate of an unmeasured link that a relay may carry: half of a relay's total for circuits (`[relay]
+upload`)."""
 RELAYED_NANOSECONDS = 50_000_000
 
 
 def limited_rows(rows: Iterable[LinkRow], upload: int, download: int) -> tuple[LinkRow, ...]:
-    """Return links limited to these bytes a second, 0 for no limit, as an author that gives no more sees
-    them."""
+    """Return links limited to these bytes a second, 0 for no limit, as seen by an author with these
+    limits."""
     most = upload or BYTES_PER_SECOND_MAX, download or BYTES_PER_SECOND_MAX
     return tuple(
         LinkRow(row.peer, min(row.sent, most[0]), min(row.taken, most[1]), row.nanoseconds) for row in rows
@@ -77,8 +77,7 @@ def encode_observed(observed: Observed) -> bytes:
 
 
 def decode_observed(data: bytes, author: PeerId) -> Observed:
-    """Return the measurements by `author`; RemoteProtocolError where it measures itself, or one peer
-    twice."""
+    """Return the measurements by `author`; RemoteProtocolError if it measures itself, or one peer twice."""
     found: Observed = decode(data, Observed, bytes_max=OBSERVED_BYTES_MAX)
     for rows in (found.links, found.stages):
         peers = [row.peer for row in rows]
@@ -89,17 +88,17 @@ def decode_observed(data: bytes, author: PeerId) -> Observed:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """A planner's knowledge by measurement, as the peer `me`: `calibrations` by the peer that made them for
-    itself, `observed` by author."""
+    """A planner's measured knowledge, as the peer `me`: `calibrations` by the peer that measured itself,
+    `observed` by author."""
 
     me: PeerId | None = None
     calibrations: Mapping[PeerId, Calibration] = field(default_factory=dict)
     observed: Mapping[PeerId, Observed] = field(default_factory=dict)
     hidden: Collection[PeerId] = ()
-    """Peers that others reach through relays: between two of these there may be one."""
+    """Peers that others reach through relays: a link between two of these may be relayed."""
 
     def flops_per_second(self, peer: PeerId, claimed: int) -> int:
-        """Return the rate to plan with: the claim of `peer`, or less where others found less."""
+        """Return the rate to plan with: the claim of `peer`, or less if others measured less."""
         return min(claimed, self._ratings.get(peer, claimed))
 
     @cached_property
@@ -117,9 +116,9 @@ class Knowledge:
     def links(self, peers: Collection[PeerId]) -> dict[tuple[PeerId, PeerId], Link]:
         """Return each known direction between two of these peers.
 
-        A link that neither end measured is estimated as the slower of its ends' typical links. A link is
-        unknown if neither end has measurements with anybody. A link between two hidden peers counts as
-        relayed until either has measured it.
+        A link that neither end measured is estimated as the slower of its ends' typical links, and unknown if
+        neither end has any measurements. A link between two hidden peers counts as relayed until either has
+        measured it.
         """
         said = self._said()
         own = self._typical(said)
@@ -169,8 +168,7 @@ class Knowledge:
     def _typical(
         self, said: Mapping[tuple[PeerId, PeerId, PeerId], tuple[int, int]]
     ) -> dict[tuple[PeerId, bool], Link]:
-        """Return a peer's typical link for sending (True) and for receiving (False), over all that it was
-        measured with."""
+        """Return a peer's typical link for sending (True) or receiving (False), over all its measurements."""
         rates: dict[tuple[PeerId, bool], list[tuple[int, int]]] = {}
         for one, other in sorted({(one, other) for one, other, _ in said}):
             link = self._between(said, one, other)

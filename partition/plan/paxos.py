@@ -1,26 +1,23 @@
 """Agreement of a run's members on the next plan: Paxos at each height of the chain, as a sans-IO core.
 
-Paper: Lamport 2001, "Paxos Made Simple"; its "chosen" is `decided` here. One instance per height, named by
-the plan that is to be followed, among `committee` of that plan; a majority of it decides. Nobody is
-elected for longer than one plan.
+Paper: Lamport 2001, "Paxos Made Simple"; its "chosen" is `decided` here. There is one instance per height,
+named by the plan to be followed, among the `committee` of that plan; a majority decides. There is no leader
+for longer than one plan.
 
-A member must keep its promises over every restart: whenever `unsaved` is set, `durable` must be stored before
-anything that a call returned is sent, and before its events are acted on.
+A member must keep its promises across restarts: whenever `unsaved` is set, `durable` must be stored before a
+call's messages are sent and its events handled.
 
-Where a run names a tie-breaker, its requester, half of an even committee with it decides as a majority does:
-of two members the requester goes on alone and the other waits; every two quorums still meet, so there are
-never two plans at one height. A member that has lost sight of a quorum waits. Where the run allows forks, the
-members that see each other then decide alone, in an instance of their own that their list names. After
-healing both sides hear of each other: the one that survives goes on, and members of the other get a ForkFound
-and come back as newcomers.
+If a run names a tie-breaker, its requester, then half of an even committee with it is a quorum too: of two
+members the requester continues alone and the other waits. Every two quorums still intersect, so a height
+never has two plans. A member without a quorum in sight waits. If the run allows forks, the members that see
+each other then decide alone, in an instance named by their list. After healing both sides learn of each
+other: the surviving one continues, and members of the other get a ForkFound and return as newcomers.
 
-Members are trusted to tell the truth: a Decided is believed from any present or past member of the roster, as
-far as its changes are valid. A lie is noticed only where two different changes were decided for one plan
-(ChainBroken).
+Members are trusted: a Decided is accepted from any present or past member of the roster, if its changes are
+valid. A lie is noticed only if two different changes were decided for one plan (ChainBroken).
 
-This file joins the three roles: `paxos_proposer` has a wish decided, `paxos_acceptor` votes, `learner`
-follows decisions of others; `quorum` counts the living. Not here: the change to decide (the wish), and the
-disk.
+This file joins the roles: `paxos_proposer` proposes, `paxos_acceptor` votes, `learner` follows decisions of
+others; `quorum` counts living members. Not here: the choice of the change (the wish), and the disk.
 """
 
 from collections.abc import Collection, Sequence
@@ -63,7 +60,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PlanDecided:
-    """`plan` is now the newest. `change` led to it; `links` plans came at once, this one included."""
+    """`plan` is now the newest, after `change`; `links` plans came at once, including this one."""
 
     plan: Plan
     change: Change
@@ -78,10 +75,10 @@ Event = (
 class PaxosChain:
     """One member's part in the chain of one run.
 
-    `genesis` is where this member begins: the requester's plan, or for a newcomer the plan that admitted it.
-    `durable` is the state stored in an earlier life, which then counts instead. A member that may have voted
-    on what follows `genesis`, in a life that it has forgotten, must `abstain`: it votes from the next plan
-    on. All members of a run must name the same `tie_breaker`.
+    `genesis` is the first plan here: the requester's, or for a newcomer the plan that admitted it. `durable`
+    is the state stored in an earlier life, which then overrides it. A member that may have voted on the
+    successor of `genesis` in a forgotten life must `abstain`: it votes from the next plan on. All members of
+    a run must name the same `tie_breaker`.
 
     Raises:
         RemoteProtocolError: `durable` is damaged.
@@ -115,7 +112,7 @@ class PaxosChain:
 
     @property
     def head(self) -> Plan:
-        """The newest plan that is known to be decided."""
+        """The newest plan known to be decided."""
         return self._learner.chain.head
 
     @property
@@ -125,7 +122,7 @@ class PaxosChain:
 
     @property
     def base(self) -> Plan:
-        """The plan that `chain` begins from."""
+        """The plan at which `chain` begins."""
         return self._learner.chain.plans[0]
 
     @property
@@ -135,7 +132,7 @@ class PaxosChain:
 
     @property
     def acquainted(self) -> tuple[PeerId, ...]:
-        """All others on a kept roster, lost ones too: after a fork they must hear of us."""
+        """All others on a kept roster, including lost ones, which must learn of us after a fork."""
         return tuple(PeerId(peer) for peer in self._learner.chain.peers() if peer != self.me)
 
     @property
@@ -146,46 +143,43 @@ class PaxosChain:
 
     @property
     def deadline(self) -> float:
-        """When `wake` wants to be called, in monotonic seconds; inf for never."""
+        """The time of the next `wake`, in monotonic seconds; inf for never."""
         return min(self._proposer.deadline, self._reach.deadline)
 
     def knows(self, peer: PeerId) -> bool:
-        """Return whether `peer` is another that is, or was, on a kept roster."""
+        """Return whether `peer` is another present or past member of a kept roster."""
         return peer != self.me and self._learner.chain.knows(peer)
 
-    # Orders of this node
+    # Calls of this node
 
     def wish(self, now: float, change: Change | None, *, parent: bytes | None = None) -> Sends:
-        """Set the change that this member wants decided next, until the next call or the next plan; None for
-        nothing.
+        """Set the change that this member proposes next, until the next call or the next plan; None for none.
 
-        `parent` is the hash of the plan it was made for: where the head is another by now, or no plan follows
-        from it, nothing is wished. It counts only from a member of the committee.
+        `parent` is the hash of the plan it was made for. If the head has changed, or no plan follows from it,
+        nothing is proposed. It counts only from a member of the committee.
         """
         self._proposer.wish(now, change if parent in (None, self.head_hash) else None)
         return self.wake(now)
 
     def reach(self, now: float, live: Collection[PeerId]) -> Sends:
-        """Set the peers believed to be alive, as SWIM has them; until the first call all are."""
+        """Set the peers that SWIM believes alive; until the first call all are."""
         if self._reach.see(now, live):
             self._proposer.hurry(now)
         return self.wake(now)
 
     def say(self, head: ChainHead) -> None:
-        """Set how far this member is, as its shell reports it: the basis for judging which of two branches
-        survives."""
+        """Set this member's progress, as its shell reports it, by which two branches are compared."""
         self._learner.said = head
 
     def gives_way(self, head: ChainHead) -> bool:
-        """Return whether the branch with this head is the one to go on with, by the head last set."""
+        """Return whether the branch with this head wins against ours, by the head last set."""
         return other_branch_wins(self._learner.head(asks=False), head)
 
     def rejoin(self, now: float, base: Plan, links: Sequence[bytes] = ()) -> Sends:
-        """Give up our chain and go on from `base` and `links` of another member, after ForkFound or
-        LeftBehind.
+        """Replace our chain by `base` and `links` of another member, after ForkFound or LeftBehind.
 
-        Votes given up are not forgotten: at a plan where it may have voted, it abstains until the next one.
-        RemoteProtocolError: they are another run's, or no chain, and nothing has changed.
+        Abandoned votes are remembered: at a plan where it may have voted, it abstains until the next one.
+        RemoteProtocolError for another run's or an invalid chain; nothing has changed then.
         """
         if base.run != self.head.run:
             raise RemoteProtocolError("a chain of another run's plans")
@@ -212,7 +206,8 @@ class PaxosChain:
     # Input
 
     def receive(self, now: float, sender: PeerId, message: AgreementMessage) -> Sends:
-        """Take a peer's message about the chain. RemoteProtocolError: refused, and nothing has changed."""
+        """Handle a peer's message about the chain. RemoteProtocolError if refused; nothing has changed
+        then."""
         if message.run != self.head.run:
             raise RemoteProtocolError("a message about another run's plans")
         if not self.knows(sender):
@@ -242,7 +237,8 @@ class PaxosChain:
         return self._proposer.count_vote(now, sender, message) + self._decide(now)
 
     def _answer_elsewhere(self, sender: PeerId, message: AgreementMessage) -> Sends:
-        # About another plan than our head. Answers may be late; a question shows that one of us is behind.
+        # The message is about another plan than our head. Answers may be late; a question shows that one side
+        # is behind.
         if not isinstance(message, Prepare | Accept):
             return []
         place = self._learner.chain.place(message.parent)
@@ -267,22 +263,23 @@ class PaxosChain:
 
     @property
     def is_forking(self) -> bool:
-        """Whether a fork is open: the members in reach may decide alone what follows the newest plan."""
+        """Whether a fork is open: the reachable members may decide alone on the successor of the newest
+        plan."""
         return self._reach.fork is not None
 
     def could_decide(self, living: Collection[PeerId]) -> bool:
-        """Return whether the living of the newest plan's committee are enough to decide what follows it, or a
-        fork may do so."""
+        """Return whether the living members of the newest plan's committee can decide its successor, or a
+        fork can."""
         return self._reach.fork is not None or self._reach.decides(self._reach.normal, living)
 
     def _decide(self, now: float) -> Sends:
-        """Take the value that a quorum has accepted, if there is one, and tell every member concerned."""
+        """Apply the value that a quorum has accepted, if any, and tell every member concerned."""
         value = self._proposer.chosen
         if value is None:
             return []
         plan, change = follow(self.head, value)
         told = Decided(run=plan.run, parent=self.head_hash, fork=change.fork, links=(value,))
-        # Members that leave the roster hear of it too, but not those that a fork goes on without.
+        # Members that leave the roster are told too, but not those that a fork leaves behind.
         old = self.head.roster if change.fork == NO_HASH else ()
         self._advance(now, [Taken(plan, change, value)])
         return [(PeerId(peer), told) for peer in sorted({*old, *plan.roster} - {self.me})]
@@ -296,7 +293,7 @@ class PaxosChain:
         self._proposer.begin(self._learner.chain)
 
     def _gather(self) -> None:
-        """Take what the parts tell."""
+        """Collect the output of the parts."""
         for events in (self._learner.events, self._reach.events):
             self.events += events
             events.clear()

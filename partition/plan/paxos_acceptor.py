@@ -1,8 +1,8 @@
-"""The acceptor of `partition.plan.paxos`: one member's votes on what follows the newest plan.
+"""The acceptor of `partition.plan.paxos`: one member's votes on the successor of the newest plan.
 
-A vote is never taken back, over any restart and any change of branch: votes on the newest plan are stored
-whole, and of the plans left behind is remembered that this member may have voted there. Where it may have
-voted in a way that it has forgotten, it abstains until the next plan.
+A vote is never revoked, across restarts and changes of branch. Votes on the newest plan are stored; of
+earlier plans only the fact that this member may have voted is kept. Where it may have voted and forgotten, it
+abstains until the next plan.
 """
 
 from collections.abc import Collection
@@ -34,7 +34,7 @@ class PaxosAcceptor:
         return tuple(Voted(fork, vote) for fork, vote in self._votes.items())
 
     def vote(self, instance: Instance) -> Vote:
-        """Return the vote in an instance, an empty one where there is none."""
+        """Return the vote in an instance, empty if there is none."""
         return self._votes.get(instance.fork, Vote())
 
     def cast(self, instance: Instance, vote: Vote) -> None:
@@ -46,8 +46,8 @@ class PaxosAcceptor:
     def answer(
         self, plan: Plan, instance: Instance, message: Prepare | Accept, names: dict[str, bytes]
     ) -> Promised | PreemptedBallot | Accepted | None:
-        """Vote on a question about what follows `plan`; return the answer, None where this member abstains.
-        Raises RemoteProtocolError: the value cannot follow, or its ballot had another before."""
+        """Vote on a question about the successor of `plan`; return the answer, None if this member abstains.
+        Raises RemoteProtocolError if the value cannot follow, or its ballot had another one before."""
         if self.abstains:
             return None
         ballot, vote = message.ballot, self.vote(instance)
@@ -65,13 +65,13 @@ class PaxosAcceptor:
         return answer
 
     def leave(self, plan: Plan) -> None:
-        """Give up the votes on what follows `plan`, remembering that there may have been some."""
-        # At a plan that was followed they are of no use any more, unless this member comes back to it.
+        """Drop the votes on the successor of `plan`, remembering that there may have been some."""
+        # Votes on a followed plan are useless, unless this member returns to it.
         if self._votes or self.abstains:
             self.past = self.past.with_plan(plan)
         self._votes.clear()
         self.abstains = False
 
     def return_to(self, plan: Plan) -> None:
-        """Abstain on what follows `plan`, where this member may have voted on it before."""
+        """Abstain on the successor of `plan` if this member may have voted on it before."""
         self.abstains = self.past.may_hold(plan)

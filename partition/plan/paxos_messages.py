@@ -1,7 +1,7 @@
 """Messages of a run's members about the next plan, and the vote that binds an acceptor.
 
-Single-decree Paxos (Lamport 2001, "Paxos Made Simple") for each height of the chain: the plan that is to be
-followed names the instance, with `fork` where a minority goes on alone. The value is an encoded `Change`.
+Single-decree Paxos (Lamport 2001, "Paxos Made Simple") for each height of the chain. The plan to be followed
+names the instance, with `fork` if a minority continues alone. The value is an encoded `Change`.
 """
 
 from typing import Annotated
@@ -15,14 +15,14 @@ from partition.plan.change import CHANGE_BYTES_MAX
 from partition.plan.plan import NO_HASH, Count, Hash, Height, Peer, StepNumber
 
 LINKS_MAX = 64
-"""Changes that a member keeps: one that missed more comes back as a newcomer."""
+"""Changes that a member keeps; a member that missed more returns as a newcomer."""
 LINKS_BYTES_MAX = 256 * 1024
-"""Their bytes together, so that they fit one message; usual changes have some hundred each."""
+"""Their total size, so that they fit one message; usual changes have some hundred bytes."""
 AGREEMENT_BYTES_MAX = LINKS_BYTES_MAX + 16 * 1024
-"""The longest message: a Decided of all links, and the fields around them."""
+"""The longest message: a Decided of all links, with its fields."""
 ROUNDS_AHEAD_MAX = 2**24
-"""How far one message may raise the round: using all rounds up takes 2^39 messages; half a year's honest duel
-fits in."""
+"""Largest raise of the round by one message: exhausting all rounds takes 2^39 messages, and half a year of
+honest duels fits."""
 
 Round = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Link = Annotated[bytes, msgspec.Meta(min_length=1, max_length=CHANGE_BYTES_MAX)]
@@ -51,7 +51,7 @@ class Prepare(PlanMessage, frozen=True, kw_only=True, tag="prepare"):
 
 
 class Promised(PlanMessage, frozen=True, kw_only=True, tag="promised"):
-    """Acceptor to proposer (1b): promised, with the value that I have accepted at which ballot, if any."""
+    """Acceptor to proposer (1b): promised, with the value and ballot accepted before, if any."""
 
     ballot: Ballot
     accepted: Ballot | None = None
@@ -59,7 +59,7 @@ class Promised(PlanMessage, frozen=True, kw_only=True, tag="promised"):
 
 
 class PreemptedBallot(PlanMessage, frozen=True, kw_only=True, tag="outbid"):
-    """Acceptor to proposer: not with `ballot`, for I have promised a higher one."""
+    """Acceptor to proposer: `ballot` is refused, since a higher one is promised."""
 
     ballot: Ballot
     promised: Ballot
@@ -79,17 +79,17 @@ class Accepted(PlanMessage, frozen=True, kw_only=True, tag="accepted"):
 
 
 class Decided(PlanMessage, frozen=True, kw_only=True, tag="decided"):
-    """To everybody: these changes follow `parent`, in order. `whole`: it knows nothing before them."""
+    """To all: these changes follow `parent`, in order. `whole`: the sender knows nothing before them."""
 
     links: Annotated[tuple[Link, ...], msgspec.Meta(max_length=LINKS_MAX)]
     whole: bool = False
 
 
 class ChainHead(PlanMessage, frozen=True, kw_only=True, tag="head"):
-    """A member's status, sent from time to time. `parent` is the newest plan it knows.
+    """A member's status, sent periodically. `parent` is the newest plan it knows.
 
     `fork` is that plan's, so it names the branch. `step` steps are committed, of `samples` samples in all;
-    `hosts` is whether it could take a stage; `checkpoint_step` is that of the newest checkpoint it has. Where
+    `hosts` is whether it could take a stage; `checkpoint_step` is that of its newest checkpoint. If it
     `asks`, a receiver that knows more answers.
     """
 
@@ -112,17 +112,17 @@ Sends = list[tuple[PeerId, AgreementMessage]]
 
 
 def other_branch_wins(mine: ChainHead, theirs: ChainHead) -> bool:
-    """Return whether theirs is the one of two branches to go on with: more committed samples, then the higher
-    step, then the lower name of its last fork, which no plan after it changes, then the lower plan hash.
-    Exactly one of two different heads survives, from either side."""
+    """Return whether their branch wins against mine: by more committed samples, then the higher step, then
+    the lower name of its last fork, which no later plan changes, then the lower plan hash. Exactly one of two
+    different heads wins, from either side."""
     ours, other = (mine.samples, mine.step), (theirs.samples, theirs.step)
     return other > ours or (other == ours and (theirs.fork, theirs.plan) < (mine.fork, mine.plan))
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True):
-    """An acceptor's commitments in one instance, kept over every restart.
+    """An acceptor's commitments in one instance, kept across restarts.
 
-    `promise` and `accept` return the vote from then on: the same for a repeat.
+    `promise` and `accept` return the next vote; a repeat returns the same.
     """
 
     promised: Ballot | None = None
@@ -138,8 +138,8 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
         return replace(self, promised=ballot)
 
     def accept(self, ballot: Ballot, value: bytes) -> "Vote":
-        """Return the vote after an Accept that it allows; RemoteProtocolError where the ballot had another
-        value before."""
+        """Return the vote after an Accept that it allows; RemoteProtocolError if the ballot had another value
+        before."""
         if ballot == self.accepted and value != self.value:
             raise RemoteProtocolError("two values at one ballot")
         return Vote(ballot, ballot, value)

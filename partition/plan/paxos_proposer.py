@@ -1,8 +1,8 @@
-"""The proposer of `partition.plan.paxos`: has what its member wishes decided at one height.
+"""The proposer of `partition.plan.paxos`: lets its member's change be decided at one height.
 
-The nearest living member of the committee proposes at once and the others only in turn after it, so that
-they rarely duel. An outbid proposer waits ever longer before it tries again; a question without a majority
-of answers is repeated ever more rarely.
+The nearest living member of the committee proposes at once, and the others only in turn after it, so that
+they rarely duel. An outbid proposer waits ever longer between attempts; a question without a majority of
+answers is repeated at growing intervals.
 """
 
 from random import Random
@@ -25,11 +25,12 @@ from partition.plan.proposal import Proposal, check_value, names_of, value_of
 from partition.plan.quorum import Instance, Reach
 
 PROPOSE_SECONDS = 1.0
-"""The time that each member of the committee gives those before it: two round trips and a disk, with room."""
+"""The time that each member of the committee gives its predecessors: two round trips and a disk write, with
+margin."""
 JITTER = 0.25
-"""The random share by which each wait is longer, so that clocks in step do not stay in step."""
+"""The random share added to each wait, so that synchronized clocks diverge."""
 RESEND_SECONDS = 1.0
-"""The time without a majority after which a question is repeated; doubled each time."""
+"""The time without a majority before a question is repeated; doubled each time."""
 RESEND_SECONDS_MAX = 16.0
 BACKOFF_SECONDS = 0.5
 """The mean first wait of an outbid proposer; doubled each time."""
@@ -41,8 +42,8 @@ INF = float("inf")
 class PaxosProposer:
     """One member's attempts, one at a time, at the height after the head of `chain`.
 
-    Its own promise and acceptance go through `acceptor`, whose state must be stored before anything that a
-    call returned is sent. `chosen` is the value that a quorum accepted: it is final, and `begin` follows.
+    Its own promise and acceptance go through `acceptor`, whose state must be stored before a call's messages
+    are sent. `chosen` is the value that a quorum accepted: it is final, and `begin` follows.
     """
 
     def __init__(self, me: PeerId, rng: Random, acceptor: PaxosAcceptor, reach: Reach) -> None:
@@ -52,7 +53,7 @@ class PaxosProposer:
         self._reach = reach
 
     def begin(self, chain: Chain) -> None:
-        """Begin a new height: nothing is wished for or proposed."""
+        """Begin a new height without a proposal."""
         self._chain = chain
         self._instance = self._reach.instance
         self._wish: Change | None = None
@@ -65,11 +66,11 @@ class PaxosProposer:
 
     @property
     def deadline(self) -> float:
-        """When `wake` wants to be called."""
+        """The time of the next `wake`."""
         return min(self._propose_at, self._resend_at)
 
     def wish(self, now: float, change: Change | None) -> None:
-        """Set what is to be decided; None, or what no plan follows from, for nothing."""
+        """Set the change to decide; None, or one that no plan follows from, for none."""
         if value_of(self._chain.head, self._reach.normal, change) is None:
             change = None
         self._wish = change
@@ -81,7 +82,7 @@ class PaxosProposer:
             self._line_up(now)
 
     def hurry(self, now: float) -> None:
-        """Ask again soon: others are in reach than before."""
+        """Ask again soon, since other members are in reach."""
         self._resend_seconds = RESEND_SECONDS
         self._resend_at = min(self._resend_at, now + RESEND_SECONDS if self._proposal else INF)
         self._line_up(now)
@@ -97,12 +98,12 @@ class PaxosProposer:
             self._propose_at = later if self._propose_at == INF else max(self._propose_at, later)
 
     def check_round(self, ballot: Ballot, known: Ballot | None) -> None:
-        """Raise RemoteProtocolError where a ballot is far above all known ones."""
+        """Raise RemoteProtocolError if a ballot is far above all known ones."""
         if ballot.round > max(self._round, known.round if known else 0) + ROUNDS_AHEAD_MAX:
             raise RemoteProtocolError("a ballot of an absurd round")
 
     def wake(self, now: float) -> Sends:
-        """Do what is due, in the instance that is now the one in reach."""
+        """Do what is due, in the instance of the members in reach."""
         if self._reach.instance != self._instance:
             self._instance = self._reach.instance
             self._abandon()
@@ -116,7 +117,7 @@ class PaxosProposer:
         return sends
 
     def count_vote(self, now: float, sender: PeerId, message: Promised | PreemptedBallot | Accepted) -> Sends:
-        """Count an answer to our question; one to an earlier question changes nothing any more."""
+        """Count an answer to our question; ignore answers to earlier ones."""
         if message.ballot.peer != self._me:
             raise RemoteProtocolError("an answer to the ballot of another peer")
         mine = self._proposal
@@ -160,7 +161,7 @@ class PaxosProposer:
         return self._ask(now, self._proposal) + self._count(now, self._proposal)
 
     def _count(self, now: float, mine: Proposal) -> Sends:
-        """Go on with our attempt as far as the answers allow."""
+        """Advance our attempt as far as the answers allow."""
         sends: Sends = []
         if mine.value is None and self._reach.decides(mine.instance, mine.promised):
             mine.value = mine.best.value or value_of(self._chain.head, mine.instance, self._wish)
@@ -177,7 +178,7 @@ class PaxosProposer:
         return sends
 
     def _ask(self, now: float, mine: Proposal) -> Sends:
-        """Ask the question of the next phase, which is repeated after a while."""
+        """Send the question of the next phase, which is repeated after a while."""
         self._resend_seconds = RESEND_SECONDS
         self._resend_at = now + self._jittered(RESEND_SECONDS)
         return mine.questions(names_of(self._chain, mine.instance))

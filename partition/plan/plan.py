@@ -1,9 +1,9 @@
 """The plan of a run: its members, feeders, and holders of layers. Frames, leases and steps carry its hash.
 
 A plan names its parent, so plans form a chain. Each link after the first follows from its parent by a
-`Change`, which a committee of the parent's roster decides (`partition.plan.paxos`): any peer that knows the
-parent and the change makes the same plan, to the byte. The first is its requester's own, signed with the
-manifest. Nobody is dropped within a plan: a death makes the next one.
+`Change`, which a committee of the parent's roster decides (`partition.plan.paxos`). Any peer with the parent
+and the change makes the same plan, to the byte. The first is its requester's own, signed with the manifest.
+No member is dropped within a plan: a death leads to the next one.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,11 @@ ROSTER_MAX = 1_024
 TRAINERS_MAX = 16
 MICROBATCHES_MAX = 4_096
 COMMITTEE_MAX = 9
-"""Votes on the next plan. Nine are quickly asked, and five decide; more would make no plan safer."""
+"""Voters on the next plan. Nine answer quickly, and five decide; more would make no plan safer."""
 VOTERS_MIN = 3
-"""The voters of a run of two members once a witness joins, where the swarm has one: the fewest that can lose
-one and still decide. A run of one member takes none: it would depend on others and gain no replica."""
+"""The voters of a run of two members once a witness joins, if the swarm has one: the fewest that can lose one
+and still decide. A run of one member takes no witness, which would make it depend on others and add no
+replica."""
 HEIGHT_MAX = 2**32
 """Attempts to commit are numbered from the plan's height (steps.committer), and must fit 63 bits."""
 STEPS_MAX = 10_000_000
@@ -34,9 +35,9 @@ STEPS_MAX = 10_000_000
 longer count exactly."""
 HASH_BYTES = 32
 NO_HASH = bytes(HASH_BYTES)
-"""Stands for no hash."""
+"""The absent hash."""
 FIRST_VALUES = bytes(HASH_BYTES - 1) + b"\x01"
-"""Stands for a checkpoint's name: the first values of every stage. No blob has this hash."""
+"""The checkpoint name of every stage's initial parameters. No blob has this hash."""
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Peer = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -51,9 +52,9 @@ Peers = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=ROSTER_MAX)]
 class StagePlan(msgspec.Struct, frozen=True, array_like=True):
     """Layers `first_layer` to before `last_layer`, and the peers that each hold all of them.
 
-    `rates` are the replicas' own measurements, in FLOP/s; within a run, measurements by others count instead.
-    A replica with rate 0 beside one that has a rate is a standby: it takes part in every reduction and
-    applies every step, so it holds the newest state, and computes no micro-batch while one of the others can.
+    `rates` are the replicas' own measurements, in FLOP/s; within a run, measurements by others override them.
+    A replica with rate 0 beside one with a rate is a standby. It takes part in every reduction and applies
+    every step, so it holds the newest state; it computes no micro-batch while another replica can.
     """
 
     first_layer: Count
@@ -70,7 +71,7 @@ class StagePlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def standbys(self) -> tuple[bytes, ...]:
-        """The replicas that only follow."""
+        """The replicas that are standbys."""
         return tuple(peer for peer in self.replicas if peer not in self.computing)
 
 
@@ -78,10 +79,10 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     """One link of a run's chain of plans; immutable, known by `plan_hash`.
 
     `roster` has the admitted members, sorted: replicas, trainers, the requester, keepers of copies.
-    `trainers` feed, and the first of them also commits. `restored` is the checkpoint that every stage begins
-    from, of `step` committed steps; NO_HASH where the replicas go on from their state. `fork` is NO_HASH, or
-    names the members that last went on without a majority, here or in a plan before: it is the name of the
-    branch. `is_final`: all steps are done, and the restored state, here or of a plan before, is the result.
+    `trainers` feed, and the first of them also commits. `restored` is the checkpoint of `step` committed
+    steps from which every stage begins; NO_HASH if the replicas keep their state. `fork` is NO_HASH, or names
+    the members that last continued without a majority, here or in an earlier plan: it names the branch.
+    `is_final`: all steps are done, and the restored state, here or of an earlier plan, is the result.
     """
 
     run: Hash
@@ -114,7 +115,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def standbys(self) -> tuple[PeerId, ...]:
-        """The replicas that only follow, by stage."""
+        """The standbys, by stage."""
         return tuple(PeerId(peer) for stage in self.stages for peer in stage.standbys)
 
     def stage_of(self, peer: PeerId) -> int | None:
@@ -126,13 +127,13 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def rates_left(stage: StagePlan, rates: Sequence[int]) -> tuple[int, ...]:
-    """Return the rates of the remaining and joining replicas of `stage`. Where all of them are standbys they
-    compute from now on, and count as fast as those they replace, until they are measured."""
+    """Return the rates of the remaining and joining replicas of `stage`. If all of them are standbys they
+    compute from now on, and count as fast as the replaced ones until they are measured."""
     return tuple(rates) if any(rates) else (max(stage.rates),) * len(rates)
 
 
 def encode_plan(plan: Plan) -> bytes:
-    """Return the bytes that are hashed and sent."""
+    """Return the bytes for hashing and sending."""
     return encode(plan)
 
 
@@ -149,7 +150,7 @@ def decode_plan(data: bytes) -> Plan:
 
 
 def check_plan(plan: Plan) -> None:
-    """Check that a plan is consistent in itself; else raise RemoteProtocolError."""
+    """Check that a plan is self-consistent; else raise RemoteProtocolError."""
     if (plan.height == 0) != (plan.parent == NO_HASH):
         raise RemoteProtocolError("a plan that follows nothing and is not the first, or the reverse")
     roster = set(plan.roster)
@@ -173,11 +174,11 @@ def check_plan(plan: Plan) -> None:
 
 
 def committee(plan: Plan, among: tuple[bytes, ...] | None = None) -> tuple[PeerId, ...]:
-    """Return the members that decide what follows `plan`: those of its roster nearest to hash(run, plan), the
-    nearest first.
+    """Return the members that decide the successor of `plan`: those of its roster nearest to hash(run, plan),
+    the nearest first.
 
-    That order is also the order of proposers. Nobody can choose a peer id to be among them, since the roster
-    was decided before the hash was known. `among`: only these, where a minority decides for itself.
+    That order is also the order of proposers. A peer id cannot be chosen to be among them, since the roster
+    was decided before the hash was known. `among`: only these, if a minority decides alone.
     """
     target = int.from_bytes(blake3(plan.run + plan_hash(plan)).digest())
     peers = plan.roster if among is None else among

@@ -14,17 +14,17 @@ Objective = Literal["throughput", "latency", "energy"]
 Pipeline = Literal["1f1b", "gpipe"]
 
 LINK_BYTES_PER_SECOND = 12_500_000
-"""Assumed where no link was measured: 100 Mbit/s, a home uplink at its best."""
+"""Rate of an unmeasured link: 100 Mbit/s, a home uplink at its best."""
 LINK_NANOSECONDS = 1_000_000
-"""Assumed one-way delay where none was measured: a local network with a switch or two."""
+"""One-way delay of an unmeasured link: a local network with a switch or two."""
 FRAME_BYTES_MAX = 2**63 - 1
-"""Unless the caller's frames are bounded."""
+"""Default for callers without a bound on frames."""
 IDLE_MILLIWATTS, BUSY_MILLIWATTS = 10_000, 45_000
-"""A laptop's processor, where no meter was readable: assumed, not measured."""
+"""Power of a laptop's processor, used without a readable meter: assumed, not measured."""
 
 
 class Infeasible(Exception):
-    """No split fits. `need`, `have` and `do` say what is missing and what would help, for a person."""
+    """No split fits. `need`, `have` and `do` display what is missing and what would help."""
 
     def __init__(self, what: str, *, need: str = "", have: str = "", do: str = "") -> None:
         super().__init__(what)
