@@ -5,7 +5,7 @@ codes stands in `node.cli.errors`.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -35,10 +35,36 @@ from node.cli import (
     top,
     train,
 )
-from node.cli.errors import DEBUG, dispatch
+from node.cli.errors import dispatch
 from node.cli.options import AsJson, CommandGroup, DataDir
 from node.cli.plan import plan
 from node.cli.render import show
+from node.cli.start_flags import (
+    Announce,
+    ConfigFile,
+    Cores,
+    Debug,
+    Device,
+    Join,
+    Listen,
+    Location,
+    Log,
+    Memory,
+    NodeName,
+    NoLan,
+    Observer,
+    OwnData,
+    Port,
+    Preset,
+    RecordFile,
+    RequireJoin,
+    SwarmName,
+    Version,
+    Web,
+    WebCert,
+    WebProxy,
+    WorkBits,
+)
 from node.demo.command import demo
 from node.doctor.command import doctor
 from node.errors import EXIT_DONE, UsageError
@@ -81,61 +107,36 @@ app.command("sim", context_settings=sim.PASSED_ON)(sim.simulate)
 _ALSO_BEFORE_A_COMMAND = ("data_dir", "config")
 """Flags that mean the same before a command as behind it; all others only start a node."""
 
-Text = str | None
-
 
 @app.callback(invoke_without_command=True)
 def main(
     context: typer.Context,
-    join: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ADDR", help="Join through this peer: HOST, or HOST:PORT; port 9747 by default."
-        ),
-    ] = None,
-    config: Annotated[Text, typer.Option(metavar="FILE", help="A TOML file of settings.")] = None,
-    listen: Annotated[
-        list[str] | None, typer.Option(metavar="ADDR", help="Listen here too (port 0: any free one).")
-    ] = None,
-    port: Annotated[
-        Text, typer.Option(metavar="N", help="Listen at this port, or at the next that is free.")
-    ] = None,
-    announce: Annotated[
-        list[str] | None, typer.Option(metavar="ADDR", help="Tell others this address instead.")
-    ] = None,
-    no_lan: Annotated[bool, typer.Option("--no-lan", help="Disable discovery on the local network.")] = False,
-    name: Annotated[Text, typer.Option(metavar="NAME", help="What screens call this node.")] = None,
+    join: Join = None,
+    config: ConfigFile = None,
+    listen: Listen = None,
+    port: Port = None,
+    announce: Announce = None,
+    no_lan: NoLan = False,
+    name: NodeName = None,
     data_dir: DataDir = "",
-    swarm: Annotated[Text, typer.Option(metavar="NAME", help="Which swarm to join.")] = None,
-    preset: Annotated[
-        Text, typer.Option(metavar="lan|wan|host|local", help="Timers for this network.")
-    ] = None,
-    work_bits: Annotated[
-        Text, typer.Option(metavar="N", help="Proof of work in every id of the swarm.")
-    ] = None,
-    device: Annotated[Text, typer.Option(metavar="auto|cpu|cuda:0|mps", help="Where to compute.")] = None,
-    memory: Annotated[Text, typer.Option(metavar="12GB", help="How much memory to give; or 80%.")] = None,
-    cores: Annotated[Text, typer.Option(metavar="N", help="How many cores to give; 0 is all.")] = None,
-    location: Annotated[Text, typer.Option(metavar="PLACE", help="Where this machine stands.")] = None,
-    own_data: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=PATH", help="Train federated runs on this; it never leaves the machine."),
-    ] = None,
-    web: Annotated[
-        Text,
-        typer.Option(metavar="ADDR|off", help="Where this machine sees its page, and clients find models."),
-    ] = None,
-    web_cert: Annotated[Text, typer.Option(metavar="FILE", help="HTTPS: a certificate and its key.")] = None,
-    web_proxy: Annotated[bool, typer.Option("--web-proxy", help="A proxy with TLS is before it.")] = False,
-    log: Annotated[Text, typer.Option(metavar="off|text|json", help="Write events to events.log.")] = None,
-    observer: Annotated[bool, typer.Option("--observer", help="Watch only: take no stage.")] = False,
-    record: Annotated[
-        Text, typer.Option("--record", metavar="FILE", help="Write down what comes in, for `sim replay`.")
-    ] = None,
-    require_join: Annotated[Text, typer.Option(metavar="30s", help="End if no peer answers in time.")] = None,
+    swarm: SwarmName = None,
+    preset: Preset = None,
+    work_bits: WorkBits = None,
+    device: Device = None,
+    memory: Memory = None,
+    cores: Cores = None,
+    location: Location = None,
+    own_data: OwnData = None,
+    web: Web = None,
+    web_cert: WebCert = None,
+    web_proxy: WebProxy = False,
+    log: Log = None,
+    observer: Observer = False,
+    record: RecordFile = None,
+    require_join: RequireJoin = None,
     as_json: AsJson = False,
-    debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of an error.")] = False,  # noqa: ARG001 - see dispatch
-    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+    debug: Debug = False,  # noqa: ARG001 - see dispatch
+    version: Version = False,
 ) -> None:
     """Start a node. Without --join it starts a swarm, or finds the peers it met before."""
     flags: dict[str, Any] = {
@@ -164,16 +165,21 @@ def main(
     if version:
         _show_version()
     elif context.invoked_subcommand is not None:
-        context.obj = {key: flags[key] for key in _ALSO_BEFORE_A_COMMAND}
         others = {"record": record, "require_join": require_join, "json": as_json or None}
-        _refuse_start_flags(flags | others, context)
+        _keep_for_command(flags | others, context)
     else:
-        from node.cli.start import start
-
-        raise typer.Exit(start(flags, require_join=require_join, record=record, as_json=as_json))
+        _start(flags, require_join=require_join, record=record, as_json=as_json)
 
 
-def _refuse_start_flags(flags: dict[str, Any], context: typer.Context) -> None:
+def _start(flags: dict[str, Any], **options: Any) -> None:
+    from node.cli.start import start
+
+    raise typer.Exit(start(flags, **options))
+
+
+def _keep_for_command(flags: dict[str, Any], context: typer.Context) -> None:
+    """Keep the flags that commands take too. Raises UsageError: another was given."""
+    context.obj = {key: flags[key] for key in _ALSO_BEFORE_A_COMMAND}
     command = context.invoked_subcommand
     for key, value in flags.items():
         if value not in (None, []) and key not in _ALSO_BEFORE_A_COMMAND:

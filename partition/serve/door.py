@@ -44,12 +44,12 @@ from partition.serve.generation import (
     OwnerShares,
     RouteAttempt,
     cut_units,
-    find_leader,
-    let_go,
+    follows_another,
     openings,
     read_answer,
-    silent_peers,
+    take_token,
 )
+from partition.serve.hearing import Hearing
 from partition.serve.known_routes import KnownRoutes, Missing
 from partition.serve.messages import (
     SESSION_BYTES,
@@ -58,22 +58,19 @@ from partition.serve.messages import (
     Carried,
     LeaveSession,
     Message,
-    RestSession,
     Sends,
     SessionClosed,
     SessionOpened,
 )
-from partition.serve.prefixes import PREFIX_TOKENS_MIN, KeptPrefix, Prefixes, choose_beginning
-from partition.serve.provider import REST_ALIVE_SECONDS
+from partition.serve.prefixes import Prefixes
+from partition.serve.resting import RestingSessions
 from partition.serve.routes import StageReplica as StageReplica
-from partition.serve.sampling import choose
 from partition.serve.timeouts import (
     ALIVE_SECONDS,
     ANSWER_SECONDS_MAX,
     LOADING_SECONDS_MAX,
     RETRY_SECONDS,
     ROUTE_SECONDS_MAX,
-    STALL_SECONDS,
 )
 
 ATTEMPTS_MAX = 32
@@ -83,10 +80,7 @@ GENERATIONS_MAX = 256
 
 
 class Door:
-    """All generations of the node `me`. `new_id(n)` gives n random bytes.
-
-    Long because each message moves a generation's tokens, route and session together.
-    """
+    """All generations of the node `me`. `new_id(n)` gives n random bytes."""
 
     def __init__(self, me: PeerId, new_id: Callable[[int], bytes]) -> None:
         self.events: list[Event] = []
@@ -96,12 +90,11 @@ class Door:
         self._generations: dict[int, OpenGeneration] = {}
         self._sessions: dict[bytes, OpenGeneration] = {}
         self._routes = KnownRoutes()
-        self._heard_at: dict[PeerId, float] = {}
+        self._hearing = Hearing()
         self._prefixes = Prefixes()
+        self._resting = RestingSessions(self._prefixes)
         self._shares = OwnerShares()
         self._alive_at = inf
-        self._rest_at = inf
-        self._seen_at = -inf
 
     # What this node wants
 
@@ -120,7 +113,7 @@ class Door:
 
     def begin(self, now: float, shape: Shape, wish: GenerationWish) -> tuple[int, Sends]:
         """Begin a generation; its number. A prompt has a token at least, and leaves room for one more."""
-        self._note(now)
+        self._hearing.note_time(now)
         self._numbers += 1
         found = OpenGeneration(self._numbers, shape, wish, list(wish.prompt), now)
         self._generations[found.number] = found
@@ -128,7 +121,7 @@ class Door:
 
     def cancel(self, now: float, generation: int) -> Sends:
         """End a generation; every stage forgets its session."""
-        self._note(now)
+        self._hearing.note_time(now)
         found = self._generations.get(generation)
         return [] if found is None else self._finish(now, found, "cancelled")
 
@@ -140,7 +133,7 @@ class Door:
     def permit(self, now: float, generation: int, allowed: Array) -> Sends:
         """Set the allowed next tokens, a boolean for each of the vocabulary; if none is allowed, the answer
         is over."""
-        self._note(now)
+        self._hearing.note_time(now)
         found = self._generations.get(generation)
         if found is None:
             return []
@@ -159,7 +152,7 @@ class Door:
     ) -> Sends:
         """Set the replicas of a service's stages, as its members report; a member is loading the stages in
         `loading`."""
-        self._note(now)
+        self._hearing.note_time(now)
         self._routes.learn(service, replicas, loading)
         sends: Sends = []
         for each in list(self._generations.values()):
@@ -176,13 +169,12 @@ class Door:
     @property
     def deadline(self) -> float:
         """When `wake` wants to be called."""
-        return min(self._alive_at, self._rest_at)
+        return min(self._alive_at, self._resting.deadline)
 
     def receive(self, now: float, sender: PeerId, message: Message | Carried) -> Sends:
         """Take a provider's message. One of an unknown session belongs to a finished one, and is ignored."""
-        self._note(now)
-        if sender in self._heard_at:
-            self._heard_at[sender] = now
+        self._hearing.note_time(now)
+        self._hearing.heard(now, sender)
         match message:
             case SessionOpened():
                 return self._on_opened(now, sender, message)
@@ -200,10 +192,10 @@ class Door:
     def _give_up(self, now: float, peer: PeerId, reason: str, told: PeerId | None = None) -> Sends:
         """Move the generations of a provider elsewhere, and tell it unless it is `told` already: a silent
         provider may still run, and its sessions would keep places that later ones need."""
-        self._note(now)
-        self._heard_at.pop(peer, None)
+        self._hearing.note_time(now)
+        self._hearing.end(peer)
         self._routes.note_lost(now, peer)
-        sends = let_go(self._prefixes.drop_peer(peer), besides=told)
+        sends = self._resting.lost(peer, told)
         for each in self._using(peer):
             sends += self._leave_route(now, each, told, reason)
             self._ask_for_routes(now, each.shape.service)
@@ -211,13 +203,13 @@ class Door:
 
     def wake(self, now: float) -> Sends:
         """Send signs of life, detect silent providers, and look for missing routes."""
-        self._note(now)
-        sends: Sends = self._keep_resting(now) if now >= self._rest_at else []
+        self._hearing.note_time(now)
+        sends: Sends = self._resting.wake(now, self._hearing)
         if now < self._alive_at:
             return sends
         self._alive_at = inf
         self._routes.expire(now)
-        for peer, reason in silent_peers(now, self._generations.values(), self._heard_at):
+        for peer, reason in self._hearing.silent(now, self._generations.values()):
             sends += self._give_up(now, peer, reason)
         for each in list(self._generations.values()):
             if each.attempt is not None:
@@ -233,7 +225,7 @@ class Door:
             if attempt is not None and attempt.flying and now - attempt.moved_at >= ANSWER_SECONDS_MAX:
                 each.doubts.update(attempt.route)  # the delaying stage is unknown
                 sends += self._leave_route(now, each, None, f"no answer in {ANSWER_SECONDS_MAX:.0f} s")
-        sends += [(peer, Alive()) for peer in sorted(self._heard_at)]
+        sends += [(peer, Alive()) for peer in self._hearing]
         if self._generations:
             self._alive_at = now + ALIVE_SECONDS
         return sends
@@ -258,47 +250,25 @@ class Door:
             self._ask_for_routes(now, shape.service)
             return []
         stages, is_exact = known
-        wish, has = generation.wish, len(generation.tokens)
-        left = max(1, len(wish.prompt) + wish.tokens_max - has)
-        route, base, shared = choose_beginning(
-            Prefixes() if wish.is_hidden else self._prefixes,  # rows that were read before are not to be had
-            generation.key,
-            generation.tokens,
-            left,
-            stages,
-            sessions=lambda peer: len(self._using(peer)),
-            doubts=generation.doubts,
+        route, base, shared = self._resting.choose(
+            generation, stages, sessions=lambda peer: len(self._using(peer))
         )
-        if self._waits_for_another(now, generation, shared):
+        if follows_another(now, generation, self._generations.values(), shared, self._routes.is_current):
             return []
         generation.missing = ""
         generation.attempts += 1
         if generation.attempts > ATTEMPTS_MAX:
             return self._finish(now, generation, "failed", generation.reason)
-        bits = self._routes.bits(shape.service, route)
+        bits, has = self._routes.bits(shape.service, route), len(generation.tokens)
         attempt = RouteAttempt(self._new_id(SESSION_BYTES), route, now, bits, has, base, shared, sent=shared)
         generation.attempt = attempt
         self._prefixes.use(now, base)
         self._sessions[attempt.session] = generation
         taken = RouteTaken(generation.number, attempt.route, has, generation.reason, is_exact, shared)
         self.events.append(taken)
-        for peer in route:
-            self._heard_at.setdefault(peer, now)
-        share = self._shares.share_of(wish.owner, self._generations.values())
+        self._hearing.begin(now, route)
+        share = self._shares.share_of(generation.wish.owner, self._generations.values())
         return openings(self._me, generation, attempt, share)
-
-    def _waits_for_another(self, now: float, generation: OpenGeneration, shared: int) -> bool:
-        """Return whether another generation reads much of this one's tokens: then this one begins from it."""
-        generation.follows = 0
-        others = self._generations.values()
-        found = None
-        if not (generation.wish.is_vector or generation.wish.is_hidden):
-            found = find_leader(others, generation, shared + PREFIX_TOKENS_MIN, self._routes.is_current)
-        if found is None:
-            return False
-        generation.follows, generation.follows_tokens = found
-        generation.waits_since = now
-        return True
 
     def _let_follow(self, now: float, leader: OpenGeneration) -> Sends:
         """Continue the generations that wait for this one: the shared tokens are read, or will not be."""
@@ -308,26 +278,6 @@ class Door:
             if each.follows == leader.number and each.attempt is None and each.follows_tokens <= known:
                 sends += self._find_route(now, each)
         return sends
-
-    def _forget_rest(self, session: bytes, besides: PeerId | None = None) -> Sends:
-        """Let no generation begin from a session any more; if it rested, its stages forget it."""
-        rested = self._prefixes.resting_session(session)
-        self._prefixes.drop(session)
-        return [] if rested is None else let_go([rested], besides)
-
-    def _rest_ended(self, sender: PeerId, session: bytes) -> Sends:
-        """A stage has let go of a session that rested."""
-        rested = self._prefixes.resting_session(session)
-        if rested is not None and sender not in rested.route:
-            raise RemoteProtocolError("the end of a session of others")
-        return self._forget_rest(session, besides=sender)
-
-    def _keep_resting(self, now: float) -> Sends:
-        """Send signs of life to providers with resting sessions."""
-        sends = let_go(self._prefixes.expire(now))
-        peers = {peer for each in self._prefixes.resting for peer in each.route}
-        self._rest_at = now + REST_ALIVE_SECONDS if peers else inf
-        return sends + [(peer, Alive()) for peer in sorted(peers - self._heard_at.keys())]
 
     def _ask_for_routes(self, now: float, service: bytes) -> None:
         if self._routes.may_look(now, service):
@@ -351,15 +301,9 @@ class Door:
             self.events.append(ComputedFor(generation.shape.service, attempt.route, attempt.computed))
         for peer in attempt.route:
             if not self._using(peer):
-                self._heard_at.pop(peer, None)
-        rests = not generation.wish.is_vector and self._routes.is_current(attempt.route)
-        if rests_at is None or not rests or not attempt.is_open or attempt.known < PREFIX_TOKENS_MIN:
-            self._prefixes.drop(attempt.session)
-            return [(peer, LeaveSession(attempt.session)) for peer in dict.fromkeys(attempt.route)]
-        kept = KeptPrefix(attempt.session, generation.key, attempt.route)
-        gone = self._prefixes.rest(rests_at, kept, generation.tokens[: attempt.known])
-        self._rest_at = min(self._rest_at, rests_at + REST_ALIVE_SECONDS)
-        return [(peer, RestSession(attempt.session)) for peer in dict.fromkeys(attempt.route)] + let_go(gone)
+                self._hearing.end(peer)
+        may_share = self._routes.is_current(attempt.route)
+        return self._resting.end(generation, attempt, rests_at, may_share=may_share)
 
     def _finish(
         self, now: float, generation: OpenGeneration, reason: FinishReason, detail: str = ""
@@ -395,7 +339,7 @@ class Door:
             stages = [stage for stage in stages if stage == message.stage]
         if len(stages) != 1:
             raise RemoteProtocolError("a stage that others were asked for")
-        self._heard_at[sender] = now
+        self._hearing.heard(now, sender)
         if generation.wish.is_hidden and not self._routes.is_current((sender,)):
             return self._leave_route(now, generation, None, "its version answers no hidden states")
         attempt.opened.add(stages[0])
@@ -404,11 +348,11 @@ class Door:
     def _on_closed(self, now: float, sender: PeerId, message: SessionClosed) -> Sends:
         found = self._found(sender, message.session)
         if found is None:
-            return self._rest_ended(sender, message.session)
+            return self._resting.ended(sender, message.session)
         generation, attempt = found
         if message.code == "position" and attempt.base:
             # Its base session is gone: it reads from its own beginning.
-            sends = self._forget_rest(attempt.base) + self._end_attempt(generation)
+            sends = self._resting.forget(attempt.base) + self._end_attempt(generation)
             return sends + self._find_route(now, generation) + self._let_follow(now, generation)
         if message.code == "length":
             return self._finish(now, generation, "length")
@@ -465,35 +409,19 @@ class Door:
 
     def _sample(self, now: float, generation: OpenGeneration, attempt: RouteAttempt) -> Sends:
         """Choose the next token of the row that came."""
-        assert attempt.row is not None
-        row, wish, position = attempt.row, generation.wish, len(generation.tokens)
-        answer_tokens = [] if wish.sampling.is_plain else generation.tokens[len(wish.prompt) :]
-        allowed = generation.allowed
-        token = choose(row, wish.sampling, position, answer_tokens, prompt=wish.prompt, allowed=allowed)
-        attempt.row = generation.allowed = None
-        if token in wish.stops:
+        sampled = take_token(generation, attempt)
+        if sampled is None:
             return self._finish(now, generation, "stop")
-        generation.tokens.append(token)
-        generation.bits = attempt.bits
-        logprob, top = row.logprob(token), row.likeliest(wish.sampling.top)
-        self.events.append(Sampled(generation.number, position, token, logprob, top))
-        made = len(generation.tokens) - len(wish.prompt)
-        if made >= wish.tokens_max or len(generation.tokens) >= generation.shape.context:
-            return self._finish(now, generation, "length")
-        return self._send_units(now, generation, attempt)
+        self.events.append(sampled)
+        return (
+            self._finish(now, generation, "length")
+            if generation.is_full
+            else self._send_units(now, generation, attempt)
+        )
 
     def _note_read(self, now: float, generation: OpenGeneration, attempt: RouteAttempt) -> Sends:
         """Note that more of its initial tokens are computed: others may begin from them."""
-        # An encoder's state depends on the whole text, so no other session can begin from it.
-        may_share = not generation.wish.is_vector and self._routes.is_current(attempt.route)
-        if not may_share or not PREFIX_TOKENS_MIN <= attempt.known <= attempt.reads:
-            return []
-        kept = KeptPrefix(attempt.session, generation.key, attempt.route)
-        self._prefixes.put(kept, generation.tokens[: attempt.known])
-        return self._let_follow(now, generation)
-
-    def _note(self, now: float) -> None:
-        """If this node itself stood still, silence of others does not count."""
-        if self._heard_at and now - self._seen_at > STALL_SECONDS:
-            self._heard_at = {peer: max(at, now - ALIVE_SECONDS) for peer, at in self._heard_at.items()}
-        self._seen_at = now
+        is_kept = self._resting.note_read(
+            generation, attempt, may_share=self._routes.is_current(attempt.route)
+        )
+        return self._let_follow(now, generation) if is_kept else []

@@ -12,7 +12,7 @@ import numpy as np
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.codecs.base import Array
-from partition.serve.events import GenerationWish, Shape
+from partition.serve.events import GenerationWish, Sampled, Shape
 from partition.serve.messages import (
     Answer,
     Carried,
@@ -22,8 +22,8 @@ from partition.serve.messages import (
     SessionBase,
     UnitWork,
 )
-from partition.serve.prefixes import KeptPrefix, PrefixKey, common_length
-from partition.serve.sampling import LogitRow, read_hidden, read_row
+from partition.serve.prefixes import PREFIX_TOKENS_MIN, KeptPrefix, PrefixKey, common_length
+from partition.serve.sampling import LogitRow, choose, read_hidden, read_row
 from partition.serve.timeouts import OPEN_SECONDS_MAX, SILENCE_SECONDS_MAX
 
 CHUNK_TOKENS = 128
@@ -104,6 +104,12 @@ class OpenGeneration:
     def key(self) -> PrefixKey:
         return PrefixKey(self.shape.service, self.wish.owner)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it has as many tokens as were wished, or as the context holds."""
+        made = len(self.tokens) - len(self.wish.prompt)
+        return made >= self.wish.tokens_max or len(self.tokens) >= self.shape.context
+
 
 def openings(me: PeerId, generation: OpenGeneration, attempt: RouteAttempt, share: int) -> Sends:
     """Return the messages that open its session at the stages of a route for the door `me`."""
@@ -159,6 +165,22 @@ def read_answer(
     return read_row(attempt.flying[0], answer, carried.arrays, generation.shape.vocabulary)
 
 
+def take_token(generation: OpenGeneration, attempt: RouteAttempt) -> Sampled | None:
+    """Choose and append the next token, from the row that came; None: it is a stop, and is not appended."""
+    assert attempt.row is not None
+    row, wish, position = attempt.row, generation.wish, len(generation.tokens)
+    answer_tokens = [] if wish.sampling.is_plain else generation.tokens[len(wish.prompt) :]
+    allowed = generation.allowed
+    token = choose(row, wish.sampling, position, answer_tokens, prompt=wish.prompt, allowed=allowed)
+    attempt.row = generation.allowed = None
+    if token in wish.stops:
+        return None
+    generation.tokens.append(token)
+    generation.bits = attempt.bits
+    top = row.likeliest(wish.sampling.top)
+    return Sampled(generation.number, position, token, row.logprob(token), top)
+
+
 def silent_peers(
     now: float, generations: Iterable[OpenGeneration], heard_at: Mapping[PeerId, float]
 ) -> list[tuple[PeerId, str]]:
@@ -192,6 +214,26 @@ def find_leader(
         if common >= tokens_min and attempt.known < common and may_share(attempt.route):
             return each.number, common
     return None
+
+
+def follows_another(
+    now: float,
+    follower: OpenGeneration,
+    generations: Iterable[OpenGeneration],
+    shared: int,
+    may_share: Callable[[Collection[PeerId]], bool],
+) -> bool:
+    """Return whether another generation reads many more of the follower's tokens than the `shared` ones that
+    are read already; then the follower begins from it, and waits until it has."""
+    follower.follows = 0
+    if follower.wish.is_vector or follower.wish.is_hidden:
+        return False
+    found = find_leader(generations, follower, shared + PREFIX_TOKENS_MIN, may_share)
+    if found is None:
+        return False
+    follower.follows, follower.follows_tokens = found
+    follower.waits_since = now
+    return True
 
 
 def let_go(gone: Sequence[KeptPrefix], besides: PeerId | None = None) -> Sends:

@@ -1,0 +1,45 @@
+"""When each provider of a door was heard last; a silent one is given up. A part of `partition.serve.door`."""
+
+from collections.abc import Iterable, Iterator
+
+from crypto.identity import PeerId
+from partition.serve.generation import OpenGeneration, silent_peers
+from partition.serve.timeouts import ALIVE_SECONDS, STALL_SECONDS
+
+
+class Hearing:
+    """The providers that serve a generation now."""
+
+    def __init__(self) -> None:
+        self._heard_at: dict[PeerId, float] = {}
+        self._seen_at = float("-inf")
+
+    def __contains__(self, peer: object) -> bool:
+        return peer in self._heard_at
+
+    def __iter__(self) -> Iterator[PeerId]:
+        return iter(sorted(self._heard_at))
+
+    def note_time(self, now: float) -> None:
+        """This node runs. If it stood still before, the silence of others meanwhile does not count."""
+        if self._heard_at and now - self._seen_at > STALL_SECONDS:
+            self._heard_at = {peer: max(at, now - ALIVE_SECONDS) for peer, at in self._heard_at.items()}
+        self._seen_at = now
+
+    def begin(self, now: float, peers: Iterable[PeerId]) -> None:
+        """Listen to these from now on, if not before."""
+        for peer in peers:
+            self._heard_at.setdefault(peer, now)
+
+    def heard(self, now: float, peer: PeerId) -> None:
+        """A peer sent something; one that serves nothing is passed over."""
+        if peer in self._heard_at:
+            self._heard_at[peer] = now
+
+    def end(self, peer: PeerId) -> None:
+        """A peer serves no generation any more."""
+        self._heard_at.pop(peer, None)
+
+    def silent(self, now: float, generations: Iterable[OpenGeneration]) -> list[tuple[PeerId, str]]:
+        """Return the providers that are given up for their silence, and why."""
+        return silent_peers(now, generations, self._heard_at)
