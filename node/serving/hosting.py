@@ -166,6 +166,7 @@ class ServiceHost:
         if self.is_leaving:
             return "the node leaves"
         if (service.id, number) in self.members:
+            owner.act()  # what was introduced is told to the others
             return None
         reason = further_refusal(cores, number, asker, is_owner=is_owner) if here else None
         if reason is not None or (reason := self._refusal(service, number)) is not None:
@@ -181,6 +182,7 @@ class ServiceHost:
         owner.receipts.begun(service.id)
         owner.expect_stage()  # its process loads while the graph travels
         owner.start_task(self._hold, member)
+        owner.act()  # the others hear of it while it loads
         return None
 
     def _refusal(self, service: Service, number: int) -> str | None:
@@ -390,7 +392,7 @@ class ServiceHost:
                     case Recruit():
                         owner.start_task(self._recruit, member, event)
                     case Relieved():
-                        owner.start_task(self.let_go, member, "leaving", "enough other nodes hold the stage")
+                        owner.start_task(self.let_go, member, "leaving", "another node holds the stage again")
                     case RosterChanged():
                         member.roster = event.ready
                         owner.publish(

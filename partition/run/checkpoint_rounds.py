@@ -287,8 +287,13 @@ class CheckpointRounds:
             self._learned(now)
 
     def forget_after(self, step: int) -> None:
-        """Forget the newest checkpoint if it is of more than `step` steps: it belongs to an abandoned branch,
-        and the run must not return to it."""
+        """Forget the checkpoints of more than `step` steps, the one that is spread too: they are of a branch
+        that was given up, and the run must not go back to it."""
+        for each in self._gathering.values():
+            if each.step > step:
+                each.rows.clear()
+        if self._spread is not None and self._spread.step > step:
+            self._end()
         if self._newest is not None and self._newest[1] > step:
             self._untold.clear()
             self._change(None)

@@ -5,8 +5,8 @@ Every member tells all others which stage it holds, and whom it knows. A member 
 was silent for some seconds, or whose stream broke, counts no more until it tells again. Where a stage has
 fewer members than wished, the members act in the order of a hash of theirs and of the stage: the first at
 once, the others only where it is still missing some seconds later, so that a dead first hinders nobody. Two
-that act at once make a replica too many, as does a member that was only silent and comes back. Where more
-answer for a stage than are wished, and have for a while, the last in the order of that hash let go.
+that act at once make a replica too many, which serves like any other: none lets go for it, since the word of
+a lying member would be enough to empty a stage.
 
 Where nobody is left who holds a stage, and no other node takes it, a member takes it too, as a stopgap: it
 answers, but is no replica, so another node is looked for all the same. Once one has answered beside it for a
@@ -43,8 +43,10 @@ TURN_SECONDS = 2.0
 PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 1.0, 20.0
 """Between two attempts where nobody took the stage: a swarm without a free slot is not asked without end."""
 RELIEF_SECONDS = 10.0
-"""How long enough others have to answer for a stage before its stopgap, or a replica too many, lets go: one
-that is about to leave has another take over, and one that comes and goes moves no session twice."""
+"""How long another has to answer for a stage before its stopgap lets go: one that is about to leave has the
+stopgap take over, and one that comes and goes moves no session twice."""
+STALL_SECONDS = 2.0
+"""Without a call for so long this node itself stood still, and the others' silence does not count."""
 FORMER_SECONDS, FORMER_TELL_SECONDS = 60.0, 5.0
 """How long, and how often, a member that was lost is told all the same. A machine that was cut off has lost
 all others too: without a word from either side it would begin the whole service anew."""
@@ -77,7 +79,7 @@ class RosterChanged:
 
 @dataclass(frozen=True)
 class Relieved:
-    """Let go of this stage: enough other members answer for it."""
+    """Let go of this stage: another member answers for it, and this one holds another stage."""
 
     service: bytes
     stage: int
@@ -134,7 +136,7 @@ class ServiceUpkeep:
         """For a stage that nobody took: when it is offered again, and the pause after that."""
         self._backoff: StageBackoff[tuple[PeerId, int]] = StageBackoff(MEMBERS_MAX)
         self._told: tuple[tuple[PeerId, ...], ...] = ()
-        self._began_at = now
+        self._began_at = self._seen_at = now
         self._learn(now, known)
 
     @property
@@ -154,6 +156,7 @@ class ServiceUpkeep:
     def ready(self, now: float) -> Sends:
         """Note that this member's stage answers now. Missing stages are offered again at once: while it was
         loading, this member could take no other one."""
+        self._note(now)
         self.is_ready = True
         self.offered(now)
         return self._tell(now)
@@ -170,6 +173,7 @@ class ServiceUpkeep:
         key = sender, message.stage
         if key == (self._me, self._stage):
             return []
+        self._note(now)
         known, held = self._members.get(key), self._stages_of(sender)
         if not held and sender not in self._former and sender != self._me:
             return []  # no member has named it
@@ -190,6 +194,7 @@ class ServiceUpkeep:
 
     def introduce(self, now: float, rows: Collection[ServiceRow]) -> None:
         """These are members, as the publisher says, or another member."""
+        self._note(now)
         self._learn(now, rows)
         self.deadline = min(self.deadline, now + TELL_SECONDS / 4)
 
@@ -206,6 +211,7 @@ class ServiceUpkeep:
 
     def lost(self, now: float, peer: PeerId) -> Sends:
         """Note that the stream from a member broke: it does not count until it tells again."""
+        self._note(now)
         if held := self._stages_of(peer):
             for stage in held:
                 self._drop(now, (peer, stage))
@@ -219,10 +225,9 @@ class ServiceUpkeep:
 
     def wake(self, now: float) -> Sends:
         """Tell the others, forget silent members, and check for missing stages."""
+        self._note(now)
         if now < self.deadline:
             return []
-        if now - self.deadline >= TELL_SECONDS:
-            self._excuse(now, now - self.deadline)
         for key, each in list(self._members.items()):
             if now - each.heard_at >= (HEARSAY_SECONDS if each.is_hearsay else FORGET_SECONDS):
                 self._drop(now, key)
@@ -231,23 +236,30 @@ class ServiceUpkeep:
         self._look(now)
         return self._tell(now)
 
-    def _excuse(self, now: float, seconds: float) -> None:
+    def _note(self, now: float) -> None:
         """Take no time into account in which this member itself did not run, as on a machine that was frozen:
         what the others told meanwhile is still to be read."""
-        self._began_at = min(now, self._began_at + seconds)
+        stall, self._seen_at = now - self._seen_at, now
+        if stall < STALL_SECONDS:
+            return
+        self._began_at += stall
+        self._relief_since = inf
         for each in self._members.values():
-            each.heard_at = min(now, each.heard_at + seconds)
-        for stage, since in self._missing_since.items():
-            self._missing_since[stage] = min(now, since + seconds)
+            each.heard_at += stall
+        for stage in self._missing_since:
+            self._missing_since[stage] += stall
 
     def recruited(self, now: float, stage: int, peer: PeerId | None) -> None:
         """Note the node that took a missing stage; None: none did."""
+        self._note(now)
         self._recruiting.discard(stage)
         if peer is not None:
             self._pauses.pop(stage, None)
             if (peer, stage) != (self._me, self._stage):
-                is_stopgap = peer == self._me or bool(self._stages_of(peer))
-                self._members.setdefault((peer, stage), _Member(stage, False, now, is_stopgap=is_stopgap))
+                is_stopgap = peer == self._me or self.has(peer)
+                known = self._members.get((peer, stage))
+                if known is None or known.is_hearsay:
+                    self._members[peer, stage] = _Member(stage, False, now, is_stopgap=is_stopgap)
             self._look(now)
             return
         _, pause = self._pauses.get(stage, (now, PAUSE_SECONDS_MIN))
@@ -260,6 +272,7 @@ class ServiceUpkeep:
 
     def offered(self, now: float) -> None:
         """Offer missing stages again at once, as there is a new free slot."""
+        self._note(now)
         self._pauses.clear()
         self._look(now)
 
@@ -298,7 +311,7 @@ class ServiceUpkeep:
     def _drop(self, now: float, key: tuple[PeerId, int], *, is_said: bool = False) -> None:
         """Count a member no more, and note how its stage ended: before it answered, or, where the member
         itself says that it let go, after. A node that was lost may be back at once, and sound; a stopgap
-        beside which another answers, or a replica too many, was relieved."""
+        beside which another answers was relieved."""
         gone = self._members.pop(key, None)
         if gone is None or gone.is_hearsay:
             return
@@ -306,21 +319,13 @@ class ServiceUpkeep:
             self._backoff.note_end(now, key, None)
             return
         self._backoff.note_sound(now, key, gone.ready_since)
-        needed = 1 if gone.is_stopgap else self._wished
-        if is_said and len(self._answering(gone.stage)) < needed:
+        if is_said and not (gone.is_stopgap and self._is_answered(gone.stage)):
             self._backoff.note_end(now, key, gone.ready_since)
 
-    def _answering(self, stage: int) -> list[PeerId]:
-        """Return the peers that answer for a stage for good, and are no stopgaps, in the order in which they
-        stay."""
-        found = [
-            peer
-            for (peer, of), each in self._members.items()
-            if of == stage and each.is_ready and not (each.is_stopgap or each.is_hearsay)
-        ]
-        if stage == self._stage and self.is_ready and not self.is_stopgap:
-            found.append(self._me)
-        return sorted(found, key=lambda peer: self._rank(stage, peer))
+    def _is_answered(self, stage: int) -> bool:
+        """Return whether a peer answers for a stage."""
+        others = any(each.is_ready and each.stage == stage for each in self._members.values())
+        return others or (self.is_ready and stage == self._stage)
 
     def _make_room(self) -> bool:
         """Forget one that others only speak of; return whether there was one."""
@@ -352,8 +357,8 @@ class ServiceUpkeep:
         if told != self._told:
             self._told = told
             self.events.append(RosterChanged(self._service, told, self._wished))
-        self._look_for_relief(now)
         if self.is_stopgap:
+            self._look_for_relief(now)
             return
         for stage, rows in enumerate(held):
             if len(rows) >= self._wished:
@@ -372,11 +377,12 @@ class ServiceUpkeep:
             self.events.append(Recruit(self._service, stage, tuple(members), is_empty, failed))
 
     def _look_for_relief(self, now: float) -> None:
-        """See whether enough others have answered for this member's stage for long enough."""
-        answering = self._answering(self._stage)
-        staying = answering if self.is_stopgap else answering[: self._wished]
-        is_relieved = self._me not in staying and bool(staying) and (self.is_stopgap or self.is_ready)
-        self._relief_since = min(self._relief_since, now) if is_relieved else inf
+        """Check whether another permanent member has answered for this stopgap's stage for long enough."""
+        is_answered = any(
+            each.is_ready and each.stage == self._stage and not (each.is_stopgap or each.is_hearsay)
+            for each in self._members.values()
+        )
+        self._relief_since = min(self._relief_since, now) if is_answered else inf
         if now - self._relief_since >= RELIEF_SECONDS:
             self._relief_since = inf
             self.events.append(Relieved(self._service, self._stage))

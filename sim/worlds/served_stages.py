@@ -121,9 +121,7 @@ class PlayedStages:
                     case RosterChanged():
                         each.roster = event.ready
                     case Relieved():
-                        self._owner.count(
-                            "stopgaps relieved" if each.upkeep.is_stopgap else "replicas relieved"
-                        )
+                        self._owner.count("stopgaps relieved")
                         self._let_go(each)
 
     # Taking and dropping stages

@@ -177,6 +177,26 @@ def test_a_placement_continues_after_refusals_while_others_are_free() -> None:
     assert sorted(peer for peer in asked if peer in busy) == sorted(busy)
 
 
+def test_a_placement_whose_providers_are_busy_says_why_others_have_no_slot() -> None:
+    captured = simple_cnn("float64")
+    requester = IdentitySigner(Identity(bytes(32)), "test")
+    run = make_run(requester, manifest(captured, stages=1, replicas=1))
+    offers = [Offer(PEERS[1], 1e9, 10**10, has_slot=True)]
+    offers.append(Offer(PEERS[2], 1e9, 10**10, has_slot=False, lacks="observer"))
+
+    async def ask(_peer: PeerId, _request: Request, _seconds: float) -> Reply:
+        return Declined("busy")
+
+    with pytest.raises(PlacementFailed, match="members without a slot: 1 only watching") as failed:
+        trio.run(
+            partial(
+                place, run, captured.graph, requester, offers, ask, RealExecutor(), settings=RunSettings(),
+                decliners=Decliners(), monotonic=time.monotonic,
+            )
+        )  # fmt: skip
+    assert "busy" in failed.value.reason
+
+
 def test_a_placement_plans_once_per_refusal_where_all_declined_lately() -> None:
     captured = simple_cnn("float64")
     requester = IdentitySigner(Identity(bytes(32)), "test")

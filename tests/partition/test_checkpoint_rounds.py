@@ -204,6 +204,30 @@ def test_an_abandoned_branchs_checkpoint_is_forgotten_on_disk_too() -> None:
     assert node.taken() == [NewestChanged((NAME, 8)), NewestChanged(None)]
 
 
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_checkpoint_of_an_abandoned_branch_is_not_learned_afterwards(is_sealed: bool) -> None:
+    node = Committer()
+    node.save_all(8)
+    open_asks = node.asked()
+    if is_sealed:
+        for ask in open_asks:
+            node.rounds.replied(0.0, ask.number, Done())
+        node.answer()
+        assert any(isinstance(event, SealWanted) for event in node.taken())
+        node.rounds.sealed(0.0, 8, NAME)
+        open_asks = node.asked()
+    assert open_asks
+    node.rounds.forget_after(7)
+    for ask in open_asks:
+        node.rounds.replied(0.0, ask.number, Done())
+    node.rounds.sealed(0.0, 8, NAME)
+    assert (node.newest(), node.asked(), node.taken()) == (None, [], [CheckpointEnded()])
+    # The next one is spread as ever.
+    node.save_all(9, LATER)
+    node.answer()
+    assert node.taken() == [SealWanted(LATER, 9, ("0 at 9", "1 at 9"))]
+
+
 def test_only_holders_of_a_stage_can_have_saved_it() -> None:
     node = Committer()
     for sender, stage in ((STRANGER, 0), (A, 1), (A, 7), (A, -1)):

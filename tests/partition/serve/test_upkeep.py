@@ -10,12 +10,12 @@ from crypto.identity import Identity, PeerId
 from partition.serve.messages import Roll, ServiceRow
 from partition.serve.upkeep import (
     FORGET_SECONDS,
+    FORMER_TELL_SECONDS,
     HEARSAY_SECONDS,
     MEMBERS_MAX,
     PAUSE_SECONDS_MAX,
-    RELIEF_SECONDS,
+    SETTLE_SECONDS,
     Recruit,
-    Relieved,
     RosterChanged,
     ServiceUpkeep,
 )
@@ -64,9 +64,6 @@ class Swarm:
                         if spare is not None:
                             self.join(spare, event.stage, core.rows())
                         core.recruited(self.now, event.stage, spare)
-                    elif isinstance(event, Relieved):
-                        self.send(peer, self.members.pop(peer).leave())
-                        self.spares.append(peer)
                 core.events.clear()
 
     def counts(self) -> list[int]:
@@ -144,32 +141,49 @@ def test_a_member_that_did_not_run_itself_judges_nobody() -> None:
     assert [event.stage for event in core.events if isinstance(event, Recruit)] == [1]
 
 
-@pytest.mark.parametrize("holders", range(3, 8))
-def test_replicas_too_many_let_go_and_are_not_asked_again(holders: int) -> None:
-    swarm = Swarm({PEERS[n]: 0 for n in range(holders)}, [], stages=1, wished=2)
-    swarm.run(RELIEF_SECONDS / 2)
-    assert swarm.counts() == [holders]
-    swarm.run(RELIEF_SECONDS)
-    assert swarm.counts() == [2]
-    swarm.run(4 * RELIEF_SECONDS)
-    assert (swarm.counts(), swarm.recruits) == ([2], 0)
-    # The members that let go count as sound: one of them takes the place of a dead one.
-    swarm.kill(min(swarm.members), breaks=True)
-    swarm.run(5)
-    assert (swarm.counts(), swarm.recruits) == ([2], 1)
-
-
-def test_a_member_that_was_only_silent_does_not_leave_one_too_many() -> None:
-    swarm = Swarm({PEERS[0]: 0, PEERS[1]: 1}, [PEERS[2]], stages=2, wished=1)
+def test_members_that_lost_each_other_meet_again_without_a_third() -> None:
+    swarm = Swarm({PEERS[0]: 0, PEERS[1]: 1}, [], stages=2, wished=1)
     swarm.run(4)
-    silent = swarm.members.pop(PEERS[1])
-    swarm.run(FORGET_SECONDS + 6)
-    assert swarm.counts() == [1, 1], "another took its stage"
-    swarm.members[PEERS[1]] = silent
-    swarm.run(RELIEF_SECONDS / 2)
-    assert swarm.counts() == [1, 2]
-    swarm.run(RELIEF_SECONDS)
-    assert swarm.counts() == [1, 1]
+    for core, other in ((swarm.members[PEERS[0]], PEERS[1]), (swarm.members[PEERS[1]], PEERS[0])):
+        core.lost(swarm.now, other)
+        assert not core.has(other)
+    swarm.run(FORMER_TELL_SECONDS + 1)
+    assert swarm.members[PEERS[0]].has(PEERS[1])
+    assert swarm.members[PEERS[1]].has(PEERS[0])
+
+
+@pytest.mark.parametrize("message_first", [True, False])
+def test_a_stall_neither_counts_as_silence_nor_shortens_the_wait(message_first: bool) -> None:
+    core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 3, 1, 0, [ServiceRow(PEERS[1], 1, True)])
+    core.receive(0.5, PEERS[1], Roll(SERVICE, 1, True))
+    core.wake(0.5)
+    now = 20.5
+    if message_first:
+        core.receive(now, PEERS[1], Roll(SERVICE, 1, True))
+    core.ready(now)
+    core.wake(now)
+    assert core.has(PEERS[1])
+    while not (found := [event.stage for event in core.events if isinstance(event, Recruit)]):
+        now += 0.25
+        core.receive(now, PEERS[1], Roll(SERVICE, 1, True))
+        core.wake(now)
+    assert found == [2]
+    # Half a second had passed before the stall; the other may have the first turn.
+    assert now - 20.0 >= SETTLE_SECONDS
+
+
+def test_a_named_peer_that_takes_the_stage_is_asked_once() -> None:
+    core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 2, 1, 0, [ServiceRow(PEERS[1], 1, False)])
+    now = 0.0
+    while not core.events:
+        now += 0.25
+        core.wake(now)
+        core.introduce(now, [ServiceRow(PEERS[1], 1, False)])
+        core.events = [event for event in core.events if isinstance(event, Recruit)]
+    core.events.clear()
+    core.recruited(now, 1, PEERS[1])
+    core.wake(now + 1)
+    assert not [event for event in core.events if isinstance(event, Recruit)]
 
 
 def test_members_learn_of_each_other_from_others() -> None:
