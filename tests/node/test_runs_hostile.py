@@ -489,7 +489,11 @@ async def test_waiters_for_a_broken_stages_parameters_get_an_error() -> None:
         cast(
             "Any",
             SimpleNamespace(
-                clock=RealClock(), storage=MemoryStorage(), executor=SimExecutor(), core=make_core
+                clock=RealClock(),
+                storage=MemoryStorage(),
+                executor=SimExecutor(),
+                core=make_core,
+                part=lambda usual: usual,
             ),
         ),
         lambda *_: None,
