@@ -480,22 +480,15 @@ async def test_waiters_for_a_broken_stages_parameters_get_an_error() -> None:
     specification = cast(
         "Any", SimpleNamespace(dtype="float32", optimizer=OptimizerSettings(), graph=_StageGraph())
     )
+    seams = SimpleNamespace(clock=RealClock(), storage=MemoryStorage(), executor=SimExecutor())
+    seams.core, seams.part = make_core, lambda usual: usual
     shell = ReplicaShell(
         cast("Signer", _Signer()),
         one_stage(ALICE),
         specification,
         (),
         BrokenStage(),
-        cast(
-            "Any",
-            SimpleNamespace(
-                clock=RealClock(),
-                storage=MemoryStorage(),
-                executor=SimExecutor(),
-                core=make_core,
-                part=lambda usual: usual,
-            ),
-        ),
+        cast("Any", seams),
         lambda *_: None,
         refuse=lambda *_: None,
         step=0,
