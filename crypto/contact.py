@@ -3,8 +3,8 @@
 Addresses are `[/ip6zone/ZONE]/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT[/p2p/PEER]` (the multiformats multiaddr
 specification). People may type `HOST:PORT` or `[IPV6]:PORT`. One port number serves TCP and UDP.
 
-A node that nobody can dial is reached through another, its relay (libp2p's circuit relay v2): its address is
-`ADDRESS-OF-RELAY/p2p/RELAY/p2p-circuit[/p2p/PEER]`, a circuit.
+A node that cannot be dialled is reached through a relay (libp2p's circuit relay v2). Its address, a circuit,
+is `ADDRESS-OF-RELAY/p2p/RELAY/p2p-circuit[/p2p/PEER]`.
 
 An IPv6 link-local address (RFC 4291, section 2.5.6) is valid on one link only, and a machine may have several
 links: the zone, an interface of this machine, names the link. It means nothing on other machines.
@@ -22,9 +22,9 @@ PORT_MAX = 65_535
 ADDRESSES_MAX = 8
 """Addresses in one contact: a few interfaces, two families. More would only be spam."""
 ADDRESS_LENGTH_MAX = 200
-"""A circuit by an IPv6 relay has 181 letters."""
+"""A circuit through an IPv6 relay has 181 characters."""
 PLACE_LENGTH_MAX = 160
-"""An address that is no circuit."""
+"""An address other than a circuit."""
 NAME_LENGTH_MAX = 40
 PARSED_MAX = 4_096
 """Addresses whose parsed form is cached: each is heard from many peers."""
@@ -108,7 +108,7 @@ def make_address(host: str, port: int, peer: PeerId | None = None) -> Address:
     except ValueError:
         return Address("dns", host, port, peer)
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
-        # As RFC 5952, section 5, recommends, and Python only from 3.13 on.
+        # RFC 5952, section 5, recommends this form; Python uses it only from 3.13 on.
         return Address("ip6", f"::ffff:{ip.ipv4_mapped}", port, peer)
     return Address(f"ip{ip.version}", str(ip), port, peer)
 

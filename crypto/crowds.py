@@ -1,10 +1,9 @@
-"""Bounded tables shared by strangers: the choice of the member that makes room, so that no source fills one
-alone.
+"""Eviction from bounded tables that strangers share, so that no source fills one alone.
 
 The table itself is elsewhere; a `Crowd` knows the members by source and by network. A source is the result of
-`token_buckets.prefix_of` (an IPv4 address, 64 bits of IPv6); a network is the /24 or /48 it is in. Room is
-made at the expense of the greediest source. Only among equal sources does the network count, because a local
-network of many honest peers looks like one owner of many addresses.
+`token_buckets.prefix_of` (an IPv4 address, 64 bits of IPv6); a network is the /24 or /48 it is in. The source
+with the most members loses one. Networks are compared only among equal sources, because a local network of
+many honest peers looks like one owner of many addresses.
 """
 
 import ipaddress
@@ -45,7 +44,7 @@ def is_local(source: bytes) -> bool:
 
 
 class Groups(Generic[Member]):
-    """Members in groups, the oldest first. Each call takes the same time, however many there are."""
+    """Members in groups, the oldest first. Each call takes constant time."""
 
     def __init__(self) -> None:
         self._group_of: dict[Member, bytes] = {}
@@ -60,7 +59,7 @@ class Groups(Generic[Member]):
         return member in self._group_of
 
     def add(self, member: Member, group: bytes) -> None:
-        """Put a member into a group, as its newest; it leaves the one it was in."""
+        """Put a member into a group as its newest, and remove it from its former group."""
         self.remove(member)
         self._group_of[member] = group
         members = self._groups.setdefault(group, {})
@@ -95,7 +94,8 @@ class Groups(Generic[Member]):
         return self._group_of.keys() if group is None else self._groups.get(group, {}).keys()
 
     def largest(self) -> Collection[Member]:
-        """Return the members of the largest group, the oldest first; of several groups, that longest so."""
+        """Return the members of the largest group, the oldest first; among equals, the group that has been
+        largest for longest."""
         groups = self._by_size.get(self._size_of_largest)
         return self.members(next(iter(groups))) if groups else ()
 
@@ -112,7 +112,7 @@ class Groups(Generic[Member]):
 
 
 class Crowd(Generic[Member]):
-    """The members of one bounded table. It holds no limit: its owner asks it which member is to go."""
+    """The members of one bounded table. It has no limit of its own: its owner asks which member to evict."""
 
     def __init__(self) -> None:
         self._sources: Groups[Member] = Groups()
@@ -125,7 +125,7 @@ class Crowd(Generic[Member]):
         return member in self._sources
 
     def add(self, member: Member, source: bytes) -> None:
-        """Put a member in, or into another source."""
+        """Put a member in, or move it to another source."""
         self._sources.add(member, source)
         self._networks.add(member, network_of(source))
 
@@ -147,8 +147,8 @@ class Crowd(Generic[Member]):
         return self._sources.members(source)
 
     def greedier(self, source: bytes) -> Collection[Member]:
-        """Return the members of the greediest source, or else network, if it would have more members than
-        `source` with one more; else none. The oldest come first."""
+        """Return the members of the largest source, or else network, if it has more members than `source`
+        would have with one more; else none. The oldest come first."""
         own = self._sources.size(source) + 1
         if self._sources.size_of_largest > own:
             return self._sources.largest()
@@ -158,9 +158,8 @@ class Crowd(Generic[Member]):
         return ()
 
     def equals(self, source: bytes) -> Collection[Member]:
-        """Return the members among whom one more from `source` has to find room when none is greedier: those
-        of its own source or network if that is the largest, else those of the largest. The oldest come
-        first."""
+        """Return the eviction candidates for one more from `source` if no source is larger: the members of
+        its own source or network if that is the largest, else those of the largest. The oldest come first."""
         for groups, group in ((self._sources, source), (self._networks, network_of(source))):
             if groups.size_of_largest > 1:
                 is_own = groups.size(group) == groups.size_of_largest

@@ -2,9 +2,9 @@
 
 Signatures always cover the exact bytes that were sent, so nothing depends on two encoders agreeing. Decoding
 is the gate for everything hostile: wrong types, missing fields, broken MessagePack and oversized input all
-end in `RemoteProtocolError`, before any field is looked at. Text of peers leaves here clean: no control
-characters, escape sequences or marks that turn the direction of writing, so that it cannot steer a terminal,
-wherever it goes (screens, logs, files, the environment of a command).
+end in `RemoteProtocolError`, before any field is looked at. Text from peers is stripped of control
+characters, escape sequences and direction marks, so that it cannot control a terminal, wherever it is shown
+(screens, logs, files, the environment of a command).
 """
 
 import unicodedata
@@ -81,7 +81,7 @@ def _holds_text(kind: inspect.Type, above: set[type]) -> bool:
         case inspect.CollectionType(item_type=item):
             return _holds_text(item, above)
         case inspect.StructType(cls=struct):
-            # Nothing is known yet of a struct within itself: it is looked at each time.
+            # The result for a recursive struct is not known yet, so it is computed each time.
             return struct in above or bool(_fields_with_text(struct, above))
         case inspect.AnyType():
             return True
@@ -99,8 +99,7 @@ def _fields_with_text(struct: type, above: set[type]) -> tuple[str, ...]:
 
 
 def _cleaned(value: Any) -> Any:
-    """Return the value with its text cleaned; structs are changed in place, since nobody else has them
-    yet."""
+    """Return the value with its text cleaned; structs are changed in place, since they are not shared yet."""
     kind = type(value)
     if kind is str:
         return clean_text(value)

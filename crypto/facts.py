@@ -16,7 +16,7 @@ _DOMAIN = b"peerloom/1"
 
 
 class Fact(msgspec.Struct, frozen=True, array_like=True):
-    """`body` as its author signed it. Nothing is proved before `Signer.check`."""
+    """`body` as its author signed it. It is unverified before `Signer.check`."""
 
     author: bytes
     body: bytes

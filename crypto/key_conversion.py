@@ -1,4 +1,4 @@
-"""The X25519 key pair that follows from an Ed25519 identity, so that knowing a peer id is knowing its key.
+"""The X25519 key pair derived from an Ed25519 identity, so that a peer id also gives the peer's X25519 key.
 
 The public key is the Montgomery form of the same point, u = (1 + y) / (1 - y) modulo 2^255 - 19 (RFC 7748,
 section 4.1); the private one is the scalar of which RFC 8032 makes the Ed25519 key, the first half of
@@ -6,10 +6,10 @@ SHA-512(seed). libsodium's `crypto_sign_ed25519_pk_to_curve25519` and `..._sk_to
 key pair may serve both purposes: Thormarker, "On using the same key pair for Ed25519 and an X25519 based
 KEM", 2021.
 
-u does not say which of two points it was: y and its mirror, whose ids differ in one bit, share a u. This is
-harmless: the mirror's private scalar is the negative of the other, so the owner of one id owns both, and
-nobody else owns either. The same holds for a point plus one of small order. No check asks whether y is on the
-curve at all: if not, u is on the curve's twist, where X25519 is as strong, and such an id can sign nothing.
+Two points, y and its mirror, share a u; their ids differ in one bit. This is harmless: the mirror's private
+scalar is the negative of the other, so the owner of one id owns both, and nobody else owns either. The same
+holds for a point plus one of small order. No check asks whether y is on the curve at all: if not, u is on the
+curve's twist, where X25519 is as strong, and such an id can sign nothing.
 """
 
 import hashlib

@@ -1,12 +1,11 @@
-"""A register of the holders of a bounded number of places: a connection, a stream, a link, a row of a queue.
+"""A register of the holders of a bounded number of places: connections, streams, links, rows of a queue.
 Pure.
 
 After libp2p's resource manager there are budgets for each peer, each network and each protocol, and for all
-together. Unlike there, a full budget does not simply refuse: room is made at the expense of those that hold a
-place and move nothing. The order of eviction: strangers before peers that have completed something, the
-greediest source first, then the greediest peer, and of its holders the one silent for longest. Where nobody
-is silent, a source or a peer with fewer places takes one of the greediest; a peer without any takes that of a
-stranger that is slow.
+together. Unlike there, a full budget does not simply refuse: holders that are idle are evicted. The order of
+eviction: strangers before peers that have completed something, the greediest source first, then the greediest
+peer, and of its holders the one silent for longest. If no holder is silent, a source or peer with fewer
+places takes one from the source or peer with the most; a peer without a place takes that of a slow stranger.
 
 The budget per network (/24 of IPv4, /48 of IPv6) does not count machines of a local network or this one: many
 honest peers there look like one owner of many addresses.
@@ -33,7 +32,7 @@ KNOWN_MAX = 4_096
 
 class Silence:
     """The time since which a peer has moved nothing that this node waits for. `since` is inf while nothing is
-    awaited: work that this node has to do itself is no silence of the peer's."""
+    awaited: a peer is not silent while this node works."""
 
     __slots__ = ("_waits", "since")
 
@@ -77,9 +76,9 @@ class PlaceHolder(Protocol):
 
 @dataclass(frozen=True)
 class Budget:
-    """The number of places: `places_max` in all. A holder that has been silent for `patience_seconds` makes
-    room where others need it; a stranger after `stranger_seconds` already, and for a peer without a place
-    after `slow_seconds`."""
+    """The number of places: `places_max` in all. A holder that has been silent for `patience_seconds` is
+    evicted if others need its place; a stranger after `stranger_seconds`, or after `slow_seconds` for a peer
+    without a place."""
 
     places_max: int
     per_peer_max: int
@@ -172,7 +171,7 @@ class Register(Generic[H]):
         return self._make_room(now, self._all, _row(b"", source)) is not None
 
     def admit(self, now: float, holder: H, peer: bytes, source: bytes) -> tuple[H, ...] | None:
-        """Give a place to a holder; return those that have lost theirs for it, None where it gets none."""
+        """Give a place to a holder. Return the evicted holders, or None if it gets no place."""
         return self._admit(now, holder, _row(peer, source), self._all)
 
     def enter(self, now: float, holder: H, scope: str) -> tuple[H, ...] | None:
@@ -206,7 +205,7 @@ class Register(Generic[H]):
         self._all.remove(holder)
 
     def credit(self, holder: H) -> None:
-        """Credit the peer of a holder with completing something here: from now on strangers make room before
+        """Note that a holder's peer has completed something here: from now on strangers are evicted before
         it."""
         row = self._all.rows.get(holder)
         if row is None or row.peer in self._known:
@@ -235,10 +234,10 @@ class Register(Generic[H]):
         return evicted
 
     def _make_room(self, now: float, scope: _Scope[H], new: _Row) -> tuple[H, ...] | None:
-        """Return the holders to evict for one more, None where there is no room to be had."""
+        """Return the holders to evict for one more, None if no room can be made."""
         budget = scope.budget
         if scope.by_peer[new.peer] >= budget.per_peer_max:
-            # A peer knows what it has open: only what it wants nothing of makes room for itself.
+            # A peer knows what it has open, so only its unused holders are evicted for its own new ones.
             own = (e for e, row in scope.rows.items() if row.peer == new.peer and e.silent_since == -inf)
         elif not is_local(new.source) and scope.by_network[new.network] >= budget.per_network_max:
             own = (each for each, row in scope.rows.items() if row.network == new.network)
@@ -253,7 +252,7 @@ class Register(Generic[H]):
         return self._silent(now, scope, own) or None
 
     def _silent(self, now: float, scope: _Scope[H], among: Iterable[H]) -> tuple[H, ...]:
-        """Return the one of these that has been silent for too long and is to go first."""
+        """Return the first to evict of those that have been silent for too long."""
         found: H | None = None
         first: tuple[object, ...] = ()
         for holder in among:

@@ -1,4 +1,4 @@
-"""A swarm as its members share it: its name and, if it is private, its keys.
+"""The data that members of a swarm share: its name and, if it is private, its keys.
 
 The secret that handshakes mix in comes from here. In an open swarm it follows from the name alone: it
 separates swarms, and keeps nobody out. In a private one it follows from the name and a key; several keys are
@@ -15,7 +15,7 @@ from crypto.errors import LocalProtocolError
 
 SWARM_KEY_BYTES = 32
 SWARM_KEYS_MAX = 4
-"""Each costs a stranger's first packet one more MAC to be refused; a rotation needs two."""
+"""Keys of one swarm. Each adds a MAC to the refusal of a stranger's first packet; a rotation needs two."""
 _PSK = b"peerloom/psk/1\0"
 
 

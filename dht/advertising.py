@@ -1,9 +1,9 @@
 """A node's own adverts: the shards they go to, and when they are signed anew.
 
-A class begins at a depth where its shards are empty and climbs to where they are not: under a key with fewer
-than SHARD_ADVERTS_MIN adverts it takes one bit less, under one with more than SHARD_ADVERTS_MAX one more, in
-one direction at a time. So every class finds the depth for its size without a count. Adverts are signed anew
-every `advert_renew_seconds` and expire soon after: those of a dead node are gone in minutes.
+A class starts at a depth where its shards are empty. It uses one bit less if a key has fewer than
+SHARD_ADVERTS_MIN adverts and one more if it has more than SHARD_ADVERTS_MAX, in one direction at a time.
+Every class thus finds the depth for its size without a count. Adverts are signed anew every
+`advert_renew_seconds` and expire soon after: those of a dead node are gone in minutes.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,11 +69,11 @@ class Advertising:
         self._depths: dict[str, int] = {}
         self._keys: dict[str, Key] = {}
         self._timer: Timer | None = None
-        # A pass that was begun for an earlier advert finds that it is late.
+        # A pass for an earlier advert is out of date.
         self._turn = 0
 
     def advertise(self, now: float, advert: Advert | None) -> None:
-        """Advertise this from now on, in place of the last advert; None: nothing any more."""
+        """Advertise this from now on, in place of the last advert; None stops advertising."""
         self._advert = advert if advert is not None and advert.device in DEVICES else None
         self._renew(now)
 
@@ -105,8 +105,8 @@ class Advertising:
         def is_crowded(records: Mapping[PeerId, Record]) -> bool:
             return self._others(now, records) + 1 > SHARD_ADVERTS_MAX
 
-        # Where all of a large swarm start at once they meet under one key: its holders need not tell each
-        # of them all that stands there.
+        # When all of a large swarm start at once they all read one key: its holders need not send each of
+        # them all its records.
         self._ground.search(now, key, then, values=True, enough=is_crowded)
 
     def _settle(self, name: str, depth: int, direction: int, turn: int, now: float, search: Search) -> None:
@@ -124,7 +124,7 @@ class Advertising:
     def _others(self, now: float, records: Mapping[PeerId, Record]) -> int:
         """Return how many of these records are other nodes' adverts that still offer something."""
         wall, own = self._ground.wall(now), self._ground.peer
-        # Not by `expired`, whose slack for wrong clocks would count the gone for ten minutes more.
+        # `expired` allows for wrong clocks and would count dead nodes for another ten minutes.
         return sum(each.publisher != own and wall < each.expires for each in records.values())
 
     def _publish(self, now: float, name: str, depth: int) -> None:

@@ -1,7 +1,7 @@
 """Copies of records that lookups leave behind on their way, for a short time (Kademlia section 4.1).
 
-These copies are no replicas: nobody counts them, hands them over or stores them again. They answer lookups
-that pass by, and are gone within minutes, so that an old sequence does not outlive a new one.
+These copies are not replicas: they are not counted, handed over or stored again. They answer lookups that
+pass by, and are gone within minutes, so that an old sequence does not outlive a new one.
 """
 
 from crypto.identity import PeerId
@@ -9,11 +9,11 @@ from dht.keys import Key
 from dht.records import Record
 
 CACHED_PER_KEY_MAX = 8
-"""Publishers under one key; a list of many is read where it belongs."""
+"""Publishers under one key; longer lists are read from the key's own holders."""
 
 
 class RecordCache:
-    """At most `cache_max` copies, each for `cache_seconds`; the oldest make room."""
+    """At most `cache_max` copies, each for `cache_seconds`. The oldest are evicted first."""
 
     def __init__(self, cache_max: int, cache_seconds: float) -> None:
         self._cache_max = cache_max
@@ -31,7 +31,7 @@ class RecordCache:
         if known is None and len(kept) >= CACHED_PER_KEY_MAX:
             return False
         if known is not None and record.rank <= known[0].rank:
-            return record.rank == known[0].rank  # nobody makes a copy older than it is
+            return record.rank == known[0].rank  # a repeat does not extend its time
         self._order.pop((record.key, record.publisher), None)
         self._order[record.key, record.publisher] = None
         self._by_key.setdefault(record.key, {})[record.publisher] = (record, now + self._cache_seconds)

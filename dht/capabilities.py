@@ -2,9 +2,9 @@
 
 An advert is a record, signed by the node it describes and valid for minutes. It stands under a key made of a
 class (kind of device, size of memory, perhaps a region) and a shard of that class: the first bits of the
-node's own key. How many bits depends on how many adverts there are, so no key is asked by all and none holds
-more than a page or two; the size of the network, known from how dense the ids nearest to us are, says where
-to begin. This file has what both sides share; `advertising` writes adverts and `hunt` reads them.
+node's own key. The number of bits depends on the number of adverts, so no key is asked by all nodes or holds
+more than a page or two. The first guess follows from the network's size, estimated from the density of ids
+near ours. This file has what both sides share; `advertising` writes adverts and `hunt` reads them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ NAME_LENGTH_MAX = 32
 COORDINATES_MAX = 9
 """Dimensions and height of a network coordinate."""
 MEMORY_CLASSES_BYTES = (0, 4 * 10**9, 16 * 10**9, 64 * 10**9, 256 * 10**9)
-"""The least memory of each class: four times that of the one before, so that a search looks into few."""
+"""The least memory of each class: four times that of the class before, so that a search reads few classes."""
 
 SHARD_ADVERTS_MAX = 12
 """A class with more adverts than this under one key is split by one more bit: three pages of replies."""
@@ -108,7 +108,7 @@ def device_kind(device: str) -> str:
 
 
 def memory_class(memory_bytes: int) -> int:
-    """Return the class that so much memory is in."""
+    """Return the class for this much memory."""
     return max(place for place, least in enumerate(MEMORY_CLASSES_BYTES) if memory_bytes >= least)
 
 
@@ -135,7 +135,7 @@ def prefix_of(key: Key, depth: int) -> int:
 
 
 def estimate_nodes(own: Key, nearest: Sequence[Contact], k: int) -> float:
-    """Return how many nodes the network has, from how dense those nearest to `own` are.
+    """Return the number of nodes in the network, estimated from the density of those nearest to `own`.
 
     With m of them the error is about 1/sqrt(m). A table with fewer than k contacts knows them all.
     """
@@ -147,7 +147,7 @@ def estimate_nodes(own: Key, nearest: Sequence[Contact], k: int) -> float:
 
 
 def first_depth(nodes: float) -> int:
-    """Return a depth at which no class of a network of so many nodes is still to be split."""
+    """Return a depth at which no class of a network of this size needs another split."""
     return min(max(0, ceil(log2(max(nodes, 1.0) / SHARD_ADVERTS_MIN)) + 1), DEPTH_MAX)
 
 

@@ -1,9 +1,8 @@
 """How a peer gets into the routing table, stays there, and leaves it.
 
-A peer is a contact once it has answered: whoever sends a request, or is named by others or by local code, is
-pinged first, where the table wants it. Of a contact that answered, the newest claim of where it is counts.
-
-Not here: the buckets (`dht.routing`), and what is done for the table at leisure (`dht.upkeep`).
+A peer is a contact once it has answered. A peer that sends a request, or is named by others or by local code,
+is pinged first if the table has room for it. The newest address claim of a verified contact counts. Not here:
+the buckets (`dht.routing`) and periodic upkeep (`dht.upkeep`).
 """
 
 from functools import partial
@@ -39,13 +38,13 @@ class ContactsCore(Protocol):
 
 
 class Contacts:
-    """The part of a core that decides who is in its table. At most `checks_max` peers are pinged at once that
-    no lookup asked for, and none twice."""
+    """The part of a core that decides who is in its table. At most `checks_max` peers are pinged at once
+    outside lookups, and none twice."""
 
     def __init__(self, core: ContactsCore) -> None:
         self._core = core
         self._table = core.table
-        # Those with a ping in flight that no lookup asked for.
+        # Peers with a ping in flight outside lookups.
         self._checking: dict[PeerId, Contact] = {}
 
     def __len__(self) -> int:
@@ -59,20 +58,20 @@ class Contacts:
         if known is not None:
             known.watched = True
             if known.silence is not None or (texts and texts != known.addresses):
-                self.check(now, known)  # where it is now it is to say itself
+                self.check(now, known)  # the peer itself must say where it is now
         elif self._table.wants(peer, waiting=False, group=(group := core.origins.group(peer, texts))):
             contact = Contact(peer, texts, group)
             contact.watched = True
             self.check(now, contact)
 
     def unwatch(self, peer: PeerId) -> None:
-        """Watch `peer` ourselves from now on: nobody else does any more."""
+        """Watch `peer` ourselves from now on: no other part does."""
         for contact in (self._table.get(peer), self._checking.get(peer)):
             if contact is not None:
                 contact.watched = False
 
     def remove(self, now: float, peer: PeerId) -> None:
-        """Remove a peer, and ping the one that might take its place."""
+        """Remove a peer, and ping its possible replacement."""
         self._verify(now, self._table.remove(peer))
 
     def meet(self, now: float, sender: PeerId, texts: tuple[str, ...]) -> None:
@@ -85,14 +84,14 @@ class Contacts:
         if contact is not None:
             self._take_claim(contact, texts)
             if contact.silence is not None:
-                self.check(now, contact)  # it lives, and may have become reachable again
+                self.check(now, contact)  # it is alive, and may be reachable again
         elif not core.upkeep.is_liar(now, sender) and self._table.wants(
             sender, group=(group := core.origins.group(sender, texts))
         ):
             self.check(now, Contact(sender, texts, group))
 
     def check(self, now: float, contact: Contact) -> None:
-        """Ping a contact, if that is not being done already and not too many others are."""
+        """Ping a contact unless it is being pinged or too many pings are in flight."""
         if contact.peer in self._checking or len(self._checking) >= self._core.settings.checks_max:
             return
         self._checking[contact.peer] = contact
@@ -106,7 +105,7 @@ class Contacts:
         """Note that a ping was not answered in time."""
         self._checking.pop(contact.peer, None)
         if self._table.get(contact.peer) is None:
-            contact.watched = False  # its answer may still come, when nobody watches any more
+            contact.watched = False  # its answer may still come after the watch has ended
 
     def welcome(self, now: float, contact: Contact, texts: tuple[str, ...], token: bytes) -> None:
         """Enter a contact that answered into the table, unless it is a client."""
@@ -132,7 +131,7 @@ class Contacts:
         core.upkeep.begin(now)
 
     def fail(self, now: float, pending: PendingRequest) -> bool:
-        """Note that a request was not answered in time; return whether nothing in the table is concerned."""
+        """Note that a request was not answered in time; return whether the table is unaffected."""
         core, peer = self._core, pending.contact.peer
         known = self._table.get(peer)
         concerned = self._table.failed(now, peer, pending.started)
@@ -151,16 +150,16 @@ class Contacts:
             self.check(now, contact)
 
     def _verify(self, now: float, contact: Contact | None) -> None:
-        """Ping a contact, if there is one that was silent for a while."""
+        """Ping a contact, if there is one, that was silent for a while."""
         if contact is not None and contact.heard + self._core.settings.fresh_seconds <= now:
             self.check(now, contact)
 
     def _take_claim(self, contact: Contact, texts: tuple[str, ...]) -> None:
-        """Take a verified contact's claim of where it is."""
+        """Take a verified contact's claim of its addresses."""
         if not texts:
             return
         if texts == contact.addresses:
-            contact.addresses = texts  # one object for all who were told by it, where messages are not copied
+            contact.addresses = texts  # one object shared by all receivers, if messages are not copied
             return
         addresses = readable_addresses(texts, contact.peer)
         readable = address_texts(addresses)

@@ -40,7 +40,8 @@ class NetworkEntryCore(Protocol):
 
 class NetworkEntry:
     """The part of a core that enters the network by the peers it was given last. It tries again at `due`, in
-    monotonic seconds, unless somebody has answered; inf: it has entered, or knows nobody to ask."""
+    monotonic seconds, unless a peer has answered. `due` is inf once it has entered, or if it knows no
+    peer."""
 
     def __init__(self, core: NetworkEntryCore) -> None:
         self._core = core

@@ -48,10 +48,8 @@ class NodesFound:
 
 @dataclass(frozen=True)
 class RecordStored:
-    """The end of a `store`: of `tried` nodes `acknowledged` keep the record, ourselves included.
-
-    With 0 `acknowledged` nobody has it, with fewer than `wanted` too few have to rely on it. `refusals` are
-    the reasons given, each once.
+    """The end of a `store`: `acknowledged` of the `tried` nodes keep the record, ourselves included. With 0
+    no node has it; with fewer than `wanted` it may be lost. `refusals` are the reasons given, each once.
     """
 
     request: int
@@ -69,7 +67,7 @@ class RecordStored:
 
 @dataclass(frozen=True)
 class PeerPinged:
-    """The end of a `ping`: how long the answer took, None where none came in time."""
+    """The end of a `ping`: how long the answer took, None if none came in time."""
 
     request: int
     peer: PeerId

@@ -1,10 +1,10 @@
 """Address groups, whose peers one owner of addresses may have invented, and a choice that relies on no single
 group.
 
-Ids cost nothing, addresses do: an attacker grinds 20 ids next to a key in a fraction of a second, but has
-them all in one network. A group is a network as it is handed out, a /24 of IPv4 or a /48 of IPv6. It is a
-preference and no ban: a swarm within one network finds only its own, and all of them count. Peers of local
-networks, where neighbours are many and honest, have no group unless the settings say so.
+Ids are free, addresses are not: an attacker computes 20 ids next to a key in a fraction of a second, but has
+them all in one network. A group is a network as it is assigned, a /24 of IPv4 or a /48 of IPv6. The limit is
+a preference, not a ban: in a swarm within one network all peers count. Peers of local networks, where
+neighbours are many and honest, have no group unless the settings say so.
 """
 
 import ipaddress
@@ -42,7 +42,7 @@ Member = TypeVar("Member", bound=Grouped)
 
 @lru_cache(maxsize=HOSTS_MAX)
 def source_of(host: str | None) -> bytes:
-    """Return the network of a host as one owner of addresses holds it; b"" for an unknown host, or a name."""
+    """Return the network of a host, as assigned to one owner; b"" for an unknown host or a name."""
     if host is None:
         return b""
     try:
@@ -81,10 +81,8 @@ def _group_of(host: str | None, groups_local: bool) -> bytes | None:
 
 @dataclass(slots=True)
 class Origins:
-    """The addresses of peers: `host_of` returns the host at which one was seen, None if it was not; then its
-    claim counts.
-
-    The shell sets it. Without one, where peers are reached by their ids alone, claims are all there is.
+    """The addresses of peers. `host_of`, set by the shell, returns the host at which a peer was seen. If it
+    is absent (peers are reached by ids alone) or returns None, the peer's own claim counts.
     """
 
     groups_local: bool
@@ -104,14 +102,13 @@ def is_crowded(members: Collection[Grouped], group_max: int) -> bool:
     """Return whether a group has more than `group_max` of these members."""
     groups = [member.group for member in members if member.group is not None]
     if len(groups) <= group_max or len({*groups}) == len(groups):
-        return False  # mostly so, and five times faster than to count
+        return False  # the usual case, and five times faster than counting
     return max(Counter(groups).values()) > group_max
 
 
 def spread(members: Sequence[Member], count: int, group_max: int) -> list[Member]:
-    """Return the first `count` members in their order, at most `group_max` of each group.
-
-    Where they are too few, as many again of each group are added until they are enough.
+    """Return the first `count` members in their order, at most `group_max` of each group. If these are too
+    few, add as many again of each group until there are enough.
     """
     seen: Counter[bytes] = Counter()
     ranked = []

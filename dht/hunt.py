@@ -1,14 +1,14 @@
 """A search by capability: from a query to nodes that answer, the nearest first.
 
-1. In each of a few classes that will do, one path of shards is read, at all likely depths at once, from a
-   random prefix: so the class's depth shows itself, and askers spread over its shards.
+1. In each of a few suitable classes, read one path of shards from a random prefix, at all likely depths at
+once. This reveals the class's depth and spreads askers over its shards.
 2. More shards of the depth that was found, some at a time, until there are twice as many candidates as
    wanted, the class is exhausted or time is up; then the next class.
 3. Candidates estimated to be near (by coordinates, where both sides have some) are pinged, and those that
    answer are the result: an advert may be minutes older than its node's death.
 
-A pure part of the core, as `replication` is. It trusts no advert beyond its signature: whoever places work at
-a node checks its claims.
+A pure part of the core, as `replication` is. It trusts no advert beyond its signature: the code that places
+work at a node checks its claims.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,11 +42,12 @@ SHARDS_AT_ONCE = 8
 CLASSES_AT_ONCE = 5
 """Classes whose paths are read at one time: all sizes of memory of one kind of device."""
 WIDTH = 6
-"""How many of the nearest to a shard's key have to answer: each of the k nearest should hold all of it."""
+"""How many of the nearest to a shard's key have to answer; each of the k nearest should hold the whole
+shard."""
 WIDTH_PROBED = 3
 """The same on the first path, where most shards are empty: half the requests of a search go there."""
 UNLIKELY_DEPTHS = 2
-"""The deepest, where only a class that most nodes stand in has any adverts; it has more above. They are
+"""The deepest levels, where only the most common classes have adverts, and those have more above. They are
 read last, if at all."""
 HUNT_SECONDS_MAX = 2.0
 """After this no further shard is read: the candidates found are pinged."""
@@ -100,7 +101,7 @@ class Hunt:
         self._fitting: dict[PeerId, Advert] = {}
         self._waiting = 0
         self._is_probing = False
-        # How many adverts were met of each class at each depth.
+        # The number of adverts found in each class at each depth.
         self._met: dict[tuple[str, int], int] = {}
         self._probed_prefix = 0
         self._reading: list[Search] = []
@@ -170,7 +171,7 @@ class Hunt:
         return len(self._fitting) >= CANDIDATES_FACTOR * self._query.count
 
     def _go_on(self, now: float) -> None:
-        """Read the next shards: a place is free, or the first path has been read."""
+        """Read the next shards, once a place is free or the first path has been read."""
         if self._is_probing:
             self._is_probing = False
             self._shards = self._others()
@@ -195,14 +196,14 @@ class Hunt:
         if not self._is_collected:
             self._collected(now)
 
-    # Asking who lives.
+    # Liveness checks.
 
     def _collected(self, now: float) -> None:
         self._is_collected = True
         if self._limit is not None:
             self._limit.call_off()
         for search in self._reading:
-            search.lookup.stop()  # it asks nobody more, and ends with the next answer
+            search.lookup.stop()  # it asks no further peer, and ends with the next answer
         guessed = {
             peer: self._ground.estimate(advert.coordinates) if advert.coordinates else None
             for peer, advert in self._fitting.items()

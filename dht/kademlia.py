@@ -42,10 +42,10 @@ class Kademlia:
     """One node of the DHT.
 
     `wall_offset` is the wall clock minus the monotonic one, in seconds; the shell sets it and may correct it
-    at any time. `own_wall_offset` is that of the machine's own clock, None where it is useless: records are
-    dropped once they have expired by both. The shell sets these as it sets `origins.host_of`, and `estimate`,
-    which returns the round trip to given coordinates. Events are to be drained after each call, before its
-    messages are sent: they tell the network where the receivers are.
+    at any time. `own_wall_offset` is that of the machine's own clock, None if that is unusable. Records are
+    dropped once they have expired by both clocks. The shell sets these as it sets `origins.host_of`, and
+    `estimate`, which returns the round trip to given coordinates. Events are to be drained after each call,
+    before its messages are sent: they tell the network where the receivers are.
     """
 
     __slots__ = (
@@ -77,7 +77,7 @@ class Kademlia:
         self.rng = rng
         self.is_client = False
         self.signer = signer
-        # The shell puts others in their place, from its entropy; these are enough for an experiment.
+        # The shell replaces these from its entropy; they suffice for an experiment.
         self.tokens = WriteTokens(rng.randbytes(SECRET_BYTES))
         self.addresses = address_texts(addresses)
         self._sends: Sends = []
@@ -138,8 +138,8 @@ class Kademlia:
     # Requests of local code.
 
     def appear(self, addresses: Sequence[Address], *, client: bool = False) -> None:
-        """Announce this node at `addresses` from now on. A `client`, whom others cannot reach, only asks: it
-        stands in no table, and keeps nothing for others."""
+        """Announce this node at `addresses` from now on. A `client` cannot be reached, so it only asks: it is
+        in no routing table and keeps no records for others."""
         self.is_client = client
         self.addresses = CLIENT_ADDRESSES if client else address_texts(addresses)
 
@@ -152,8 +152,8 @@ class Kademlia:
         """Consider a peer that another part of the node watches and will `remove` if it dies or `unwatch`. It
         is pinged if there is room, and is a contact once it answers.
 
-        It gets no place among waiting contacts: a node that hears of all peers would ping half of them, and
-        have them ping back, only to be ready for a loss that the next hint makes good.
+        It does not join the waiting contacts: a node that hears of all peers would exchange pings with half
+        of them to prepare for a loss that the next hint repairs.
         """
         if not has_work(peer, self.settings.work_bits):
             return []
@@ -161,7 +161,7 @@ class Kademlia:
         return self._drain()
 
     def unwatch(self, peer: PeerId) -> None:
-        """Watch `peer` ourselves from now on: nobody else does any more."""
+        """Watch `peer` ourselves from now on: no other part does."""
         self._contacts.unwatch(peer)
 
     def remove(self, now: float, peer: PeerId) -> Sends:
@@ -188,7 +188,7 @@ class Kademlia:
     def find(
         self, now: float, key: Key, *, paths: int = 1, first: bool = False, all_holders: bool = False
     ) -> tuple[int, Sends]:
-        """Look for the records under `key`, over so many disjoint `paths`; `first`: one record is enough, as
+        """Look for the records under `key`, over `paths` disjoint paths; `first`: one record is enough, as
         for an immutable value; `all_holders`: go on until the k nearest have answered. Ends in
         `RecordsFound`, at once if we are alone."""
         width = self.settings.k if all_holders else None
@@ -232,7 +232,7 @@ class Kademlia:
 
     @property
     def network_size(self) -> float:
-        """The estimated number of nodes, from how dense those nearest to us are."""
+        """The number of nodes, estimated from the density of those nearest to us."""
         return estimate_nodes(self.key, self.table.nearest(self.key, self.settings.k), self.settings.k)
 
     def forget(self, key: Key) -> None:
@@ -240,7 +240,7 @@ class Kademlia:
         self.replication.forget(key)
 
     def ping(self, now: float, peer: PeerId, addresses: Sequence[Address] = ()) -> tuple[int, Sends]:
-        """Ask a peer whether it lives. Ends in `PeerPinged`."""
+        """Ask a peer whether it is alive. Ends in `PeerPinged`."""
         number = self.new_id()
 
         def tell(_now: float, token: bytes | None, seconds: float) -> None:
@@ -301,7 +301,7 @@ class Kademlia:
         pending = self._requests.answered(sender, answer)
         if pending is None:
             return
-        # All checks come before the first effect: a bad answer is no answer, and its time is up.
+        # All checks come before the first effect: a bad answer counts as a timeout.
         records = self._checked(now, sender, pending, answer)
         self._requests.close(now, pending)
         self._contacts.welcome(now, pending.contact, answer.addresses, answer.token)
@@ -314,7 +314,7 @@ class Kademlia:
             case Inquiry() as inquiry if not pending.passed_over:
                 inquiry.then(now, answer.token, now - pending.started)
             case Search() as search if answer.addresses == CLIENT_ADDRESSES:
-                # It may have become one since somebody named it; nothing is to be stored there.
+                # It may have become a client since it was named; nothing must be stored there.
                 search.lookup.passed_over(sender)
                 self._searches.advance(now, search)
             case Search() as search if search in self._searches:
@@ -354,8 +354,8 @@ class Kademlia:
         return now + self.wall_offset
 
     def next_sequence(self, now: float) -> int:
-        """Return the sequence of this node's next record: unix milliseconds, and above all of its earlier
-        ones, so that a clock that was set back makes no record old."""
+        """Return the sequence of this node's next record: unix milliseconds, and above all earlier ones, so
+        that records stay new after a clock is set back."""
         self._sequence = max(self._sequence + 1, int(self.wall(now) * 1000))
         return self._sequence
 

@@ -37,8 +37,8 @@ def node_number(peer: PeerId) -> int:
 def record_key(purpose: str, name: bytes) -> Key:
     """Return where a record stands: SHA-256 of `purpose`, a zero byte and `name`, cut to 160 bits.
 
-    The zero byte keeps two purposes apart where one begins as the other. Raises ValueError for a
-    purpose that holds one.
+    The zero byte separates purposes of which one is a prefix of the other. Raises ValueError for a purpose
+    with a zero byte.
     """
     if "\0" in purpose:
         raise ValueError("a purpose must not hold a zero byte")

@@ -1,16 +1,15 @@
-"""One iterative lookup: from the nearest we know to the nearest there are (Kademlia section 2.3).
+"""One iterative lookup: from the nearest known peers to the nearest existing ones (Kademlia section 2.3).
 
 A pure state machine without time: its driver asks the peers that `next` names and reports the answers. It
 differs from the paper where the paper fails on a real network:
-- There are no rounds. An answer frees a place at once, and so does a peer that takes longer than usual: for
-  each of these one more is asked. A silent peer is passed over, and its late answer still taken.
-- Where all the nearest that are known have been heard of lately, all are asked at once: no step would lead
-  nearer.
+- There are no rounds. Each answer, and each peer that takes longer than usual, lets the lookup ask one more
+at once. A silent peer is passed over; its late answer is still taken.
+- If all the nearest known peers were heard from lately, all are asked at once: no step would lead nearer.
 - When `alpha` answers in a row brought nobody nearer, all the nearest are asked at once (the paper's last
   round).
-- Hints are hearsay. A peer that names others that do not answer loses its credit: the remaining hints that it
-  alone gave are dropped, so a liar cannot keep a lookup busy with ghosts near the key.
-- Requests are counted and limited, and each reply names a bounded number of peers, so memory is too.
+- Hints are unverified. If the peers that one peer names do not answer, the remaining hints that it alone gave
+are dropped, so a liar cannot keep a lookup busy with ghosts near the key.
+- Requests and the peers named in each reply are limited, so memory is bounded.
 - Among the nearest, an address group (`groups`) counts up to a limit while there are others: 20 ids made in
   one network do not surround a key.
 """
@@ -32,7 +31,7 @@ UNANSWERED_HINTS_MAX = 4
 More than half of an honest peer's contacts would have to be dead."""
 
 ADDRESSES_MAX = 4
-"""Addresses kept for one candidate, of all that were named: one wrong hint must not hide a peer."""
+"""Addresses kept for one candidate; one wrong hint must not hide a peer."""
 
 Enough = Callable[[Mapping[PeerId, Record]], bool]
 """Returns whether these records, by publisher, are all that is wanted."""
@@ -56,7 +55,7 @@ class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hint
         self._ids: set[Key] = set()
         self._sorted: list[Contact] | None = None
         self._group_max = group_max
-        # The nearest as asked for last, and how many that was.
+        # The last result of `nearest`, and its count.
         self._near: tuple[int, list[Contact]] | None = None
 
     def __contains__(self, contact: Contact) -> bool:
@@ -111,7 +110,7 @@ class Lookup:
         asked."""
         self.key = key
         self.values = values
-        # From those that answered: a token to store with, and the records that they showed.
+        # From peers that answered: a token to store with, and their records.
         self.tokens: dict[PeerId, bytes] = {}
         self.shown: dict[PeerId, dict[PeerId, Rank]] = {}
         self.requests = 0
@@ -128,8 +127,8 @@ class Lookup:
         self._taken = taken
         self._shortlist = Shortlist(key, settings.k, settings.group_max)
         self._standing: dict[PeerId, CandidateState] = {}
-        # How many hints, one leading to the next, first told us of a candidate; `rounds` counts the longest
-        # such chain to one that answered: what the paper's rounds come to.
+        # The length of the chain of hints that first led to a candidate; `rounds` is the longest such chain
+        # to a peer that answered, the counterpart of the paper's rounds.
         self._depth: dict[PeerId, int] = {}
         self.rounds = 0
         self._answered: list[Contact] = []
@@ -300,7 +299,7 @@ class Lookup:
             self._nearest = distance
 
     def _note_source(self, peer: PeerId, source: PeerId, *, new: bool) -> bool:
-        # Seeds have no sources: nobody can take them along when it loses its word.
+        # Seeds have no sources, so they are never dropped with a distrusted peer's hints.
         sources = self._named_by.setdefault(peer, []) if new else self._named_by.get(peer)
         if sources is None:
             return False

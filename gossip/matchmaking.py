@@ -36,7 +36,8 @@ READY_SECONDS = 0.5
 SILENT_SECONDS = 2.0
 """A convener's time after its window, before the next in order replaces it."""
 NEXT_SECONDS = 1.0
-"""The time of each further convener: it has been ready for a while, and sends one datagram."""
+"""The time for each further convener. It is short, since that peer is already ready and only sends a
+datagram."""
 WISHES_MAX = 64
 """Simultaneous wishes of one node."""
 CLOSED_VOICES = 2
@@ -47,7 +48,7 @@ DISTANCES_MAX = 8 * READY_MAX
 ANSWER_SECONDS = 0.25
 """How long a wish waits for the answer of an earlier peer: a round trip on a busy machine."""
 OTHERS_MAX = 1_024
-"""Peers that are told of a wish without being expected: as many as a roster holds."""
+"""Limit of unexpected peers that are told of a wish: the size of a roster."""
 
 Sends = list[tuple[PeerId, Message]]
 
@@ -96,15 +97,15 @@ class GroupWish:
     come, and are told too. If only the number of comers is known, `size_hoped` is that number, including this
     peer: with fewer ready peers the window runs to its end.
 
-    `make` makes the group of some members, and thereby states what this peer averages. A proposed group must
-    equal it for the same members, except in round and number. Groups of fewer than `size_min` or more than
+    `make` returns this peer's group for given members, including what it averages. A proposed group must
+    equal `make` of its members, except in round and number. Groups of fewer than `size_min` or more than
     `size_max` are not proposed. If `is_exclusive`, there is one group under the key, and late peers get none;
     otherwise leftover peers form the next one.
 
     Peers that `admits` rejects are skipped, and a group with one of them is declined. Peers that `leaves_out`
-    names are not proposed, and their groups are declined; another peer's group with them is accepted, since
-    others do not know them. One peer of the lowest `rank` convenes. `waits` returns the deadline of each
-    expected peer; without it, that is the whole window.
+    names are not proposed, and groups that they propose are declined. A group that another peer proposes with
+    them is accepted, since that peer does not know who is left out here. One peer of the lowest `rank`
+    convenes. `waits` returns the deadline of each expected peer; without it, that is the whole window.
     """
 
     def __init__(
@@ -187,8 +188,9 @@ class GroupWish:
         return tuple(self._passed_over)
 
     def heard_early(self, now: float, peer: PeerId) -> None:
-        """Note that this peer was ready just before this wish was made. Its answer is awaited even if it is
-        not expected, if it has completed a round: a group without it would make it wait in vain."""
+        """Note that this peer was ready just before this wish was made. If it has completed a round, wait for
+        its answer even if it is not expected: otherwise it would wait for a group that has formed without
+        it."""
         is_proven = self._rank is None or self._rank(peer) == 0
         if is_proven and self._admitted([peer]) and not (self._leaves_out and self._leaves_out(peer)):
             self._early[peer] = now + ANSWER_SECONDS
@@ -230,7 +232,7 @@ class GroupWish:
                     self.events.append(GroupDeclined(self.key, attempt, sender))
                 return []
             case Closed():
-                self._ready.pop(sender, None)  # it has a group, until it says that it is ready again
+                self._ready.pop(sender, None)  # it is in a group until it announces itself again
                 self._take_closed(sender)
                 return self._advance(now)
             case _:
@@ -302,7 +304,7 @@ class GroupWish:
         own = msgspec.structs.replace(self._make(group.members), round=group.round, number=group.number)
         is_sound = sender in group.peers and not fault_of(group) and len(group.members) >= self._size_min
         if not is_sound or own != group:
-            raise RemoteProtocolError("a group of something else than is averaged here")
+            raise RemoteProtocolError("a group that differs from what is averaged here")
         self._form(group, sender)
         return []
 
@@ -310,8 +312,8 @@ class GroupWish:
         return self._declines is not None and self._declines(sender)
 
     def _is_trial_too_dear(self, sender: PeerId, group: Group) -> bool:
-        """Return whether a left-out peer proposes a group without a peer that this one would be with. That
-        peer would wait for the end of the trial, and then be tried in its turn."""
+        """Return whether a left-out peer proposes a group that lacks a peer this one wants to average with.
+        The missing peer would have to wait for the end of this trial, and then for its own."""
         if self._leaves_out is None or not self._leaves_out(sender):
             return False
         missing = (self._expected.keys() | self._ready.keys()).difference(group.peers)
@@ -323,7 +325,8 @@ class GroupWish:
             return []
         ready = self._candidates()
         if not self._is_open:
-            # A lone peer does not know who comes: the first to come must not exclude those right behind it.
+            # A lone peer does not know who will come: the first arrival must not exclude those right behind
+            # it.
             is_whole = self._is_whole(now) and bool(ready)
             if now < self._window_ends_at and not (is_whole and len(ready) + 1 >= self._size_hoped):
                 return []

@@ -1,10 +1,10 @@
 """The part of a swarm that one peer lists: everybody, or the neighbourhood of its own key.
 
-Every peer has a key (the DHT's, whose function is handed in). A neighbourhood is all peers whose keys begin
-with the same bits as ours; how many bits, its depth, each peer chooses for itself so that a few hundred are
-in it, however large the swarm. The bounds lie farther apart than one step changes the number, so that the
-depth settles. Two peers may have different depths: then the scope of one holds all of the other's, and what
-both list is the smaller of the two.
+Every peer has a key (the DHT's, whose function is handed in). A neighbourhood is all peers whose keys share a
+prefix with ours. Each peer chooses the prefix's length in bits, the depth, so that the neighbourhood has a
+few hundred members in a swarm of any size. One step of depth halves or doubles the number of members; the
+bounds are farther apart than that, so the depth does not oscillate. Overlapping scopes of different depths
+are nested, so two peers have the smaller one in common.
 
 Pure arithmetic on keys. The consequences of a scope are in `gossip.state_table` and `gossip.push_pull`.
 """
@@ -17,12 +17,13 @@ from random import Random
 from crypto.identity import PeerId
 
 KEY_BITS = 160
-"""As wide as the DHT's keys, whose are these."""
+"""The width of the DHT's keys, which are used here."""
 DEPTH_MAX = 128
 """Bits of a prefix. No swarm is so large; a message that says more is refused while decoding."""
 
 LOPSIDED_SHARE = 8
-"""A half with less than this part of a scope's members is taken to be unheard of."""
+"""If one half of a scope has less than one in this many of its members, most of that half is taken to be
+unknown."""
 
 Place = Callable[[PeerId], int]
 """Returns the key of a peer as a number of KEY_BITS bits, spread as evenly as a hash. It is called often, for
@@ -90,8 +91,8 @@ class Scope:
         return self._shared(peer) >= depth
 
     def common(self, peer: PeerId, depth: int) -> KeyRegion | None:
-        """Return the region that both list, we and `peer` with a scope of this depth; None if there is
-        none."""
+        """Return the region in our scope and in that of `peer`, which has this depth; None if they do not
+        overlap."""
         if self._shared(peer) < min(depth, self.depth):
             return None
         return self.around(peer, depth) if depth > self.depth else self.around(self._me, self.depth)
@@ -103,21 +104,22 @@ class Scope:
     def fit(self, live: Iterable[PeerId]) -> int:
         """Return the depth for these `live` members: deeper, unchanged, or one step less deep.
 
-        Deeper where they are too many; or nearly all in our own half, for then we have not heard of most of
-        the other. In both cases only if enough are left.
+        It is deeper if there are too many members, or if nearly all are in our own half, since then most of
+        the other half is unknown to us; both only if enough members remain.
         """
         place, key = self._place, self._key
         shared = [KEY_BITS - (key ^ place(peer)).bit_length() for peer in live]
         inside = [bits for bits in shared if bits >= self.depth]
         if len(inside) < self._members_min:
             return max(self.depth - 1, 0)
-        # Half way between the least and half of the most: so one step deeper is not too deep at once.
+        # Halfway between the minimum and half of the maximum, so that one step deeper is not immediately
+        # undone.
         enough = (self._members_min + self._members_max / 2) / 2
         depth = self.depth
         while depth < DEPTH_MAX:
             nearer = [bits for bits in inside if bits > depth]
             farther = len(inside) - len(nearer)
-            # The halves differ by chance: four standard deviations are no chance.
+            # The halves differ by chance, but not by more than four standard deviations.
             fits = len(inside) <= self._members_max and farther >= len(inside) / 2 - 2 * math.sqrt(
                 len(inside)
             )

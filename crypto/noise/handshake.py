@@ -53,7 +53,8 @@ class Handshake:
     `static` and `ephemeral` are X25519 private keys; an ephemeral key must be fresh for every handshake, and
     so must `kem_seed`, 64 bytes for the initiator of a hybrid. `psk` are 32 bytes that both sides know, for
     the patterns that take them; `remote_static` is the responder's X25519 public key, for an initiator that
-    knows it beforehand. After a refused message the object is dead: every later call is our own bug.
+    knows it beforehand. After a refused message the object is unusable: every later call raises
+    LocalProtocolError.
 
     Loading a key costs as much as agreeing on a secret. So `static` may be loaded already, and the ephemeral
     key is loaded once it is needed: a first message that is refused costs only its own checks.
@@ -194,7 +195,7 @@ class Handshake:
             self._symmetric.mix_key(public)  # section 9.2: nothing is sealed by the psk alone
 
     def _mix_shared(self, word: str) -> None:
-        """Mix in the secret of `es` and its kin: the first letter is the initiator's key, the second the
+        """Mix in the secret of a token such as `es`: the first letter is the initiator's key, the second the
         responder's."""
         if word == "psk":
             assert self._psk is not None
@@ -233,7 +234,8 @@ def _check(
     remote_static: bytes | None,
     kem_seed: bytes | None,
 ) -> list[Tokens]:
-    """Return the pattern's messages, if the arguments are those it takes; else raise LocalProtocolError."""
+    """Return the pattern's messages. Raises LocalProtocolError for arguments that the pattern does not
+    take."""
     messages = (PATTERNS | HYBRIDS).get(pattern)
     if cipher not in CIPHERS or messages is None:
         raise LocalProtocolError(f"no Noise pattern {pattern} with {cipher} here")

@@ -4,9 +4,9 @@ both.
     offer     version 1 | count 1 | that many suite numbers, best first
     answer    the number chosen 1; unless it is the first of the offer: count 1 | that many of the responder's
 
-The responder takes the first of the offer that it takes too. The first is the initiator's guess, and its
-Noise message comes with the offer, so a right guess costs no round trip; after a wrong one the initiator
-begins anew.
+The responder chooses the first suite of the offer that it accepts too. The first suite is the initiator's
+guess, and its Noise message comes with the offer, so a right guess costs no round trip. After a wrong guess
+the initiator restarts.
 
 `prologue` puts both, as they were sent, before everything that Noise hashes, and after a wrong guess also the
 wasted message: changing a byte of them makes the handshake fail. After a right guess the answer holds no
@@ -23,7 +23,7 @@ VERSION = 3
 HEAD_BYTES = 2
 """Version and count, which give the length of an offer."""
 SUITES_MAX = 8
-"""In one list; twice the existing number, for peers that know more."""
+"""Suites in one list: twice the existing number, for later versions."""
 NONE_TAKEN = 0
 
 _DOMAIN = b"peerloom/noise/2\0"
@@ -72,6 +72,6 @@ def names_of(numbers: bytes) -> str:
 
 
 def prologue(swarm: str, offer: bytes, answer: bytes) -> bytes:
-    """Return the bytes that both sides must have seen alike; each part carries its length."""
+    """Return the bytes that both sides must agree on; each part carries its length."""
     name = swarm.encode()
     return b"".join((_DOMAIN, len(name).to_bytes(4, "big"), name, offer, answer))

@@ -12,7 +12,7 @@ A framed message is a Noise message behind two bytes of length. `negotiation` ha
 the patterns. Only a private swarm has tags: HMAC-SHA-256, under a secret of the swarm, over everything sent
 so far. So a responder spends one hash on an outsider and does not answer, and an initiator shows an outsider
 nothing of itself: its own keys and id go only to a peer that has proved that it knows the secret and is the
-one expected. A replay of a captured first flight counts as an outsider's too, see `replay_cache`.
+one expected. A replayed first flight is treated as an outsider's too, see `replay_cache`.
 
 No sockets, no clocks: the driver hands it exactly `wanted` bytes at a time, a bounded number, and gives up
 after its own deadline. It also decides whether to close then or to go on in silence, see
@@ -99,7 +99,7 @@ class PeerHandshake:
         self._static = static
         self._swarm = swarm
         self._secrets = swarm.secrets if swarm.is_private else ()
-        # A responder learns from the first tag which of them is used.
+        # The first tag tells a responder which of them is used.
         self._secret = self._secrets[0] if initiator and self._secrets else None
         self._suites = suites
         self._entropy = entropy
@@ -111,8 +111,8 @@ class PeerHandshake:
         self._over = False
         self.wanted = 0
         self.is_last = False
-        """Whether the wanted bytes belong to the last message, which other bytes may follow. Before that, a
-        peer that has sent its part waits for an answer."""
+        """Whether the wanted bytes belong to the last message. Only then may other bytes follow; before, a
+        peer waits for an answer after its part."""
         self.has_opened = False
         """Whether a responder has received a whole first flight, in a private swarm one that shows a key of
         it. The steps after this one are the expensive ones."""
@@ -187,7 +187,7 @@ class PeerHandshake:
         offered = yield negotiation.check_head(head)
         offer = head + offered
         message = yield from self._read_flight(offer)
-        # Until here it has cost a hash at most: the driver may wait before it goes on.
+        # The cost so far is at most a hash: the driver may wait before it goes on.
         self.has_opened = True
         yield 0
         suite = negotiation.choose(offered, negotiation.numbers_of(self._suites))
@@ -274,7 +274,7 @@ def _framed(message: bytes) -> bytes:
 
 
 def _tag_of(secret: bytes, before: bytes, flight: bytes) -> bytes:
-    """Return the tag over this flight and, by the last tag, all before it: no flight fits another place or
-    direction."""
+    """Return the tag over this flight and, by the last tag, all earlier ones, so that no flight is valid at
+    another place or direction."""
     key = hmac.digest(secret, _TAG_KEY, hashlib.sha256)
     return hmac.digest(key, bytes((len(before),)) + before + flight, hashlib.sha256)

@@ -1,11 +1,11 @@
 """A cache of the first flights that a node of a private swarm has accepted: a repeated one is an outsider's
 replay.
 
-Only holders of a key can add to it, so an outsider cannot push anything out. Its limits: a node that
-restarted remembers nothing, after `KNOCKS_MAX` others one is forgotten, and each node knows only its own. In
-these cases an attacker that captured a first flight can have it answered once more, and so learns that a
-member is there; it cannot read the answer. A flight is not bound to its receiver: a member at an address that
-was another's is to say so, not fall silent.
+Only holders of a key can add to it, so an outsider cannot push anything out. Its limits: a restart clears it,
+a flight is forgotten after `KNOCKS_MAX` later ones, and each node knows only its own. In these cases an
+attacker that captured a first flight can have it answered once more, and so learns that a member is there; it
+cannot read the answer. A flight is not bound to its receiver: a member that has taken over another's address
+must answer with its own identity instead of staying silent.
 """
 
 from collections import OrderedDict

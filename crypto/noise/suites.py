@@ -41,8 +41,8 @@ def _working(has_kem: bool | None) -> list[Suite]:
 
 
 def preferred(*, has_aes: bool, has_kem: bool | None = None) -> tuple[Suite, ...]:
-    """Return all suites that work here, best first: those that keep a secret longest, then those this CPU is
-    quicker with.
+    """Return all suites that work here, best first: those with the longest secrecy, then those that are
+    fastest on this CPU.
 
     `has_aes`: the CPU has instructions for AES, so that it is several times as fast as ChaCha; without them
     it is several times as slow. `has_kem`: the library has ML-KEM; None asks it.

@@ -60,8 +60,8 @@ _HEAD_BYTES = TRANSPORT_HEAD.size
 
 @dataclass(slots=True)
 class Received:
-    """The meaning of a packet. `peer` is None if it proves nobody (a cookie was asked for or came); `newest`:
-    no later packet of this peer came before it, so its source is where the peer is."""
+    """The meaning of a packet. `peer` is None if it authenticates no peer (a cookie was asked for or came);
+    `newest`: no later packet of this peer came before it, so its source is where the peer is."""
 
     peer: PeerId | None
     newest: bool = False
@@ -157,7 +157,7 @@ class Sessions:
         return self._begin(now, state, carries=False) if anew or state.attempt is None else []
 
     def doubt(self) -> None:
-        """Rely on no session any more: the next message to each peer begins a handshake. For where others may
+        """Distrust all sessions: the next message to each peer begins a handshake. For use when others may
         have taken another process's session for ours."""
         for state in self._table.peers.values():
             state.doubted = True
@@ -212,7 +212,7 @@ class Sessions:
             state = self._handshakes.on_response(now, data, source)
             self._table.touch(now, state)
             assert state.current is not None
-            # One of the three is there: it tells the other side that we have the session.
+            # Send one of the three: it tells the other side that we have the session.
             answers = (
                 self._challenge(now, state, state.current)
                 or self._flush(now, state)
@@ -300,7 +300,7 @@ class Sessions:
             self._table.set_alarm(state, state.reply_at)
         if stamp:
             if stamp <= state.memory.request:
-                # It came with an initiation already; its sender could not know.
+                # It was delivered with an initiation already, which its sender could not know.
                 self._counters["datagrams_repeated"] += 1
                 return None
             state.memory.request = stamp

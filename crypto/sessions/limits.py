@@ -1,8 +1,7 @@
 """The limits on handshakes that we compute: the cost of strangers is bounded, whatever they send.
 
-As long as few handshakes come, each is computed: a limit on sources that anybody may forge would only shut
-out the real ones. Above a rate a cookie is demanded, and then sources are real and each has a limit of its
-own.
+While few handshakes come, each is computed: limits on forgeable sources would only shut out real ones. Above
+a certain rate a cookie is demanded, which proves the source, and each source has its own limit.
 """
 
 from typing import Literal

@@ -1,8 +1,7 @@
 """Bounded memory of the stamps that must not be replayed, by peer; it outlives the peer's sessions.
 
-An attacker that makes us forget a peer can replay an initiation of that peer, so a source that meets us under
-many ids pushes out only its own. Peers that have not proved an address yet may forge any, and count as one
-source.
+An attacker that makes us forget a peer can replay that peer's initiation. A source with many ids therefore
+evicts only its own. Peers without a proven address may forge any, so they count as one source.
 """
 
 from collections.abc import Callable

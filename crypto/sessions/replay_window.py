@@ -1,4 +1,4 @@
-"""The counters of one session's packets that came before: a sliding window (RFC 6479)."""
+"""The packet counters that one session has received: a sliding window (RFC 6479)."""
 
 WINDOW_BITS = 1_024
 """How far packets may overtake each other; RFC 6479 recommends a window of at least this order."""

@@ -21,8 +21,8 @@ again sooner."""
 REPLY_SECONDS = 1.0
 """After this we answer a packet with an empty one, if nothing else went that way."""
 ANEW_SECONDS = 3.0
-"""How long a session that the other side began without having one is used before that side has used it. No
-longer: the initiation may have been an old one that somebody held back."""
+"""How long we send on a session that the other side began without having one, until that side uses it. The
+limit guards against an old initiation that an attacker held back."""
 AMPLIFICATION_MAX = 3
 """Bytes sent to an unproven address for each that came from it (as QUIC, RFC 9000, section 8.1)."""
 HOLD_SECONDS = 1.0
@@ -32,7 +32,7 @@ HOLD_AGAIN_SECONDS = 30.0
 """The least time between two such waits: an attacker on the way that changes addresses must not delay
 everything."""
 FORGET_SECONDS = 10.0
-"""How long an unproven address that sends nothing more is kept; then it is only one of those heard of."""
+"""How long a silent unproven address is kept."""
 RETRY_SECONDS = 0.5
 """From an initiation to the next one; doubled each time. Longer than most round trips."""
 RETRY_SECONDS_MAX = 4.0
@@ -91,14 +91,14 @@ class PeerState:
     challenge: bytes = b""
     challenged_at: float = -NEVER
     doubted: bool = False
-    """Nothing has been heard since the silence was noticed: messages wait for a handshake."""
+    """The peer is still silent since its silence was noticed: messages wait for a handshake."""
     unanswered_since: float = NEVER
     reply_at: float = NEVER
     nudge_at: float = NEVER
     alarm_at: float = NEVER
 
     def sending(self, now: float) -> Session | None:
-        """Return the session to send on, None if there is none to be relied on."""
+        """Return the session to send on, None if there is no reliable one."""
         following = self.next
         if following is not None and now < self.prefer_next_until:
             return following

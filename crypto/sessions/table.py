@@ -2,9 +2,9 @@
 packets.
 
 A peer is in one of three pools. *Strangers* began a session and have not used it: their address may be
-forged, so they push out only one another. *Wanted* peers are those that we want to reach and have no session
-with. *Settled* ones have used a session, so their address is real. A newcomer among them finds room at the
-expense of the greediest source, if one takes more room than its own (`crowds`), else of an idle peer.
+forged, so they evict only one another. *Wanted* peers are those that we want to reach and have no session
+with. *Settled* ones have used a session, so their address is real. A newcomer among them evicts a peer of the
+largest source, if that is larger than its own (`crowds`), else an idle peer.
 """
 
 import heapq
@@ -31,7 +31,7 @@ WANTED_MAX = 256
 STRANGERS_MAX = 256
 """Sessions begun by others and not used yet: more than come in a round trip at the rate that we compute."""
 RECENT_SECONDS = 60.0
-"""A peer used within this time makes no room for another that is no less greedy."""
+"""A peer used within this time is not evicted for one of a source that is as large."""
 QUEUE_MAX = 128
 """Messages of one peer that wait for a session; the oldest are dropped. As many as a kernel's usual buffer
 takes, so a burst reaches an unknown peer as it reaches a known one."""
@@ -109,7 +109,7 @@ class SessionTable:
         self._settled: Crowd[PeerId] = Crowd()
         self._memories = Memories(self.peers.__contains__, limits.memories_max)
         self._alarms: list[tuple[float, PeerId]] = []
-        # Peers, and not what is known of them: of one that was dropped nothing may stay until then.
+        # Peers, not their states: a dropped peer's state must not stay in memory until its alarm.
         self._queued_bytes = 0
 
     def meet(self, now: float, peer: PeerId) -> PeerState:
@@ -130,7 +130,7 @@ class SessionTable:
         prefix = prefix_of(source[0])
         state = self._make(now, peer)
         if len(self._strangers) >= self.limits.strangers_max:
-            # The oldest: an honest one is through before its turn comes.
+            # The oldest: an honest one completes its handshake before it is the oldest.
             members = self._strangers.greedier(prefix) or self._strangers.equals(prefix)
             self.drop(self.peers[next(iter(members))])
             self._counters["sessions_dropped_stranger"] += 1
@@ -185,7 +185,7 @@ class SessionTable:
         # A caller that still holds the state finds no session to send with.
         state.attempt = state.current = state.previous = state.next = None
 
-    # --- what waits --------------------------------------------------------------------------------
+    # --- queued messages --------------------------------------------------------------------------------
 
     def put(self, state: PeerState, request: SessionRequest) -> None:
         """Queue a message until there is a session."""

@@ -15,7 +15,7 @@ from gossip.averaging.robust.reduction import Reduction, Vector
 
 
 class Gather:
-    """The result as it grows: `vector`, and a `ReducedPart` for each owner; an exchange has no parts."""
+    """The partial result: `vector`, and a `ReducedPart` for each owner. An exchange has no parts."""
 
     def __init__(self, group: Group, owners: dict[int, Owner], place: int, codec: Codec) -> None:
         self._attempt = group.id
@@ -78,7 +78,7 @@ class Gather:
         return True
 
     def seal(self) -> bytes | None:
-        """Finish this member's part; the body to sign, or None if the mean is not finite."""
+        """Finish this member's part. Return the body to sign, or None if the mean is not finite."""
         part = self.parts[self._place]
         if not self.reduce_to(chunk_count(part.owner) - 1):
             return None
@@ -113,13 +113,13 @@ class Gather:
         return data.nbytes
 
     def check(self, body: SealBody, place: int) -> None:
-        """Check a seal of the member at `place`. Raises RemoteProtocolError: it cannot seal that."""
+        """Check that the member at `place` may send this seal. Raises RemoteProtocolError if not."""
         part = self.parts.get(place)
         if part is None or place == self._place or body.attempt != self._attempt:
             raise RemoteProtocolError("a seal of a member that reduces nothing, or of another attempt")
 
     def take_seal(self, body: SealBody, place: int) -> None:
-        """Keep a checked seal. Raises RemoteProtocolError: it is under another commit."""
+        """Keep a checked seal. Raises RemoteProtocolError if it is under another commit."""
         part = self.parts[place]
         if body.commit != (self.commit or part.commit or body.commit):
             raise RemoteProtocolError("a seal under another commit")

@@ -95,7 +95,7 @@ def _images(x: Array) -> Array | None:
 
 
 def _samples(images: Array, predicted: Array, truth: Array | None, words: list[str]) -> tuple[str, int, int]:
-    body = ["<text x='10' y='16'>samples: prediction, and the truth where it is another</text>"]
+    body = ["<text x='10' y='16'>samples: prediction, and the true label where it differs</text>"]
     for place, image in enumerate(images):
         x, y = 10 + place % 8 * (_TILE + 8), 26 + place // 8 * (_TILE + 24)
         data = base64.b64encode(png(image)).decode()

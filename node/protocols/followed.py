@@ -1,7 +1,8 @@
 """Settings that many nodes take from one key: numbered, signed and bounded, as data.
 
-A `SettingsBody` in a Fact by the key. A node that follows the key takes the newest settings it finds, as far
-as its owner allows them to be set from outside. Not here: how they are found and applied (`node.following`).
+A `SettingsBody` in a Fact by the key. A node that follows the key applies the newest settings that it finds,
+restricted to those that its owner lets others set. Not here: how they are found and applied
+(`node.following`).
 """
 
 import base64
@@ -18,7 +19,7 @@ from crypto.identity import PeerId, parse_peer, peer_text
 
 SETTINGS_PURPOSE = "settings"
 SETTINGS_MAX = 32
-"""More than there are settings that can be set from outside."""
+"""Settings in one document; fewer can be set from outside."""
 VALUE_LENGTH_MAX = 4_096
 """The longest value is a list of some seventy peers."""
 SETTINGS_BYTES_MAX = 16 * 1024
@@ -36,8 +37,7 @@ class SharedSetting(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SettingsBody(msgspec.Struct, frozen=True, array_like=True):
-    """All settings of one key: a setting that only an older version contained returns to its owner's
-    value."""
+    """All settings of one key. A setting that this version drops returns to the node owner's value."""
 
     version: Version
     name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]

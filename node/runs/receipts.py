@@ -63,8 +63,8 @@ from partition.run.receipts import (
 STREAMS = StreamLimits(message_bytes_max=QUESTION_BYTES_MAX, streams_per_peer_max=2)
 CALL_SECONDS_MAX = 5.0
 ISSUE_SECONDS = 60.0
-"""The interval between two receipts for one provider in one run: a crash of the committer may lose so
-much."""
+"""The interval between two receipts for one provider in one run. A committer's crash may lose the work of one
+interval."""
 FETCH_SECONDS = 600.0
 """The interval at which a requester's receipts are fetched while it asks for slots."""
 FETCHING_MAX = 8
@@ -82,7 +82,8 @@ SERVED_MAX = 1_024
 ORDER_FLOPS_PER_BYTE = 10_000.0
 """The FLOPs that a byte counts for where the largest receipts are chosen: a slot of 125 GFLOP/s."""
 BACKWARD = 3
-"""The cost of both passes relative to the forward one: one product for each factor of a product."""
+"""The cost of both passes relative to the forward one: for each matrix product the backward pass computes
+two."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Receipts:
         found = read_receipts(self._seams.storage)
         for kept, receipts in ((self._earned, found.earned), (self._issued, found.issued)):
             for receipt in receipts:
-                # Its signatures were checked when they came, and are checked by whoever is shown it.
+                # Signatures were checked on receipt, and every peer that is shown a receipt checks them.
                 with suppress(RemoteProtocolError):
                     self._keep(kept, read_measured(receipt.measured), receipt)
         for key, (row, _) in self._issued.items():
@@ -210,7 +211,7 @@ class Receipts:
         row = plan.stages[stage]
         self.computed(run, peer, (row.first_layer, row.last_layer), microbatches)
 
-    # As whoever received something
+    # As a receiver of bytes
 
     def came(
         self,
@@ -290,7 +291,7 @@ class Receipts:
                 receipt = Receipt(measured, answer.accepted)
                 self._keep(self._issued, check_receipt(self._signer, receipt), receipt)
                 total.signed_bytes = size_bytes
-            elif kind != "compute":  # it was restarted, and does not remember so much
+            elif kind != "compute":  # the provider was restarted and remembers fewer bytes
                 total.size_bytes -= size_bytes - total.signed_bytes
         except RemoteProtocolError as error:
             self._refuse(provider, error)
@@ -367,7 +368,7 @@ class Receipts:
     # As a provider with a queue
 
     def weight(self, peer: PeerId) -> float:
-        """Return the weight of a requester's share here; its receipts are asked for where they are old."""
+        """Return the weight of a requester's share here. Start fetching its receipts if they are old."""
         now = self._seams.clock.monotonic()
         is_due = now - self._asked.get(peer, -FETCH_SECONDS) >= FETCH_SECONDS
         if is_due and peer != self._signer.peer and self._nursery is not None:

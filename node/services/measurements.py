@@ -103,8 +103,8 @@ class Measurements:
         met: trio.Event,
     ) -> None:
         """Calibrate this machine in a thread, while this node does not compute, and report it by
-        `calibrated`. A first calibration goes on like `run` once this node has `met` others; a later one
-        returns once it is published. Returns if calibration fails."""
+        `calibrated`. After the first calibration, wait until this node has `met` others and continue as
+        `run`; after a later one, publish it and return. Returns if calibration fails."""
         turn = MeasuringTurn()
         self._is_measuring = True
         try:

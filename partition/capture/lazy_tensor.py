@@ -2,12 +2,12 @@
 
 A LazyTensor is a tensor to autograd and to modules, with shape and type but no memory. When an operator takes
 it, its values are made, used and dropped; its views are lazy too, so tensors that autograd keeps for the
-backward pass cost nothing. `Materialised` counts the most that was alive at once.
+backward pass cost nothing. `Materialised` counts the peak of materialised bytes.
 
-Its values are for proofs, not for training: a tile of what its recipe draws, repeated, because drawing eight
-billion numbers for each pass would take minutes. The tile's length is prime, so that no row or head
-repeats another. Constants get a little noise: behind a gate that begins at zero every gradient would be zero,
-and a proof of it would prove nothing.
+Its values are for proofs, not for training. A tile of random numbers from its recipe is repeated, because
+drawing eight billion numbers for each pass would take minutes. The tile's length is prime, so that no row or
+head repeats another. Constants get a little noise: behind a gate that begins at zero every gradient would be
+zero, and a proof of it would prove nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,9 +60,9 @@ class Source:
 
 
 class LazyTensor(torch.Tensor):
-    """Made by `lazy`. `_view` leads from its source's values to its own: a view of them.
+    """Made by `lazy`. `_view` maps the source's values to this tensor's values, a view of them.
 
-    A view's bytes are counted as its source's: those must be made for it.
+    A view counts the bytes of its whole source, which is materialised for it.
     """
 
     _source: Source
@@ -105,7 +105,7 @@ class LazyTensor(torch.Tensor):
             result = func(*made_args, **made_kwargs)
             kept = [each.untyped_storage()._cdata for each in tree_leaves(result) if _has_storage(each)]
             for source, values in taken:
-                # A result may share memory with what it was made of; then that is not free yet.
+                # A result may share memory with an input, which must then not be released.
                 if values.untyped_storage()._cdata not in kept:
                     source.release(values)
             return result
@@ -137,8 +137,8 @@ def _is_view(func: Any) -> bool:
 
 
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a lazy view, or several: its shape is found on meta, its values by the same operator on the
-    base's."""
+    """Return one or several lazy views. Shapes come from the meta device, values from the same operator on
+    the base's values."""
     base: LazyTensor = args[0]
     shape = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
     outcome = func(shape, *args[1:], **kwargs)
@@ -171,7 +171,7 @@ class Tiles:
         """Return a tensor of `shape`, of `size` elements; its memory may come back by `release`."""
         tile, factor, shift = self._scaled(recipe, dtype)
         base = torch.tensor(shift, dtype=dtype)
-        # By its name each begins elsewhere in the tile.
+        # Each name begins at its own offset in the tile.
         begin = int.from_bytes(blake3(name.encode()).digest(length=4), "big") % TILE
         out = self._room(size, dtype)
         place = 0
@@ -201,7 +201,7 @@ class Tiles:
         return torch.empty(size, dtype=dtype)
 
     def _scaled(self, recipe: Recipe, dtype: torch.dtype) -> tuple[torch.Tensor, float, float]:
-        """Return a tile, and the factor and summand for it: most recipes are one of two tiles."""
+        """Return a tile, and its factor and summand. Most recipes share one of two tiles."""
         steps = tuple(step for step in recipe.steps if step.kind != "zero_row")
         match steps:
             case (FillStep("uniform", low, high),):
@@ -260,7 +260,7 @@ def with_values(model: nn.Module, seed: int, counter: Materialised) -> Iterator[
             for name, held in list(module._parameters.items()):
                 if held is not None and held in lazies:
                     replaced.append((module, name, held))
-                    # By assignment: a recurrent module keeps a list of its weights, and hears of it so.
+                    # Use setattr: a recurrent module then updates its own list of weights.
                     setattr(module, name, lazies[held])
         yield
     finally:

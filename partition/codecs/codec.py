@@ -9,14 +9,13 @@ tensors that are not finite and short ones stay exact. The codecs are in `partit
 The digest covers `data` as sent, so a relay or a sender that keeps frames can check them without decoding.
 bfloat16 has no numpy type and is held as uint16.
 
-Megabytes are copied as seldom as can be: a payload of one raw tensor is that tensor's own memory, and raw
-tensors are unpacked to views of `data`. Several tensors are joined, which is one copy, since they are
-digested and sent as one.
+Copies are rare: a payload of one raw tensor is that tensor's own memory, and raw tensors are unpacked to
+views of `data`. Several tensors are joined, which is one copy, since they are digested and sent as one.
 
 One thread digests. Measured for 16 MiB: 2.8 ms of a core, with one thread or many, so more only help where
 cores are idle, and save a millisecond of a pass that takes hundreds; below 4 MiB they help nobody.
 
-Everything in a payload is a stranger's claim. `unpack` checks the digest, then the claimed shapes against the
+Everything in a payload is untrusted. `unpack` checks the digest, then the claimed shapes against the
 receiver's bound, then the exact length of each tensor, and only then allocates, never more than a few times
 that bound.
 """

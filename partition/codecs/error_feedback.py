@@ -46,5 +46,5 @@ class Feedback:
         return Rounding(squared_norm(wanted), norm)
 
     def clear(self) -> None:
-        """Forget all residuals: their receivers are gone."""
+        """Drop all residuals: their receivers are gone."""
         self._residuals.clear()

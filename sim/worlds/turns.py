@@ -1,5 +1,4 @@
-"""One peer's turns in a run of a world of cores: a dead peer does nothing, a frozen one acts when it
-thaws."""
+"""Actions of one simulated peer: a dead peer does nothing, a frozen one acts when it thaws."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from sim.worlds.streams import Answer
 
 
 class LifeTurns:
-    """The turns of one life of a peer. `settle` runs after each action."""
+    """Actions of a peer between one start and its end. `settle` runs after each action."""
 
     def __init__(self, setting: Setting, me: PeerId) -> None:
         self.me = me

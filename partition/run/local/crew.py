@@ -123,13 +123,13 @@ class MemberCrew:
     # The end of the run
 
     def judges(self, stage: int, stages: int, *, has_state: bool) -> bool:
-        """Return whether this member, which holds `stage` of `stages`, tries a result before it holds it:
-        heads do, in columns complete ones."""
+        """Return whether this member, which holds `stage` of `stages`, tests a result before it accepts it. A
+        head does; a head with a column only if the column is complete."""
         return self.is_training and not stage and (has_state or stages == 1)
 
     def trusts(self, stage: int) -> bool:
-        """Return whether this member's head holds the preferred conclusion, or half of those that train. A
-        member that does not train has only their word."""
+        """Return whether this member's head, or without one at least half of the training members, hold the
+        preferred conclusion. A member that does not train cannot test it itself."""
         if self.head is not None:
             return self.head in self.ending.holders
         return bool(stage) or 2 * len(self.ending.holders) >= len(self.training)
@@ -137,7 +137,7 @@ class MemberCrew:
     def electorate(
         self, stage: int, stages: int, *, has_state: bool
     ) -> tuple[list[PeerId] | None, list[PeerId]]:
-        """Return the members with a state, or None if this member tries no result, and the known voters."""
+        """Return the members with a state (None if this member tests no result) and the known voters."""
         training = self.training
         trainers = [*training, *([self.me] * has_state)]
         voters = training if not stage else [] if self.head is None else [self.head]
