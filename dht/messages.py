@@ -6,9 +6,8 @@
     Store     -> Stored     kept, or the reason why not; and the nearest contacts, where that is asked
 
 Answers carry a write token (`tokens`), which a Store to that node has to show. Every message carries its
-request's id and the sender's own addresses, so that the address a node passes on is the one a peer claims for
-itself and not somebody else's word. The sender of a message is known from the session beneath, never from the
-message.
+request's id and the sender's own addresses, so that the address a node passes on is the peer's own claim and
+not a third party's. The sender of a message is known from the session beneath, never from the message.
 """
 
 from collections.abc import Iterable
@@ -33,7 +32,7 @@ HINTS_MAX = 32
 """Hints in one reply: no less than any k in use."""
 
 HINT_ADDRESSES_MAX = 2
-"""One per address family is enough to reach a peer, who then says the rest itself."""
+"""One per address family is enough to reach a peer, which then sends its other addresses itself."""
 
 HINT_ADDRESS_LENGTH_MAX = 64
 """An IPv6 multiaddr needs at most 54 letters; longer names are left out of hints."""
@@ -47,8 +46,8 @@ TOKEN_BYTES = 8
 """A token lives ten minutes and each guess costs a message: 64 bits are plenty."""
 
 CLIENT_ADDRESSES = ("-",)
-"""In place of addresses: the sender cannot be reached by others, asks only, and wants to stand in no table.
-No version reads it as an address, so one that does not know it takes it for an address of a later kind."""
+"""In place of addresses: the sender is unreachable, only asks, and must not enter a routing table. No version
+can read it as an address; a version that does not know it takes it for a later kind of address."""
 
 AddressText = Annotated[str, msgspec.Meta(max_length=HINT_ADDRESS_LENGTH_MAX)]
 AddressTexts = Annotated[tuple[AddressText, ...], msgspec.Meta(max_length=HINT_ADDRESSES_MAX)]
@@ -59,8 +58,7 @@ RequestId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Hint(msgspec.Struct, frozen=True, array_like=True):
-    """A peer somebody has heard of, and its addresses. None of it is confirmed before the peer answers
-    itself."""
+    """A named peer and its addresses, all unconfirmed until the peer itself answers."""
 
     peer: PeerBytes
     addresses: AddressTexts
@@ -70,14 +68,14 @@ Hints = Annotated[tuple[Hint, ...], msgspec.Meta(max_length=HINTS_MAX)]
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Are you there?"""
+    """Ask whether the receiver is alive."""
 
     id: RequestId
     addresses: AddressTexts
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Yes."""
+    """Confirm that the sender is alive."""
 
     id: RequestId
     addresses: AddressTexts
@@ -102,7 +100,7 @@ class Nodes(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class FindValue(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Which records do you hold under `key`, of publishers behind `after`, and who is near it?"""
+    """Ask for the records under `key` of publishers after `after`, and for the contacts nearest to it."""
 
     id: RequestId
     addresses: AddressTexts
@@ -174,7 +172,7 @@ def cut_to_fit(items: Iterable[Item], room_bytes: int) -> tuple[Item, ...]:
 
 
 def hints_to_fit(hints: Iterable[Hint], room_bytes: int) -> tuple[Hint, ...]:
-    """Do the same for hints, which are many: the bytes before the addresses of one are always as many."""
+    """Do the same for hints, which are many: each has the same number of bytes before its addresses."""
     fitting: list[Hint] = []
     for hint in hints:
         room_bytes -= _HINT_HEAD_BYTES + _texts_bytes(hint.addresses)

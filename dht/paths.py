@@ -1,7 +1,7 @@
 """A lookup over disjoint paths (Baumgart & Mies 2007, S/Kademlia section 4.4).
 
-Several lookups of one key start from different contacts, and no peer is asked on two of them. A liar can lead
-astray only the path it is on, so a record is found while one path has met only honest peers. Each path is a
+Several lookups of one key start from different contacts, and no peer is asked on two of them. A liar can
+mislead only the path it is on, so a record is found while one path has met only honest peers. Each path is a
 whole lookup and costs as many requests. It has the methods of `lookup.Lookup`.
 """
 

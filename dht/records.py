@@ -35,7 +35,7 @@ CLOCK_SLACK_SECONDS = 600.0
 """How far two honest wall clocks may stand apart (ARCHITECTURE law 2)."""
 
 LIFETIME_SECONDS_MAX = 48 * 3600.0
-"""Publishers that still want a record publish it again; others expire."""
+"""The longest validity; publishers that still want a record publish it again."""
 
 
 Rank = tuple[int, int, bytes]
@@ -56,10 +56,10 @@ NOBODY = PeerId(bytes(PEER_ID_BYTES))
 """The publisher of immutable values. No key pair has this public key."""
 
 OWN_SOURCE = b"own"
-"""The source of our own records, which pass no network."""
+"""The source of our own records, which have no network address."""
 
 EVICTION_CANDIDATES_MAX = 32
-"""The oldest records that are compared to find the farthest one, which makes room."""
+"""The number of oldest records that are compared to find the farthest one, which is evicted."""
 
 _ZERO = Key(bytes(KEY_BYTES))
 
@@ -189,10 +189,8 @@ class RecordStore:
         is_publisher: bool = False,
         has_quota: bool = False,
     ) -> Refusal | None:
-        """Keep `record`, or return why not. A record that is kept already counts as kept.
-
-        It came from `source`, perhaps from its publisher itself. `has_quota`: at most
-        `records_per_source_max` are kept of that source.
+        """Keep `record`, which came from `source`, or return why not. A record that is held already counts as
+        kept. `has_quota`: at most `records_per_source_max` are kept of that source.
         """
         if record.expired(wall):
             return Refusal.EXPIRED
@@ -236,7 +234,7 @@ class RecordStore:
     def _make_room(self, record: Record, source: bytes, *, has_quota: bool) -> Refusal | None:
         """Drop records to make room for a new one, or return why there is no room for it."""
         settings = self._settings
-        # Immutable values have no publisher who could be held to a quota; where they come from has one.
+        # Immutable values have no publisher with a quota; their source has one.
         of_publisher = 0 if record.publisher == NOBODY else self._of_publisher.get(record.publisher, 0)
         if of_publisher >= settings.records_per_publisher_max:
             return Refusal.PUBLISHER_FULL
@@ -260,7 +258,8 @@ class RecordStore:
     def _displace(
         self, record: Record, candidates: Iterable[tuple[Key, PeerId]], *, must_be_farther: bool
     ) -> Refusal | None:
-        """Drop the farthest of the oldest candidates, for a record nearer to us where that is asked."""
+        """Drop the farthest of the oldest candidates; if requested, only for a record that is nearer to
+        us."""
         oldest = islice(candidates, EVICTION_CANDIDATES_MAX)
         key, publisher = max(oldest, key=lambda each: distance(each[0], self._own))
         if must_be_farther and distance(key, self._own) <= distance(record.key, self._own):

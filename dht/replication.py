@@ -38,7 +38,7 @@ HOLDERS_SLACK = 2
 """A record is kept for others if this node knows fewer than this many times k nodes nearer to its key. Its
 publisher looks for the k nearest alive; half of those that stand in a table may be dead or passed over."""
 HANDED_MAX = 1_024
-"""Newcomers remembered as having been handed their share."""
+"""Newcomers remembered as having received their share."""
 REPAIRED_RECORDS_MAX = 4
 """A find of more publishers than this repairs nothing: it would send more copies than it got answers."""
 
@@ -156,7 +156,7 @@ class Replication:
         if here:
             self.count(publication, self.keep(now, record))
         elif not tried:
-            publication.waiting = 1  # nobody at all: said as a silence, so that somebody hears of it
+            publication.waiting = 1  # no node at all: reported as a silence, so that the store ends
             self.count(publication, None)
 
     def others(self, key: Key, nearest: list[Contact]) -> list[Contact]:
@@ -172,7 +172,7 @@ class Replication:
         place = record.key, record.publisher
         if place in self._own:
             self._own.pop(place)[1].call_off()
-        # A tenth of jitter: what was stored together must not come again together for ever.
+        # A tenth of jitter: records stored together must not be republished together for ever.
         seconds = self._ground.settings.republish_seconds * self._ground.rng.uniform(0.9, 1.1)
         timer = self._ground.timers.at(now + seconds, partial(self._republish, record))
         self._own[place] = (record, timer)
@@ -280,8 +280,8 @@ class Replication:
     # Handing over.
 
     def welcome(self, now: float, newcomer: Contact, token: bytes) -> None:
-        """Hand a contact new to the table, once, the records that it is to hold and to which we are the
-        nearest."""
+        """Send a contact that is new to the table, once, the records that it has to hold and to which we are
+        the nearest."""
         ground, settings = self._ground, self._ground.settings
         if ground.is_client or not len(ground.records) or not settings.handover_max:
             return
@@ -289,7 +289,7 @@ class Replication:
             return
         near = ground.table.nearest(ground.key, 2 * settings.k)
         if newcomer not in near:
-            return  # too far from us to hold any of what we hold
+            return  # too far from us to hold any of our records
         self._handed[newcomer.peer] = None
         while len(self._handed) > HANDED_MAX:
             del self._handed[next(iter(self._handed))]
@@ -337,5 +337,5 @@ class Replication:
 
 
 def _ignore(now: float, token: bytes | None, seconds: float) -> None:
-    """Do nothing: copies lost on the way come with the next republishing."""
+    """Do nothing: the next republishing replaces lost copies."""
     del now, token, seconds

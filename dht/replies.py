@@ -72,7 +72,7 @@ def reply(core: ReplyCore, now: float, sender: PeerId, message: Request) -> Answ
             )
         case Store():
             if core.is_client or not core.tokens.holds(now, sender, message.token):
-                # Before the signature is looked at, which costs a hundred times as much.
+                # Before the signature is verified, which costs a hundred times as much.
                 return Stored(message.id, ours, Refusal.UNPROVEN, (), token if message.seeking else b"")
             key, refusal = core.replication.take(now, sender, message)
             if not message.seeking:
@@ -128,7 +128,7 @@ def values_reply(
     facts = [record.fact for record in held if record.publisher > message.after]
     empty = Values(message.id, addresses, (), False, (), token)
     room = settings.payload_bytes_max - encoded_bytes(empty) - ARRAY_HEADS_BYTES
-    # One record always goes, or one of full size could never be handed out.
+    # At least one record is sent; otherwise one of full size could never be returned.
     page = cut_to_fit(facts[:RECORDS_MAX], room - HINTS_ROOM_BYTES) or tuple(facts[:1])
     hints: tuple[Hint, ...] = ()
     if not message.after:

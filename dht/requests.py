@@ -68,7 +68,7 @@ class Publication:
         if refused == "":
             self.acknowledged += 1
         elif refused in tuple(Refusal):
-            # Only reasons that we know ourselves: what a stranger writes is not shown to people.
+            # Only known reasons: text from strangers is not shown to people.
             self.refusals = tuple(dict.fromkeys((*self.refusals, Refusal(refused))))
 
 
@@ -201,7 +201,7 @@ class Requests:
         return pending
 
     def close(self, now: float, pending: PendingRequest) -> None:
-        """Close a request whose answer was good: nothing more is awaited."""
+        """Close a request after a good answer."""
         self._patience.learn(pending.contact, now - pending.started)
         if pending.timer is not None:
             pending.timer.call_off()
@@ -248,7 +248,7 @@ def checked_page(signer: Signer, pending: PendingRequest, answer: messages.Value
         if fact.author <= last:
             raise RemoteProtocolError("a page of records out of order")
         last = fact.author
-        # Most holders hold the same: what was checked once is not checked again.
+        # Most holders hold the same records: each is checked only once.
         known = search.lookup.records.get(PeerId(fact.author))
         record = known if known and known.fact == fact else check_record(signer, fact)
         if record.key != search.lookup.key:

@@ -58,7 +58,7 @@ class SearchingCore(Protocol):
 
 
 class Searches:
-    """All of one core."""
+    """All lookups of one core."""
 
     __slots__ = ("_core", "_open")
 
@@ -93,7 +93,7 @@ class Searches:
         # More than k, for answers name only the k nearest, and half of these may be dead.
         known = self._core.table.nearest(key, 2 * self._core.settings.k, waiting_since=now - TOKEN_SECONDS)
         if len(known) < self._core.settings.alpha:
-            # After an outage of our own all seem to fail; better to ask them than to ask nobody.
+            # After an outage of our own all contacts seem to fail; asking them is better than asking none.
             known = self._core.table.nearest(key, self._core.settings.k, failing=True)
         seeded = (*known, *seeds)
         lookup: Lookup | DisjointLookup
@@ -168,7 +168,7 @@ class Searches:
         for record in records:
             if not record.expired(self._core.wall(now)) and self._core.may_publish(record.publisher):
                 lookup.show(pending.contact.peer, record)
-        # A peer's own claim goes before what others say of it.
+        # A peer's own claim takes precedence over other peers' hints.
         hints = [self._hinted(lookup, hint) for hint in answer.hints[: self._core.settings.k]]
         hints = [hint for hint in hints if self._core.may_ask(now, hint.peer)]
         lookup.named(pending.contact.peer, hints)
@@ -189,7 +189,7 @@ class Searches:
         return known
 
     def report_records(self, now: float, search: Search) -> None:
-        """Tell of the records that were found, and have those that lack them given them."""
+        """Report the records that were found, and send them to holders that lack them."""
         self._core.replication.repair(now, search)
         records = search.lookup.records
         found = tuple(records[publisher] for publisher in sorted(records))
@@ -199,6 +199,6 @@ class Searches:
         )
 
     def report_nodes(self, _now: float, search: Search) -> None:
-        """Tell of the nearest nodes that were found."""
+        """Report the nearest nodes that were found."""
         peers = tuple(contact.peer for contact in search.lookup.nearest)
         self._core.events.append(NodesFound(search.number, search.lookup.key, peers))

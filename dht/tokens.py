@@ -22,7 +22,7 @@ SECRET_BYTES = 32
 class WriteTokens:
     """Makes and checks the tokens of one node. `secret` comes from its shell's entropy."""
 
-    # No dataclass: a record of a node (`node.recording`) holds the fields of those.
+    # Not a dataclass: a node's recording (`node.recording`) contains the fields of dataclasses.
     __slots__ = ("_secret",)
 
     def __init__(self, secret: bytes) -> None:

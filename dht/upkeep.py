@@ -1,4 +1,4 @@
-"""Upkeep of a routing table: refreshes, more tries for lost contacts, and none for liars.
+"""Upkeep of a routing table: refreshes, retries of lost contacts, and exclusion of liars.
 
 A bucket in which nothing was looked up for long is refreshed by a lookup, and its silent contacts are pinged.
 A contact that fell silent is tried again for about an hour, so that a network that was split grows together.
@@ -21,11 +21,11 @@ WATCHED_PATIENCE = 4
 clients, or their DHT may be mute. A bucket whose contacts are all monitored is also refreshed this many times
 less often, since any further contact in its range would have been named too."""
 LOST_TRIES_MAX = 60
-"""Pings to a contact that fell silent, one in `lost_retry_seconds` at most."""
+"""Pings to a contact that fell silent, at most one every `lost_retry_seconds`."""
 LIARS_MAX = 256
 """Peers remembered for a bad answer, the newest."""
 LIAR_SECONDS = 600.0
-"""How long such a peer is neither asked nor met."""
+"""How long such a peer is neither asked nor pinged."""
 
 
 class UpkeepCore(Protocol):
@@ -75,7 +75,7 @@ class Upkeep:
     # Liars.
 
     def distrust(self, now: float, peer: PeerId) -> None:
-        """Take its place from a peer that sent an answer that no correct one sends."""
+        """Remove a peer that sent an answer that no correct peer sends."""
         self._ground.table.remove(peer)
         self._liars.pop(peer, None)
         self._liars[peer] = now + LIAR_SECONDS
@@ -86,7 +86,7 @@ class Upkeep:
         """Return whether that happened lately."""
         return self._liars.get(peer, -inf) > now
 
-    # The lost.
+    # Lost contacts.
 
     def found(self, peer: PeerId) -> None:
         """Forget a lost contact that has answered."""
@@ -136,7 +136,7 @@ class Upkeep:
 
     def touch(self, now: float, bucket: Bucket) -> None:
         """Note that a bucket was looked into, or need not be."""
-        # Give or take a quarter: what was filled together must not be refreshed together for ever.
+        # Give or take a quarter: buckets filled together must not be refreshed together for ever.
         spread = self._ground.rng.uniform(-0.25, 0.25)
         bucket.touch_last_updated(now + self._ground.settings.refresh_seconds * spread)
 
@@ -161,7 +161,7 @@ class Upkeep:
 
     def _is_worth_a_lookup(self, bucket: Bucket) -> bool:
         if bucket.full and bucket is not self._ground.table.bucket_of(self._ground.key):
-            return False  # there is no room for whom it would find; whoever is lost makes room
+            return False  # there is no room for further contacts until one is lost
         if not bucket.nodes or not all(contact.watched for contact in bucket.nodes.values()):
             return True
         # As often on average: no bucket need remember when.

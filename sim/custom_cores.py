@@ -68,11 +68,11 @@ class CustomSwarm:
         self.engine.run(until)
 
     def call(self, number: int, order: Order, *, at: float) -> None:
-        """At `at` let local code act on a core: `order(core, now)` returns the messages to send."""
+        """Let local code act on a core at `at`: `order(core, now)` returns the messages to send."""
         self.engine.call(at, self.peers[number], order)
 
     def crash(self, number: int, *, at: float) -> None:
-        """Crash a core: it stops without a word."""
+        """Crash a core: it stops without a goodbye."""
         self.engine.kill(self.peers[number], at)
 
     def of(self, kind: type) -> list[Observation]:

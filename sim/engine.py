@@ -85,10 +85,9 @@ class Engine:
         at: float = 0.0,
         clock: LocalClock = RIGHT,
     ) -> None:
-        """Let `core` act for `peer` from the instant `at`; before that it receives nothing.
-
-        The core lives by `clock`: its times and deadlines are that clock's. A killed peer may be given a new
-        core, which receives messages still on their way.
+        """Run `core` for `peer` from the instant `at`; before that it receives nothing. The core's times and
+        deadlines are those of `clock`. A killed peer may be given a new core, which receives messages still
+        on their way.
         """
         if self._trace is not None:
             core = TracedCore(core, peer, protocol, self._trace)
@@ -97,7 +96,7 @@ class Engine:
         self._push(at, self._ports.open(peer, protocol, self._links.sender), _START, core)
 
     def kill(self, peer: PeerId, at: float) -> None:
-        """Stop all cores of `peer` at `at`, without a word. Messages sent before still arrive."""
+        """Stop all cores of `peer` at `at`, without a goodbye. Messages sent before still arrive."""
         for port in self._ports.of(peer):
             self._push(at, port, _KILL, None)
 
@@ -113,7 +112,7 @@ class Engine:
             port.pace_ticks = handling_ticks(factor)
 
     def call(self, at: float, peer: PeerId, order: Order, *, protocol: str = "") -> None:
-        """At `at` let local code of `peer` act on its core; at the thaw if it is frozen then."""
+        """Let local code of `peer` act on its core at `at`, or at the thaw if it is frozen then."""
         self._push(at, self._ports.get(peer, protocol), _CALL, order)
 
     def command(self, peer: PeerId, order: Order, *, protocol: str = "") -> None:
@@ -209,7 +208,7 @@ class Engine:
             self._plan_carry(carrier.deadline)
 
     def _deliver_with_care(self, now: float, port: CorePort, sender: PeerId, payload: Any) -> None:
-        """Deliver where a fault may prevent it."""
+        """Deliver a message that a fault may prevent."""
         links = self._links
         if not port.alive:
             self._counts["missed"] += 1
@@ -314,7 +313,7 @@ class Engine:
         self._number = number
 
     def _send_with_care(self, now: float, port: CorePort, sends: Sends) -> None:
-        """Send as the end of `_pass_on` does, where more may happen to a message than a delay."""
+        """Send as the end of `_pass_on` does, for links with more effects than a delay."""
         peer, wire, carrier, add = port.peer, port.wire, self._carrier, self._calendar.add
         tick = round(now * TICKS_PER_SECOND)
         for receiver, sent in sends:

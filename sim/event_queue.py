@@ -1,8 +1,8 @@
 """Pending events in order: a priority queue that is as fast among a million events as among a few.
 
 A calendar queue (Brown, CACM 31(10), 1988) with slots of a fixed width: an event of a later slot is only
-appended, and a slot is sorted when its time comes. A heap of all events would touch memory all over with each
-operation.
+appended, and a slot is sorted when its time comes. Each operation on a heap of all events would access memory
+far apart.
 """
 
 from collections.abc import Iterator

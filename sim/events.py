@@ -50,7 +50,7 @@ class ReachabilityJudged:
 
 @dataclass(frozen=True)
 class NetworkSplit:
-    """No message passes between these sides any more; peers that are in none form one side together."""
+    """No message passes between these sides any more; peers in none of them form one further side."""
 
     sides: tuple[tuple[PeerId, ...], ...]
 

@@ -12,7 +12,7 @@ from sim.network.pace import PeerPace, handling_ticks
 from sim.wakeup import SimAlarm
 
 INBOX_MAX = 65_536
-"""Datagrams on their way to one inbox; more mean that nobody reads it."""
+"""Limit of datagrams on their way to one inbox; reaching it means that no code reads the inbox."""
 
 Datagrams = list[tuple[float, PeerId, int, bytes]]
 

@@ -1,7 +1,7 @@
 """The simulated local network: the peers of one region hear each other's beacons.
 
-Each packet takes the latency of its link; none is lost and none crosses a split. Used only where a simulation
-asks for it: with local discovery it could not measure how peers find each other otherwise.
+Each packet takes the latency of its link; none is lost and none crosses a split. Off unless a simulation asks
+for it, since local discovery would hide how peers find each other otherwise.
 """
 
 import heapq

@@ -60,7 +60,7 @@ class World(Protocol):
         event."""
 
     def sizes(self, peer: PeerId) -> Mapping[str, tuple[int, int]]:
-        """Return the sizes that a stranger could make grow at this peer: each with its limit."""
+        """Return the sizes at this peer that a stranger could increase, each with its limit."""
 
     def counters(self) -> Mapping[str, int]:
         """Return totals since the beginning: messages and bytes by protocol, and messages lost, missed,

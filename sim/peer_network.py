@@ -169,7 +169,7 @@ class SimNetwork(SingleHomed):
     def send(
         self, peer: PeerId, protocol: str, message: bytes, *, by_stream: bool = False, is_answer: bool = False
     ) -> None:
-        del is_answer  # no peer lies here: what is answered by a stream has come by one
+        del is_answer  # a reply by a stream means that the request came by one
         if len(message) > ONE_SHOT_BYTES_MAX:
             raise LocalProtocolError(f"{len(message)} bytes of {protocol}: open a stream for so much")
         if not self.alive:
@@ -211,7 +211,7 @@ class SimNetwork(SingleHomed):
         return {protocol: inbox.empty() for protocol, inbox in self._inboxes.items()}
 
     def inherit(self, inboxes: dict[str, Datagrams]) -> None:
-        """It comes to this one."""
+        """Take over the datagrams on their way to an earlier network of this peer."""
         for protocol, datagrams in inboxes.items():
             for due, sender, number, data in datagrams:
                 self._inbox(protocol).put(due, sender, number, data)
@@ -297,7 +297,7 @@ class SimNetwork(SingleHomed):
         self._counters["streams_broken"] += 1
 
     async def _meet_impostor(self, peer: PeerId) -> None:
-        """Fail to meet `peer`, which is not at its known address; another peer may be there."""
+        """Fail to connect to `peer`, which is not at its known address; another peer may be there."""
         other = self._impostors.get(peer)
         if other is None:
             await trio.lowlevel.checkpoint()

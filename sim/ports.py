@@ -1,4 +1,4 @@
-"""Ports: where the engine keeps one core of one peer, and what waits for it while it may not act.
+"""Ports: each holds one core of one peer, and its queued input while it may not act.
 
 Not here: the calendar and what happens at a port (`sim.engine`).
 """
@@ -17,7 +17,7 @@ from sim.network.places import Place
 from sim.network.sizes import SentTraffic, envelope_bytes
 
 WAKES_AT_ONCE_MAX = 1_000
-"""A core woken so often within one microsecond never moves its deadline: a bug, not a load."""
+"""A core that is woken more often within one microsecond never moves its deadline, which is a bug."""
 
 Order = Callable[[Any, float], Sends]
 """An order of local code to a core: `order(core, now)` returns the messages to send."""
@@ -87,9 +87,8 @@ class CorePort:
 
 
 class PortTable:
-    """All ports, by their numbers, protocols and peers, and what each has sent.
-
-    A port is never removed: a peer that is killed and comes back has the ports, and the counts, of before.
+    """All ports, by their numbers, protocols and peers, and their counts of sent messages. A port is never
+    removed: a peer that returns after a kill has its former ports and counts.
     """
 
     def __init__(self, wires: "dict[str, Wire]") -> None:

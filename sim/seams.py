@@ -100,7 +100,7 @@ class SimNetworkFabric:
         return network
 
     def kill(self, peer: PeerId) -> None:
-        """Kill `peer` without a word: its streams break, messages to it are lost."""
+        """Kill `peer` without a goodbye: its streams break, messages to it are lost."""
         network = self._networks.get(peer)
         if network is not None:
             network.die()
@@ -155,7 +155,7 @@ class SimNetworkFabric:
                 yield network.local, links.latency_seconds(peer, other)
 
     def address(self, peer: PeerId) -> Address | None:
-        """Return where others see a peer, or saw it before it was killed."""
+        """Return the outer address of a peer, or its last one if it was killed."""
         return self.homes.outside(peer)
 
     @property
@@ -217,7 +217,7 @@ class SimNetworkFabric:
             self._expect(due, peer, own.peer, protocol, data)
 
     def carry(self, parcel: Parcel) -> None:
-        """Part of a stream leaves."""
+        """Send part of a stream."""
         self._carrier.send(now_seconds(), self.links.at(parcel.sender).up, parcel)
         self._watch_queues()
 

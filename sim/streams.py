@@ -253,7 +253,7 @@ class SimStream:
 
     @property
     def silent_since(self) -> float:
-        """Return since when the other side has moved nothing that is awaited: see
+        """Return the time since which the other side has sent none of the awaited data: see
         `crypto.registers.PlaceHolder`."""
         return self._silence.since
 
@@ -337,7 +337,7 @@ class SimStream:
 
 
 def admit(register: Register[SimStream], at: PeerId, stream: SimStream, counters: Counter[str]) -> None:
-    """Have the peer `at` serve a stream that another opens; silent streams make room for it. Raises
+    """Have the peer `at` serve a stream that another opens; silent streams are evicted for it. Raises
     Unreachable."""
     now = _now()
     host = stream.source.host if stream.source is not None else ""

@@ -1,4 +1,4 @@
-"""The actions of every core as one digest, which proves that two drivers, or two runs, are the same.
+"""The actions of every core as one digest, which shows whether two drivers, or two runs, are the same.
 
 A core is wrapped in `TracedCore`, the same way under every driver. Each (peer, protocol) keeps a running hash
 in its own order; the digest takes them sorted by name. It therefore does not depend on how peers are

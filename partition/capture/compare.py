@@ -133,7 +133,7 @@ class _Comparison:
                 f"{what} differs in {self._when}: {_told(eager)} in eager, {_told(graphed)} in the graph"
             )
         if not isfinite(eager.norm) and not isfinite(graphed.norm):
-            return  # nonsense on both sides: the model's own affair
+            return  # not finite on both sides: the model's own behaviour
         scale = max(eager.norm, graphed.norm, least)
         difference = max(abs(eager.norm - graphed.norm), abs(eager.product - graphed.product)) / scale
         if not difference <= self._tolerance:

@@ -89,7 +89,8 @@ def export(model: nn.Module, request: ModelExport) -> ExportedGraph:
         _swap(model)
         program = _traced(whole, examples, shapes, request, (functions, refused))
         if first := changed(*layout.states):
-            # A value that forward keeps may be harmless, if a second call leaves it and computes the same.
+            # A value that forward keeps is harmless if a second call leaves it unchanged and computes the
+            # same.
             whole.calls = 2
             again = _traced(whole, examples, shapes, request, (functions, refused))
             if further := changed(*layout.states[1:]):
@@ -104,8 +105,8 @@ def export(model: nn.Module, request: ModelExport) -> ExportedGraph:
 
 
 def _calls(program: torch.export.ExportedProgram) -> list[str]:
-    """Return the operators in their order, without those that torch asks once however often a model is
-    called."""
+    """Return the operators in their order, without size queries and assertions: torch emits those once
+    however often a model is called."""
     names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     return [
         name

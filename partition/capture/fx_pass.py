@@ -283,7 +283,7 @@ class Walk:
         unknown = {symbol for side in sides for symbol in side.node.expr.free_symbols}
         unknown -= self.unknown | set(self.exported.symbols)
         self.unknown |= unknown
-        if unknown and name in OPERATORS:  # of others the refusal is said already
+        if unknown and name in OPERATORS:  # others are refused already
             self.refuse(f"{name} makes a tensor whose size depends on the data; {SIZED_BY_DATA}")
 
     def _region(self, name: str, arguments: list[Any]) -> Any:

@@ -229,7 +229,7 @@ def _masked(model: nn.Module, config: Any, length: int) -> Task:
 def _classes(model: nn.Module, config: Any, length: int) -> Task:
     inputs = _text(model, config, length)
     if getattr(config, "pad_token_id", None) is None:
-        # Where the end of a text is, such a model finds by its padding.
+        # Such a model finds the end of a text by its padding.
         config.pad_token_id = 0
     labels = {"labels": torch.zeros(BATCH, dtype=torch.int64)}
     return Task(model, inputs, labels, loss=_class_loss, metrics={"correct": _classes_correct})
@@ -265,7 +265,7 @@ _TASKS: dict[str, Callable[[nn.Module, Any, int], Task]] = {
 
 
 def _token_loss(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cross entropy summed over the places whose label counts, and the number of those places."""
+    """Return the cross entropy summed over the positions with a label that counts, and their number."""
     loss = functional.cross_entropy(
         output.logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )

@@ -109,7 +109,7 @@ def _look_differently(call: Call, target: Handle) -> None:
     seen = call.walk.emit(operator, *call.arguments, **call.keywords)
     target.reference, target.fake = seen.reference, seen.fake
     target.needs_gradient = target.needs_gradient and operator is not _aten.detach.default
-    # How it came from its base no longer says where a write would go.
+    # Its path from its base no longer shows where a write would go.
     target.view = None
 
 

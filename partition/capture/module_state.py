@@ -1,10 +1,10 @@
-"""The Python state of a module: put back after a trace or a proof, and compared before and after one.
+"""The Python state of a module: restored after a trace or a proof, and compared before and after.
 
 A graph holds what `forward` computed once. A counter, a list that grows, a flag or a random number of Python
-is a constant in it, so everything that `forward` changes must be known. `restored` puts everything back in
-any case: attributes and the containers in them (hooks are such), `requires_grad`, training flags, and the
-states of Python's, numpy's and torch's global generators. Values of tensors are not copied here: a trace
-computes none, and a proof copies the buffers.
+is a constant in it, so everything that `forward` changes must be known. `restored` restores everything in any
+case: attributes and the containers in them (hooks are such), `requires_grad`, training flags, and the states
+of Python's, numpy's and torch's global generators. Values of tensors are not copied here: a trace computes
+none, and a proof copies the buffers.
 """
 
 import random
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 OBJECTS_MAX = 1_000_000
-"""Objects of a model that are compared and put back; the rest is left alone."""
+"""Limit of a model's objects that are compared and restored; further ones are ignored."""
 _DEPTH_MAX = 6
 """The depth to which containers and objects nest, counted from the module."""
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.Size)

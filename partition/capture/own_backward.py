@@ -86,7 +86,7 @@ def _difference(cls: Any, bare: Callable[..., Any], arguments: Sequence[Any]) ->
             point = [_moved(each, distance) if distance else each for each in arguments]
             try:
                 own, plain = _gradients(bare, point), _gradients(forward, point)
-            except Exception:  # a person's own code, at a point that it may not be made for
+            except Exception:  # the user's own code, at a point for which it may not be written
                 own = plain = []
             worst = max(worst, *map(_distance, own, plain), 0.0)
     return worst

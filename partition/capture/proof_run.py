@@ -38,7 +38,7 @@ class Provable(Protocol):
 
 @contextmanager
 def _buffers_copied(model: nn.Module) -> Iterator[None]:
-    """Undo a run's changes to buffers: batch norm counts, a cache fills."""
+    """Undo a run's changes to buffers, such as batch norm's counters or a cache."""
     places = [
         (module, name, buffer)
         for module in model.modules()

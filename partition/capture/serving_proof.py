@@ -110,7 +110,7 @@ def prove_encoder_served(model: nn.Module, graph: Graph, pool: Callable[[Tensor]
         runner: Any = model
         return pool(runner(input_ids=ids.unsqueeze(0)).last_hidden_state[0]).expand(len(ids), -1)
 
-    # Some models count the places of what is no padding, of which a text has none.
+    # Some models count positions of tokens other than padding; a text here has no padding.
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     without = -1 if padding is None else int(padding)
     return _prove(graph, _held(model, graph), _tried(vectors), (2, TOKENS_MOST), without)

@@ -86,7 +86,7 @@ class Handle:
     """A tensor: a reference to its present value, a fake tensor of its type, and the storage it shows.
 
     `view` says how it came from `base`: the operator's name and its further arguments. `stale` names the
-    module that changed the memory behind its back.
+    module that changed the memory through another handle.
     """
 
     reference: Reference

@@ -4,10 +4,10 @@ Two replicas of one stage that have the same class computed the same made-up tok
 own weights and their own program. It is determined by results: names of processors, instruction sets and
 builds are part of it, but do not suffice, since libraries choose kernels by more than that.
 
-The tokens are served twice, at once and in parts among others. Where the bits differ, an answer could not go
-on elsewhere as it was, and the stage has no class. An encoder's sessions have no parts, and are served among
-others alone. Batches as long as a chunk of a prompt are not tried; their products are probed separately
-(`partition.execute.products`).
+The tokens are served twice, at once and in parts among others. If the bits differ, an answer could not
+continue unchanged on another replica, and the stage has no class. An encoder's sessions have no parts, and
+are served among others alone. Batches as long as a chunk of a prompt are not tried; their products are probed
+separately (`partition.execute.products`).
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """The closure interpreter: a stage's share of an entry point as a list of Python closures over torch.
 
-No source is made of a graph, and nothing is looked up in torch by a stranger's word
+No source code is generated from a graph, and no name from a stranger is looked up in torch
 (`partition.execute.closures`). Compiling gives every value, parameter, size and plain argument a place in one
 flat list, so that each node becomes a closure that picks its arguments out by index, calls, and stores.
 Arguments that depend on sizes alone are evaluated once for each new set of sizes; a list argument is rebuilt

@@ -65,7 +65,7 @@ class OpenStep:
         self._in_flight[request.microbatch] = held
 
     def held(self, request: Backward) -> Flight:
-        """Return the micro-batch to go back through. Raises RemoteProtocolError: there is none."""
+        """Return the micro-batch for the backward pass. Raises RemoteProtocolError if there is none."""
         held = self._in_flight.get(request.microbatch) if request.step == self.step else None
         if held is None or held.sign != request.sign:
             raise RemoteProtocolError(

@@ -98,7 +98,7 @@ class Pages:
         return self._pools[layer]
 
     def _zeros(self, *sides: int) -> torch.Tensor:
-        # Writers may be in inference mode or not.
+        # Writers may or may not be in inference mode.
         with torch.inference_mode(False):
             private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
             if self._device.type != "cpu" or not private or not prod(sides):

@@ -1,9 +1,10 @@
 """Products by weights in a stage that serves: the bits of each row are independent of the rows beside it.
 
 Rows are padded to a multiple (`partition.execute.serving`), which makes torch's kernels take one path for
-most shapes. Not for all: in float64 on two threads a product of 384 by 17 gives a row other bits among 8 rows
-than among 160. So every shape is tried on this machine once the weights are there, among few and among many
-rows. A product that fails is computed in blocks with one number of rows: slower, and alike by construction.
+most shapes. There are exceptions: in float64 on two threads a product of 384 by 17 gives a row other bits
+among 8 rows than among 160. Every shape is therefore tried on this machine, among few and among many rows,
+once the weights are loaded. A product that fails is computed in blocks with one number of rows: slower, and
+alike by construction.
 
 Trying is bounded by `FLOPS` a shape, so fewer rows are tried of large weights.
 

@@ -80,7 +80,7 @@ class StageArenas:
     # Sums and totals
 
     def give_sums(self) -> None:
-        """Let the node see the sums."""
+        """Copy the sums to the node's memory."""
         self._gradients.give()
 
     def clear_sums(self) -> None:

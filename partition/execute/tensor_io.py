@@ -26,7 +26,7 @@ _NAMES: dict[torch.dtype, DataType] = {kind: name for name, kind in DTYPES.items
 
 
 class NotFinite(RemoteProtocolError):
-    """A number is infinite or not one."""
+    """A number is infinite or NaN."""
 
 
 class BadPayload(RemoteProtocolError):
@@ -107,8 +107,8 @@ class Boundary:
             if dtype == "bfloat16":
                 tensor = tensor.view(torch.bfloat16)
             tensor = tensor.to(self._device)
-            # A gradient may be anything: it spoils the sums, and `Norm` says so for all stages at once. To
-            # refuse it here would blame a replica that did as it was told.
+            # A gradient may be anything: if it spoils the sums, `Norm` shows it for all stages at once. A
+            # refusal here would blame a replica that behaved correctly.
             if not (are_gradients or may_cross(tensor)):
                 raise NotFinite(f"a tensor is not finite{_first_bad(tensor)}")
             tensors.append(torch.view_as_complex(tensor) if kind.dtype in PAIRS else tensor)

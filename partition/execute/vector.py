@@ -30,8 +30,8 @@ class Vector:
             self.shared.copy_(self.tensor)
 
     def exact_view(self, slot: Slot) -> torch.Tensor:
-        """Return a view as `view` does, where float64 can be computed with: the node's own memory, on a
-        device that has no float64."""
+        """Return a view as `view` does, on memory where float64 can be computed: the node's own memory if the
+        device has no float64."""
         if torch.float64 not in MISSING.get(self.tensor.device.type, ()):
             return self.view(slot)
         return self.shared[slot.offset : slot.offset + slot.size].view(slot.shape)

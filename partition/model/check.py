@@ -210,7 +210,7 @@ def _check_parameter_types(graph: Graph) -> None:
 
 
 def _check_recipe(recipe: Recipe, shape: Sequence[int | Size], where: str) -> None:
-    # Sides are integers here: `_fixed_bytes` has seen to it.
+    # Sides are integers here: `_fixed_bytes` checked that.
     rows = shape[0] if shape and isinstance(shape[0], int) else 0
     for step in recipe.steps:
         sensible = isfinite(step.first) and isfinite(step.second)
@@ -237,7 +237,7 @@ def _check_constants(graph: Graph) -> None:
             raise _refuse(f"constant {row} is complex and in the state dict, which no file can hold")
         if len(constant.data) != size:
             raise _refuse(f"constant {row} has {len(constant.data)} bytes where {size} belong")
-        # torch takes a bool for the byte it is, and a byte of 2 is neither true nor false to it.
+        # torch reads a bool as its byte, and a byte of 2 is neither true nor false to it.
         if constant.type.dtype == "bool" and constant.data.translate(None, b"\x00\x01"):
             raise _refuse(f"constant {row} is of bool and has other bytes than 0 and 1")
 

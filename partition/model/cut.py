@@ -6,7 +6,7 @@ stage between, or computed again where that is cheaper (`partition.model.min_cut
 payload, so they cost nothing. Unneeded nodes are dropped: with a loss, the model's outputs do not travel.
 
 Cutting is a pure function of graph and positions, so every peer makes the same stages by itself, and no
-`StageGraph` is sent. A graph that cannot be cut as asked is a ValueError, also if a stranger wrote it.
+`StageGraph` is sent. A graph that cannot be cut as requested raises ValueError, even if a stranger wrote it.
 """
 
 from bisect import bisect_right

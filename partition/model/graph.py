@@ -35,7 +35,7 @@ TYPED_GRAPH_VERSION = 2
 """Each parameter has a type of its own, half precision among them, and is frozen: such a graph does not
 train. A graph that version 1 can express has version 1."""
 GRAPH_BYTES_MAX = 64 * 1024 * 1024
-"""A Llama of 8B takes about one MB. Constants (a causal mask of 4 MB) make a graph large."""
+"""A Llama of 8B takes about one MB; constants (such as a causal mask of 4 MB) take most of a large graph."""
 STRUCTURE_BYTES_MAX = 8 * 1024 * 1024
 """All of it without the bytes of constants. A byte of hostile structure becomes up to 30 in Python; a byte of
 data stays one."""

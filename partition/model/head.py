@@ -26,8 +26,8 @@ _ROWS = Size(1)
 
 def head_input(graph: Graph | StageGraph) -> tuple[int, TensorType] | None:
     """Return the value that a served model's head makes logits of, and its type: the final hidden states, a
-    row for each row of logits. What stands behind the head (a cap, a scale) takes each number by itself. None
-    where the model has no such head, or a stage is not the last."""
+    row for each row of logits. Operators after the head (a cap, a scale) are elementwise. None where the
+    model has no such head, or a stage is not the last."""
     entry = next((each for each in graph.entries if each.name == SERVE), None)
     if entry is None or is_whole(graph, entry) or len(entry.outputs) != 1:
         return None

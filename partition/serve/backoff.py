@@ -1,8 +1,9 @@
-"""How long a peer is not asked for a stage that it could not load, or that keeps ending there. A pure table.
+"""Backoff before a peer is asked again for a stage that it could not load, or that keeps ending there. A pure
+table.
 
 A load that fails costs a process and the traffic of its weights; a stage that ends again and again soon after
 it answered takes its sessions with it each time. Both rest for a growing time. A stage that answered for long
-before it ended is as good as new, and the first ends are forgiven: a process may be killed by chance.
+before it ended starts without a history, and the first ends are ignored: a process may be killed by chance.
 """
 
 from collections.abc import Iterator
@@ -16,11 +17,11 @@ SOUND_SECONDS = 60.0
 """A stage that answered for so long counts as sound, whatever was before: one whose memory does not suffice,
 or that a prompt kills each time it is sent again, ends sooner."""
 FORGIVEN_ENDS = 2
-"""Ends in a row, each after less than that, for which a stage does not rest."""
+"""The number of such early ends in a row without a rest."""
 
 
 class StageBackoff(Generic[Key]):
-    """The pauses of at most `count_max` pairs of a stage and its holder; the oldest make room."""
+    """The pauses of at most `count_max` pairs of a stage and its holder; the oldest are evicted."""
 
     def __init__(self, count_max: int) -> None:
         self._count_max = count_max
@@ -41,7 +42,7 @@ class StageBackoff(Generic[Key]):
             self._rests.pop(key, None)
 
     def note_end(self, now: float, key: Key, ready_since: float | None) -> None:
-        """Note that a stage has ended, which answered since then; None: it never did."""
+        """Note that a stage has ended that had answered since the given time; None if it never did."""
         until, rest, ends = self._rests.pop(key, (now, 0.0, 0))
         if ready_since is not None and now - ready_since >= SOUND_SECONDS:
             return

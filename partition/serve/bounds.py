@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from crypto.identity import PeerId
 
 SESSIONS_PER_DOOR_MAX = 16
-"""One door has so many at one node: prompts that a machine answers at once."""
+"""Sessions of one door at one node: the prompts that a machine answers at once."""
 SPENT_MAX = 1_024
-"""Doors whose tokens are counted; beyond that the one that has spent least is forgotten."""
+"""Doors whose tokens are counted; beyond this limit the one that has spent least is dropped."""
 MINUTE = 60.0
 MINUTES_MAX = 2.0
-"""A session ends where its door has spent the tokens of so many minutes."""
+"""A session ends once its door has spent the tokens of this many minutes."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ def counted(count: int, what: str) -> str:
 
 
 class TokensSpent:
-    """Tokens that each door has had lately."""
+    """The recent tokens of each door."""
 
     def __init__(self) -> None:
         self._spent: dict[PeerId, tuple[float, float, int]] = {}
-        """For each door how many, when it was so many, and how many it may have a minute."""
+        """For each door its tokens, the time of that count, and its tokens per minute."""
 
     def spent(self, now: float, door: PeerId) -> float:
         """Return how many are not forgotten."""
@@ -59,7 +59,7 @@ class TokensSpent:
             del self._spent[min(self._spent, key=lambda each: self.spent(now, each))]
 
     def refusal(self, now: float, door: PeerId, rate: int, minutes: float = 1.0) -> str:
-        """Return why a door with `rate` tokens a minute gets no more, empty if it does."""
+        """Return why a door with `rate` tokens a minute gets no more tokens; empty if it may have more."""
         over = self.spent(now, door) - rate * minutes
         if not rate or over < 0:
             return ""

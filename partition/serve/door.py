@@ -74,7 +74,8 @@ from partition.serve.timeouts import (
 )
 
 ATTEMPTS_MAX = 32
-"""Routes in a row that brought no token: whoever refuses each time is no provider."""
+"""Routes in a row without a token, after which a generation fails: a provider that always refuses is
+useless."""
 GENERATIONS_MAX = 256
 """One node has so many at once; each belongs to a program or a person of this machine."""
 
@@ -163,7 +164,7 @@ class Door:
     # What others say
 
     def note_former(self, peer: PeerId) -> None:
-        """A peer speaks the version before, until it is lost: without bases, and without hidden states."""
+        """A peer speaks the previous version, without bases and hidden states, until it is lost."""
         self._routes.note_former(peer)
 
     @property
@@ -186,7 +187,7 @@ class Door:
                 return []
 
     def lost(self, now: float, peer: PeerId, reason: str = "its stream broke") -> Sends:
-        """A provider is gone, or cannot be reached: its generations go on elsewhere."""
+        """A provider is gone, or cannot be reached: its generations continue on other routes."""
         return self._give_up(now, peer, reason, told=peer)
 
     def _give_up(self, now: float, peer: PeerId, reason: str, told: PeerId | None = None) -> Sends:
@@ -284,7 +285,7 @@ class Door:
             self.events.append(RouteWanted(service))
 
     def _leave_route(self, now: float, generation: OpenGeneration, lost: PeerId | None, reason: str) -> Sends:
-        """Go on elsewhere: the stages that are left forget the session, and all tokens are sent anew."""
+        """Continue on another route: the old stages forget the session, and all tokens are sent again."""
         sends = self._end_attempt(generation)
         sends = [(peer, message) for peer, message in sends if peer != lost]
         generation.waits_since, generation.reason = now, reason

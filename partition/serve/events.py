@@ -30,11 +30,11 @@ class GenerationWish:
     sampling: Sampling
     stops: frozenset[int] = frozenset()
     is_exact: bool = False
-    """Rather end than go on where the next tokens might be others than they would have been."""
+    """Whether to end instead of continuing where the next tokens might differ."""
     owner: str = ""
-    """It begins from what sessions of the same owner have read, and from nobody else's."""
+    """It may begin from sessions of the same owner only."""
     is_masked: bool = False
-    """Whether `Door.permit` says which tokens may come, of each anew."""
+    """Whether `Door.permit` sets the allowed tokens for each position."""
     is_vector: bool = False
     """Whether an encoder is asked: the prompt goes as one unit, and the row that comes is the answer."""
     is_hidden: bool = False

@@ -27,7 +27,7 @@ from partition.serve.sampling import LogitRow, choose, read_hidden, read_row
 from partition.serve.timeouts import OPEN_SECONDS_MAX, SILENCE_SECONDS_MAX
 
 CHUNK_TOKENS = 128
-"""Tokens of a prompt that go as one unit: what others wait for where a long prompt is read."""
+"""Tokens of a prompt in one unit: others wait this long while a long prompt is read."""
 UNITS_IN_FLIGHT_MAX = 4
 """Chunks of one session on their way, so that several stages compute at once."""
 
@@ -41,22 +41,22 @@ class RouteAttempt:
     began_at: float
     bits: tuple[bytes, ...]
     reads: int
-    """Tokens that there were when it began."""
+    """The number of tokens when it began."""
     base: bytes = b""
     """The session that it begins from."""
     shared: int = 0
     """Tokens that it has from there."""
     opened: set[int] = field(default_factory=set)
-    """Stages that have said that they serve it."""
+    """Stages that have confirmed that they serve it."""
     sent: int = 0
     units: int = 0
     computed: int = 0
     """Tokens of units that were answered."""
     flying: deque[UnitWork] = field(default_factory=deque)
     moved_at: float = inf
-    """When the oldest unit in flight became that."""
+    """Since when the oldest unit in flight has been the oldest."""
     row: LogitRow | None = None
-    """A row that waits to be told which tokens may come."""
+    """A row that waits for its allowed tokens."""
     hidden: list[Array] = field(default_factory=list)
     """The hidden states that came, where they are wanted."""
 
@@ -85,20 +85,20 @@ class OpenGeneration:
     avoided: dict[PeerId, float] = field(default_factory=dict)
     """Peers that are not asked until then."""
     doubts: Counter[PeerId] = field(default_factory=Counter)
-    """How many routes failed of which a peer may have been the reason: others are asked first."""
+    """By peer, the failed routes that it may have caused; others are asked first."""
     reason: str = ""
     """Why the last route was lost."""
     missing_stage: int = -1
     missing: str = ""
-    """Which stage nobody answered for when a route was last looked for."""
+    """The stage without a provider in the last search for a route."""
     bits: tuple[bytes, ...] = ()
     """The bit class of each stage that the newest token came from."""
     follows: int = 0
-    """The generation that reads what this one begins with, and is waited for."""
+    """The generation that reads this one's first tokens, for which this one waits."""
     follows_tokens: int = 0
     """How many tokens they share."""
     allowed: Array | None = None
-    """The tokens that may come next, a boolean each; None: it has not been said yet."""
+    """The allowed next tokens, a boolean each; None if not set yet."""
 
     @property
     def key(self) -> PrefixKey:
@@ -254,7 +254,7 @@ class OwnerShares:
         """The number of each owner whose generations are not over."""
 
     def share_of(self, owner: str, generations: Iterable[OpenGeneration]) -> int:
-        """Return the number of an owner; owners that ask nothing any more free theirs."""
+        """Return the number of an owner; owners without a generation free theirs."""
         owners = {each.wish.owner for each in generations}
         self._shares = {name: number for name, number in self._shares.items() if name in owners}
         taken = set(self._shares.values())

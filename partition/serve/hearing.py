@@ -1,4 +1,5 @@
-"""When each provider of a door was heard last; a silent one is given up. A part of `partition.serve.door`."""
+"""The time at which each provider of a door was last heard; a silent one is dropped. A part of
+`partition.serve.door`."""
 
 from collections.abc import Iterable, Iterator
 
@@ -21,18 +22,18 @@ class Hearing:
         return iter(sorted(self._heard_at))
 
     def note_time(self, now: float) -> None:
-        """This node runs. If it stood still before, the silence of others meanwhile does not count."""
+        """Note that this node runs. Silence of others while it was suspended does not count."""
         if self._heard_at and now - self._seen_at > STALL_SECONDS:
             self._heard_at = {peer: max(at, now - ALIVE_SECONDS) for peer, at in self._heard_at.items()}
         self._seen_at = now
 
     def begin(self, now: float, peers: Iterable[PeerId]) -> None:
-        """Listen to these from now on, if not before."""
+        """Begin to listen to these, unless that is done already."""
         for peer in peers:
             self._heard_at.setdefault(peer, now)
 
     def heard(self, now: float, peer: PeerId) -> None:
-        """A peer sent something; one that serves nothing is passed over."""
+        """Note that a peer sent something; a peer that serves no generation is ignored."""
         if peer in self._heard_at:
             self._heard_at[peer] = now
 

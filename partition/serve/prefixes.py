@@ -68,7 +68,7 @@ class RadixTree(Generic[V]):
         return value in self._places
 
     def put(self, tokens: Sequence[int], value: V) -> None:
-        """Put a value at these tokens; it leaves the place that it had."""
+        """Put a value at these tokens, and remove it from its former place."""
         self.remove(value)
         rest = tuple(tokens)
         node = self._root
@@ -84,7 +84,7 @@ class RadixTree(Generic[V]):
         self._places[value] = node
 
     def remove(self, value: V) -> None:
-        """Take a value out; one that is not there is none."""
+        """Remove a value, if it is there."""
         node = self._places.pop(value, None)
         if node is None:
             return
@@ -147,7 +147,7 @@ class RadixTree(Generic[V]):
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return with how many equal tokens two sequences of one type begin."""
+    """Return the length of the common prefix of two sequences of one type."""
     least, most = 0, min(len(one), len(other))
     if one[:most] == other[:most]:
         return most
@@ -178,7 +178,7 @@ class KeptPrefix:
 
 
 class Prefixes:
-    """Those of one door."""
+    """The bases of one door."""
 
     def __init__(self) -> None:
         self._trees: dict[PrefixKey, RadixTree[bytes]] = {}
@@ -201,7 +201,7 @@ class Prefixes:
         self._trees.setdefault(kept.key, RadixTree()).put(tokens, kept.session)
 
     def rest(self, now: float, kept: KeptPrefix, tokens: Sequence[int]) -> list[KeptPrefix]:
-        """A session is over, and rests; return those that are let go for it."""
+        """Let a finished session rest; return the sessions dropped for it."""
         self.put(kept, tokens)
         self._resting.pop(kept.session, None)
         self._resting[kept.session] = now

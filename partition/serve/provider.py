@@ -3,11 +3,11 @@
 A sans-IO core. It looks into no tensor: its driver checks arrays, joins those of a batch and splits what the
 stage answers.
 
-Sessions are bounded in all, for each door and for each network (`crypto.registers`): a session whose door
-moves nothing makes room for another, and its door is told. What waits is computed together, one unit of a
-session at a time, as many tokens as a batch takes. Doors take turns by the tokens that were computed for
-them, for what each gave itself (`partition.serve.turns`), and where several want the stage, a call has a few
-sessions of each: so a door with a long prompt does not hold up another's next token, nor does one with many.
+Sessions are bounded in all, for each door and for each network (`crypto.registers`): a session whose door is
+idle is evicted for another, and its door is told. What waits is computed together, one unit of a session at a
+time, as many tokens as a batch takes. Doors take turns by the tokens that were computed for them, for what
+each gave itself (`partition.serve.turns`), and where several want the stage, a call has a few sessions of
+each: so a door with a long prompt does not hold up another's next token, nor does one with many.
 
 The node's owner bounds what a door may have (`PeerBounds`): sessions, tokens a minute, and a part of the
 memory for keys and values. It is told which bound it has met.

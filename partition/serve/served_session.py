@@ -1,4 +1,5 @@
-"""A session as a provider keeps it, and for how many tokens several have keys and values together."""
+"""A session as a provider keeps it, and the number of tokens for which several sessions share keys and
+values."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -9,7 +10,7 @@ from crypto.identity import PeerId
 from partition.serve.messages import Carried, OpenSession
 
 WAITING_BYTES_MAX = 256 << 20
-"""Tensors of all units that wait. A door that finds no room here tries elsewhere."""
+"""Limit of the tensors of all waiting units. A door that is refused tries another provider."""
 WAITING_BYTES_PER_DOOR_MAX = 64 << 20
 
 
@@ -66,11 +67,11 @@ class SessionPart:
     waiting: deque[Carried] = field(default_factory=deque)
     is_computing: bool = False
     is_kept: bool = False
-    """Whether the stage has anything of it."""
+    """Whether the stage holds any data of it."""
     kept: int = 0
     """Tokens that the stage keeps once all that waits is computed."""
     silent_since: float = -inf
-    """Since when it waits for the next unit; inf while it has one."""
+    """The time since which it waits for the next unit; inf while it has one."""
     pause_seconds: float = inf
     """From its last answer to the unit that came then."""
     newest: int = -1

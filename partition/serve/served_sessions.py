@@ -48,11 +48,11 @@ class ServedSessions:
         return self._sessions[session]
 
     def get(self, session: bytes) -> ServedSession | None:
-        """Return a session; None where it is not here."""
+        """Return a session, None if it is not here."""
         return self._sessions.get(session)
 
     def values(self) -> Collection[ServedSession]:
-        """Return all sessions; those of a door that was served before others come later."""
+        """Return all sessions; sessions of recently served doors come later."""
         return self._sessions.values()
 
     @property

@@ -14,12 +14,12 @@ from partition.serve.bounds import SESSIONS_PER_DOOR_MAX
 from partition.serve.served_session import ServedSession
 
 SESSIONS_MAX = 64
-"""All doors together have so many at one node."""
+"""Sessions of all doors at one node."""
 PATIENCE_SECONDS = 5.0
-"""How long a door may send nothing for a session that another door wants the place of."""
+"""How long a door may send nothing for a session before its place goes to another door."""
 PLACES = Budget(SESSIONS_MAX, SESSIONS_PER_DOOR_MAX, SESSIONS_MAX // 2, PATIENCE_SECONDS)
 RESTS_PER_DOOR_MAX = 8
-"""Sessions of one door that rest: half of what it may have."""
+"""Resting sessions of one door: half of its limit."""
 
 
 class SessionPlaces:
@@ -45,7 +45,7 @@ class SessionPlaces:
             self.leave(each)
         resting = base if base is not None and base.id in self._resting else None
         if resting is not None:
-            resting.silent_since = inf  # the register passes it over
+            resting.silent_since = inf  # the register skips it
         evicted = self._register.admit(now, session, session.door, self._source_of(session.door))
         is_taken_over = evicted is None and resting is not None
         if is_taken_over and resting is not None:

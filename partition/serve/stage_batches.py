@@ -1,8 +1,7 @@
-"""The batches that the stages of a provider compute: one at a time each, of the doors whose turn it is.
-
-A unit that the stage refuses ends its session alone: where a batch fails, its units are computed again one by
-one, which changes nothing, for a unit rolls its session back to where it begins. Where a stage has no page
-left, sessions that rest give theirs, and all is computed again.
+"""The batches that the stages of a provider compute: one at a time per stage, from the doors whose turn it
+is. A refused unit ends only its own session: after a failed batch its units are computed again one by one,
+which is safe because a unit rolls its session back to where it begins. If a stage has no page left, resting
+sessions free theirs, and the batch is computed again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +38,7 @@ class StageBatches:
         self._count = 0
 
     def compute(self, now: float, stage: StageQueue) -> None:
-        """Have a stage compute what waits, if it is idle."""
+        """Have an idle stage compute waiting units."""
         if stage.computing:
             return
         own = [
@@ -71,7 +70,7 @@ class StageBatches:
         return chosen
 
     def _put_back(self, part: SessionPart, unit: Carried) -> None:
-        """Have a unit wait again that was refused with another, and counts once it is chosen anew."""
+        """Queue a unit again whose batch was refused; it counts once it is chosen again."""
         part.waiting.appendleft(unit)
         assert isinstance(unit.message, UnitWork)
         self._turns.give_back(part, unit.message.tokens)
@@ -122,7 +121,7 @@ class StageBatches:
             return []
         sends: Sends = []
         found = stage.end()
-        # Where there is no page left, those that rest give theirs, and all is computed again.
+        # If no page is left, resting sessions free theirs, and the batch is computed again.
         number = stage.number
         resting = [e for e in self._sessions.resting if e.service == service and number in e.parts]
         is_again = code == "busy" and bool(resting)
@@ -145,6 +144,6 @@ class StageBatches:
         return sends
 
     def _finish(self, service: bytes, batch: int) -> StageQueue | None:
-        """Return the stage that has computed a batch; None: it is held no more."""
+        """Return the stage that has computed a batch, None if it is no longer held."""
         found = (each for each in self._stages.values() if each.service == service and each.computing)
         return next((each for each in found if each.batch == batch), None)

@@ -47,7 +47,7 @@ def stopgaps(wanted: Recruit, me: PeerId) -> list[PeerId]:
 
 
 def has_other(roster: Sequence[Sequence[PeerId]], stage: int, me: PeerId) -> bool:
-    """Return whether another member answers for a stage: the one that leaves need not wait for any."""
+    """Return whether another member answers for a stage, so that a leaving member need not wait."""
     return bool(roster) and any(peer != me for peer in roster[stage])
 
 

@@ -65,7 +65,7 @@ class StageTurns:
             self._weights.pop(session.door, None)
 
     def give_back(self, part: SessionPart, tokens: int) -> None:
-        """A unit of a session that was chosen is chosen anew: it has not had its turn."""
+        """Return a session's unit to the queue: it was chosen but not computed."""
         self._served[part.door] -= tokens / self._weights[part.door]
         self._shares[part.door, part.share] -= tokens
 

@@ -1,19 +1,18 @@
 """How a service keeps its number of replicas without a coordinator: the view of one stage of a member, a
 sans-IO core.
 
-Every member tells all others which stage it holds, and whom it knows. A member that leaves says so; one that
-was silent for some seconds, or whose stream broke, counts no more until it tells again. Where a stage has
-fewer members than wished, the members act in the order of a hash of theirs and of the stage: the first at
-once, the others only where it is still missing some seconds later, so that a dead first hinders nobody. Two
-that act at once make a replica too many, which serves like any other: none lets go for it, since the word of
-a lying member would be enough to empty a stage.
+Every member sends all others its stage and the members that it knows. A leaving member says so; one that was
+silent for some seconds, or whose stream broke, does not count until it reports again. If a stage has fewer
+members than wished, the members act in the order of a hash of the member and the stage: the first at once,
+each further one some seconds later if the replica is still missing, so that a dead first member blocks
+nothing. Two members that act at once create a surplus replica, which serves like any other. No member drops
+its stage because of it, since one lying member could then empty a stage. If a stage has no holder and no
+other node takes it, a member takes it too, as a stopgap: it answers but does not count as a replica, so the
+search for another node continues. Once a replica has answered beside it for a while, it drops the stage. A
+member has a `ServiceUpkeep` for each of its stages; that of a stopgap finds no others.
 
-Where nobody is left who holds a stage, and no other node takes it, a member takes it too, as a stopgap: it
-answers, but is no replica, so another node is looked for all the same. Once one has answered beside it for a
-while, it lets go. A member has a `ServiceUpkeep` for each of its stages; that of a stopgap finds no others.
-
-A member is who was introduced: by the publisher, by the member that had it hold its stage, and then by those
-that know it. What a stranger tells is passed over, so nobody makes a service look complete.
+A member is introduced by the publisher or by the member that recruited it, and then by members that know it.
+Messages of strangers are ignored, so that no stranger makes a service look complete.
 
 The driver finds a node that takes the stage: it answers `Recruit` by `recruited`.
 """
@@ -31,7 +30,7 @@ from partition.serve.messages import ROLL_ROWS_MAX, Roll, ServiceRow
 
 TELL_SECONDS = 1.0
 FORGET_SECONDS = 5.0
-"""A member that tells nothing for so long counts no more. Its sessions left it long before."""
+"""A member that is silent for this long no longer counts. Its sessions have left it long before."""
 HEARSAY_SECONDS = 6.0
 """How long a peer is told that others have named as a member and that has said nothing itself. A new member
 looks for nobody else for that peer's stage meanwhile: both begin at once, and a busy machine may take seconds
@@ -43,10 +42,10 @@ TURN_SECONDS = 2.0
 PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 1.0, 20.0
 """Between two attempts where nobody took the stage: a swarm without a free slot is not asked without end."""
 RELIEF_SECONDS = 10.0
-"""How long another has to answer for a stage before its stopgap lets go: one that is about to leave has the
+"""How long another has to answer for a stage before its stopgap drops it: one that is about to leave has the
 stopgap take over, and one that comes and goes moves no session twice."""
 STALL_SECONDS = 2.0
-"""Without a call for so long this node itself stood still, and the others' silence does not count."""
+"""Without a call for this long this node itself was suspended, and others' silence does not count."""
 FORMER_SECONDS, FORMER_TELL_SECONDS = 60.0, 5.0
 """How long, and how often, a member that was lost is told all the same. A machine that was cut off has lost
 all others too: without a word from either side it would begin the whole service anew."""
@@ -133,7 +132,7 @@ class ServiceUpkeep:
         self._missing_since: dict[int, float] = {}
         self._recruiting: set[int] = set()
         self._pauses: dict[int, tuple[float, float]] = {}
-        """For a stage that nobody took: when it is offered again, and the pause after that."""
+        """For a stage that no node took: when it is offered again, and the pause after that."""
         self._backoff: StageBackoff[tuple[PeerId, int]] = StageBackoff(MEMBERS_MAX)
         self._told: tuple[tuple[PeerId, ...], ...] = ()
         self._began_at = self._seen_at = now
@@ -162,7 +161,7 @@ class ServiceUpkeep:
         return self._tell(now)
 
     def leave(self) -> Sends:
-        """Tell all others that this member lets go of the stage."""
+        """Tell all others that this member drops the stage."""
         roll = Roll(self._service, self._stage, False, True)
         return [(peer, roll) for peer in self._peers()]
 
@@ -250,7 +249,7 @@ class ServiceUpkeep:
             self._missing_since[stage] += stall
 
     def recruited(self, now: float, stage: int, peer: PeerId | None) -> None:
-        """Note the node that took a missing stage; None: none did."""
+        """Note the node that took a missing stage; None if none did."""
         self._note(now)
         self._recruiting.discard(stage)
         if peer is not None:
@@ -302,7 +301,7 @@ class ServiceUpkeep:
                 self._members[peer, row.stage] = _Member(row.stage, row.is_ready, now, is_hearsay=True)
 
     def _remember(self, now: float, peer: PeerId) -> None:
-        """Keep in mind that this was a member: its word counts again once it comes back."""
+        """Remember a former member: its messages count again once it is back."""
         self._former.pop(peer, None)
         self._former[peer] = now
         while len(self._former) > MEMBERS_MAX:
@@ -328,7 +327,7 @@ class ServiceUpkeep:
         return others or (self.is_ready and stage == self._stage)
 
     def _make_room(self) -> bool:
-        """Forget one that others only speak of; return whether there was one."""
+        """Forget a member that was only named by others; return whether there was one."""
         found = next((key for key, each in self._members.items() if each.is_hearsay), None)
         if found is not None:
             del self._members[found]

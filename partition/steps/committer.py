@@ -8,9 +8,9 @@ its replicas, and a minority can commit nothing:
                                          ^                                     |
                                          +--- who ended with other parameters -+        ... evaluating -> done
 
-Other parts decide who is gone, which makes the next plan, with a new Committer. Within a plan micro-batches
-only move: away from a replica that is suspected, or has work at hand and is silent. Only the first trainer
-commits.
+Other parts decide which peers are gone; this makes the next plan, with a new Committer. Within a plan
+micro-batches only move: away from a replica that is suspected, or has work at hand and is silent. Only the
+first trainer commits.
 """
 
 from collections.abc import Iterable
@@ -86,8 +86,8 @@ class Committer:
         """`metrics` is the number of metrics beside the loss; `save_every` is in steps, 0 never, and `saved`
         the step of the newest checkpoint. `skips_diverged`: a step whose loss or gradient is not finite
         changes nothing, in place of ending the run. The first `validations` held-out micro-batches are for
-        validation, the `evaluations` after them for the test; `series` has the validations so far, as this
-        member heard of them."""
+        validation, the `evaluations` after them for the test; `series` has the validations that this member
+        knows of."""
         self.me = me
         self.plan = plan
         self.plan_hash = plan_hash(plan)
@@ -116,7 +116,7 @@ class Committer:
         self._overdue = StallDetector(list(self._places))
         self._disputes = FrameComplaints(me, plan, self._places)
         self._suspected: set[PeerId] = set()
-        self.vouched: set[bytes] = set()  # digests of what others fed, that this one's own data has too
+        self.vouched: set[bytes] = set()  # digests of others' inputs that this trainer's own data has too
         self._commit: said.StepCommit | None = None
         self._apply: Apply | None = None
         self._save: said.Save | None = None
@@ -134,13 +134,13 @@ class Committer:
         return self._check_at if self.phase in ("syncing", "counting", "evaluating") else inf
 
     def start(self, now: float) -> Sends:
-        """Ask every replica where it is; call it again to ask those that have not said so."""
+        """Ask every replica for its state; a repeated call asks those that have not answered."""
         self._now, self._check_at = now, now + SYNC_AGAIN_SECONDS
         return [(peer, said.Sync(plan=self.plan_hash)) for peer in self.awaited]
 
     @property
     def awaited(self) -> tuple[PeerId, ...]:
-        """While syncing: the replicas that have not said where they are."""
+        """While syncing: the replicas that have not reported their state."""
         return tuple(peer for peer in self._places if peer not in self._synced)
 
     def receive(self, now: float, sender: PeerId, message: object) -> Sends:
@@ -214,12 +214,12 @@ class Committer:
         return []
 
     def unpause(self, now: float) -> Sends:
-        """Open steps again: the reason for the pause is void."""
+        """Open steps again: the reason for the pause is gone."""
         self._now, self._pausing = now, False
         return self._open_step() if self.phase == "paused" else []
 
     def take_last(self, now: float) -> Sends:
-        """End with the present state: the best one cannot be brought back."""
+        """End with the present state: the best one cannot be restored."""
         self._now, self._held_out.takes_last = now, True
         return self._open_step() if self.phase == "restoring" else []
 
@@ -251,7 +251,7 @@ class Committer:
             messages.append(self._overdue.ask(self.plan_hash))
         return [(peer, message) for message in messages if message is not None]
 
-    # Where everybody is
+    # Synchronisation
 
     def _on_synced(self, sender: PeerId, message: Synced) -> Sends:
         check_synced(self.plan, message)
@@ -283,7 +283,7 @@ class Committer:
             self._mind_checkpoint()
             return self._repair()
         assert apply is not None
-        # Finish the step that the committer before left half applied, then go on.
+        # Finish the step that the previous committer left half applied, then go on.
         self.step -= 1
         self._overdue.begin(self._now, "applying", self.step, apply.attempt)
         self.phase, self._awaited = "applying", behind
@@ -465,8 +465,8 @@ class Committer:
         return self._repair()
 
     def _tell(self, apply: Apply) -> None:
-        """Report the step that this Apply ended, which is final. The committer before may not have told
-        everybody."""
+        """Report the step that this Apply ended, which is final. The previous committer may not have told
+        every peer."""
         self._held_out.learn(apply.validated)
         self.events.append(step_applied(self.plan, apply, self._applied, self._divergence.reason))
         self._divergence.applied(apply)
@@ -562,7 +562,7 @@ class Committer:
         return self._skip(reason) if may_skip else self._fail(reason)
 
     def _hurry(self) -> Sends:
-        """Handle a long silence: ask the replicas that hold up the step, and give up those that are stuck."""
+        """Handle a long silence: ask the replicas that delay the step, and drop those that are stuck."""
         late = self._late()
         for peer, reason in self._overdue.stuck(self._now, late).items():
             self._give_up(peer, f"{STUCK} in step {self.step}: {reason}")

@@ -10,7 +10,7 @@ from partition.steps.validation import Series
 
 
 def divergence(what: str) -> str:
-    """Return why a run failed whose numbers are not finite, and what may help."""
+    """Return the failure text of a run with numbers that are not finite, and what may help."""
     return f"{what}; a lower train.learning_rate, or train.clip_norm, may help"
 
 
@@ -117,8 +117,8 @@ class TrainingEvaluated:
 class Validated:
     """All validation samples have been evaluated with the state after `step` steps: sums over them.
 
-    `converged`: no further step is opened. `is_kept`: this state may become the result. Reported again where
-    the committer before did the same.
+    `converged`: no further step is opened. `is_kept`: this state may become the result. A new committer may
+    report it again.
     """
 
     step: int

@@ -5,7 +5,8 @@ from typing import Literal
 DISSENTS_MAX = 2
 """Times the replicas of a stage may reach different totals: a broken transfer, not a broken machine."""
 SYNC_AGAIN_SECONDS = 2.0
-"""A replica learns of its plan by another way than the Sync, and ignores one that is ahead of it."""
+"""Interval of Syncs: a replica learns of its plan by another message, and ignores a Sync that arrives before
+it."""
 OPEN_AGAIN_SECONDS = 10.0
 """The same for trainers, which answer nothing: sent after a long silence."""
 STALL_CHECK_SECONDS = 1.0

@@ -22,9 +22,9 @@ class Evaluation:
         self._first = all_numbers.start
 
     def is_known(self, message: Evaluated, numbers: range) -> bool:
-        """Return whether it is here already, or is of an earlier evaluation; `numbers` are open.
+        """Return whether the result is a repeat, or belongs to an earlier evaluation; `numbers` are open.
 
-        Raises RemoteProtocolError: it was not asked for, or is impossible.
+        Raises RemoteProtocolError for a result that was not requested or is impossible.
         """
         if message.microbatch >= numbers.stop or message.step > self._step:
             raise RemoteProtocolError("an evaluation that was not asked for")
@@ -40,7 +40,7 @@ class Evaluation:
 
     @property
     def numbers(self) -> range:
-        """The micro-batches to have under way now."""
+        """The micro-batches that should be in flight now."""
         return range(self._first, min(self.all.stop, self._first + EVALUATIONS_IN_FLIGHT_MAX))
 
     def wants_more(self, numbers: range) -> bool:

@@ -33,7 +33,7 @@ class FeedReady:
 
 @dataclass(frozen=True)
 class FramesDone:
-    """The frames of `step`, and of all before it, will not be asked for again."""
+    """The frames of `step` and of all earlier ones are no longer needed."""
 
     step: int
 

@@ -1,6 +1,5 @@
-"""Replicas that take their stage from others before a step is opened, as a committer knows them.
-
-Those that have nothing yet, and those that hold other parameters than most of their stage.
+"""A committer's view of replicas that take their stage's state from others before a step is opened: those
+that have no state yet, and those whose parameters differ from most of their stage.
 """
 
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ class Filling:
     def take(self, sender: PeerId, message: Synced) -> bool:
         """Note a replica's Synced; return whether it completes a filling."""
         if not is_filled(self.asked[sender], message):
-            return False  # what it said before
+            return False  # its earlier report
         del self.asked[sender]
         self.filled.append(sender)
         return True

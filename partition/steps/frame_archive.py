@@ -1,4 +1,4 @@
-"""The signed frames of committed steps, kept for audits that come later: pure, and bounded three ways.
+"""The signed frames of committed steps, kept for later audits: pure, and bounded in steps, age and size.
 
 A node keeps the frames of a run that came to its stage or that its stage sent: of the newest STEPS_KEPT steps
 that were applied here, and of the first one after the newest checkpoint, whose state can be restored; for

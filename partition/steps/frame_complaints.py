@@ -1,4 +1,4 @@
-"""Complaints that one member's frames cannot be used by another. No member is believed alone.
+"""Complaints of members about unusable frames of others. No member is believed alone.
 
 A BadFrame proves that its author sent a frame with that header, not what came beside it: the author may have
 sent an unusable payload, or the accuser may lie. So the micro-batch goes elsewhere, both are noted, and
@@ -86,7 +86,7 @@ class FrameComplaints:
             is_due = author == feeder_of(self._plan, header.train, header.microbatch)
         else:
             is_due = ledger.owns(made_by, header.microbatch)
-        if is_due:  # else that of whoever is to send it comes yet
+        if is_due:  # otherwise the sender's own complaint is still to come
             places = [self._places[accuser], *([] if made_by is None else [made_by])]
             if len(self._opponents.get(accuser, {}).get(author, ())) % 2 == 0:
                 places.reverse()

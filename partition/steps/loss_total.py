@@ -1,4 +1,4 @@
-"""The totals of one step as its committer hears them: the losses of its micro-batches, and its norm."""
+"""The totals of one step, as reported to its committer: the losses of its micro-batches, and its norm."""
 
 from collections.abc import Iterable, Mapping
 from math import isfinite

@@ -50,7 +50,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sync(StepMessage, frozen=True, kw_only=True, tag="sync"):
-    """Committer to replica: a plan has come into force; say where you are."""
+    """Committer to replica: a plan has come into force; report your state."""
 
 
 class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
@@ -76,7 +76,7 @@ class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
 
 
 class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
-    """Replica to committer: where it is.
+    """Replica to committer: its state.
 
     `step` steps are applied, or None where it has nothing yet: it has just joined. `counted` are the
     micro-batches of the open step whose gradients are in its sums; `samples` and `losses` are those of each,
@@ -256,7 +256,8 @@ class Diverged(StepMessage, frozen=True, kw_only=True, tag="diverged"):
 
 
 class StallQuestion(StepMessage, frozen=True, kw_only=True, tag="ask"):
-    """Committer to a replica that has not reported: nothing has happened for long; what do you wait for?"""
+    """Committer to a replica that has not reported: nothing has happened for long; report what you wait
+    for."""
 
     step: StepNumber
     attempt: Count

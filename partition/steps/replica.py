@@ -69,7 +69,7 @@ __all__ += ["ReduceAsked", "ReduceReady", "ReduceVoided", "Replica", "SaveReady"
 __all__ += ["StepDiscarded", "WorkItem"]
 
 _MOVING = (BackwardReady, SubtractReady, ForgetReady, ApplyReady, ReduceReady, FillReady)
-"""While one of these is under way, this replica cannot say where it is; nor during a forward pass."""
+"""During one of these, or during a forward pass, this replica cannot report its state."""
 
 
 class Replica:
@@ -289,8 +289,7 @@ class Replica:
     def refused(
         self, done: ForwardReady | BackwardReady, direction: Direction, reason: str, of_values: bool = False
     ) -> Sends:
-        """Note that the stage refused its input and is as it was before; return the report that names the
-        sender."""
+        """Note that the stage refused its input and is unchanged; return the report that names the sender."""
         if not self._take_back(done):
             return []
         number, is_held_out = done.microbatch, isinstance(done, ForwardReady) and not done.train
@@ -398,7 +397,7 @@ class Replica:
     ) -> Sends:
         number = done.microbatch
         if done.plan != self.plan_hash or not self._held_out.finish(number):
-            return self._answer_sync()  # the committer is past it, or another asks for it again
+            return self._answer_sync()  # the committer has gone on, or a new one will ask again
         if output is None:
             result = evaluated(self.plan_hash, done, samples, loss, metrics)
             return self._reports.say("evaluated", number, result)
@@ -409,7 +408,7 @@ class Replica:
     # Messages of the committer
 
     def _answer_sync(self) -> Sends:
-        """Say where this replica is, once nothing that would change it is under way."""
+        """Report this replica's state, once no work that would change it is under way."""
         forwards = isinstance(self._busy, ForwardReady) and self._busy.train
         moving = forwards or isinstance(self._busy, _MOVING) or self._apply is not None
         if not self._sync_asked or moving or self._fill is not None:
@@ -446,7 +445,7 @@ class Replica:
             self._forget_held_out(routes.numbers.start)
         self._order.offer(self._order.microbatches)
         sends = [send for key in self._kept.keys() for send in self._send(key)]  # noqa: SIM118 - no dict
-        # Frames that came while another owned it did not matter then.
+        # Frames that came while another replica owned the micro-batch were not considered.
         return sends + self._reports.useless(self._owns)
 
     def _take_commit(self, message: StepCommit) -> Sends:
@@ -484,7 +483,7 @@ class Replica:
         return []
 
     def _answer(self, message: StallQuestion) -> Sends:
-        """Say what this replica still waits for. Its shell knows the peers that a reduction waits for."""
+        """Report what this replica still waits for. The shell knows the peers that a reduction waits for."""
         asked = ReduceAsked(self.plan_hash, message.step, message.attempt)
         if self.step is None or message.step > self.step:
             return []
@@ -527,7 +526,7 @@ class Replica:
         if self._apply is not None:
             return  # it would be summed into the wrong step
         check_frame(self.plan, self.stage, self.step, sender, header)
-        # Under a later attempt than this replica knows of it waits: nothing is computed that is not owned.
+        # A frame of a later attempt than this replica knows waits: only owned micro-batches are computed.
         if header.train:
             self._order.put(frame)
         else:

@@ -1,4 +1,4 @@
-"""The point at which a run goes on under a new plan, from the replicas' Synced."""
+"""The step from which a run continues under a new plan, computed from the replicas' Synced."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping

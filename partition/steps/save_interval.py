@@ -35,14 +35,14 @@ class SaveInterval:
         """Note the time of a committed step."""
         if self._slowdown_seconds is not None and self._step_seconds:
             self._slowdown_seconds += seconds - self._step_seconds
-            return  # what a step takes by itself is not learnt from one beside a checkpoint
+            return  # a step during a checkpoint does not show the usual time
         before = self._step_seconds or seconds
         self._step_seconds = (1 - _NEWEST_WEIGHT) * before + _NEWEST_WEIGHT * seconds
         self._adapt()
 
     def began(self) -> None:
         """Note that stages are to be saved after the step that was just committed."""
-        self.ended()  # the one before has not said so: it came to nothing, or goes on still
+        self.ended()  # the previous checkpoint did not report its end: it failed, or is still under way
         self._slowdown_seconds = 0.0
 
     def ended(self) -> None:

@@ -1,9 +1,8 @@
 """Detection of a stalled reduction, or end of a step, and of the replica at fault.
 
-SWIM sees the dead. This covers what it cannot see: a replica that answers probes but makes no progress, which
-would hold the step for ever. Once nothing has happened for far longer than usual, replicas that have not
-reported are asked, twice, what they wait for; if still nothing happens, the first of these that applies is
-stuck:
+SWIM detects dead peers. This detects a replica that answers probes but makes no progress, which would block
+the step for ever. Once nothing has happened for far longer than usual, replicas that have not reported are
+asked, twice, what they wait for; if still nothing happens, the first of these that applies is stuck:
 
     who does not answer
     who waits for nobody but itself
@@ -22,7 +21,7 @@ from partition.steps.messages import StallQuestion, Waiting
 
 STUCK = "it is stuck"
 PATIENCE_SECONDS_MIN = 30.0
-"""A machine that is busy with something else may stand still for as long."""
+"""A machine that is busy with something else may pause for this long."""
 PATIENCE_FACTOR = 8
 """A round that takes this many times longer than usual is not noise."""
 PATIENCE_SECONDS = 300.0
@@ -33,7 +32,7 @@ ROUND_SECONDS_MAX = 7_200.0
 ASKS = 2
 """How often to ask: the second answer shows whether there is progress."""
 LATE_SECONDS = 1.0
-"""A committer that is woken this late has stood still itself, and others' messages wait unread."""
+"""A committer that is woken this late was itself suspended, and others' messages wait unread."""
 _SHARE = 0.3
 """The weight of the newest duration in the usual one."""
 

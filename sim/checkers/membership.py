@@ -12,7 +12,7 @@ from sim.scenario import Scenario
 _LIVE = (Status.ALIVE, Status.SUSPECT)
 _PAIRS_PER_SAMPLE = 4_000
 _VIEWS_PER_SAMPLE = 4
-"""Looking at a view costs its size, so each sample looks at only so many, in turn."""
+"""The cost of a view grows with its size, so each sample checks only this many, in turn."""
 _VIEWS_AT_END = 256
 
 
@@ -67,8 +67,8 @@ class ViewsConverge(Checker):
 
 
 class NoFalseDeaths(Checker):
-    """Check that nobody declares dead a peer that is up, reachable and undisturbed, and has been for so long
-    that the verdict cannot mean an earlier life."""
+    """Check that no peer declares another dead that is up, reachable and undisturbed, and has been for so
+    long that the verdict cannot refer to an earlier life."""
 
     name = "false-death"
 

@@ -8,7 +8,7 @@ from sim.observers import Observation, World
 
 
 class OnePlanAHeight(Checker):
-    """Check that no two peers ever take different plans of one height to be in force. Not for runs that may
+    """Check that no two peers ever have different plans of one height in force. Not for runs that may
     fork."""
 
     name = "plans"

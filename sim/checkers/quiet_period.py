@@ -39,7 +39,7 @@ class QuietPeriods:
         return self._changed.get(peer, 0.0)
 
     def network_since(self, now: float) -> float:
-        """Return since when the network is whole; ahead of `now` while it is not."""
+        """Return the time since which the network is whole; it is ahead of `now` while the network is not."""
         latest = 0.0
         for event in self._events:
             if event.at_seconds > now:
@@ -51,7 +51,7 @@ class QuietPeriods:
         return latest
 
     def both_since(self, world: World, one: PeerId, other: PeerId) -> float:
-        """Return since when nothing at all disturbs the link between two peers."""
+        """Return the time since which the link between two peers is undisturbed."""
         return max(self.since(one), self.since(other), self.network_since(world.now))
 
     def _see_change(self, observed: Observation, _world: World) -> None:

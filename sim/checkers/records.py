@@ -10,7 +10,7 @@ from sim.scenario import Scenario
 _MISSES_OF = 200
 """Misses during a run are held against at least so many lookups: a few early ones mean nothing."""
 _LOOKUPS_MIN = 20
-"""A share of fewer lookups says nothing."""
+"""A share of fewer lookups is not meaningful."""
 
 
 class RecordsAreGenuine(Checker):

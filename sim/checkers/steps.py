@@ -12,7 +12,7 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 _KEPT_MAX = 512
-"""Steps that are compared; nobody applies an older one under the same plan."""
+"""Limit of the steps that are compared; no peer applies an older one under the same plan."""
 
 
 class SamplesOnce(Checker):

@@ -16,7 +16,7 @@ from sim.measures.views import Views
 from sim.observers import Observation, World
 
 SAME_DEATH_SECONDS = 30.0
-"""Verdicts on one peer that lie no further apart are one mistake of several observers."""
+"""Verdicts on one peer within this time count as one mistake of several observers."""
 JUST_BACK_SECONDS = 10.0
 """For this long after a peer's return, a verdict about its earlier life is not a mistake about the new
 one."""

@@ -1,7 +1,7 @@
 """Addresses of simulated peers: those that each knows of itself, and those that others see. Pure.
 
-Each peer has a network of its own (a /24). Behind a translator it knows only its inner address, as any
-machine does; others see an outer one, where it may or may not be reachable, and which only they can tell it.
+Each peer has a network of its own (a /24). Behind a translator it knows only its inner address. Others see an
+outer one, which it learns only from them, and at which it may or may not be reachable.
 """
 
 from crypto.contact import PORT_MAX, Address
@@ -20,13 +20,13 @@ def outer_address(number: int, peer: PeerId) -> Address:
 
 
 def inner_address(number: int, peer: PeerId) -> Address:
-    """Return what the peer of this number has for an address behind its translator."""
+    """Return the inner address of the peer of this number, behind its translator."""
     place = number + 1
     return Address("ip4", f"192.168.{place >> 8 & 255}.{place & 255}", PORT, peer)
 
 
 class Home:
-    """Where one peer is. `own` is what it knows of itself, `outside` what others see."""
+    """The addresses of one peer: `own` is the one that it knows, `outside` the one that others see."""
 
     def __init__(self, number: int, peer: PeerId, *, is_inside: bool) -> None:
         self.outside = outer_address(number, peer)
@@ -34,14 +34,14 @@ class Home:
         self._connections = 0
 
     def source(self) -> Address:
-        """Return what a new connection of this peer comes from, as others see it."""
+        """Return the source of a new connection of this peer, as others see it."""
         port = _PORTS_OUT[self._connections % len(_PORTS_OUT)]
         self._connections += 1
         return Address("ip4", self.outside.host, port)
 
 
 class Homes:
-    """The homes of all peers of one simulation, in the order of their first coming."""
+    """The homes of all peers of one simulation, in the order of their first start."""
 
     def __init__(self) -> None:
         self._of: dict[PeerId, Home] = {}
@@ -56,10 +56,10 @@ class Homes:
         return home
 
     def outside(self, peer: PeerId) -> Address | None:
-        """Return where others see a peer that was ever there."""
+        """Return the outer address of a peer that has ever run."""
         home = self._of.get(peer)
         return None if home is None else home.outside
 
     def peer_at(self, address: Address) -> PeerId | None:
-        """Return who was ever there."""
+        """Return the peers that have ever run."""
         return self._at.get((address.host, address.port))

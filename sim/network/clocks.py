@@ -1,7 +1,7 @@
-"""Clocks that are wrong: an offset and a drift, and a core that lives by such a clock. Pure.
+"""Wrong clocks, with an offset and a drift, and a core that runs on such a clock. Pure.
 
-Deadlines of a core are told by its own clock. They are converted back strictly: a core woken at the
-instant of its deadline always finds, by its own clock, that the deadline has passed.
+A core's deadlines are in the time of its own clock. Conversion rounds up: a core woken at the instant of its
+deadline always finds, by its own clock, that the deadline has passed.
 """
 
 import math
@@ -31,14 +31,14 @@ class LocalClock:
         if math.isinf(local):
             return local
         time = instant((local - self.offset_seconds) / (1.0 + self.drift))
-        # Rounding may have left it just short; one step is enough, or the next.
+        # Rounding may have left it just short; one or two steps suffice.
         while self.local(time) < local:
             time = (round(time * TICKS_PER_SECOND) + 1) / TICKS_PER_SECOND
         return time
 
 
 class SkewedCore:
-    """`core`, to whom a driver's time is told by `clock`."""
+    """`core` with a driver's time converted by `clock`."""
 
     def __init__(self, core: Core, clock: LocalClock) -> None:
         self.core = core

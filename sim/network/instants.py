@@ -1,6 +1,6 @@
 """Instants: whole microseconds, written as the nearest float of seconds. Pure.
 
-So the events of `sim.engine` and trio's clock under `sim.seams` see exactly the same instants.
+The events of `sim.engine` and trio's clock under `sim.seams` thus have exactly the same instants.
 """
 
 import math
@@ -31,12 +31,12 @@ def nearest_instant(seconds: float) -> float:
 def after(now: float, seconds: float) -> float:
     """The instant `seconds` after the instant `now`, at least one microsecond later.
 
-    Added in whole microseconds: 0.1 + 0.2 is 0.3 here, so what should coincide does.
+    Added in whole microseconds, so that 0.1 + 0.2 is 0.3 and coinciding instants are equal.
     """
     return (round(now * TICKS_PER_SECOND) + ticks(seconds)) / TICKS_PER_SECOND
 
 
 def ticks(seconds: float) -> int:
-    """A stretch in whole microseconds, rounded up and never zero: what is sent at an instant must not change
-    that same instant elsewhere."""
+    """A duration in whole microseconds, rounded up and never zero: a message must not arrive at the instant
+    at which it is sent."""
     return max(1, math.ceil(seconds * TICKS_PER_SECOND - _NOISE_TICKS))

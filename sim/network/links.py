@@ -1,11 +1,10 @@
-"""All links of one simulation: when a message arrives, or that it never does. Pure: no trio, no clock.
+"""All links of one simulation: each message's arrival time or loss. Pure: no trio, no clock.
 
-What happens to a message is a keyed hash of (seed, sender, receiver, protocol, the instant of sending and
-which message of that instant it is on this link), so it does not depend on what other links carry, nor on
-the order in which a driver asks. No pair of peers costs memory: a distance is computed from both ends.
-
-Splits, blocks and losses for a while are told here by whoever plays the scenario, and hold for what is sent
-from that moment on; what is on its way arrives.
+The fate of a message is a keyed hash of (seed, sender, receiver, protocol, instant of sending, its number
+within that instant on this link). It is therefore independent of other links and of the order in which a
+driver asks. Pairs of peers cost no memory: a distance is computed from both ends. The scenario's player sets
+splits, blocks and temporary losses here; they affect messages sent from then on, while those on their way
+arrive.
 """
 
 import struct
@@ -34,22 +33,22 @@ STREAM_TRIPS = 7
 answer, and the message."""
 _ANSWER_TICKS = round(ANSWER_SECONDS * TICKS_PER_SECOND)
 _ANSWERS_KEPT = 4_096
-"""Pairs of peers, after which those whose time is over are looked for."""
+"""The number of pairs of peers beyond which expired ones are dropped."""
 _BITS = 32
 """The bits of a drawn figure. `_SPREAD` is odd: multiplied by it, a random 64-bit number has a random upper
 half."""
 
 
 class Ways(Protocol):
-    """How messages get past routers (`sim.worlds.routed`)."""
+    """The passage of messages through routers (`sim.worlds.routed`)."""
 
     def trips(self, own: Place, receiver: Place, tick: int, *, by_stream: bool) -> tuple[int, ...] | None:
-        """Return how long a message travels, in ticks, none where it is lost; None where it goes as between
-        two public addresses."""
+        """Return the travel time of each copy of a message in ticks, none if it is lost; None if no router
+        affects it."""
 
 
 class SimLinks:
-    """Under one model and seed. `counters` says what became of messages on the way: lost (by chance), cut (a
+    """The links under one model and seed. `counters` counts the fates of messages: lost (by chance), cut (a
     split or a block lay between), duplicated (copies that were made), filtered (by a translator)."""
 
     def __init__(self, model: NetworkModel, seed: int) -> None:
@@ -64,7 +63,7 @@ class SimLinks:
         self._base, self._span = _distances(model)
         self._jitter_ticks = ticks(model.jitter_seconds) if model.jitter_seconds > 0 else 0
         self._reorder_ticks = ticks(model.reorder_seconds)
-        # A drawn figure below (or, for what is kept, not below) such a bound means that it happens.
+        # An effect happens if the drawn figure is below its bound (for kept messages: not below).
         self._kept_range = (1.0 - model.loss) * _RANGE
         self._reordered_range = model.reordering * _RANGE
         self._copied_range = model.duplication * _RANGE
@@ -78,28 +77,28 @@ class SimLinks:
         self._lossy: dict[PeerId, float] = {}
         self._deaf: dict[PeerId, None] = {}
         self._mute: dict[PeerId, None] = {}
-        # From which ticks on what one peer sends to another by a protocol goes by a stream, for a moment.
+        # The tick from which messages of one peer to another by a protocol go by a stream for a moment.
         self._answers: dict[tuple[PeerId, PeerId, str], tuple[int, ...]] = {}
-        # Messages that arrive by a stream at a peer behind a translator, or from one.
+        # Messages that arrive by a stream at or from a peer behind a translator.
         self._by_stream: set[tuple[PeerId, PeerId, int]] = set()
         self._is_parted = False
         self.is_even = not self._fates_differ and not self.has_translators and self._internet is None
 
     @property
     def has_answers(self) -> bool:
-        """Whether anything is to be answered by a stream."""
+        """Whether any message has to be answered by a stream."""
         return bool(self._answers)
 
-    # Where peers are.
+    # Places of peers.
 
     def place(self, peer: PeerId, number: int) -> None:
         """Give a peer the region, the access and the clock of its number, before anything else is asked of
-        it. A peer that was never placed has those of its name."""
+        it. For a peer that was never placed they are drawn by its name."""
         if peer in self._places:
             raise LocalProtocolError("this peer has a place already")
         place = self._settle(peer, number)
         if self._internet is not None:
-            # The first of all has to let others in.
+            # The first peer must be reachable.
             access = place.access
             router = access.router if number else "none"
             place.machine = self._internet.machine(peer, number, router, access.behind_one)
@@ -109,16 +108,16 @@ class SimLinks:
         return self._places.get(peer) or self._settle(peer, peer)
 
     def region(self, peer: PeerId) -> str:
-        """The name of the region where a peer is; empty where there are none."""
+        """The name of a peer's region; empty without regions."""
         regions = self.model.regions
         return regions[self.at(peer).region].name if regions else ""
 
     def clock(self, peer: PeerId) -> LocalClock:
-        """How wrong the clock of a peer is."""
+        """The error of a peer's clock."""
         return self.at(peer).clock
 
     def latency_seconds(self, sender: PeerId, receiver: PeerId) -> float:
-        """One way, without jitter and queues."""
+        """The one-way latency in seconds, without jitter and queues."""
         return self.latency_ticks(self.at(sender), self.at(receiver)) / TICKS_PER_SECOND
 
     def latency_ticks(self, sender: Place, receiver: Place) -> int:
@@ -131,15 +130,14 @@ class SimLinks:
         return base + (share * span >> _BITS)
 
     def sender(self, peer: PeerId, protocol: str) -> "Sender":
-        """Return what `peer` sends by `protocol` goes through this; one is kept by whoever drives the
-        peer."""
+        """Return the `Sender` for messages of `peer` by `protocol`. The peer's driver keeps one."""
         return Sender(self, self.at(peer), protocol, self._seed)
 
-    # What is done to links for a while.
+    # Temporary disturbances of links.
 
     def split(self, *sides: Collection[PeerId]) -> int:
-        """Nothing passes from one side to another any more until `heal`; whoever is in none is with its like.
-        Several splits may be on at once: `heal` takes the number that this returns."""
+        """Let no message pass between sides until `heal`; peers in no side form one further side. Several
+        splits may be active at once: `heal` takes the number that this returns."""
         self._split_number += 1
         self._splits[self._split_number] = {
             peer: number for number, side in enumerate(sides) for peer in side
@@ -168,7 +166,7 @@ class SimLinks:
         self._look()
 
     def block_datagrams(self, peer: PeerId, *, blocked: bool = True) -> None:
-        """No datagram goes from or to the peer any more, and streams do; or datagrams do again."""
+        """Drop all datagrams from and to the peer, but no streams; or undo that."""
         self.at(peer).has_datagrams = not blocked
         if blocked:
             self._mute[peer] = None
@@ -177,7 +175,7 @@ class SimLinks:
         self._look()
 
     def deafen(self, peer: PeerId, *, deaf: bool = True) -> None:
-        """Others hear the peer, it hears nobody; or it does again."""
+        """Let the peer receive nothing while others receive its messages; or undo that."""
         self.at(peer).deaf = deaf
         if deaf:
             self._deaf[peer] = None
@@ -196,7 +194,8 @@ class SimLinks:
         self._look()
 
     def reaches(self, one: PeerId, other: PeerId) -> bool:
-        """Return whether what `one` sends now may come to `other`: no split and no block lies between."""
+        """Return whether a message that `one` sends now may reach `other`: no split or block is between
+        them."""
         return self.connects(self.at(one), self.at(other))
 
     def connects(self, one: Place, other: Place) -> bool:
@@ -216,7 +215,8 @@ class SimLinks:
         return nat is None or nat.lets_streams_in(now)
 
     def lets_in(self, one: PeerId, other: PeerId, now: float) -> bool:
-        """A datagram of `one` comes to `other` at the instant `now`: whether the translators let it pass."""
+        """Return whether the translators pass a datagram of `one` that reaches `other` at the instant
+        `now`."""
         arrival = (one, other, round(now * TICKS_PER_SECOND))
         if arrival in self._by_stream:
             self._by_stream.remove(arrival)
@@ -232,13 +232,13 @@ class SimLinks:
         return True
 
     def fate(self, name: bytes, sender: Place, receiver: Place, tick: int, count: int) -> tuple[int, ...]:
-        """Return how long each copy of one message travels, in ticks; none for one that never arrives."""
+        """Return the travel time of each copy of one message in ticks; none if it never arrives."""
         if self._is_parted and not (
             self.connects(sender, receiver) and sender.has_datagrams and receiver.has_datagrams
         ):
             self.counters["cut"] += 1
             return ()
-        # As `latency_ticks`, for each message there is.
+        # `latency_ticks` inlined, since this runs for every message.
         latency = self._base[sender.region][receiver.region]
         span = self._span[sender.region][receiver.region]
         if span:
@@ -259,13 +259,13 @@ class SimLinks:
         if twin >= self._copied_range:
             return (trip,)
         self.counters["duplicated"] += 1
-        # A copy takes a path of its own; never the same instant, so that an arrival is one of a kind.
+        # A copy takes its own path and another instant, so that each arrival is unique.
         other = latency + (twin_jitter * self._jitter_ticks >> _BITS)
         return (trip, other if other != trip else trip + 1)
 
     def by_stream(self, sender: Place, receiver: Place, tick: int) -> tuple[int, ...]:
-        """Return how long one message by a stream travels, in ticks; none where no stream can be opened, as
-        where every packet is lost."""
+        """Return the travel time of one message by a stream in ticks; none if no stream can be opened, or
+        every packet is lost."""
         if not (
             self.connects(sender, receiver)
             and self.connects(receiver, sender)
@@ -281,8 +281,8 @@ class SimLinks:
         return (trip,)
 
     def expect_answer(self, sender: PeerId, receiver: PeerId, protocol: str, tick: int, arrival: int) -> None:
-        """From `arrival` on, for a moment, what `sender` sends to `receiver` goes by a stream: it answers
-        something that came by one where datagrams do not get through."""
+        """From `arrival` on, for a moment, send messages of `sender` to `receiver` by a stream: they answer
+        one that came by a stream where datagrams are blocked."""
         over = tick - _ANSWER_TICKS
         if len(self._answers) >= _ANSWERS_KEPT:
             self._answers = {key: begun for key, begun in self._answers.items() if begun[-1] >= over}
@@ -291,7 +291,7 @@ class SimLinks:
         self._answers[key] = (*kept, arrival)
 
     def answers_by_stream(self, sender: PeerId, receiver: PeerId, protocol: str, tick: int) -> bool:
-        """Return whether what is sent now answers something that came by a stream."""
+        """Return whether a message sent now answers one that came by a stream."""
         found = self._answers.get((sender, receiver, protocol), ())
         return any(0 <= tick - begun <= _ANSWER_TICKS for begun in found)
 
@@ -322,14 +322,14 @@ class Sender:
         self._links = links
         self._protocol = protocol
         self._name = draw(seed, "fate", place.peer, protocol)[:32]
-        # To whom messages left at the latest tick: the first of them, and how many to each of the others.
+        # Receivers at the latest tick: the first one, and the number of messages to each of the others.
         self._tick = -1
         self._first = place
         self._counts: dict[PeerId, int] | None = None
 
     def trips(self, tick: int, receiver: Place, *, by_stream: bool = False) -> tuple[int, ...]:
-        """One message leaves for `receiver` at the instant of this tick, as a datagram or `by_stream`: how
-        long each copy of it travels, in ticks. None of them, if it never arrives."""
+        """Send one message to `receiver` at this tick, as a datagram or `by_stream`. Return the travel time
+        of each copy in ticks; none if it never arrives."""
         links, own = self._links, self.place
         if links.ways is not None:
             found = links.ways.trips(own, receiver, tick, by_stream=by_stream)
@@ -357,7 +357,7 @@ class Sender:
 
 
 def _distances(model: NetworkModel) -> tuple[list[list[int]], list[list[int]]]:
-    """Per region and region: the shortest latency in ticks, and how much more it may be."""
+    """For each pair of regions the shortest latency in ticks, and the width of its range."""
     count = max(1, len(model.regions))
     everywhere = (model.nearest_seconds, model.farthest_seconds)
     bases, spans = [], []

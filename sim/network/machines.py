@@ -1,4 +1,4 @@
-"""Machines on a simulated internet with routers: who gets a packet to whom, and connections of TCP. Pure."""
+"""Machines on a simulated internet with routers: reachability between them, and TCP connections. Pure."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from crypto.identity import PeerId
 from sim.network.routers import FIREWALL, PRESETS, Endpoint, Preset, RoutedSite, Transport
 
 PORT = 9_747
-"""Where all listen."""
+"""The port on which all listen."""
 HAS_IPV6: tuple[Preset, ...] = ("none", "firewall6")
 """Machines with a global address of IPv6: those with public addresses, and those behind a firewall of it."""
 BEHIND_ONE_MAX = 200
@@ -22,7 +22,7 @@ class Card:
 
 
 class RoutedMachine:
-    """A peer's, with one address of each family that it has."""
+    """A peer's machine, with one address for each of its families."""
 
     __slots__ = ("cards", "is_up", "peer")
 
@@ -33,7 +33,7 @@ class RoutedMachine:
 
     @property
     def site(self) -> RoutedSite | None:
-        """Where it is by IPv4."""
+        """Its place by IPv4."""
         return self.cards[4].site
 
     def family(self, other: "RoutedMachine") -> int:
@@ -48,8 +48,8 @@ class RoutedMachine:
         )  # fmt: skip
 
     def place_for(self, other: "RoutedMachine", transport: Transport, now: float) -> Endpoint | None:
-        """Return where `other` sends a packet for it: its own address, or where its router lets everybody
-        in; None where others know of no such place."""
+        """Return the address to which `other` sends a packet for it: its own address, or one at which its
+        router accepts packets from all; None if others know of none."""
         family = self.family(other)
         card = self.cards[family]
         if card.site is None or card.site is other.cards[family].site:
@@ -61,8 +61,8 @@ class RoutedMachine:
 def carry(
     transport: Transport, one: RoutedMachine, other: RoutedMachine, to: Endpoint, now: float
 ) -> Endpoint | None:
-    """A packet of `one` goes to the place `to`: return where it seems to come from if it gets to `other`,
-    else None."""
+    """Send a packet of `one` to the place `to`. Return its apparent source if it reaches `other`, else
+    None."""
     family = 6 if any(card.inner == to for card in (other.cards.get(6),) if card) else 4
     card, there = one.cards.get(family), other.cards.get(family)
     if card is None or there is None:
@@ -90,7 +90,7 @@ class TcpLink:
     source: Endpoint
 
     def passes(self, sender: RoutedMachine, now: float) -> bool:
-        """A packet is sent on it: whether it gets to the other end."""
+        """Send a packet on it; return whether it reaches the other end."""
         if not (self.one.is_up and self.other.is_up):
             return False
         if sender is self.one:
@@ -99,7 +99,7 @@ class TcpLink:
 
 
 def connect(one: RoutedMachine, other: RoutedMachine, to: Endpoint | None, now: float) -> TcpLink | None:
-    """Open one from the port at which `one` listens; None where it does not come about."""
+    """Open a connection from the port on which `one` listens; return None if that fails."""
     if to is None or not (one.is_up and other.is_up):
         return None
     source = carry("tcp", one, other, to, now)

@@ -1,10 +1,10 @@
 """Network address translators: who can reach a peer behind one, and when. Pure.
 
-Kinds as RFC 3489 names them (RFC 4787 says the same in two dimensions). A mapping is opened by sending
-and closes after `MAPPING_SECONDS` without sending. Two peers behind `restricted` ones reach each other once
-both have sent; a `symmetric` one has another port for each peer, which that peer learns only from a
-message that got through, so a symmetric peer is reached by whoever it could reach first, and two of them
-never meet. Not modelled: hairpins, several peers behind one translator, ports that run out.
+Kinds as RFC 3489 names them (RFC 4787 says the same in two dimensions). A mapping is opened by sending and
+closes after `MAPPING_SECONDS` without sending. Two peers behind `restricted` ones reach each other once both
+have sent; a `symmetric` one has another port for each peer, which that peer learns only from a message that
+got through, so a symmetric peer is reached only by peers that it could reach first, and two of them never
+connect. Not modelled: hairpins, several peers behind one translator, ports that run out.
 """
 
 from crypto.identity import PeerId
@@ -19,7 +19,8 @@ _ANYONE = PeerId(b"")
 
 
 class Translator:
-    """The translator before one peer. Times are instants; what opens at one serves only later ones."""
+    """The translator before one peer. Times are instants; a mapping opened at one instant serves only later
+    ones."""
 
     __slots__ = ("_is_forwarding", "_kind", "_mappings", "_room")
 

@@ -1,4 +1,4 @@
-"""How fast a simulated process goes: at its usual pace, slowly, or not at all. Pure."""
+"""The pace of a simulated process: usual, slow, or frozen. Pure."""
 
 from sim.network.instants import after, ticks
 
@@ -23,7 +23,8 @@ class PeerPace:
         self.stood_seconds = 0.0
 
     def freeze(self, now: float, seconds: float) -> float:
-        """It stands still from `now` for so long, or until it would have anyway: when it goes on."""
+        """Freeze it from `now` for this long, or until the end of an earlier freeze if that is later. Return
+        the end."""
         until = max(self.still_until, after(now, seconds))
         self.stood_seconds += until - max(self.still_until, now)
         self.still_until = until

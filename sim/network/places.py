@@ -1,4 +1,4 @@
-"""Where a peer is and how it is connected, and what is done to its connection for a while. Pure."""
+"""A peer's region and access, and temporary disturbances of its connection. Pure."""
 
 import math
 from bisect import bisect
@@ -20,12 +20,12 @@ RIGHT = LocalClock()
 
 _RANGE = 2.0**32
 _REST_MIN = 0.011
-"""Less than this is no share left over, but figures that were rounded."""
+"""A remaining share below this is a rounding error."""
 
 
 class Place:
-    """One peer's. `key` is what its distances to others come from; `sides` where it stands in each split
-    that is on; `kept_share` the share of messages that its own connection does not lose."""
+    """The place of one peer. `key` determines its distances to others; `sides` is its side in each active
+    split; `kept_share` the share of messages that its own connection does not lose."""
 
     __slots__ = (
         "access", "clock", "deaf", "down", "has_datagrams", "kept_share", "key", "machine", "nat", "peer",
@@ -33,7 +33,7 @@ class Place:
     )  # fmt: skip
 
     def __init__(self, peer: PeerId, model: NetworkModel, seed: int, who: int | bytes) -> None:
-        """All is drawn for `who`: a peer's number, or its name where it has none."""
+        """All values are drawn for `who`: a peer's number, or its name if it has none."""
         drawn = draw(seed, "place", who)
         self.peer = peer
         self.key = int.from_bytes(drawn[:8], "little")

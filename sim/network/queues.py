@@ -1,10 +1,10 @@
-"""Bandwidth: the queues before and behind the network, and what waits in them. Pure.
+"""Bandwidth: the queues before and behind the network, and their contents. Pure.
 
-Each peer whose access is limited has one queue up and one down, for all its protocols. The order in them
-is the same under every driver. Up: by the instant of sending; within one by the name of the protocol, then
-in the order in which the protocol's core sent. Down: by the instant of arrival; within one by
-protocol, sender and the order of that sender's sending. So the queue takes up what was sent at an instant
-one microsecond later, when all of it is known.
+Each peer whose access is limited has one queue up and one down, for all its protocols. The order in them is
+the same under every driver. Up: by the instant of sending; within one by the name of the protocol, then in
+the order in which the protocol's core sent. Down: by the instant of arrival; within one by protocol, sender
+and the order of that sender's sending. The queue therefore accepts the messages of an instant one microsecond
+later, when all of them are known.
 """
 
 import math
@@ -17,7 +17,7 @@ from sim.network.instants import TICKS_PER_SECOND, instant
 
 
 class Fifo:
-    """A queue that is emptied at a rate: who comes first leaves first."""
+    """A first-in, first-out queue that is emptied at a rate."""
 
     __slots__ = ("bytes_per_second", "free_at", "seconds_max")
 
@@ -110,7 +110,7 @@ class LinkQueue:
         up.sent.append(parcel)
 
     def later(self, at: float, action: Callable[[], None]) -> None:
-        """Have `action` done at the instant `at`."""
+        """Run `action` at the instant `at`."""
         self._number += 1
         heappush(self._heap, (at, "", b"", self._number, action))
 

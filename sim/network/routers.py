@@ -1,9 +1,9 @@
 """Routers that translate addresses, packet by packet, as those of the laboratory do (`tests.lab.nat`). Pure.
 
 Mapping and filtering are named as in RFC 4787. A packet has a transport, a source and a destination, each a
-host and a port. `RoutedSite.leave` says where a packet seems to come from once it is outside, `enter` where
-one gets to inside, if it gets there. A mapping closes when nothing has passed for its time; a router that is
-rebooted forgets all and gives out other ports. A firewall of IPv6 filters and maps nothing.
+host and a port. `RoutedSite.leave` returns a packet's source as seen outside, `enter` its destination inside,
+if it arrives. A mapping closes after its time without traffic; a rebooted router drops all mappings and
+assigns other ports. A firewall of IPv6 filters and maps nothing.
 
 Not modelled: ports that run out, and connections that are closed in order.
 """
@@ -36,12 +36,12 @@ CARRIER_SECONDS = 60.0
 TCP_SECONDS = 7_440.0
 """RFC 5382 REQ-5: two hours and four minutes."""
 PORTS = 20_000
-"""A router that does not keep the port gives out so many, from its base on."""
+"""The number of ports that a router assigns from its base on, if it does not keep the inner port."""
 PORT_BASE = 20_000
 _KEPT_MAX = 4_096
-"""Mappings of one router, after which those whose time is over are looked for."""
+"""The number of mappings of one router beyond which expired ones are dropped."""
 _SPREAD = 7_919
-"""A prime beside PORTS: ports that are given out one after the other are not neighbours."""
+"""A prime coprime to PORTS: ports assigned one after the other are not neighbours."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RouterBehaviour:
     """Whether one inner address and port has one outer port for every destination; none: they are kept, and
     so is the host."""
     filtering: Literal["independent", "address and port"] = "address and port"
-    """Whether everybody may answer to a mapping, or those who were written to."""
+    """Whether every host may send to a mapping, or only those that were sent to."""
     has_hairpin: bool = False
     has_udp: bool = True
     udp_seconds: float = HOME_SECONDS
@@ -81,7 +81,7 @@ PRESETS: dict[Preset, tuple[RouterBehaviour, ...]] = {
 class _Mapping:
     inner: Endpoint
     remotes: dict[Endpoint, float]
-    """Those that were written to, and when last."""
+    """The hosts that were sent to, and when last."""
     used: float
 
 
@@ -113,7 +113,7 @@ class SimRouter:
         return outer
 
     def enter(self, transport: Transport, source: Endpoint, to: Endpoint, now: float) -> Endpoint | None:
-        """Return where a packet gets to inside; None where it is dropped."""
+        """Return a packet's destination inside; None if it is dropped."""
         if transport == "udp" and not self.translation.has_udp:
             return None
         mapping = self._living((transport, *to), now)
@@ -137,7 +137,7 @@ class SimRouter:
         return self.host, port
 
     def reboot(self) -> None:
-        """Forget every mapping, and give out other ports."""
+        """Forget every mapping, and assign other ports."""
         self._generation += 1
         self._ports.clear()
         self._mappings.clear()
@@ -202,7 +202,7 @@ class RoutedSite:
         return place
 
     def turn(self, transport: Transport, inner: Endpoint, to: Endpoint, now: float) -> Endpoint | None:
-        """A packet from inside to the site's own outer address: where it gets to, by a hairpin."""
+        """Return the destination, by a hairpin, of a packet from inside to the site's own outer address."""
         source = self.leave(transport, inner, to, now)
         if source is None or not all(router.translation.has_hairpin for router in self.routers):
             return None

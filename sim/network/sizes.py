@@ -1,4 +1,4 @@
-"""How large a message is on the wire, beyond its own bytes. Pure."""
+"""The size of a message on the wire beyond its own bytes. Pure."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ _ENVELOPE_BYTES = DATAGRAM_BYTES_MAX - payload_bytes_max(_NAME) - len(_NAME)
 
 
 def envelope_bytes(protocol: str) -> int:
-    """Return what is around each datagram of a protocol: packet headers, a session's header and tag, the
-    name."""
+    """Return the overhead of each datagram of a protocol in bytes: packet headers, a session's header and
+    tag, the name."""
     return PACKET_BYTES + _ENVELOPE_BYTES + len(protocol.encode())
 
 

@@ -112,7 +112,7 @@ class Checks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     false_deaths: bool = False
     """Whether a peer that was up and reachable must never be declared dead."""
     found_share: Share = 0.0
-    """The least share of lookups that find a record which exists."""
+    """The least share of lookups that find an existing record."""
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
