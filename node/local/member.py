@@ -52,7 +52,7 @@ from partition.stage import StageSpecification
 from partition.stage_layout import payload_bytes_max
 
 LOOK_SECONDS = 0.5
-"""How often the shards and the end follow who takes part."""
+"""How often the shards and the end follow changes of the participants."""
 
 
 class LocalMember:
@@ -74,10 +74,10 @@ class LocalMember:
         carried: Mapping[int, Snapshot] | None = None,
         teller: Teller | None = None,
     ) -> None:
-        """`tell` lets a call act on the core of the end; `holders` may hand over what the run is made of.
-        `inviter` has asked this node to take part. `is_resumed`: it took part before it was started again.
-        `carried` has the states of the stages that it is to hold as the head in another's place, `teller` is
-        that of this node's life before."""
+        """`tell` lets a call act on the core of the end; `holders` may hand over the run's files. `inviter`
+        has asked this node to take part. `is_resumed`: it took part before a restart. `carried` has the
+        states of the stages that it holds as the head in another's place, `teller` is the one of this node's
+        previous life."""
         assert run.manifest.local is not None, "the run is in local mode"
         self.run = run
         self.ending = ending
@@ -88,7 +88,7 @@ class LocalMember:
         self.begun = trio.Event()
         """Set once a member trains, or this one cannot go on."""
         self.reason = ""
-        """Why this member left, where it did."""
+        """The reason why this member left, if it did."""
         self._service = service
         self._now = service.seams.clock.monotonic
         self._holders = list(dict.fromkeys([*holders, run.requester]))
@@ -101,7 +101,7 @@ class LocalMember:
         self._is_resumed = is_resumed
         self._carried = carried
         self.successor: dict[int, Snapshot] | None = None
-        """The states with which this node goes on as the head, where it takes that one's place."""
+        """The states with which this node continues as the head, if it replaces the head."""
         self._stage = stage
         self._stages = stage_count(run)
         self._finish = MemberEnding(
@@ -123,7 +123,7 @@ class LocalMember:
 
     @property
     def has_state(self) -> bool:
-        """Whether there are numbers here to go on from."""
+        """Whether this member has parameters to continue from."""
         return self._finish.has_state
 
     @property
@@ -139,8 +139,8 @@ class LocalMember:
     # Life
 
     async def live(self) -> bool:
-        """Take part until the run is over here, or this node cannot go on (`reason`); whether others take
-        part."""
+        """Take part until the run is over here, or this node cannot continue (`reason`); return whether
+        others take part."""
         had_others = False
         with trio.CancelScope() as self._life:
             try:
@@ -207,7 +207,7 @@ class LocalMember:
                     await self._train(self._held, nursery)
                 await trio.sleep_forever()
             except (StageFailed, Unreachable, UsageError, OSError) as error:
-                failure = error  # not in a group: whoever calls tells these apart
+                failure = error  # not in a group: the caller distinguishes these errors
                 nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
@@ -300,7 +300,7 @@ class LocalMember:
         return await self._further.stand_in(peer, stage)
 
     async def as_head(self, states: Mapping[int, Snapshot]) -> "LocalMember":
-        """Return this node's next life in the run, as its head, with the states that are here."""
+        """Return this node's next life in the run, as its head, with the states that it holds."""
         member = LocalMember(
             self._service,
             self.run,
@@ -313,7 +313,7 @@ class LocalMember:
             teller=self.teller,
         )
         await member.keeper.remember(member.keeper.part(is_training=True))
-        await member.keeper.save(states[0])  # in place of that of the stage before
+        await member.keeper.save(states[0])  # replaces that of the previous stage
         return member
 
     async def _succeed(self, succession: Succession) -> None:
@@ -342,16 +342,16 @@ class LocalMember:
 
     @property
     def admission(self) -> Admission:
-        """The members that this one knows of."""
+        """The known members."""
         return self._door.admission
 
     def admitted(self, peer: PeerId) -> None:
-        """A peer has shown that it is a member."""
+        """Admit a peer that has proved its membership."""
         for part in self.crew.parts:
             part.admitted(peer)
 
     async def _look(self) -> None:
-        """Follow who takes part."""
+        """Follow changes of the participants."""
         while True:
             training = self.crew.training
             if training:

@@ -27,7 +27,7 @@ from partition.run.local.regrouping import ColumnRegrouping, FindMoves
 from partition.run.pauses import GAIN_PERCENT_MIN
 
 MEMORY_BYTES = 1 << 60
-"""A node's present holdings always fit, as they were admitted before, whatever it offers by now."""
+"""A node's present holdings always fit, since they were admitted before, whatever it offers now."""
 
 
 def column_problem(
@@ -107,8 +107,8 @@ class Regrouping:
     async def _moves(
         self, column: Sequence[PeerId], peers: Sequence[PeerId]
     ) -> list[tuple[tuple[int, ...], PeerId]] | None:
-        """Return which stages of the `column` could go to which of these peers, the best first; None where
-        too little is known of them."""
+        """Return the stages of the `column` that could move to these peers, the best first; None if too
+        little is known of them."""
         offers = self._offers()
         others = [offers[peer] for peer in peers if peer in offers]
         mine = [offers[peer] for peer in dict.fromkeys(column) if peer in offers]

@@ -1,6 +1,6 @@
 """The rounds of one member in local mode: one at a time, beside the training, never waited for.
 
-A round averages a copy of the numbers made when it begins; its result is added to what has been learnt since
+A round averages a copy of the numbers made when it begins; its result is added to the changes made since
 (`gossip.averaging.strategies.Delayed`). Not here: when a round is due, and its weight
 (`partition.run.local.round_schedule`).
 """
@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class Rounds:
-    """The rounds of one stage. `open` it once the first state of that is there."""
+    """The rounds of one stage. Call `open` once the stage's first state is there."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class Rounds:
         self._trainer = trainer
         self._part = part
         self._now = now
-        # A rule that cuts numbers one by one may keep a large mean beside a small mean of squares, which no
-        # optimizer has seen together: its next step would be a leap.
+        # A rule that clips numbers one by one may combine a large mean with a small mean of squares, a pair
+        # that no optimizer produces: its next step would be a leap.
         self._moments = settings.strategy not in OUTER and part.aggregate == "mean"
         self._made: Round | None = None
 
     async def open(self) -> None:
-        """Prepare the strategy for the numbers that the model begins with."""
+        """Prepare the strategy for the model's initial values."""
         theta = await self._trainer.copy_out(moments=self._moments)
         self._strategy = make_strategy(
             self._settings.strategy, theta, self._settings.local_steps, self._settings.codec
@@ -66,13 +66,13 @@ class Rounds:
         return len(self._part.walk.axes)
 
     async def begin(self, nursery: trio.Nursery) -> None:
-        """Copy out what is averaged, and look for a group in the background."""
+        """Copy the values to average, and look for a group in the background."""
         trainer, schedule = self._trainer, self.schedule
         weight = schedule.weight(trainer.samples, len(trainer.shard.rows))
         theta = await trainer.copy_out(moments=self._moments)
         damping = schedule.damping(is_idle=trainer.is_idle)
         offered = await self._part.compute(partial(self._delayed.offer, theta, damping))
-        # Not before: the caller may be cancelled above, and a round that nobody holds never ends.
+        # Not earlier: the caller may be cancelled above, and a round without an owner never ends.
         window = schedule.begin(self._now(), trainer.step, trainer.samples)
         wanted = RoundWish(
             codec=self._strategy.codec,
@@ -114,9 +114,10 @@ class Rounds:
         return made
 
     def take_over(self, count: int, outer: dict[str, Vector]) -> None:
-        """Go on from the state of others, after so many rounds. A round under way is not used any more.
+        """Continue from the state of others, after this number of rounds. A round under way is not used any
+        more.
 
-        Raises ValueError: it is not of this run's strategy, and nothing has changed."""
+        Raises ValueError: it does not fit this run's strategy; nothing has changed."""
         if outer.keys() != self._strategy.state().keys():
             raise ValueError("the state of others is of another strategy")
         self._made = None

@@ -1,9 +1,9 @@
-"""A run in local mode on this node's disk: what it is, and the last state of this member.
+"""A run in local mode on this node's disk: its record, and the last state of this member.
 
-One of each a run, the newer in place of the older, so a run takes its model's parameters and moments once
-(twice while the newer one is written). A member that comes back goes on from there where nobody else is
-further: so a run all of whose members were stopped goes on. Nothing here is believed because it lies on this
-disk: tickets are checked again, and each chunk of a state by its hash.
+Each run has one of each, and a newer one replaces the older, so a run takes its model's parameters and
+moments once (twice while the newer one is written). A member that comes back continues from there if no other
+is further, so a run survives a stop of all its members. Stored data is checked like received data: tickets
+again, and each chunk of a state by its hash.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ RUN_BYTES_MAX = 98_304
 """A full chain of tickets, a manifest, the names of members, and as many revocations as there may be."""
 TABLE_BYTES_MAX = 16 << 20
 MEMBERS_MAX = 64
-"""Members that are remembered: a member that comes back tells these that it is there."""
+"""Members that are remembered: a member that comes back announces itself to these."""
 LENGTH_BYTES = 8
 
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
@@ -62,7 +62,7 @@ def save_run(storage: Storage, run: Run, saved: SavedRun) -> None:
 
 
 def save_state(storage: Storage, run: str, snapshot: Snapshot, copy_of: int | None = None) -> None:
-    """Put a state in place of the one before. Raises OSError; the one before stays then."""
+    """Replace the stored state. Raises OSError; then the previous one stays."""
     table = encode(snapshot.table)
     draft = storage.draft(state_name(run, copy_of))
     try:
@@ -75,7 +75,7 @@ def save_state(storage: Storage, run: str, snapshot: Snapshot, copy_of: int | No
 
 
 def state_bytes(snapshot: Snapshot) -> int:
-    """Return how much room a state takes."""
+    """Return the bytes that a state takes."""
     return LENGTH_BYTES + len(encode(snapshot.table)) + snapshot.table.size_bytes
 
 
@@ -113,8 +113,8 @@ def forget(storage: Storage, run: str) -> None:
 
 
 def saved_runs(storage: Storage, signer: Signer, wall: float) -> Iterator[tuple[Run, SavedRun]]:
-    """Yield the runs that this node was a member of when it was stopped; forget those that are damaged, and
-    those of which its tickets have expired by now, `wall` seconds."""
+    """Yield the runs that this node was a member of when it was stopped; forget damaged ones, and those whose
+    tickets have expired by `wall` seconds."""
     for name in sorted(storage.sizes(FOLDER)):
         text, _, file = name.removeprefix(f"{FOLDER}/").partition("/")
         if file != RUN_FILE:

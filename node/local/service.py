@@ -1,4 +1,4 @@
-"""All runs in local mode that this node knows: joins them when it is asked, and ends them.
+"""All runs in local mode that this node knows: joins them on request, and ends them.
 
 Stages of exact runs and of these share the node's one slot (`hosts`).
 """
@@ -42,9 +42,9 @@ from partition.run.messages import REASON_LENGTH_MAX
 
 GREETINGS = 10
 GREET_SECONDS = 1.0
-"""How often a node that comes back shows its tickets to those it knew, and how long apart."""
+"""How often, and at which interval, a node that comes back shows its tickets to its former members."""
 PLACE_SECONDS = 30.0
-"""How long a requester that takes no stages waits at least for the first that trains."""
+"""The least time that a requester without stages waits for the first training member."""
 
 
 class LocalRuns:
@@ -72,7 +72,7 @@ class LocalRuns:
         seams.network.handle(column.PROTOCOL, self._serve_column, STREAMS)
 
     def run_of(self, key: bytes) -> tuple[bytes, PeerId] | None:
-        """Return the run that averages under this key, with its requester, None where none here does."""
+        """Return the run that averages under this key, with its requester; None if there is none here."""
         for member in self.members.values():
             if any(part.key == key for part in member.crew.parts):
                 return member.run.id, member.run.requester
@@ -98,7 +98,7 @@ class LocalRuns:
             raise PlacementFailed(reason)
 
     async def resume(self) -> None:
-        """Take part again in the runs that this node was in when it was stopped; one at most trains here."""
+        """Rejoin the runs that this node was in when it was stopped; at most one trains here."""
         service, storage = self._service, self._service.seams.storage
         for run, saved in list(saved_runs(storage, service.signer, service.seams.swarm_clock.wall())):
             if service.is_over(run.id) or run.id in self.members:
@@ -115,18 +115,18 @@ class LocalRuns:
                 revoked=saved.revoked,
                 is_resumed=True,
             )
-            # Where the run has ended meanwhile, those that were in it still say so for a while.
+            # If the run has ended meanwhile, its former members still report that for a while.
             self._command(member.ending, partial(member.ending.set_peers, peers=others))
             service.start_task(self._return, member.admission, others, of=run)
 
     async def _return(self, admission: Admission, peers: Sequence[PeerId]) -> None:
-        """Tell the members of an earlier life that this one is back, while it looks for them."""
+        """Announce to the members of an earlier life that this one is back, while it looks for them."""
         for _ in range(GREETINGS):
             self._greet(admission, peers)
             await trio.sleep(GREET_SECONDS)
 
     def _greet(self, admission: Admission, peers: Collection[PeerId]) -> None:
-        """Show members that this node is one."""
+        """Prove this node's membership to members."""
         self._driver.command(lambda _: self._endings.admitted(admission, admission.greet(peers)))
 
     async def join(self, peer: PeerId, request: wire.Join) -> wire.Reply:
@@ -142,7 +142,7 @@ class LocalRuns:
         if run.id in self.members:
             if request.is_beside:
                 return await self.members[run.id].stand_in(peer, request.stage)
-            # In columns whoever asks wants a stage of its own.
+            # In columns the asker wants a stage of its own.
             return Done() if stage_count(run) == 1 else Declined("it is a member already")
         if not service.has_slot:
             return Declined("busy")
@@ -166,7 +166,7 @@ class LocalRuns:
         return self._take(run, peer, request)
 
     def _take(self, run: Run, peer: PeerId, request: wire.Join) -> wire.Reply:
-        """Take part, unless the slot was given to another while this run was looked at."""
+        """Take part, unless another run got the slot while this one was checked."""
         if not self._service.has_slot:
             return Declined("busy")
         self._begin(
@@ -240,7 +240,7 @@ class LocalRuns:
             self._left(member)
 
     def _left(self, member: LocalMember) -> None:
-        """Leave a run in which this node cannot go on; the others do."""
+        """Leave a run in which this node cannot continue; the others go on."""
         run, wall = member.run, self._service.seams.clock.wall()
         self.members.pop(run.id, None)
         self._service.receipts.ended(run.id)
@@ -252,7 +252,7 @@ class LocalRuns:
         self._service.publish(RunReleased(at=wall, run=run.text))
 
     async def _serve_column(self, stream: Stream) -> None:
-        """Answer a head that wants the stage that this node holds."""
+        """Answer a head that requests the stage of this node."""
         attach: column.Question = decode(
             await stream.receive(), column.Question, bytes_max=column.MESSAGE_BYTES_MAX
         )
@@ -341,7 +341,7 @@ class LocalRuns:
     async def end(
         self, member: LocalMember, outcome: str, detail: str, weights: str, *, for_all: bool = False
     ) -> None:
-        """End a run here: close its stage, remember how it ended, say so."""
+        """End a run here: close its stage, record how it ended, and announce that."""
         service, run = self._service, member.run
         if self.members.get(run.id) is not member:
             return
@@ -391,6 +391,6 @@ class LocalRuns:
             await self.end(member, "stopped", detail, "", for_all=True)
 
     async def leave(self) -> None:
-        """Take no further part in any run: this node says goodbye."""
+        """Leave all runs, since this node leaves the swarm."""
         for member in list(self.members.values()):
             member.cancel()

@@ -1,7 +1,7 @@
 """The share of the training data that is a member's own, by rendezvous hashing over the members.
 
-The data is cut into buckets once; each belongs to the member that hashes nearest to it. So members that see
-the same others hold disjoint shards, a death spreads one shard over the rest, and nothing is told to anybody.
+The data is cut into buckets once; each belongs to the member that hashes nearest to it. So members with the
+same view hold disjoint shards, a death spreads one shard over the rest, and no messages are needed.
 """
 
 from collections.abc import Collection, Iterator
@@ -13,7 +13,7 @@ from blake3 import blake3
 from crypto.identity import PeerId
 
 BUCKETS_MAX = 1_024
-"""As many that eight members have shares within some 10 % of each other."""
+"""Enough that the shares of eight members are within some 10 % of each other."""
 
 
 def own_buckets(run: bytes, buckets: int, me: PeerId, others: Collection[PeerId]) -> list[int]:
@@ -47,7 +47,7 @@ class Shard:
             int.from_bytes(blake3(run + me + seed.to_bytes(8, "big")).digest()[:16], "big")
         )
         self._buckets = min(BUCKETS_MAX, samples)
-        # Neighbours in a file are often alike: a bucket is drawn from everywhere.
+        # Neighbours in a file are often alike, so a bucket is drawn from the whole file.
         self._order = np.random.default_rng((seed, samples)).permutation(samples)
         self._members: frozenset[PeerId] = frozenset()
         self._rows: list[int] = []
@@ -66,7 +66,7 @@ class Shard:
             return
         self._members = found
         own = own_buckets(self._run, self._buckets, self._me, found - {self._me})
-        # More members than buckets: whoever has none draws from everything.
+        # More members than buckets: a member without one draws from everything.
         places = np.isin(np.arange(self._samples) % self._buckets, own or range(self._buckets))
         self._rows = sorted(int(row) for row in self._order[places])
         self._left = iter(())

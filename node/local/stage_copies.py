@@ -1,10 +1,9 @@
-"""Copies of the other stages of a column at its head, for the node that holds one after its only holder.
+"""Copies of a column's other stages at its head, for the successor of a stage's only holder.
 
-Holders keep their own states. Where a column is the only one, nobody else has the numbers of a stage whose
-holder dies, and the next would begin it with untrained ones, which undoes what the whole model has learnt.
-So the head fetches them now and then, as often as members put their own away, and hands them on while it
-looks for another holder (`partition.run.local.lending`). For that it is in the roster of that stage, and
-averages nothing.
+Holders keep their own states. If there is only one column, no other node has the state of a stage whose
+holder dies; the next holder would begin with untrained values, which ruins the whole model. So the head
+fetches the states as often as members save their own, and hands them on while it looks for another holder
+(`partition.run.local.lending`). For that it is in the roster of the stage, and averages nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +55,7 @@ class StageCopies:
         stages = range(1, len(bytes_max))
         self._keepers = {stage: Keeper(service, run, door.admission, 0, copy_of=stage) for stage in stages}
         self._lent: dict[int, Participation | None] = {}
-        """By stage that is missing; None where there is no copy to hand on."""
+        """Copies by missing stage; None where there is no copy to hand on."""
 
     async def run(self) -> None:
         """Fetch copies, and hand them on, until cancelled."""
@@ -80,7 +79,7 @@ class StageCopies:
                 await self._copier.copy(stage, holder, self._keepers[stage], self._bytes_max[stage])
 
     async def _lend(self, stage: int) -> Participation | None:
-        """Hand the copy on, where there is one."""
+        """Hand the copy on, if there is one."""
         found = await self._keepers[stage].load(self._bytes_max[stage])
         if found is None or stage in self._crew.taken:
             return None

@@ -1,6 +1,6 @@
 """A stage of this node that works for the head of a column: the holder's side of `node.local.column`.
 
-Not here: which head gets it (`partition.run.local.seat`).
+Not here: the choice of the head (`partition.run.local.seat`).
 """
 
 from collections.abc import Awaitable, Callable
@@ -28,7 +28,7 @@ from partition.run.local.seat import HEAD_SECONDS_MAX, SeatedHead, StageSeat
 from partition.stage import REASON_LENGTH_MAX
 
 HELD_MAX = 8
-"""Stages that one node holds of a run: each has a process of its own, which takes some 0.3 GB beside them."""
+"""The stages that one node holds of a run: each has its own process, which takes some 0.3 GB more."""
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=HELD_MAX + 4)
 
 
@@ -39,11 +39,11 @@ async def close(stream: Stream) -> None:
 
 
 class StageServer:
-    """A member's stage that works for a head, one at a time. `stage` is opened, and nobody else's.
+    """A member's stage that works for one head at a time. `stage` is open, and used only here.
 
-    `between` is called after each step of the head, before it is told: the numbers may change there. `settle`
-    is called before they are evaluated or handed over, where they are to be what the run ends with. While
-    there is no head, `lock` keeps one from beginning.
+    `between` is called after each step of the head, before the reply: it may change the parameters. `settle`
+    is called before they are evaluated or handed over, when they must be the final ones. While there is no
+    head, `lock` keeps one from beginning.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class StageServer:
         payload_bytes_max: int,
         now: Callable[[], float],
     ) -> None:
-        """`accept` raises RemoteProtocolError for a peer that is no member; `apply` is told how many steps
-        the head has made, and the samples of the last."""
+        """`accept` raises RemoteProtocolError for a peer that is no member; `apply` gets the head's number of
+        steps, and the samples of the last."""
         self.seat = seat
         self.lock = trio.Lock()
         self._stage = stage
@@ -75,11 +75,11 @@ class StageServer:
 
     @property
     def head(self) -> PeerId | None:
-        """The head that it works for."""
+        """The current head."""
         return self.seat.head
 
     async def serve(self, stream: Stream, attach: Attach) -> None:
-        """Work for the head on the other side of `stream`, until it ends, or says nothing for too long."""
+        """Work for the head on the other side of `stream`, until it ends or is silent for too long."""
         if attach.stage != self.number:
             await stream.send(encode(ColumnRefusal("another stage is held here")))
             return
@@ -141,7 +141,7 @@ class StageServer:
             raise StreamClosed("a head that takes no answer") from None
 
     async def work_for(self, head: PeerId, step: int) -> None:
-        """Begin to work for the head that is this node itself, after so many steps. Raises StageFailed."""
+        """Begin to work for this node's own head, after this number of steps. Raises StageFailed."""
         if self.seat.is_vacant and self.between is not None:
             async with self.lock:
                 await self._stage.call(api.Discard())
@@ -155,14 +155,14 @@ class StageServer:
             return await self._do(request)
 
     async def rest(self) -> None:
-        """Work for this node's own head no more for now: drop what there was of a step."""
+        """Stop working for this node's own head for now: drop the unfinished step."""
         self.seat.rest()
         with suppress(StageFailed):
             async with self.lock:
                 await self._stage.call(api.Discard())
 
     def close(self) -> None:
-        """Work for nobody any more."""
+        """Stop working for any head."""
         self.seat.close()
 
     async def _do(self, request: Work) -> object:

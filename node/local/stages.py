@@ -17,7 +17,7 @@ from partition.plan.plan import NO_HASH, Plan, StagePlan
 
 
 def stage_count(run: Run) -> int:
-    """Return in how many stages the model is held: each member has one of them."""
+    """Return the number of stages of the model: each member holds one of them."""
     return max(1, run.manifest.stages)
 
 
@@ -33,7 +33,7 @@ def stage_ranges(manifest: Manifest, graph: Graph) -> list[tuple[int, int]]:
     ends = [0]
     for number in range(1, count):
         wanted = done[-1] * number / count
-        # Every stage, also those to come, has a layer at least.
+        # Every stage, also a later one, has at least one layer.
         possible = [
             end
             for end in range(ends[-1] + 1, layers - (count - number) + 1)
@@ -49,14 +49,14 @@ def stage_ranges(manifest: Manifest, graph: Graph) -> list[tuple[int, int]]:
 
 
 def roster_of(run: Run, stage: int) -> tuple[str, bytes]:
-    """Return the name under which the holders of a stage average, and its signature. The run's id names the
-    model too, and how it is trained."""
+    """Return the name under which the holders of a stage average, and its signature. The run's id also
+    identifies the model and its training."""
     place = "" if stage_count(run) == 1 else f":{stage}"
     return f"run:{run.text}{place}", signature_of(f"run in local mode {run.id.hex()}{place}", ())
 
 
 def open_part(averaging: Averaging, run: Run, stage: int, gate: Gate) -> Participation:
-    """Take part in the averaging of those that hold a stage, by the run's rule. Raises UsageError."""
+    """Join the averaging of a stage's holders, by the run's rule. Raises UsageError."""
     settings = run.manifest.local
     assert settings is not None, "a run in local mode"
     name, signature = roster_of(run, stage)
@@ -69,13 +69,13 @@ def open_part(averaging: Averaging, run: Run, stage: int, gate: Gate) -> Partici
 
 
 def local_plan(run: Run, graph: Graph, me: PeerId) -> Plan:
-    """Return the stages in the form that admission knows, without their holders. Raises ValueError."""
+    """Return the stages in the form of admission, without their holders. Raises ValueError."""
     rows = tuple(StagePlan(first, last, (me,), (1,)) for first, last in stage_ranges(run.manifest, graph))
     return Plan(run.id, NO_HASH, 0, (me,), (me,), run.manifest.microbatches, rows)
 
 
 def check_columns(manifest: Manifest, graph: Graph, name: str) -> None:
-    """Raise UsageError where a run of several stages in local mode cannot be; `name` is RUN.toml's."""
+    """Raise UsageError if a run of several stages is impossible in local mode; `name` is RUN.toml's."""
     if manifest.local is None or manifest.stages < 2:
         return
     try:
@@ -85,7 +85,7 @@ def check_columns(manifest: Manifest, graph: Graph, name: str) -> None:
 
 
 def _check_ties(manifest: Manifest, graph: Graph, ranges: list[tuple[int, int]]) -> None:
-    """Raise ValueError where several stages hold a weight: columns do not sum its gradients."""
+    """Raise ValueError if several stages hold one weight: columns do not sum its gradients."""
     for stage in cut_layers(graph, manifest.graph_hash, ranges):
         if stage.tied:
             tied = graph.parameters[stage.tied[0]].names[0]

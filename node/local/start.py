@@ -1,6 +1,6 @@
-"""The start of a member of a run in local mode: it meets those that train already, and its inviter.
+"""The start of a member of a run in local mode: it waits for training members, and for its inviter.
 
-Not here: how long (`partition.run.local.start_barrier`).
+Not here: the duration (`partition.run.local.start_barrier`).
 """
 
 from collections.abc import Callable, Collection
@@ -22,7 +22,7 @@ async def meet(
     live: Callable[[], Collection[PeerId]],
     now: Callable[[], float],
 ) -> None:
-    """Wait for those that train already, and for the report of the member that asked this node."""
+    """Wait for members that already train, and for the report of the member that asked this node."""
 
     async def do(deed: Settle | GreetPeers) -> None:
         if isinstance(deed, Settle):

@@ -1,6 +1,6 @@
-"""A holder that takes its head's place: it keeps copies of the head's stage, and goes on where no head comes.
+"""A holder that may replace its head: it keeps copies of the head's stage, and takes over if no head comes.
 
-Not here: when it does (`partition.run.local.succession`).
+Not here: the time of that (`partition.run.local.succession`).
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class Succession:
         self._rule = SuccessionRule(crew)
 
     async def wait(self) -> None:
-        """Keep copies for the head, and return once it is gone for good and this member can go on."""
+        """Keep copies for the head; return once the head is gone for good and this member can take over."""
         self._rule.has_copy = await self._keeper.load(self._bytes_max) is not None
         await follow(self._rule.watch(self._service.seams.clock.monotonic, self._has_free), self._do)
 
@@ -62,7 +62,7 @@ class Succession:
         return await self._keeper.load(self._bytes_max)
 
     async def _is_gone(self, head: PeerId) -> bool:
-        """Return whether a head is dead: membership says so, or its host does."""
+        """Return whether a head is dead, as membership or its host reports."""
         if head not in self._service.live():
             return True
         try:

@@ -23,7 +23,7 @@ class Teller:
         self._publish = publish
 
     def running(self, reason: str = "") -> None:
-        """Announce that the run goes on; `reason` says what is wrong, if anything."""
+        """Announce that the run goes on; `reason` is the present problem, if any."""
         event = RunChanged(
             at=self._clock.wall(), run=self._run.text, state="running", reason=reason[:REASON_LENGTH_MAX]
         )
@@ -45,7 +45,7 @@ class Teller:
         self._publish(event)
 
     def stepped(self, step: int, stepped: Stepped, seconds: float, replicas: int) -> None:
-        """Announce a step made here; `step` counts them, this one too."""
+        """Announce a step made here; `step` is the number of steps, this one included."""
         event = StepCommitted(
             at=self._clock.wall(),
             run=self._run.text,

@@ -1,6 +1,6 @@
 """The training of one member in local mode: a stage's process that holds the whole model, and its own shard.
 
-Steps, evaluations, and its numbers as a vector that is averaged. Not here: when a round is due, and with whom
+Steps, evaluations, and its parameters as a vector to average. Not here: the time and the group of a round
 (`node.local.member`).
 """
 
@@ -38,7 +38,7 @@ OUTER = "outer/"
 
 @dataclass(frozen=True)
 class Stepped:
-    """One local step: the mean loss of its samples, or why it changed nothing."""
+    """One local step: the mean loss of its samples, or the reason why it changed nothing."""
 
     loss: float
     samples: int
@@ -46,7 +46,7 @@ class Stepped:
 
 
 def state_bytes_max(specification: StageSpecification) -> int:
-    """Return the most bytes that a snapshot of a stage has, with what a strategy adds."""
+    """Return the most bytes of a stage's snapshot, with the strategy's additions."""
     arenas = arena_bytes(specification)
     return 4 * (arenas["parameters"] + arenas["moments"]) + (1 << 20)
 
@@ -79,15 +79,15 @@ class LocalTrainer(StageCounts):
         self._specification = specification
         self._items = gradient_bytes(specification) // specification.item_bytes
         self._moments = specification.optimizer.moments
-        # Random operators draw by micro-batch: other members must draw otherwise.
+        # Random operators draw by micro-batch, so other members need other seeds.
         self._first = int.from_bytes(blake3(run.id + me).digest()[:3], "big") << 24
 
     def _held_out_samples(self, *, is_own: bool) -> tuple[int, Pick]:
-        """Return how many samples the model is judged by here, and their source: those of the run, or this
-        member's where data stays with its owners."""
+        """Return the number of held-out samples, and their source: those of the run, or this member's own if
+        data stays with its owners."""
         manifest, batches = self._manifest, self._batches
         validation, test = manifest.validation_samples, manifest.test_samples
-        if is_own:  # what is over is no whole batch, which not every model takes
+        if is_own:  # the rest is no whole batch, which not every model accepts
             size = manifest.microbatch
             validation, test = (
                 count - count % size if count > size else count for count in batches.held_out_samples
@@ -128,8 +128,8 @@ class LocalTrainer(StageCounts):
     async def _pass_all(
         self, count: int, make: Callable[[int], Awaitable[api.Forward]]
     ) -> list[api.Forwarded]:
-        """Pass so many micro-batches through the stage, `in_flight` at once; return their results. Where one
-        fails no more are begun, and those under way are waited for: the stage owes nobody an answer then."""
+        """Pass `count` micro-batches through the stage, `in_flight` at once; return their results. After a
+        failure no more are begun, and those under way are awaited, so that no answer is outstanding."""
         done: dict[int, api.Forwarded] = {}
         errors: list[Exception] = []
         free = trio.Semaphore(self._in_flight)
@@ -137,7 +137,7 @@ class LocalTrainer(StageCounts):
         async def one(
             number: int, forward: api.Forward, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
         ) -> None:
-            task_status.started()  # up to here and into the stage's queue in order
+            task_status.started()  # the order up to here is that of the stage's queue
             try:
                 forwarded = await self.stage.call(forward)
                 assert isinstance(forwarded, api.Forwarded)
@@ -154,12 +154,12 @@ class LocalTrainer(StageCounts):
                     break
                 await nursery.start(one, number, await make(number))
         if errors:
-            # A step that is not finite is skipped by those that are left, where all are left.
+            # A step with numbers that are not finite is skipped.
             raise next((each for each in errors if not isinstance(each, StageDiverged)), errors[0])
         return [done[number] for number in range(count)]
 
     async def drop_step(self) -> None:
-        """Drop what there is of a step that cannot be ended. Raises StageFailed."""
+        """Drop a step that cannot be completed. Raises StageFailed."""
         await self.stage.call(api.Discard())
         await self.stage.call(api.Restore(self.step))
 
@@ -175,13 +175,13 @@ class LocalTrainer(StageCounts):
 
     @property
     def held_out_microbatches(self) -> int:
-        """The number of micro-batches that the held-out samples are."""
+        """The number of micro-batches of the held-out samples."""
         return -(-self._held_out // self._manifest.microbatch)
 
     async def evaluate(self, microbatches_max: int | None = None) -> tuple[float, int, tuple[float, ...]]:
-        """The mean loss over the validation samples, or the held-out ones where a run has no such, how many
-        these are, and the sums of their metrics; of the first micro-batches alone where their number is
-        given. Raises StageFailed."""
+        """Return the mean loss over the validation samples, or else the held-out ones, their number, and the
+        sums of their metrics; only of the first micro-batches if their number is given. Raises
+        StageFailed."""
         count = self.held_out_microbatches
         count = count if microbatches_max is None else min(count, microbatches_max)
         done = await self._pass_all(count, self._test_microbatch)
@@ -192,7 +192,7 @@ class LocalTrainer(StageCounts):
         return loss / max(1, samples), samples, tuple(float(each) for each in metrics)
 
     async def held_out_loss(self, microbatches_max: int | None = None) -> float:
-        """Return the mean held-out loss of the numbers that this member has now; inf where it is none."""
+        """Return the mean held-out loss of this member's parameters; inf if it is not a number."""
         try:
             loss, _, _ = await self.evaluate(microbatches_max)
         except StageDiverged:
@@ -200,8 +200,8 @@ class LocalTrainer(StageCounts):
         return loss if isfinite(loss) else inf
 
     async def evaluate_result(self, name: str, storage: Storage) -> float:
-        """Return the mean held-out loss of the model in a file of this node's storage; inf where it is none.
-        This member's own numbers are back in place afterwards. Raises StageFailed."""
+        """Return the mean held-out loss of the model in a stored file; inf if it is not a number. This
+        member's own parameters are restored afterwards. Raises StageFailed."""
         own = await self._executor.run(lambda: self._arena("parameters").copy())
         try:
             if not await self._executor.run(partial(self._read_result, name, storage)):
@@ -217,7 +217,7 @@ class LocalTrainer(StageCounts):
                 await self.stage.call(api.Restore(self.step))
 
     def _read_result(self, name: str, storage: Storage) -> bool:
-        """Write the parameters of a result into the arena; return whether they are all there."""
+        """Write the parameters of a result into the arena; return whether they are complete."""
         data = storage.read(name)
         try:
             tensors = {} if data is None else safetensors.numpy.load(data)
@@ -251,7 +251,7 @@ class LocalTrainer(StageCounts):
         return array
 
     async def copy_out(self, *, moments: bool) -> Vector:
-        """Return a copy of what is trained, and of the optimizer's moments behind it."""
+        """Return a copy of the trained parameters, followed by the optimizer's moments."""
         return await self._executor.run(partial(self._copy_out, moments))
 
     def _copy_out(self, moments: bool) -> Vector:
@@ -259,7 +259,7 @@ class LocalTrainer(StageCounts):
         return np.concatenate([parameters, self._arena("moments")]) if moments else parameters.copy()
 
     async def copy_in(self, vector: Vector) -> None:
-        """Go on from these numbers, as `copy_out` gives them. Raises StageFailed."""
+        """Continue from these numbers, in the form of `copy_out`. Raises StageFailed."""
         await self._executor.run(partial(self._copy_in, vector))
         await self.stage.call(api.Restore(self.step))
 
@@ -275,7 +275,7 @@ class LocalTrainer(StageCounts):
     # The state, for late joiners
 
     async def snapshot(self, rounds: int, lineage: bytes, outer: Mapping[str, Vector]) -> Snapshot:
-        """Return this member's whole state, with what its strategy adds."""
+        """Return this member's whole state, with the strategy's additions."""
         return await self._executor.run(partial(self._snapshot, rounds, lineage, outer))
 
     def _snapshot(self, rounds: int, lineage: bytes, outer: Mapping[str, Vector]) -> Snapshot:
@@ -292,8 +292,8 @@ class LocalTrainer(StageCounts):
         return state_bytes_max(self._specification)
 
     async def take_over(self, found: Snapshot) -> dict[str, Vector]:
-        """Go on from the state of others; what it has for the strategy. Raises ValueError: it is not of this
-        model, or its numbers cannot be used."""
+        """Continue from the state of others; return its part for the strategy. Raises ValueError: it does not
+        fit this model, or its numbers cannot be used."""
         if found.table.step > self._manifest.steps:
             raise ValueError("the state of others is of a step that the run does not have")
         arrays = found.arrays()

@@ -1,6 +1,6 @@
-"""A state of others, tried by a member on its own held-out samples before it goes on from there.
+"""Tests a state of others on a member's own held-out samples before the member continues from it.
 
-Where a run has one stage: a member of a column has no loss of its own.
+Only for runs of one stage: a member of a column has no loss of its own.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from node.averaging.loss_bound import apart_loss_max, is_within, loss_max
 from node.local.trainer import LocalTrainer
 
 MICROBATCHES_MAX = 16
-"""Micro-batches that a state is tried on: passes of a few steps, however many samples are held out."""
+"""Micro-batches that test a state: as many passes as a few steps, however many samples are held out."""
 
 
 @dataclass(frozen=True)
 class TrainerPlace:
-    """The place of a member: its numbers, steps and samples."""
+    """A member's position: its parameters, steps and samples."""
 
     numbers: Vector
     step: int
@@ -25,18 +25,18 @@ class TrainerPlace:
 
 
 async def place_of(trainer: LocalTrainer) -> TrainerPlace:
-    """Return where this member is now, as a copy."""
+    """Return a copy of this member's position."""
     return TrainerPlace(await trainer.copy_out(moments=True), trainer.step, trainer.samples)
 
 
 async def go_back(trainer: LocalTrainer, place: TrainerPlace) -> None:
-    """Go back to where this member was. Raises StageFailed."""
+    """Return to an earlier position. Raises StageFailed."""
     trainer.step, trainer.samples = place.step, place.samples
     await trainer.copy_in(place.numbers)
 
 
 class Trial:
-    """The trial of states by one member. Make it by `open`, with the values that all begin with."""
+    """The trial of states by one member. Make it by `open`, with the common initial values."""
 
     def __init__(self, trainer: LocalTrainer, first: float, *, is_apart: bool) -> None:
         self._trainer = trainer
@@ -46,13 +46,13 @@ class Trial:
     @classmethod
     async def open(cls, trainer: LocalTrainer, first: float, *, is_apart: bool) -> "Trial":
         """`first` is the loss over all held-out samples. `is_apart`: members have data of their own, which
-        may be of another kind than that of others."""
+        may differ in kind."""
         if trainer.held_out_microbatches > MICROBATCHES_MAX:
             first = await trainer.held_out_loss(MICROBATCHES_MAX)
         return cls(trainer, first, is_apart=is_apart)
 
     async def loss_max(self) -> float:
-        """Return the highest loss of a state that is as good as the present one, about."""
+        """Return the highest loss of a state that is about as good as the present one."""
         if self._is_apart:
             return apart_loss_max(self._first)
         is_first = self._trainer.step == 0
@@ -60,9 +60,9 @@ class Trial:
         return loss_max(self._first, own)
 
     async def fault(self, own: TrainerPlace, limit: float) -> str:
-        """Return why the numbers that are here now are not gone on from; empty where they are, or are no
-        others than before (`own`). One training step is made and taken back, for moments of the optimizer
-        that would ruin them. Raises StageFailed."""
+        """Return why the present numbers are refused; empty if they are accepted, or equal `own`, those
+        before. One training step is made and undone, to detect harmful moments of the optimizer. Raises
+        StageFailed."""
         trainer = self._trainer
         if np.array_equal(await trainer.copy_out(moments=True), own.numbers):
             return ""  # members that begin together

@@ -1,8 +1,8 @@
 """The verdict of a member on a result that another proposes, from its own measurements.
 
-Every member that trains evaluates the result on the held-out samples, beside its own model and the first
-values that all began with. It needs nobody's word for that. What a liar can still do is end a run early with
-a result that is as good as the others' own models are at that time.
+Every training member evaluates the result on the held-out samples, beside its own model and the common
+initial values. It relies on no other member's claims. A liar can still end a run early, with a result as good
+as the others' own models at that time.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,12 @@ from math import inf, isfinite
 from node.averaging.loss_bound import apart_loss_max, is_within
 
 GAIN_SHARE = 0.5
-"""The share that a result must have of what this member's own model has gained over the first values: members
-that trained apart for a while differ by a fifth and more where the loss falls fast."""
+"""The share of this member's own gain over the initial values that a result must reach: members that trained
+apart for a while differ by a fifth and more while the loss falls fast."""
 SERIES_SHARE = 0.1
-"""The share of what a series has gained: it has stopped improving where nobody is better by more than
-that."""
+"""The share of a series' gain: it has stopped improving if no member is better by more than that."""
 NOISE_SHARE = 0.01
-"""The share of the first loss that means nothing."""
+"""The share of the first loss that is noise."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,12 @@ def fault_of(
 ) -> str:
     """Return why a result is refused, empty where it is not.
 
-    `best` is the lowest loss of the series as it was told, inf for none. Unless the steps are done
-    (`is_at_end`), a result says that the series has stopped improving, so this member's own model must not be
-    better than the best by more than `improvement`, or a tenth of what was gained.
+    `best` is the lowest reported loss of the series, inf for none. Unless the steps are done (`is_at_end`), a
+    result claims that the series has stopped improving, so this member's own model must not be better than
+    the best by more than `improvement`, or a tenth of the gain.
 
-    Where every member judges by samples of its `own`, another's losses say nothing about it, and a model of
-    all is not as good here as the own one may be: only what is no state to go on from is refused.
+    If every member judges by samples of its `own`, others' losses say nothing about it, and the common model
+    may be worse here than the own one. Then only an unusable state is refused.
     """
     if not isfinite(losses.result):
         return "its held-out loss is no number"
@@ -58,5 +57,5 @@ def fault_of(
 
 
 def is_usable(first: float, found: float) -> bool:
-    """Return whether numbers whose held-out loss is `found` are some to go on from."""
+    """Return whether parameters with the held-out loss `found` are usable."""
     return is_within(found, apart_loss_max(first))

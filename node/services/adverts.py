@@ -19,7 +19,8 @@ from node.services.metadata import FLOPS_PER_SECOND_MAX
 MOVED_SECONDS_MIN = 0.01
 """A node announces a move of its coordinates from this distance on, in round-trip time."""
 ERROR_TOLD_MAX = 75
-"""The largest relative error told, in hundredths: one that knows less of where it is says nothing."""
+"""The largest published relative error, in hundredths: a node with less accurate coordinates publishes
+none."""
 ADVERT_LOOK_SECONDS = 30.0
 """How often a node checks whether its advert is still true."""
 

@@ -36,9 +36,9 @@ from node.transport.address_policy import is_global
 PROTOCOL = "/peerloom/reach/1"
 MESSAGE_BYTES_MAX = 1_536
 DIAL_SECONDS = 5.0
-"""For one port; the asker waits meanwhile."""
+"""The time limit for one port; the asker waits meanwhile."""
 ASK_SECONDS = 30.0
-"""For the stream, its handshake and all ports."""
+"""The time limit for the stream, its handshake and all ports."""
 SERVED_MAX = 4
 """Askers served at once: each may cost five seconds of waiting, and a handshake."""
 PAUSE_SECONDS = 60.0
@@ -76,7 +76,7 @@ class Dialled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Echo(msgspec.Struct, frozen=True, array_like=True):
-    """Send this back, if `asks`; else it has come back."""
+    """A request to send this back, if `asks`; else its echo."""
 
     asks: bool
     number: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -103,7 +103,7 @@ async def ask_dial_back(
 
 
 def _outcomes(dialled: Dialled) -> tuple[tuple[Address, str], ...]:
-    """RemoteProtocolError for a host that is none, and for reasons that nobody may read."""
+    """Raise RemoteProtocolError for a malformed host, and for reasons that must not be shown."""
     found = []
     for each in dialled.outcomes:
         try:
@@ -186,7 +186,7 @@ class ReachService:
         self._moved.set()
 
     async def _ask(self, core: Reachability, peer: PeerId, others: Collection[PeerId]) -> bool:
-        """Return whether it tried."""
+        """Ask one peer; return whether it tried."""
         families = {family: address for address in self._known(peer) if (family := family_of(address))}
         family = self.families.next(self.own_families(), families)
         report = None

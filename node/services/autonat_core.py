@@ -29,7 +29,7 @@ BELIEVED_SECONDS = 3_600.0
 AGAIN_SECONDS = 65.0
 """The pause before asking a peer again if no other is left: each is served once a minute."""
 UNASKED_SECONDS = 600.0
-"""A peer that could not be asked, of an older version or just gone, is left alone for so long."""
+"""How long a peer that could not be asked is left alone: it has an older version, or has just gone."""
 UNASKED_MAX = 256
 ADDRESSES_MAX = 4
 """The addresses of one report: a few ports at one host."""
@@ -37,19 +37,19 @@ ADDRESSES_MAX = 4
 
 @dataclass(frozen=True)
 class ReachSettings:
-    """How often others are asked. Raises ValueError where the settings contradict each other."""
+    """The intervals of requests. Raises ValueError where the settings contradict each other."""
 
     soon_seconds: float = 5.0
-    """Between two questions while nothing is known; twice as long after each peer that could not be asked, up
-    to `doubt_seconds`. 5."""
+    """The interval of requests while nothing is known; doubled after each peer that could not be asked, up to
+    `doubt_seconds`. 5."""
 
     doubt_seconds: float = 300.0
-    """Between two questions of a node that one of the newest could not reach: a router may have been set
-    right, and until three came through nobody else learns where. At most `later_seconds`. 300."""
+    """The interval after a failure among the newest reports: the router may have been reconfigured, and the
+    address counts only after three successes. At most `later_seconds`. 300."""
 
     later_seconds: float = 1_200.0
-    """Between two questions of a node that all reach. At most a third of the time for which a report is
-    believed: so the newest three are always younger. 1,200."""
+    """The interval of a node that all reach. At most a third of the time for which a report is valid, so the
+    newest three are always valid. 1,200."""
 
     def __post_init__(self) -> None:
         if not 0 < self.soon_seconds <= self.doubt_seconds <= self.later_seconds <= BELIEVED_SECONDS / OTHERS:
@@ -62,7 +62,7 @@ REACH = ReachSettings()
 
 @dataclass(frozen=True)
 class DialReport:
-    """One peer, seen from here at `there`, dialled this node: each address with the reason of a failure,
+    """The report of one peer, seen from here at `there`: each dialled address with the reason of a failure,
     empty for success. No outcomes: it would not try."""
 
     at: float
@@ -160,7 +160,7 @@ class Reachability:
     def failed(self, now: float, peer: PeerId) -> None:
         """Note that `peer` could not be asked, or did not try."""
         self._unasked[peer] = now
-        # In a swarm of older versions nobody answers for a long time.
+        # In a swarm of older versions no peer answers for a long time.
         self._pause = min(2 * self._pause, self._settings.doubt_seconds)
         self.deadline = now + self._pause
         while len(self._unasked) > UNASKED_MAX:

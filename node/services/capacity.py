@@ -21,10 +21,10 @@ from node.services.gpus import gpus
 from partition.plan.cost import STAGE_BASELINE_BYTES
 
 MATRIX_SIDE = 64
-"""So small that BLAS multiplies it on one thread. Its threads wait for each other by spinning: with five
-nodes measuring at once, products of side 512 reached 2 GFLOP/s instead of 90; these stay at 67."""
+"""The side of a product that BLAS computes on one thread. Its threads wait for each other by spinning: with
+five nodes measuring at once, products of side 512 reached 2 GFLOP/s instead of 90; these stay at 67."""
 PRODUCTS_TIMED = 50
-"""Timed together: a single one takes some 8 us."""
+"""Products timed together: a single one takes some 8 us."""
 PRODUCTS_SECONDS = 0.1
 """Long enough for a sleeping core to speed up, short enough not to delay a start."""
 DEVICE_SECONDS_MAX = 60.0
@@ -45,7 +45,7 @@ class Capacity:
     all_cores: int = 0
     memory_available_bytes: int = 0
     corrected: tuple[str, ...] = ()
-    """Declarations that this machine contradicts, each in words for people. The two fields above are the
+    """Declarations that this machine contradicts, each a text for people. The two fields above are the
     measured totals, before the owner's limits; 0 if they equal the offer."""
 
     def measured(self, at: float, slots: int = 1) -> CapacityMeasured:
@@ -56,7 +56,7 @@ class Capacity:
 
 
 def small_offers(capacity: Capacity, slots: int) -> tuple[str, ...]:
-    """Return the parts of an offer that are too small to be useful to others, in words for people."""
+    """Return the parts of an offer that are too small to be useful to others, as texts for people."""
     said = []
     shared = f" for each of {slots} slots" if slots > 1 else ""
     memory = capacity.memory_free_bytes // slots

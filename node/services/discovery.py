@@ -30,14 +30,14 @@ RECORD_SECONDS = 24 * 3_600
 """How long a record stays valid; the core stores it again meanwhile if its holders have gone."""
 RENEW_SECONDS = RECORD_SECONDS / 3
 OWN_RECORDS_MAX = 256
-"""Other nodes hold no more of one publisher either."""
+"""The most records of this node: other nodes hold no more of one publisher."""
 LOOKUP_SECONDS_MAX = 30.0
 SOUGHT_MAX = 16
 """Searches for neighbours at once; membership asks for one at a time."""
 SAVE_SECONDS = 5.0
 """A crash loses the changes of this interval; other holders have them."""
 CONTACTS_SAVED_EVERY = 12
-"""How many saves of records there are for one of contacts: a minute."""
+"""Saves of records for each save of contacts, which makes that one a minute."""
 
 
 class Discovery:

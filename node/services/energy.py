@@ -30,8 +30,8 @@ CardCounters = Callable[[], Mapping[str, tuple[float, float]]]
 
 
 class EnergyMeter:
-    """`root` is another folder in tests. Wraps of a counter are handled; call `read` more often than it
-    wraps, which takes a package at 100 W some 40 minutes."""
+    """`root` is another folder in tests. Call `read` more often than a counter wraps: a package at 100 W
+    wraps in some 40 minutes."""
 
     def __init__(self, root: Path = Path("/"), cards: CardCounters | None = None) -> None:
         """`cards` reads the counters of graphics cards, those of NVIDIA by default."""

@@ -58,7 +58,7 @@ class ProbeAdmitted(msgspec.Struct, frozen=True, tag="admitted"):
 
 
 class ProbeRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """Not now: ask again after `seconds`."""
+    """A refusal: ask again after `seconds`."""
 
     seconds: Annotated[int, msgspec.Meta(ge=0, le=ANSWER_SECONDS_MAX)]
 
@@ -86,7 +86,7 @@ ProbeAnswer = ProbeAdmitted | ProbeRefused | ProbeTaken | ProbeChunk
 
 
 class MeasurementRefused(Exception):
-    """Not now."""
+    """The peer refused to measure now."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"{seconds:.0f} s")

@@ -83,12 +83,12 @@ class Membership:
         is_scoped: bool = True,
         work_bits: int = 0,
     ) -> None:
-        """`observe` is told of every event of the core as it is; `make` makes the core. With `look_up`, which
-        finds the peers nearest to a key and hands them on, only the neighbourhood of this node is listed,
-        if it `is_scoped`. `instance` is random. `look_for_life` is told where another node may live with this
-        one's key; where one has begun earlier, `yields` is told, and this node is to end without a goodbye,
-        which all would take for the other's. Where this one began earlier, `doubt` is to have it shake hands
-        anew with every peer. No peer is admitted whose id has less than `work_bits` of work in it."""
+        """`observe` is called with every event of the core; `make` makes the core. With `look_up`, which
+        finds the peers nearest to a key and passes them on, only the neighbourhood of this node is listed, if
+        it `is_scoped`. `instance` is random. `look_for_life` is called with addresses where another node may
+        use this one's key. If the other began earlier, `yields` is called, and this node must end without a
+        goodbye, which all would take for the other's. If this one began earlier, `doubt` makes it shake hands
+        anew with every peer. Peers whose ids have less than `work_bits` of work are not admitted."""
         self._network = network
         self._clock = clock
         self._publish = publish

@@ -28,17 +28,17 @@ FLOPS_PER_SECOND_MAX = 1e16
 """No present device multiplies fp32 matrices this fast; a higher claim is ignored."""
 CAPABILITIES_MAX = 8
 UNREACHABLE_WORD = "unreachable"
-"""The word of a node that others could not dial back: it takes no stages of theirs."""
+"""The capability of a node that others could not dial back: it takes no stages of theirs."""
 RELAY_WORD = "relay"
-"""The word of a reachable node that relays to peers that cannot be dialled."""
+"""The capability of a reachable node that relays to peers that cannot be dialled."""
 STAGES_TOLD_MAX = 4
 RUN_LETTERS = 8
 STAGES, FENCED, OBSERVER = "stages", "fenced", "observer"
-"""Words of a standing: it computes stages, and can fence them in; it only watches."""
+"""Capabilities of a standing: it computes stages, and can isolate them; it only watches."""
 LOAD_PERCENT_MAX = 10_000
 LOAD_STEP_PERCENT = 25
 MEMORY_STEPS = 8
-"""Free memory is told in eighths of all."""
+"""Free memory is published in eighths of the total."""
 LOOK_SECONDS = 5.0
 CHANGES_KEPT = CHANGES_MAX - 1
 """Changes allowed at once: one fewer than others pass on, so that a changed address still spreads."""

@@ -15,13 +15,13 @@ import trio
 STATUS_SECONDS = 10.0
 """The interval of status updates without a watchdog, which sets its own interval."""
 _SIGNS_OF_LIFE = 2
-"""Signs of life in the time of the watchdog, as sd_watchdog_enabled(3) advises."""
+"""Keepalives within the watchdog's time, as sd_watchdog_enabled(3) advises."""
 _VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class NotifySocket:
-    """The way to the service manager. `watchdog_seconds` is after which silence it ends this process; None
-    where it does not watch."""
+    """The socket of the service manager. It ends this process after `watchdog_seconds` without a keepalive;
+    None: never."""
 
     def __init__(self, address: str, watchdog_seconds: float | None = None) -> None:
         self._address = address

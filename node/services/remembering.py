@@ -1,7 +1,7 @@
 """Peers met before: where to begin the next time, kept on the disk.
 
-They are saved as soon as a first peer is known, since a swarm may lose its power a moment later, and then
-ever more rarely. Peers of earlier lives are kept after those that live now, as far as there is room.
+They are saved as soon as a first peer is known, since a power failure may follow, and then ever more rarely.
+Peers of earlier lives are kept after those that live now, as far as there is room.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +15,9 @@ from node.seams import Seams
 from node.storage.known_peers import REMEMBERED_MAX, read_remembered, write_remembered
 
 SAVE_SECONDS_MIN = 2.0
-"""From the first save to the next: a swarm that starts is complete soon after."""
+"""The pause after the first save: a starting swarm is complete soon after."""
 SAVE_SECONDS_MAX = 60.0
-"""Between two saves in the long run; the pause doubles from one to the other."""
+"""The longest pause between two saves; pauses double up to it."""
 
 
 class RememberedPeers:
@@ -61,7 +61,7 @@ class RememberedPeers:
             pause = min(2 * pause, SAVE_SECONDS_MAX)
 
     async def save(self) -> None:
-        """Keep who is alive now, and behind them who was known before."""
+        """Save the live peers, and after them those known before."""
         live = self._live()
         if not live or not self._join.remember:
             return
@@ -70,6 +70,6 @@ class RememberedPeers:
         before = [peer for peer in self._saved if peer[0].peer not in found]
         peers = (*filter(None, found.values()), *before)[:REMEMBERED_MAX]
         if peers != self._saved:
-            # A disk may take its time to make a write durable.
+            # A disk may be slow to make a write durable.
             await self._seams.executor.run(lambda: write_remembered(self._seams.storage, peers))
             self._saved = peers

@@ -41,7 +41,7 @@ class StandingKeeper:
         self._changes = TokenBucket(1.0, CHANGES_KEPT, CHANGES_KEPT, clock.monotonic())
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Check the standing at intervals, until cancelled."""
         while True:
             self.look()
             await trio.sleep(LOOK_SECONDS)

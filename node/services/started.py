@@ -38,7 +38,7 @@ def node_started(at: float, config: Config, peer: PeerId, network: Network, *, i
 
 
 def _hint(config: Config, told: tuple[Address, ...]) -> str:
-    """Return why there is no address for another machine."""
+    """Return why no address works on another machine."""
     if not told:
         return LINK_LOCAL_ONLY
     return NO_NETWORK if config.listen.is_open else LOOPBACK_ONLY

@@ -49,7 +49,8 @@ FAILED_SECONDS = 1.0
 """After a turn that failed by a bug of ours."""
 
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
-"""On these the kernel keeps the connection, and the next turn accepts again: in a crowd turns are few."""
+"""After these errors the kernel keeps the connection, and the next turn accepts again: in a crowd turns are
+few."""
 _FILES = tuple(
     kind
     for name in ("EpollSelector", "KqueueSelector")
@@ -75,17 +76,17 @@ class PendingConnection:
         self.handshake: PeerHandshake | None = None
         self.read_bytes = 0
         self.is_outsider = False
-        """It has shown that it is: what it says is thrown away."""
+        """Whether it has proved to be one: its bytes are discarded."""
         self.is_heard = False
-        """Whether the selector says when it has said something."""
+        """Whether the selector reports when it becomes readable."""
         self.gathers = False
-        """Whether its bytes gather in the kernel until they are enough."""
+        """Whether its bytes gather in the kernel until there are enough of them."""
         self.scope: trio.CancelScope | None = None
-        """The scope of the task that shakes hands, once there is one."""
+        """The scope of the handshake's task, once there is one."""
 
     @property
     def missing_bytes(self) -> int:
-        """Until more can be told of it, or its first flight is whole."""
+        """The number of bytes until more is known of it, or its first flight is complete."""
         wanted = HEAD_BYTES if self.handshake is None else self.handshake.wanted
         return wanted - len(self.came)
 
@@ -98,7 +99,8 @@ class PendingConnection:
                 self.gathers = bytes_min > 1
 
     def hear(self, data: bytes, credentials: Credentials) -> bool:
-        """Return whether its first flight is whole. Raises RemoteProtocolError: it is none of ours."""
+        """Return whether its first flight is complete. Raises RemoteProtocolError: it is not a peer of this
+        swarm."""
         self.came += data
         if self.handshake is None:
             if len(self.came) < HEAD_BYTES:
@@ -136,9 +138,9 @@ class PendingConnections:
         self._selector = make_selector()
         if sys.platform == "linux" and isinstance(self._selector, _FILES):  # kqueue is not inherited at all
             keep_from_children(self._selector)
-        # In the order of their deadlines.
+        # Connections in the order of their deadlines.
         self._standing: dict[PendingConnection, None] = {}
-        # Those of them whose first flight is whole.
+        # The connections whose first flight is complete.
         self._ready: dict[PendingConnection, None] = {}
         now = trio.current_time()
         self._admission = HandshakeGate(now)
@@ -164,7 +166,7 @@ class PendingConnections:
             self._selector.close()
 
     def enter(self, connection: socket.socket, host: str) -> None:
-        """Somebody has connected from there."""
+        """Add a connection from this source."""
         connection.setblocking(False)
         source = prefix_of(host)
         if not self._has_room(source):
@@ -177,11 +179,11 @@ class PendingConnections:
         if gone is not None:
             self._displace(gone)
         self._standing[stranger] = None
-        # Most have said something already.
+        # Most have sent something already.
         self._hear(stranger)
 
     def leave(self, stranger: PendingConnection, *, is_peer: bool) -> None:
-        """Its handshake is over, and whether it ended in a peer."""
+        """Note that a handshake is over, and whether it ended in a peer."""
         self._doorway.leave(stranger, stranger.source)
         if is_peer:
             self._admission.proved(stranger.source, trio.current_time())
@@ -203,11 +205,11 @@ class PendingConnections:
         return next((stranger.due_at for stranger in self._standing), float("inf"))
 
     def _take_turn(self) -> float:
-        """All that there is to do; how many seconds others may gather then."""
+        """Do all that is due; return for how many seconds further connections may gather."""
         taken, is_all = 0, True
         for key, _ in self._selector.select(0):
             if isinstance(key.data, PendingConnection):
-                # Another may have taken its place in this turn.
+                # Another connection may have taken its place in this turn.
                 if key.data.is_heard:
                     self._hear(key.data)
             elif isinstance(key.fileobj, socket.socket):
@@ -220,7 +222,7 @@ class PendingConnections:
         return GATHER_SECONDS * min(1.0, GATHERED_PART * self._doorway.places_max / max(1, taken))
 
     def _take_connections(self, listening: socket.socket) -> int:
-        """Return how many there were; TAKEN_AT_ONCE_MAX if there may be more that the kernel has room for."""
+        """Return the number of connections; TAKEN_AT_ONCE_MAX if the kernel may hold more."""
         for number in range(TAKEN_AT_ONCE_MAX):
             try:
                 connection, address = listening.accept()

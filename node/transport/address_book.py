@@ -30,18 +30,18 @@ OBSERVED_SECONDS = 120.0
 REORDER_SECONDS = OBSERVED_SECONDS / 4
 """A peer goes behind the others of its source no more often: at each packet that would cost too much."""
 UNPROVEN_ADDRESSES_MAX = 3
-"""A datagram goes to at most so many unproven addresses, so we never amplify more than threefold."""
+"""A datagram goes to at most this many unproven addresses, so we never amplify more than threefold."""
 PROVED_MAX = 4
 """Addresses kept at which a peer answered: two networks, two families."""
 ROTATE_SECONDS = 0.4
-"""Datagrams go to other unproven addresses after so long: a burst has one answer, and a handshake is repeated
+"""Datagrams go to other unproven addresses after this time. A burst has one answer; a handshake is repeated
 after 0.5 s, so that each repetition tries others."""
 TRIES_MAX = 6
 """Bursts of datagrams to one claimed address before each further one waits, twice as long each time."""
 TRY_AGAIN_SECONDS = 1.0
 TRY_AGAIN_SECONDS_MAX = 64.0
 TRIED_MAX = 16
-"""Addresses of one peer of which is known how often they were tried: its claims, and those before."""
+"""Addresses of one peer whose attempts are counted: its claims, and earlier ones."""
 HOST_TRIES_PER_SECOND = 20.0
 HOST_TRIES_BURST = 60.0
 """Datagrams to claimed addresses of one host, for all the peers that are said to be there: a crowd of
@@ -51,12 +51,12 @@ HOSTS_TRIED_MAX = 4_096
 
 @dataclass(slots=True)
 class _Tries:
-    """Bursts of datagrams sent to an address that has not answered, the last one when."""
+    """The number of bursts sent to an address that has not answered, and the time of the last one."""
 
     count: int = 0
     at: float = 0.0
     has_failed: bool = False
-    """The last one is known to have failed; of connections alone."""
+    """Whether the last attempt is known to have failed; used for connections only."""
 
     def is_due(self, now: float) -> bool:
         return now - self.at < ROTATE_SECONDS or self.is_rested(now)
@@ -79,7 +79,7 @@ class _Entry:
     turned_at: float = -ROTATE_SECONDS
     tries: dict[Address, _Tries] = field(default_factory=dict)
     dials: dict[Address, _Tries] = field(default_factory=dict)
-    """The same of connections: where datagrams are lost, they may come through."""
+    """The same for connections, which may come through where datagrams are lost."""
 
 
 _NOTHING = _Entry()
@@ -113,7 +113,7 @@ class AddressBook:
                 self._hearsay.popitem(last=False)
 
     def prove(self, peer: PeerId, address: Address) -> None:
-        """The peer's key answered at this address."""
+        """Note that the peer's key answered at this address."""
         entry, place = self._met.get(peer) or self._meet(peer, address), address.of(None)
         if entry.proved[:1] != (place,):
             entry.proved = _distinct(place, *entry.proved)[:PROVED_MAX]
@@ -123,7 +123,7 @@ class AddressBook:
         entry.dials.pop(place, None)
 
     def observe(self, peer: PeerId, address: Address, now: float) -> None:
-        """The peer's newest authentic datagram came from this address."""
+        """Note that the peer's newest authentic datagram came from this address."""
         entry = self._met.get(peer) or self._meet(peer, address)
         if entry.observed is None or now - entry.observed_at > REORDER_SECONDS:
             self._crowd.add(peer, _source(address))
@@ -135,7 +135,7 @@ class AddressBook:
         entry.observed, entry.observed_at = place, now
 
     def failed(self, peer: PeerId, address: Address) -> None:
-        """The peer did not answer a handshake there: its other addresses come first from now on."""
+        """Note that the peer did not answer a handshake there: its other addresses come first from now on."""
         entry, place = self._entry(peer), address.of(None)
         if entry.preferred == place:
             entry.preferred = None
@@ -145,7 +145,8 @@ class AddressBook:
             entry.proved = (*(each for each in entry.proved if each != place), place)
 
     def answered(self, peer: PeerId, circuit: Address) -> None:
-        """The peer was reached by this circuit: it may be dialled again as one that was never tried."""
+        """Note that the peer was reached by this circuit, which may be dialled again as if it was never
+        tried."""
         self._entry(peer).dials.pop(circuit.of(None), None)
 
     def known(self, peer: PeerId) -> tuple[Address, ...]:
@@ -184,7 +185,7 @@ class AddressBook:
         return -inf if entry.observed is None else entry.observed_at
 
     def at(self, address: Address) -> list[PeerId]:
-        """Those whose packets came from there last."""
+        """The peers whose latest packets came from this address."""
         place = address.of(None)
         return [peer for peer, entry in self._met.items() if entry.observed == place]
 
@@ -201,21 +202,21 @@ class AddressBook:
         return tuple(found.values())
 
     def prefer(self, peer: PeerId, address: Address) -> None:
-        """Dial the peer there first, until it fails: its streams were the fastest by this address."""
+        """Dial the peer at this address first, until that fails: its streams were the fastest there."""
         entry = self._entry(peer)
         if entry is not _NOTHING:
             entry.preferred = address.of(None)
 
     def preferred(self, peer: PeerId) -> Address | None:
-        """Return the address that was preferred last, and has not failed since."""
+        """Return the preferred address, unless it has failed since."""
         return self._entry(peer).preferred
 
     def knows(self, peer: PeerId) -> bool:
-        """Whether there is any address of a peer."""
+        """Return whether any address of the peer is known."""
         return self._entry(peer) is not _NOTHING
 
     def for_stream(self, peer: PeerId) -> tuple[Address, ...]:
-        """Addresses to dial, the likeliest first; empty for a peer never heard of."""
+        """Return addresses to dial, the likeliest first; empty for an unknown peer."""
         entry = self._entry(peer)
         return _distinct(entry.preferred, *entry.proved, entry.observed, *self._claimed(entry))
 
@@ -241,7 +242,7 @@ class AddressBook:
         return True
 
     def circuits(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return the relays by which a peer says it is reached, as far as they may be tried."""
+        """Return the relays that a peer claims to be reached by, as far as they may be tried."""
         return tuple(each for each in self._claimed(self._entry(peer)) if each.relay is not None)
 
     def for_datagram(self, peer: PeerId, now: float) -> tuple[Address, ...]:
@@ -265,7 +266,7 @@ class AddressBook:
         return (*first, *self._try(entry, others, now))
 
     def _try(self, entry: _Entry, addresses: Iterable[Address], now: float) -> tuple[Address, ...]:
-        """Note that these are written to, and leave out those of hosts that were written to too often."""
+        """Note datagrams to these addresses; leave out those of hosts that got too many."""
         tried = []
         for address in addresses:
             tries = entry.tries.get(address)
@@ -290,7 +291,7 @@ class AddressBook:
         return self._met.get(peer) or self._hearsay.get(peer, _NOTHING)
 
     def _meet(self, peer: PeerId, address: Address) -> _Entry:
-        """The entry of a peer that has answered from there for the first time."""
+        """Return the entry of a peer that has answered from this address, perhaps for the first time."""
         source = _source(address)
         if len(self._met) >= PEERS_MAX:
             gone = next(iter(self._crowd.greedier(source) or self._crowd.equals(source)))

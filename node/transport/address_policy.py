@@ -21,7 +21,7 @@ Place = tuple[str, int]
 """Where a node listens: an IP literal and a port."""
 
 CLAIMED_PORT_MIN = 1_024
-"""Ports below belong to system services, which a stranger must not have us write to."""
+"""Ports below belong to system services; a stranger must not make us write to them."""
 CONFIRMED_FIRST = 2
 """Addresses confirmed by others that come before the other own ones: one of each family."""
 EVIDENCE_MAX = 16
@@ -174,7 +174,7 @@ class AddressPolicy:
     # --- addresses of others -----------------------------------------------------------------------
 
     def is_own(self, address: Address) -> bool:
-        """Whether this very node listens there."""
+        """Return whether this node itself listens there."""
         there = ip_of(address.host)
         if there is None:
             return False
@@ -208,7 +208,7 @@ class AddressPolicy:
         return not blocks or self.is_near(address) or any(block in self._routed for block in blocks)
 
     def is_near(self, address: Address) -> bool:
-        """Whether an address is of this machine, or of a network that it shares."""
+        """Return whether an address belongs to this machine, or to a network that it shares."""
         there = ip_of(address.host)
         return there is not None and self._shares(there) is not None
 

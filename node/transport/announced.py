@@ -14,7 +14,8 @@ CIRCUITS_TOLD_MAX = 2
 
 
 class AnnouncedAddresses:
-    """Those of one node; `fixed` ones, set by its user, replace what it would find itself."""
+    """The announced addresses of one node; `fixed` ones, set by its user, replace those that it would find
+    itself."""
 
     def __init__(self, peer: PeerId, policy: AddressPolicy, fixed: Sequence[Address]) -> None:
         self._peer = peer

@@ -29,7 +29,7 @@ from node.transport.streams import SecureStream
 from node.transport.tcp import STRANGERS_ASSEMBLY_BYTES_MAX, Connection, ReassemblyBudget
 
 INBOUND_IDLE_SECONDS = 2 * IDLE_SECONDS
-"""Twice as long as its opener keeps it: one that waits longer has been forgotten."""
+"""Twice as long as the opener keeps an idle connection: one that waits longer has been forgotten."""
 
 
 class ArrivalHost(Protocol):
@@ -54,7 +54,8 @@ class ArrivalHost(Protocol):
 
 
 class ServedConnections:
-    """Those of one node. A peer has a place in the router's register for each of its connections."""
+    """The accepted connections of one node. A peer has a place in the router's register for each of its
+    connections."""
 
     def __init__(
         self,
@@ -74,16 +75,16 @@ class ServedConnections:
         self._strangers_assembly = ReassemblyBudget(STRANGERS_ASSEMBLY_BYTES_MAX)
         self._register = router.register
         self._doorway = HalfOpenQueue[PendingConnection](settings.half_open_max)
-        # Those that wait for another hello, the longest first.
+        # Connections that wait for another hello, the longest wait first.
         self._waiting: dict[Connection, None] = {}
 
     def ended(self, connection: Connection) -> None:
-        """A connection is over."""
+        """Forget a connection that has ended."""
         self._waiting.pop(connection, None)
         self._register.leave(connection)
 
     def send_away(self) -> None:
-        """The node is leaving: end those that wait for another hello."""
+        """End the connections that wait for another hello, since the node is leaving."""
         for connection in tuple(self._waiting):
             connection.end("this node is leaving")
 
@@ -127,7 +128,7 @@ class ServedConnections:
         await strangers.run(listening)
 
     async def _serve(self, stranger: PendingConnection, strangers: PendingConnections) -> None:
-        """One connection that came in, from its first flight to its end."""
+        """Serve one accepted connection, from its first flight to its end."""
         with contain("a connection that came in"):
             connection = None
             try:
@@ -211,7 +212,7 @@ class ServedConnections:
             self._counters["hellos_refused"] += 1
             connection.end(f"the other side broke the protocol: {error}")
         except (StreamClosed, trio.TooSlowError):
-            # To say nothing more is how a connection ends that may be used again.
+            # A reusable connection ends without another hello.
             self._counters["hellos_refused"] += is_first
             connection.end("no hello came")
         finally:

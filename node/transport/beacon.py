@@ -32,36 +32,36 @@ from crypto.identity import PEER_ID_BYTES, PeerId
 from crypto.token_buckets import Buckets, TokenBucket
 
 HERE = "fe80::"
-"""The host of an address that is of one link only: where the packet comes from. To name it would help nobody
-on another link, and the packet's source has to be an address of this one."""
+"""Stands for a link-local host: the packet's source. Its name would help nobody on another link, and the
+packet's source has to be an address of this one."""
 BEACON_BYTES_MAX = 1_232
-"""As any datagram: what every path of IPv6 carries whole, less its headers."""
+"""The limit of any datagram: the smallest MTU of IPv6, less the headers."""
 ASKING_SECONDS = (0.0, 1.0, 3.0, 7.0)
 """When a newcomer asks: a lost packet or two, and a network card that is still waking up, cost seconds."""
 PERIOD_SECONDS = 30.0
-"""How often a node says that it is there, by a quarter more or less. A node that missed all the answers to
-its questions is found after so long."""
+"""How often a node announces itself, give or take a quarter. A node that missed all answers to its questions
+is found after this time."""
 PERIOD_SECONDS_PER_NEIGHBOUR = 0.25
-"""The more there are, the more rarely each speaks: together at most four times a second."""
+"""The more nodes there are, the more rarely each sends a beacon: together at most four a second."""
 ANSWER_SECONDS = 0.2
 ANSWER_SECONDS_PER_NEIGHBOUR = 0.02
-"""Answers to one question are spread over so long: about fifty a second from a large network."""
+"""Answers to one question are spread over this time: about fifty a second from a large network."""
 ANSWERS_ENOUGH = 8
-"""After so many answers of others a newcomer needs none from us."""
+"""After this many answers from others a newcomer needs none from us."""
 SILENCE_SECONDS_MIN = 1.0
-"""Between two beacons of ours, whatever is asked."""
+"""The least time between two beacons of this node, whatever others ask."""
 NEIGHBOURS_MAX = 1_024
-"""Those last heard are remembered; two such networks would not share one link."""
+"""Neighbours remembered, those heard last; two networks of this size would not share one link."""
 RETELL_SECONDS = 300.0
-"""A neighbour that goes on to be heard is told of again after so long: it may have been away."""
+"""A neighbour that is still heard is reported again after this time: it may have been away."""
 NEWS_PER_MINUTE_MAX = 60
-"""Neighbours told of: each may cost a dial. More are told of when they are heard again."""
+"""Neighbours reported at once: each may cost a dial. Others are reported when they are heard again."""
 TOLD_MAX = 256
-"""Own addresses that were told by beacons: those of a laptop that was carried through many networks."""
+"""Own addresses that earlier beacons named: those of a laptop that was carried through many networks."""
 SOURCES_MAX = 256
 SOURCE_PER_SECOND_MAX = 10.0
 SOURCE_BURST_MAX = 40.0
-"""Beacons of one address that are looked at; a machine with forty nodes has them all heard."""
+"""Beacons of one address that are read; a machine may have forty nodes."""
 TOTAL_PER_SECOND_MAX = 200.0
 TOTAL_BURST_MAX = 400.0
 """The bursts of all addresses together: at ten microseconds each, two thousandths of a core."""
@@ -152,7 +152,7 @@ class Beacons:
 
     @property
     def deadline(self) -> float:
-        """When `wake` wants to be called, in monotonic seconds."""
+        """When to call `wake`, in monotonic seconds."""
         return min(self._due, self._answer_due, *self._questions[:1])
 
     @property
@@ -180,12 +180,12 @@ class Beacons:
         if beacon is None:
             self._counters["beacons_of_others"] += 1
         elif beacon.peer != self._peer or not self._told.issuperset(beacon.addresses):
-            # This node's own id from elsewhere: it was there, or another node has its key.
+            # This node's own id from another address: it has moved, or another node has its key.
             self._counters["beacons_heard"] += 1
             self._hear(now, source, beacon)
 
     def wake(self, now: float) -> list[bytes]:
-        """Return the packet that is due for all, or none."""
+        """Return the multicast packet that is due, if any."""
         if self.deadline > now:
             return []
         here = self._look(now)
@@ -219,7 +219,7 @@ class Beacons:
         if len(self._heard) > NEIGHBOURS_MAX:
             self._heard.popitem(last=False)
         is_old = now - known.told > RETELL_SECONDS
-        # Each interface hears it slightly differently: only addresses not heard by another one are new.
+        # Its beacons differ slightly by interface: only addresses that no other interface heard are new.
         is_news = is_old or not known.addresses.issuperset(addresses)
         if addresses and is_news and self._news.take(now):
             known.addresses = frozenset(addresses) if is_old else known.addresses.union(addresses)

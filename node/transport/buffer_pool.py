@@ -16,11 +16,11 @@ POOL_BYTES_MAX = 256 * 2**20
 to the system. It also bounds how much memory a peer can hold by announcing a length alone, for the pool's
 memory has pages."""
 POOLED_BYTES_MIN = 2**17
-"""Below, the allocator has warm memory of its own."""
+"""For smaller lengths the allocator has warm memory of its own."""
 
 
 class Pool:
-    """Lends memory. Loans may end in any thread, or inside another call of the pool (a collected cycle)."""
+    """Lends memory. A loan may end in any thread, or inside another call of the pool (a collected cycle)."""
 
     def __init__(self, bytes_max: int = POOL_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -43,7 +43,7 @@ class Pool:
         kept = memory is not None
         if memory is None:
             memory = mmap.mmap(-1, size_bytes)
-        # Every view of a view refers to the object it was first made of: when that is gone, all are.
+        # Every view of a view refers to the original object: when that is gone, all views are.
         owner = np.frombuffer(memory, np.uint8)
         weakref.finalize(owner, self._take_back, memory, kept).atexit = False
         return owner.data[:length]

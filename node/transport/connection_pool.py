@@ -14,10 +14,10 @@ from node.transport.tcp import Connection
 IDLE_SECONDS = 30.0
 """A node asks the same peers again within seconds, or not for long."""
 IDLE_PER_PEER_MAX = 4
-"""As many questions as one part of a node puts to one peer at once."""
+"""The limit for one peer: as many as one part of a node asks it at once."""
 IDLE_MAX = 128
-"""The idle connections of all peers: the neighbours of a busy node, and a small part of what a process may
-have open."""
+"""The limit for all peers: the neighbours of a busy node, and a small part of the files that a process may
+open."""
 
 
 class IdleConnections:
@@ -41,7 +41,7 @@ class IdleConnections:
         return len(self._since)
 
     def put(self, connection: Connection, now: float) -> None:
-        """It is free from now on."""
+        """Keep a connection that is free from now on."""
         connection.release()
         self._since[connection] = now
         of_peer = self._by_peer.setdefault(connection.peer, [])
@@ -63,25 +63,25 @@ class IdleConnections:
         return None
 
     def drop(self, peer: PeerId) -> None:
-        """End all to `peer`: one of them was found dead."""
+        """End all connections to `peer`: one of them was found dead."""
         for connection in tuple(self._by_peer.get(peer, ())):
             connection.end("another connection to the same peer was dead")
 
     def drop_of(self, path: Hashable) -> None:
-        """End all that are channels of a path."""
+        """End all connections that are channels of a path."""
         for connection in tuple(self._since):
             if connection.path is path:
                 connection.end("there is a better path")
 
     def expire(self, now: float) -> None:
-        """End those that have been idle for too long."""
+        """End connections that have been idle for too long."""
         for connection, since in tuple(self._since.items()):
             if since + self._seconds > now:
                 return
             connection.end("idle for too long")
 
     def clear(self) -> None:
-        """End all."""
+        """End all connections."""
         for connection in tuple(self._since):
             connection.end("this node is leaving")
 

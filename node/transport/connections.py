@@ -1,4 +1,4 @@
-"""The table of a node's TCP connections, and those that it opens: dialled, used again, and ended in order.
+"""The table of a node's TCP connections; opens connections, reuses them, and ends them in order.
 
 A connection carries one conversation at a time; one that has ended in order on both sides carries the next.
 A peer that cannot be dialled is spoken to on a channel of a multiplexed path (`paths`). `dialer` reaches
@@ -92,7 +92,7 @@ class Connections:
                 connection.end("this node has left")
 
     def leave(self) -> None:
-        """Have `run` end."""
+        """Make `run` end."""
         if self._leaving is not None:
             self._leaving.set()
 
@@ -134,7 +134,7 @@ class Connections:
         message_bytes_max: int = MESSAGE_BYTES_USUAL,
         at: Address | None = None,
     ) -> SecureStream:
-        """A stream by the first of the names that the peer speaks, if need be to its address `at`. Raises
+        """Open a stream by the first name that the peer speaks, at its address `at` if given. Raises
         Unreachable."""
         hello = Hello("stream", protocols, self._work_bits)
         connection, protocol = await self._greet_peer(peer, hello, message_bytes_max, at)
@@ -146,7 +146,7 @@ class Connections:
         return stream
 
     async def send(self, peer: PeerId, protocol: str, message: bytes) -> None:
-        """One message for the peer's inbox. Raises Unreachable, StreamClosed."""
+        """Send one message to the peer's inbox. Raises Unreachable, StreamClosed."""
         connection, _ = await self._greet_peer(peer, Hello("message", (protocol,), self._work_bits))
         await connection.send(message)
         self.keep(connection)
@@ -172,7 +172,7 @@ class Connections:
                 except (StreamClosed, trio.TooSlowError):
                     self._counters["channels_failed"] += 1
             if at is not None:
-                # It may be one that the peer only claims.
+                # It may be an address that the peer only claims.
                 return await self._greeter.meet(
                     await self._dialer.attempt(peer, at), hello, message_bytes_max
                 )
@@ -189,7 +189,7 @@ class Connections:
         is_bare: bool = False,
         ahead: bytes = b"",
     ) -> tuple[Connection, str] | None:
-        """Use an idle connection; None if there is none that is open."""
+        """Open a stream on an idle connection; None if no idle one is open."""
         connection = self._idle.take(peer, at, is_bare=is_bare)
         if connection is not None:
             try:
@@ -197,7 +197,7 @@ class Connections:
                 self._counters["connections_used_again"] += 1
                 return connection, protocol
             except (StreamClosed, trio.TooSlowError):
-                # The hello and what went ahead were not read there, so a repetition does nothing twice.
+                # The peer has not read the hello and the first message, so a repetition does nothing twice.
                 self._counters["connections_stale"] += 1
                 self._idle.drop(peer)
         return None
@@ -205,7 +205,7 @@ class Connections:
     async def _dial(
         self, address: Address, hello: Hello, message_bytes_max: int = 0
     ) -> tuple[Connection, str]:
-        """One address: connect, shake hands, be welcomed."""
+        """Connect to one address, shake hands, and greet."""
         return await self._greeter.meet(await self._dialer.reach(address), hello, message_bytes_max)
 
     # --- paths -------------------------------------------------------------------------------------
@@ -216,9 +216,9 @@ class Connections:
         return self._nursery if self._is_staying else None
 
     async def open_bare(self, peer: PeerId, protocol: str, at: Address, ahead: bytes) -> SecureStream:
-        """Open a stream that has a TCP connection of its own, to be detached from it, by one that rests here
-        or by dialling the peer `at` an address; its first message goes `ahead` of the answer. Raises
-        Unreachable."""
+        """Open a stream with a TCP connection of its own, which the caller detaches. It is an idle
+        connection, or a dial of the peer `at` an address; the first message goes `ahead` of the answer.
+        Raises Unreachable."""
         hello = Hello("stream", (protocol,), self._work_bits)
         with trio.move_on_after(OPEN_SECONDS):
             found = await self._greet_idle(peer, hello, MESSAGE_BYTES_USUAL, is_bare=True, ahead=ahead)
@@ -231,8 +231,8 @@ class Connections:
         raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
 
     async def keep_ready(self, peer: PeerId, at: Address) -> None:
-        """Have a connection to a peer rest here that `open_bare` can use; one that does already is used, so
-        that neither side forgets it. Raises Unreachable."""
+        """Keep an idle connection to a peer for `open_bare`. An existing one is used now, so that neither
+        side forgets it. Raises Unreachable."""
         hello = Hello("identify", (), self._work_bits)
         with trio.move_on_after(OPEN_SECONDS):
             found = await self._greet_idle(peer, hello, 0, is_bare=True)
@@ -254,13 +254,13 @@ class Connections:
         raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
 
     async def open_on(self, secured: SecuredTransport, protocol: str) -> SecureStream:
-        """A stream on a connection on which hands were shaken. Raises Unreachable."""
+        """Open a stream on a connection whose handshake is complete. Raises Unreachable."""
         hello = Hello("stream", (protocol,), self._work_bits)
         return self._stream(*await self._greeter.introduce(secured, hello, MESSAGE_BYTES_USUAL))
 
     async def agree_on_path(self, secured: SecuredTransport) -> Connection:
         """Agree with the peer that a punched connection becomes a path. Raises Unreachable."""
-        # The address where it is seen is not dialable.
+        # The address where the peer is seen is not dialable.
         hello = Hello("path", (), self._work_bits)
         return (await self._greeter.introduce(secured, hello, MESSAGE_BYTES_USUAL, is_punched=True))[0]
 
@@ -279,12 +279,12 @@ class Connections:
         await self._dialer.reach_again(peer)
 
     def doubt(self) -> None:
-        """A path was lost: find out soon which connections are dead as well."""
+        """Look soon for other dead connections, since a path was lost."""
         if self._is_staying and self._nursery is not None:
             self._nursery.start_soon(self._vanished.doubt)
 
     def serve_channel(self, path: MultiplexedPath, channel: socket.socket) -> None:
-        """The peer has opened a channel: serve it as a connection that came in."""
+        """Serve a channel that the peer has opened, as an accepted connection."""
         self.arrivals.serve_channel(path, self._greeter.make_channel(path, channel))
 
     def note_way(self, connection: Connection, transport: trio.SocketStream) -> None:
@@ -342,7 +342,7 @@ class Connections:
                 path.end("this node is leaving")
 
     def _closed(self, stream: SecureStream) -> None:
-        """A stream that was opened here was closed here."""
+        """Handle the local close of a stream that was opened here."""
         if stream.connection.why is not None:
             return
         if self._is_staying and self._nursery is not None:

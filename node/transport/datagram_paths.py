@@ -2,8 +2,8 @@
 
 No I/O. Some networks drop UDP and let TCP through. If no datagram session can be established with a peer that
 has answered before, its messages go by streams from then on; a datagram is tried now and then, and the first
-authentic one from the peer ends that. Besides, an answer takes the way of its question: messages to a peer
-that has just sent a short message by a stream, and no datagram lately, go by streams for a moment.
+authentic one from the peer ends that. Besides, an answer goes by the transport of its question: if a peer has
+just sent a short message by a stream, and no datagram lately, messages to it go by streams for a moment.
 """
 
 from collections import OrderedDict
@@ -13,17 +13,18 @@ from math import inf
 from crypto.identity import PeerId
 
 ANSWER_SECONDS = 0.5
-"""So soon a core has answered what came. Longer would keep a peer that lost one datagram from using more."""
+"""A core answers within this time. With a longer one, a peer that lost one datagram could not use further
+ones."""
 SILENCE_SECONDS = 5.0
-"""Without a datagram from a peer for so long, it is not by one that it is answered. Not sooner: on a slow
-path pings go by streams as well, and datagrams are faster."""
+"""A peer that has sent no datagram for this long is answered by streams. Not sooner: on a slow path pings go
+by streams as well, and datagrams are faster."""
 KNOCK_SECONDS = 60.0
-"""Between two datagrams to a peer that is spoken to by streams."""
+"""The interval of datagrams to a peer that gets its messages by streams."""
 DOUBT_SECONDS = 20.0
-"""After a stream could not be opened either, nothing is sent by streams for so long: the peer is gone, and
-connecting to it again for each message would cost its network more than its death costs us."""
+"""After a stream could not be opened either, nothing is sent by streams for this time. The peer is gone, and
+a connection for each message would cost its network more than its death costs us."""
 PEERS_MAX = 4_096
-"""As many as an address book remembers that have answered."""
+"""The number of peers: as many as an address book remembers that have answered."""
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class DatagramPaths:
 
     @property
     def blocked(self) -> tuple[PeerId, ...]:
-        """Those that are reached by streams, and by no datagram."""
+        """The peers that are reached by streams, and by no datagram."""
         return tuple(peer for peer, path in self._paths.items() if path.is_blocked and path.is_proved)
 
     def is_by_stream(self, peer: PeerId, now: float) -> bool:
@@ -66,7 +67,8 @@ class DatagramPaths:
         return True
 
     def asked(self, peer: PeerId, now: float, heard_at: float) -> None:
-        """A message that would fit a datagram has come from `peer` by a stream, and a datagram then."""
+        """Note that a message that fits a datagram came from `peer` by a stream, and whether a datagram came
+        lately."""
         path = self._path(peer)
         if now - heard_at > SILENCE_SECONDS:
             path.answers_until = now + ANSWER_SECONDS
@@ -78,31 +80,31 @@ class DatagramPaths:
         return path is not None and now - path.asked_at <= ANSWER_SECONDS
 
     def has_asked(self, peer: PeerId) -> bool:
-        """Return whether streams are known to come from `peer`, or to get to it."""
+        """Return whether a stream is known to have come from `peer`, or to have reached it."""
         path = self._paths.get(peer)
         return path is not None and path.is_proved
 
     def unanswered(self, peer: PeerId, now: float) -> None:
-        """`peer`, which has answered before, does not answer our handshakes by datagram."""
+        """Note that `peer`, which has answered before, does not answer our handshakes by datagram."""
         path = self._path(peer)
         if not path.is_blocked and now >= path.doubted_until:
             path.is_blocked, path.knock_at = True, now + KNOCK_SECONDS
 
     def streamed(self, peer: PeerId) -> None:
-        """A message has gone to `peer` by a stream."""
+        """Note that a message was sent to `peer` by a stream."""
         path = self._paths.get(peer)
         if path is not None:
             path.is_proved = True
 
     def failed(self, peer: PeerId, now: float) -> None:
-        """No stream could be opened to `peer` either."""
+        """Note that no stream could be opened to `peer` either."""
         path = self._paths.get(peer)
         if path is not None:
             path.is_blocked = path.is_proved = False
             path.doubted_until = now + DOUBT_SECONDS
 
     def heard(self, peer: PeerId) -> None:
-        """An authentic datagram came from `peer`."""
+        """Note that an authentic datagram came from `peer`."""
         if self._paths:
             self._paths.pop(peer, None)
 

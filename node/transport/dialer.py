@@ -42,7 +42,7 @@ async def first_of(
 
 
 class Dialer:
-    """The dialler of one node. `resolve` looks up names as `trio.socket.getaddrinfo` does."""
+    """The dialer of one node. `resolve` looks up names like `trio.socket.getaddrinfo`."""
 
     def __init__(
         self,

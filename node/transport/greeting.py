@@ -1,4 +1,4 @@
-"""Greets peers on connections that this node has made: says what each is for, and awaits the answer.
+"""Greets peers on connections that this node has made: states what each is for, and awaits the answer.
 
 `router.greet` has the messages. A greeting that fails ends its connection; one that is refused leaves it to
 be used again.

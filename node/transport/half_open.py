@@ -34,7 +34,7 @@ class HalfOpenQueue(Generic[Who]):
         return gone
 
     def leave(self, who: Who, source: bytes) -> None:
-        """It goes, or has lost its place already."""
+        """Remove a connection; it may have lost its place already."""
         standing = self._standing.get(source)
         if standing is None or who not in standing:
             return

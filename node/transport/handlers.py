@@ -38,8 +38,8 @@ async def serve(handler: Handler, stream: Stream, counters: Counter[str]) -> boo
 
 
 class Handlers(Generic[H]):
-    """Handlers by the name of their protocol, and the register of those that have streams open here, or may
-    open one: in the real network a connection, in the simulated one a stream."""
+    """Handlers by protocol name, and the register of peers that have streams open here, or may open one. A
+    place is a connection in the real network, a stream in the simulated one."""
 
     def __init__(self, budget: Budget = TRANSPORT.inbound) -> None:
         self._handlers: dict[str, tuple[Handler, StreamLimits]] = {}
@@ -66,9 +66,9 @@ class Handlers(Generic[H]):
         return self._handlers[protocol][0]
 
     def message_bytes_max(self, protocol: str) -> int:
-        """The longest message that its streams take."""
+        """Return the longest message that streams of a protocol accept."""
         return self._handlers[protocol][1].message_bytes_max
 
     def first_of(self, names: Sequence[str]) -> str | None:
-        """The first name that is served here."""
+        """Return the first name that is served here."""
         return next((name for name in names if name in self._handlers), None)

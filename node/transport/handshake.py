@@ -44,11 +44,11 @@ UNSENT_BYTES_MAX = 2**20
 """Bytes that the kernel queues beyond those in flight: one write, while the next is encrypted. trio's default
 of 16 KiB suits multiplexers; measured for 64 MiB, it takes seven times the writes and 1.5 times as long."""
 KEEPALIVE_SECONDS = 30
-"""A peer that vanished is noticed by the kernel, after a few times this."""
+"""The kernel notices a vanished peer after a few times this."""
 
 CPU_FILE = "/proc/cpuinfo"
 _CPU_BYTES = 2**14
-"""The first processor's part of that file, and more."""
+"""More than the first processor's part of that file."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Credentials:
 
     @cached_property
     def _proof(self) -> bytes:
-        """Signed once: it says the same in each handshake."""
+        """The signature, made once, since its content is the same in each handshake."""
         return identity_payload(self.identity, static_public_key(self._loaded))
 
     def handshake(self, *, initiator: bool, expected: PeerId | None = None) -> PeerHandshake:
@@ -94,10 +94,10 @@ class Credentials:
 
 @dataclass(frozen=True)
 class SecuredTransport:
-    """A connection on which hands were shaken, and nothing more was said."""
+    """A connection whose handshake is complete, before any further message."""
 
     address: Address
-    """Where the peer is; of a circuit, the circuit."""
+    """The peer's address; for a circuit, the circuit itself."""
     transport: trio.SocketStream
     session: HandshakeResult
 
@@ -260,8 +260,8 @@ def error_reason(error: BaseException) -> str:
 
 
 def set_options(transport: trio.SocketStream) -> None:
-    """Have the kernel keep little unsent, and notice that the other side vanished."""
-    # A connection that is gone already refuses options; the next read will tell.
+    """Make the kernel keep little unsent data, and notice that the other side vanished."""
+    # A connection that has ended refuses options; the next read shows it.
     with suppress(OSError):
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             transport.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES_MAX)

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from crypto.token_buckets import Buckets, TokenBucket
 
 STRANGERS_RATE = 100.0
-"""Handshakes a second for all sources that nobody is known at, at about 1 ms until the answer is sent and
-2 ms until the end of a whole one: a tenth of a core for those who leave it half done, a fifth at most."""
+"""Handshakes a second of all sources without a known peer. One takes about 1 ms until the answer is sent, and
+2 ms in all: a tenth of a core for unfinished handshakes, a fifth at most."""
 STRANGERS_BURST = 200.0
-"""A node that comes back is met by its whole neighbourhood at once."""
+"""The whole neighbourhood of a node that comes back connects to it at once."""
 KNOWN_RATE = 100.0
 """As many for sources where a peer has proved itself: another fifth of a core at most."""
 KNOWN_BURST = 200.0
@@ -28,7 +28,7 @@ SOURCES_MAX = 4_096
 
 
 class HandshakeGate:
-    """Decides over handshakes; `now` is any clock that does not go back, in seconds."""
+    """Decides which handshakes to compute; `now` is any clock that does not go back, in seconds."""
 
     def __init__(self, now: float) -> None:
         self._strangers = TokenBucket(STRANGERS_RATE, STRANGERS_BURST, STRANGERS_BURST, now)
@@ -52,7 +52,7 @@ class HandshakeGate:
         return None
 
     def proved(self, source: bytes, now: float) -> None:
-        """A handshake from there has ended in a peer."""
+        """Note that a handshake of this source has ended in a peer."""
         self._sources.of(source, now).give()
         self._proved[source] = None
         self._proved.move_to_end(source)

@@ -11,7 +11,7 @@ import sys
 from crypto.contact import Address, make_address
 
 ERRORS_MAX = 64
-"""Read at once; the rest waits for the next time."""
+"""Reports read at once; the rest waits for the next time."""
 _IP_RECVERR, _IPV6_RECVERR = 11, 25
 _MSG_ERRQUEUE = 0x2000
 _ANSWER_BYTES = 256
@@ -31,7 +31,7 @@ def closed_places(own: socket.socket) -> list[Address]:
     """Take the destinations with a closed port from the socket's queue."""
     found: list[Address] = []
     if sys.platform != "linux":
-        return found  # there the flag has another meaning, and a packet would be taken
+        return found  # on other systems the flag means something else, and would take a packet
     for _ in range(ERRORS_MAX):
         try:
             _, ancillary, _, target = own.recvmsg(_ANSWER_BYTES, _ANSWER_BYTES, _MSG_ERRQUEUE)

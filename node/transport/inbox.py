@@ -9,7 +9,7 @@ import trio
 from crypto.identity import PeerId
 
 INBOX_MESSAGES_MAX = 1_024
-"""A second of control traffic at the rate one core can handle; older news than that is worthless."""
+"""A second of control traffic at the rate that one core can handle; older news is worthless."""
 INBOX_BYTES_MAX = 16 * 2**20
 """Messages that came by stream may be large, so their number alone bounds nothing."""
 
@@ -25,7 +25,7 @@ class Alarm:
         self.is_running = False
 
     def watch(self, inbox: "QueueInbox") -> None:
-        """Look after this inbox as well."""
+        """Watch this inbox as well."""
         self._inboxes.append(inbox)
 
     def hurry(self, at: float) -> None:
@@ -34,7 +34,7 @@ class Alarm:
             self._rings_at = self._sleep.deadline = at
 
     async def run(self) -> None:
-        """Until cancelled; then all waits that had an end end early."""
+        """Run until cancelled; then all waits with a deadline end early."""
         self.is_running = True
         try:
             while True:
@@ -54,8 +54,8 @@ class Alarm:
 
 
 class QueueInbox:
-    """`node.seams.Inbox`: oldest first; the newest are dropped when it is full. One task takes. `until` is
-    when its wait is to end, if it waits by the alarm."""
+    """`node.seams.Inbox`: oldest first; the newest are dropped when it is full. One task takes messages.
+    `until` is the deadline of its wait, if it waits by the alarm."""
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class QueueInbox:
         self._stirred.set()
 
     async def take(self, until: float) -> list[tuple[PeerId, bytes]]:
-        """All that has come; waits for the first until the monotonic time `until`, or until `notify`."""
+        """Return all messages that have come; wait for the first until the monotonic time `until`, or until
+        `notify`."""
         if self._stirred.is_set():
             await trio.lowlevel.checkpoint()
         elif self._alarm.is_running:

@@ -17,14 +17,14 @@ Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _DOCUMENTATION: dict[int, str] = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-"""Addresses of nobody (RFC 5737, RFC 3849), by which the default route is asked for; nothing is sent."""
+"""Documentation addresses (RFC 5737, RFC 3849) that show the default route; nothing is sent."""
 _BRIDGE = re.compile(
     r"docker\d*|br-[0-9a-f]{12}|veth.*|virbr\d+.*|vmnet\d+|vboxnet\d+|lxcbr\d+|lxdbr\d+|incusbr\d+|cni\d*"
     r"|cali.*|flannel.*|podman\d+|kube-.*|weave|cbr\d+|bridge1\d\d|vnic\d+|vEthernet.*"
 )
 """Bridges and cables of container runtimes and hypervisors: each machine has the same addresses there."""
 _TUNNEL = re.compile(r"tun|tap|utun|wg|tailscale|zt|ppp|ipsec|nebula|nordlynx|proton|gpd|cscotun|svpn")
-"""How the interfaces of virtual private networks begin, which reach some machines and not others."""
+"""Name prefixes of VPN interfaces, which reach some machines and not others."""
 
 
 class Use(IntEnum):
@@ -104,7 +104,7 @@ def _source_of_default_route(family: int) -> Ip | None:
             probe.connect((_DOCUMENTATION[family], 9))
             return ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
     except OSError:
-        return None  # no way, or a kernel without this family
+        return None  # no route, or a kernel without this family
 
 
 def _network(host: Ip, netmask: str | None) -> Network:

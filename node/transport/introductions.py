@@ -32,18 +32,18 @@ from node.transport.punch_messages import (
 from node.transport.punching import IntroductionBudget
 
 COME_SECONDS = 4.0
-"""For the peer that was told of another one to come."""
+"""The time limit for the introduced peer to come."""
 TOGETHER_SECONDS = 15.0
-"""For all that the two say: each asks others first where it is seen."""
+"""The time limit of their whole conversation: each first asks others where it is seen."""
 PASSED_MAX = 3
-"""Messages of each side: an offer, a round trip, and the beginning."""
+"""The messages of each side: an offer, a round trip, and Begin."""
 COMING_MAX = 4
-"""Peers that this node comes to meet at once. One more takes the place of the one that came first among those
-of the sender that tells of most: no sender keeps others out."""
+"""Peers that this node meets at once. A further one replaces the oldest of the sender with the most
+introductions, so no sender keeps others out."""
 WAIT_SECONDS = 60.0
 HEARD_SECONDS = 60.0
-"""A peer is told of another one where a datagram of it came within this, or a path leads to it: routers keep
-a mapping as long, or nearly."""
+"""A peer is introduced only if a datagram of it came within this time, or a path leads to it: routers keep a
+mapping about as long."""
 
 
 @dataclass(eq=False)
@@ -61,8 +61,8 @@ class _Coming:
 
 
 class Introductions:
-    """The service of one node: it has others meet, and comes to meet those that others tell of. `may_come`
-    says whether a peer may have this node come to another one now, `meet` answers an offer."""
+    """The service of one node: it introduces others, and meets peers that others introduce. `may_come`
+    returns whether a peer may introduce this node to another one now, `meet` answers an offer."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Introductions:
     # --- for this node -------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Come to meet peers that others tell of, until cancelled."""
+        """Meet peers that others introduce, until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 for sender, data in await self._inbox.take(self._clock.monotonic() + WAIT_SECONDS):
@@ -111,7 +111,7 @@ class Introductions:
             spare.scope.cancel()
 
     async def _come(self, coming: _Coming, token: bytes, peer: PeerId) -> None:
-        """Speak to a peer by the one that knows both."""
+        """Open a conversation with a peer through the introducer."""
         common = coming.sender
         with contain("meeting a peer"), coming.scope:
             try:
@@ -154,7 +154,7 @@ class Introductions:
             waiting.over.set()
 
     async def meet(self, stream: Stream, token: bytes) -> None:
-        """A peer comes that was told of another one; keep its stream until they have spoken."""
+        """Serve a peer that comes for an introduction; keep its stream until the two are done."""
         waiting = self._waiting.get(token)
         if waiting is not None and waiting.far is None and waiting.target == stream.peer:
             waiting.far = stream

@@ -12,17 +12,18 @@ from contextlib import suppress
 from node.transport.handshake import KEEPALIVE_SECONDS
 
 KEEPALIVE_QUESTIONS = 3
-"""A machine that vanished in silence is asked so often, ten seconds apart, after half a minute."""
+"""The number of keepalive probes to a silent machine, ten seconds apart, after half a minute."""
 REPEATED_MIN = 2
-"""One packet may always be on its way."""
+"""The least: one packet may always be on its way."""
 
 _TCP_INFO_BYTES = 60
 _RETRANSMITS_AT, _PROBES_AT, _LAST_ACK_AT = 2, 3, 56
-"""Where `struct tcp_info` of Linux has what was repeated, and the milliseconds since the last answer."""
+"""The offsets in Linux's `struct tcp_info` of the retransmissions, and of the milliseconds since the last
+answer."""
 
 
 class KernelSocket:
-    """The options of a connected socket, which somebody else reads, writes and closes."""
+    """The options of a connected socket, which another object reads, writes and closes."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -30,29 +31,30 @@ class KernelSocket:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_QUESTIONS)
 
     def queue_little(self, unsent_bytes_max: int) -> None:
-        """Let no more pile up in the kernel than this, beyond what is in flight."""
+        """Limit the unsent bytes that the kernel queues, beyond those in flight."""
         with suppress(OSError, AttributeError):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent_bytes_max)
 
     def take_little(self, received_bytes_max: int) -> None:
-        """Take in no more from the network than this ahead of its reader."""
+        """Limit the bytes that the kernel receives ahead of the reader."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received_bytes_max)
 
     def leave_nothing(self) -> None:
-        """Leave no trace of it when it ends: else no connection between the same two ports could follow for a
-        minute. What is not sent by then is lost."""
+        """End without TIME_WAIT: else no connection between the same two ports could follow for a minute.
+        Unsent bytes are lost."""
         with suppress(OSError):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def ask_often(self, *, is_doubted: bool) -> None:
-        """Have the kernel ask every second whether the other machine is there, or as seldom as usual."""
+        """Make the kernel probe the other machine every second, or at the usual interval."""
         idle_seconds, pause_seconds = (1, 1) if is_doubted else (KEEPALIVE_SECONDS, KEEPALIVE_SECONDS // 3)
         with suppress(OSError, AttributeError):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_seconds)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_seconds)
 
     def has_vanished(self, silent_seconds: float) -> bool:
-        """Return whether the kernel has repeated itself and heard nothing for so long; only Linux can say."""
+        """Return whether the kernel has retransmitted without an answer for this long; only Linux reports
+        it."""
         if sys.platform != "linux":
             return False
         try:

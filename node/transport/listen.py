@@ -18,18 +18,18 @@ from node.transport.sockets import socket_name, source_of_name
 PORT_ATTEMPTS = 11
 """The wanted port and the ten behind it: enough for several nodes on one machine."""
 BACKLOG = 1_024
-"""Connections that the kernel holds until we take them: a burst from strangers must not push out who comes
-next, whose own kernel tries again only after a second. (Linux takes the least of this and `somaxconn`.)"""
+"""Connections that the kernel holds until we accept them. A burst from strangers must not push out the next
+peer, whose kernel tries again only after a second. (Linux takes the least of this and `somaxconn`.)"""
 
 _MTU_DISCOVER, _NEVER_DISCOVER = 10, 0
 """Linux's IP_MTU_DISCOVER and IP_PMTUDISC_DONT, which Python does not name."""
 _NO_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT)
-"""A kernel without IPv6, or one where it is turned off."""
+"""The errors of a kernel without IPv6, or with IPv6 turned off."""
 
 
 @dataclass(frozen=True)
 class BoundSockets:
-    """Both sockets of one place; their port differs from the `wanted` one if others held that."""
+    """Both sockets of one place; their port differs from the `wanted` one if that was taken."""
 
     tcp: socket.socket
     udp: socket.socket

@@ -30,15 +30,16 @@ BEACON_PORT = 9746
 GROUP_4 = "239.255.112.76"
 GROUP_6 = "ff12::7065:6572:6c6f:6f6d"
 LINES_MAX = 16
-"""Interfaces and families spoken on: a machine full of containers has hundreds, and nobody listens there."""
+"""The number of interfaces and families in use: a machine full of containers has hundreds without a
+listener."""
 LOOK_SECONDS = 20.0
-"""How often the interfaces are looked at: a machine that has changed its network is found soon after."""
+"""How often the interfaces are read: a machine that has changed its network is found soon after."""
 LOOK_SECONDS_ALONE = 1.0
-"""The same where only loopback is there yet: at the start of a machine its network comes a little later than
-its programs, and the questions of the first seconds should still be heard."""
+"""The same while there is only loopback. At boot the network comes a little later than the programs, and the
+questions of the first seconds should still be heard."""
 GATHER_SECONDS = 0.01
-"""Between two looks at what has come: nobody waits for a beacon, and a turn of the event loop costs ten times
-what one does."""
+"""The interval of reads: nobody waits for a beacon, and a turn of the event loop costs ten times as much as
+one."""
 PACKETS_MAX = 256
 """Packets that wait to be taken; the newest are dropped."""
 
@@ -102,7 +103,8 @@ class Multicast:
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """Those of the links come last, as `HERE`: which it is shows the packet's source."""
+        """The announced addresses. Link-local ones come last, as `HERE`: the packet's source shows which one
+        it is."""
         here = [
             make_address(HERE, port)
             for host, port in self._places
@@ -112,7 +114,7 @@ class Multicast:
 
     @property
     def interfaces(self) -> tuple[Interface, ...]:
-        """Those spoken on now."""
+        """The interfaces in use now."""
         return tuple(self._lines)
 
     def send(self, data: bytes) -> None:
@@ -132,7 +134,7 @@ class Multicast:
         return packets
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled; an interface that does not take part is counted and tried again."""
+        """Run until cancelled; an interface that fails is counted and tried again."""
         async with trio.open_nursery() as nursery:
             try:
                 self._look(nursery)
@@ -215,7 +217,7 @@ class _Line:
         self._bare.bind((GROUP_4, port))
         self._bare.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, here)
         self._bare.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 1)
-        # Other nodes of this machine are near as well.
+        # Other nodes of this machine are on the network as well.
         self._bare.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
         self._bare.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(GROUP_4) + here)
         return GROUP_4, port
@@ -233,7 +235,7 @@ class _Line:
         return GROUP_6, port, 0, interface.index
 
     def send(self, data: bytes) -> bool:
-        """Send at once; whether the kernel took it."""
+        """Send at once; return whether the kernel took it."""
         try:
             self._bare.sendto(data, self._target)
         except OSError:
@@ -247,7 +249,7 @@ class _Line:
         await trio.lowlevel.wait_readable(self._bare)
 
     def receive(self) -> tuple[bytes, str]:
-        """The next packet and the host it came from; a longer one than allowed shows as too long. Raises
+        """Return the next packet and its source host; a longer one than allowed shows as too long. Raises
         BlockingIOError: there is none."""
         data, source = self._bare.recvfrom(BEACON_BYTES_MAX + 1)
         return data, source_of_name(source)[0]

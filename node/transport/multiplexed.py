@@ -36,7 +36,7 @@ from node.transport.tcp import Connection
 UNSENT_BYTES_MAX = 2**15
 """Bytes that the kernel queues beyond those in flight: a small message waits behind no more."""
 SILENCE = "nothing came on the path any more"
-"""Why a dead path ends."""
+"""The reason with which a dead path ends."""
 
 Way = Literal["direct", "punched", "relayed"]
 """How a path came about: the peer, which cannot be dialled, has dialled this node; both have dialled at once
@@ -55,7 +55,7 @@ class SealedBelow(CipherState):
         return bytes(plaintext) + bytes(TAG_BYTES)
 
     def encrypt_into(self, plaintext: Data, buffer: Data) -> None:
-        """As `encrypt`, into a buffer of exactly that length."""
+        """Encrypt into a buffer of exactly that length."""
         view = memoryview(buffer)
         view[:-TAG_BYTES] = memoryview(plaintext).cast("B")
         view[-TAG_BYTES:] = bytes(TAG_BYTES)
@@ -67,7 +67,7 @@ class SealedBelow(CipherState):
         return bytes(memoryview(ciphertext)[:-TAG_BYTES])
 
     def decrypt_into(self, ciphertext: Data, buffer: Data) -> None:
-        """As `decrypt`, into a buffer of exactly that length."""
+        """Decrypt into a buffer of exactly that length."""
         memoryview(buffer)[:] = memoryview(ciphertext)[:-TAG_BYTES]
 
 
@@ -82,12 +82,12 @@ class _End:
 
     socket: socket.socket
     waiting: bytearray = field(default_factory=bytearray)
-    """One buffer, whatever the frames: with a header for each byte a peer would fill far more than its
+    """Received bytes in one buffer: with an object for each frame, a peer could fill far more memory than its
     credit."""
     has_closed: bool = False
     """Whether the other side has closed it."""
     moved: trio.Event = field(default_factory=trio.Event)
-    """Something has come, or there is room to write."""
+    """Set when bytes have come, or there is room to write."""
     came: trio.Event = field(default_factory=trio.Event)
 
 
@@ -115,15 +115,16 @@ class MultiplexedPath:
         self.way: Way = way
         self.is_first = is_first
         self.address = address
-        """Where the peer is on this path; of a relayed one the circuit, if this side dialled it."""
+        """The peer's address on this path; for a relayed one the circuit, if this side dialled it."""
         self.is_own_dial = is_first and way == "direct"
-        """Whether this side has dialled it for the other's sake: it dials whatever else it wants there."""
+        """Whether this side has dialled it only for the other side, which cannot dial: own streams are
+        dialled."""
         self.is_kept = False
-        """Whether it is kept while it carries nothing."""
+        """Whether the path is kept while it carries nothing."""
         self.has_better = False
         """Whether there is a more direct path to the peer."""
         self.is_lost = False
-        """Whether it has ended, and not by this side's will, while it carried something."""
+        """Whether it ended against this side's will while it carried something."""
         self._is_given_up = False
         self.since = self.used_at = trio.current_time()
         self._opened = opened
@@ -154,12 +155,12 @@ class MultiplexedPath:
 
     @property
     def relay(self) -> PeerId | None:
-        """The node that carries it."""
+        """The relay that carries the path."""
         return self.address.relay if self.address is not None else None
 
     @property
     def round_trip_seconds(self) -> float | None:
-        """By the last ping."""
+        """The round trip of the last ping."""
         return self._core.round_trip_seconds
 
     @property
@@ -168,7 +169,7 @@ class MultiplexedPath:
         return self._core.is_silent(trio.current_time())
 
     def doubt(self) -> None:
-        """Ask for a sign of life, and wait less long for it: something says that the path is dead."""
+        """Ping, and wait less long for the answer, since there is evidence that the path is dead."""
         self._core.doubt(trio.current_time())
         self._stirred.set()
 
@@ -262,7 +263,7 @@ class MultiplexedPath:
             pass  # the reader sees it too
 
     def _make_room(self, frame: bytes) -> None:
-        """A frame has come or left: its channel may have room again, or be over."""
+        """Update a channel after a frame: it may have room again, or be over."""
         end = self._ends.get(int.from_bytes(frame[1:5], "big"))
         if end is not None:
             end.moved.set()
@@ -301,7 +302,7 @@ class MultiplexedPath:
         return theirs
 
     async def _carry(self, channel: int, end: _End) -> None:
-        """One channel, until either side closes it."""
+        """Carry one channel until either side closes it."""
         with contain("a channel"):
             try:
                 async with trio.open_nursery() as nursery:
@@ -316,7 +317,7 @@ class MultiplexedPath:
                 self._stirred.set()
 
     async def _fetch(self, channel: int, end: _End, scope: trio.CancelScope) -> None:
-        """From the socket to the path."""
+        """Copy from the socket to the path."""
         while True:
             while not (room := min(self._core.room(channel), QUEUED_BYTES_MAX)):
                 if channel not in self._core:
@@ -338,7 +339,7 @@ class MultiplexedPath:
             await trio.lowlevel.checkpoint()
 
     async def _deliver(self, channel: int, end: _End) -> None:
-        """From the path to the socket, until all has come."""
+        """Copy from the path to the socket until everything has come."""
         while True:
             while end.waiting:
                 try:

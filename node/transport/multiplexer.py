@@ -9,7 +9,7 @@ a TCP connection does. The rules:
 a relay or a router, however large their buffers are.
 * Control frames leave first. Channels take turns by deficit, and one that had nothing queued goes before
   those that are busy (FQ-CoDel, RFC 8290), so a small message overtakes bulk.
-* A ping says whether the other side is there. Nothing of it grows with what the other side sends.
+* A ping tests whether the other side is there. Its state does not grow with the other side's input.
 
 The driver is `node.transport.multiplexed`; the use of channels is not known here.
 """
@@ -25,7 +25,7 @@ from node.transport.path_window import PathWindow
 from node.transport.settings import PATHS, PathSettings
 
 DATA_BYTES_MAX = 2**14
-"""One frame of bulk: what a probe may have to wait for in this node, 13 ms at 10 Mbit/s."""
+"""The size of one bulk frame. A probe may have to wait for one in this node: 13 ms at 10 Mbit/s."""
 FRAME_BYTES_MAX = DATA_BYTES_MAX + 16
 CHANNELS_MAX = 128
 """Channels that the other side may have open at once: twice the connections that one peer may have here."""
@@ -37,9 +37,9 @@ GRANTED_BYTES_MAX = 2**24
 """The credit of all readers together beyond CREDIT_BYTES each."""
 ACKNOWLEDGED_BYTES = 2**14
 QUEUED_BYTES_MAX = 2**16
-"""Taken from one channel's writer before it has been sent."""
+"""The limit of queued, unsent bytes of one channel."""
 CONTROL_MAX = 4 * CHANNELS_MAX
-"""Control frames that wait: more are answers to a peer that asks and does not read."""
+"""Waiting control frames: more means a peer that asks and does not read the answers."""
 
 _HEAD = struct.Struct(">BI")
 _CREDIT = struct.Struct(">BII")
@@ -54,11 +54,11 @@ class Kind(IntEnum):
     OPEN = 0
     DATA = 1
     CREDIT = 2
-    """The channel may carry so many bytes more (four bytes)."""
+    """Grants the channel this many more bytes (four bytes)."""
     CLOSE = 3
-    """The sender of this neither sends nor takes anything more on the channel."""
+    """The sender neither sends nor accepts anything more on the channel."""
     ACKNOWLEDGED = 4
-    """The path has brought so many bytes of DATA (eight bytes) in all."""
+    """The total bytes of DATA that the path has delivered (eight bytes)."""
     PING = 5
     PONG = 6
 
@@ -99,17 +99,17 @@ class _Channel:
     awaited: int = CREDIT_BYTES
     """Bytes that may still come."""
     ungranted: int = 0
-    """Bytes that its reader has taken, for which no credit was given yet."""
+    """Bytes that the reader has taken, without new credit for them yet."""
     untaken: int = 0
-    """Bytes that have come, and that its reader has yet to take."""
+    """Received bytes that the reader has not taken yet."""
     taken_since: int = 0
-    """Bytes that it has taken since its window was looked at."""
+    """Bytes that the reader has taken since its window was last checked."""
     is_closing: bool = False
     """ChannelClosed here; CLOSE leaves behind what is queued."""
 
 
 class Multiplexer:
-    """One side. `is_first` is true on exactly one of both: the side that dialled."""
+    """One side of a path. `is_first` is true only for the side that dialled."""
 
     def __init__(self, now: float, *, is_first: bool, settings: PathSettings = PATHS) -> None:
         self._settings = settings
@@ -130,7 +130,7 @@ class Multiplexer:
         self._pinged_at = self._ticked_at = now
         self._is_awaiting = self._is_doubted = False
         self.round_trip_seconds: float | None = None
-        """By the last ping that was answered."""
+        """The round trip of the last answered ping."""
 
     # --- what the driver asks ------------------------------------------------------------------------
 
@@ -333,7 +333,7 @@ class Multiplexer:
         return True
 
     def doubt(self, now: float) -> None:
-        """Something says that the path is dead: ping now, and wait less long for a sign of life."""
+        """Ping now, and wait less long for the answer, since there is evidence that the path is dead."""
         if not self._is_awaiting or now - self._ticked_at > self._settings.late_seconds:
             self._ask(now)
         self._is_doubted = True
@@ -380,7 +380,7 @@ class Multiplexer:
         frame = self._cut(channel, found, DATA_BYTES_MAX)
         found.deficit -= len(frame) - _HEAD.size
         if not found.queue or found.deficit <= 0:
-            # One that has nothing left keeps its turn until then: bulk that is refilled is not fresh.
+            # A channel with an empty queue keeps its turn until then: refilled bulk does not count as fresh.
             self._fresh.pop(channel, None)
             self._busy[channel] = None
             self._busy.move_to_end(channel)
@@ -392,7 +392,7 @@ class Multiplexer:
         return frame
 
     def _skip_empty(self) -> bool:
-        """Forget the turns of channels that have nothing to send; whether one is left that has."""
+        """Forget the turns of channels that have nothing to send; return whether another one remains."""
         while self._busy:
             channel = next(iter(self._busy))
             if self._channels[channel].queue:
@@ -401,7 +401,7 @@ class Multiplexer:
         return False
 
     def _cut(self, channel: int, found: _Channel, count: int) -> bytes:
-        """Return a frame with up to `count` of the bytes that wait."""
+        """Return a frame with up to `count` of the waiting bytes."""
         pieces = [_HEAD.pack(Kind.DATA, channel)]
         left = count
         while left and found.queue:

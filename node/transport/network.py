@@ -42,8 +42,8 @@ from node.transport.streams import SecureStream
 from node.transport.udp import Datagrams
 
 HEARD_SECONDS = 15.0
-"""A peer behind a relay, or that has offered a path, is written to by datagram for so long after its last
-one: half of the time for which the most forgetful of common routers keep a way back open."""
+"""A peer behind a relay, or one that has offered a path, gets datagrams for this long after its last one:
+half of the shortest time for which common routers keep a mapping."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Translation:
     """The address translation of this machine's router, as texts for people; empty if unknown."""
 
     mapping: str = ""
-    """The outcome of asking it for a port."""
+    """The outcome of the request for a port."""
     kind: str = ""
-    """Its kind of translation, as peers saw it."""
+    """The kind of translation that peers observed."""
 
 
 class RealNetwork:
@@ -109,7 +109,7 @@ class RealNetwork:
         )
         self._bound: tuple[BoundSockets, ...] = ()
         self.translation = Translation()
-        """The translation of the router before this machine, as far as it is known."""
+        """The known address translation of this machine's router."""
         self._datagrams: Datagrams | None = None
         self._one_shots = OneShots(self._connections.send, self._counters)
         self._paths = DatagramPaths()
@@ -122,7 +122,7 @@ class RealNetwork:
             failed=lambda peer: self._paths.failed(peer, clock.monotonic()),
         )
         self.closed: Callable[[PeerId], None] | None = None
-        """Told of each peer of which its host says that no process listens where it was."""
+        """Called with each peer whose host reports that no process listens at its address."""
         self.ports: tuple[int, ...] = ()
 
     @property
@@ -140,7 +140,7 @@ class RealNetwork:
 
     @property
     def moved(self) -> tuple[tuple[int, int], ...]:
-        """(wanted port, port taken instead) for each that others held."""
+        """The pairs (wanted port, port used instead), for ports that were taken."""
         pairs = ((each.wanted, each.port) for each in self._bound if each.wanted not in (0, each.port))
         return tuple(dict.fromkeys(pairs))
 
@@ -150,7 +150,7 @@ class RealNetwork:
 
     @property
     def without_datagrams(self) -> tuple[PeerId, ...]:
-        """Peers to which no datagram gets through, and streams do."""
+        """Peers that streams reach and datagrams do not."""
         return self._paths.blocked
 
     @property
@@ -165,7 +165,7 @@ class RealNetwork:
 
     @property
     def circuits(self) -> tuple[Address, ...]:
-        """By which relays others reach this node; to be set by `reach_by`."""
+        """The relays by which others reach this node; set by `reach_by`."""
         return self._announced.circuits
 
     def reach_by(self, circuits: Sequence[Address]) -> None:
@@ -190,7 +190,7 @@ class RealNetwork:
         return has_moved
 
     def doubt(self) -> None:
-        """Another node has shaken hands with this one's keys: begin anew with each peer."""
+        """Begin anew with each peer, since another node has shaken hands with this node's keys."""
         if self._datagrams is not None:
             self._datagrams.doubt()
 
@@ -246,7 +246,7 @@ class RealNetwork:
         return self._policy.admits(address)
 
     def may_dial(self, peer: PeerId, address: Address) -> bool:
-        """Note that a connection to an address of a peer is tried; return whether it may."""
+        """Note an attempt to connect to an address of a peer; return whether it is allowed."""
         return self._book.may_dial(peer, address, self._clock.monotonic())
 
     def known_addresses(self, peer: PeerId) -> tuple[Address, ...]:
@@ -275,7 +275,7 @@ class RealNetwork:
             self._counters["messages_while_not_running"] += 1
             return
         now = self._clock.monotonic()
-        # Else a datagram that asks for a stream would have one opened wherever its sender claims to be.
+        # Else a datagram that asks for a stream would cause a dial to any address that its sender claims.
         by_stream = by_stream and not (is_answer and not self._paths.has_just_asked(peer, now))
         if not self._book.knows(peer) and self.multiplexed.best(peer) is None:
             self._counters["messages_without_address"] += 1
@@ -381,17 +381,17 @@ class RealNetwork:
         self._paths.asked(peer, self._clock.monotonic(), self._book.heard_at(peer))
 
     def _no_answer(self, peer: PeerId, now: float) -> None:
-        """Handshakes by datagram lead to nothing; by a stream only one is asked that has answered before."""
+        """Handle failed datagram handshakes; a stream is tried only to a peer that has answered before."""
         if self._is_reached(peer):
             self._paths.unanswered(peer, now)
             if not any(is_global(each.host) for each in self.addresses if each.relay is None):
-                # A router is between it and this node, which it cannot dial to answer.
+                # The peer is behind a router, and cannot dial this node to answer.
                 self.multiplexed.offer_soon(peer)
         else:
             self.multiplexed.seek(peer)
 
     def _is_reached(self, peer: PeerId) -> bool:
-        """Whether it has answered before, or has come here by a stream."""
+        """Return whether the peer has answered before, or has opened a stream to this node."""
         is_met = self._book.host_of(peer) is not None or self._paths.has_asked(peer)
         return is_met or self.multiplexed.best(peer) is not None
 
@@ -401,7 +401,7 @@ class RealNetwork:
                 self.closed(peer)
 
     def _is_behind(self, peer: PeerId, now: float) -> bool:
-        """Whether a datagram would hardly reach a peer behind its router."""
+        """Return whether a datagram would probably not reach a peer behind its router."""
         if now - self._book.heard_at(peer) <= HEARD_SECONDS:
             return False
         return self.multiplexed.best(peer) is not None or bool(self._book.circuits(peer))

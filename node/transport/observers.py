@@ -1,9 +1,9 @@
-"""Observers, which tell this node at which address they see it: finds them, asks them again and again, and
-drops them.
+"""Observers, which report the address at which they see this node: finds them, asks them regularly, and drops
+them.
 
-Their answers show how the own router translates (`punching.SeenPlaces`), go with every offer to punch, and
-keep the router's mapping open. Not here: the dialling of peers (`puncher`), and this node's answers to
-others.
+Their answers show how this node's router translates (`punching.SeenPlaces`), and are part of every offer to
+punch. The requests keep the router's mapping open. Not here: the dialling of peers (`puncher`), and this
+node's answers to others.
 """
 
 from collections import Counter
@@ -36,17 +36,17 @@ from node.transport.simultaneous import connect_from, leave_nothing, secure
 from node.transport.streams import SecureStream
 
 OBSERVE_SECONDS = 3.0
-"""For asking one peer where it sees this node."""
+"""The time limit for asking one peer where it sees this node."""
 RECONNECT_SECONDS = 0.5
-"""From the loss of a connection to an observer to the next one from the same port."""
+"""The pause between a lost connection to an observer and the next one from the same port."""
 OBSERVERS_WANTED = 2
-"""Peers that say where they see this node: they show whether it is everywhere alike."""
+"""The number of observers: enough to show whether all see the same address."""
 FRESH_SECONDS = 2.0
-"""A look that began within this is accepted by those that waited for another one."""
+"""A caller that waits for a look accepts one that began within this time."""
 LOOK_SECONDS = 2.0
 ASK_SECONDS = 20.0
-"""From one look at the own router to the next: while there are not enough who see it, and then. Routers keep
-a mapping without traffic for 50 s or more."""
+"""The interval of looks while there are too few observers, and afterwards. Routers keep a mapping without
+traffic for 50 s or more."""
 
 Observer = tuple[PeerId, int]
 """A peer that is asked where it sees this node, and by which family of IP: 4 or 6."""
@@ -89,7 +89,7 @@ class Observers:
         pause_seconds = LOOK_SECONDS
         try:
             while True:
-                # Two nodes that dial each other at one instant, both to ask, would do so again and again.
+                # Two nodes that dial each other at the same instant, both to ask, would repeat that forever.
                 await trio.sleep(pause_seconds * self._rng.uniform(0.75, 1.25))
                 own = self._own_hosts()
                 is_moved = own != self._told
@@ -207,7 +207,7 @@ class Observers:
         if not self._network.may_dial(peer, place):
             raise Unreachable("timeout", "it was dialled too often without an answer")
         if self._is_on_internet(place.kind):
-            # From the listening port only one of two such nodes could ask the other.
+            # From the listening port, only one of two such nodes could ask the other.
             return await self._network.open(peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX, at=place)
         transport = await self._connect(self._network.listening, place)
         leave_nothing(transport)

@@ -1,4 +1,5 @@
-"""Single messages that are too long for a datagram: each goes over a connection, and is as little awaited.
+"""Single messages that are too long for a datagram: each goes over a connection, and nobody waits for it
+either.
 
 Not here: short messages to peers that no datagram reaches (`short_messages`).
 """
@@ -19,8 +20,8 @@ QUEUE_BYTES_MAX = 32 * 2**20
 
 
 class OneShots:
-    """The messages of one node that wait to be sent, and those under way. `send(peer, protocol, message)`
-    delivers one over a connection."""
+    """The queued messages of one node, and those under way. `send(peer, protocol, message)` delivers one over
+    a connection."""
 
     def __init__(self, send: Callable[[PeerId, str, bytes], Awaitable[None]], counters: Counter[str]) -> None:
         self._send = send

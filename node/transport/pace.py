@@ -7,9 +7,9 @@ every datagram goes at once, but is counted, so that long messages wait correspo
 from math import inf
 
 BURST_SECONDS = 0.05
-"""The most that a pause saves up."""
+"""The most unused time that a pause saves up."""
 PIECE_BYTES = 1 << 16
-"""A long message is paced in such pieces."""
+"""A long message is paced in pieces of this size."""
 
 
 class Pace:
@@ -20,7 +20,7 @@ class Pace:
         self._due = -inf
 
     def limit(self, bytes_per_second: int) -> None:
-        """Keep to another rate from now on."""
+        """Change the rate."""
         self.bytes_per_second, self._due = bytes_per_second, -inf
 
     def take(self, now: float, count: int) -> float:

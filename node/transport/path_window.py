@@ -8,18 +8,18 @@ from collections import deque
 from crypto.errors import RemoteProtocolError
 
 QUEUE_SECONDS = 0.02
-"""How much longer than its shortest round trip a path is kept busy for."""
+"""The queueing delay that is allowed beyond the shortest round trip."""
 WINDOW_BYTES_MIN = 2**16
-"""In flight whatever the delay: an acknowledgement comes for each quarter of it."""
+"""The bytes allowed in flight at any delay: an acknowledgement comes for each quarter of it."""
 WINDOW_BYTES_MAX = 2**24
 STARTING_TRIPS = 8
-"""Round trips without a queue after which a path is tried with twice as much at a time, as at its start."""
+"""Round trips without a queue after which the window doubles again each time, as at the start."""
 SHORTEST_SECONDS = 20.0
-"""How long a shortest round trip is believed: routes change."""
+"""How long a shortest round trip stays valid: routes change."""
 
 
 class PathWindow:
-    """The bytes in flight on one path, and how many they may be."""
+    """The bytes in flight on one path, and their limit."""
 
     def __init__(self) -> None:
         self._sent = self._acknowledged = 0
@@ -38,7 +38,7 @@ class PathWindow:
         return self._sent - self._acknowledged + more > self._bytes_max
 
     def hold_back(self) -> None:
-        """Note that bytes wait, or leave all the same, because it is full."""
+        """Note that the window is full: bytes wait, or leave all the same."""
         self._was_full = True
 
     def send(self, now: float, count: int) -> None:

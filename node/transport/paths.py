@@ -28,29 +28,28 @@ from node.transport.streams import SecureStream
 from node.transport.tcp import Connection
 
 IDLE_SECONDS = 60.0
-"""How long a path without a channel is kept: a neighbour is asked again within this, and a relay's place is
-for those that use it."""
+"""How long a path without a channel is kept: a neighbour is asked again within this time."""
 RELAYED_IDLE_SECONDS = 15.0
-"""The same of one through a relay, which carries a bounded number: in a swarm of a hundred members
-behind routers each asks another one every few seconds, and the next time is long after."""
+"""The same for a relayed path; a relay carries a bounded number. In a swarm of a hundred members behind
+routers each asks another one every few seconds, and the same one again only long after."""
 REPLACED_IDLE_SECONDS = 2.0
-"""The same of a relayed one where there is a better one: nothing more is opened on it."""
+"""The same for a relayed path beside a better one: nothing more is opened on it."""
 IMPROVE_SECONDS = 60.0
-"""From one attempt to find a better way than a relay to the next."""
+"""The interval of attempts to find a better path than a relayed one."""
 SOUGHT_MAX = 64
-"""Peers that could not be reached, and were sought by others within that time: the latest."""
+"""Unreachable peers that others were asked to introduce within that time: the latest."""
 SEEKING_MAX = 8
-"""Those that are sought at once: each attempt costs a few streams for seconds."""
+"""The number of such attempts at once: each costs a few streams for seconds."""
 REPLACE_SECONDS = 2.0
-"""From one attempt to replace a path to a peer that is dead, or seems so, to the next."""
+"""The interval of attempts to replace a path to one peer that is dead, or seems so."""
 STOOD_SECONDS = 5.0
-"""A path that stood for less long says nothing of others where it is lost: its peer may do so on purpose."""
+"""The loss of a younger path puts no other connection in doubt: its peer may cause it on purpose."""
 DOUBT_AGAIN_SECONDS = 60.0
-"""From one lost path of a peer that puts other connections in doubt to the next."""
+"""The least time between two lost paths of one peer that put other connections in doubt."""
 CIRCUIT_SECONDS = 10.0
-"""To the relay, to the peer, and a handshake through both."""
+"""The time limit for the dial of the relay, of the peer through it, and the handshake."""
 _WAYS: tuple[Way, ...] = ("direct", "punched", "relayed")
-"""The best first."""
+"""The kinds of paths, the best first."""
 
 
 def idle_seconds(way: Way, *, has_better: bool) -> float:
@@ -66,7 +65,7 @@ class PathHost(Protocol):
 
     @property
     def serving(self) -> trio.Nursery | None:
-        """Where tasks run; None before the start, and once the node is leaving."""
+        """The nursery for tasks; None before the start, and once the node is leaving."""
 
     def make(
         self, transport: trio.SocketStream, session: HandshakeResult, path: MultiplexedPath | None = None
@@ -74,7 +73,7 @@ class PathHost(Protocol):
         """Keep a connection in the table of all, until it ends."""
 
     def serve_channel(self, path: MultiplexedPath, channel: socket.socket) -> None:
-        """A peer has opened a channel."""
+        """Serve a channel that a peer has opened."""
 
     async def open_bare(self, peer: PeerId, protocol: str, at: Address, ahead: bytes) -> SecureStream:
         """Open a stream that has a connection of its own, and send its first message `ahead` of the answer.
@@ -99,7 +98,7 @@ class PathHost(Protocol):
         """Make a new path to a peer by any of its relays. Raises Unreachable."""
 
     def doubt(self) -> None:
-        """A path was lost: find out soon which connections are dead as well."""
+        """Look soon for other dead connections, since a path was lost."""
 
 
 @dataclass(eq=False)
@@ -111,7 +110,7 @@ class _Coming:
 
 
 class Paths:
-    """All of one node."""
+    """All paths of one node."""
 
     def __init__(
         self,
@@ -134,11 +133,11 @@ class Paths:
         self._replaced: set[PeerId] = set()
         self._doubted: dict[PeerId, float] = {}
         self.lost_punched: Callable[[PeerId], None] | None = None
-        """Told of each peer to which a punched path was lost."""
+        """Called with each peer to which a punched path was lost."""
         self.introduce: Callable[[PeerId], Awaitable[None]] | None = None
-        """Tries to meet a peer to which there is no path at all, by a peer that knows both."""
+        """Tries to reach a peer without any path, by an introduction of a peer that knows both."""
         self.punch: Callable[[PeerId], Awaitable[None]] | None = None
-        """Tries to reach a peer through both routers; set by who can (`puncher`)."""
+        """Tries to reach a peer through both routers; set by `puncher`."""
 
     def __len__(self) -> int:
         return sum(map(len, self._paths.values()))
@@ -147,7 +146,7 @@ class Paths:
         return iter([path for paths in self._paths.values() for path in paths])
 
     def of(self, peer: PeerId) -> tuple[MultiplexedPath, ...]:
-        """Return those to a peer that stand, the best first."""
+        """Return the open paths to a peer, the best first."""
         standing = [path for path in self._paths.get(peer, ()) if path.stands]
         return tuple(sorted(standing, key=lambda path: (path.is_silent, _WAYS.index(path.way), -path.since)))
 
@@ -161,9 +160,8 @@ class Paths:
     # --- how they come about -------------------------------------------------------------------------
 
     async def adopt(self, secured: SecuredTransport, *, is_first: bool, way: Way) -> MultiplexedPath:
-        """Make a path of a connection on which hands were shaken, and nothing more was said: both sides do,
-        and one of them `is_first`. Streams to the peer are opened on it, and those that it opens are served.
-        Raises Unreachable."""
+        """Make a path of a connection right after its handshake: both sides do, and one of them `is_first`.
+        Streams to the peer are opened on it, and those that it opens are served. Raises Unreachable."""
         connection = self._host.make(secured.transport, secured.session)
         return await self._start(connection, is_first=is_first, way=way, address=secured.address)
 
@@ -190,7 +188,7 @@ class Paths:
             raise
 
     def seek(self, peer: PeerId) -> None:
-        """Have others bring a peer together with this node, which cannot reach it, now and then."""
+        """Ask others now and then to introduce a peer that this node cannot reach."""
         serving, introduce = self._host.serving, self.introduce
         if serving is not None and introduce is not None and self._may_seek(peer):
             if len(self._sought) >= SOUGHT_MAX:
@@ -228,7 +226,7 @@ class Paths:
         return await self._host.open_on(secured, protocol)
 
     def serve_punched(self, secured: SecuredTransport) -> None:
-        """Serve a punched connection, on which the other side says what it is for."""
+        """Serve a punched connection whose purpose the other side states."""
         if self._host.serving is None:
             secured.transport.socket.close()
         else:
@@ -292,7 +290,7 @@ class Paths:
         address: Address | None,
         task_status: trio.TaskStatus[MultiplexedPath] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Be the path of a connection on which nothing is left to be said, until it is over."""
+        """Run the path of a negotiated connection until it is over."""
         path = MultiplexedPath(
             connection,
             is_first=is_first,
@@ -304,12 +302,12 @@ class Paths:
             settings=self._settings,
         )
         self._make_room(path.peer, path.relay)
-        # Counted from now on: any number of them may be about to start.
+        # A path counts from now on, since any number of them may be about to start.
         self._paths.setdefault(path.peer, []).append(path)
         self._counters[f"paths_{way}"] += 1
         for other in self.of(path.peer):
             self._host.has_better(other)
-            # A peer that comes anew may have lost the one before.
+            # A peer with a new path may have lost the previous one.
             other.doubt()
         try:
             async with trio.open_nursery() as nursery:
@@ -356,7 +354,8 @@ class Paths:
     # --- how they are replaced -----------------------------------------------------------------------
 
     def _fell_silent(self, path: MultiplexedPath) -> None:
-        """A peer lets a ping wait: look for another way, which shows whether this one is dead."""
+        """Look for another path to a peer that has not answered a ping, which shows whether this one is
+        dead."""
         if path.is_kept:
             path.doubt()  # the keeper of the path makes a new one
         else:
@@ -403,7 +402,7 @@ class Paths:
     # --- upkeep --------------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Give up unused paths, and look for better ways than relayed ones."""
+        """Give up unused paths, and look for better paths than relayed ones."""
         for path in self:
             has_better = any(each.way != "relayed" for each in self.of(path.peer))
             idle_until = path.used_at + idle_seconds(path.way, has_better=has_better)

@@ -14,19 +14,19 @@ from typing import Literal
 
 ROUTER_PORT = 5_351
 LIFETIME_SECONDS = 600
-"""A mapping outlives a node that was killed by so much."""
+"""The lifetime of a mapping, by which it outlives a killed node."""
 REFRESH_SECONDS = 60.0
-"""Between two questions: three packets to the machine next door, and a reboot is noticed within this."""
+"""The interval of renewals: three packets to the router, and a reboot is noticed within this time."""
 FIRST_WAIT_SECONDS = 0.25
 TRIES_MAX = 6
-"""Twice as long a wait after each, as the RFCs want it: eight seconds in all, in which both protocols had
-three turns. Most routers that do not answer then never do."""
+"""The first wait; each further one is twice as long, as in the RFCs. That makes eight seconds and three turns
+of both protocols; most routers that have not answered by then never do."""
 LATER_SECONDS = 600.0
-"""A router that did not answer, or refused, may be set otherwise by now."""
+"""The pause before a silent or refusing router is asked again: its settings may have changed."""
 ANSWER_BYTES_MAX = 1_100
 """PCP's limit; NAT-PMP has shorter answers."""
 EXTERNAL_PORT_MIN = 1_024
-"""Others do not dial ports below: see `address_policy.CLAIMED_PORT_MIN`."""
+"""Others do not dial lower ports: see `address_policy.CLAIMED_PORT_MIN`."""
 
 Outcome = Literal["asking", "mapped", "no answer", "refused"]
 _UDP, _TCP = 17, 6
@@ -120,7 +120,8 @@ class PortMapper:
         return [self._pmp(transport, 0, 0) for transport in self._grants]
 
     def receive(self, now: float, data: bytes) -> list[bytes]:
-        """Take an answer; anything else is ignored. The driver makes sure that it comes from the router."""
+        """Process an answer, and ignore anything else. The driver makes sure that it comes from the
+        router."""
         if len(data) > ANSWER_BYTES_MAX or len(data) < 8 or not data[1] & 0x80:
             return []
         if data[0] == 0:
@@ -199,7 +200,7 @@ class PortMapper:
             self._grants[transport] = _Grant(port, now + seconds)
 
     def _settle(self, now: float) -> None:
-        """Whether all was answered, and when to ask again."""
+        """Note whether all requests were answered, and when to ask again."""
         is_over = self._answered >= {_TCP, _UDP} and (self._external or self.reason)
         if not self._is_asking or not is_over:
             return

@@ -23,9 +23,9 @@ from node.transport.upnp_driver import UpnpMapper
 from node.waker import Waker
 
 END_SECONDS = 2.0
-"""For taking back what was granted, when the node leaves."""
+"""The time limit for removing the mapping when the node leaves."""
 LOOK_SECONDS = 5.0
-"""How often it is looked whether this machine is in another network."""
+"""How often to check whether this machine is in another network."""
 _ROUTES = "/proc/net/route"
 _ROUTES_BYTES = 2**16
 _UP_GATEWAY = 0x3
@@ -42,14 +42,14 @@ class PortMappingState:
 
     @property
     def address(self) -> Address | None:
-        """The mapped address at which others reach this node; None if they do not."""
+        """The mapped address at which others reach this node; None if there is none."""
         if self.mapping is None or not is_global(self.mapping.host):
             return None
         return make_address(self.mapping.host, self.mapping.port)
 
     @property
     def text(self) -> str:
-        """For a person; empty while nothing is known."""
+        """The state for people; empty while nothing is known."""
         if self.mapping is not None:
             there, name = f"{self.mapping.host}:{self.mapping.port}", self.mapping.protocol.upper()
             if self.address is None:
@@ -86,7 +86,7 @@ def _state(router: str, core: PortMapper, upnp: UpnpMapper) -> PortMappingState:
 
 
 class _Mapping:
-    """The conversation with one router, by a core. `changed` is set when something else has come of it."""
+    """The conversation with one router, by a core. `changed` is set when its outcome changes."""
 
     def __init__(self, asking: trio.socket.SocketType, core: PortMapper, clock: Clock) -> None:
         self._asking = asking
@@ -150,7 +150,7 @@ class PortMappingDriver:
             await trio.sleep(LOOK_SECONDS)
 
     async def _ask(self, router: str) -> None:
-        """Until this machine is in another network. Raises OSError, or a group of them."""
+        """Run until this machine is in another network. Raises OSError, or a group of them."""
         with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             # Connected, so that packets of others do not arrive.
             await asking.connect((router, ROUTER_PORT))

@@ -23,8 +23,8 @@ CANDIDATES_MAX = 4
 MESSAGE_BYTES_MAX = 3_072
 TOKEN_BYTES = 16
 OFFER_BYTES_MIN = 1_000
-"""An offer has at least so many: it has a peer send at most three times as many to all hosts together that
-did not ask (`punching.SENT_PER_BYTE_MAX`)."""
+"""The least size of an offer: it makes a peer send at most three times as many bytes to all hosts that did
+not ask (`punching.SENT_PER_BYTE_MAX`)."""
 
 Candidate = Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_LENGTH_MAX)]
 Candidates = Annotated[tuple[Candidate, ...], msgspec.Meta(max_length=CANDIDATES_MAX)]
@@ -34,7 +34,7 @@ Place = Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)]
 
 
 class PunchOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
-    """I am to be found here, by TCP and by UDP."""
+    """My addresses, by TCP and by UDP."""
 
     tcp: Candidates
     udp: Candidates
@@ -73,7 +73,7 @@ class Observe(msgspec.Struct, frozen=True, array_like=True, tag="observe"):
 
 
 class ObservedAddresses(msgspec.Struct, frozen=True, array_like=True, tag="observed"):
-    """There this stream comes from, and there your datagrams do, if any came lately."""
+    """The source of this stream, and that of your datagrams if any came lately."""
 
     tcp: Place
     udp: Place

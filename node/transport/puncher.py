@@ -1,5 +1,5 @@
-"""Reaches peers through both routers, by TCP and UDP: drives `punching`; `observers` says how the own
-maps.
+"""Reaches peers through both routers, by TCP and UDP: drives `punching`; `observers` reports how this node's
+router maps.
 
 Two peers talk over a path that exists, usually a relay's (`punch_messages`), and dial each other at the same
 instant from the ports at which they listen. The resulting connection becomes a path like any other; if the
@@ -51,23 +51,23 @@ from node.transport.punching import (
 from node.transport.simultaneous import PUNCH_RETRIES_SECONDS, connect_from, secure
 
 ANSWER_SECONDS = 8.0
-"""For the other side's offer: it asks others first where it is seen."""
+"""The time limit for the other side's offer: it first asks others where it is seen."""
 DIAL_SECONDS = 3.0
-"""Both dial for so long: the kernel has repeated itself after one second."""
+"""How long both dial: the kernel retransmits after one second."""
 FLIGHT_SECONDS = 0.5
-"""The side that waits for the other's first flight, on top of two round trips: after it the connection was
-taken by the other's listening socket, which waits as well."""
+"""How long one side waits for the other's first flight, beyond two round trips. After that, the other's
+listening socket must have accepted the connection, and waits as well."""
 KNOCKS_SECONDS = (0.0, 0.25, 0.75)
-"""When a handshake by datagram is tried, after both have begun: at most three packets to each address, and as
-many to one as to another, as far as `OfferAllowance` goes."""
+"""The times of datagram handshakes after both have begun: at most three packets to each address, and equally
+many to all, as far as `OfferAllowance` goes."""
 OBSERVED_FRESH_SECONDS = 60.0
-"""A datagram's source is told to its sender for so long: routers keep a mapping as long, or nearly."""
+"""How long a datagram's source is reported to its sender: routers keep a mapping about as long."""
 INTRODUCERS_MAX = 2
-"""Peers that are asked, one after the other, to bring this node together with one that it cannot reach."""
+"""Peers that are asked, one after the other, to introduce an unreachable peer."""
 
 
 PunchConnect = Callable[[Sequence[Place], Address, Sequence[float]], Awaitable[trio.SocketStream]]
-"""As `connect_from`: from one of the places where this node listens, again after each pause."""
+"""Connects like `connect_from`: from one of this node's listening places, again after each pause."""
 
 
 class Puncher:
@@ -104,7 +104,7 @@ class Puncher:
     # --- punching ------------------------------------------------------------------------------------
 
     async def punch(self, peer: PeerId) -> None:
-        """Try to reach a peer directly, to which there is a relayed path."""
+        """Try to reach a peer directly that has a relayed path."""
         for pause_seconds in (0.0, RETRY_SECONDS):
             await trio.sleep(pause_seconds)
             may_start = self.budget.may_start(peer, self._clock.monotonic())
@@ -131,7 +131,7 @@ class Puncher:
         self.budget.lost(peer, self._clock.monotonic())
 
     async def introduce(self, peer: PeerId) -> None:
-        """Try to meet a peer to which there is no path, by others that know both."""
+        """Try to reach a peer without a path, by introductions of peers that know both."""
         if not self.budget.may_start(peer, self._clock.monotonic()):
             return
         worked = False
@@ -150,7 +150,7 @@ class Puncher:
         self._counters["introductions_worked"] += worked
 
     async def _meet(self, stream: Stream, offer: PunchOffer, peer: PeerId) -> None:
-        """A peer makes an offer, by a path to it or by another node."""
+        """Answer an offer of a peer, which came by a path to it or through an introducer."""
         await self.observers.look()
         await self._follow(stream, offer, peer)
 
@@ -165,8 +165,8 @@ class Puncher:
         return may
 
     async def _lead(self, peer: PeerId, common: PeerId | None = None) -> bool:
-        """Speak to a peer, by a path to it or by one that knows both, and dial as it does; whether a path
-        came about."""
+        """Exchange offers with a peer, by a path to it or through an introducer, and dial at the same time;
+        return whether a path came about."""
         stream = await self._network.open(common or peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
         try:
             if common is not None:
@@ -245,7 +245,7 @@ class Puncher:
         for transport in TRANSPORTS:
             outside = self.seen.place(transport, now)
             if outside is not None and self.observers.is_own(outside.host):
-                outside = None  # it listens there, and was seen at another port
+                outside = None  # this node listens there, and was seen at another port
             every = dict.fromkeys(([] if outside is None else [outside]) + near)
             places[transport] = tuple(str(each) for each in every)[:CANDIDATES_MAX]
         return PunchOffer(places["tcp"], places["udp"], bytes(OFFER_BYTES_MIN))
@@ -333,7 +333,7 @@ class Puncher:
 
 
 async def _speaks(transport: trio.SocketStream, seconds: float) -> bool:
-    """Return whether the other side begins to say something; nothing is read."""
+    """Return whether the other side begins to send; nothing is read."""
     with trio.move_on_after(seconds):
         with suppress(OSError):
             return bool(await transport.socket.recv(1, socket.MSG_PEEK))

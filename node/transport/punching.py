@@ -21,56 +21,57 @@ from node.transport.punch_messages import CANDIDATES_MAX
 Transport = Literal["tcp", "udp"]
 TRANSPORTS: tuple[Transport, ...] = ("tcp", "udp")
 Kind = Literal["", "none", "alike", "unlike"]
-"""Whether this node is seen at one place by all: unknown, as itself, at another place, at several."""
+"""How observers see this node: unknown, at its own address, at one other address, at several."""
 RETRY_SECONDS = 1.0
-"""From the first attempt with one peer to the second: where both sides were busy starting, it works."""
+"""The pause before the second attempt with one peer: the first may fail because both sides are busy
+starting."""
 PAUSE_SECONDS = 60.0
 PAUSE_SECONDS_MAX = 3_600.0
-"""To the third, and twice as long after each further one that failed: routers do not change."""
+"""The pause before the third, and twice as long after each further failure: routers do not change."""
 ANSWER_PAUSE_SECONDS = 3.0
-"""Between two offers that are taken of one peer: an attempt lasts as long, and what is dialled is bounded by
-host besides."""
+"""The least time between two accepted offers of one peer: an attempt lasts as long. Dials are also bounded by
+host."""
 PEERS_MAX = 1_024
 HOST_TRIES_PER_SECOND, HOST_TRIES_BURST = 1 / 60, 4.0
 """How often addresses at one host are dialled, whoever offers them: several peers may be behind a router."""
 HOSTS_MAX = 1_024
 ALL_TRIES_PER_SECOND, ALL_TRIES_BURST = 1.0, 64.0
 """How often hosts are dialled in all: a node that joins a swarm meets some tens of peers behind routers at
-once, and later one now and then. Peers with many names and addresses have no more dialled."""
+once, and later one now and then. Peers with many ids and addresses cannot cause more dials."""
 PEER_TRIES_PER_SECOND, PEER_TRIES_BURST = 2 / 15, 8.0
-"""How often the offers of one peer have hosts dialled: two attempts at all that it may offer, and as much
-again a minute later. So no peer uses up what all have together."""
+"""How often the offers of one peer cause dials: two attempts at all that it may offer, and as much again a
+minute later. So no peer uses up the common limit."""
 NAMED_TRIES_PER_SECOND, NAMED_TRIES_BURST = 4 / 60, 4.0
-"""How often the offers of one peer that another one tells of have hosts dialled. All that one peer tells of
-have a share as large as its own offers, and apart: those that use it up take nothing of the teller's own."""
+"""How often offers through one introducer cause dials. All of them share a limit as large as that of the
+introducer's own offers, and separate from it."""
 INTRODUCED_PER_SECOND, INTRODUCED_BURST = 1 / 15, 8.0
-"""How often one peer has others come to it."""
+"""How often one peer may ask for introductions."""
 TARGET_INTRODUCED_PER_SECOND, TARGET_INTRODUCED_BURST = 4 / 15, 16.0
-"""How often one peer is made to come: four times as often: no asker uses up what all have together."""
+"""How often one peer is introduced to others: four times as often, so no asker uses up the common limit."""
 PAIR_INTRODUCED_PER_SECOND, PAIR_INTRODUCED_BURST = 1 / 60, 2.0
-"""How often one peer has the same one come: a failed attempt is repeated after a second, then rarely."""
+"""How often one peer may ask for the same target: a failed attempt is repeated after a second, then
+rarely."""
 PAIRS_MAX = 4_096
 ALL_INTRODUCED_PER_SECOND, ALL_INTRODUCED_BURST = 2.0, 16.0
-"""The same of all: each costs two streams for seconds, and a dozen messages."""
+"""The limit for all: each introduction costs two streams for seconds, and a dozen messages."""
 SENT_PER_BYTE_MAX = 3
-"""Bytes that one offer has this node send, for each byte that it has, to all hosts together that have not
-proved to be its peer (as QUIC, RFC 9000, section 8.1). Three knocks and three SYNs to a host of each family
-take 3,114 bytes; one knock and three SYNs to each host of the longest list take 2,796, less than the shortest
-offer allows. A host that accepts a connection is sent one flight of a handshake besides (1,224 bytes): it
-has answered, and flights do not fit beside the knocks."""
+"""Bytes that this node sends for each byte of an offer, to all hosts together that have not proved to be its
+peer (as in QUIC, RFC 9000, section 8.1). Three knocks and three SYNs to a host of each family take 3,114
+bytes; one knock and three SYNs to each host of the longest list take 2,796, less than the shortest offer
+allows. A host that accepts a connection also gets one flight of a handshake (1,224 bytes): it has answered,
+and flights do not fit beside the knocks."""
 SYNS_BYTES = {"ip4": 3 * 60, "ip6": 3 * 80}
-"""The packets by which one host is dialled, as the kernel repeats them, or this node after a refusal. With
-all headers."""
+"""The bytes of the packets that dial one host, with all headers: as the kernel repeats them, or this node
+after a refusal."""
 HEADERS_BYTES = {"ip4": 28, "ip6": 48}
 """The headers of IP and UDP around a datagram."""
 OBSERVERS_MAX = 3
-"""Peers that are asked where they see this node. Two show whether it is everywhere alike."""
+"""The number of observers. Two show whether the address is the same for all."""
 OBSERVED_SECONDS = 900.0
 REST_SECONDS, REST_SECONDS_MAX = 10.0, 3_600.0
-"""How long a host is left alone that could not be asked where it sees this node, and twice as long after each
-further time."""
+"""How long a host that could not be asked is left alone, and twice as long after each further failure."""
 RESTS_MAX = 256
-"""Hosts of which that is remembered, the latest. Each is one where a peer was met."""
+"""The hosts remembered for that, the latest. A peer was met at each."""
 
 
 @dataclass
@@ -131,12 +132,12 @@ class PunchBudget:
         return True
 
     def ended(self, peer: PeerId, *, worked: bool) -> None:
-        """An attempt is over."""
+        """Note that an attempt is over."""
         tries = self._of(peer)
         tries.failed = 0 if worked else min(tries.failed + 1, 10)
 
     def lost(self, peer: PeerId, now: float) -> None:
-        """A path that was punched is gone: another attempt may begin at once. Hosts keep their bounds."""
+        """Allow another attempt at once, since a punched path is gone. The limits of hosts stay."""
         tries = self._of(peer)
         if not tries.failed:
             tries.next_at, tries.answers_at = min(tries.next_at, now), min(tries.answers_at, now)
@@ -186,9 +187,9 @@ class PunchBudget:
 
 
 class OfferAllowance:
-    """The bytes, with headers, that one offer, which had `offer_bytes`, may still have this node send to all
-    its addresses together. An answer alone frees no host: a stranger's machine accepts or refuses connections
-    too. Its peer has to be proved there."""
+    """The bytes, with headers, that this node may still send to all addresses of one offer of `offer_bytes`.
+    An answer alone frees no host, since a stranger's machine also accepts or refuses connections: the peer
+    has to prove itself there."""
 
     def __init__(self, offer_bytes: int) -> None:
         self._left = SENT_PER_BYTE_MAX * offer_bytes
@@ -196,11 +197,11 @@ class OfferAllowance:
         self._proved: set[str] = set()
 
     def take(self, address: Address, count: int) -> bool:
-        """Note that so many bytes are sent to an address; return whether they may."""
+        """Note bytes to be sent to an address; return whether that is allowed."""
         return self._take([(address.host, count)])
 
     def take_datagrams(self, addresses: Sequence[Address], payload_bytes: int) -> bool:
-        """Note that a datagram with so many bytes is sent to each address; return whether all of them may."""
+        """Note a datagram of this many bytes to each address; return whether all are allowed."""
         return self._take([(each.host, payload_bytes + HEADERS_BYTES[each.kind]) for each in addresses])
 
     def _take(self, costs: Sequence[tuple[str, int]]) -> bool:
@@ -214,13 +215,13 @@ class OfferAllowance:
         return True
 
     def proved(self, address: Address) -> None:
-        """The peer of the offer has shaken hands at an address: what was sent to its host counts no more."""
+        """Note that the offer's peer has proved itself at an address: bytes to its host no longer count."""
         self._proved.add(address.host)
         self._left += self._spent.pop(address.host, 0)
 
 
 class IntroductionBudget:
-    """Decides which peers this node has meet each other."""
+    """Decides which peers this node introduces to each other."""
 
     def __init__(self) -> None:
         self._askers = Buckets[PeerId](INTRODUCED_PER_SECOND, INTRODUCED_BURST, PEERS_MAX)
@@ -240,7 +241,7 @@ class IntroductionBudget:
         }
 
     def may_introduce(self, asker: PeerId, target: PeerId, now: float) -> bool:
-        """Note that a peer asks for another one; return whether the two are brought together."""
+        """Note that a peer asks for another one; return whether the two are introduced."""
         if self._askers.of(asker, now).left(now) < 1.0:
             return False  # before it could fill the other tables
         buckets = (
@@ -255,7 +256,7 @@ class IntroductionBudget:
 
 
 class ObserverRests:
-    """Hosts that did not answer as observers, and are left alone for a while."""
+    """Hosts that did not answer as observers, which are left alone for a while."""
 
     def __init__(self) -> None:
         self._rests: OrderedDict[str, tuple[float, float]] = OrderedDict()
@@ -264,7 +265,7 @@ class ObserverRests:
         return len(self._rests)
 
     def failed(self, host: str, now: float) -> None:
-        """It did not answer."""
+        """Note that a host did not answer."""
         _, last = self._rests.pop(host, (0.0, REST_SECONDS / 2))
         rest_seconds = min(2 * last, REST_SECONDS_MAX)
         self._rests[host] = now + rest_seconds, rest_seconds
@@ -276,7 +277,7 @@ class ObserverRests:
         self._rests.pop(host, None)
 
     def may_ask(self, host: str, now: float) -> bool:
-        """Return whether it may be dialled."""
+        """Return whether a host may be dialled."""
         return now >= self._rests.get(host, (now, 0.0))[0]
 
 
@@ -291,7 +292,7 @@ class SeenPlaces:
     def note(
         self, now: float, observer: PeerId, transport: Transport, address: Address, network: bytes
     ) -> None:
-        """An observer, which is in this network, sees this node there."""
+        """Note where an observer in this network sees this node."""
         kept = self._seen.setdefault((transport, _family(address)), OrderedDict())
         kept.pop(observer, None)
         kept[observer] = now, address.of(None), network
@@ -299,7 +300,7 @@ class SeenPlaces:
             kept.popitem(last=False)
 
     def forget(self) -> None:
-        """This node is in another network."""
+        """Forget all answers, since this node is in another network."""
         self._seen.clear()
 
     def place(self, transport: Transport, now: float, family: int = 4) -> Address | None:
@@ -314,8 +315,8 @@ class SeenPlaces:
         return max(reversed(agreed), key=agreed.count) if agreed else None
 
     def kind(self, transport: Transport, now: float, own: Callable[[str], bool], family: int = 4) -> Kind:
-        """Return how the router maps; `own` says whether a host is this machine. One observer is not enough,
-        and one liar among three changes nothing."""
+        """Return how the router maps; `own` returns whether a host is this machine. One observer is not
+        enough, and one liar among three changes nothing."""
         agreed = self._agreed(transport, family, now)
         if not agreed:
             return ""
@@ -324,7 +325,7 @@ class SeenPlaces:
         return "alike" if len(set(agreed)) < len(agreed) else "unlike"
 
     def is_settled(self, now: float, family: int = 4) -> bool:
-        """Return whether observers have said the same of TCP; else one more is worth asking."""
+        """Return whether observers agree for TCP; else one more is worth asking."""
         agreed = self._agreed("tcp", family, now)
         return len(set(agreed)) < len(agreed)
 
@@ -348,7 +349,7 @@ class SeenPlaces:
         return [address for address in seen if hosts.count(address.host) > 1]
 
     def _by_network(self, transport: Transport, family: int, now: float) -> dict[bytes, Address]:
-        """Return the latest word from each network, the oldest first."""
+        """Return the latest answer from each network, the oldest first."""
         found: dict[bytes, Address] = {}
         for at, address, network in self._seen.get((transport, family), OrderedDict()).values():
             if now - at <= OBSERVED_SECONDS:

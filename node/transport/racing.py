@@ -1,4 +1,4 @@
-"""Trying several addresses of one peer: one after the other, soon side by side; whichever works first wins.
+"""Tries several addresses of one peer: one after the other, soon concurrently; the first success wins.
 
 RFC 8305 ("happy eyeballs"), section 5: an attempt that has neither succeeded nor failed after a short delay
 does not hold up the next one, so an address that swallows packets costs a fraction of a second.
@@ -13,13 +13,13 @@ from crypto.contact import Address
 from node.errors import NotListening, Unreachable
 
 ATTEMPT_DELAY_SECONDS = 0.25
-"""From one attempt to the next, as RFC 8305 recommends; a failure brings it forward."""
+"""The delay between two attempts, as RFC 8305 recommends; after a failure the next one begins at once."""
 AT_ONCE_MAX = 4
 """Attempts in flight. One more begins when the oldest ends, or has had several times a usual round trip."""
 CROWDED_DELAY_SECONDS = 1.0
-"""The delay once so many are in flight: all addresses of a contact are begun within some seconds."""
+"""The delay once that many are in flight: all addresses of a contact are tried within some seconds."""
 REASONS = ("work", "wrong key", "refused", "timeout", "unknown")
-"""The reasons of failures, the most telling first."""
+"""The reasons for failures, the most informative first."""
 
 T = TypeVar("T")
 

@@ -19,12 +19,13 @@ from crypto.noise import NOISE_BYTES_MAX, TAG_BYTES, CipherState, Data
 from node.transport.buffer_pool import Pool
 
 MESSAGE_BYTES_MAX = 64 * 2**20
-"""One message, whole in memory at both ends. More is the caller's to cut."""
+"""The limit of one message, which is in memory at both ends. The caller splits anything longer."""
 PAYLOAD_BYTES_MAX = 64 * 2**20
-"""One payload, beside its message: an activation or a part. The receiver may allow less."""
+"""The limit of one payload beside its message: an activation or a part. The receiver may allow less."""
 RECORD_PLAIN_BYTES_MAX = NOISE_BYTES_MAX - TAG_BYTES
 CHUNK_BYTES_MAX = 2**20
-"""One write. Measured: less costs system calls, more only keeps the event loop busy for longer."""
+"""The size of one write. Measured: less costs system calls, more only keeps the event loop busy for
+longer."""
 
 _LENGTH_BYTES = 4
 _HEAD_BYTES = 2 * _LENGTH_BYTES
@@ -33,13 +34,13 @@ _RECORD_HEADER_BYTES = 2
 _RECORD_BYTES_MAX = _RECORD_HEADER_BYTES + NOISE_BYTES_MAX
 _CHUNK_RECORDS = CHUNK_BYTES_MAX // _RECORD_BYTES_MAX
 _FIRST_READ_BYTES = 2**12
-"""A reader's own buffer, until half of it is taken by what has come of one record: enough for most that nodes
-say, and for strangers who open a stream and say nothing, or a byte now and then."""
+"""A reader's own buffer, until part of one record fills half of it: enough for most messages, and for silent
+or slow strangers."""
 _READ_BYTES = 2 * _RECORD_BYTES_MAX
-"""From then on: one whole record and part of the next."""
+"""The buffer from then on: one whole record and part of the next."""
 _LONG_READ_BYTES = CHUNK_BYTES_MAX
-"""Its buffer inside a message with more than that to come. Measured for 64 MiB, against a quarter of it: a
-sixth less time, since fewer system calls and turns of the event loop bring the same bytes."""
+"""The buffer inside a message with more than that to come. Measured for 64 MiB, against a quarter of it: a
+sixth less time, by fewer system calls and turns of the event loop."""
 
 _NOTHING = memoryview(b"")
 _NO_LENGTH = 2**32 - 1
@@ -50,34 +51,35 @@ class Mark(IntEnum):
     """Marks between messages. Each conversation has exactly one CLOSE from each side."""
 
     END = 0
-    """I send no more in this conversation, and still read."""
+    """The sender sends no more in this conversation, and still reads."""
     CLOSE = 1
-    """I neither send nor read any more; once both have said so, the connection may carry another."""
+    """The sender neither sends nor reads any more; after both marks the connection may carry another
+    conversation."""
 
 
 class RecordWriter:
-    """One direction's messages to bytes."""
+    """Turns one direction's messages into bytes."""
 
     def __init__(self, cipher: CipherState, pool: Pool) -> None:
         self._cipher = cipher
         self._pool = pool
 
     def whole(self, message: bytes) -> bytes | None:
-        """All the bytes to write for a message without payload that fits a record; None if it does not."""
+        """Return all bytes to write for a message without payload; None if it does not fit a record."""
         if len(message) > _SMALL_BYTES_MAX:
             return None
         sealed = self._cipher.encrypt(len(message).to_bytes(_LENGTH_BYTES, "big") + _NO_PAYLOAD + message)
         return len(sealed).to_bytes(_RECORD_HEADER_BYTES, "big") + sealed
 
     def mark(self, mark: Mark) -> bytes:
-        """The bytes to write for a mark."""
+        """Return the bytes to write for a mark."""
         sealed = self._cipher.encrypt(
             _NO_LENGTH.to_bytes(_LENGTH_BYTES, "big") + mark.to_bytes(_LENGTH_BYTES, "big")
         )
         return len(sealed).to_bytes(_RECORD_HEADER_BYTES, "big") + sealed
 
     def chunks(self, message: Data, *payload: Data) -> Iterator[memoryview]:
-        """The bytes to write for a message and the pieces of its payload, which arrive as one.
+        """Yield the bytes to write for a message and the pieces of its payload, which arrive as one.
 
         Each chunk must be written before the next is asked for, and all of them must be, or nothing more:
         a half-sent message ends the connection. Raises LocalProtocolError for more than
@@ -118,9 +120,9 @@ class RecordWriter:
 
 
 def _cut(pieces: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
-    """The pieces as if they were one, in full records and a last that may be less.
+    """Yield the joined pieces as full records; the last may be shorter.
 
-    Nothing is copied but the record in which two pieces meet, and the last.
+    Only the record in which two pieces meet, and the last one, are copied.
     """
     rest = b""
     for piece in pieces:
@@ -140,9 +142,10 @@ def _cut(pieces: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
 
 
 class RecordReader:
-    """One direction's bytes to messages: fill `space`, say how much with `filled`, ask `next_message`.
+    """Turns one direction's bytes into messages: fill `space`, report the count to `filled`, call
+    `next_message`.
 
-    `message_bytes_max` may be moved between two messages. `held_bytes` is the memory of the unfinished
+    `message_bytes_max` may be changed between two messages. `held_bytes` is the memory of the unfinished
     message beyond the reader's own buffer.
     """
 
@@ -168,7 +171,7 @@ class RecordReader:
         return borrowed + (0 if self._long is None else self._long.come_bytes)
 
     def release(self) -> None:
-        """Give the own buffer back too, between two messages: an idle connection holds none."""
+        """Release the own buffer too, between two messages: an idle connection holds none."""
         if not self.inside and self._buffer is self._own_buffer:
             self._own_buffer = self._buffer = _NOTHING
             self._start = self._end = 0
@@ -212,11 +215,11 @@ class RecordReader:
         self._start, self._end = 0, len(rest)
 
     def filled(self, count: int) -> None:
-        """`count` bytes were written to the beginning of `space`."""
+        """Note that `count` bytes were written to the beginning of `space`."""
         self._end += count
 
     def next_message(self, payload_bytes_max: int = 0) -> "tuple[bytes, memoryview] | Mark | None":
-        """The next whole message and its payload, or a mark; None if more bytes are needed.
+        """Return the next complete message and its payload, or a mark; None if more bytes are needed.
 
         Raises RemoteProtocolError, which ends the stream: a payload of more than `payload_bytes_max` too.
         """
@@ -234,7 +237,7 @@ class RecordReader:
         return None
 
     def _next_record(self) -> memoryview | None:
-        """The next ciphertext, good until `space` is called."""
+        """Return the next ciphertext, valid until `space` is called."""
         body = self._start + _RECORD_HEADER_BYTES
         if self._end < body:
             return None
@@ -303,7 +306,7 @@ class _LongMessage:
         return gap[:count]
 
     def whole(self) -> tuple[bytes, memoryview] | None:
-        """The message and its payload, once nothing is missing."""
+        """Return the message and its payload, once they are complete."""
         if self._gaps:
             return None
         return bytes(self._memory), self._payload.toreadonly()

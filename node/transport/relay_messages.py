@@ -20,8 +20,8 @@ MESSAGE_BYTES_MAX = FLIGHT_BYTES_MAX + 256
 TOKEN_BYTES = 16
 
 OFF, FULL, UNKNOWN, BUSY, SPENT = 0, 1, 2, 3, 4
-"""Reasons: it is no relay; it has no place left; nobody of that name has one; that one does not answer, or
-has too many circuits; what it carries for such a peer within an hour is used up."""
+"""Reasons: this node is no relay; no place is left; that peer has no place; it does not answer, or has too
+many circuits; the peer's hourly allowance is used up."""
 REASONS = (
     "is no relay",
     "has no place left",
@@ -38,7 +38,7 @@ Rate = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
 
 
 class KeepPlace(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
-    """Keep a place for me, or keep it on."""
+    """Keep a place for me, or renew it."""
 
 
 class AskCircuit(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
@@ -66,7 +66,7 @@ class PlaceKept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
 
 
 class RelayRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """It is not; `code` says why."""
+    """The place is not kept; `code` is the reason."""
 
     code: Annotated[int, msgspec.Meta(ge=0, lt=len(REASONS))]
 

@@ -30,11 +30,11 @@ from node.transport.tcp import Connection
 PROTOCOLS_MAX = 4
 """Versions of one protocol that an opener speaks at once."""
 HELLO_BYTES_MAX = 512
-"""Four of the longest names."""
+"""Enough for four of the longest names."""
 ONE_SHOT_BYTES_MAX = 2**20
-"""A message too long for a datagram that goes over a connection; more belongs on an opened stream."""
+"""The limit of a single message over a connection; a longer one belongs on an opened stream."""
 ONE_SHOT_SECONDS = 30.0
-"""From the first address tried to the last byte; such a message is as little awaited as a datagram."""
+"""The time limit from the first dial to the last byte; like a datagram, nobody waits for such a message."""
 
 ACCEPTED, UNKNOWN_PROTOCOL, BUSY, WITHOUT_WORK = 0, 1, 2, 3
 
@@ -42,10 +42,10 @@ WorkBits = Annotated[int, msgspec.Meta(ge=0, le=WORK_BITS_MAX)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """The opener's first message. `kind`: a stream for a handler, one message for the inbox, only the
-    question who is there, or a path by which the other side reaches the opener too. `protocols` are names in
-    order of preference: versions of one protocol. `work_bits` is the proof of work that the opener wants of
-    ids: where the two differ, neither is served."""
+    """The opener's first message. `kind`: a stream for a handler, one message for the inbox, an identity
+    check alone, or a path by which the other side reaches the opener too. `protocols` are names in order of
+    preference: versions of one protocol. `work_bits` is the proof of work that the opener requires of ids: if
+    the two differ, neither is served."""
 
     kind: Literal["stream", "message", "identify", "path"]
     protocols: Annotated[
@@ -57,7 +57,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
 
 class HelloAnswer(msgspec.Struct, frozen=True, array_like=True):
     """`chosen` is the number of the name in the hello. `work_bits` is the proof of work that the answering
-    side wants of ids."""
+    side requires of ids."""
 
     code: Annotated[int, msgspec.Meta(ge=0, le=255)]
     chosen: Annotated[int, msgspec.Meta(ge=0, lt=PROTOCOLS_MAX)] = 0
@@ -72,7 +72,7 @@ async def greet(
     of the answer; if the answer is no, the connection ends.
 
     Raises:
-        Unreachable: "refused", with what the other side has against it; it may be asked for something else.
+        Unreachable: "refused", with the other side's reason; it may be asked for something else.
             "work": the settings or the ids of the two do not fit one swarm.
         StreamClosed: it hung up, or what it said is no answer.
     """
@@ -108,7 +108,7 @@ async def greet(
 
 
 def _work_fault(me: PeerId, own_bits: int, peer: PeerId, bits: int) -> str:
-    """Return the conflict between this node, which wants `own_bits` of work in ids, and one that wants
+    """Return the conflict between this node, which requires `own_bits` of work in ids, and one that requires
     `bits`; empty for none."""
     if work_of(me) < bits:
         wanted = f"start with --work-bits {bits} and a new identity"
@@ -127,7 +127,7 @@ def _work_fault(me: PeerId, own_bits: int, peer: PeerId, bits: int) -> str:
 
 class Router:
     """The handlers and inboxes of one node. Its `alarm` is to be run while the node is. Peers whose ids have
-    less than `work_bits` of work, or that want another number, are not served."""
+    less than `work_bits` of work, or that require another number, are not served."""
 
     def __init__(
         self,
@@ -141,14 +141,14 @@ class Router:
         self._inboxes: dict[str, QueueInbox] = {}
         self.alarm = Alarm()
         self.streamed: Callable[[PeerId], None] | None = None
-        """Told of each peer from which a message came by a stream that would have fitted a datagram."""
+        """Called with each peer that sent a message by a stream that fits a datagram."""
 
     def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
         """Serve streams of `protocol`; LocalProtocolError if it has a handler already."""
         self._handlers.add(protocol, handler, limits)
 
     def inbox(self, protocol: str) -> QueueInbox:
-        """The inbox of `protocol`; messages of protocols without one are refused."""
+        """Return the inbox of `protocol`; messages of protocols without one are refused."""
         if protocol not in self._inboxes:
             protocol_bytes(protocol)
             self._inboxes[protocol] = QueueInbox(self._counters, self.alarm)
@@ -193,8 +193,8 @@ class Router:
         return (hello, name) if code == ACCEPTED else None
 
     async def serve(self, stream: SecureStream) -> None:
-        """Let its handler serve a stream. If that fails by a bug of ours, the connection is cut, so that the
-        other side does not take the answer for complete."""
+        """Let the protocol's handler serve a stream. If that fails by a bug of ours, the connection is cut,
+        so that the other side does not take the answer for complete."""
         try:
             if not await serve(self._handlers.of(stream.protocol), stream, self._counters):
                 stream.connection.end("its handler failed")
@@ -203,7 +203,7 @@ class Router:
 
     @property
     def register(self) -> Register[Connection]:
-        """The connections that came in, and which protocol each serves now."""
+        """The accepted connections, and the protocol that each serves now."""
         return self._handlers.register
 
     def forget(self, connection: Connection) -> None:
@@ -211,7 +211,8 @@ class Router:
         self.register.step_back(connection)
 
     def _promise(self, connection: Connection, protocol: str) -> bool:
-        """Return whether its peer may have one more stream of this protocol; the silent make room for it."""
+        """Return whether the peer may have one more stream of this protocol; silent streams make room for
+        it."""
         evicted = self.register.enter(trio.current_time(), connection, protocol)
         for each in evicted or ():
             self.evict(each)
@@ -223,7 +224,7 @@ class Router:
         connection.end("others need the room")
 
     async def take_one_shot(self, connection: Connection, protocol: str) -> bool:
-        """Take the one message that a hello has announced; False if it did not come."""
+        """Receive the one message that a hello has announced; return False if it did not come."""
         try:
             with trio.fail_after(ONE_SHOT_SECONDS):
                 received = await connection.receive(0)

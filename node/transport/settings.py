@@ -14,28 +14,28 @@ class PathSettings:
     """The settings of multiplexed paths. Raises ValueError where they contradict each other."""
 
     ping_seconds: float = 1.0
-    """Between two pings while channels are open; a tenth of the time in which a run is to be back after its
-    relay was lost, or a router was rebooted. At most `idle_ping_seconds`. 1."""
+    """The interval of pings while channels are open: a tenth of the time in which a run must recover from a
+    lost relay or a rebooted router. At most `idle_ping_seconds`. 1."""
 
     idle_ping_seconds: float = 15.0
-    """The same while none is: often enough for a carrier's router, which forgets a connection after a minute.
-    15."""
+    """The same without open channels: often enough for a carrier's router, which forgets a connection after a
+    minute. 15."""
 
     silent_seconds: float = 2.0
-    """Without a byte for so long after a ping a path is silent: another one is looked for. A link that loses
-    two packets in a row is silent for a second. At most `doubted_seconds`. 2."""
+    """A path without a byte for this long after a ping is silent: another one is looked for. A link that
+    loses two packets in a row is silent for a second. At most `doubted_seconds`. 2."""
 
     doubted_seconds: float = 3.0
-    """Without a byte for so long after a ping the path is dead, where something else says so too: its peer
-    has come on another one. At most `dead_seconds`. 3."""
+    """A path without a byte for this long after a ping is dead if there is other evidence: the peer has
+    opened a new one. At most `dead_seconds`. 3."""
 
     dead_seconds: float = 7.5
-    """The same where nothing else does. 7.5."""
+    """The same without other evidence. 7.5."""
 
     late_seconds: float = 2.0
-    """A process that looks so much too late has stood still itself: it asks again before it calls a path
-    dead. It is the time since the last look that counts where a doubt has put the deadline into the past.
-    Above `watch_seconds`, or every look would be late. 2."""
+    """A process whose check is this late has stalled itself: it pings again before it declares a path dead.
+    If a doubt has put the deadline into the past, the time since the last check counts. Above
+    `watch_seconds`, or every check would be late. 2."""
 
     watch_seconds: float = 0.5
     """The interval of checks on a path between two pings. At most `silent_seconds`. 0.5."""
@@ -44,11 +44,11 @@ class PathSettings:
     """Paths to one peer: one by each of two relays, a punched one, and one that it has just dialled. 4."""
 
     per_relay_max: int = 128
-    """Paths that one relay carries: it can make up peers behind it, each of which counts for itself. At most
+    """Paths that one relay carries: it can invent peers behind it, each of which counts separately. At most
     `paths_max`; a quarter of it leaves room for three other relays. 128."""
 
     paths_max: int = 512
-    """All paths: as many as connections that come in. The one unused for longest makes room. 512."""
+    """All paths: as many as accepted connections. The one unused for longest makes room. 512."""
 
     def __post_init__(self) -> None:
         bounds = (
@@ -67,14 +67,14 @@ class TransportSettings:
     """The settings of one network. Raises ValueError where they contradict each other."""
 
     handshake_seconds: float = 5.0
-    """From the connection to a peer proved, or a greeting answered: four round trips over a slow path, two
-    lost packets included. A stranger may stand in the doorway as long. 5."""
+    """The time limit of a handshake, and of a greeting: four round trips over a slow path, with two lost
+    packets. A stranger may hold a half-open connection as long. 5."""
 
     stall_seconds: float = 60.0
-    """How long a sender may pause inside a message, which it had whole before it began. 60."""
+    """How long a sender may pause inside a message, which was complete before it began to send. 60."""
 
     vanished_seconds: float = 45.0
-    """The kernel has repeated itself for so long without any answer: the other machine is gone. With
+    """The other machine is gone once the kernel has retransmitted for this long without an answer. With
     `look_seconds`, it is noticed in about a minute; TCP alone takes a quarter of an hour. Not by
     TCP_USER_TIMEOUT, which also ends a connection whose other side answers, but does not read. 45."""
 
@@ -88,14 +88,14 @@ class TransportSettings:
     of its own. 128."""
 
     inbound_max: int = 512
-    """Connections from others at once; each in use costs a buffer of up to 128 KiB. 512."""
+    """Accepted connections; each in use costs a buffer of up to 128 KiB. 512."""
 
     inbound_per_peer_max: int = 64
-    """The same of one peer, so that it cannot take them all; a busy neighbour in a run has a dozen open.
+    """The same for one peer, so that it cannot take them all; a busy neighbour in a run has a dozen open.
     Below `inbound_per_network_max`: one more tells the peer that it has too many. 64."""
 
     inbound_per_network_max: int = 256
-    """The same of one network, so that an owner of many addresses, or many peers behind one, leave room for
+    """The same for one network, so that an owner of many addresses, or many peers behind one, leave room for
     others. At most `inbound_max`; half of it. 256."""
 
     patience_seconds: float = 10.0

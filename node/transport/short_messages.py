@@ -17,11 +17,11 @@ from node.errors import StreamClosed, Unreachable
 SENDERS = 16
 """Peers served at once. One that is gone holds its sender for SECONDS."""
 SECONDS = 5.0
-"""From the first address tried to the last byte: whoever probes has given up by then."""
+"""The time limit from the first dial to the last byte: a prober has given up by then."""
 NEW_SENDERS = 4
 """The same for peers that never answered."""
 NEW_PEERS_MAX = 16
-"""That few of those wait: the probe of one that waits longer has failed by then."""
+"""How many of those may wait: the probe of a longer wait has failed by then."""
 PEERS_MAX = 256
 MESSAGES_PER_PEER_MAX = 32
 """A second of control traffic with one peer; more is dropped, as from a socket's queue."""
@@ -51,7 +51,7 @@ class ShortMessages:
         self._new, self._new_out = trio.open_memory_channel[PeerId](NEW_PEERS_MAX)
 
     def put(self, peer: PeerId, protocol: str, message: bytes) -> None:
-        """Send this once it is its turn, or drop and count it."""
+        """Queue this message, or drop and count it."""
         waiting = self._waiting.get(peer)
         if waiting is None:
             queue = self._peers if self._is_reached(peer) else self._new

@@ -20,10 +20,10 @@ from node.transport.handshake import Credentials, SecuredTransport, set_options,
 from node.transport.sockets import socket_name
 
 PUNCH_RETRIES_SECONDS = (0.1, 0.4)
-"""After each refusal of a punch: the router of the other side, or its kernel, has answered before it has
-dialled. With the first that makes three attempts, and no more come to a host that did not ask."""
+"""The pauses after refusals of a punch: the other side's router or kernel has answered before that side
+dialled. That makes three attempts in all, and no more to a host that did not ask."""
 _OTHERS_FIRST = (errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.EISCONN)
-"""The other side's connection has come in by the listening socket meanwhile: there can be no second one."""
+"""The error when the other side's connection was accepted meanwhile: there can be no second one."""
 
 
 def open_at(family: int, place: Place) -> trio.socket.SocketType:
@@ -53,7 +53,8 @@ async def connect_from(
     pauses where it is refused.
 
     Raises:
-        Unreachable: it is refused, there is no way, or the other side's own connection has come in meanwhile.
+        Unreachable: it is refused, there is no route, or the other side's own connection was accepted
+        meanwhile.
     """
     family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
     place = next((each for each in places if (":" in each[0]) == (family == socket.AF_INET6)), None)

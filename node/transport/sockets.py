@@ -16,30 +16,30 @@ from crypto.contact import Address, make_address
 from node.transport.icmp import ask_for_errors, closed_places
 
 FAULT_PAUSE_SECONDS = 0.05
-"""A socket that reports an error is asked again after this; a lasting error must not spin."""
+"""The pause after a socket's error; a lasting error must not cause a busy loop."""
 BATCH_MAX = 64
-"""Packets read at once, before others get their turn: at most some milliseconds of refusing."""
+"""Packets read at once, before others get their turn: some milliseconds at most, if all are refused."""
 REFUSED_PAUSE_SECONDS = 0.002
 REFUSED_PAUSE_SECONDS_MAX = 0.02
-"""After a batch with nothing authentic in it the next is left to gather, the longer the more such there were
-in a row. A turn of the event loop costs ten times what refusing a packet does; a flood of strangers is to
-have few of them. A peer's packet waits no longer than this, and the kernel has room for more."""
+"""The pause after a batch without an authentic packet; it grows with each such batch in a row. A turn of the
+event loop costs ten times as much as refusing a packet, so a flood of strangers gets few turns. A peer's
+packet waits no longer than this, and the kernel has room for more."""
 BUFFER_BYTES = 2**20
 """The receive buffer asked of the kernel, so that a burst from strangers does not push out other packets."""
 ROUTES_MAX = 4_096
-"""Latest sources whose socket of several is remembered, so that answers leave by the same one."""
+"""Latest sources whose socket is remembered, if there are several, so that answers leave by the same one."""
 SOURCES_MAX = 4_096
-"""Sources whose address is remembered; reading one costs more than all else of a packet."""
+"""Sources whose parsed address is cached; parsing costs more than all other work for a packet."""
 
 Source = tuple[str, int]
 """A socket's own name of another one: cheap, where most that comes may be refused. An address of one link has
 its zone behind a `%`, which the system keeps apart as a number."""
 Route = tuple[int, Source]
-"""One of our sockets, by number, and where to send from it."""
+"""The number of one of our sockets, and where to send from it."""
 _Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 SEND_TRIES = 3
-"""A packet is sent again where the system told of an earlier one instead."""
+"""A packet is sent again if the system reported the error of an earlier one instead."""
 
 
 class UdpSockets:
@@ -92,14 +92,15 @@ class UdpSockets:
         self._counters["packets_not_sent"] += 1
 
     def _read_errors(self, own: socket.socket) -> None:
-        """Hear which of our packets came to a closed port."""
+        """Read which of our packets reached a closed port."""
         for address in closed_places(own):
             self._counters["ports_found_closed"] += 1
             if self._closed is not None:
                 self._closed(address)
 
     def route(self, address: Address) -> Route | None:
-        """How to send there; None for a name to be looked up, or a family that we do not have."""
+        """Return the route to an address; None for a name to be looked up, or a family that we do not
+        have."""
         fitting = self._fitting(address)
         if len(fitting) < 2:
             return fitting[0] if fitting else None
@@ -109,7 +110,7 @@ class UdpSockets:
         )
 
     def _find_fitting(self, address: Address) -> tuple[Route, ...]:
-        """By which sockets an address can be reached: always the same, and asked for each packet."""
+        """Return the sockets that reach an address: constant, and needed for each packet."""
         return tuple(
             (index, target)
             for index, family in enumerate(self._families)
@@ -117,7 +118,7 @@ class UdpSockets:
         )
 
     def note(self, address: Address, route: Route) -> None:
-        """An authentic packet came from `address` by this route."""
+        """Note that an authentic packet came from `address` by this route."""
         if self._is_one_a_family:
             return
         self._came_by[address] = route[0]
@@ -128,8 +129,8 @@ class UdpSockets:
     async def receive_forever(
         self, bytes_max: int, arrived: Callable[[bytes, Route], bool], all_read: Callable[[], None]
     ) -> None:
-        """Until cancelled; longer ones arrive with `bytes_max` + 1 bytes, so that they show as too long.
-        `arrived` says whether a packet was authentic; `all_read` is called after each batch."""
+        """Receive until cancelled; longer packets arrive with `bytes_max` + 1 bytes, so that they show as too
+        long. `arrived` returns whether a packet was authentic; `all_read` is called after each batch."""
         async with trio.open_nursery() as nursery:
             for index in range(len(self._sockets)):
                 nursery.start_soon(self._receive, index, bytes_max, arrived, all_read)
@@ -168,7 +169,7 @@ class UdpSockets:
 
 
 def _target(family: int, address: Address, *, mapped: bool) -> Source | None:
-    """The socket's name of an address; None for a name to be looked up or the other family."""
+    """Return the socket's form of an address; None for a name to be looked up, or the other family."""
     if address.kind == "ip4" and family == socket.AF_INET:
         return address.host, address.port
     if address.kind == "ip4" and mapped:
@@ -211,7 +212,7 @@ def _likeness(own: _Ip, other: _Ip) -> int:
 
 @lru_cache(maxsize=SOURCES_MAX)
 def address_of(source: "tuple[Any, ...]") -> Address:
-    """A socket's name as an Address; IPv4 seen through an IPv6 socket is IPv4 again."""
+    """Convert a socket's form to an Address; IPv4 within IPv6 becomes IPv4 again."""
     host, port = source_of_name(source)
     if ":" in host:
         mapped = ipaddress.IPv6Address(host).ipv4_mapped

@@ -1,7 +1,7 @@
 """`SecureStream`: one conversation with a peer over a connection, and how it ends.
 
-Each side ends with a mark, CLOSE, and may say END before: "I send no more". So an end in order can be told
-from a cut, and a connection whose both sides have closed is free for another conversation.
+Each side ends with a mark, CLOSE, and may send END before: "I send no more". So an orderly end differs from a
+cut, and once both sides have closed the connection is free for another conversation.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from node.transport.records import PAYLOAD_BYTES_MAX, Mark
 from node.transport.tcp import Connection
 
 LINGER_SECONDS = 2.0
-"""How long the other side may take to close too before the connection is given up. It has no more to do than
-to end a handler; a new connection costs less than a long wait."""
+"""How long the other side may take to close too before the connection is given up. It only has to end a
+handler; a new connection costs less than a long wait."""
 LINGER_BYTES_MAX = 2**20
-"""Bytes that the other side may still send meanwhile, those in flight. Reading more would serve nothing."""
+"""Bytes that the other side may still send meanwhile: those in flight. Reading more would be useless."""
 
 _THIS_SIDE = "this side closed it"
 _OTHER_SIDE = "the other side closed it"
@@ -32,8 +32,8 @@ class SecureStream:
     """`node.seams.Stream`. Several tasks may send and receive; each message stays whole.
 
     A `send` that is cancelled after it began closes the stream; before, it costs nothing. A cancelled
-    `receive` loses nothing. `closed(stream)` is called once, when this side closes; a stream without it is
-    served here, and its server knows.
+    `receive` loses nothing. `closed(stream)` is called once, when this side closes; a stream served here has
+    none, since its server sees the end.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SecureStream:
 
     @property
     def is_served(self) -> bool:
-        """Whether the other side has opened it."""
+        """Whether the other side has opened the stream."""
         return self._tell_closed is None
 
     @property
@@ -97,7 +97,8 @@ class SecureStream:
             self._sending.give()
 
     async def send_eof(self) -> None:
-        """Say that this side sends no more; it may still receive. May be repeated. Raises StreamClosed."""
+        """Announce that this side sends no more; it may still receive. May be repeated. Raises
+        StreamClosed."""
         await self._sending.take()
         try:
             if self._closed is not None:
@@ -110,10 +111,10 @@ class SecureStream:
             self._sending.give()
 
     async def receive(self) -> bytes:
-        """The next message, which must have no payload.
+        """Return the next message, which must have no payload.
 
         Raises:
-            StreamEnded: all has come. StreamClosed: it is over, with the reason.
+            StreamEnded: everything was received. StreamClosed: it is over, with the reason.
         """
         message, _ = await self.receive_with_payload(0)
         return message
@@ -128,7 +129,7 @@ class SecureStream:
             StreamEnded: everything was received.
             StreamClosed: it is over, with the reason.
         """
-        # Once it is closed here, the turn is its end's.
+        # After a local close the lock belongs to the closing task.
         self._check_receiving()
         await self._receiving.take()
         try:
@@ -169,12 +170,12 @@ class SecureStream:
         await trio.lowlevel.checkpoint()
 
     def close(self) -> None:
-        """As `aclose`, for code that may not wait."""
+        """Close without waiting, like `aclose`."""
         if self._closed == _THIS_SIDE:
             return
         self._closed = _THIS_SIDE
         if self._sending.is_taken:
-            # Another task is inside a message: no mark can be sent any more.
+            # Another task is inside a message, so no mark can be sent any more.
             self._connection.end(_THIS_SIDE)
         else:
             self._connection.say(Mark.CLOSE)
@@ -202,7 +203,8 @@ class SecureStream:
         return self._heard_close and self._connection.is_settled
 
     async def finish(self) -> bool:
-        """Close, and wait a little until the other side has closed too; whether the connection is free."""
+        """Close, and wait a little until the other side has closed too; return whether the connection is
+        free."""
         with trio.move_on_after(LINGER_SECONDS):
             await self._sending.take()
             self._sending.give()

@@ -2,7 +2,7 @@
 
 On the wire: the messages of `handshake.py`, then records as in `records.py`. Turns and the meaning of marks
 are not here: see `streams.py`. The socket is used directly and not through trio's, which checkpoints at every
-call; here a call checkpoints when it has to wait, or after a number of calls without a wait.
+call; here a call checkpoints only when it has to wait, or after a number of calls without a wait.
 """
 
 import socket
@@ -27,17 +27,17 @@ from node.transport.settings import TransportSettings
 from node.transport.sockets import address_of
 
 ASSEMBLY_BYTES_MAX = 2**30
-"""Half-received messages of all streams together: sixteen of the longest. Where it is reached, the message
-that began first is given up: who sends one in earnest is done with it, and who lets it drip is not."""
+"""The limit of half-received messages of all streams: sixteen of the longest. At the limit the oldest message
+is given up: an honest sender has finished it, a slow one has not."""
 STRANGERS_ASSEMBLY_BYTES_MAX = 2**26 + 2**20
-"""As much of those streams whose peers have completed nothing here yet: one of the longest payloads, with its
+"""The same for streams whose peers have completed nothing here yet: one of the longest payloads, with its
 message."""
 CALLS_WITHOUT_REST_MAX = 16
-"""Calls in a row that need not wait before others get their turn: well below a millisecond of them. To rest
-after each takes as long as the call."""
+"""Calls without a wait before others get their turn: well below a millisecond in all. A checkpoint after each
+would take as long as the call."""
 
 _FILL_CALLS = CALLS_WITHOUT_REST_MAX // 2
-"""A read of up to a mebibyte and its decryption take as long as so many short calls, or longer."""
+"""A read of up to a mebibyte and its decryption take at least as long as this many short calls."""
 
 
 class Carrier(Hashable, Protocol):
@@ -57,7 +57,7 @@ class ReassemblyBudget:
     def __init__(self, bytes_max: int = ASSEMBLY_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
-        # In the order of their beginnings.
+        # Messages in the order of their beginnings.
         self._held: dict[object, tuple[int, Callable[[], object]]] = {}
 
     def hold(self, who: object, held_bytes: int, give_up: Callable[[], object], *, anew: bool) -> None:
@@ -94,8 +94,8 @@ class Connection:
         path: Carrier | None = None,
         place: Address | None = None,
     ) -> None:
-        """A channel has the `path` that carries it, and its peer's address by that, if known."""
-        # The stream over it is not used any more, and can neither close nor warn.
+        """`path` carries a channel, whose address is the peer's on that path, if known."""
+        # The previous stream is not used any more, and can neither close nor warn.
         self._socket = socket.socket(fileno=transport.socket.detach())
         self._socket.setblocking(False)
         keep_from_children(self._socket)
@@ -122,7 +122,7 @@ class Connection:
         self._owed = b""
         self._silence = Silence()
         self.is_spare = False
-        """Whether it waits between two conversations that its peer has begun."""
+        """Whether the connection waits between two conversations that the peer begins."""
 
     @property
     def inside(self) -> bool:
@@ -131,7 +131,7 @@ class Connection:
 
     @property
     def silent_since(self) -> float:
-        """Since when its peer has moved nothing that is awaited, in either direction: see
+        """The time since when the peer has moved no awaited bytes, in either direction: see
         `crypto.registers.PlaceHolder`."""
         return -inf if self.is_spare else self._silence.since
 
@@ -152,11 +152,11 @@ class Connection:
             self._assembly = assembly
 
     def limit(self, message_bytes_max: int) -> None:
-        """The longest message that is taken from now on."""
+        """Set the longest message that is accepted from now on."""
         self._reader.message_bytes_max = message_bytes_max
 
     def become_path(self, unsent_bytes_max: int) -> None:
-        """Carry channels, which keep the owner's pace themselves, and let little pile up in the kernel."""
+        """Carry channels, which pace themselves, and let the kernel queue little."""
         self._paces = Paces()
         self.kernel.queue_little(unsent_bytes_max)
 
@@ -173,7 +173,7 @@ class Connection:
     # --- sending -----------------------------------------------------------------------------------
 
     async def send(self, message: Data, *payload: Data) -> None:
-        """As `SecureStream.send`, by one task at a time."""
+        """Send like `SecureStream.send`, from one task at a time."""
         await self._rest()
         whole = self._writer.whole(message) if type(message) is bytes and not payload else None
         begun = False
@@ -221,7 +221,7 @@ class Connection:
                 self.end("a mark was cut short")
 
     async def _write_paced(self, data: bytes | memoryview) -> None:
-        """Write as fast as this node's owner lets it."""
+        """Write at the owner's rate limit."""
         if not self._paces.up.bytes_per_second:
             await self._write(data)
             return
@@ -248,7 +248,7 @@ class Connection:
     # --- receiving ---------------------------------------------------------------------------------
 
     async def receive(self, payload_bytes_max: int) -> Received | None:
-        """The next message with its payload, or a mark; None after `wake`.
+        """Return the next message with its payload, or a mark; None after `wake`.
 
         Raises:
             StreamClosed: it is over, with the reason.
@@ -256,7 +256,7 @@ class Connection:
         await self._rest()
         try:
             while (received := self._next(payload_bytes_max)) is None:
-                # A sender that is faster than we are would have us read a long message in one breath.
+                # With a fast sender we would read a long message without a checkpoint.
                 await self._rest()
                 if not await self._fill():
                     return None
@@ -286,7 +286,7 @@ class Connection:
         return received
 
     def offended(self, error: RemoteProtocolError) -> StreamClosed:
-        """End the connection for a violation of the other side, and count that."""
+        """End the connection after a violation by the other side, and count that."""
         self._counters["streams_broken"] += 1
         return self.end(f"the other side broke the protocol: {error}")
 
@@ -307,12 +307,12 @@ class Connection:
         self.end("more half-received messages than this node has room for, and this began first")
 
     async def _fill(self) -> bool:
-        """More bytes; False after `wake`."""
+        """Receive more bytes; return False after `wake`."""
         inside = self._reader.inside
         # After a read that emptied the socket the next would find nothing, except within a long message.
         if self._is_drained and not inside and not await self._wait_for_bytes(inside=False):
             return False
-        # Straight into the buffer: to receive bytes would copy every one once more.
+        # Receive into the buffer directly, which saves a copy.
         space = self._reader.space()
         while True:
             try:
@@ -361,7 +361,7 @@ class Connection:
     # --- waiting and ending ------------------------------------------------------------------------
 
     async def _wait(self, ready: Callable[[socket.socket], Awaitable[None]]) -> bool:
-        """Until the socket is ready; False after `wake`."""
+        """Wait until the socket is ready; return False after `wake`."""
         self._calls = 0
         self._silence.begin(trio.current_time())
         try:
@@ -381,19 +381,19 @@ class Connection:
             await trio.lowlevel.checkpoint()
 
     def notify(self) -> None:
-        """Have a `receive` that waits return None: something has changed."""
+        """Make a waiting `receive` return None, since something has changed."""
         if self.why is None:
             self._is_woken = True
             trio.lowlevel.notify_closing(self._socket)
 
     def release(self) -> None:
-        """It rests between two conversations: hold as little as can be."""
+        """Release buffers while the connection is idle between two conversations."""
         self._is_woken = False
         self._reader.release()
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is open, and nothing is left to send."""
+        """Whether the connection is open, and nothing is left to send."""
         return self.why is None and not self._owed
 
     @property

@@ -83,11 +83,11 @@ class Datagrams:
         self._waker.hasten()
 
     def doubt(self) -> None:
-        """Begin anew with each peer."""
+        """Start new sessions with all peers."""
         self._sessions.doubt()
 
     async def receive_forever(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         await self._sockets.receive_forever(DATAGRAM_BYTES_MAX, self._take, self._waker.hasten)
 
     async def wake_forever(self) -> None:

@@ -31,7 +31,7 @@ SERVICES = (
     "urn:schemas-upnp-org:service:WANIPConnection:1",
     "urn:schemas-upnp-org:service:WANPPPConnection:1",
 )
-"""Those that map ports, the best first."""
+"""The services that map ports, the best first."""
 ROUTER = "urn:schemas-upnp-org:device:InternetGatewayDevice:1"
 """The device type searched for; routers of version 2 answer to it as well."""
 
@@ -131,7 +131,7 @@ def call(point: ControlPoint, action: str, arguments: Iterable[tuple[str, object
 def mapping_arguments(
     transport: str, outer: int, inner: int, host: str, seconds: int
 ) -> tuple[tuple[str, object], ...]:
-    """Return those of AddPortMapping."""
+    """Return the arguments of AddPortMapping."""
     return (
         ("NewRemoteHost", ""),
         ("NewExternalPort", outer),
@@ -145,7 +145,7 @@ def mapping_arguments(
 
 
 def unmapping_arguments(transport: str, outer: int) -> tuple[tuple[str, object], ...]:
-    """Return those of DeletePortMapping."""
+    """Return the arguments of DeletePortMapping."""
     return (("NewRemoteHost", ""), ("NewExternalPort", outer), ("NewProtocol", transport.upper()))
 
 

@@ -44,15 +44,15 @@ from node.transport.upnp import (
 )
 
 SEARCH_SECONDS = 2.5
-"""For an answer to a search: routers answer within one second, as the question wants it, or two."""
+"""The time limit of a search: routers answer within one second, as the search requests, or two."""
 SEARCHES = 2
-"""Questions in that time: datagrams are lost."""
+"""Searches sent in that time, since datagrams may be lost."""
 EXCHANGE_SECONDS = 5.0
-"""For one call."""
+"""The time limit of one call."""
 ANSWERS_MAX = 16
-"""Answers of the router to a search that are looked at: one for each of its services, or more."""
+"""Answers to a search that are read: one for each of the router's services, or more."""
 PORTS_TRIED = 3
-"""Ports that are asked for where other machines have the first."""
+"""Further ports to request if other machines have the first."""
 _CHUNK_BYTES = 2**14
 _FAILURES = (UpnpFault, OSError, h11.ProtocolError, trio.TooSlowError, trio.BrokenResourceError)
 """The exceptions that a call to a router may raise."""
@@ -187,7 +187,7 @@ class UpnpMapper:
         if has_udp:
             self._granted = _Granted(port, ("tcp", "udp"))
         self.mapping = PortMapping(host, port, has_udp, "upnp")
-        # One without an end is believed for as long: the router may have been rebooted.
+        # A mapping without an end counts for as long: the router may have been rebooted.
         self._until = began + LIFETIME_SECONDS
         self.outcome, self.reason = "mapped", ""
         self.deadline = self._clock.monotonic() + REFRESH_SECONDS
@@ -239,7 +239,7 @@ class UpnpMapper:
         headers: list[tuple[str, str]] | None = None,
         body: bytes = b"",
     ) -> tuple[int, bytes]:
-        """One request to the router and its answer. Raises UpnpFault, OSError, h11.ProtocolError,
+        """Send one request to the router and return its answer. Raises UpnpFault, OSError, h11.ProtocolError,
         trio.TooSlowError, trio.BrokenResourceError."""
         talk = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD_BYTES_MAX)
         common = [("Host", f"{self._router}:{port}"), ("Connection", "close"), ("User-Agent", "peerloom")]

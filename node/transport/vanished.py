@@ -1,6 +1,6 @@
 """Closes connections to machines that vanished without closing them.
 
-It looks seldom in general, and within seconds after a path was lost, since a router that reboots forgets all
+It checks rarely in general, and within seconds after a path was lost, since a router that reboots forgets all
 connections at once. The kernel probes the other machine; only Linux reports the answers.
 """
 
@@ -16,7 +16,7 @@ DOUBT_SECONDS = 4.0
 
 
 class VanishedConnections:
-    """`standing` are the connections that there are; without an answer for `silent_seconds` one is ended."""
+    """`standing` returns the open connections; one without an answer for `silent_seconds` is ended."""
 
     def __init__(
         self, standing: Callable[[], Collection[Connection]], counters: Counter[str], silent_seconds: float
@@ -36,7 +36,7 @@ class VanishedConnections:
                 connection.end("the other machine is gone")
 
     async def doubt(self) -> None:
-        """Ask on all that have a socket of their own at once; nothing while that is under way."""
+        """Probe all connections with their own socket at once; do nothing while that is under way."""
         if self._is_doubting:
             return
         bare = [connection for connection in self._standing() if connection.path is None]

@@ -47,7 +47,7 @@ FOUND_MAX = 16
 MEASURED_SECONDS = 1_800.0
 """How long a round trip is believed."""
 TRY_SECONDS = 8.0
-"""For a handshake with one relay, and a round trip after it."""
+"""The time limit for a handshake with one relay, and a round trip after it."""
 
 
 class RelayRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -160,7 +160,7 @@ class RelayFinder:
         return self._found.seconds(self._clock.monotonic())
 
     async def run(self) -> None:
-        """Be listed, and search, as long as either is wanted, until cancelled."""
+        """List this node and search, while either is wanted, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(keep_running, "a relay's record", self._be_listed)
             nursery.start_soon(keep_running, "the search for relays", self._search_often)

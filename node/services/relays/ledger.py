@@ -58,7 +58,7 @@ class Announced:
     network: bytes
     """The public network of the request; empty for a local one."""
     is_strangers: bool
-    """Whether neither had contributed anything to this node by then."""
+    """Whether neither peer had contributed anything to this node by then."""
 
     @property
     def ends(self) -> tuple[PeerId, PeerId]:
@@ -101,7 +101,7 @@ class RelayLedger:
 
     @property
     def circuits(self) -> int:
-        """The number of open ones."""
+        """The number of open circuits."""
         return len(self._open)
 
     @property
@@ -185,7 +185,7 @@ class RelayLedger:
         return found
 
     def closed(self, circuit: Announced) -> None:
-        """An open circuit is over."""
+        """Close an open circuit."""
         del self._open[circuit.token]
 
     def carried(self, now: float, circuit: Announced, count: int) -> bool:
@@ -225,7 +225,7 @@ class SharedPace:
         self._due: dict[object, float] = {}
 
     def take(self, now: float, who: object, count: int) -> float:
-        """Count bytes for `who`; return the seconds to wait."""
+        """Count bytes of the user `who`; return the seconds to wait."""
         if not self.bytes_per_second:
             return 0.0
         begin = max(self._due.get(who, now), now - BURST_SECONDS)
@@ -233,7 +233,7 @@ class SharedPace:
         return max(0.0, self._due[who] - now)
 
     def piece(self, now: float, who: object) -> int:
-        """Return how many bytes `who` may take at once: its share of PIECE_SECONDS."""
+        """Return how many bytes the user `who` may take at once: its share of PIECE_SECONDS."""
         if not self.bytes_per_second:
             return PIECE_BYTES_MAX
         share = self.bytes_per_second / self._busy(now, who)
@@ -243,12 +243,12 @@ class SharedPace:
         return sum(due > now for each, due in self._due.items() if each != who) + 1
 
     def forget(self, who: object) -> None:
-        """Drop the share of `who`, which no longer uses it."""
+        """Drop the share of the user `who`, which no longer needs it."""
         self._due.pop(who, None)
 
 
 BURST_SECONDS = 0.05
-"""The most that a pause saves up."""
+"""The most unused time that a pause saves up."""
 PIECE_SECONDS = 0.1
 """How long one piece keeps a share busy: short, so that the next bytes come long before a path counts as
 dead."""

@@ -12,12 +12,12 @@ from node.services.relays.settings import RELAYS, RelaySettings
 from node.transport.announced import CIRCUITS_TOLD_MAX
 
 WANTED = CIRCUITS_TOLD_MAX
-"""Relays at once: one may vanish."""
+"""The number of relays in use: one may vanish."""
 RENEW_SECONDS = 20.0
 """The interval of renewals, which also test whether a router still knows the connection; a place lasts thirty
 times as long."""
 ANSWER_SECONDS = 5.0
-"""For the answer to that."""
+"""The time limit of the answer to a renewal."""
 TRIED_MAX = 256
 """The most relays that are left alone: the number of members in view."""
 
@@ -102,7 +102,7 @@ class PlaceLease:
         return not self._is_answered
 
     def kept(self, now: float) -> None:
-        """The relay keeps the place."""
+        """Note that the relay keeps the place."""
         self._is_answered, self.deadline = True, now + RENEW_SECONDS
 
     def wake(self, now: float) -> bool:

@@ -100,7 +100,7 @@ class Reservations:
                 self._tell()
 
     async def _stay(self, relay: PeerId) -> None:
-        """Have a place at a relay, until it is lost."""
+        """Keep a place at a relay until it is lost."""
         with trio.fail_after(2 * ANSWER_SECONDS):
             path = await self._network.multiplexed.offer(relay)
         path.is_kept = True

@@ -163,7 +163,7 @@ class RelayServer:
                 waiting.far = opened
         finally:
             if token not in self._waiting:
-                waiting.circuit = None  # who waited has given up, and closed what it knew of
+                waiting.circuit = None  # the waiting task has given up, and closed its own part
             waiting.taken.set()
 
     async def _carry(self, circuit: Announced, near: socket.socket, far: socket.socket) -> None:

@@ -11,25 +11,24 @@ class RelaySettings:
     """How long a relay that refused, or failed, is left alone. 60."""
 
     lost_seconds: float = 0.5
-    """The same of one at which a place was lost that had stood. One that hangs up sooner may grant places
-    only to do so: each further such loss has it left alone four times as long, up to `refused_seconds`. At
-    most that. 0.5."""
+    """The same after the loss of an established place. A relay that hangs up sooner may do so on purpose:
+    each further such loss makes the pause four times as long, up to `refused_seconds`. 0.5."""
 
     stood_seconds: float = 60.0
-    """A place that was lost sooner counts against its relay. 60."""
+    """The least age of an established place: an earlier loss counts against the relay. 60."""
 
     publish_look_seconds: float = 10.0
-    """How often a node looks whether it is to be listed as a relay in the DHT. At most the 20 minutes after
-    which it says so again. 10."""
+    """How often a node checks whether to be listed as a relay in the DHT. At most the 20 minutes between two
+    announcements. 10."""
 
     look_seconds: float = 1.0
-    """How often a node looks whether it wants relays of the DHT. At most `search_seconds`. 1."""
+    """How often a node checks whether it wants relays of the DHT. At most `search_seconds`. 1."""
 
     search_seconds: float = 15.0
-    """From one search to the next while more relays are wanted, and twice as long after each. 15."""
+    """The first pause between searches while more relays are wanted; it doubles after each. 15."""
 
     search_seconds_max: float = 600.0
-    """The longest pause between two searches. At least the first. 600."""
+    """The longest pause between two searches. At least the first pause. 600."""
 
     def __post_init__(self) -> None:
         bounds = (
