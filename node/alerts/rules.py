@@ -20,7 +20,7 @@ KINDS = (
 RUNS_WATCHED_MAX = 64
 LOSSES_AVERAGED = 20
 LOSS_RISE = 1.5
-"""A mean of the newest losses so many times the lowest mean so far is a rise and no noise."""
+"""A mean of the newest losses this many times the lowest mean so far is a rise and no noise."""
 STEPS_REMEMBERED = 50
 STEPS_OF_GOAL_MAX = 4_096
 """Steps by which a run's pace is judged: of a faster one the newest."""

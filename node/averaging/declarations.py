@@ -2,8 +2,9 @@
 
 A node keeps a limited number of publishers' records under one key and refuses the rest, and records of
 departed peers stay until they expire. So declarations stand in shards of their name: those of peers whose own
-keys begin with the same bits. The first shard is that of no bits. Where a shard is nearly full, a reader goes
-on to its two halves, and a publisher to the half of its own key. Nobody decides when: all see how full it is.
+keys begin with the same bits. The first shard is that of no bits. If a shard is nearly full, a reader goes on
+to its two halves, and a publisher to the half of its own key. This needs no agreement: all see how full it
+is.
 """
 
 from functools import partial
@@ -43,11 +44,11 @@ class Declarations:
         self._stored.add(depth)
         name = self._shard(depth, self._own(depth))
         stored = await self._discovery.publish_for(self._purpose, name, value, seconds)
-        if stored.acknowledged <= 1:  # kept by this node alone: there was no room, or nobody answered
+        if stored.acknowledged <= 1:  # kept by this node alone: there was no room, or no answer
             self._stored.discard(depth)
 
     async def look(self) -> list[PeerId]:
-        """Return the peers that have declared, as far as READS_MAX shards tell."""
+        """Return the peers that have declared, as far as READS_MAX shards show."""
         found: dict[PeerId, None] = {}
         read, has_place = 0, False
         shards = [(0, 0)]
@@ -68,7 +69,7 @@ class Declarations:
                     self._depth = depth if has_place else depth + 1
                 if is_full:
                     split += [(depth + 1, 2 * prefix), (depth + 1, 2 * prefix + 1)]
-            # Its own first: where it declares it must look.
+            # Its own half first: it must read where it declares.
             split.sort(key=lambda shard: shard[1] != self._own(shard[0]))
             shards = split[: READS_MAX - read]
         return list(found)

@@ -27,21 +27,21 @@ class TicketGate:
 
     @property
     def admit(self) -> str:
-        """The peers that may take part: invited by the requester, or also vouched for by those."""
+        """The peers that may take part: invited by the requester, or vouched for by invited ones."""
         return "invited" if self.admission.chain_max == 1 else "vouched"
 
     def seen(self, peer: PeerId) -> None:
-        """A peer claims to be a member."""
+        """Handle a peer that claims to be a member."""
         self.show([peer])
 
     def check(self, peer: PeerId, chain: tuple[Fact, ...]) -> None:
-        """Admit a peer by its chain. Raises RemoteProtocolError: it proves nothing."""
+        """Admit a peer by its chain. Raises RemoteProtocolError: the chain proves nothing."""
         self.admission.receive(peer, Present(self.admission.run, chain))
         if not self.admits(peer):
             raise RemoteProtocolError("no ticket that is valid any more, or too many members")
 
     def chain_for(self, peer: PeerId) -> tuple[Fact, ...] | None:
-        """Return the tickets by which a peer that is asked would be a member; None: this one cannot ask."""
+        """Return the tickets that make an asked peer a member; None: this node cannot invite."""
         is_barred = self.admission.revocations.fact_of(peer) is not None
         if is_barred or not self.admission.can_vouch:
             return None

@@ -1,9 +1,9 @@
 """Streams of averaging attempts that this node is not in yet, or never will be.
 
 A member whose group has formed may send before this node has heard of the group, so its stream waits for a
-moment. Until then nothing but the opening is read of it: it costs a socket and a hash, and no chunk. Places
-are limited for each peer and in all. When all are taken, a peer that has completed a round gets the place of
-one that has not, and a participant that of a stranger, so that no crowd of ids shuts out members.
+moment. Until then only its opening is read: it costs a socket and a hash, and no chunk. Places are limited
+for each peer and in all. When all are taken, a peer that has completed a round gets the place of one that has
+not, and a participant that of a stranger, so that no crowd of ids shuts out members.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,13 +16,13 @@ from crypto.identity import PeerId
 from node.errors import StreamClosed
 
 EARLY_SECONDS_MAX = 15.0
-"""How long a stream of an attempt waits that is not known here yet: its group is on its way."""
+"""How long a stream of an unknown attempt waits: its group may be on its way."""
 STREAMS_MAX = 128
-"""Twice the members of the largest group."""
+"""The limit for all streams: twice the members of the largest group."""
 STREAMS_PER_PEER_MAX = 4
-"""A member is in one group of a run at a time, and this node in few runs with it."""
+"""The limit for one peer: it is in one group of a run at a time, and in few runs with this node."""
 STRANGERS_MAX = 16
-"""Streams of peers that are in no list of participants here; a new one may be in a group before that."""
+"""The limit for peers in no list of participants here; a new one may be in a group before it is listed."""
 
 Rank = Callable[[PeerId], int]
 """0 for a stranger, 1 for a participant, 2 for one that has completed a round here."""
@@ -36,7 +36,7 @@ class _Place:
 
 
 class EarlyStreams:
-    """The places of all that wait."""
+    """The places of all waiting streams."""
 
     def __init__(self, rank: Rank, *, seconds_max: float = EARLY_SECONDS_MAX) -> None:
         self._rank = rank

@@ -22,7 +22,7 @@ from node.seams import Clock
 INTERVALS_MAX = 5
 """Rounds whose median distance counts: one of them may have taken long for any reason."""
 BRIEF_FACTOR = 2.0
-"""A peer that may never come is awaited for this many times its worth (`Attendance.attended`)."""
+"""How many times its worth a group waits for a peer that may never come (`Attendance.attended`)."""
 BRIEF_SECONDS_MIN = 0.25
 """The shortest wait for a peer that has not come in time yet: the others may be busy for a moment."""
 USUAL_SECONDS_MIN = 1.0
@@ -30,17 +30,17 @@ USUAL_SECONDS_MIN = 1.0
 GROWTH = 2
 """A peer counts for at most this many times this one's own contribution."""
 DISPUTED_SECONDS = 1.0
-"""An attempt this long was held up by a peer, though this member received everything that it waited for."""
+"""A peer held up an attempt of this length, though this member received everything that it waited for."""
 JOINING_SECONDS = 2.0
-"""How long the first round waits for a listed peer that has no state yet. It may have joined a moment ago and
-be ready: its report of that is told again after a second where it is lost."""
+"""How long the first round waits for a listed peer without state. It may have just joined and be ready; a
+lost report is repeated after a second."""
 ENDED_KEPT_MAX = 4
 """Finished wishes that are kept: they show which peers come late under one of them, so that these can be
-told."""
+informed."""
 
 
 class Expectations:
-    """One run's participant's expectations of the others."""
+    """One participant's expectations of the others in one run."""
 
     def __init__(self, me: PeerId, roster: Roster, clock: Clock) -> None:
         self._me = me
@@ -66,8 +66,8 @@ class Expectations:
         return self._absent
 
     def missed_state(self) -> None:
-        """Note that no state could be fetched: until a round is completed here, count only on peers that this
-        one has averaged with. A peer that only claims to hold a state would keep this one from the others'
+        """Note that no state could be fetched: until a round is completed here, rely only on peers that this
+        one has averaged with. A peer with a false claim of a state would keep this one from the others'
         state."""
         self._is_strict = True
         self._refresh()
@@ -87,11 +87,11 @@ class Expectations:
         return [peer for peer in peers if self.attendance.is_waited_for(now, peer)]
 
     def waits(self, begun_at: float, awaited: Collection[PeerId], wanted: RoundWish) -> RoundWaits:
-        """Return how long a group that is wanted from `begun_at` on waits for each of these."""
+        """Return how long a group wished for since `begun_at` waits for each of these."""
         window, brief = wanted.window_seconds, self._brief_seconds(len(awaited))
         usual = [peer for peer in awaited if not self._is_brief(peer)]
         if wanted.round is None or not self.attendance.has_completed_any:
-            # Nobody stands still meanwhile, or nothing is known of anybody yet.
+            # No peer is blocked meanwhile, or nothing is known of the others yet.
             known = middle = window
         else:
             known = max(USUAL_SECONDS_MIN, *self._intervals, 0.0)
@@ -116,7 +116,7 @@ class Expectations:
 
     def _brief_seconds(self, awaited: int) -> float:
         """Return how long a group of this many waits for a peer that may never come."""
-        if not self._intervals:  # then all but those that are joining are awaited for the whole window
+        if not self._intervals:  # then all but joining peers are awaited for the whole window
             return JOINING_SECONDS
         interval_seconds = median(self._intervals)
         return max(BRIEF_SECONDS_MIN, BRIEF_FACTOR * interval_seconds / max(1, awaited))
@@ -140,7 +140,7 @@ class Expectations:
             return 0 if has_rounds else 1
         if peer == self._me:
             return 0
-        # One that has come back has forgotten its rounds, and takes itself for a newcomer.
+        # A peer that has come back has forgotten its rounds, and considers itself a newcomer.
         is_back = self._roster.own.claimed_rounds > 0 and not has_rounds
         return 0 if self.attendance.has_completed(peer) and not is_back else 1
 
@@ -199,7 +199,7 @@ class Expectations:
         where members that sent nothing, or that are left out already, lengthened it: a peer that sends one
         chunk and stops would else make all later attempts wait longer."""
         now = self._clock.monotonic()
-        # What was missing because this machine stood still says nothing of others.
+        # Data that is missing because this machine stalled says nothing about others.
         unsent = () if attempt.has_stood_still else attempt.unsent
         others = [peer for peer in attempt.group.peers if peer != self._me]
         slow = {*unsent, *(attempt.excluded if isinstance(result, Averaged) else result.suspects)}
@@ -221,7 +221,7 @@ class Expectations:
         strangers = [peer for peer in others if not self.attendance.is_known(peer)]
         if is_disputed and strangers and not suspects:
             self.attendance.disputed(now, strangers, seconds)
-        elif not suspects:  # else those that withdrew were let down by them
+        elif not suspects:  # else the suspects caused the withdrawals
             self.attendance.withdrew(now, result.withdrew, seconds)
         self._refresh()
         return needs_time
@@ -231,7 +231,7 @@ def expected_in(roster: Roster, round: int | None) -> tuple[PeerId, ...]:  # noq
     """Return the expected peers: in a numbered round all that are at this peer's step, or were one step
     before it, as reports travel no faster than wishes. A peer that claims to be far beyond would not come
     to the round."""
-    # A peer without state only follows, unless no peer here has one: then all just average.
+    # A peer without state only follows, unless no peer has one: then all just average.
     trains = roster.own.has_state
     return tuple(
         peer

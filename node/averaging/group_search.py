@@ -1,6 +1,6 @@
 """One participant's search for the group of each attempt: its wish, and the wait for peers with the same.
 
-Matchmaking itself is the core `gossip.matchmaking`; this file says what to wish for, and awaits the outcome.
+Matchmaking itself is the core `gossip.matchmaking`; this file makes the wishes, and awaits the outcome.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,7 +30,7 @@ NAMED_MAX = 3
 NEWCOMERS_SECONDS = 1.0
 """The interval between two looks for peers that were unknown, or not admitted, when a wish was made."""
 UNAWAITED_SECONDS = 0.25
-"""How long a group waits where it expects nobody, though others are listed: one that is ready enters."""
+"""How long a group waits if it expects no peer, though others are listed: one that is ready may enter."""
 SPOT_SECONDS = 1.0
 """How long a peer waits in its cell of the grid for any other, beyond its window."""
 
@@ -53,8 +53,8 @@ class GroupSearch:
         changed: Callable[[], Awaitable[object]],
         ended: Callable[[], str],
     ) -> None:
-        """`changed` returns when the participants have changed; `ended` says why this peer takes part no
-        more, and is empty while it does."""
+        """`changed` returns when the participants have changed; `ended` returns why this peer no longer takes
+        part, empty while it does."""
         self._key = key
         self._roster = roster
         self._service = service
@@ -73,11 +73,11 @@ class GroupSearch:
         self.walk = GridWalk(key, self._peer)
         """This peer's walk over the grid, where not all fit into one group."""
         self.status = ""
-        """The wait of the search that goes on, as people read it; empty outside of one."""
+        """The wait of the present search, for people; empty outside of one."""
         self.looked_seconds = 0.0
-        """How long the present round has looked for groups, up to the last that formed or did not."""
+        """The seconds of the present round spent on finished searches for groups."""
         self.look_seconds: float | None = None
-        """How long from its beginning a round may look for a group; None where it does not."""
+        """How long from its beginning a round may look for a group; None while it does not look."""
 
     def begin(self, now: float) -> None:
         """Begin a round."""
@@ -92,7 +92,7 @@ class GroupSearch:
             self._expectations.came_late(event)
 
     def close(self) -> None:
-        """End the search that goes on."""
+        """End the present search."""
         for formed in self._formed.values():
             formed.set()
 
@@ -179,17 +179,17 @@ class GroupSearch:
         self, spot: Spot | None, wanted: RoundWish, attempt: int, *, is_alone: bool, near: Sequence[PeerId]
     ) -> tuple[float, float, int]:
         """Return the seconds of a wish's window, those that it waits for any peer, and the size at which it
-        waits no longer. It `is_alone` if it expects nobody; `near` are those who may come."""
+        stops waiting. It `is_alone` if it expects no peer; `near` are the peers that may come."""
         window, patience = wanted.window_seconds, wanted.patience_seconds
         size_hoped = 0 if spot is None else spot.size
         are_others_busy = wanted.round is not None and self._roster.own.has_state and self._roster.reports
         if is_alone and (near or are_others_busy):
-            # Whoever is ready all the same enters, and those right behind it.
+            # A peer that is ready all the same enters, and so do those right behind it.
             window, size_hoped = min(window, UNAWAITED_SECONDS), GROUP_MEMBERS_MAX
             patience = patience if wanted.round is None else 2 * window
-        if attempt:  # members that succeeded in the last one come to no other
+        if attempt:  # members that succeeded in the last one do not come again
             patience = min(patience, window + AGAIN_SECONDS)
-        if spot is not None:  # whoever is alone in its cell goes where others are
+        if spot is not None:  # a peer alone in its cell goes where others are
             patience = min(patience, window + SPOT_SECONDS)
         if self._is_declared(spot):  # a look in the DHT takes a moment
             patience += DECLARED_SECONDS
@@ -199,14 +199,14 @@ class GroupSearch:
         """Return the key under which the members of a group meet."""
         number = -1 if round is None else round
         name = self._key + self._roster.signature + number.to_bytes(8, "big", signed=True)
-        if round is not None and attempt:  # late ones cannot enter the group of the first
+        if round is not None and attempt:  # late peers cannot enter the group of the first attempt
             name += attempt.to_bytes(1, "big")
         return blake3(name + (b"" if spot is None else spot.key)).digest()
 
     def _maker(
         self, vector: Vector | None, wanted: RoundWish, attempt: int
     ) -> Callable[[tuple[GroupMember, ...]], Group]:
-        """Return what makes the group of its members. Without a vector it has the shape of the last one."""
+        """Return the terms of a group. Without a vector they have the last vector's shape."""
         if vector is not None:
             self._items, self._dtype = vector.size, ("float64" if vector.dtype.itemsize == 8 else "float32")
         round_number = self.walk.turn if wanted.round is None else wanted.round

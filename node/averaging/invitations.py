@@ -1,10 +1,9 @@
-"""Admission to named averaging runs: of everybody ("open"), of those that a run's owner invited ("invited"),
-or also of those that they invited in turn ("vouched").
+"""Admission to named averaging runs: of all peers ("open"), of those that the run's owner invited
+("invited"), or also of those that these invited in turn ("vouched").
 
 The owner is the peer that takes part without an invitation. An invitation is a text for one peer: the owner's
-id and a chain of tickets (`partition.run.tickets`). The run's name on the wire follows from its owner's id
-too, so a run of that name of somebody else is another one. Members show each other their chains before
-anything that one says counts to the other.
+id and a chain of tickets (`partition.run.tickets`). The run's name on the wire also follows from its owner's
+id, so two owners' runs of one name differ. Members show each other their chains before their messages count.
 """
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -45,7 +44,7 @@ Publish = Callable[[PeerId, RemoteProtocolError], None]
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True):
-    """An invitation for one peer: the run and its owner, whom the run admits, and the tickets."""
+    """An invitation for one peer: the run, its owner, its kind of admission, and the tickets."""
 
     owner: Subject
     admit: Literal["invited", "vouched"]
@@ -53,7 +52,7 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True):
 
 
 def invitation_text(invitation: Invitation) -> str:
-    """Return an invitation as a text to be handed on."""
+    """Return an invitation as a text."""
     return PREFIX + urlsafe_b64encode(encode(invitation)).decode().rstrip("=")
 
 
@@ -72,7 +71,7 @@ def read_invitation(text: str) -> Invitation:
 
 
 def check_admit(admit: str, invitation: str) -> None:
-    """Raise UsageError: these two contradict each other."""
+    """Raise UsageError if these two contradict each other."""
     if admit not in ADMITS:
         raise UsageError(f"admit: {admit!r}: want one of {', '.join(ADMITS)}")
     if admit == "open" and invitation:
@@ -101,8 +100,8 @@ class Invitations:
         self.run = self._driver.run
 
     async def door(self, name: str, admit: str, text: str) -> TicketGate | None:
-        """Return the door of the run of this name, which this node owns or has an invitation to; None where
-        everybody may take part. Raises UsageError."""
+        """Return the door of the run of this name, which this node owns or has an invitation to; None if all
+        may take part. Raises UsageError."""
         check_admit(admit, text)
         if admit == "open":
             return None
@@ -147,7 +146,7 @@ class Invitations:
         self._admissions.open(door.admission)
 
     def close(self, key: bytes) -> None:
-        """Close a run: this node takes no further part in it."""
+        """Close the door of a run that this node leaves."""
         self._admissions.close(key)
         self._runs.pop(key, None)
         self._doors.pop(key, None)
@@ -250,7 +249,7 @@ class Invitations:
             try:
                 known.learn(decode(data, list[Fact], bytes_max=REVOKED_BYTES_MAX))
             except RemoteProtocolError:
-                known = Revocations(self._signer, key, owner)  # damaged: members tell of them again
+                known = Revocations(self._signer, key, owner)  # damaged: members send them again
         return known
 
     async def _save(self, key: bytes, facts: tuple[Fact, ...]) -> None:

@@ -1,14 +1,14 @@
-"""How much worse than a member's own numbers a state of others may be, on that member's own data: pure."""
+"""The bound on the loss of others' states, on a member's own data: pure."""
 
 from math import inf, isfinite
 
 LOST_SHARE = 0.5
-"""A state may have lost so much of what this member has gained since its first values: others train on other
-data, and one that has trained alone for a while may know its own by heart."""
+"""A state may lose this share of the member's gain since its initial values: others train on other data, and
+a member that trained alone for a while may overfit its own."""
 SLACK_SHARE = 0.1
-"""And it may be worse by so much of the loss of the first values, as early steps often are."""
+"""It may also be worse by this share of the initial loss, as early steps often are."""
 APART_SHARE = 0.5
-"""Where every member has data of its own kind, a state may be worse than the first values by so much."""
+"""If every member has data of its own kind, a state may be worse than the initial values by this share."""
 
 
 def loss_max(first: float, own: float) -> float:
@@ -23,10 +23,10 @@ def loss_max(first: float, own: float) -> float:
 
 
 def apart_loss_max(first: float) -> float:
-    """Return the same where the data of others is of another kind, so that the own loss says little."""
+    """Return the same bound for others with another kind of data, where the own loss says little."""
     return first + APART_SHARE * abs(first) if isfinite(first) else inf
 
 
 def is_within(found: float, limit: float) -> bool:
-    """Return whether a state with the loss `found` is taken. One that is not finite never is."""
+    """Return whether to accept a state with the loss `found`. One that is not finite is always refused."""
     return isfinite(found) and found <= limit

@@ -1,8 +1,8 @@
 """Copies of a participant's state that it hands out: which one is current, and how long each is kept.
 
-A copy is current while this peer stands at its step. With local steps, where each state is a little unlike
-the others' anyway, it is so for a while longer; with a target batch a peer that takes one of an earlier step
-is behind at once, and has to ask again.
+A copy is current while this peer is at its step. With local steps, where states differ a little anyway, it
+stays so for a while longer. With a target batch, a peer that takes a copy of an earlier step is behind at
+once, and has to ask again.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from node.averaging.snapshot import Snapshot
 
 COPIES_MAX = 2
-"""The newest two: one that is fetched is not taken away by the next."""
+"""The number of copies: a second one, so that a copy being fetched survives the next."""
 SNAPSHOT_SECONDS = 10.0
-"""With local steps, so long a copy may be handed out after its step is over."""
+"""With local steps, how long a copy may be handed out after its step is over."""
 KEPT_SECONDS = 60.0
-"""After its step is over and nobody has fetched a chunk of it for so long, a copy makes room: it takes as
-much memory as the state."""
+"""A copy of a past step is dropped after this time without a fetch: it takes as much memory as the state."""
 
 
 @dataclass
@@ -33,7 +32,7 @@ class OfferedStates:
         self._copies: list[_Copy] = []
 
     def add(self, now: float, snapshot: Snapshot, good_seconds: float) -> None:
-        """This is the state now. It may be handed out for so long after this peer has gone on."""
+        """Set the current state. It may be handed out for this long after this peer's next step."""
         self._copies = [*self._copies, _Copy(snapshot, now, good_seconds, now)][-COPIES_MAX:]
 
     def current(self, now: float, step: int, own_step: int) -> Snapshot | None:
@@ -55,7 +54,7 @@ class OfferedStates:
         return None
 
     def moved(self, now: float, own_step: int) -> None:
-        """This peer is at this step: forget copies of earlier ones that nobody fetches."""
+        """Note this peer's step: forget copies of earlier steps that no peer fetches."""
         self._copies = [
             copy
             for copy in self._copies

@@ -96,7 +96,7 @@ def _too_late(run: Participation, peers: int, timeout_seconds: float) -> str:
 
 
 def _join(tensors: Mapping[str, Any]) -> tuple[NDArray[Any], tuple[Row, ...]]:
-    """Join tensors into one vector in the order of names; return it with the rows that it is made of."""
+    """Join tensors into one vector in the order of names; return it with its rows."""
     if not tensors:
         raise UsageError("average: no tensors were given")
     arrays = {name: _array(name, value) for name, value in sorted(tensors.items())}

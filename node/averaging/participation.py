@@ -32,7 +32,7 @@ from node.averaging_events import AveragingEnded, AveragingJoined, AveragingLeft
 ATTEMPTS_MAX = 3
 """The most attempts in one round: a member that dies while reducing costs one, and the others retry."""
 PACE_FLOOR_SECONDS = 5.0
-"""No attempt is given less time, however fast earlier ones were: another process may be busy."""
+"""The least time of an attempt, however fast earlier ones were: another process may be busy."""
 FOR_WANT_OF_TIME = (Reason.NO_HAVE_SETS, Reason.INCOMPLETE, Reason.TOO_FEW)
 
 T = TypeVar("T")
@@ -65,9 +65,9 @@ class Participation:
         self._service = service
         self._stirred = trio.Event()
         self.expectations = service.seams.part(Expectations)(self.peer, roster, service.seams.clock)
-        """The peers that are awaited and left out, by this node's experience."""
+        """The peers to wait for and to leave out, by this node's experience."""
         self.states = StateExchange(name, key, roster, service, self.expectations)
-        """The states that this peer hands on and takes."""
+        """The states that this peer hands out and takes over."""
         self.upload = UploadRate()
         """This peer's upload rate as others measured it."""
         self._search = GroupSearch(
@@ -93,7 +93,7 @@ class Participation:
         self._status = ""
         self.counters: Counter[str] = Counter()
         self.ended = ""
-        """Why this peer takes part no more against its will."""
+        """Why this peer was excluded; empty if it was not."""
         self._is_closed = False
         self._entered: set[PeerId] = set()
         """The peers that were reported to take part."""
@@ -105,7 +105,7 @@ class Participation:
 
     @property
     def status(self) -> str:
-        """The wait of the round that goes on, in one line; empty where none does."""
+        """The wait of the present round, in one line; empty without one."""
         return self._search.status or self._status
 
     @property
@@ -114,7 +114,7 @@ class Participation:
         return self._search.look_seconds
 
     async def compute(self, function: Callable[[], T]) -> T:
-        """Run a function where computing is allowed."""
+        """Run a function in the executor."""
         return await self._service.seams.executor.run(function)
 
     # What others see
@@ -158,7 +158,7 @@ class Participation:
         self._stir()
 
     def left(self, peer: PeerId, reason: str) -> None:
-        """Note that a peer takes part no more."""
+        """Note that a peer no longer takes part."""
         if peer not in self._entered:
             return  # it only claimed to
         self._entered.remove(peer)
@@ -177,11 +177,11 @@ class Participation:
         self.entered(peer)
 
     def expelled(self, peer: PeerId, reason: str) -> None:
-        """Expel a peer that may take part no more."""
+        """Expel a peer that may no longer take part."""
         self._service.tell(lambda _: self.roster.expel(peer, reason))
 
     def end(self, reason: str) -> None:
-        """Expel this peer itself: each further round says so, and training goes on alone."""
+        """Expel this peer itself: each further round reports that, and training goes on alone."""
         self.ended = reason
         self.close()
         self._stir()
@@ -191,7 +191,7 @@ class Participation:
         stirred.set()
 
     async def _changed(self) -> None:
-        """Return when the participants have changed."""
+        """Wait until the participants change."""
         await self._stirred.wait()
 
     async def wait_for_peers(self, count: int) -> None:
@@ -215,10 +215,10 @@ class Participation:
         """Wait briefly for participants: other members answer a greeting within a round trip."""
         with trio.move_on_after(seconds):
             await self.wait_for_peers(1)
-            await trio.sleep(min(seconds / 4, 0.25))  # the first has named the others
+            await trio.sleep(min(seconds / 4, 0.25))  # the first one has named the others
 
     def close(self) -> None:
-        """Take no further part."""
+        """Leave the run."""
         if self._is_closed:
             return
         self._is_closed, self.ended = True, self.ended or "this peer takes no further part"
@@ -282,7 +282,7 @@ class Participation:
         size = group.terms.items * (8 if group.terms.dtype == "float64" else 4)
         begun = seams.clock.monotonic()
         patience = wanted.patience or self._pace.patience(size)
-        # What was said late, while the last attempt lingered, counts too.
+        # Late messages, received while the last attempt lingered, count too.
         last = None if self._last_attempt is None else self._last_attempt()
         silent = self._undeclared if last is None else last.undeclared
         make = partial(

@@ -1,8 +1,8 @@
 """Proofs that members of averaging runs lied: kept, spread to the others, and used to exclude the liar.
 
 A node that finds a proof in an attempt, or receives a valid one, sends it to a few others of the run, once,
-so it spreads as a rumour does. Nobody is believed: each checks the two signatures
-(`gossip.averaging.evidence`). Proofs are kept over restarts.
+so it spreads as a rumour does. Each node checks the two signatures itself (`gossip.averaging.evidence`).
+Proofs are kept over restarts.
 """
 
 from collections.abc import Callable, Collection
@@ -25,13 +25,13 @@ from node.protocols.calls import conversation
 from node.seams import Seams, Stream, StreamLimits
 
 TOLD_MAX = 6
-"""Members that a node tells of one proof: with as many, a rumour misses one of 400."""
+"""Members to which a node sends one proof: with this many, a rumour misses one of 400."""
 INTRODUCED_MAX = 4
-"""Proofs that one member tells a newcomer."""
+"""Proofs that one member sends to a newcomer."""
 TELL_SECONDS = 10.0
 STREAMS = StreamLimits(message_bytes_max=EVIDENCE_BYTES_MAX, streams_per_peer_max=2)
 SAVE_SECONDS = 1.0
-"""The interval between two writes of the file: it holds all proofs, and anybody may bring one more."""
+"""The interval between two writes of the file: it holds all proofs, and any peer may send a further one."""
 
 
 class Proofs:
@@ -71,8 +71,8 @@ class Proofs:
         return (run, peer) in self._table
 
     def introduce(self, run: bytes, peer: PeerId) -> None:
-        """Send a peer that has just joined the run the known proofs, those first that matter most here. In a
-        large run only some members do."""
+        """Send the known proofs to a peer that has just joined the run, the most relevant first. In a large
+        run only some members do."""
         members = len(self._members(run) or ())
         if self._nursery is None or self._seams.rng.random() * members >= TOLD_MAX:
             return
@@ -123,7 +123,7 @@ class Proofs:
             async with talk as stream:
                 await stream.send(encode(evidence))
         except (Unreachable, StreamClosed):
-            pass  # others tell it too
+            pass  # others send it too
 
     async def _serve(self, stream: Stream) -> None:
         evidence: Evidence = decode(await stream.receive(), Evidence, bytes_max=EVIDENCE_BYTES_MAX)
@@ -143,6 +143,6 @@ class HonestGate:
         return not self._proofs.is_out(self._run, peer) and (self._gate is None or self._gate.admits(peer))
 
     def seen(self, peer: PeerId) -> None:
-        """Take note that this peer claims to take part."""
+        """Note that this peer claims to take part."""
         if self._gate is not None:
             self._gate.seen(peer)

@@ -30,9 +30,9 @@ class RosterView:
     stranger_signatures: Sequence[bytes] = field(default=(), repr=False)
     reports: Sequence[Report] = field(default=(), repr=False)
     awaited: Mapping[PeerId, Report] = field(default_factory=dict, repr=False)
-    """Those of them that rounds wait for."""
+    """The participants that rounds wait for."""
     voices: Sequence[Report] = field(default=(), repr=False)
-    """Those of `reports` that count on where the run is: not those of members that do not average here."""
+    """The `reports` that count for the run's position: not those of members that do not average here."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Round:
     rounding: float = 0.0
     """The relative error that a codec added to this peer's data."""
     attempt: bytes = b""
-    """The name of the attempt that succeeded: all peers that name it hold the same bytes."""
+    """The name of the successful attempt: all peers that report it hold the same bytes."""
     aggregate: Aggregate = "mean"
     """The rule of the run."""
     waited_seconds: float = 0.0
@@ -90,14 +90,14 @@ class RoundWish:
     size_max: int = GROUP_MEMBERS_MAX
     rate: int | None = None
     patience: Patience | None = None
-    """None: by what earlier attempts took here."""
+    """None: derived from the duration of earlier attempts here."""
     codecs: Mapping[str, Codec] = field(default_factory=dict)
-    """Those of this process's own, by name."""
+    """This process's own codecs, by name."""
 
 
 class Gate(Protocol):
-    """The gate of a run that not everybody may take part in. `seen`: this peer claims to take part; its
-    messages count once it is admitted, and `Participation.entered` was called."""
+    """The gate of a closed run. `seen` handles a peer that claims to take part; its messages count once it is
+    admitted, and `Participation.entered` was called."""
 
     def admits(self, peer: PeerId) -> bool: ...
     def seen(self, peer: PeerId) -> None: ...

@@ -1,9 +1,9 @@
 """One averaging attempt on real or simulated streams: drives `gossip.averaging.attempt.Attempt`.
 
-A stream per ordered pair of members, opened by the one that sends. Each message is a struct, the data of a
-Each message is a struct, and the data of a chunk is its payload, so tensors are not copied on the way. The
-core codes, hashes and reduces chunks, so calls into it run in the executor, one at a time. Calls that arrive
-meanwhile are batched: handing over to a thread costs as much as a small message.
+A stream per ordered pair of members, opened by the one that sends. Each message is a struct, and the data of
+a chunk is its payload, so tensors are not copied on the way. The core codes, hashes and reduces chunks, so
+calls into it run in the executor, one at a time. Calls that arrive meanwhile are batched: handing over to a
+thread costs as much as a small message.
 """
 
 from collections import deque
@@ -125,7 +125,7 @@ class Runner:
                     message = read_message(*await stream.receive_with_payload(CHUNK_BYTES_MAX))
                     await self._take(stream.peer, message)
         except StreamEnded:
-            return  # it had no more to say on this one
+            return  # it had nothing more to send on this one
         except StreamClosed:
             await self.lose(stream.peer)
 
@@ -135,7 +135,7 @@ class Runner:
             await self._call(self.attempt.lost, peer)
 
     async def cancel(self) -> None:
-        """Take no further part."""
+        """Withdraw from the attempt."""
         if not self._closed.is_set():
             await self._call(self.attempt.cancel)
 
@@ -205,7 +205,7 @@ class Runner:
         is opened where the peer asks for something later."""
         has_opened = False
         while not self._closed.is_set() or self._queues[peer]:
-            if has_opened:  # the first one is opened at once, and shows that this member is there
+            if has_opened:  # the first one is opened at once, and shows that this member is present
                 await self._wait_for_work(peer, inf)
             if self._closed.is_set() and not self._queues[peer]:
                 return
@@ -227,7 +227,7 @@ class Runner:
                     await stream.aclose()
 
     async def _send_one(self, stream: Stream, peer: PeerId) -> bool:
-        """Send a message or a chunk, or wait for one; return False once the stream is of no more use."""
+        """Send a message or a chunk, or wait for one; return False once the stream is no longer needed."""
         queue = self._queues[peer]
         if queue:
             await _send(stream, queue.popleft())
@@ -242,8 +242,7 @@ class Runner:
         return True
 
     async def _wait_for_work(self, peer: PeerId, seconds: float) -> bool:
-        """Wait until there may be something to send, or there is a result; return whether that came in
-        time."""
+        """Wait until there may be something to send, or a result; return False after the time limit."""
         changed = self._changed[peer] = trio.Event()
         if self._queues[peer] or peer in self.attempt.ready or self._closed.is_set():
             return True

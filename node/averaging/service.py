@@ -1,10 +1,10 @@
 """The averaging service of a node: takes part in named runs, forms groups, averages, and hands on states.
 
-Who takes part is found by direct announcement: members of the swarm are greeted (`gossip.roster`), and so are
-those who say in the DHT that they take part, for a member list need not hold all of a public swarm. A round
-is a wish for a group (`gossip.matchmaking`), then an attempt (`gossip.averaging.attempt`) on streams. In a
-run of more participants than a node keeps, members of a group find each other by records in the DHT under
-the group's key, which expire with the wish.
+Participants are found by direct announcement: members of the swarm are greeted (`gossip.roster`), and so are
+peers that declare in the DHT that they take part, since a member list need not hold all of a public swarm. A
+round is a wish for a group (`gossip.matchmaking`), then an attempt (`gossip.averaging.attempt`) on streams.
+In a run of more participants than a node keeps, members of a group find each other by records in the DHT
+under the group's key, which expire with the wish.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -52,7 +52,8 @@ GROUP_PURPOSE = "averaging-group"
 GROUP_LOOK_SECONDS = 1.0
 """The interval between two looks for others that want the group."""
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=32)
-"""A stream for each attempt, which stays open a little beyond its result: rounds may follow fast."""
+"""Streams of one peer: one for each attempt, which stays open a little beyond its result, since rounds may
+follow fast."""
 DECLINED_MAX = 128
 """Members that declined a group before this node was ready to begin its attempt."""
 LOOK_SECONDS_MIN, LOOK_SECONDS_MAX = 2.0, 60.0
@@ -104,8 +105,8 @@ class Averaging:
         """Streams that wait for an attempt that is not known here yet."""
         self._nursery: trio.Nursery | None = None
         self.averaged: Callable[[bytes, Mapping[PeerId, int], int], None] = lambda _run, _came, _sent: None
-        """Hears of each attempt that succeeded here: its run's key, how many bytes of tensors came from each
-        member that is in the result, and how many bytes were sent."""
+        """Called for each attempt that succeeded here: its run's key, the bytes of tensors from each member
+        in the result, and the bytes sent."""
         self.proofs = Proofs(
             seams,
             signer,
@@ -114,7 +115,7 @@ class Averaging:
             found=self._liar_found,
             refuse=refuse,
         )
-        """The members of runs that were proved to lie."""
+        """The proofs against members of runs that lied."""
         seams.network.handle(ATTEMPT_PROTOCOL, self._serve, STREAMS)
         StateServer(seams.network, self._snap, self._kept)
 
@@ -164,7 +165,7 @@ class Averaging:
         run of invited peers (`node.averaging.invitations`). Raises UsageError: in it already, or in
         too many."""
         key = run_key(name) if door is None else door.admission.run
-        is_named = door is not None or gate is None  # else it is a run in local mode, which says so itself
+        is_named = door is not None or gate is None  # else it is a run in local mode, which declares itself
         clock = self._seams.clock
         try:
             gate = HonestGate(self.proofs, key, gate if door is None else door)
@@ -206,8 +207,8 @@ class Averaging:
         return found
 
     def find(self, name: str, signature: bytes, door: TicketGate | None = None) -> Participation | None:
-        """Return this node's part in the run of this name, None where it has none. Raises UsageError: other
-        tensors are averaged under this name here."""
+        """Return this node's participation in the run of this name; None if there is none. Raises UsageError:
+        other tensors are averaged under this name here."""
         run = self._runs.get(run_key(name) if door is None else door.admission.run)
         if run is not None and run.roster.signature != signature:
             other = f"these tensors by {run.aggregate}" if signature in run.alike else ""
@@ -312,7 +313,7 @@ class Averaging:
 
     async def _drive(self, runner: Runner) -> None:
         try:
-            with contain("averaging attempt"):  # where it fails by our own bug, its round has failed
+            with contain("averaging attempt"):  # if it fails by our own bug, its round has failed
                 await runner.run()
         finally:
             self._runners.pop(runner.attempt.id, None)

@@ -13,7 +13,7 @@ from gossip.averaging.group import Aggregate
 RUN_PURPOSE = b"peerloom averaging run\0"
 OWNED_RUN_PURPOSE = b"peerloom averaging run of an owner\0"
 TENSORS_MAX = 1 << 17
-"""Tensors of one run: some ten for each of ten thousand layers."""
+"""The most tensors of one run: some ten for each of ten thousand layers."""
 
 Row = tuple[str, tuple[int, ...], str]
 """Name, shape, type."""
@@ -30,7 +30,7 @@ def owned_run_key(name: str, owner: PeerId) -> bytes:
 
 
 def signature_of(kind: str, rows: Iterable[Row]) -> bytes:
-    """Return the hash of the averaged tensors: `kind` describes what they are, and how they are used."""
+    """Return the hash of the averaged tensors: `kind` describes them and their use."""
     listed = [[name, list(shape), dtype] for name, shape, dtype in rows]
     return blake3(encode([kind, listed])).digest()
 

@@ -28,8 +28,8 @@ CHUNKS_MAX = STATE_BYTES_MAX // CHUNK_BYTES
 NAME_LENGTH_MAX = 512
 DIMENSIONS_MAX = 16
 SAMPLE_CHUNKS_MAX = 8
-"""Chunks of each state that are compared with others': 8 MiB, two million numbers. A larger state with
-made-up numbers in a share p of its chunks looks right with a probability of (1 - p)^8."""
+"""Chunks of each state that are compared with others': 8 MiB, two million numbers. A larger state with false
+numbers in a share p of its chunks passes with a probability of (1 - p)^8."""
 
 BFLOAT16_EXPONENT = np.uint16(0x7F80)
 """A bfloat16 with all these bits set is an infinity or no number."""
@@ -84,11 +84,11 @@ class Snapshot:
     holders: tuple[PeerId, ...] = ()
 
     def chunk(self, number: int) -> memoryview:
-        """The bytes of a chunk."""
+        """Return the bytes of a chunk."""
         return self.data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES].data
 
     def arrays(self) -> dict[str, tuple[ArrayRow, NDArray[np.uint8]]]:
-        """Each array's row and bytes, by name."""
+        """Return each array's row and bytes, by name."""
         found: dict[str, tuple[ArrayRow, NDArray[np.uint8]]] = {}
         at = 0
         for row in self.table.rows:
@@ -126,7 +126,7 @@ def is_finite(dtype: str, data: Array) -> bool:
 
 
 def check_finite(snapshot: Snapshot) -> str:
-    """Return the array of a state that has a number that is not finite, for people; empty where none has."""
+    """Return the name of an array with a number that is not finite, for people; empty if there is none."""
     for name, (row, data) in snapshot.arrays().items():
         if not is_finite(row.dtype, data):
             return f"the state of others is not finite in {name[:80]}"
@@ -177,7 +177,7 @@ def _as_float32(dtype: str, data: Array) -> NDArray[np.float32]:
 
 
 def check_table(table: SnapshotTable, bytes_max: int) -> None:
-    """Raise RemoteProtocolError where a stranger's table is not sound, or larger than this peer expects."""
+    """Raise RemoteProtocolError if a stranger's table is inconsistent, or larger than this peer expects."""
     size = 0
     for row in table.rows:
         size += row.size_bytes

@@ -1,4 +1,5 @@
-"""The states of one run of averaging: those that this peer hands on to late joiners, and those it takes."""
+"""The states of one run of averaging: those that this peer hands out to late joiners, and those it takes
+over."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -18,13 +19,13 @@ from node.averaging_events import StateFetched
 from node.errors import Unreachable
 
 ASKED_AHEAD_MAX = 16
-"""The most steps beyond its own for whose state a peer keeps others waiting."""
+"""The most steps ahead of its own for which a peer lets others wait for a state."""
 STATES_MAX = 4
-"""The most states fetched in one attempt, where the first ones cannot be used."""
+"""The most states fetched in one attempt, if the first ones are unusable."""
 
 
 class StateExchange:
-    """One participant's, in the run called `name`."""
+    """The state exchange of one participant, in the run called `name`."""
 
     def __init__(
         self, name: str, key: bytes, roster: Roster, service: ParticipationService, expectations: Expectations
@@ -40,7 +41,7 @@ class StateExchange:
         self.is_receiving = False
         """Whether a state of others is being fetched."""
         self._step_wanted: int | None = None
-        """A peer waits for a copy of this peer's state at this step or later."""
+        """The step from which on a peer wants a copy of this peer's state."""
 
     def moved(self, step: int) -> None:
         """Note that this peer is at `step`."""
@@ -62,7 +63,8 @@ class StateExchange:
         return self._copies.with_digest(self._seams.clock.monotonic(), digest)
 
     async def snap(self, step: int) -> Snapshot | str:
-        """Return a snapshot at this step or later, made by the training loop if need be, or why none."""
+        """Return a snapshot at this step or later, made by the training loop if needed, or why there is
+        none."""
         if not self._roster.own.has_state:
             return "this peer has no state yet"
         if step > self._roster.own_step + ASKED_AHEAD_MAX:
@@ -124,7 +126,7 @@ class StateExchange:
         donors = [peer for peer in sorted(reports) if is_donor(reports[peer]) and peer not in passed_over]
         if (
             likely is not None and not likely.is_nearest
-        ):  # of states that differ, each helps to judge the others
+        ):  # if states differ, each helps to judge the others
             donors = [peer for peer in donors if peer not in self._expectations.absent] or donors
         if not donors:
             raise Unreachable("unknown", "no peer of the run has a state to hand on")

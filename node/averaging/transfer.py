@@ -1,4 +1,4 @@
-"""Catching up: a peer that joins late fetches the state of those that were there, from several at once.
+"""Catching up: a peer that joins late fetches the state of the present members, from several at once.
 
     Ask(run, signature, step)  ->  Offer(table) or Nothing(reason)
     Fetch(run, digest, first, count)  ->  `count` payloads, a chunk each
@@ -44,7 +44,7 @@ from node.seams import Executor, Network, Stream, StreamLimits
 
 PROTOCOL = "/peerloom/catchup/1"
 TABLE_BYTES_MAX = 16 << 20
-"""A table of 100,000 arrays with names of a hundred letters."""
+"""The limit of a table: 100,000 arrays with names of a hundred letters."""
 STREAMS = StreamLimits(message_bytes_max=1_024, streams_per_peer_max=4)
 ASKED_AT_ONCE = 8
 """Chunks of one request: enough that the link never waits for the next request."""
@@ -52,7 +52,7 @@ SPANS_AHEAD = 2
 """Requests to a holder at once."""
 SPANS_PER_HOLDER = 4
 OFFER_SECONDS_MAX = 30.0
-"""A training loop makes its copy between two steps, and a step may take a while."""
+"""The wait for an offer: a training loop makes its copy between two steps, and a step may take a while."""
 CHUNK_SECONDS_MAX = 8.0
 DONORS_MAX = 8
 OTHERS_SECONDS = 10.0
@@ -60,18 +60,18 @@ OTHERS_SECONDS = 10.0
 AGREED_SECONDS = 0.5
 """How long others are awaited after enough offers of one state: they may help to deliver it."""
 AHEAD_STEPS = 2
-"""Where members have offered states of different steps, all are asked for a step this far ahead, and make it
-at the same step."""
+"""If members have offered states of different steps, all are asked for a step this far ahead, so that they
+copy at the same step."""
 AHEAD_SECONDS = 10.0
-"""How long such an offer is awaited: where steps are slower, members are at one step anyway."""
+"""How long such an offer is awaited: with slower steps, members are at one step anyway."""
 BEGINNING_SECONDS = 3.0
 """The wait for an offer of a run's initial state: its holders made a copy when they joined, so an answer
 takes a round trip, however busy their scripts are."""
 BEGINNING_OTHERS_SECONDS = 0.1
 """The wait after the first such offer: the other holders help to deliver it."""
 SAMPLE_SECONDS_MAX = 60.0
-"""The wait for the samples of states: a state whose holder takes longer is not taken. At 1 Mbit/s they take
-as long."""
+"""The wait for the samples of states, which is their time at 1 Mbit/s. A state whose holder takes longer is
+not used."""
 
 ChunkNumber = Annotated[int, msgspec.Meta(ge=0, lt=CHUNKS_MAX)]
 
@@ -312,7 +312,7 @@ class _OfferRequest:
             offers[donor] = answer
             if self.likely_of({donor: answer}):
                 wanted = VOICES_MIN if self.likely is None else max(VOICES_MIN, self.likely.holders_wanted)
-                # Where states differ, two that are the same say nothing, and others are to be compared.
+                # If states differ, two equal ones prove nothing, and others are needed for comparison.
                 is_apart = self.likely is not None and self.likely.is_nearest
                 is_agreed = self.most_alike(offers) >= wanted and not is_apart
                 left = AGREED_SECONDS if is_agreed else OTHERS_SECONDS
@@ -335,7 +335,7 @@ def _read_offer(data: bytes, bytes_max: int, step_max: int | None) -> SnapshotTa
 
 @dataclass(frozen=True)
 class _Transfer:
-    """Chunks of states on their way to this peer."""
+    """Fetches chunks of states to this peer."""
 
     network: Network
     executor: Executor
@@ -346,7 +346,7 @@ class _Transfer:
         """Return the state of this table, from all of `holders` at once. Raises Unreachable."""
         data = np.empty(table.size_bytes, np.uint8)
         count = len(table.chunks)
-        # Cut enough spans for every holder to get several, however small the state is.
+        # Cut enough spans that every holder gets several, however small the state is.
         span_chunks = max(1, min(ASKED_AT_ONCE, count // (SPANS_PER_HOLDER * len(holders))))
         spans = deque((first, min(span_chunks, count - first)) for first in range(0, count, span_chunks))
 
@@ -418,7 +418,7 @@ class _Transfer:
             async with trio.open_nursery() as nursery:
                 for holder in useful:
                     nursery.start_soon(fetch_from, holder)
-            # One that failed and delivered nothing had spans that others could have delivered.
+            # A failed holder that delivered nothing had spans that others could have delivered.
             useful = [holder for holder in useful if holder in delivered or holder not in failed]
 
 

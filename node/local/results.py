@@ -29,18 +29,18 @@ class LocalResults:
         self._fetching = trio.CancelScope()
 
     async def keep(self, graph: Graph, exported: Sequence[bytes]) -> str | None:
-        """Keep this member's own model, from its stages; its hash, None where another conclusion came
+        """Store this member's own model, from its stages; return its hash, None if another conclusion came
         meanwhile. The caller holds `lock`."""
         storage, work = self._service.seams.storage, self._service.seams.executor.run
         data = await work(partial(join_stages, self._run, graph, exported))
         if self._ending.best is not None:
             return None
-        await work(partial(storage.delete, weights_name(self._run.text)))  # of one that was given up
+        await work(partial(storage.delete, weights_name(self._run.text)))  # of an abandoned one
         return await work(partial(keep, storage, self._run.text, data))
 
     async def fetch(self, conclusion: Conclusion) -> None:
-        """Have the result of this conclusion here, then hold it, or have it looked at. One fetch at a time: a
-        slow one of a conclusion that was given up must not write over the result that is settled on."""
+        """Fetch the result of this conclusion, then hold it, or have it checked. One fetch at a time: a slow
+        one of an abandoned conclusion must not overwrite the final result."""
         self._fetching.cancel()
         async with self.lock:
             with trio.CancelScope() as self._fetching:
@@ -48,7 +48,7 @@ class LocalResults:
 
     async def _fetch(self, deed: FetchResult) -> bool:
         service = self._service
-        # What was kept for a conclusion that is given up must not stay in its place.
+        # The file of an abandoned conclusion must not stay in its place.
         await service.seams.executor.run(partial(service.seams.storage.delete, weights_name(self._run.text)))
         for holder in deed.holders:
             if not await fetch_result(service, self._run, holder, deed.weights):  # type: ignore[arg-type]  # of a smaller shape

@@ -123,7 +123,7 @@ class StageServer:
         try:
             async with self.lock:
                 worked = await self._do(request)
-        except PayloadRefused as error:  # what came cannot be used: the head, or one before it, is at fault
+        except PayloadRefused as error:  # unusable: the head, or a stage before it, is at fault
             await stream.send(encode(ColumnRefusal(str(error)[:REASON_LENGTH_MAX])))
             raise StreamClosed("a payload that cannot be used") from None
         except StageDiverged as error:

@@ -154,7 +154,7 @@ class LocalTrainer(StageCounts):
                     break
                 await nursery.start(one, number, await make(number))
         if errors:
-            # A step with numbers that are not finite is skipped.
+            # StageDiverged, which only skips the step, is raised only if all errors are of that kind.
             raise next((each for each in errors if not isinstance(each, StageDiverged)), errors[0])
         return [done[number] for number in range(count)]
 
@@ -268,7 +268,7 @@ class LocalTrainer(StageCounts):
         if vector.size > self._items:
             moments = self._arena("moments")
             moments[:] = vector[self._items :]
-            if self._moments == 2:  # what a codec made of the mean of squares, and of what came since
+            if self._moments == 2:  # codecs and later changes may make squares negative
                 squares = moments[self._items :]
                 np.maximum(squares, 0, out=squares)
 

@@ -1,2 +1,2 @@
-"""The optimizer wrapper: a `torch.optim.Optimizer` that averages with peers. It alone of all the node's side
-imports torch, in a user's own process, and only when `me.optimizer(...)` is called."""
+"""The optimizer wrapper: a `torch.optim.Optimizer` that averages with peers. It is the only package of the
+node's own process that imports torch, in a user's script, and only when `me.optimizer(...)` is called."""

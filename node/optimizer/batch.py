@@ -17,7 +17,7 @@ from node.optimizer.session import TrainingSession
 GROWTH = 2.0
 """A member may gather this many times its contribution to the last round: batches of a fleet vary."""
 BOUNDED_SHARE = 0.99
-"""A share this near to the bound of weights is at it."""
+"""A share this near to the bound of weights counts as at the bound."""
 
 
 class BatchSamples:
@@ -39,7 +39,7 @@ class BatchSamples:
             self._brought[peer] = None if is_bounded else round(samples * share / own)
 
     def total(self, own: int, step: int, target: int, reports: Mapping[PeerId, Report]) -> int:
-        """Return how many samples all have for this step that it waits for, this peer's `own` included."""
+        """Return the samples of all peers that this step waits for, this peer's `own` included."""
         return own + sum(
             report.samples.at_most(self._bound(peer, target))
             for peer, report in reports.items()

@@ -22,9 +22,9 @@ def await_round(
     """Return the round once it is over, or why it was given up: it took longer than `seconds_max`, or others
     have made its step already.
 
-    `look_seconds` returns how long it may look for a group yet, None where it does not. `say` is told the
-    seconds waited and what ends the wait, `share` lets others have this peer's state, which they may need to
-    come to the round, and `is_passed` says whether others have a state to take instead.
+    `look_seconds` returns how long it may still look for a group, None while it does not look. `say` is
+    called with the seconds waited and what ends the wait. `share` hands out this peer's state, which others
+    may need to join the round. `is_passed` returns whether others have a state to take instead.
     """
     begun = time.perf_counter()
     overtaken = Overtaken()

@@ -10,20 +10,20 @@ from node.optimizer.session import TrainingSession
 from node.optimizer.takeover import Takeover
 
 STATE_WAIT_SECONDS = 1.0
-"""How long one call waits for a state of others, or for its first bytes where the optimizer is made; the next
-one waits on. It takes as long as its holders' steps, which are out of this peer's sight."""
+"""How long one call waits for a state of others, or for its first bytes when the optimizer is made; the next
+call waits on. A state takes as long as its holders' steps, whose duration this peer does not know."""
 CATCH_UP_PAUSES = 2.0
-"""A member whose attempt to catch up failed twice trains on for so many times as long as that took, before
-the next. The second follows at once, and asks those that it knows (`Expectations.missed_state`)."""
+"""The training time before a third attempt to catch up, as a multiple of the duration of the failed ones. The
+second follows at once, and asks known peers (`Expectations.missed_state`)."""
 CATCH_UP_PAUSES_NEW = 0.5
-"""The same for one that has nothing of its own: alone with peers that never answer it has to train too."""
+"""The same for a member without progress: beside peers that never answer it has to train too."""
 
 Say = Callable[[str, float, str], None]
-"""Told what is waited for, for how many seconds, and what ends that."""
+"""Called with the reason of a wait, its seconds, and what ends it."""
 
 
 class CatchUpAttempts:
-    """The attempts of one optimizer; `takeover` makes them, `position` says where it is."""
+    """The attempts of one optimizer; `takeover` makes them, `position` has its progress."""
 
     def __init__(self, position: RunPosition, takeover: Takeover, local_steps: int | None) -> None:
         self._position = position
@@ -34,14 +34,14 @@ class CatchUpAttempts:
 
     @property
     def is_paused(self) -> bool:
-        """Whether no attempt is made yet."""
+        """Whether no attempt was made yet."""
         return time.perf_counter() < self._paused_until
 
     def attempt(
         self, session: TrainingSession, likely: LikelySteps, step: int, say: Say
     ) -> Snapshot | str | None:
         """Put a state of a likely step in place of the own one, of `step`, and return it; or return why there
-        is none. None: it is still on its way, for the next call."""
+        is none. None: it is still on its way, and the next call may return it."""
         has_progress = self._position.has_progress(step)
 
         def may_wait(call_seconds: float, seconds: float) -> bool:
@@ -68,7 +68,7 @@ class CatchUpAttempts:
             self._paused_until = 0.0
 
     def _may_wait(self, session: TrainingSession, call_seconds: float, seconds: float, say: Say) -> bool:
-        """Say what a call waits for, and return whether it may wait on. With local steps a member trains
+        """Report what a call waits for; return whether it may wait on. With local steps a member trains
         meanwhile."""
         what, end = "the state of the run to arrive", "training with it begins then"
         if not session.is_receiving:

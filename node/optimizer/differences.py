@@ -1,4 +1,4 @@
-"""Names how a peer of the same run trains differently, so that nothing can be averaged with it.
+"""Names the difference in training that keeps a peer of the same run from averaging with this one.
 
 Peers send a hash of the tensors that they train and of their settings. It is compared with the hashes of
 likely alternatives, which differ in one thing; if none matches, it is only known that the peer differs.
@@ -23,11 +23,11 @@ POWERS_MAX = 21
 ALTERNATIVES_MAX = 60
 """Alternatives, each a hash of all names and shapes: some 20 ms for 300 tensors."""
 ROWS_MAX = 4_096
-"""With more tensors than these only that peers differ is known."""
+"""The most tensors for which differences are named; beyond, it is only known that peers differ."""
 
 
 def kind_of(settings: Settings, classes: str) -> str:
-    """Return the settings that must agree besides the tensors: how they are trained, and the optimizers'
+    """Return the settings that must agree besides the tensors: the way of training, and the optimizers'
     classes."""
     if settings.local_steps is not None:
         moments = " moments" if settings.average_moments else ""
@@ -53,7 +53,7 @@ class Differences:
         self._known: dict[bytes, str] = {}
 
     def moved_on(self, rows: Rows) -> None:
-        """This peer trained these before, and trains others now."""
+        """Note that this peer's trained tensors have changed."""
         self._earlier.append(rows)
         self._known = {}
 

@@ -14,7 +14,7 @@ from node.optimizer.trained import TrainedTensors
 
 
 class GatheredGradients:
-    """Those of one peer. `samples` is how many they are made of; what others have is estimated beside."""
+    """The gradients of one peer, of `samples` samples; those of others are estimated separately."""
 
     def __init__(self, trained: TrainedTensors) -> None:
         self._trained = trained
@@ -28,7 +28,7 @@ class GatheredGradients:
         return self._sum is None
 
     def add(self, gradients: Sequence[torch.Tensor | None], samples: int) -> None:
-        """Add the mean gradients of so many samples."""
+        """Add the mean gradients of this many samples."""
         parameters = self._trained.parameters
         if self._sum is None:
             self._sum = parameters.empty()
@@ -43,11 +43,11 @@ class GatheredGradients:
         return mean
 
     def total(self, step: int, target: int, awaited: Mapping[PeerId, Report]) -> int:
-        """Return how many samples this peer and all that are as far have gathered."""
+        """Return how many samples this peer and all at the same step have gathered."""
         return self._others.total(self.samples, step, target, awaited)
 
     def completed(self, made: Round, session: TrainingSession | None, weighting: str) -> None:
-        """Note the round that averaged them."""
+        """Note the round that averaged the gradients."""
         self._others.completed(made, self.samples, session, weighting)
 
     def drop(self) -> int:

@@ -15,24 +15,24 @@ from typing import Any
 import torch
 
 NODES_MAX = 200_000
-"""Operations of one graph that are looked at: half a second. A larger one is not known."""
+"""Operations of one graph that are read: half a second. A larger graph gives no number."""
 Shape = tuple[int, ...]
 Unknown = str
-"""Why it is not known."""
+"""Why the number is not known."""
 
 LEAF = "torch::autograd::AccumulateGrad"
 VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Alias", "Transpose", "Permute", "Unsqueeze", "Squeeze",
          "Expand", "Slice", "Select", "Clone", "ToCopy", "T")  # fmt: skip
-"""Operations that give the same numbers in another shape."""
+"""Operations that return the same numbers in another shape."""
 RESHAPES = ("View", "UnsafeView", "ReshapeAlias")
 SELECTIONS = ("Index", "MaskedSelect", "Slice", "Gather")
 POINTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Pow", "Neg", "Clamp")
 LOOKUPS = ("Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather")
-"""Operations whose data is no part of the graph: indices have no gradient."""
+"""Operations whose data is not in the graph: indices have no gradient."""
 
 
 class LossReader:
-    """Reads one script's graphs; those of a kind that it has checked once it reads by their first nodes."""
+    """Reads one script's graphs; for a kind that was checked once it reads only the first nodes."""
 
     def __init__(self) -> None:
         self._checked: set[tuple[str, ...]] = set()
@@ -86,12 +86,12 @@ def _operation(node: Any) -> str:
 
 
 def _shapes(node: Any) -> list[Shape]:
-    """The shapes of an operation's results."""
+    """Return the shapes of an operation's results."""
     return [tuple(int(size) for size in each.shape) for each in node._input_metadata if each is not None]
 
 
 def _children(node: Any) -> list[tuple[Any, Shape]]:
-    """The operations whose results enter this one, each with the shape of that result."""
+    """Return the operations whose results enter this one, each with the shape of that result."""
     found = []
     for child, number in node.next_functions:
         if child is not None:
@@ -116,7 +116,7 @@ def _reduced(losses: Iterable[torch.Tensor]) -> Iterator[tuple[Any, Shape]]:
 
 
 def _is_spread_of_parameter(node: Any, shape: Shape) -> bool:
-    """Whether this is a parameter, number by number: a penalty on weights, and no sample."""
+    """Return whether this is a parameter, elementwise: a penalty on weights, and no sample."""
     while node.name() != LEAF:
         below = _children(node)
         if len(below) != 1 or prod(below[0][1]) != prod(shape) or _operation(node) in LOOKUPS:
@@ -146,7 +146,7 @@ def _rows(node: Any, shape: Shape, path: list[str]) -> int:
 
 
 def _contradiction(losses: Iterable[torch.Tensor], count: int) -> Unknown:
-    """Why so many samples are not what the operations on parameters show; empty where they do."""
+    """Return why this number of samples contradicts the operations on parameters; empty if it does not."""
     order, parents = _walk([loss.grad_fn for loss in losses if loss.grad_fn is not None])
     if len(order) >= NODES_MAX:
         return f"the loss's graph has more than {NODES_MAX} operations"
@@ -188,14 +188,15 @@ def _has_rows(shape: Shape, count: int) -> bool:
 
 
 def _reshaped(node: Any, parents: dict[Any, list[Any]]) -> list[Shape]:
-    """The shapes that a result is put into at once, as a linear layer does with rows that it flattened."""
+    """Return the shapes into which a result is directly reshaped, as a linear layer does with flattened
+    rows."""
     found = [parent for parent in parents.get(node, ()) if _operation(parent) in RESHAPES]
     return [shape for parent in found for shape in _shapes(parent)]
 
 
 def _is_spread(node: Any, shape: Shape, parents: dict[Any, list[Any]]) -> bool:
-    """Whether a result is only added to a larger one, or scales one; reshaped or reduced to one number
-    before."""
+    """Return whether a result is only added to a larger one, or scales it, perhaps after a reshape or
+    reduction."""
     todo, seen = list(parents.get(node, ())), set()
     while todo:
         parent = todo.pop()
@@ -211,7 +212,7 @@ def _is_spread(node: Any, shape: Shape, parents: dict[Any, list[Any]]) -> bool:
 
 
 def _walk(roots: Iterable[Any]) -> tuple[list[Any], dict[Any, list[Any]]]:
-    """All operations below these, each after those that enter it, and which each of them enters."""
+    """Return all operations below these, each after its inputs, and the users of each."""
     order: list[Any] = []
     parents: dict[Any, list[Any]] = {}
     seen = set()

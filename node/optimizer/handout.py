@@ -13,8 +13,8 @@ from node.optimizer.session import TrainingSession
 from node.optimizer.state import copy_state, outer_arrays
 
 COPY_PAUSES = 9.0
-"""A copy is made after so many times as long as the last one took, so that peers that ask for one at each
-step cost a tenth of the time."""
+"""The pause between copies, as a multiple of the last one's duration: peers that ask at each step cost a
+tenth of the time."""
 
 
 class Handout:
@@ -30,13 +30,13 @@ class Handout:
         self._layout = layout
         self._optimizers = optimizers
         self._counts = counts
-        # With a target batch a peer with the state of an earlier step is behind at once.
+        # With a target batch, a peer with the state of an earlier step is behind at once.
         self._good_seconds = 0.0 if local_steps is None else SNAPSHOT_SECONDS
         self._next_at = 0.0
         self._is_left_behind = False
 
     def train(self, layout: Layout, counts: Mapping[str, torch.Tensor]) -> None:
-        """Other tensors are trained from now on."""
+        """Use other trained tensors from now on."""
         self._layout, self._counts = layout, counts
 
     def made_step(self, step: int, reports: Sequence[Report], members: int) -> None:
@@ -58,7 +58,7 @@ class Handout:
     def share_first(
         self, session: TrainingSession, step: int, rounds: int, lineage: bytes, strategy: Strategy | None
     ) -> None:
-        """Make a copy of the state that this peer begins with, for as long as it has made no step."""
+        """Copy the initial state of this peer, which is handed out until its first step."""
         self._make(session, step, rounds, lineage, strategy, 0.0)
 
     def _make(

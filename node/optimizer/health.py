@@ -1,4 +1,5 @@
-"""Why a peer brings nothing to its run: numbers that are not finite, and rounds that fail in a row.
+"""The reasons why a peer contributes nothing to its run: numbers that are not finite, and failed rounds in a
+row.
 
 A vector that is not finite would fail the round of the whole group, so it is not sent, and the status says so
 until a finite one is there.
@@ -14,7 +15,7 @@ from node.optimizer.layout import Layout
 from node.optimizer.trained import listed
 
 FAILURES_MIN = 2
-"""Rounds in a row that failed, from which on the status says so: one fails now and then."""
+"""The number of failed rounds in a row that the status reports: a single one fails now and then."""
 ENDS = "a checkpoint that is loaded ends that, or this script started again, which takes the run's state"
 
 
@@ -62,11 +63,11 @@ class Health:
         return False
 
     def averaged(self) -> None:
-        """A round has succeeded here."""
+        """Note that a round has succeeded here."""
         self._failures = 0
 
     def failed(self, error: str) -> None:
-        """A round has failed here."""
+        """Note that a round has failed here."""
         if not self._failures:
             self._failed_at = time.monotonic()
         self._failures += 1

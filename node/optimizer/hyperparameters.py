@@ -1,4 +1,4 @@
-"""The numbers by which a step of a target batch was made: equal at all peers, or their models drift apart.
+"""The hyperparameters of a step of a target batch: equal at all peers, or their models drift apart.
 
 Each peer sends short hashes of them with its step, so that others can name the differences.
 """
@@ -48,7 +48,7 @@ def differences(own: bytes, step: int, reports: Iterable[Report], groups: Sequen
 
 
 def _plain(value: Any) -> Any:
-    """A value that is written the same wherever it is: a tensor as its numbers."""
+    """Return a value whose text is the same on every device: a tensor as its numbers."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):

@@ -23,7 +23,8 @@ class JoinedOptimizer(torch.optim.Optimizer):
         if any(isinstance(each, torch.optim.SparseAdam) for each in optimizers):
             raise TypeError("SparseAdam takes sparse gradients alone, which cannot be averaged; use Adam")
         self._inner = tuple(optimizers)
-        # Not `__init__`, which would make groups of its own: the base class stands on the wrapped ones.
+        # Without the base class's `__init__`, which would make its own groups: those of the wrapped
+        # optimizers are used.
         super().__setstate__({})
         self._warned_capturable_if_run_uncaptured = True
 
@@ -44,7 +45,7 @@ class JoinedOptimizer(torch.optim.Optimizer):
         return self._inner[0].defaults
 
     def _step_wrapped(self) -> float:
-        """Have each wrapped optimizer step; return how many seconds that took."""
+        """Step each wrapped optimizer; return how many seconds that took."""
         begun = time.perf_counter()
         for inner in self._inner:
             inner.step()
@@ -56,15 +57,15 @@ class JoinedOptimizer(torch.optim.Optimizer):
             inner.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the wrapped optimizer. Raises ValueError if there are several: it is unclear which one gets the
-        group."""
+        """Add a group to the wrapped optimizer. Raises ValueError if there are several: it is unclear which
+        one gets it."""
         if len(self._inner) > 1:
             raise ValueError("several optimizers are wrapped: add the group to the one that is to train it")
         self._inner[0].add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the wrapped optimizer returns. Several are joined, their parameters numbered through.
-        Either loads into the plain optimizer."""
+        """Return what the wrapped optimizer returns. Several are joined, with consecutive numbers of
+        parameters. Either loads into the plain optimizer."""
         joined: dict[str, Any] = {"state": {}, "param_groups": []}
         first = 0
         for inner in self._inner:

@@ -53,7 +53,7 @@ class Layout:
         )
 
     def empty(self) -> Vector:
-        """A vector of the right size; its contents are undefined."""
+        """Return a vector of the right size; its contents are undefined."""
         vector: Vector = np.empty(self.items, self.dtype)
         return vector
 
@@ -76,7 +76,7 @@ class Layout:
                     target.copy_(source)
 
     def copy_in(self, vector: Vector) -> None:
-        """Put the vector into the tensors, rounded to their types."""
+        """Write the vector into the tensors, rounded to their types."""
         flat = _readable(vector)
         with torch.no_grad():
             for slot in self.slots:
@@ -101,7 +101,7 @@ class Layout:
                     target.add_(source.to(flat.device, flat.dtype), alpha=scale)
 
     def views(self, vector: Vector) -> list[torch.Tensor]:
-        """Each tensor's part of the vector, of its own type and device."""
+        """Return each tensor's part of the vector, in the tensor's type and on its device."""
         flat = _readable(vector)
         return [
             flat[slot.begin : slot.end].view(slot.tensor.shape).to(slot.tensor.device, slot.tensor.dtype)
@@ -110,5 +110,5 @@ class Layout:
 
 
 def _readable(vector: Vector) -> torch.Tensor:
-    """A tensor over the vector's memory; torch warns of memory that may not be written to."""
+    """Return a tensor over the vector's memory; torch warns of read-only memory."""
     return torch.from_numpy(vector if vector.flags.writeable else vector.copy())

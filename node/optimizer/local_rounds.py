@@ -1,5 +1,5 @@
-"""The rounds of an optimizer with local steps: its tensors are copied out and averaged in the background, and
-the difference is added to what was trained meanwhile.
+"""The rounds of an optimizer with local steps: its tensors are copied and averaged in the background, and the
+difference is added to the tensors trained meanwhile.
 
 Not here: when a round is held, and with which state it may be (`node.optimizer.wrapper`).
 """
@@ -20,7 +20,7 @@ from node.optimizer.trained import TrainedTensors
 
 
 class LocalRounds:
-    """Those of one optimizer, one after the other. `strategy` makes of each what is added; None adds the
+    """The rounds of one optimizer, one after the other. `strategy` computes the change of each; None adds the
     difference from the mean."""
 
     def __init__(
@@ -33,14 +33,14 @@ class LocalRounds:
         self.strategy: Strategy | None = None
         self._pending: Pending[Exchanged] | None = None
         self.sent = trained.tensors
-        """The layout of what the newest round averages."""
+        """The layout of the newest round's vector."""
         self._moments: list[tuple[str, torch.Tensor]] = []
         self._steps_since_copy = 0
         self._steps_since_round = 0
         self._samples_since_round = 0
 
     def start_afresh(self) -> None:
-        """Other tensors are trained from now on: a round of the others is given up."""
+        """Use other trained tensors from now on: a round of the previous ones is given up."""
         self.sent = self._trained.tensors
         self._moments = []
         if self._pending is not None:
@@ -48,7 +48,7 @@ class LocalRounds:
             self._pending = None
 
     def begin_strategy(self, state: Mapping[str, Vector] | None = None) -> None:
-        """Begin the strategy with the numbers that are here, and the state of others where they have one."""
+        """Begin the strategy with the present numbers, and with others' strategy state if there is one."""
         lossy = self._settings.codec in ("int8", "int4")
         if self._settings.local_steps is None or (self._settings.strategy == "average" and not lossy):
             return
@@ -58,7 +58,7 @@ class LocalRounds:
         if state:
             try:
                 self.strategy.load(state)
-            except (KeyError, ValueError):  # what others handed over lacks something
+            except (KeyError, ValueError):  # the state of others is incomplete
                 self.strategy = self._make_strategy(vector)
 
     def stepped(self, samples: int) -> None:
@@ -79,15 +79,15 @@ class LocalRounds:
 
     @property
     def is_passed_over(self) -> bool:
-        """Whether a round would begin with this step, were none under way."""
+        """Whether a round is due with this step, apart from one under way."""
         return self._steps_since_round % (self._settings.local_steps or 1) == 0
 
     def put_off(self) -> None:
-        """Hold the next round as many steps from here."""
+        """Count the steps to the next round from now on."""
         self._steps_since_round = 0
 
     def copy(self) -> Vector:
-        """Return what a round that begins now averages, in the layout `sent`."""
+        """Return the vector of a round that begins now, in the layout `sent`."""
         self.sent = self._trained.tensors
         if self._settings.average_moments:
             self._moments = moments_of(self._trained.parameters, self._optimizers)
@@ -118,8 +118,8 @@ class LocalRounds:
             self._pending.cancel()
 
     def use_finished(self) -> Exchanged | str | None:
-        """Add what a round that is over has made of the tensors; return its outcome, None where none is
-        over."""
+        """Add the change of a finished round to the tensors; return its outcome, None if none has
+        finished."""
         if self._pending is None or not self._pending.is_over:
             return None
         outcome, self._pending = self._pending.outcome(), None

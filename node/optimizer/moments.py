@@ -11,13 +11,13 @@ import torch
 from node.optimizer.layout import FLOATING, Layout
 
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf"})
-"""Moments that are never below 0, whatever rounding and late steps make of them."""
+"""Moments that must not be negative, even after rounding and late steps."""
 
 
 def moments_of(
     parameters: Layout, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[tuple[str, torch.Tensor]]:
-    """The moments of all parameters in their order, by name; missing ones are made of zeros."""
+    """Return the moments of all parameters in their order, by name; missing ones are zeros."""
     keys: dict[str, torch.dtype] = {}
     states = {id(parameter): state for inner in optimizers for parameter, state in inner.state.items()}
     for slot in parameters.slots:
@@ -40,7 +40,7 @@ def moments_of(
 
 
 def keep_above_zero(named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Bring back moments that are squares and have become negative."""
+    """Correct moments that are squares and have become negative."""
     with torch.no_grad():
         for name, tensor in named:
             if name.rpartition("/")[2] in SQUARES:

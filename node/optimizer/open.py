@@ -1,4 +1,4 @@
-"""From an optimizer of torch and a running node to an optimizer that trains with peers."""
+"""Makes an optimizer that trains with peers from an optimizer of torch and a running node."""
 
 import logging
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from node.text import admit_text
 log = logging.getLogger("peerloom")
 Optimizer = torch.optim.Optimizer
 Module = torch.nn.Module
-"""Under these names `node.library` types its method, which itself does not import torch."""
+"""The names by which `node.library`, which does not import torch, types its method."""
 
 
 def open_optimizer(
@@ -62,7 +62,7 @@ def choose_rule(settings: Settings, *, is_private: bool) -> Aggregate:
         obstacle = (
             obstacle or "average_moments=True: numbers cut one by one leave moments that never were one"
         )
-    if settings.aggregate != "mean" and settings.strategy not in NAMES:  # a person's own
+    if settings.aggregate != "mean" and settings.strategy not in NAMES:  # a user's own
         own = strategy_maker(settings.strategy, settings.local_steps or 1, settings.codec)
         if own(np.zeros(1, np.float32)).mode == "exchange":
             obstacle = f"strategy {settings.strategy} exchanges vectors whole, and no rule compares those"

@@ -1,6 +1,6 @@
-"""This node's place in a run: it is taken once, and again when other tensors are trained than before.
+"""This node's place in a run: it is taken once, and anew when the trained tensors change.
 
-A notebook's cell is run again, and asks for a place that the optimizer before it holds: it takes it over.
+When a notebook's cell runs again, its optimizer takes over the place of the previous one.
 """
 
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger("peerloom")
 Rows = tuple[Row, ...]
 
 _places: "weakref.WeakKeyDictionary[Portal[Any], dict[str, RunPlace]]" = weakref.WeakKeyDictionary()
-"""By node, and the run's name."""
+"""The places by node and run name."""
 
 
 class RunPlace:
@@ -57,7 +57,7 @@ class RunPlace:
         return session
 
     def change(self, rows: Rows) -> TrainingSession:
-        """Take part with other tensors than before: to others this peer leaves, and comes back. Raises
+        """Take part with other tensors than before: for others this peer leaves, and comes back. Raises
         UsageError, PortalClosed."""
         if self._session is not None:
             self._session.close()
@@ -82,7 +82,7 @@ class RunPlace:
         """Give this place up for another optimizer of this node."""
         assert self._session is not None
         give_up = self._give_up()
-        if give_up is None:  # the optimizer is gone, and was not closed
+        if give_up is None:  # the optimizer was freed without being closed
             self._session.close()
             return
         if rows != self._rows:

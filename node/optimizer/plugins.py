@@ -34,7 +34,7 @@ def strategy_maker(name: str, local_steps: int, codec: str) -> Make:
 
 
 def own_codecs(name: str, dtype: str) -> dict[str, Codec]:
-    """Return a user's own codec of this name, by its name; nothing for ours. Raises ValueError: there is
+    """Return a user's own codec by this name; nothing for a built-in one. Raises ValueError: there is
     none."""
     try:
         codec_of(name, dtype)

@@ -23,15 +23,15 @@ from gossip.claims import (
 from gossip.roster import Report
 
 YOUNG_ROUNDS = 2
-"""With local steps, a peer that has made so many rounds' steps at most, and averaged nothing, may have begun
-at the same moment as others, and takes what they began with."""
+"""With local steps, a peer that has made at most the steps of this many rounds, and averaged nothing, may
+have begun with the others, and takes their initial state."""
 
 
 DISAGREED_MAX = 3
-"""Attempts of a newcomer to get a state that two members hold, before it takes a lone one: copies made
-between steps that take minutes may never be of the same step."""
+"""Attempts of a newcomer to get a state that two members hold, before it accepts one of a single member: with
+steps of minutes, two copies may never be of the same step."""
 UNDELIVERED_MAX = 64
-"""Beginnings of a run that are remembered as not delivered: more than scripts that start in one second."""
+"""Initial states that are remembered as not delivered: more than the scripts that start in one second."""
 
 
 class RunPosition:
@@ -45,10 +45,10 @@ class RunPosition:
         self._is_young = True
         self._failed = 0
         self._undelivered: dict[bytes, None] = {}
-        """Lineages of step 0 whose holders did not hand their state over."""
+        """Lineages of step 0 whose holders did not deliver their state."""
         self.is_joined = False
         self.lacks_state = False
-        """Others are further, and have not handed over their state."""
+        """Whether others are further, and have not delivered their state."""
 
     def others(self, reports: Iterable[Report]) -> list[Report]:
         """Return the reports of the members that have a state."""
@@ -72,7 +72,7 @@ class RunPosition:
         self._steps.made(time.time(), step, is_known=is_common or not self._has_met)
 
     def made_round(self, step: int, rounds: int) -> None:
-        """This peer has averaged with others."""
+        """Note that this peer has averaged with others."""
         self._rounds.made(time.time(), rounds, is_known=True)
         if self._local_steps is not None:
             self._steps.accept(time.time(), step)
@@ -90,7 +90,7 @@ class RunPosition:
         self._failed += 1
 
     def awaits(self, likely: LikelySteps) -> None:
-        """A state of others is being asked for."""
+        """Note that a state of others is being requested."""
         self.lacks_state = self.lacks_state or likely.lineage is None
 
     def moved(self, step: int, rounds: int) -> None:
@@ -115,7 +115,7 @@ class RunPosition:
         return self._rounds.furthest(time.time(), rounds, [report.rounds for report in others]) > rounds
 
     def rounds_of(self, claimed: int, others: Iterable[Report]) -> int:
-        """Return of how many rounds a state is that says `claimed`."""
+        """Return the number of rounds of a state with this claim."""
         return min(claimed, lower_median([report.rounds for report in others]) + SLACK_STEPS)
 
     def state_to_take(

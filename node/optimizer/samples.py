@@ -39,14 +39,14 @@ class SampleCounter:
         self._reader = LossReader()
         self._has_warned = False
         self.last: int | None = None
-        """Samples of the last step of which they were known."""
+        """The samples of the last step with a known number."""
         self.forget()
         with _lock:
             _counters.add(self)
             torch.autograd.backward = _watched
 
     def forget(self) -> None:
-        """The gradients are dropped."""
+        """Note that the gradients are dropped."""
         self._samples = self._batches = 0
         self._unknown = ""
         self._seen: list[tuple[int, int] | None] = []
@@ -117,7 +117,7 @@ class SampleCounter:
         ]
 
     def _is_dropped(self) -> bool:
-        """Whether the gradients that were counted are gone: the model's own `zero_grad` passes by here."""
+        """Return whether the counted gradients are gone: the model's own `zero_grad` is not hooked."""
         gradients = [parameter.grad for parameter in self.parameters]
         if all(gradient is None for gradient in gradients):
             return True
@@ -128,7 +128,7 @@ class SampleCounter:
 
 @wraps(_plain)
 def _watched(tensors: Any, *arguments: Any, **options: Any) -> None:
-    """`torch.autograd.backward`, seen by all that count."""
+    """Replaces `torch.autograd.backward`, and informs all counters."""
     losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     with _lock:
         counters = list(_counters)

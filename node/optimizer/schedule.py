@@ -24,11 +24,11 @@ from torch.optim.lr_scheduler import (
 
 log = logging.getLogger("peerloom")
 CHAINED_MAX = 20_000
-"""Steps times parameter groups that a scheduler is moved on by at once, one after the other: some 0.1 s.
-Beyond that it jumps, if its learning rate is known in closed form; else it is moved on by so many at each
-step, until it is there."""
+"""The most steps, times parameter groups, that a scheduler advances at once: some 0.1 s. Beyond that it
+jumps, if its learning rate has a closed form; else it advances by this many at each step until it has caught
+up."""
 CLOSED = (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
-"""Schedulers of torch that compute a learning rate from the number of the step alone, without saying so."""
+"""Schedulers of torch that compute a learning rate from the step's number alone, without declaring it."""
 
 
 class GlobalScheduler:
@@ -55,7 +55,7 @@ class GlobalScheduler:
         """Do nothing: the optimizer moves its schedulers when the run makes a step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: of all schedulers."""
+        """Return the state of all schedulers, for a checkpoint."""
         return {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -205,7 +205,7 @@ def _refuse_metrics(scheduler: Any) -> None:
 
 
 def _jump(scheduler: Any, step: int) -> bool:
-    """Move a scheduler of a closed form to a step, without those between. Whether it has one."""
+    """Move a scheduler with a closed form directly to a step; return whether it has one."""
     if type(scheduler) is SequentialLR:
         at = bisect_right(scheduler._milestones, step)
         part, begun = scheduler._schedulers[at], scheduler._milestones[at - 1] if at else 0
@@ -223,5 +223,5 @@ def _is_closed(scheduler: Any) -> bool:
 
 
 def _without_warnings() -> "warnings.catch_warnings[None]":
-    """The step before may have been made by others: torch would miss this process's own."""
+    """Others may have made the previous step: torch would warn of a missing step of this process."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -31,12 +31,12 @@ CLOSED = "closed"
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A round that is over, and its change to the vector that was sent; None for no change."""
+    """A finished round, and its change to the sent vector; None for no change."""
 
     round: Round
     difference: Vector | None
     taken: Vector | None
-    """The new values of the tensors where nothing was added to them meanwhile."""
+    """The new values of the tensors if nothing was added to them meanwhile."""
 
 
 class TrainingSession:
@@ -49,7 +49,7 @@ class TrainingSession:
 
     @property
     def error(self) -> str:
-        """Why this session does nothing any more; empty while it works."""
+        """Why this session has stopped; empty while it works."""
         return self._error or self._run.ended
 
     @property
@@ -69,8 +69,8 @@ class TrainingSession:
 
     @property
     def look_seconds(self) -> float | None:
-        """How long after the beginning of a round the node looks for its group at most, which can be left at
-        no cost to others; None while it does not look."""
+        """The limit of the search for a round's group, from the round's beginning; leaving a search costs
+        others nothing. None while there is no search."""
         return self._run.look_seconds
 
     @property
@@ -97,7 +97,7 @@ class TrainingSession:
         has_state: bool,
         settings: bytes = b"",
     ) -> None:
-        """Say how far this peer is, and by which settings it made its step."""
+        """Report this peer's progress, and the settings of its last step."""
         said = partial(
             self._run.tell,
             step=step,
@@ -156,7 +156,7 @@ class TrainingSession:
         return Exchanged(made, await compute(partial(np.subtract, taken, vector, out=vector)), taken)
 
     def stepped(self, step: int, samples: int) -> None:
-        """Tell screens of a global step."""
+        """Report a global step on screens."""
         self._post(partial(self._run.stepped, step, samples))
 
     def fetch(
@@ -202,14 +202,14 @@ class TrainingSession:
         self._run.states.offer(made, good_seconds)
 
     def close(self) -> None:
-        """Take no further part."""
+        """Leave the run."""
         if self._error:
             return
         self._post(self._run.close)
         self._error = CLOSED
 
     def _post(self, function: Callable[[], object]) -> None:
-        """Have this done in the node's thread, in the order of the calls."""
+        """Run this in the node's thread, in the order of the calls."""
         if self.error:
             return
         try:
@@ -228,7 +228,7 @@ class TrainingSession:
 
 
 class Pending(Generic[T]):
-    """Something under way in the node's thread. `poll` says whether it is over; it never raises."""
+    """A call under way in the node's thread. `poll` returns whether it is over; it never raises."""
 
     def __init__(self, call: "LoopCall[T] | None", portal: Portal[Any]) -> None:
         self._call = call
@@ -256,7 +256,7 @@ class Pending(Generic[T]):
             return str(error) or type(error).__name__
 
     def cancel(self) -> None:
-        """Want it no more."""
+        """Cancel the call."""
         if self._call is not None:
             self._portal.cancel(self._call)
 

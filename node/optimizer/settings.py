@@ -1,4 +1,4 @@
-"""Settings of a training run as it is joined, its statistics, and the names of its tensors."""
+"""A training run's settings, statistics, and names of tensors."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,30 +12,30 @@ from node.averaging.rounds import Round
 
 @dataclass(frozen=True)
 class Settings:
-    """How a run is trained. Exactly one of `target_batch_size` (samples) and `local_steps` is given.
+    """The settings of a run. Exactly one of `target_batch_size` (samples) and `local_steps` is given.
 
     `codec`: how numbers are sent: float32, bfloat16, float16, int8, int4. `weighting`: by samples, or all
     equal. `window_seconds`: how long a round waits for peers that are not ready; `round_seconds_max`: how
-    long a step waits for a round. `batch_size`: how many samples each `backward` of this peer has, where the
-    loss's graph is not to say it (`node.optimizer.samples`). `only_sends`: this peer is behind a slow uplink
+    long a step waits for a round. `batch_size`: the samples of each `backward` of this peer, instead of the
+    number from the loss's graph (`node.optimizer.samples`). `only_sends`: this peer is behind a slow uplink
     and reduces nothing for others. `clip_grad_norm`: of the mean gradient.
 
     `aggregate`: "mean", or a rule by which some peers may lie, such as "nnm-trimmed-mean", which "auto" is in
     a swarm without a key; in one with a key it is the mean (docs/averaging.md, "Rules").
 
-    `admit` says who takes part: "open", whoever knows the run's name; "invited", those that its owner
-    invited, and "vouched", also those that they invited. The owner is the peer without an `invitation`
+    `admit` decides who takes part: "open", all that know the run's name; "invited", peers that its owner
+    invited; "vouched", also those that these invited. The owner is the peer without an `invitation`
     (`node.api.surface.Surface.invite`). With one of the latter "auto" is the mean.
 
-    With local steps, `strategy` says what comes of a round: average, gossip (in pairs), diloco, noloco,
-    sparseloco, asynchronous, or a person's own (`node.optimizer.plugins`); `average_moments` averages what
-    the optimizer remembers too, which strategies with outer steps leave alone. `damping`: the share of a
-    round's mean that this peer takes, w <- (1 - damping) w + damping mean; a round that a script holds at
-    once gives all of it. Peers need not agree on it.
+    With local steps, `strategy` defines the effect of a round: average, gossip (in pairs), diloco, noloco,
+    sparseloco, asynchronous, or a user's own (`node.optimizer.plugins`). `average_moments` also averages the
+    optimizer's moments, which strategies with outer steps leave alone. `damping`: the share of a round's mean
+    that this peer takes, w <- (1 - damping) w + damping mean; a round that a script holds at once gives all
+    of it. Peers may differ in it.
 
-    `own_loss` returns the loss of the model as it is, on some data of this peer's own that stays the same. It
-    is called before and after a state of others is put in place, without gradients, and changes nothing. A
-    state whose loss is not finite, or worse than `node.averaging.loss_bound.loss_max`, is refused.
+    `own_loss` returns the loss of the present model, on fixed data of this peer's own. It is called before
+    and after a state of others is put in place, without gradients, and changes nothing. A state whose loss is
+    not finite, or worse than `node.averaging.loss_bound.loss_max`, is refused.
     """
 
     run_id: str
@@ -81,12 +81,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Stats:
-    """Where this peer is. Times in seconds, of this process.
+    """This peer's position and statistics. Times in seconds, of this process.
 
     `samples`: gathered here for the next global step, `step_samples`: of the last call of `step`.
-    `total_samples`: by all peers that are as far. `last_round`: the newest round that is over here,
-    `last_error` why it averaged nothing. `blocked_seconds`: how long `step` has worked or waited for the run,
-    beside the wrapped optimizer; `waited_seconds`: how long of that for peers that were not ready.
+    `total_samples`: by all peers at the same step. `last_round`: the newest finished round here, `last_error`
+    why it averaged nothing. `blocked_seconds`: how long `step` has worked or waited for the run, beside the
+    wrapped optimizer; `waited_seconds`: how long of that for peers that were not ready.
     """
 
     global_step: int = 0

@@ -1,8 +1,8 @@
 """A training state as named arrays, and back: parameters, buffers, and what the optimizers remember.
 
-Only what is trained is in it: frozen parameters are neither sent nor stored. What comes from peers is written
-into tensors that exist here, of equal shape and type, so nothing grows by it but an optimizer's own memory,
-which is bounded by a few tensors for each parameter.
+It has only trained tensors: frozen parameters are neither sent nor stored. Peers' data is written into
+existing tensors of equal shape and type, so only an optimizer's own memory grows by it, bounded by a few
+tensors for each parameter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ Arrays = dict[str, tuple[str, tuple[int, ...], Array]]
 def copy_state(
     layout: Layout, optimizers: Sequence[torch.optim.Optimizer], counts: Mapping[str, torch.Tensor]
 ) -> Arrays:
-    """Copy the state out: `counts` are integer buffers, taken as they are."""
+    """Copy the state: `counts` are integer buffers, copied unchanged."""
     found: Arrays = {}
     for slot in layout.slots:
         found[f"tensor/{slot.name}"] = _copied(slot.tensor)
@@ -44,8 +44,8 @@ def copy_state(
 
 
 def check_state(snapshot: Snapshot, layout: Layout, counts: Mapping[str, torch.Tensor]) -> str:
-    """Why a state of others cannot be put in place of this one; empty where it can. Looks at every number:
-    call it where computing is allowed."""
+    """Return why a state of others cannot replace this one; empty if it can. Reads every number: call it in
+    the executor."""
     arrays = snapshot.arrays()
     for slot in layout.slots:
         row = arrays.get(f"tensor/{slot.name}", (None,))[0]
@@ -84,7 +84,7 @@ def put_state(
     optimizers: Sequence[torch.optim.Optimizer],
     counts: Mapping[str, torch.Tensor],
 ) -> None:
-    """Put a checked state in place of this one."""
+    """Replace this state by a checked one."""
     arrays = snapshot.arrays()
     with torch.no_grad():
         for slot in layout.slots:
@@ -123,7 +123,7 @@ def outer_arrays(outer: Mapping[str, Vector]) -> Arrays:
 
 
 def outer_of(snapshot: Snapshot, layout: Layout) -> dict[str, Vector]:
-    """Return the vectors that others' strategy hands over, as far as they fit this model."""
+    """Return the vectors of others' strategy that fit this model."""
     return {
         name.removeprefix("outer/"): data.view(layout.dtype).copy()
         for name, (row, data) in snapshot.arrays().items()
@@ -132,8 +132,8 @@ def outer_of(snapshot: Snapshot, layout: Layout) -> dict[str, Vector]:
 
 
 def _may_remember(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
-    """Whether an optimizer may remember a tensor of this shape: a number, or one of the parameter's shape, of
-    which some dimensions may be reduced to one, as Adafactor's."""
+    """Return whether an optimizer may remember a tensor of this shape: a number, or the parameter's shape
+    with some dimensions reduced to one, as Adafactor's."""
     is_like = len(shape) == len(parameter) and all(
         own in (1, theirs) for own, theirs in zip(shape, parameter, strict=True)
     )
@@ -141,7 +141,7 @@ def _may_remember(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
 
 
 def size_of(layout: Layout) -> int:
-    """The most bytes that the state of this model and any optimizer of torch's may have."""
+    """Return the most bytes of the state of this model and any optimizer of torch's."""
     own = sum(slot.tensor.numel() * slot.tensor.element_size() for slot in layout.slots)
     return 8 * own + len(layout.slots) * MEMORIES_MAX * 64 + (1 << 20)
 

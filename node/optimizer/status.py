@@ -1,4 +1,4 @@
-"""A status as one sentence: what a peer does or waits for, for how long, and what ends it."""
+"""A status as one sentence: a peer's activity or wait, its duration, and what ends it."""
 
 import re
 import time
@@ -12,11 +12,11 @@ LASTING = (
     (re.compile("nothing was averaged"), "the next round tries again"),
     (re.compile(r"step \d+: this step has no gradients"), "the next backward() ends that"),
 )
-"""States that last, by how their text begins, and what ends each."""
+"""Lasting states, by the beginning of their text, and what ends each."""
 
 
 class StatusLine:
-    """One peer's status. The text of a state that lasts may change, such as its numbers."""
+    """One peer's status. The text of a lasting state may change, for example in its numbers."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -24,7 +24,7 @@ class StatusLine:
         self._since = time.monotonic()
 
     def say(self, text: str) -> None:
-        """From now on this is the status."""
+        """Set the status."""
         kind = next((at for at, (begin, _) in enumerate(LASTING) if begin.match(text)), None)
         if kind is None or kind != self._kind:
             self._since = time.monotonic()

@@ -1,7 +1,7 @@
-"""Taking over a state of others: it is fetched, checked, tried on own data, and put in place.
+"""Takes over a state of others: fetches, checks and tests it on own data, and puts it in place.
 
-It is tried if the user gave `own_loss`. A state that is worse than the own one by more than a bound is
-refused, and the next one is tried.
+The test needs the user's `own_loss`. A state that is worse than the own one by more than a bound is refused,
+and the next one is tried.
 
 Not here: when a peer takes over a state, and of which step (`node.optimizer.position`).
 """
@@ -21,14 +21,14 @@ from node.optimizer.session import Pending, TrainingSession
 from node.optimizer.state import check_state, put_state, size_of
 
 STATE_SECONDS_MAX = 600.0
-"""For one attempt to catch up; a state of many gigabytes over a slow link takes minutes."""
+"""The time limit of one attempt to catch up; a state of many gigabytes over a slow link takes minutes."""
 TRIED_MAX = 4
 """States tried in one attempt, each by a call of `own_loss`."""
 POLL_SECONDS = 0.02
 
 
 class Takeover:
-    """How one optimizer takes over states."""
+    """Takes over states for one optimizer."""
 
     def __init__(
         self,
@@ -51,18 +51,18 @@ class Takeover:
         self._tries = 0
         self._fault = ""
         self.refused_count = 0
-        """States that were refused for their loss."""
+        """The number of states refused for their loss."""
 
     def train(self, layout: Layout, counts: Mapping[str, torch.Tensor]) -> None:
-        """Other tensors are trained from now on."""
+        """Use other trained tensors from now on."""
         self._layout, self._counts = layout, counts
 
     def take(
         self, session: TrainingSession, likely: LikelySteps, may_wait: Callable[[float, float], bool]
     ) -> Snapshot | str | None:
         """Replace the own state by one of a likely step and return it; or return why there is none, and keep
-        the own one. None: it is still on its way, for the next call. `may_wait` is called repeatedly with the
-        seconds of this call so far, and since the state was first requested."""
+        the own one. None: it is still on its way, and the next call may return it. `may_wait` is called
+        repeatedly with the seconds of this call so far, and since the state was first requested."""
         called = time.perf_counter()
         check = partial(check_state, layout=self._layout, counts=self._counts)
         while True:
@@ -100,7 +100,7 @@ class Takeover:
                 return self._give_up("")
 
     def cancel(self) -> None:
-        """Want no state any more."""
+        """Cancel the request for a state."""
         if self._pending is not None:
             self._pending.cancel()
         self._end()
@@ -138,7 +138,7 @@ class Takeover:
 
 
 class _Kept:
-    """The own state, while another is tried."""
+    """A copy of the own state while another is tested."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Which tensors a script trains at the moment: looked at before every step, since scripts thaw and freeze."""
+"""The tensors that a script trains now: checked before every step, since scripts freeze and thaw
+parameters."""
 
 from collections.abc import Sequence
 
@@ -8,12 +9,12 @@ from node.optimizer.layout import Layout
 from node.optimizer.settings import names_of
 
 NAMES_MAX = 4
-"""Tensors that a line names; of more it says how many."""
+"""The most tensors that a line names; it counts the rest."""
 Mark = tuple[int, bool, tuple[int, ...], torch.dtype]
 
 
 class TrainedTensors:
-    """The parameters that are trained and the buffers beside them, as they were at the last look."""
+    """The trained parameters and the buffers beside them, as of the last check."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None) -> None:
         """Raises TypeError for tensors that cannot be averaged, ValueError if none is trained."""
@@ -21,7 +22,7 @@ class TrainedTensors:
         self._model = model
         self._marks: list[Mark] = []
         self.parameters = self.tensors = Layout([])
-        """The parameters that are trained; with the floating buffers of the model."""
+        """The trained parameters; the same with the floating buffers of the model."""
         self._floating: list[tuple[str, torch.Tensor]] = []
         self.counts: dict[str, torch.Tensor] = {}
         """Integer buffers, which are not averaged."""
@@ -31,7 +32,7 @@ class TrainedTensors:
 
     @property
     def all_parameters(self) -> list[torch.Tensor]:
-        """Those of all groups, frozen ones too."""
+        """The parameters of all groups, frozen ones too."""
         return [
             parameter
             for each in self._optimizers

@@ -1,5 +1,5 @@
-"""Reports how long a call waits for others: in `status` at once, in the log once it takes long. Decides
-when to give such a wait up.
+"""Reports how long a call waits for others: in `status` at once, in the log once it takes long. Decides when
+to give up such a wait.
 
 The training loop blocks in such a call, so only another thread can read `status` meanwhile.
 """
@@ -9,12 +9,12 @@ import time
 
 log = logging.getLogger("peerloom")
 LOGGED_SECONDS_MIN = 1.0
-"""Shorter waits show in `status` alone: steps of a small model take less than a millisecond."""
+"""Shorter waits are shown only in `status`: steps of a small model take less than a millisecond."""
 PAUSE_SECONDS = 10.0
-"""Between two lines of one optimizer: one that waits at each step logs it now and then."""
+"""The interval of one optimizer's log lines: it may wait at each step."""
 PASSED_SECONDS = 2.0
-"""How long an exchange goes on here once others say that they have made its step: its result may be on its
-way, and their state, which would be fetched instead, is larger."""
+"""How long an exchange goes on after others report its step: its result may be on its way, and their state,
+which would be fetched instead, is larger."""
 
 
 class Waits:
@@ -43,7 +43,7 @@ class Overtaken:
 
     def ends_round(self, waited: float, is_passed: bool, *, is_looking: bool) -> bool:
         """Return whether to give up the round after this wait. `is_passed`: the others have made its step.
-        Nobody joins its group then, but an exchange may be about to end."""
+        Then no peer joins its group, but an exchange may be about to end."""
         if not is_passed:
             self._since = None
             return False

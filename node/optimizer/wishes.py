@@ -1,4 +1,4 @@
-"""The wish of an optimizer for each round: with whom, how long it waits for them, and how tensors travel."""
+"""The wish of an optimizer for each round: its group, how long it waits for peers, and the codecs."""
 
 from collections.abc import Mapping
 
@@ -11,8 +11,8 @@ from node.optimizer.settings import Settings
 WINDOW_STEPS = 3.0
 """A round waits for peers as long as this many steps take here, or `window_seconds` if that is longer."""
 SILENT_SECONDS = 3.0
-"""Beyond its window, how long a round of a target batch waits for anybody at all. A peer that is not ready by
-then does something else, and takes the step over later."""
+"""How long a round of a target batch waits for any peer beyond its window. A peer that is not ready by then
+is busy otherwise, and takes the step over later."""
 
 
 def round_wish(

@@ -4,9 +4,8 @@
     optimizer = me.optimizer(torch.optim.AdamW(model.parameters()), run_id="cifar", local_steps=50)
 
 With a target batch, gradients gather over all peers until it is full; then all make the same step with their
-mean, weighted by samples. With local steps, each peer trains by itself and its tensors are averaged with
-those of a group every so many steps, in the background: `step` only copies them out and, later, adds the
-difference.
+mean, weighted by samples. With local steps, each peer trains by itself. Every `local_steps` its tensors are
+averaged with those of a group, in the background: `step` only copies them and, later, adds the difference.
 
 Alone in its run it does, bit for bit, what the wrapped optimizer does (with a target batch: where one batch
 fills it). Peers, rounds and states can fail; training goes on, and `status` says why. Programming errors
@@ -59,7 +58,7 @@ from node.text import counted
 log = logging.getLogger("peerloom")
 POLL_SECONDS = 0.02
 TOLD_SECONDS = 1.0
-"""Within which peers have told each other whether a round succeeded."""
+"""The time within which peers have reported whether a round succeeded."""
 
 
 class PeerOptimizer(TrackedOptimizer):
@@ -103,7 +102,7 @@ class PeerOptimizer(TrackedOptimizer):
     # The interface of a torch optimizer, and more
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer. Samples of gradients that no step has used count no more."""
+        """Zero gradients like the wrapped optimizer. Samples of unused gradients no longer count."""
         super().zero_grad(set_to_none)
         self._counter.forget()
 
@@ -165,7 +164,7 @@ class PeerOptimizer(TrackedOptimizer):
         return self._schedules.add(make, options)
 
     def finish(self, timeout_seconds: float = 60.0) -> bool:
-        """Wait for a round that is under way, and use its result; whether none is left.
+        """Wait for a round that is under way, and use its result; return whether none is left.
 
         Raises ForkedChild.
         """
@@ -193,7 +192,7 @@ class PeerOptimizer(TrackedOptimizer):
         return self._stats.rounds > rounds
 
     def close(self) -> None:
-        """Take no further part in the run; it goes on as the plain optimizer."""
+        """Leave the run; the optimizer goes on as the plain one."""
         self._takeover.cancel()
         if self._session is not None:
             self._session.close()
@@ -217,7 +216,7 @@ class PeerOptimizer(TrackedOptimizer):
         self._enter(session)
 
     def give_up(self) -> None:
-        """Another optimizer of this script takes the place of this one."""
+        """Stop, since another optimizer of this script replaces this one."""
         self.close()
         self._status = "left the run: another optimizer of this script has taken its place"
 
@@ -303,7 +302,7 @@ class PeerOptimizer(TrackedOptimizer):
     # Local steps
 
     def _step_local(self, samples: int) -> float:
-        """The wrapped step, and a round now and then; how long the wrapped one took."""
+        """Make the wrapped step, and a round now and then; return how long the wrapped one took."""
         self._quietly(self._use_finished)
         seconds = self._step_wrapped()
         self.global_step += 1
@@ -328,7 +327,7 @@ class PeerOptimizer(TrackedOptimizer):
         is_behind = self._catch_up_if_behind()
         needs_all = self.settings.strategy in EVERY_ROUND
         if not is_behind and needs_all and self._position.has_missed_round(self._stats.rounds, self._others):
-            # Others held a round that this peer's strategy had to be in.
+            # Others held a round in which this peer's strategy should have taken part.
             is_behind = self._catch_up(self._position.local_state(self._others))
         if is_behind:
             return
@@ -353,11 +352,11 @@ class PeerOptimizer(TrackedOptimizer):
     # A target batch
 
     def _step_target(self, samples: int) -> float:
-        """Gather, and step once the batch of all is full; how long the wrapped step took."""
+        """Gather, and step once the common batch is full; return how long the wrapped step took."""
         target = self.settings.target_batch_size or 1
         gradients = self._trained.gradients()
         if self._session is not None and self._quietly(self._catch_up_if_behind):
-            # The gradients are of a state that is given up.
+            # The gradients belong to a replaced state.
             self._update(samples_dropped=self._stats.samples_dropped + samples)
             return 0.0
         if not samples and not self._gathered.samples:
@@ -396,8 +395,8 @@ class PeerOptimizer(TrackedOptimizer):
         return 0.0  # the accumulated gradients are kept for the next attempt
 
     def _await_others(self) -> None:
-        """After a round that failed here: the others made the step, and this peer takes it over, or they did
-        not, and all try again. It takes them a moment to say which."""
+        """Handle a round that failed here. If the others made the step, this peer takes it over; else all try
+        again. Their reports take a moment."""
         begun = time.perf_counter()
         while self._session is not None and time.perf_counter() - begun < TOLD_SECONDS:
             if self._state_to_take() is not None:
@@ -426,8 +425,8 @@ class PeerOptimizer(TrackedOptimizer):
         return made
 
     def _make_step(self, mean: Vector | None, samples: int, digest: bytes = b"") -> float:
-        """Step with this mean gradient, None for the present gradients. `digest` is that of the round; a step
-        made alone has none, and leads to a unique state."""
+        """Step with this mean gradient, None for the present gradients. `digest` is the round's; a step made
+        alone has none, and leads to a unique state."""
         if mean is not None:
             for slot, gradient in zip(
                 self._trained.parameters.slots, self._trained.parameters.views(mean), strict=True
@@ -494,7 +493,7 @@ class PeerOptimizer(TrackedOptimizer):
             )
 
     def _share(self, *, is_first: bool = False) -> None:
-        """Copy the state out if a peer waits for it, and when this peer joins."""
+        """Copy the state if a peer waits for it, and when this peer joins."""
         if self._session is not None and not self._position.lacks_state:
             share = self._handout.share_first if is_first else self._handout.share
             share(self._session, self.global_step, self._stats.rounds, self._lineage, self._local.strategy)

@@ -38,7 +38,7 @@ from partition.plan.rates import Calibration, assumed, decode_calibration, encod
 
 PEERS_MAX = 4_096
 LINKED_PEERS_MAX = 64
-"""Links among more peers are left out: a plan for so many treats links as equal."""
+"""The most peers whose links are considered: a plan for more treats links as equal."""
 
 
 class PeerRow(msgspec.Struct, frozen=True):

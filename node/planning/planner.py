@@ -1,8 +1,8 @@
 """The best plan of a model over given peers, with its reasons: a pure function for screen and library.
 
-Beside the split it chooses settings that people should not have to: the micro-batch and recomputation, and it
-says which codec of frames would pay. It reports which peers hold nothing and why, the rate of one peer alone,
-and the single change that would help most. It needs a captured graph, but not torch.
+Beside the split it chooses the micro-batch and recomputation, so that users need not, and it reports which
+codec of frames would pay. It reports which peers hold nothing and why, the rate of one peer alone, and the
+single change that would help most. It needs a captured graph, but not torch.
 """
 
 from collections.abc import Iterator, Sequence

@@ -129,7 +129,7 @@ class PlanReport:
 
 
 def goal_document(report: PlanReport) -> dict[str, Any] | None:
-    """Return `goal` of a plan's document: what is wanted, and whether the plan is predicted to reach it."""
+    """Return `goal` of a plan's document: the wanted rate, and whether the plan is predicted to reach it."""
     if not (goal := report.wanted.goal):
         return None
     predicted = report.samples_per_second

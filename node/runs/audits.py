@@ -56,7 +56,7 @@ RUNS_MAX = 16
 PLANS_MAX = 64
 """Plans of one run whose frames are known; the newest plan of each cut of the model is used to judge."""
 REQUESTS_MAX = 64
-"""On one stream."""
+"""The most requests on one stream."""
 REQUEST_SECONDS_MAX = 10.0
 CALL_SECONDS_MAX = 30.0
 EXPIRE_SECONDS = 30.0

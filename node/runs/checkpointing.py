@@ -185,7 +185,7 @@ class CheckpointKeeper:
                 await self._restore(plan, name, step, stage, holders)
             except Unreachable:
                 await trio.sleep(RESTORE_AGAIN_SECONDS)
-                # A newcomer knows only whom it met: who was in the run before may still have it.
+                # A newcomer knows only the present members; a former one may still have it.
                 said = await self._copies.holders(self._run.text)
                 holders = list(dict.fromkeys([*self._live(), *said]))
             except RemoteProtocolError as error:

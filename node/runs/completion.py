@@ -29,7 +29,7 @@ from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.run_end import RunEnd
 
 BUSY_SECONDS = 1.0
-"""Before a source of the result that is busy is asked again: it serves a few members at a time."""
+"""The pause before a busy source of the result is asked again: it serves a few members at a time."""
 
 
 class CollectedStages:

@@ -32,7 +32,7 @@ class DepartingMember(Protocol):
 
 
 class Departure:
-    """That of one member. `gone` ends its tasks."""
+    """The departure of one member. `gone` ends its tasks."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class DutyOwner(Protocol):
 
 
 class Duties:
-    """One member's. `committer` commits the plan in force, where that is this node's part."""
+    """The duties of one member. `committer` commits the plan in force, if that is this node's part."""
 
     def __init__(self, service: RunService, run: Run, member: DutyOwner) -> None:
         self.committer: CommitterShell | None = None

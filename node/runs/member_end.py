@@ -38,7 +38,7 @@ class EndingMember(Protocol):
 
 
 class MemberEnd:
-    """That of one member. `gone` ends its tasks, and has those that wait for its departure look."""
+    """The end of one member. `gone` ends its tasks, and wakes those that wait for its departure."""
 
     def __init__(
         self, member: EndingMember, service: RunService, waker: Waker, gone: Callable[[], None]

@@ -37,7 +37,7 @@ class ReceivingMember(Protocol):
 
 
 class MemberMessages:
-    """Those of one member."""
+    """The messages of one member."""
 
     def __init__(self, member: ReceivingMember, service: RunService) -> None:
         self._member = member

@@ -27,7 +27,7 @@ class OccupancyOwner(Protocol):
 
 
 class Occupancy:
-    """That of one node, which has as many `slots` as its owner gives."""
+    """The occupancy of one node, which has as many `slots` as its owner gives."""
 
     def __init__(self, owner: OccupancyOwner, slots: int) -> None:
         self._owner = owner

@@ -142,7 +142,7 @@ class Readiness:
             self._keep()
 
     def over(self) -> None:
-        """Expect nothing any more, as a run is over here."""
+        """Expect no further stage of a run that is over here."""
         self._expected_until = float("-inf")
         self.look()
 
@@ -152,7 +152,7 @@ class Readiness:
             return  # what loads is about to be taken
         may_stay = self._has_memory and self._is_allowed()
         if may_stay and not self._service.has_slot:
-            return  # the stage that has the slot takes what waits as soon as it is opened
+            return  # the stage in the slot takes the waiting process as soon as it is opened
         if may_stay and self._is_likely:
             self._keep()
         else:

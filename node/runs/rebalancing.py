@@ -92,7 +92,7 @@ class Rebalancing:
         is_due = self._watch.stepped(seconds)
         steps_left = self._run.manifest.steps - step - 1
         if is_due and any(paces.values()) and (len(paces) > 1 or self._may_grow(plan)):
-            # Of no run: one whose borders could not be looked at goes on as it is.
+            # The run goes on unchanged if the check fails.
             self._service.start_task(self._look, plan, steps_left, dict(paces), seen, of=None)
 
     async def _look(
@@ -273,7 +273,8 @@ def better_cuts(
     seconds: float,
     pause_nanoseconds: int = PAUSE_NANOSECONDS,
 ) -> tuple[int, ...]:
-    """Return the best borders of a plan by its replicas' measured times, () where it may stay as it is.
+    """Return the best borders of a plan by its replicas' measured times, () if the present ones are good
+    enough.
 
     `seconds` is the time of a step, `pause_nanoseconds` the cost of moving beside its bytes.
     """

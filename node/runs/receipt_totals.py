@@ -36,7 +36,7 @@ class Total:
         self.size_bytes = min(SIZE_BYTES_MAX, self.size_bytes + size_bytes)
 
     def is_due(self, bytes_min: int) -> bool:
-        """Return whether the unsigned part is large enough to be signed: some work, or so many bytes."""
+        """Return whether the unsigned part is large enough to be signed: some work, or enough bytes."""
         return bool(self.flops) or self.size_bytes - self.signed_bytes >= bytes_min
 
 

@@ -211,7 +211,7 @@ class Receipts:
         row = plan.stages[stage]
         self.computed(run, peer, (row.first_layer, row.last_layer), microbatches)
 
-    # As a receiver of bytes
+    # As the receiver of data
 
     def came(
         self,
@@ -291,7 +291,7 @@ class Receipts:
                 receipt = Receipt(measured, answer.accepted)
                 self._keep(self._issued, check_receipt(self._signer, receipt), receipt)
                 total.signed_bytes = size_bytes
-            elif kind != "compute":  # the provider was restarted and remembers fewer bytes
+            elif kind != "compute":  # it was restarted, and remembers less
                 total.size_bytes -= size_bytes - total.signed_bytes
         except RemoteProtocolError as error:
             self._refuse(provider, error)

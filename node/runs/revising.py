@@ -49,7 +49,7 @@ class RevisingService(StoppingService, Protocol):
 
 
 class Revising:
-    """One node's."""
+    """The revisions of one node's runs."""
 
     def __init__(self, runs: RevisingService) -> None:
         self._runs = runs
@@ -138,7 +138,7 @@ class Revising:
             return Done() if over else Declined("no such run here")
         committer = member.plan.committer if member.plan is not None else None
         if member.revise(fact) and committer not in (None, runs.signer.peer, sender):
-            # Whoever told it may not know who commits, which is who acts on it.
+            # The sender may not know the committer, which acts on it.
             runs.start_task(self._pass_on, PeerId(committer or b""), fact, of=None)
         return Done()
 

@@ -78,7 +78,7 @@ class Standbys:
         elif self._now >= self._look_at and not self._is_looking:
             self._look_at = self._now + self._look_seconds
             self._is_looking = True
-            # Of no run: one that could not be looked at goes on as it is.
+            # The run goes on unchanged if the check fails.
             self._service.start_task(self._look, plan, seconds, of=None)
 
     @property
