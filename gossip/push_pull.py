@@ -1,10 +1,10 @@
 """Joining, and the comparison and exchange of whole member lists: memberlist's push-pull.
 
-News travels by gossip; this is for peers without a list, or cut-off ones. Each sync period a digest of our
-list goes to one member, which answers with its list if its own digest differs. In swarms of neighbourhoods
-(`gossip.view`), only members that both list are compared and sent, and a scope is widened or narrowed here. A
-newcomer whose seed is outside of its neighbourhood is told so. Then, and whenever we may miss neighbours,
-`NeighbourhoodLookupWanted` asks for a search.
+News travels by gossip; this is for peers without a list, or after a partition. Each sync period a digest of
+our list goes to one member, which answers with its list if its own digest differs. In swarms of
+neighbourhoods (`gossip.view`), only members that both list are compared and sent, and a scope is widened or
+narrowed here. A newcomer whose seed is outside of its neighbourhood is told so. Then, and whenever we may
+miss neighbours, `NeighbourhoodLookupWanted` asks for a search.
 
 Not here: the meaning of facts (`gossip.state_table`), probes and the gossip timer (`gossip.swim`).
 """
@@ -23,7 +23,8 @@ from gossip.state_table import MembershipState
 from gossip.view import KeyRegion, Scope
 
 ASKED_MAX = 16
-"""Strangers asked for their facts in one probe interval; more may be a flood, and they will ping again."""
+"""The most strangers asked for their facts in one probe interval; more may be a flood, and honest ones ping
+again."""
 SERVED_MAX = 64
 """Peers answered with a Sync in one probe interval: it may be a megabyte, and a join needs only one."""
 SEEDS_MAX = 16
@@ -95,7 +96,7 @@ class Exchange:
         return list(self._ask_seeds())
 
     def greet(self, sender: PeerId) -> Sends:
-        """Ask a stranger who it is; show a peer that is held for gone all that we hold of it, so that it
+        """Ask a stranger for its facts; send a peer that we list as gone all our facts about it, so that it
         refutes."""
         if self._table.is_live(sender) or sender in self._asked or len(self._asked) >= ASKED_MAX:
             return []
@@ -133,7 +134,7 @@ class Exchange:
     def receive_sync(self, now: float, sender: PeerId, message: Sync | ScopedSync) -> Sends:
         """Take in a list, and answer with the facts that it lacks."""
         region = None
-        # The list a newcomer gets, who knows at most the teller, is what the swarm knows already.
+        # A newcomer knows at most the sender, and its first list is no news to the swarm.
         known = len(self._table.rows) - 1 - (sender in self._table.rows)
         if isinstance(message, ScopedSync):
             if self._scope.joining and not self._settle(sender, message):
@@ -161,7 +162,7 @@ class Exchange:
         period = self._settings.sync_period_seconds(self._table.live)
         if self._seeds:
             period = self._retry_seconds = min(2 * self._retry_seconds, period)
-        # Give or take a quarter: those who began together must not sync together for ever.
+        # Give or take a quarter: peers that began together must not sync together for ever.
         self.due = now + period * self._rng.uniform(0.75, 1.25)
         live = self._table.pick(1, lambda row: row.live)
         sends: Sends = [(peer, self._comparison(peer)) for peer in live]
@@ -174,7 +175,7 @@ class Exchange:
             if self._scope.joining:
                 self._search(self._scope.own_key())
             elif self._scope.lopsided(self._table.live_peers()):
-                # Those nearest to us do not list them, and cannot tell us.
+                # The peers nearest to us do not list them, and cannot name them.
                 self._search(self._scope.key_beyond())
             elif self._syncs >= self._search_syncs:
                 # All the peers that we know may lack the same member that we lack.
@@ -182,12 +183,12 @@ class Exchange:
                 if self._table.live >= self._settings.scope_members_min:
                     self._search_syncs = min(2 * self._search_syncs, SEARCH_SYNCS_MAX)
                 self._search(self._scope.random_key(self._rng))
-        # A seed that did not answer may be one to which datagrams do not get through.
+        # Datagrams may not reach a seed that did not answer.
         return sends + [(peer, ByStream(asked)) for peer, asked in self._ask_seeds()]
 
     def announce_again(self, now: float) -> Sends:
-        """Announce that this life goes on where another one ended that others may hold: at once, since news
-        of a member that changes often is passed on by few."""
+        """Announce at once that this life replaces another one, which others may still list: few pass on news
+        of a member that changes often."""
         self._beliefs.lives.announce_again(now)
         news = Gossip((self._beliefs.me.said.fact,))
         return [(peer, news) for peer in self._table.pick(AGAIN_LISTENERS_MAX, lambda row: row.live)]
@@ -206,7 +207,7 @@ class Exchange:
         if self._scope.crowded(self._table.live) and self._table.live != self._fitted:
             self._fit(now)
 
-    # Small things.
+    # Helpers.
 
     def _list(self, reply_wanted: bool, facts: tuple[Fact, ...]) -> Sync | ScopedSync:
         if self._scope.whole:
@@ -252,7 +253,8 @@ class Exchange:
     def _settle(self, sender: PeerId, message: ScopedSync) -> bool:
         """Take on the neighbourhood of `sender` if it is ours too, while we have none."""
         if message.depth is None:
-            # It wants to join through us, who have found nobody ourselves: a swarm begins with two such.
+            # It wants to join through us, and we have found no peer ourselves: a swarm begins with two such
+            # peers.
             self._scope.joining = not message.reply_wanted
         elif self._scope.held_by(sender, message.depth):
             self._scope.depth = message.depth
@@ -262,7 +264,7 @@ class Exchange:
         return not self._scope.joining
 
     def _region(self, sender: PeerId, depth: int | None) -> KeyRegion | None:
-        """Return the region that `sender` is to hear of: it has a scope so deep, or none yet."""
+        """Return the region to send to `sender`, which has a scope of this depth, or none yet."""
         if depth is not None:
             return self._scope.common(sender, depth)
         return self._scope.around(sender, self._scope.depth) if self._scope.holds(sender) else None
@@ -273,7 +275,7 @@ class Exchange:
             self._events.append(NeighbourhoodLookupWanted(key))
 
     def _fit(self, now: float) -> bool:
-        """Widen or narrow the scope if that is due. Return whether it was right as it was."""
+        """Widen or narrow the scope if that is due. Return whether it was correct."""
         depth = self._scope.fit(self._table.live_peers())
         is_right = depth == self._scope.depth
         if not is_right:

@@ -15,7 +15,7 @@ that accuse too often."""
 
 
 class Refutations:
-    """The bounds, in probe intervals of so many seconds."""
+    """The bounds, in probe intervals of `interval_seconds`."""
 
     __slots__ = ("_bucket", "_outsiders")
 

@@ -2,17 +2,17 @@
 
 Each participant tells all others once a second, and at once when it has something new to say. A newcomer
 greets peers that may take part (members of the swarm, publishers of a DHT record); a participant answers with
-its own report and the names of others. Nobody keeps the list for the rest, and it needs no agreement: it says
-whom to ask into a group, and how much of a global batch there is. A report is its author's word alone: its
-counts are claims, which `gossip.claims` bounds.
+its own report and the names of others. No peer keeps the list for the rest, and it needs no agreement: it
+shows which peers to ask into a group, and how full a global batch is. A report's counts are its author's
+claims, which `gossip.claims` bounds.
 
-Where more take part than a peer keeps, its list is no longer whole: it keeps those whose hashes are nearest
-to its own, names to others those nearest to them (as Kademlia does), and tells from how far its own reach how
-many there are in all. A network that crowds such a list makes room first. Groups then form by declarations
-in the DHT (`node.averaging.participation`).
+If more take part than a peer keeps, its list is not whole: it keeps those whose hashes are nearest to its
+own, names to others those nearest to them (as Kademlia does), and estimates the total from the distances. A
+network that crowds such a list makes room first. Groups then form by declarations in the DHT
+(`node.averaging.participation`).
 
-Where not everybody may take part, a peer that is not admitted gets a greeting and nothing else, neither
-reports nor names, and its own messages count for nothing.
+In a closed run, a peer that is not admitted gets only a greeting, neither reports nor names, and its own
+messages are ignored.
 
 Not here: agreement on a group (`gossip.matchmaking`), and liveness in the swarm (`gossip.swim`), which
 reports dead peers by `lost`.
@@ -35,29 +35,29 @@ from gossip.claims import ClaimedCount, Count
 PROTOCOL = "/peerloom/roster/1"
 MESSAGE_BYTES_MAX = 1_232
 PARTICIPANTS_MAX = 1_024
-"""The participants of one run that a peer keeps: more than one averages with in a day of small groups."""
+"""The participants of one run that a peer keeps: more than it averages with in a day of small groups."""
 NAMES_MAX = 24
 """Peers named in one answer: they fit a datagram."""
 CANDIDATES_MAX = 2_048
 CLAIMANTS_MAX = 64
-"""Peers that claim to take part and are not admitted, where not everybody may: each is asked for its tickets
-as soon as it is heard, and is greeted again once it is admitted."""
+"""Peers of a closed run that claim to take part and are not admitted: each is asked for its tickets at its
+first message, and greeted again once it is admitted."""
 GREETED_AT_ONCE = 32
 """Candidates greeted in one interval; the rest wait for the next ones."""
 GREETINGS = 3
 """How often a silent candidate is greeted before it is forgotten: a datagram may be lost."""
 INTERVAL_SECONDS = 1.0
 PEERS_PER_SECOND = 64
-"""Reports that a peer sends in a second at most: with more participants the interval grows."""
+"""The most reports that a peer sends a second: with more participants the interval grows."""
 SOON_SECONDS = 0.05
-"""Between two reports at least, however much there is to say."""
+"""The least time between two reports, whatever has changed."""
 DISTANCE_BITS = 64
-"""The length of the hashes by which participants are near to each other."""
+"""The length of the hashes that define how near participants are to each other."""
 NETWORK_MIN = 16
-"""Participants of one network that stay in a full list in any case. Beyond them the largest network makes
-room for others, however near its ids are: ids cost nothing, addresses do."""
+"""Participants of one network that always stay in a full list. Beyond that, the largest network makes room
+for others, however near its ids are: ids cost nothing, addresses do."""
 WHOLE_SHARE = 0.75
-"""A list that others did not fit into is whole again once it is no fuller than this."""
+"""A list that was full counts as whole again once it is no fuller than this."""
 SILENT_SECONDS = 8.0
 """A participant that is silent for this long, or eight intervals, has gone."""
 
@@ -65,18 +65,18 @@ Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEE
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Settings = Annotated[bytes, msgspec.Meta(max_length=16)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
-"""Counts reports from the wall clock in milliseconds on: enough for the next 6,900 years."""
+"""The limit of report numbers, which start at the wall clock in milliseconds: enough for 6,900 years."""
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
-    """One participant's own word.
+    """One participant's own report.
 
-    `signature` is the hash of what it averages, `claimed_step` the global step it is at, `claimed_samples`
-    what it has gathered for the next one, `claimed_rounds` how many rounds it has averaged. `lineage` is a
-    hash over all that its state came from: peers at one step with other lineages have drifted apart.
-    `has_state`: others may fetch it. `number` counts its reports, so that a late one changes nothing. `asks`:
-    send me yours, and names. `settings`: short hashes of the numbers by which it made that step, for people;
-    empty where peers may differ.
+    `signature` is the hash of the averaged tensors, `claimed_step` its global step, `claimed_samples` the
+    samples gathered for the next one, `claimed_rounds` the number of averaged rounds. `lineage` is a hash
+    over the history of its state: peers at one step with other lineages have drifted apart. `has_state`:
+    others may fetch it. `number` counts its reports, so that a late one changes nothing. `asks`: send me
+    yours, and names. `settings`: short hashes of the hyperparameters of that step, for people; empty where
+    peers may differ.
     """
 
     run: Hash
@@ -92,17 +92,17 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
 
     @property
     def step(self) -> ClaimedCount:
-        """The global step that it says it is at."""
+        """The global step that it claims."""
         return ClaimedCount(self.claimed_step)
 
     @property
     def samples(self) -> ClaimedCount:
-        """The samples that it says it has gathered for the next step."""
+        """The samples that it claims to have gathered for the next step."""
         return ClaimedCount(self.claimed_samples)
 
     @property
     def rounds(self) -> ClaimedCount:
-        """How many rounds it says it has averaged."""
+        """The number of rounds that it claims to have averaged."""
         return ClaimedCount(self.claimed_rounds)
 
 
@@ -114,7 +114,7 @@ class Names(msgspec.Struct, frozen=True, array_like=True, tag="names"):
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
-    """I take no further part."""
+    """The sender leaves the run."""
 
     run: Hash
 
@@ -151,9 +151,9 @@ class _Participant:
     report: Report
     heard_at: float
     distance: int
-    """From this peer, by hash."""
+    """The distance from this peer, by hash."""
     network: bytes | None
-    """The network it sends from; None: it counts alone."""
+    """The network that it sends from; None: it counts alone."""
 
 
 class Roster:
@@ -171,9 +171,9 @@ class Roster:
         participants_max: int = PARTICIPANTS_MAX,
         network_of: NetworkOf = lambda _peer: None,
     ) -> None:
-        """`number` is above that of any report of an earlier life: the wall clock in milliseconds is. Where
-        not everybody may take part, `admits` decides. `network_of` returns the network that a peer sends
-        from, None where the peer counts alone."""
+        """`number` is above that of any report of an earlier life, such as the wall clock in milliseconds. In
+        a closed run `admits` decides. `network_of` returns the network that a peer sends from, None if the
+        peer counts alone."""
         self._admits = admits
         self._network_of = network_of
         self._networks: Counter[bytes | None] = Counter()
@@ -212,8 +212,8 @@ class Roster:
 
     @property
     def count(self) -> int:
-        """The number of participants, this peer included: counted where the list is whole, else estimated
-        from the distances in it."""
+        """The number of participants, this peer included: counted if the list is whole, else estimated from
+        its distances."""
         counted = len(self._admitted) + 1
         if not self._is_crowded or not self._peers:
             return counted
@@ -235,7 +235,7 @@ class Roster:
         return [(peer, self._next_report(asks=True))]
 
     def expel(self, peer: PeerId, reason: str) -> Sends:
-        """Remove a peer that is admitted no more."""
+        """Remove a peer that is no longer admitted."""
         self._forget(peer, reason)
         return []
 
@@ -296,7 +296,8 @@ class Roster:
         has_state: bool,
         settings: bytes = b"",
     ) -> Sends:
-        """Update this peer's report. It is sent with the next one; at once, where others may wait for it."""
+        """Update this peer's report. Changes that others may wait for are sent at once, the rest with the
+        next report."""
         before = self._own
         self._own = msgspec.structs.replace(
             before,
@@ -330,7 +331,7 @@ class Roster:
             case Report():
                 return self._heard(now, sender, message)
             case Names(peers=peers):
-                if sender in self._peers and self.admits(sender):  # only who takes part may send others here
+                if sender in self._peers and self.admits(sender):  # only participants may name others
                     return self.introduce(now, (PeerId(peer) for peer in peers))
                 return []
             case Leave():
@@ -345,7 +346,7 @@ class Roster:
         self._candidates.pop(peer, None)
 
     def leave(self) -> Sends:
-        """Tell all that this peer takes no further part."""
+        """Announce to all that this peer leaves the run."""
         return [(peer, Leave(self.run)) for peer in self._admitted]
 
     def wake(self, now: float) -> Sends:
@@ -357,10 +358,10 @@ class Roster:
                 self._forget(peer, "silent")
         if now >= self._tell_at:
             report = self._next_report()
-            # One of them is asked for names, so that two who have missed each other meet in the end.
+            # One of them is asked for names, so that two peers that missed each other meet in the end.
             told = list(self._admitted)
             asked = {self._rng.choice(told)} if told else set()
-            # And those that have not been heard of for a while, which may not list this peer.
+            # Peers that have been silent for a while are asked too, since they may not list this peer.
             quiet = now - self._silence_seconds / 2
             asked |= {peer for peer, known in self._peers.items() if known.heard_at < quiet}
             asking = msgspec.structs.replace(report, asks=True)
@@ -393,7 +394,7 @@ class Roster:
             if report.number > known.report.number:
                 known.report = report
         elif len(self._peers) >= self._participants_max and not self._make_room(sender):
-            # It may well list this peer; it is told who is nearer to it.
+            # It may list this peer; it gets the names of nearer ones.
             is_asked = report.asks and self.admits(sender)
             return [(sender, self._next_report()), *self._names(sender)] if is_asked else []
         else:
@@ -413,7 +414,7 @@ class Roster:
         return sends
 
     def _names(self, asker: PeerId) -> Sends:
-        """Name other participants: any, or where the list is not whole, those nearest to the asker."""
+        """Name other participants: any, or those nearest to the asker if the list is not whole."""
         others = [peer for peer in self._admitted if peer != asker]
         if not others:
             return []

@@ -42,7 +42,7 @@ class Rosters:
         number: int,
         admits: Callable[[PeerId], bool] | None = None,
     ) -> Roster:
-        """Take part in a run: see `Roster`. Raises ValueError: in this one already, or in too many."""
+        """Join a run: see `Roster`. Raises ValueError: this node is in it already, or in too many."""
         if run in self._rosters:
             raise ValueError("this node takes part in it already; close that first, or use another name")
         if len(self._rosters) >= RUNS_MAX:
@@ -53,16 +53,16 @@ class Rosters:
         return roster
 
     def close(self, run: bytes) -> Sends:
-        """Take no further part in a run."""
+        """Leave a run."""
         roster = self._rosters.pop(run, None)
         return [] if roster is None else roster.leave()
 
     def get(self, run: bytes) -> Roster | None:
-        """The roster of a run that this node takes part in."""
+        """Return the roster of a run that this node takes part in."""
         return self._rosters.get(run)
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """Take one message; one of a run that is not known here is passed over."""
+        """Handle one message; ignore one of an unknown run."""
         roster = self._rosters.get(message.run)
         if roster is None:
             return []
@@ -71,7 +71,7 @@ class Rosters:
         return sends
 
     def wake(self, now: float) -> Sends:
-        """Wake those that are due."""
+        """Wake the rosters that are due."""
         sends: Sends = []
         for roster in list(self._rosters.values()):
             if roster.deadline <= now:

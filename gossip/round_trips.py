@@ -1,13 +1,13 @@
 """Round trips of slow members, which lengthen their probes: RFC 6298's mean and deviation.
 
-A member whose usual answer fits the preset's timeout is kept nowhere, so this costs nothing on a network as
-fast as its preset expects. One behind a slow link has its probes stretched, up to the preset's bound: its
-ping has more time before others are asked, and these before it is suspected. A lost ping measures nothing,
+Members whose usual answer fits the preset's timeout have no entry, so this costs nothing on a network as fast
+as its preset expects. A member behind a slow link has its probes stretched, up to the preset's bound: its
+ping has more time before relays are asked, and these before it is suspected. A lost ping measures nothing,
 since each copy of a ping has a number of its own.
 
-A member that stood still answers late as well, several pings at once, and is as near as before. So one late
-answer has no effect before a second one at another time, and an answer that took longer than any path has
-none at all.
+A member that stalled also answers late, several pings at once, and is as near as before. So one late answer
+has no effect before a second one at another time, and an answer that took longer than any path has none at
+all.
 """
 
 from crypto.identity import PeerId
@@ -16,9 +16,9 @@ from gossip.settings import SwimSettings
 FIRST_DEVIATION = 0.25
 """The deviation of a first measurement, as a share of it: with DEVIATIONS of them, twice the measurement."""
 DEVIATIONS = 4.0
-"""Above the mean: where the 99th percentile of most paths lies (RFC 6298)."""
+"""Deviations above the mean: the 99th percentile of most paths (RFC 6298)."""
 STALL_TIMES = 2.0
-"""An answer that took this many times the longest timeout shows that its member stood still."""
+"""An answer that took this many times the longest timeout shows that its member stalled."""
 
 
 class RoundTrips:
@@ -29,7 +29,7 @@ class RoundTrips:
     def __init__(self, settings: SwimSettings) -> None:
         self._settings = settings
         self._slow: dict[PeerId, tuple[float, float]] = {}
-        # When a member that is not slow has answered late.
+        # The time of a late answer of a member that is not slow.
         self._late: dict[PeerId, float] = {}
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class RoundTrips:
             del self._slow[peer]
 
     def stretch(self, peer: PeerId) -> float:
-        """Return how many times as long as the preset says a probe of this member lasts; at least 1."""
+        """Return the factor by which a probe of this member is longer than the preset's; at least 1."""
         known = self._slow.get(peer)
         if known is None:
             return 1.0

@@ -48,15 +48,15 @@ class SwimSettings:
     probe interval. Nothing is sent where nothing waits. 0.2."""
 
     gossip_fanout: int = 3
-    """To how many members each time; at least 1. 3."""
+    """The number of members each time; at least 1. 3."""
 
     gossip_to_dead_seconds: float = 30.0
-    """The newly dead still hear gossip for so long, so that one falsely accused learns of it. At most
+    """How long the newly dead still get gossip, so that a falsely accused member learns of it. At most
     `dead_kept_seconds`. 30."""
 
     sync_interval_seconds: float = 30.0
-    """How often one other member's list is compared with ours, and exchanged where it differs; above
-    32 members less often, as in memberlist; give or take a quarter. At least the probe interval. 30."""
+    """The interval at which another member's list is compared with ours, and exchanged if it differs, give or
+    take a quarter; longer above 32 members, as in memberlist. At least the probe interval. 30."""
 
     dead_kept_seconds: float = 600.0
     """How long the dead and the left stay listed with their reason; also how long an old alive fact
@@ -75,15 +75,15 @@ class SwimSettings:
     fit a datagram of 1,232 bytes. 850."""
 
     members_max: int = MEMBERS_MAX
-    """Members listed, this peer and the dead included. Further members are not listed. 2,000."""
+    """The most members listed, this peer and the dead included. 2,000."""
 
     scope_members_min: int = 200
-    """In a swarm of neighbourhoods: with fewer live members than this a peer widens its scope to twice
-    the size. Enough that chance does not empty a neighbourhood. 200."""
+    """In a swarm of neighbourhoods, a peer with fewer live members than this doubles its scope. Enough that
+    chance does not empty a neighbourhood. 200."""
 
     scope_members_max: int = 600
-    """With more than this it narrows it to half. At least three times the least, or the depth would never
-    rest. 600: 100 kB of member list."""
+    """With more than this it halves its scope. At least three times the least, or the depth would oscillate.
+    600: 100 kB of member list."""
 
     def __post_init__(self) -> None:
         bounds = (
@@ -130,10 +130,10 @@ class SwimSettings:
 
     @classmethod
     def host(cls) -> "SwimSettings":
-        """Nodes on one machine, which may stand still for 3 s: `local` with a suspicion of 3.6 s at least.
+        """Nodes on one machine, which may stall for 3 s: `local` with a suspicion of 3.6 s at least.
 
-        A process that has ended is noticed in 1-2 s all the same, for its machine says that its port is
-        closed (`Swim.hint_closed`); one that stays silent with an open port in 4 to 8 s.
+        A process that has ended is still noticed in 1-2 s, since its machine reports its port as closed
+        (`Swim.hint_closed`); one that stays silent with an open port in 4 to 8 s.
         """
         return replace(cls.local(), suspicion_multiplier=18.0)
 
@@ -144,7 +144,7 @@ class SwimSettings:
 
     @classmethod
     def wan(cls) -> "SwimSettings":
-        """The open internet: slow links, and no hurry."""
+        """The open internet: slow links, and slower detection."""
         return cls(
             probe_interval_seconds=5.0,
             probe_timeout_seconds=2.0,

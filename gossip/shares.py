@@ -12,11 +12,10 @@ from gossip.messages import MEMBERS_MAX, AliveFact
 from gossip.table import MemberRow
 
 SHARES = 4
-"""Once the list is half full, one source has at most so small a part of it: one introducer, or one network
-(an IPv4 address, a /64) of those that came by themselves. Until then an honest first seed may tell of a
-thousand."""
+"""Once the list is half full, one source has at most this share of it: one introducer, or one network (an
+IPv4 address, a /64) of members without one. Until then an honest first seed may name a thousand."""
 SHARE_MIN = 64
-"""One machine may always have so many, however short the list."""
+"""The members that one machine may always have, however short the list."""
 
 HostOf = Callable[[PeerId], str | None]
 
@@ -32,8 +31,8 @@ class Shares:
         self.host_of: HostOf | None = None
 
     def allow(self, rows: Iterable[MemberRow], listed: int, said: AliveFact, introducer: PeerId) -> bool:
-        """Return whether the source of a newcomer has less than its share of `rows`, which are `listed`
-        many."""
+        """Return whether the source of a newcomer has less than its share of `rows`; `listed` is their
+        number."""
         if listed < self._most // 2:
             return True
         source = self._source(said, introducer)

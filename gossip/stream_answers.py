@@ -1,7 +1,8 @@
-"""The pings that are answered by a stream: those of members that ask for it, as often as a member probes.
+"""The pings that are answered by a stream: those of members that ask for it, at most as often as a member
+probes.
 
-To open a stream costs more than to ask for one, and it goes to where the asker says that it is. So a stranger
-is answered by a datagram, and so is a member that asks more often.
+Opening a stream costs more than asking for one, and it goes to an address that the asker claims. So a
+stranger is answered by a datagram, and so is a member that asks more often.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ ASKERS_MAX = 512
 
 
 class StreamAnswers:
-    """Chooses how this peer answers pings; `is_live` says who is a member."""
+    """Chooses how this peer answers pings; `is_live` returns whether a peer is a live member."""
 
     __slots__ = ("_buckets", "_is_live")
 
@@ -30,7 +31,7 @@ class StreamAnswers:
         return len(self._buckets)
 
     def choose(self, now: float, sender: PeerId, ping: Ping | StreamPing, ack: Ack) -> Ack | ByStream:
-        """Return the ack of a ping as it is to be sent."""
+        """Return the ack of a ping, to be sent by a datagram or a stream."""
         if isinstance(ping, Ping) or not self._is_live(sender):
             return ack
         return ByStream(ack, is_answer=True) if self._buckets.of(sender, now).take(now) else ack

@@ -12,14 +12,15 @@ from crypto.identity import PeerId
 from gossip.settings import SwimSettings
 
 REFUTED_MAX = 3.0
-"""Refuted accusations after which an accuser is believed no more. At 10 % loss an honest one errs once in
+"""Refuted accusations after which an accuser is no longer believed. At 10 % loss an honest one errs once in
 some 3,500 probe intervals, and LEAK_INTERVALS take one back."""
 LEAK_INTERVALS = 100.0
 ACCUSERS_MAX = 256
-"""Accusers whose errors are counted: more than err in one leak among 2,000 members at 10 % loss."""
+"""Accusers whose errors are counted: more than those that err in one leak period among 2,000 members at 10 %
+loss."""
 CLOSED_INTERVALS = 4.0
-"""Probe intervals that a suspicion lasts at least although the subject's host says that the process is gone:
-one that has moved or restarted announces itself meanwhile."""
+"""The least probe intervals of a suspicion although the subject's host reports that its process is gone: one
+that has moved or restarted announces itself meanwhile."""
 CHECK_FRESH_INTERVALS = 2.0
 """A member is given up only by a probe of this peer that began at most this many probe intervals ago."""
 
@@ -57,16 +58,16 @@ class Suspicion:
         self.condemnation: Fact | None = None
         """The first Dead fact heard of the suspect."""
         self.is_probed = False
-        """Whether a probe of this peer is on its way, for which the end waits."""
+        """Whether a probe of this peer is under way; the suspicion does not end before it."""
         self.is_silent = False
-        """Whether this peer is an accuser here that has not told others so."""
+        """Whether this peer is an accuser that has not announced that."""
         self._missed_at = -inf
         self._probe_at = now + interval_seconds
         self._closed_at = inf
 
     @property
     def accusers(self) -> tuple[PeerId, ...]:
-        """The accusers, the author of a Dead fact among them."""
+        """The accusers, including the author of a Dead fact."""
         condemned = () if self.condemnation is None else (PeerId(self.condemnation.author),)
         return tuple(dict.fromkeys((*self._accusers, *condemned)))
 
@@ -133,7 +134,7 @@ class Suspicion:
         self._probe_at = now + self._pause_seconds
 
     def close(self, now: float) -> None:
-        """Record that nothing listens where the suspect was: nobody is left there to refute."""
+        """Record that nothing listens at the suspect's address, so no process is left there to refute."""
         least = self._started_at + CLOSED_INTERVALS * self._interval_seconds
         self._closed_at = min(self._closed_at, max(now, least))
 
@@ -151,7 +152,7 @@ class Suspicion:
 
 def suspect(now: float, accuser: PeerId, settings: SwimSettings, live: int) -> Suspicion:
     """Begin a suspicion among `live` members."""
-    # Too few others to confirm: waiting for them would only be slow (memberlist does the same).
+    # With too few others to confirm, waiting for them is useless (memberlist does the same).
     wanted = settings.confirmations if live - 2 >= settings.confirmations else 0
     shortest, longest = settings.suspicion_bounds_seconds(live)
     interval_seconds = settings.probe_interval_seconds
@@ -159,21 +160,21 @@ def suspect(now: float, accuser: PeerId, settings: SwimSettings, live: int) -> S
 
 
 class Credit:
-    """False accusations, by accuser: one that errs too often is ignored for a while. A leaking count for each
-    of the ACCUSERS_MAX that erred last."""
+    """False accusations, by accuser: one that errs too often is ignored for a while. It keeps a leaking count
+    for each of the ACCUSERS_MAX that erred last."""
 
     __slots__ = ("_counts", "_leak_seconds")
 
     def __init__(self, leak_seconds: float) -> None:
         self._leak_seconds = leak_seconds
-        # Accuser: what it counted, and when.
+        # By accuser: its count, and the time.
         self._counts: dict[PeerId, tuple[float, float]] = {}
 
     def __len__(self) -> int:
         return len(self._counts)
 
     def refuted(self, accuser: PeerId, now: float) -> None:
-        """Record that a member whom `accuser` accused lives."""
+        """Record that a member accused by `accuser` is alive."""
         count = self._count(accuser, now) + 1
         self._counts.pop(accuser, None)
         self._counts[accuser] = (min(count, REFUTED_MAX), now)

@@ -267,7 +267,7 @@ class Swim:
                 return [(sender, self._stream_answers.choose(now, sender, message, ack))]
             return []
         if not (self._beliefs.queue.waits or self._beliefs.displaced.waits or self._candidates.rows):
-            # By far the most common case: no news on either side.
+            # The most common case by far: no news on either side.
             if type(message) is Ping and not message.facts:
                 self._beliefs.misled = None
                 row = self._table.rows.get(sender)
@@ -312,7 +312,7 @@ class Swim:
             case Ack():
                 return self._prober.take_ack(now, sender, message)
             case PingRequest():
-                # Not for strangers, for whom we would ping; but for peers that may list us nevertheless.
+                # We do not ping for strangers; but the peer may list us nevertheless.
                 is_known = self._table.is_live(sender) or not self.scope.holds(sender)
                 relayed = self._prober.relay(now, sender, message) if is_known else []
                 return relayed or self._greet(now, sender)

@@ -1,7 +1,7 @@
 """The member list: the state of every member, the round of probes, and random choice among members.
 
-It keeps and chooses; the *meaning* of a fact is decided in `gossip.state_table`. All orders are defined by
-arrival and `rng`, so a trace repeats from its seed.
+`gossip.state_table` decides the *meaning* of a fact. All orders are defined by arrival and `rng`, so a trace
+repeats from its seed.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,8 +33,8 @@ class MemberVerdict(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 class MemberRow(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The state held of one member; another row takes its place when that changes. Rows are small, since
-    there are many, and what the member said is one object shared by all peers of a process. No row is part of
-    a cycle, so the collector need not look at it."""
+    there are many, and a member's description is one object shared by all peers of a process. No row is part
+    of a cycle, so the garbage collector need not track it."""
 
     said: AliveFact
     since: float
@@ -106,12 +106,11 @@ class MemberTable:
         self.trips = RoundTrips(settings)
         self._me = me.peer
         self._rng = rng
-        # Everyone but us, in the order of this round of probes; may name rows already forgotten.
+        # All other members, in the order of this round of probes; it may name forgotten rows.
         self._ring: list[PeerId] = []
         self._cursor = 0
         self._dead: list[PeerId] = []
-        # When the first ping of the present silence of a member was sent: one of ours that failed, or one of
-        # an accuser.
+        # When the first ping of a member's present silence was sent: a failed one of ours, or of an accuser.
         self._unanswered: dict[PeerId, float] = {}
         self._digest = b""
 
@@ -225,10 +224,10 @@ class MemberTable:
         return min(gone, key=lambda row: row.since).peer if gone else None
 
     def next_dead(self) -> MemberRow | None:
-        """Return a member held for dead, all in turn."""
+        """Return a dead member, each in turn."""
         while self.live < len(self.rows):
             if not self._dead:
-                # Nearly all rows have no verdict: looked at first, for this is as long as the table.
+                # Nearly all rows have no verdict, so that is checked first: this scans the whole table.
                 self._dead = [
                     peer
                     for peer, row in self.rows.items()
@@ -243,7 +242,7 @@ class MemberTable:
         return None
 
     def keep(self, fits: Callable[[PeerId], bool]) -> list[PeerId]:
-        """Drop everyone who does not fit, live or not; return who was dropped. This peer always stays."""
+        """Drop all members that do not fit, live or not; return them. This peer always stays."""
         dropped = [peer for peer in self.rows if peer != self._me and not fits(peer)]
         for peer in dropped:
             self.live -= self.rows.pop(peer).live
@@ -273,14 +272,14 @@ class MemberTable:
         return [row.peer for row in self.rows.values() if row.live]
 
     def facts(self, peers: Iterable[PeerId] | None = None) -> tuple[Fact, ...]:
-        """Return every fact worth telling a newcomer, about everybody or about these."""
+        """Return every fact that a newcomer needs, about all members or about these."""
         return tuple(fact for row in self._of(peers) for fact in row.facts)
 
     def digest(self, peers: Iterable[PeerId] | None = None) -> bytes:
-        """Return 16 bytes that two peers have in common exactly when they hold the same members live, of
-        everybody or of these.
+        """Return 16 bytes that are equal for two peers exactly if they list the same live members, of all or
+        of these.
 
-        The dead are left out, for each peer forgets them at its own time.
+        The dead are left out, since each peer forgets them at its own time.
         """
         if peers is None and self._digest:
             return self._digest

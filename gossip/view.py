@@ -1,10 +1,10 @@
-"""The part of a swarm that one peer lists: everybody, or the neighbourhood of its own key.
+"""The part of a swarm that one peer lists: all members, or the neighbourhood of its own key.
 
-Every peer has a key (the DHT's, whose function is handed in). A neighbourhood is all peers whose keys share a
-prefix with ours. Each peer chooses the prefix's length in bits, the depth, so that the neighbourhood has a
-few hundred members in a swarm of any size. One step of depth halves or doubles the number of members; the
-bounds are farther apart than that, so the depth does not oscillate. Overlapping scopes of different depths
-are nested, so two peers have the smaller one in common.
+Every peer has a key (the DHT's, whose function is an argument). A neighbourhood is all peers whose keys begin
+with the same bits as ours. Each peer chooses its depth, the number of these bits, so that a few hundred peers
+are in it, however large the swarm. The bounds are farther apart than one step changes the number, so that the
+depth settles. Two peers may have different depths: then one scope contains the other, and both list the
+smaller one.
 
 Pure arithmetic on keys. The consequences of a scope are in `gossip.state_table` and `gossip.push_pull`.
 """
@@ -17,17 +17,16 @@ from random import Random
 from crypto.identity import PeerId
 
 KEY_BITS = 160
-"""The width of the DHT's keys, which are used here."""
+"""The width of the DHT's keys."""
 DEPTH_MAX = 128
-"""Bits of a prefix. No swarm is so large; a message that says more is refused while decoding."""
+"""The most bits of a prefix, beyond any swarm's size; a message with more is refused while decoding."""
 
 LOPSIDED_SHARE = 8
-"""If one half of a scope has less than one in this many of its members, most of that half is taken to be
-unknown."""
+"""A half with less than this share of a scope's members counts as unknown."""
 
 Place = Callable[[PeerId], int]
 """Returns the key of a peer as a number of KEY_BITS bits, spread as evenly as a hash. It is called often, for
-all who are listed: it should remember."""
+all listed peers, so it should cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +44,9 @@ class KeyRegion:
 
 
 class Scope:
-    """The scope of the peer `me`. Without `place` it is the whole swarm, for good.
+    """The scope of the peer `me`. Without `place` it is always the whole swarm.
 
-    `joining`: it has found nobody of its neighbourhood yet, so it lists only itself. `admits` decides which
+    `joining`: it has found no peer of its neighbourhood yet, so it lists only itself. `admits` decides which
     ids may be listed at all.
     """
 
@@ -75,7 +74,7 @@ class Scope:
         self._members_max = members_max
 
     def may_list(self, peer: PeerId) -> bool:
-        """Return whether an id like this may be listed by anybody."""
+        """Return whether this id may be listed at all."""
         return self.admits is None or self.admits(peer)
 
     def holds(self, peer: PeerId) -> bool:
@@ -104,22 +103,21 @@ class Scope:
     def fit(self, live: Iterable[PeerId]) -> int:
         """Return the depth for these `live` members: deeper, unchanged, or one step less deep.
 
-        It is deeper if there are too many members, or if nearly all are in our own half, since then most of
-        the other half is unknown to us; both only if enough members remain.
+        Deeper if there are too many, or if nearly all are in our own half, which shows that most of the other
+        half is unknown. In both cases only if enough are left.
         """
         place, key = self._place, self._key
         shared = [KEY_BITS - (key ^ place(peer)).bit_length() for peer in live]
         inside = [bits for bits in shared if bits >= self.depth]
         if len(inside) < self._members_min:
             return max(self.depth - 1, 0)
-        # Halfway between the minimum and half of the maximum, so that one step deeper is not immediately
-        # undone.
+        # Half way between the least and half of the most, so that one step deeper is not too deep.
         enough = (self._members_min + self._members_max / 2) / 2
         depth = self.depth
         while depth < DEPTH_MAX:
             nearer = [bits for bits in inside if bits > depth]
             farther = len(inside) - len(nearer)
-            # The halves differ by chance, but not by more than four standard deviations.
+            # The halves differ by chance, but not by four standard deviations.
             fits = len(inside) <= self._members_max and farther >= len(inside) / 2 - 2 * math.sqrt(
                 len(inside)
             )

@@ -15,11 +15,11 @@ from gossip.averaging.parts import Contributed, Incoming, OutgoingParts, chunk_c
 from gossip.averaging.robust.reduction import Vector
 
 LARGEST = 1e38
-"""Beyond it a lossy codec of float32 has no room to round."""
+"""Beyond this magnitude a lossy codec of float32 has no room to round."""
 
 
 def check_vector(group: Group, place: int, codec: Codec, vector: Vector | None, weight: float) -> None:
-    """Check what the member at `place` contributes. Raises ValueError."""
+    """Check the contribution of the member at `place`. Raises ValueError."""
     if (vector is not None) != group.members[place].has_tensors:
         raise ValueError("a member with tensors averages a vector, and no other does")
     if vector is None:
@@ -73,11 +73,11 @@ class Scatter:
 
     @property
     def is_committed(self) -> bool:
-        """Whether this member has committed itself, or has nothing to commit."""
+        """Whether this member has sent its commitment, or has nothing to commit."""
         return self._outgoing is None or self._place in self._commitments
 
     def chunk(self, place: int, number: int) -> Chunk:
-        """The chunk of this member's vector for the owner at `place`."""
+        """Return the chunk of this member's vector for the owner at `place`."""
         assert self._outgoing is not None
         data, checksum = self._outgoing.chunk(self._owners[place], number)
         return Chunk(self._attempt, "scatter", place, number, b"", checksum, data)

@@ -1,4 +1,4 @@
-"""The signed statements of an attempt's members, by purpose and author, and proofs that somebody made two."""
+"""The signed statements of an attempt's members, by purpose and author, and proofs that one made two."""
 
 from collections.abc import Collection, Sequence
 
@@ -17,7 +17,7 @@ class Statements:
         self._place = place
         self.facts: dict[tuple[str, int], Fact] = {}
         self.equivocations: dict[tuple[str, int], Equivocation] = {}
-        """By purpose and author's place: proofs that somebody lied, one of each kind."""
+        """Proofs of lies by purpose and author's place, one of each kind."""
 
     def make(self, purpose: str, body: bytes) -> Fact:
         """Sign a statement as this member."""
@@ -35,8 +35,8 @@ class Statements:
         return author
 
     def is_new(self, purpose: str, author: int, fact: Fact) -> bool:
-        """Return whether this is the author's first; a second that differs proves its author's lie. It says
-        nothing against whoever hands it on."""
+        """Return whether this is the author's first statement; a second that differs proves its author's lie.
+        It proves nothing against the sender."""
         first = self.facts.setdefault((purpose, author), fact)
         if first.body != fact.body and (purpose, author) not in self.equivocations:
             self.equivocations[purpose, author] = Equivocation(self._peers[author], purpose, first, fact)

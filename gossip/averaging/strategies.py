@@ -2,9 +2,9 @@
 
 A strategy turns the parameters theta after some local steps into the vector to average (`offer`), and the
 round's result into the parameters to go on with (`take`). All work on flat vectors of one layout; nothing
-here knows of groups, peers or torch. A failed round changes nothing: training goes on from where it is, and
-the next round offers what has gathered since. Where training went on while a round ran (delayed averaging),
-`Delayed` carries the difference over.
+here knows of groups, peers or torch. A failed round changes nothing: training goes on, and the next round
+offers all changes since. If training went on while a round ran (delayed averaging), `Delayed` adds the
+difference.
 
 Members of a strategy with outer steps agree on `phi`, or nearly: a peer that joins late loads it from another
 (`state`, `load`).
@@ -35,7 +35,7 @@ class Mean:
 
 
 class Strategy(Protocol):
-    """One way to train together."""
+    """One strategy of training together."""
 
     local_steps: int
     """Steps between two rounds."""
@@ -47,8 +47,8 @@ class Strategy(Protocol):
         """Return the vector to average now: a new one of the same size."""
 
     def take(self, theta: Vector, mean: Mean | None) -> Vector:
-        """The parameters to go on with, as a new vector. `theta` is as it was at the offer; `mean` is None
-        where the round failed."""
+        """Return the parameters to continue with, as a new vector. `theta` is that of the offer; `mean` is
+        None if the round failed."""
 
     def state(self) -> dict[str, Vector]:
         """Return the state that a peer joining late needs beside theta."""
@@ -93,10 +93,10 @@ class ParameterMean(_Stateless):
 
 
 class Asynchronous(_Stateless):
-    """Mix in a mean as far as it is fresh (FedAsync, Xie et al. 2019, polynomial staleness).
+    """Mix in a mean, weighted by its freshness (FedAsync, Xie et al. 2019, polynomial staleness).
 
     theta <- theta + a (1 + s)^(-1/2) (mean - offered), where s counts the local steps since the offer; a mean
-    older than `stale_steps_max` steps is dropped. Nobody waits for anybody.
+    older than `stale_steps_max` steps is dropped. No peer waits for another.
     """
 
     mode: Mode = "butterfly"
@@ -183,11 +183,11 @@ class NoLoCo:
     over the group. g is mean(theta) - phi_i, so averaging theta is enough: half the bytes of averaging both.
     Plain momentum of 0.9 pulls a phi too far; Nesterov's form is stable.
 
-    A peer that has made no local step since its last round takes the mean as it is: further rounds at the end
-    only pull the copies together (the tightening of Factored Gossip DiLoCo). After one round along one axis
-    of the grid a copy still carries the noise of its own group. A peer that misses a round counts as a group
-    of its own: else it falls behind the momentum of the others, and their next mean, as far ahead as that,
-    goes into its own momentum. Its parameters stay as they are; its next offer is moved.
+    A peer that has made no local step since its last round takes the mean unchanged: further rounds at the
+    end only pull the copies together (the tightening of Factored Gossip DiLoCo). After one round along one
+    axis of the grid a copy still carries the noise of its own group. A peer that misses a round counts as a
+    group of its own: else it falls behind the momentum of the others, and their next mean, as far ahead as
+    that, goes into its own momentum. Its parameters stay as they are; its next offer is moved.
     """
 
     mode: Mode = "butterfly"
@@ -209,7 +209,7 @@ class NoLoCo:
         self._phi = theta.copy()
         self._m = np.zeros_like(theta)
         self._before = self._phi
-        """The parameters as they were after the last round: no local step was made where they still are."""
+        """The parameters after the last round: if they are unchanged, no local step was made."""
         self._missed: Vector | None = None
         self._ahead: Vector | None = None
 
@@ -298,7 +298,7 @@ class SparseLoCo:
 def damped(theta: Vector, taken: Vector, damping: float) -> Vector:
     """Return theta + damping (taken - theta): take this share of a round's change.
 
-    `theta` is as it was at the offer, `taken` is the result of `Strategy.take` for it. For strategies without
+    `theta` is that of the offer, `taken` is the result of `Strategy.take` for it. For strategies without
     outer steps: outer steps are computed from a phi that has to equal theta.
     """
     return taken if damping == 1 else theta + theta.dtype.type(damping) * (taken - theta)
@@ -307,7 +307,7 @@ def damped(theta: Vector, taken: Vector, damping: float) -> Vector:
 class Delayed:
     """Any strategy, with training going on while the round runs (delayed parameter averaging).
 
-    theta <- take(theta at the offer) + what local steps have added since.
+    theta <- take(theta at the offer) + the local steps since.
     """
 
     def __init__(self, strategy: Strategy) -> None:

@@ -4,7 +4,7 @@ same.
 Floating tensors of one layout are laid one after another, sorted by name, so the order in which a caller
 names them has no effect. bfloat16 has no numpy type: it travels as the uint16 of its bits, declared by name.
 Integer and boolean tensors (a counter of batches, a mask) are in the signature and never averaged: each peer
-keeps its own. Their mean has no meaning that would hold for all of them, and a codec would corrupt them.
+keeps its own. Their mean has no general meaning, and a codec would corrupt them.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorLayout:
-    """How named tensors lie in one vector.
+    """The positions of named tensors in one vector.
 
     The vector is float64 if any tensor is, else float32. Raises ValueError for names, types or shapes that
     cannot be averaged.
@@ -68,7 +68,8 @@ class TensorLayout:
         self.signature = blake3(encode(self.specs)).digest()
 
     def flatten(self, tensors: Mapping[str, Array]) -> Vector:
-        """A new vector of all averaged tensors. Raises ValueError where they are not as declared."""
+        """Return a new vector of all averaged tensors. Raises ValueError if they differ from the
+        declaration."""
         vector: Vector = np.empty(self.items, self.dtype)
         at = 0
         for spec in self.averaged:
@@ -105,7 +106,7 @@ class TensorLayout:
 
 
 def layout_of(tensors: Mapping[str, Array], kind: Kind = "parameter") -> TensorLayout:
-    """The layout of numpy arrays by name. An array of uint16 counts as bfloat16."""
+    """Return the layout of numpy arrays by name. An array of uint16 counts as bfloat16."""
     return TensorLayout(
         tuple(
             TensorSpec(

@@ -3,10 +3,10 @@
 Peers count their turns by themselves, so they drift apart: a peer that failed a round, or joined late, is
 behind. A group's `round` is its convener's turn, and its members go on from there. A key names the axis and
 not the turn, so peers a whole cycle apart still meet. When the number of peers asks for other axes, each peer
-starts anew from its cell in that grid: sizes are derived, never negotiated. A peer whose view differs may
-stand in a cell where nobody comes; it joins the next group that forms under the run's common key. Where more
-peers take part than a peer knows, sizes follow from estimates, which differ: then two grids with differently
-rounded sizes take turns.
+starts anew from its cell in that grid: sizes are derived, never negotiated. A peer whose view differs may be
+alone in its cell; it joins the next group that forms under the run's common key. If more peers take part than
+a peer knows, sizes follow from estimates, which differ: then two grids with differently rounded sizes take
+turns.
 
 Not here: the grid itself (`gossip.averaging.grid`), and how those under one key meet (`gossip.matchmaking`).
 """
@@ -20,13 +20,13 @@ from gossip.averaging.grid import Grid
 from gossip.averaging.group import Group
 
 TURNS_AHEAD_MAX = 1_024
-"""A convener's turn that is further ahead than this is not believed: turns stay far below their limit."""
+"""A convener's turn that is further ahead than this is refused: turns stay far below their limit."""
 
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a peer looks for its next group: under `key`, of `size` members in a full grid. `coordinate` is
-    the peer's place on the axis along which the group lies."""
+    """The spot of a peer's next group: its `key`, and its `size` in a full grid. `coordinate` is the peer's
+    place on the axis along which the group lies."""
 
     key: bytes
     size: int
@@ -34,7 +34,7 @@ class Spot:
 
 
 class GridWalk:
-    """One peer in one run's grid; in two that take turns, where the number of peers is only estimated."""
+    """One peer in one run's grid; or in two that take turns, if the number of peers is only estimated."""
 
     def __init__(self, name: bytes, peer: PeerId) -> None:
         """`name` is the run's, of at most `group.NAME_BYTES_MAX` bytes."""
@@ -52,8 +52,8 @@ class GridWalk:
         return () if grid is None else grid.axes
 
     def spot(self, others: Iterable[PeerId], size_max: int, estimated: int = 0) -> Spot | None:
-        """Return where the next group forms, in groups of at most `size_max`; None where all fit in one.
-        `estimated` is about how many there are, where `others` are not all."""
+        """Return the spot of the next group, of at most `size_max` members; None if all fit in one.
+        `estimated` is the approximate number of peers if `others` are not all."""
         self._is_estimated = estimated > 0
         which = self._which(self.turn)
         count = _rounded(estimated, which) if estimated else 0
@@ -66,8 +66,8 @@ class GridWalk:
         return Spot(grid.key(axis, cell), grid.axes[axis], cell[axis])
 
     def averaged(self, group: Group, spot: Spot | None) -> None:
-        """Go on after a round: from the place drawn in the group of a spot, from the same cell after any
-        other. The members' places on the axis are those that they gave."""
+        """Advance after a round: from the place drawn in the group of a spot, or from the same cell after any
+        other group. The members' places on the axis are those that they declared."""
         turn, which = self.turn, self._which(self.turn)
         grid, cell = self._grids[which], self._cells[which]
         agreed = group.round if turn <= group.round <= turn + TURNS_AHEAD_MAX else turn
@@ -84,7 +84,7 @@ class GridWalk:
         self.turn = agreed + 1
 
     def failed(self) -> None:
-        """Stay in the cell and take the next axis: the group of this one did not come."""
+        """Stay in the cell and take the next axis, since the group of this axis did not form."""
         self.turn += 1
 
     def _which(self, turn: int) -> int:
@@ -97,10 +97,10 @@ class GridWalk:
 
 
 def _rounded(estimated: int, which: int) -> int:
-    """Return the size of a grid for about so many peers: a power of two, or in the middle between two.
+    """Return the size of a grid for about this many peers: a power of two, or in the middle between two.
 
-    Where peers whose estimates differ a little come to different sizes in one of the two, they all come to
-    the same in the other. Averaging goes on in both in turns, so that no peers stay among themselves.
+    If slightly different estimates lead to different sizes in one grid, they lead to the same size in the
+    other. Averaging alternates between both, so that no peers stay apart.
     """
     exponent = log2(max(2, estimated))
     return round(2 ** floor(exponent + 0.5)) if not which else round(2 ** (floor(exponent) + 0.5))

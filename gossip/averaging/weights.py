@@ -1,15 +1,15 @@
-"""How much of a mean one member may be: claimed weights, bounded by the group's own median.
+"""The share of one member in a mean: claimed weights, bounded by the group's own median.
 
-Nobody can check how many samples a peer has seen, so its claim is worth no more than a few times what half of
-its group claims. The bound is a pure function of the weights in the commit, which every member holds, so all
-of them weigh alike. It bounds a share; what a member does with its share is for `gossip.averaging.robust`.
+Others cannot check how many samples a peer has seen, so its claim counts for at most a few times the median
+of its group. The bound is a pure function of the weights in the commit, which every member holds, so all of
+them weigh alike. It bounds a share; what a member does with its share is for `gossip.averaging.robust`.
 """
 
 from collections.abc import Sequence
 
 WEIGHT_MEDIANS_MAX = 4.0
 """A member weighs at most this many lower medians of its group: about as much as the machines of a run differ
-in the samples they gather between two rounds. A faster machine counts for a little less than it did."""
+in samples between two rounds. A faster machine counts for a little less than its work."""
 
 
 def bounded_weights(weights: Sequence[float]) -> tuple[float, ...]:

@@ -124,9 +124,7 @@ class StateExchange:
 
         reports = self._roster.reports
         donors = [peer for peer in sorted(reports) if is_donor(reports[peer]) and peer not in passed_over]
-        if (
-            likely is not None and not likely.is_nearest
-        ):  # if states differ, each helps to judge the others
+        if likely is not None and not likely.is_nearest:  # if states differ, each helps to judge the others
             donors = [peer for peer in donors if peer not in self._expectations.absent] or donors
         if not donors:
             raise Unreachable("unknown", "no peer of the run has a state to hand on")

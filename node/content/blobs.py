@@ -35,11 +35,11 @@ UPLOADS_PER_PEER_MAX = 4
 IDLE_SECONDS_MAX = 60.0
 """A stream without a request for this long is closed, so that another may have its place."""
 SEND_SECONDS_MAX = 60.0
-"""For one blob to a slow reader: 35 kB/s."""
+"""The time limit of one blob to a slow reader: 35 kB/s."""
 PATIENCE_SECONDS = 5.0
 """How long a peer that requests or reads nothing keeps a place that another wants."""
 BUSY_SECONDS_MAX = 5.0
-"""For sending the answer Busy."""
+"""The time limit for sending the answer Busy."""
 HOLDERS_MAX = 64
 """Holders of one fetch; further ones are not tried."""
 PARALLEL_MAX = 8
@@ -49,7 +49,7 @@ IN_FLIGHT_MAX = 4
 more."""
 OPEN_SECONDS_MAX = 10.0
 STALL_SECONDS_MAX = 30.0
-"""For one blob: a holder slower than 35 kB/s is useless."""
+"""The time limit of one blob: a holder slower than 35 kB/s is useless."""
 HEDGE_SECONDS = 2.0
 """A blob that one holder has owed for this long is also requested from another, idle one."""
 MISSES_MAX = 256

@@ -117,7 +117,7 @@ class DataCache:
         return False
 
     def sweep(self) -> None:
-        """Free the blobs of evicted sets; not while somebody holds blobs."""
+        """Free the blobs of evicted sets; not while blobs are being held."""
         if not self._is_swept:
             self._is_swept = True
             self._blobs.sweep()

@@ -1,6 +1,6 @@
 """Training data: scikit-learn's digits, a folder with `train.npz` and `test.npz`, or a file of text.
 
-Samples are dealt by number, so that anybody who holds the data can recreate every micro-batch. In a set of S
+Samples are dealt by number, so that any holder of the data can recreate every micro-batch. In a set of S
 shards (`node.content.shards`), micro-batch m consists of the next samples of shard m % S, whose epochs are
 permutations drawn from (seed, epoch, shard). Most sets are one shard. Only numpy is used: importing
 scikit-learn takes seconds, its file does not.

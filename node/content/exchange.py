@@ -49,7 +49,7 @@ QUEUE_MAX = 4_096
 """Small messages queued for one peer; a peer with more counts as lost."""
 OPEN_SECONDS_MAX = 10.0
 SEND_SECONDS_MAX = 120.0
-"""For one message, of at most 256 KiB: 18 kbit/s."""
+"""The time limit of one message of at most 256 KiB: 18 kbit/s."""
 IDLE_SECONDS = 30.0
 """An idle stream is closed after this long."""
 MEET_SECONDS = 3.0

@@ -44,9 +44,9 @@ TABLES_RATIO = 24
 START_SECONDS = 60.0
 """Python and the libraries take a second, 35 MB of tokenizer some; a machine may be busy."""
 ANSWER_SECONDS = 10.0
-"""For rendering and tokenizing a chat: an honest one of a million letters takes a second."""
+"""The time limit for rendering and tokenizing a chat: an honest one of a million letters takes a second."""
 LINE_BYTES_MAX = 1 << 24
-"""One answer: the tokens of a long prompt."""
+"""The size of one answer: the tokens of a long prompt."""
 MESSAGES_MAX = 4_096
 _ROOT = str(Path(__file__).parents[2])
 

@@ -35,10 +35,10 @@ GRAPHS_IN_MEMORY_MAX = 4
 FETCHES_MAX = 4
 """Graphs being fetched at once; each is in memory."""
 FETCH_SECONDS_MAX = 25.0
-"""For one graph from one holder; a lease waits for it."""
+"""The time limit of one graph from one holder; a lease waits for it."""
 RANGE_SECONDS_MAX = 30.0
 FILL_SECONDS_MAX = 100.0
-"""For all initial values of a stage, including busy holders; a Start waits for it."""
+"""The time limit of all initial values of a stage, including busy holders; a Start waits for it."""
 RETRY_SECONDS = 0.5
 _LENGTH_BYTES = 8
 _INDEX_NAME = "models/index"

@@ -16,7 +16,7 @@ CONVERGED = 1e-7
 
 
 def geometric_median(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
-    """Return about the point whose distances from all vectors have the least sum.
+    """Return approximately the point with the least sum of distances from all vectors.
 
     It is at most 2 (n - f) / (n - 2 f) times as far from any point as the honest vector farthest from that
     point. Every member counts once.

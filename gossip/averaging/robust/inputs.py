@@ -43,7 +43,7 @@ def usable(
 
 
 def in_order(vectors: Vectors, weights: Weights) -> tuple[Vectors, Weights]:
-    """Sort members by their values, so that sums round alike whatever order they came in."""
+    """Sort members by their values, so that sums round alike in any order of arrival."""
     keys = [(v.tobytes(), w) for v, w in zip(vectors, weights, strict=True)]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     if order == list(range(len(order))):
@@ -52,7 +52,7 @@ def in_order(vectors: Vectors, weights: Weights) -> tuple[Vectors, Weights]:
 
 
 def blocks_of(items: int) -> Iterator[slice]:
-    """Yield the ranges in which a vector is worked on."""
+    """Yield the ranges in which a vector is processed."""
     for begin in range(0, items, BLOCK_ITEMS):
         yield slice(begin, min(begin + BLOCK_ITEMS, items))
 
@@ -71,8 +71,8 @@ def distances_from(vectors: Vectors, centre: Vector) -> Weights:
 def squared_distances(vectors: Vectors) -> NDArray[np.float64]:
     """Return the squared distance of each pair of vectors, [members, members].
 
-    In the vectors' own precision within a block. It does not use products of vectors: honest ones lie near
-    each other and far from zero, and their distance would be lost in rounding.
+    It computes in the vectors' own precision within a block, and not by products of vectors: honest ones are
+    near each other and far from zero, and rounding would lose their distance.
     """
     squares = np.zeros((len(vectors), len(vectors)))
     spare = np.empty((len(vectors), DOT_ITEMS), vectors.dtype)
@@ -104,8 +104,8 @@ def mix(vectors: Vectors, factors: Weights, base: Vector | None = None) -> Vecto
 def mixes(vectors: Vectors, factors: NDArray[np.float64], near: Vector) -> Vectors:
     """Return `factors` @ `vectors`, [rows of factors, numbers], for factors of which each row adds up to 1.
 
-    In the vectors' own precision, as differences from `near`: so equal vectors are mixed to themselves, and
-    little is lost in rounding where most are near it.
+    It computes in the vectors' own precision, by differences from `near`: so a mix of equal vectors is exact,
+    and rounding loses little if most are near it.
     """
     found = np.empty((len(factors), vectors.shape[1]), vectors.dtype)
     step = max(PRODUCTS // vectors.shape[0] // len(factors), 1)

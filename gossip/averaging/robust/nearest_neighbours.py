@@ -1,5 +1,5 @@
 """Nearest-neighbour mixing (Allouah et al. 2023, "Fixing by mixing: a recipe for optimal Byzantine ML under
-heterogeneity"): done to the vectors before another rule."""
+heterogeneity"): a step before another rule."""
 
 import numpy as np
 

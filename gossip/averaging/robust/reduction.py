@@ -1,4 +1,5 @@
-"""From the parts of several members to one: the weighted mean, behind an interface that robust rules share.
+"""Reduces the parts of several members to one: the weighted mean, behind an interface that robust rules
+share.
 
 A reduction sees every sender's part with its identity and weight, so that a rule may compare, clip or leave
 out senders (multi-Krum, centered clipping). It is a generator of reduced chunks, in order: the mean needs one
@@ -33,14 +34,14 @@ class PartContribution(Protocol):
 
 
 BLOCK_ITEMS = 1 << 14
-"""Numbers that are added up at once: 128 KiB of float64, which stays in a core's cache. The sum of a chunk of
-a MiB from four members takes 1.1 ms so, and 3.8 ms as a whole."""
+"""Numbers that are added up at once: 128 KiB of float64, which stay in a core's cache. The sum of a chunk of
+a MiB from four members then takes 1.1 ms instead of 3.8 ms."""
 
 MEMBERS_AT_ONCE = 8
 """Members whose chunks are decoded at once, a usual group: all of a group of 64 would take 64 MiB."""
 
 Reduction = Callable[[Sequence[PartContribution]], Iterator[Vector]]
-"""Takes the contributions in the order of members, yields each reduced chunk."""
+"""Yields each reduced chunk of the contributions, which are in the order of members."""
 
 
 def weighted_mean(parts: Sequence[PartContribution]) -> Iterator[Vector]:
@@ -49,7 +50,7 @@ def weighted_mean(parts: Sequence[PartContribution]) -> Iterator[Vector]:
     So the mean of equal vectors is that vector, and all owners would round alike.
     """
     total = sum(part.weight for part in parts)
-    # Sums of a block alone where all are added up at once: they stay in the cache then.
+    # If all are added up at once, only the sums of a block exist, which stay in the cache.
     is_at_once = len(parts) <= MEMBERS_AT_ONCE
     sums, term = np.empty(BLOCK_ITEMS, np.float64), np.empty(BLOCK_ITEMS, np.float64)
     for number in range(parts[0].chunk_count):
@@ -70,14 +71,14 @@ def weighted_mean(parts: Sequence[PartContribution]) -> Iterator[Vector]:
                         so_far /= total
                         reduced[block] = so_far
                 del chunks  # before the next are decoded
-        # Outside: numpy's error state belongs to a thread, and the next chunk may be computed in another.
+        # Outside of `errstate`: it belongs to a thread, and another one may compute the next chunk.
         yield reduced
 
 
 def _add(
     sums: Vector, parts: Sequence[PartContribution], blocks: list[Vector], term: Vector, *, is_first: bool
 ) -> None:
-    """Add weighted blocks of some members to the sums of those before; the first begin them."""
+    """Add weighted blocks of some members to the sums of the previous ones; the first ones start the sums."""
     for number, (part, block) in enumerate(zip(parts, blocks, strict=True)):
         into = sums if is_first and not number else term[: len(block)]
         np.copyto(into, block)

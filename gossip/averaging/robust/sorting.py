@@ -16,7 +16,7 @@ from gossip.averaging.robust.reduction import Vector
 
 @lru_cache(maxsize=128)
 def comparisons(count: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs to compare, in order, that sort so many rows."""
+    """Return the pairs to compare, in order, that sort this many rows."""
     return tuple(_comparisons(count))
 
 
