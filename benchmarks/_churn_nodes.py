@@ -40,17 +40,17 @@ from tests.stack import manifest, prepare
 MACHINES = 6
 LIFE_SECONDS, ABSENCE_SECONDS = 300.0, 60.0
 CRASH_SHARE = 0.7
-"""The others say goodbye."""
+"""The share of lives that end without a goodbye."""
 FLOPS = 3.0e7
-"""Of every machine: a micro-batch takes half a second, long beside a message."""
+"""The rate of every machine: a micro-batch takes half a second, long beside a message."""
 MICROBATCH, MICROBATCHES = 4, 30
-"""Thirty are divisible by five and by six machines. A step of all takes some three seconds."""
+"""Micro-batches of a step, divisible by five and by six machines. A step of all takes some three seconds."""
 LOCAL_MICROBATCHES = 2
 """A step of one member takes a second, and the usual twenty between two rounds take twenty."""
 SAMPLE_SECONDS = 0.25
 """The interval at which each machine's activity is recorded."""
 CALM_SECONDS, PHASE_LOOK_SECONDS = 15.0, 0.01
-"""Between a death and the next event, when each falls into a phase; the interval at which the phase is
+"""The time between a death in a given phase and the next event, and the interval at which the phase is
 checked."""
 STEPS_MAX = 1_000_000
 READY_SECONDS_MAX = 120.0
@@ -59,8 +59,8 @@ NETWORK = NetworkModel()
 
 @dataclass
 class Death:
-    """`phase` is the committer's. `stalled_seconds` is the delay of the next committed step; in local mode
-    nobody waits, so it is 0 there."""
+    """`phase` is the committer's. `stalled_seconds` is the delay of the next committed step; in local mode no
+    machine waits, so it is 0 there."""
 
     at: float
     why: str
@@ -174,7 +174,7 @@ class Play:
     def __init__(
         self, wanted: dict[str, Any], seconds: float, seed: int, phases: tuple[str, ...] = ()
     ) -> None:
-        """With `phases` nobody comes and goes by itself: one machine is killed in each of these phases of the
+        """With `phases` no machine comes or goes by itself: one is killed in each of these phases of the
         committer."""
         self.found = Found()
         self._phases = phases

@@ -24,7 +24,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 STEPS, MICROBATCHES, HELD_OUT = 3, 2, 4
 EXACT_MAX = 1e-9
-"""Of every tensor of float64, relative."""
+"""The tolerance of every float64 tensor, relative."""
 
 
 def trained_on_nodes(case: Case, captured: Captured, dtype: torch.dtype, microbatch: int) -> float:

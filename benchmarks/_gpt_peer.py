@@ -2,8 +2,8 @@
 
     python benchmarks/_gpt_peer.py KIND NUMBER COUNT FOLDER
 
-KIND is `ours`, `hivemind` (with the packages that PEERLOOM_HIVEMIND names) or `silent`, which talks to
-nobody. Reads one JSON document a line, answers with one.
+KIND is `ours`, `hivemind` (with the packages that PEERLOOM_HIVEMIND names) or `silent`, which has no peers.
+Reads one JSON document a line, answers with one.
 """
 
 import json

@@ -26,11 +26,11 @@ from partition.capture.models.simple_cnn import SimpleCNN
 Array = NDArray[Any]
 BETAS = (0.9, 0.999)
 ROUND_STEPS = 3.0
-"""The time of a round of averaging, in steps, where nobody waits for it."""
+"""The time of a round of averaging in steps, during which no member waits."""
 UNBALANCED = (0.8, 1.25)
 """The relative likelihood of holding out a class's samples in a new partition: drawn for each class."""
 PACES = (0.8, 1.25)
-"""Seconds of a step, of members that wait for nobody: drawn anew for each seed."""
+"""The seconds of a step of members that do not wait for others: drawn anew for each seed."""
 
 torch.set_num_threads(1)
 

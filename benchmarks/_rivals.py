@@ -44,7 +44,7 @@ Perform = Callable[[str, int], list[float]]
 """Does a named job this many times; returns the seconds of each."""
 STAGES = 2
 BUSY_STEP = 0
-"""Of the micro-batches that a stage computes endlessly, to measure the time of each."""
+"""The step whose micro-batches a stage computes endlessly, to measure the time of each."""
 
 
 @dataclass(frozen=True)

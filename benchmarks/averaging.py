@@ -47,7 +47,7 @@ RATIO_GOALS = {10: 2.5, 50: 2.0}
 RIVAL_GOAL = 5.0
 MEMORY_GOAL, INT8_GOAL = 3.3, 0.01
 ROBUST_GOAL = 1.15
-"""Relative to a round by the mean in the same turn: the cost of the rule where nobody lies."""
+"""The time relative to a round by the mean in the same turn: the cost of the rule without liars."""
 TURNS = 3
 ANSWER_SECONDS = 300.0
 
@@ -142,7 +142,7 @@ def turn(pipes: list[Connection], kind: str, items: int) -> tuple[float, float, 
 
 
 class Hivemind:
-    """As many averagers of hivemind, for vectors of one size."""
+    """The same number of hivemind's averagers, for vectors of one size."""
 
     def __init__(self, processes: int, millions: int) -> None:
         script = Path(__file__).with_name("_hivemind_averager.py")
@@ -287,7 +287,7 @@ def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
 
 
 def main() -> None:
-    """Run it."""
+    """Run the benchmark."""
     numbers = {"processes": "these numbers of processes alone", "millions": "these sizes alone, in millions"}
     options = arguments("averaging by whole nodes beside gloo", numbers)
     rows: list[dict[str, Any]] = []

@@ -36,7 +36,7 @@ LLAMA_SECONDS_MAX = 20
 LLAMA_TOKENS = 64
 RATIO_MAX = 1.3
 BYTES_MAX = 1 << 30
-"""Beside the model."""
+"""The limit of memory beside the model."""
 TIMEOUT_SECONDS = 1_200
 
 

@@ -9,9 +9,9 @@ machines present, whether they were in the run or not.
 Each machine's activity is recorded four times a virtual second: it trains, evaluates, applies a step, joins
 (has not worked in this life), is not in the plan, or waits for others. A death's phase is the committer's, in
 local mode the machine's own. Almost all fall into the longest phase, so in exact mode a machine is also
-killed in each phase, while nobody else comes or goes ("placed"); in the last evaluation's phase the end of
-the run stalls. Not measured here: the death of the node that feeds and commits (tests/test_exactness.py),
-several stages, machines that differ, real networks.
+killed in each phase, while no other comes or goes ("placed"); in the last evaluation's phase the end of the
+run stalls. Not measured here: the death of the node that feeds and commits (tests/test_exactness.py), several
+stages, machines that differ, real networks.
 
 Best in exact mode: 0.81 in half an hour (seed 1), about 0.77 in 41 minutes (seed 2). The remaining losses: in
 each step of 3.2 s no machine computes for half a second (3.19 s with six machines, 3.73 s with five; not

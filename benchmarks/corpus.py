@@ -55,7 +55,7 @@ from tests.zoo.equivalence import (
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "corpus.md"
 MODEL_SECONDS_MAX = 240
-"""Of CPU."""
+"""The limit of one model, in seconds of CPU."""
 CAPTURED_MIN, TRAINABLE_MIN = 0.95, 0.90
 """Shares of the models that torch exports."""
 FLOAT32_STEP_MAX = 1e-4

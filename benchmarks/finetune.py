@@ -36,9 +36,9 @@ from partition.capture.trees import form_of
 STEPS, BATCH, MICROBATCH, RATE, SEED = 12, 16, 4, 3e-3, 5
 TRAIN, TEST = 60, 20
 DIFFERENCE_MAX = 5e-5
-"""Relative, of losses: four digits."""
+"""The relative tolerance of losses: four digits."""
 WEIGHTS_MAX = 2e-4
-"""Relative, of all weights as one vector."""
+"""The relative tolerance of all weights as one vector."""
 RUN = """
 model = "{model}"
 data = "{data}"

@@ -61,7 +61,7 @@ REAP_SECONDS = 5.0
 PART_BYTES = 256 << 10
 """Bytes read at once: as much as the kernel buffers on a link."""
 YIELD_BYTES = 1 << 20
-"""The loop copies this much in half a millisecond."""
+"""Bytes copied without a pause: the loop copies this much in half a millisecond."""
 _REAP_POLL_SECONDS = 0.002
 _STDERR_TAIL_BYTES = 2_000
 _LAST_LINE_MAX = 200

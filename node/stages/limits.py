@@ -18,9 +18,9 @@ from partition.stage import Admitted, StageSpecification
 from partition.stage_layout import arena_bytes, message_bytes_max, payload_bytes_max
 
 START_SECONDS = 60.0
-"""Until the process has loaded torch, which alone takes five seconds on a busy machine."""
+"""The time limit for loading torch, which alone takes five seconds on a busy machine."""
 ANSWER_SECONDS = 60.0
-"""For any answer, in addition to its work: the machine may be busy with something else."""
+"""The time added to each answer's work: the machine may be busy with something else."""
 SLOW_FLOPS_PER_SECOND = 5e7
 """A core of a small board is a hundred times as fast. Anything slower than this counts as frozen."""
 SLOW_BYTES_PER_SECOND = 2e7
@@ -35,9 +35,10 @@ between."""
 PROCESS_BYTES = 256 << 20
 """In addition to tensors: modules loaded late, the interpreter's objects and fragmentation."""
 HEAP_SLACK = 8
-"""One part in this many in addition: unused memory between a heap's pieces, which counts all the same."""
+"""The divisor of a further share: unused memory between a heap's pieces, which also counts."""
 GRAPH_FACTOR = 256
-"""A byte of an encoded graph as objects, the dry run's and the interpreter's: 140 were measured."""
+"""The bytes of objects for each byte of an encoded graph, in the dry run and the interpreter: 140 were
+measured."""
 GRAPH_MEMORY_BYTES_MAX = 1 << 30
 """More than any admitted graph takes; a senseless graph of many nodes must fail early."""
 THREAD_BYTES = 16 << 20
@@ -123,7 +124,7 @@ class ProcessWatch:
         self.begin(0.0, "")
 
     def begin(self, seconds: float, what: str) -> None:
-        """Begin: an answer is owed from now on, for at most `seconds`."""
+        """Start the watch: an answer is owed from now on, for at most `seconds`."""
         now = trio.current_time()
         self._complaint = f"the stage's process {what} within {seconds:g} s"
         self._until = now + seconds

@@ -125,7 +125,7 @@ class Spare:
         return int(memory.rss) - int(getattr(memory, "shared", 0))
 
     def keep(self, threads: int, device: str) -> None:
-        """Keep one ready from now on, or soon. Raises OSError: no process can be started."""
+        """Keep a process ready from now on, or soon. Raises OSError: no process can be started."""
         kept = self._program
         if kept is not None and kept.is_alive and (kept.threads, kept.device) == (threads, device):
             return
@@ -141,7 +141,7 @@ class Spare:
         return kept
 
     def drop(self) -> None:
-        """Keep none."""
+        """Keep no process."""
         kept, self._program = self._program, None
         if kept is not None:
             kept.discard()

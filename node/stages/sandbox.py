@@ -47,7 +47,7 @@ _PACKAGES = ("crypto", "node", "partition")
 
 _PR_SET_NO_NEW_PRIVS = 38
 _O_PATH = getattr(os, "O_PATH", 0)
-"""Linux and Landlock alone have it."""
+"""Only Linux with Landlock has it."""
 _CLONE_NEWNET, _CLONE_NEWUSER = 0x40000000, 0x10000000
 _SECCOMP = {"x86_64": 317, "aarch64": 277}
 _SECCOMP_SET_MODE_FILTER, _SECCOMP_TSYNC = 1, 1
