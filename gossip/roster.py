@@ -134,8 +134,8 @@ class Entered:
 
 @dataclass(frozen=True)
 class Left:
-    """A peer takes no part any more; `reason` is for people. Where it `is_far` it still does, but others are
-    kept in its place."""
+    """A peer no longer takes part; `reason` is for people. If it `is_far` it still does, but others are kept
+    in its place."""
 
     run: bytes
     peer: PeerId

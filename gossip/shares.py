@@ -12,8 +12,8 @@ from gossip.messages import MEMBERS_MAX, AliveFact
 from gossip.table import MemberRow
 
 SHARES = 4
-"""Once the list is half full, one source has at most this share of it: one introducer, or one network (an
-IPv4 address, a /64) of members without one. Until then an honest first seed may name a thousand."""
+"""Once the list is half full, one source has at most one part in this many: one introducer, or one network
+(an IPv4 address, a /64) of members without one. Until then an honest first seed may name a thousand."""
 SHARE_MIN = 64
 """The members that one machine may always have, however short the list."""
 

@@ -22,7 +22,7 @@ DEPTH_MAX = 128
 """The most bits of a prefix, beyond any swarm's size; a message with more is refused while decoding."""
 
 LOPSIDED_SHARE = 8
-"""A half with less than this share of a scope's members counts as unknown."""
+"""A half with less than one part in this many of a scope's members counts as unknown."""
 
 Place = Callable[[PeerId], int]
 """Returns the key of a peer as a number of KEY_BITS bits, spread as evenly as a hash. It is called often, for

@@ -55,7 +55,7 @@ NEIGHBOURS_MAX = 1_024
 RETELL_SECONDS = 300.0
 """A neighbour that is still heard is reported again after this time: it may have been away."""
 NEWS_PER_MINUTE_MAX = 60
-"""Neighbours reported at once: each may cost a dial. Others are reported when they are heard again."""
+"""Neighbours reported a minute: each may cost a dial. Others are reported when they are heard again."""
 TOLD_MAX = 256
 """Own addresses that earlier beacons named: those of a laptop that was carried through many networks."""
 SOURCES_MAX = 256

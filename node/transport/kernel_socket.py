@@ -14,7 +14,7 @@ from node.transport.handshake import KEEPALIVE_SECONDS
 KEEPALIVE_QUESTIONS = 3
 """The number of keepalive probes to a silent machine, ten seconds apart, after half a minute."""
 REPEATED_MIN = 2
-"""The least: one packet may always be on its way."""
+"""The least number of repeats that count: one packet may always be on its way."""
 
 _TCP_INFO_BYTES = 60
 _RETRANSMITS_AT, _PROBES_AT, _LAST_ACK_AT = 2, 3, 56

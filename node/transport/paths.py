@@ -28,7 +28,8 @@ from node.transport.streams import SecureStream
 from node.transport.tcp import Connection
 
 IDLE_SECONDS = 60.0
-"""How long a path without a channel is kept: a neighbour is asked again within this time."""
+"""How long a path without a channel is kept: a neighbour is asked again within this time. An unused path must
+not hold a relay's place."""
 RELAYED_IDLE_SECONDS = 15.0
 """The same for a relayed path; a relay carries a bounded number. In a swarm of a hundred members behind
 routers each asks another one every few seconds, and the same one again only long after."""

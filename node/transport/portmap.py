@@ -19,8 +19,8 @@ REFRESH_SECONDS = 60.0
 """The interval of renewals: three packets to the router, and a reboot is noticed within this time."""
 FIRST_WAIT_SECONDS = 0.25
 TRIES_MAX = 6
-"""The first wait; each further one is twice as long, as in the RFCs. That makes eight seconds and three turns
-of both protocols; most routers that have not answered by then never do."""
+"""The first wait, and the number of requests; each further wait is twice as long, as in the RFCs. That makes
+eight seconds and three turns of both protocols; most routers that have not answered by then never do."""
 LATER_SECONDS = 600.0
 """The pause before a silent or refusing router is asked again: its settings may have changed."""
 ANSWER_BYTES_MAX = 1_100

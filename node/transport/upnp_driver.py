@@ -52,7 +52,7 @@ EXCHANGE_SECONDS = 5.0
 ANSWERS_MAX = 16
 """Answers to a search that are read: one for each of the router's services, or more."""
 PORTS_TRIED = 3
-"""Further ports to request if other machines have the first."""
+"""Ports to request in turn if other machines have the first."""
 _CHUNK_BYTES = 2**14
 _FAILURES = (UpnpFault, OSError, h11.ProtocolError, trio.TooSlowError, trio.BrokenResourceError)
 """The exceptions that a call to a router may raise."""
