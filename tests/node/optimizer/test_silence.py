@@ -4,9 +4,11 @@ Real nodes in threads of this process. The tests count delayed rounds, not secon
 """
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from math import log2
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,10 @@ BATCH: Options = {"target_batch_size": 64, "window_seconds": 5.0}
 LOCAL: Options = {"local_steps": 4, "window_seconds": 5.0}
 ROUNDS = 10
 HELD_UP_MAX = 5
-"""The most delayed rounds: one or two are usual, more where a slow machine lets back-offs end meanwhile."""
+"""The most delayed rounds: one or two are usual."""
+BACKOFF_SECONDS = 5.0
+"""About the time that a silent member is left out at first, doubled each time: on a machine on which the
+rounds take twice as long, one more try falls within them."""
 LONE_STEPS = 6
 
 
@@ -105,14 +110,16 @@ def test_a_silent_member_delays_few_rounds(
         until(lambda: all(each.optimizer.stats.peers == 2 for each in members))
         rounds = [each.optimizer.stats.rounds for each in members]
         before = [len(wishes(each.me)) for each in members]
+        began = time.monotonic()
         until(
             lambda: all(
                 each.optimizer.stats.rounds >= count + ROUNDS
                 for each, count in zip(members, rounds, strict=True)
             )
         )
+        tries = int(log2(max(1.0, (time.monotonic() - began) / BACKOFF_SECONDS)))
         for each, count in zip(members, before, strict=True):
-            assert held_up(wishes(each.me)[count:], peer_of(nodes[2])) <= HELD_UP_MAX
+            assert held_up(wishes(each.me)[count:], peer_of(nodes[2])) <= HELD_UP_MAX + tries
     finally:
         silent.close()
 
