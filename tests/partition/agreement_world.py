@@ -434,8 +434,9 @@ class World:
     def agrees(self) -> bool:
         """Whether every member on the newest plan's roster knows it."""
         plan = self.newest()
-        cores = [self.members[PeerId(each)].core for each in plan.roster]
-        return all(core is not None and core.head == plan for core in cores)
+        # A newcomer whose plan was just chosen may not have heard of it yet.
+        members = [self.members.get(PeerId(each)) for each in plan.roster]
+        return all(each is not None and each.core is not None and each.core.head == plan for each in members)
 
     def check_liveness(self) -> None:
         """After healing, all agree, and what the committee wishes for is decided soon."""
