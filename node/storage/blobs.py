@@ -30,7 +30,7 @@ BLOB_BYTES_MAX = 2 << 20
 """One message on a stream, whole in memory at both ends. Chunks of a state take a MiB; the longest list of
 chunks (`node.protocols.checkpoint`) has 1.5."""
 GUEST_PINS_MAX = 4_096
-"""However small: every blob is a file."""
+"""The most pins of guests, even if they hold few bytes: every blob is a file."""
 PIN_BYTES_MAX = 16 << 20
 """The file of one pin, which is this node's own: four times the hashes of the largest stage."""
 _FOLDER = "blobs"

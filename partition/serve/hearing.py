@@ -38,7 +38,7 @@ class Hearing:
             self._heard_at[peer] = now
 
     def end(self, peer: PeerId) -> None:
-        """A peer serves no generation any more."""
+        """Forget a peer that serves no generation any more."""
         self._heard_at.pop(peer, None)
 
     def silent(self, now: float, generations: Iterable[OpenGeneration]) -> list[tuple[PeerId, str]]:

@@ -76,14 +76,16 @@ class RestingSessions:
         return [] if rested is None else let_go([rested], besides)
 
     def ended(self, sender: PeerId, session: bytes) -> Sends:
-        """A stage has let go of a session that rested. Raises RemoteProtocolError: it was another's."""
+        """Note that a stage no longer keeps a resting session. Raises RemoteProtocolError: the sender has no
+        part in it."""
         rested = self._prefixes.resting_session(session)
         if rested is not None and sender not in rested.route:
             raise RemoteProtocolError("the end of a session of others")
         return self.forget(session, besides=sender)
 
     def lost(self, peer: PeerId, told: PeerId | None) -> Sends:
-        """A provider is lost: its sessions are no more, and the others' parts go, unless a peer is `told`."""
+        """Drop the sessions of a lost provider; the other stages forget those that rest, except at a peer
+        that is `told` already."""
         return let_go(self._prefixes.drop_peer(peer), besides=told)
 
     def wake(self, now: float, told: Container[PeerId]) -> Sends:
