@@ -1,9 +1,9 @@
-"""Runs that are submitted at once to providers that are all free, in virtual time and without a node.
+"""Bursts of runs, submitted at the same time to providers that are all free. Virtual time, without nodes.
 
 Requesters behave as nodes do: they ask all providers, and ask again after a contest and at intervals. The
 greedy requester asks first and more often, for as many runs as there are providers, at priority 9. If it
-`is_polite`, it wants as many runs but follows the protocol: its use is that of an honest requester that wants
-more than the others.
+`is_polite`, it submits as many runs but follows the protocol; its use is then the use of an honest requester
+that wants more than the others.
 """
 
 import heapq
@@ -19,13 +19,15 @@ from node.placement.waiting import AGAIN_SECONDS_MAX, AGAIN_SHARE, GOSSIP_GRACE_
 GREEDY = "greedy"
 RUN_SECONDS = 60.0
 ALL_ASKED_SECONDS = 30.0
-"""A waiting run asks full providers this rarely; in between it asks only those with a free slot."""
+"""Seconds between two requests of a waiting run to all providers, full ones included. In between, the run
+asks only providers with a free slot."""
 
 
 @dataclass(frozen=True)
 class Burst:
-    """`honest` requesters submit `runs` each within a second; the greedy one keeps `outstanding` submitted.
-    With `are_seniors`, the providers have known the honest requesters for long.
+    """Parameters of a burst. Each of the `honest` requesters submits `runs` runs within a second; the greedy
+    requester keeps `outstanding` runs submitted. If `are_seniors`, the providers have known the honest
+    requesters for a long time.
     """
 
     seed: int
@@ -53,15 +55,16 @@ class _Run:
 
 @dataclass
 class BurstWorld:
-    """One burst: `begun` counts the runs of each requester that were served while all honest ones had waiting
-    runs; `seconds` is the time that each used until the last honest run began.
+    """One burst. `begun` counts the runs of each requester that started while all honest requesters still had
+    waiting runs. `seconds` is the slot time that each requester used until the last honest run began.
     """
 
     burst: Burst
     begun: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
     held_seconds: float = 0.0
-    """The greedy requester's use, and its max-min fair share of all used slots."""
+    """Slot seconds that the greedy requester used; `due_seconds` is its max-min fair share of all used
+    slots."""
     due_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -83,7 +86,7 @@ class BurstWorld:
         self._left = Counter({f"h{number}": burst.runs for number in range(burst.honest)})
 
     def play(self) -> "BurstWorld":
-        """Play until the last honest run has begun."""
+        """Advance time until the last honest run has begun."""
         for owner, runs in self._left.items():
             if self.burst.are_seniors:
                 for turns in self._providers:
@@ -112,15 +115,16 @@ class BurstWorld:
 
     @property
     def share(self) -> float:
-        """Return the greedy requester's use relative to the mean of the honest ones. It exceeds 1 in a fair
-        world too: once the honest requesters are satisfied, the slots go to the others.
+        """Return the greedy requester's use relative to the mean of the honest requesters. The ratio exceeds
+        1 even in a fair world, because the greedy requester gets the slots that are left once the honest ones
+        are satisfied.
         """
         honest = sum(self.seconds.values()) - self.seconds[GREEDY]
         return self.seconds[GREEDY] * self.burst.honest / honest
 
     @property
     def due_share(self) -> float:
-        """Return the greedy requester's use relative to its max-min fair share at each moment."""
+        """Return the greedy requester's use relative to its max-min fair share, summed over all moments."""
         return self.held_seconds / self.due_seconds
 
     def _charge(self, seconds: float) -> None:

@@ -1,7 +1,8 @@
 """A process that fences itself in and then acts as an intruder: `python -m tests.node.fenced`.
 
-Its arguments are the device and a file that it must not read. Its scratch folder is the current one. It
-prints as JSON which fences hold, and for each attempt the error's name or `done`.
+Its arguments are the device and a file that it must not read; its scratch folder is the current folder. It
+prints JSON: which fences hold, and for each attempt the name of the error, or `done` if the attempt
+succeeded.
 """
 
 import ctypes
@@ -82,7 +83,7 @@ def _arithmetic() -> dict[str, Callable[[], object]]:
         assert image.grad is not None
 
     def load() -> None:
-        # Both bring libraries and modules that nothing has used yet.
+        # Both attempts load libraries and modules that nothing has used yet.
         assert torch.linalg.svd(torch.eye(8))[1].sum() == 8
         from torch._subclasses.fake_tensor import FakeTensorMode
 

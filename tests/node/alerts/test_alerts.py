@@ -1,5 +1,5 @@
-"""Alerts: when a rule holds, that it is reported once and cleared, and how webhooks and commands
-are called.
+"""Alerts: when each rule raises one, that it is reported once and cleared, and how webhooks and commands are
+called.
 """
 
 import json
@@ -52,7 +52,7 @@ def test_a_healthy_node_raises_nothing() -> None:
     assert kinds(watching(*run_events(steps=100))) == set()
 
 
-def test_a_loss_that_is_not_finite_keeps_its_alert() -> None:
+def test_an_alert_for_a_non_finite_loss_stays_raised() -> None:
     rules = watching(step(0), step(1, loss=math.nan))
     assert kinds(rules) == {"loss_not_finite"}
     rules.take(step(2))
@@ -95,7 +95,7 @@ def test_a_full_disk_wrong_clock_and_bad_peer_are_reported() -> None:
     assert kinds(rules, monotonic=1_000.0, wall=STARTED + 1_100.0, protocol_errors=1_000) == set()
 
 
-def test_watched_runs_are_bounded() -> None:
+def test_the_number_of_watched_runs_is_bounded() -> None:
     rules = AlertRules()
     for number in range(500):
         rules.take(
@@ -117,7 +117,7 @@ async def serve_once(listener: trio.SocketListener, received: list[bytes]) -> No
         await client.send_all(b"HTTP/1.1 204 \r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
 
 
-async def test_an_alert_is_an_event_a_post_and_a_command(tmp_path: Path) -> None:
+async def test_an_alert_is_sent_as_an_event_a_webhook_and_a_command(tmp_path: Path) -> None:
     out = tmp_path / "told"
     command = tmp_path / "tell.sh"
     lines = ["#!/bin/sh", f'echo "$PEERLOOM_ALERT_KIND $PEERLOOM_ALERT_IS_RAISED" >> {out}.half']
@@ -161,27 +161,27 @@ def test_an_alert_is_reported_once_and_cleared_once() -> None:
 
 
 @pytest.mark.parametrize("text", ["ftp://x/", "javascript:1", "http://", "nothing"])
-def test_only_http_urls_are_webhooks(text: str) -> None:
+def test_a_webhook_must_be_an_http_url(text: str) -> None:
     with pytest.raises(UsageError):
         config.resolve({"alert_webhook": text}, {})
 
 
-def test_a_run_below_its_goal_raises_an_alert_after_the_stated_time() -> None:
+def test_a_run_below_its_goal_long_enough_raises_an_alert() -> None:
     goal = RunGoalSet(at=STARTED, run=RUN, samples_per_second=10.0, seconds=20)
 
     def now(rules: AlertRules, seconds: float) -> set[str]:
         return kinds(rules, wall=STARTED + seconds, monotonic=seconds)
 
     slow = watching(step(0), goal, *(step(number) for number in range(1, 31)))  # 8 samples per second
-    assert now(slow, 15) == set(), "the run has not trained for that long"
+    assert now(slow, 15) == set(), "an alert was raised before the goal's time had passed"
     assert now(slow, 30) == {"run_below_goal"}
     fast = watching(step(0), goal, *(step(number) for number in range(1, 31)))
     for number in range(1, 31):
         fast.take(step(number))  # twice as many samples per step
     assert now(fast, 30) == set()
-    assert now(fast, 60) == {"run_below_goal"}, "a run without a step has no rate"
+    assert now(fast, 60) == {"run_below_goal"}, "a run that made no step for a while raised no alert"
     assert now(watching(step(0), *(step(number) for number in range(1, 31))), 60) == set(), (
-        "the run has no goal"
+        "a run without a goal raised an alert"
     )
 
 
@@ -193,5 +193,7 @@ def test_a_paused_run_is_not_below_its_goal() -> None:
     assert kinds(rules, wall=STARTED + 40, monotonic=40) == set()
     rules.take(resumed)
     rules.take(step(55))
-    assert kinds(rules, wall=STARTED + 60, monotonic=60) == set(), "the measurement starts again"
+    assert kinds(rules, wall=STARTED + 60, monotonic=60) == set(), (
+        "the time before the pause counted toward the alert"
+    )
     assert kinds(rules, wall=STARTED + 80, monotonic=80) == {"run_below_goal"}

@@ -36,7 +36,7 @@ def settings(folder: Path, name: str) -> config.Config:
 
 @asynccontextmanager
 async def nodes(folder: Path, count: int, parts: Parts | None = None) -> AsyncIterator[list[Node]]:
-    """Nodes that know each other."""
+    """Yield nodes that know each other."""
     async with AsyncExitStack() as stack:
         found: list[Node] = []
         for number in range(count):
@@ -67,7 +67,7 @@ async def average_all(
     return [result for result in results if result is not None]
 
 
-async def test_four_nodes_hold_the_same_weighted_mean_and_name_its_members(tmp_path: Path) -> None:
+async def test_four_nodes_get_one_weighted_mean_and_name_its_members(tmp_path: Path) -> None:
     generator = np.random.default_rng(1)
     given: list[dict[str, Any]] = [
         {"w": generator.normal(size=(300, 1_000)).astype(np.float32), "b": generator.normal(size=7)}
@@ -92,7 +92,7 @@ async def test_four_nodes_hold_the_same_weighted_mean_and_name_its_members(tmp_p
         contribution = found[0].runs.receipts.contribution(found[1].peer)
         assert contribution.averaged > 0
         assert 1.0 < contribution.weight <= UNPROVEN_WEIGHT_MAX
-        # A second round under the same name, with other numbers.
+        # A second round under the same name, with different values.
         again = await average_all(
             found, [{name: 2 * array for name, array in each.items()} for each in given]
         )
@@ -100,7 +100,7 @@ async def test_four_nodes_hold_the_same_weighted_mean_and_name_its_members(tmp_p
         np.testing.assert_allclose(again[0].tensors["w"], sum(2 * each["w"] for each in given) / 4, atol=1e-6)
 
 
-async def test_torch_tensors_come_back_as_tensors_of_their_types(tmp_path: Path) -> None:
+async def test_torch_tensors_are_returned_with_their_types(tmp_path: Path) -> None:
     given = [{"w": torch.full((3,), float(n), dtype=torch.bfloat16), "v": torch.ones(2)} for n in range(2)]
     async with nodes(tmp_path, 2) as found:
         first, second = await average_all(found, given)
@@ -109,7 +109,7 @@ async def test_torch_tensors_come_back_as_tensors_of_their_types(tmp_path: Path)
     assert first.tensors["v"].dtype == torch.float32
 
 
-async def test_other_shapes_are_refused_with_the_reason(tmp_path: Path) -> None:
+async def test_different_shapes_are_refused_with_the_reason(tmp_path: Path) -> None:
     async with nodes(tmp_path, 2) as found:
         results: list[AveragingResult] = []
 
@@ -144,7 +144,7 @@ async def test_unsupported_tensors_are_refused_by_name(
 
 
 @pytest.mark.slow
-async def test_a_node_that_dies_in_a_round_reports_no_false_success(tmp_path: Path) -> None:
+async def test_no_success_is_reported_if_a_node_dies_in_a_round(tmp_path: Path) -> None:
     given = [{"w": np.full(2_000_000, n, np.float32)} for n in range(3)]
     numbers: dict[str, int] = {}
     results: list[AveragingResult] = []
@@ -156,7 +156,7 @@ async def test_a_node_that_dies_in_a_round_reports_no_false_success(tmp_path: Pa
     async with nodes(tmp_path, 2) as found, trio.open_nursery() as nursery:
         own = settings(tmp_path, "third")
         seeds = (parse_address(found[0].addresses[0]),)
-        # Cancelled without a goodbye, once part of its tensor was sent.
+        # Cancel the task without a goodbye, after part of its tensor has been sent.
         async with (
             trio.open_nursery() as dying,
             Node(replace(own, join=config.JoinSettings(lan=False, seeds=seeds))) as third,
@@ -178,7 +178,7 @@ async def test_a_node_that_dies_in_a_round_reports_no_false_success(tmp_path: Pa
     assert len({result.tensors["w"].tobytes() for result in results if result.is_averaged}) <= 1
 
 
-async def test_participants_without_each_other_in_view_meet_by_their_records(tmp_path: Path) -> None:
+async def test_participants_missing_from_each_others_view_meet_through_their_records(tmp_path: Path) -> None:
     crowds: dict[PeerId, list[PeerId]] = {}
 
     def make(
@@ -190,7 +190,7 @@ async def test_participants_without_each_other_in_view_meet_by_their_records(tmp
     async with nodes(tmp_path, 3, {Averaging: make}) as found:
         third = found[2].peer
         for node in found[:2]:
-            # As in a large swarm: each list holds a peer that does not participate, and not the other
+            # As in a large swarm, each node's list holds a peer that does not participate and lacks the other
             # participant.
             crowds[node.peer] = [node.peer, third]
         results = await average_all(found[:2], [{"w": np.ones(4)}, {"w": np.zeros(4)}])

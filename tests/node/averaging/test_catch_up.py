@@ -1,4 +1,4 @@
-"""How fast a late peer fetches the state of a run, from one peer and from four, over capped uploads."""
+"""How fast a late peer fetches the state of a run over capped uploads, from one peer and from four."""
 
 import os
 from collections.abc import Awaitable, Callable
@@ -31,12 +31,12 @@ from sim.worlds.scheduling import run_virtually
 PARAMETERS = int(os.environ.get("PEERLOOM_CATCH_UP_PARAMETERS", "4_000_000"))
 FULL_PARAMETERS, FULL_MBIT = 50_000_000, 50.0
 UPLOAD_MBIT = FULL_MBIT * PARAMETERS / FULL_PARAMETERS
-"""This rate makes a smaller state take as long as the full one does over 50 Mbit/s."""
+"""Upload rate at which the small state of this test takes as long as a full-size state over 50 Mbit/s."""
 RUN, SIGNATURE = bytes(32), bytes([1]) * 32
 
 
 async def seconds_from(donors: int, snapshot: Snapshot) -> float:
-    """Return the virtual seconds until the state has arrived."""
+    """Return the virtual seconds until the whole state has arrived."""
     model = NetworkModel(access=(Access(share=1.0, up_mbit_per_second=UPLOAD_MBIT),))
     fabric = SimNetworkFabric(SimLinks(model, 1))
     networks = [fabric.attach(Identity(bytes([number + 1]) * 32).peer) for number in range(donors + 1)]
@@ -71,7 +71,7 @@ async def seconds_from(donors: int, snapshot: Snapshot) -> float:
     return seconds
 
 
-def test_four_peers_hand_a_state_over_three_times_as_fast_as_one() -> None:
+def test_four_peers_deliver_a_state_three_times_as_fast_as_one() -> None:
     vector = np.frombuffer(Random(1).randbytes(4 * PARAMETERS), np.uint8)
     snapshot = make_snapshot(1, 1, bytes(32), {"parameters": ("float32", (PARAMETERS,), vector)})
     found: dict[int, float] = {}
@@ -85,7 +85,7 @@ def test_four_peers_hand_a_state_over_three_times_as_fast_as_one() -> None:
     for donors in (1, 4):
         run_virtually(play(donors))
     megabit = 32 * PARAMETERS / 1e6
-    assert megabit / found[1] < 1.05 * UPLOAD_MBIT, "the cap holds"
+    assert megabit / found[1] < 1.05 * UPLOAD_MBIT, "the upload was faster than its cap"
     assert found[1] / found[4] >= 3.0, found
 
 
@@ -99,7 +99,7 @@ def test_states_of_impossible_or_unlikely_steps_are_rejected() -> None:
     run_virtually(play)
 
 
-def test_a_state_of_several_holders_precedes_a_newer_single_one() -> None:
+def test_a_state_of_several_holders_is_preferred_to_a_newer_single_one() -> None:
     def play(*steps: int, holders_min: int) -> tuple[int | None, int]:
         found: list[tuple[int | None, int]] = []
 
@@ -115,16 +115,18 @@ def test_a_state_of_several_holders_precedes_a_newer_single_one() -> None:
 
 
 def test_an_outlier_among_three_states_is_rejected() -> None:
-    """Each state is larger than the sample; the invented one claims the newest step."""
+    """Each state is larger than the sample that is compared. The forged state claims the newest step."""
     honest = [_drifted(1), _drifted(2)]
     lie = make_snapshot(10, 1, RUN, {"parameters": _of(np.ones(PARAMETERS, np.float32))})
     likely = LikelySteps(0, 10, is_nearest=True)
 
     async def play() -> None:
-        for seed in range(2):  # the newest step, with random values: it comes first in any order
+        for seed in range(2):  # the forged state has the newest step, so it comes first in any order
             for order in ([*honest, lie], [lie, *honest]):
                 assert await _fetched(order, likely=likely, seed=seed) == (5, 0)
-        assert (await _fetched([honest[0], lie], likely=likely))[0] in (5, 10), "two states give no majority"
+        assert (await _fetched([honest[0], lie], likely=likely))[0] in (5, 10), (
+            "two differing states did not leave the choice open"
+        )
 
     run_virtually(play)
 
@@ -141,8 +143,8 @@ def test_a_state_whose_sample_does_not_arrive_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_numbers_of_each_type_are_read_from_chunks_that_cut_arrays(dtype: Kind) -> None:
-    """An odd number of bytes comes first, so that numbers lie across the edges of chunks."""
+def test_arrays_are_read_from_chunks_whose_edges_cut_values(dtype: Kind) -> None:
+    """An odd number of bytes comes first, so that some values of each type cross the edge of a chunk."""
     count = 3 * CHUNK_BYTES // ITEM_BYTES[dtype]
     values = np.random.default_rng(1).integers(-64, 64, count).astype(np.float32)
     bits = (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -158,8 +160,8 @@ def test_numbers_of_each_type_are_read_from_chunks_that_cut_arrays(dtype: Kind) 
 
 
 def _drifted(seed: int) -> Snapshot:
-    """A state of a member that has trained alone: slightly different from the others, and larger than the
-    sample.
+    """Return a state of a member that has trained alone. It differs slightly from the other states and is
+    larger than the sample.
     """
     common = np.random.default_rng(0).normal(size=PARAMETERS).astype(np.float32)
     own = np.random.default_rng(seed).normal(size=PARAMETERS).astype(np.float32)
@@ -182,9 +184,9 @@ async def _fetched(
     seed: int = 1,
     kept: list[Snapshot] | None = None,
 ) -> tuple[int | None, int]:
-    """Return the step chosen among the offers and the number of refusals. A step is at most 1,000 and
-    plausible up to 10; None means that no step fits. `kept` are the states with available chunks, None for
-    all.
+    """Return the step chosen among the offers and the number of refused peers. The step is None if no offer
+    is acceptable: a step may be at most 1,000, and up to 10 is plausible. `kept` are the states whose chunks
+    can be fetched; None stands for all states.
     """
     fabric = SimNetworkFabric(SimLinks(NetworkModel(), 1))
     networks = [

@@ -1,4 +1,4 @@
-"""Declarations under one name by more peers than one DHT key holds. Whole nodes in virtual time."""
+"""More peers declare themselves under one name than one DHT key holds. Whole nodes in virtual time."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from sim.worlds.scheduling import run_virtually
 from tests.stack import Swarm, swarm
 
 KEPT = 4
-"""Fewer publishers than the 64 of a real key crowd out further ones here."""
+"""Maximum number of records per key in these tests (64 in production), so that few publishers fill a key."""
 NAMES = "abcdefghijkl"
 NAME = bytes(32)
 
@@ -27,7 +27,8 @@ def declarations(group: Swarm) -> dict[str, Declarations]:
 
 
 async def settle(found: list[Declarations], looks: int = 5) -> list[set[PeerId]]:
-    """Have all declare and look at once, as participants do; return the final view of each."""
+    """Have all peers declare themselves and look at the same time, as participants do. Return the final view
+    of each."""
     seen: dict[int, set[PeerId]] = {}
 
     async def follow(place: int) -> None:
@@ -42,19 +43,19 @@ async def settle(found: list[Declarations], looks: int = 5) -> list[set[PeerId]]
     return [seen[place] for place in range(len(found))]
 
 
-def test_all_declarers_are_seen_beyond_the_capacity_of_a_key() -> None:
+def test_all_declared_peers_are_seen_beyond_the_capacity_of_a_key() -> None:
     async def play() -> None:
         async with swarm(NAMES, parts=SMALL) as group:
             seen = await settle(list(declarations(group).values()))
             everybody = {node.peer for node in group.nodes.values()}
             assert all(each == everybody for each in seen), [len(each) for each in seen]
-            for node in group.nodes.values():  # and no key was asked to hold more than its limit
+            for node in group.nodes.values():  # no key was asked to hold more than its limit
                 assert len(await node.discovery.find("test", NAME)) < len(NAMES)
 
     run_virtually(play)
 
 
-def test_records_of_departed_peers_hide_nobody() -> None:
+def test_records_of_departed_peers_do_not_hide_others() -> None:
     async def play() -> None:
         async with swarm(NAMES, parts=SMALL) as group:
             all_of_them = declarations(group)

@@ -1,7 +1,8 @@
-"""A run of more participants than a node tracks: groups form by declarations in the DHT. Virtual time.
+"""A run with more participants than a node tracks: groups form by declarations in the DHT. Virtual time.
 
-Tracking six of eleven others, an estimate is off by a third (with 1,024 of them by 3 %). In one of the two
-alternating grids all twelve are in one cell, in the other seven and five are apart.
+A node that tracks six of the eleven others misjudges the number of participants by a third (by 3 % if it
+tracks 1,024). There are two alternating grids. In one of them all twelve peers are in one cell; in the other,
+seven are in one cell and five in another.
 """
 
 from functools import partial
@@ -25,7 +26,7 @@ ROUNDS = 5
 SIGNATURE = bytes([7]) * 32
 
 
-def test_unacquainted_peers_meet_by_their_group_key() -> None:
+def test_peers_unknown_to_each_other_meet_by_their_group_key() -> None:
     parts: Parts = {Averaging: partial(Averaging, participants_max=KEPT)}
     draws = np.random.default_rng(1)
     values: list[Any] = [draws.standard_normal(64) for _ in NAMES]
@@ -60,7 +61,7 @@ def test_unacquainted_peers_meet_by_their_group_key() -> None:
                 variances.append(float(np.var([value[0] for value in values])))
 
     run_virtually(main)
-    told = f"variances {variances}, sizes {sizes}, met {len(unknown)} that were not known"
+    told = f"variances {variances}, group sizes {sizes}, met {len(unknown)} peers that were not known before"
     assert len(unknown) > len(NAMES) // 2, told
     assert max(sizes) <= GROUP, told
     assert variances[-1] < 0.02 * variances[0], told

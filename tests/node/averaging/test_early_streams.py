@@ -1,4 +1,4 @@
-"""Limits on streams for attempts that a node does not take part in. Real nodes on loopback."""
+"""Limits on streams for averaging attempts that a node takes no part in. Real nodes on loopback."""
 
 from functools import partial
 from pathlib import Path
@@ -62,11 +62,11 @@ async def test_a_chunk_of_an_unknown_attempt_is_not_read(
             with trio.fail_after(20):
                 await few_left.wait()
             assert len(victim.averaging.early) == STREAMS_PER_PEER_MAX
-            assert not taken_bytes, "all streams were counted"
+            assert not taken_bytes, "a chunk of an unknown attempt was read"
             nursery.cancel_scope.cancel()
 
 
-async def test_a_silent_stream_loses_its_place(tmp_path: Path) -> None:
+async def test_a_silent_stream_loses_its_slot(tmp_path: Path) -> None:
     parts: Parts = {EarlyStreams: partial(EarlyStreams, seconds_max=0.2)}
     async with nodes(tmp_path, 2, parts) as (victim, hostile):
         victim.averaging.open("run", bytes(32))
@@ -76,7 +76,7 @@ async def test_a_silent_stream_loses_its_place(tmp_path: Path) -> None:
         assert not len(victim.averaging.early)
 
 
-async def test_a_crowd_of_ids_shuts_out_no_member() -> None:
+async def test_a_flood_from_many_ids_shuts_out_no_member() -> None:
     member = peer_of(0)
     early = EarlyStreams(lambda peer: 2 if peer == member else 1)
     outcomes: list[str] = []

@@ -1,6 +1,6 @@
-"""Whole nodes average in Moshpit's grid, in virtual time: as many rounds as the grid has axes.
+"""Whole nodes average in the grid of Moshpit SGD, in virtual time, for as many rounds as the grid has axes.
 
-PEERLOOM_GRID_PEERS and PEERLOOM_GRID_GROUP make it larger: 27 and 3 in `make soak`.
+PEERLOOM_GRID_PEERS and PEERLOOM_GRID_GROUP set the size: `make soak` uses 27 and 3.
 """
 
 import os
@@ -25,7 +25,7 @@ SIGNATURE = bytes([7]) * 32
 async def play(
     runs: list[Participation], values: list[Any], rounds: int, size_max: int = GROUP
 ) -> list[tuple[float, list[int]]]:
-    """Have all average, and return the variance over all peers and the group sizes after each round."""
+    """Have all nodes average. Return the variance over all peers and the group sizes after each round."""
     found = []
     wanted = RoundWish(window_seconds=2.0, patience_seconds=10.0, size_max=size_max)
     sizes: list[int] = []
@@ -72,8 +72,9 @@ def test_grid_nodes_agree_after_one_round_per_axis() -> None:
     assert all(value == pytest.approx(mean, abs=1e-6) for value in values), told
 
 
-def test_honest_nodes_of_a_grid_group_without_the_liars() -> None:
-    """Liars send a million in every round, after success and failure. In soak they are three of 27."""
+def test_honest_nodes_of_a_grid_form_groups_without_liars() -> None:
+    """In every round the liars send a value of a million, whether the previous round succeeded or failed. In
+    `make soak` three of 27 nodes lie."""
     names, size, liars = (NAMES, 9, 3) if len(NAMES) == 27 else (NAMES[:8], 4, 1)
     draws = np.random.default_rng(2)
     values: list[Any] = [draws.standard_normal(64) for _ in names]

@@ -1,4 +1,4 @@
-"""A late peer fetches the state that honest members hold, quickly, although two of five donors lie.
+"""A late peer quickly fetches the state that honest members hold, although two of five donors lie.
 
 PEERLOOM_MEMBER_SEEDS multiplies the number of seeds.
 """
@@ -24,17 +24,18 @@ SEEDS = range(80 * int(os.environ.get("PEERLOOM_MEMBER_SEEDS", "1")))
 RUN, SIGNATURE = bytes(32), bytes([1]) * 32
 HONEST, LIARS = 3, 2
 SECONDS_MAX = 120.0
-"""A silent holder costs eight seconds per chunk, and one that offers nothing ten."""
+"""Most seconds until the state is accepted. A silent holder costs eight seconds per chunk, and a holder that
+offers nothing costs ten."""
 
 
 def honest_state() -> Snapshot:
-    """A state of several chunks, after five steps."""
+    """Return a state of several chunks, after five steps."""
     vector = np.random.default_rng(1).normal(size=2 * CHUNK_BYTES // 4 + 100).astype(np.float32)
     return make_snapshot(5, 1, RUN, {"parameters": ("float32", vector.shape, vector.view(np.uint8))})
 
 
 async def fetched(seed: int, honest: Snapshot, said: set[str]) -> tuple[Snapshot, float]:
-    """Return the state that the newcomer accepts, and the seconds until then."""
+    """Return the state that the newcomer accepts, and the number of seconds until then."""
     rng = Random(seed)
     fabric = SimNetworkFabric(SimLinks(NetworkModel(), seed))
     me, *others = (

@@ -1,4 +1,4 @@
-"""Rounds with a target batch among peers that idle, are slow, or come and go. Virtual time."""
+"""Rounds with a target batch among peers that idle, are slow, or join and leave. Virtual time."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,8 @@ SLOWDOWN_MAX = 0.05
 
 
 class Trainer:
-    """A peer whose rounds are the steps of the run; when it is behind it continues at the others' step."""
+    """A peer whose rounds are the steps of the run. If the peer is behind, it continues at the step of the
+    others."""
 
     def __init__(self, run: Participation, step_seconds: float) -> None:
         self.run = run
@@ -32,7 +33,7 @@ class Trainer:
         )
 
     async def train(self, steps: int | None = None) -> None:
-        """Make this many steps of its own, or train for ever."""
+        """Take part in this many rounds, or train for ever if `steps` is None."""
         made = 0
         while steps is None or made < steps:
             self.tell(0)
@@ -49,8 +50,8 @@ class Trainer:
 
 
 def slowdown(names: str, others: Sequence[tuple[str, float, int | None]]) -> float:
-    """Return by which share a group of equal peers makes fewer rounds a second once `others` have joined:
-    each with its seconds per step, and its number of steps.
+    """Return how much less often a group of equal peers holds rounds once `others` have joined, as a share of
+    the rate without them. `others` are (name, seconds per step, number of steps).
     """
     rates: list[float] = []
 
@@ -77,14 +78,14 @@ def slowdown(names: str, others: Sequence[tuple[str, float, int | None]]) -> flo
     return 1 - rates[1] / rates[0]
 
 
-def test_a_peer_that_idles_after_one_step_costs_others_little() -> None:
+def test_a_peer_that_idles_after_one_step_barely_slows_others() -> None:
     assert slowdown("abc", [("i", STEP_SECONDS, 1)]) < SLOWDOWN_MAX
 
 
 @pytest.mark.slow
-def test_a_peer_that_idles_after_training_costs_others_little() -> None:
+def test_a_peer_that_idles_after_training_barely_slows_others() -> None:
     assert slowdown("abc", [("i", STEP_SECONDS, 20)]) < SLOWDOWN_MAX
 
 
-def test_a_peer_that_is_four_times_slower_costs_others_little() -> None:
+def test_a_peer_that_is_four_times_slower_barely_slows_others() -> None:
     assert slowdown("abc", [("s", SLOWNESS * STEP_SECONDS, None)]) < SLOWDOWN_MAX

@@ -1,4 +1,4 @@
-"""Peers that wish for a group before they know each other. Virtual time."""
+"""Peers that want to join an averaging group before they know each other. Virtual time."""
 
 import numpy as np
 import trio
@@ -23,8 +23,8 @@ async def hold(
     found[name] = await run.average(np.full(8, value), 1.0, wanted)
 
 
-def test_a_wish_reaches_peers_discovered_after_it_was_made() -> None:
-    """All start at once, so no wish has a recipient at first."""
+def test_a_wish_for_a_group_reaches_peers_discovered_later() -> None:
+    """All peers start at the same time, so at first no wish has a recipient."""
     found: dict[str, Round] = {}
 
     async def play() -> None:
@@ -39,11 +39,11 @@ def test_a_wish_reaches_peers_discovered_after_it_was_made() -> None:
 
     run_virtually(play)
     assert {name: made.error for name, made in found.items()} == dict.fromkeys("abcd", "")
-    assert {len(made.shares) for made in found.values()} == {4}, "the first to meet wait for all others"
+    assert {len(made.shares) for made in found.values()} == {4}, "a group formed before all peers had met"
     assert all(made.vector is not None and np.allclose(made.vector, 1.5) for made in found.values())
 
 
-def test_a_numbered_wish_reaches_a_peer_that_joins_later() -> None:
+def test_a_wish_with_a_round_number_reaches_a_peer_that_joins_later() -> None:
     found: dict[str, Round] = {}
     wanted = RoundWish(round=1, window_seconds=2.0, patience_seconds=60.0)
 
@@ -64,7 +64,7 @@ def test_a_numbered_wish_reaches_a_peer_that_joins_later() -> None:
 
 
 def test_a_first_group_waits_for_a_listed_peer_that_is_joining() -> None:
-    """The joining peer's report says that it has no state yet; a moment later it has one, and is ready."""
+    """The joining peer first reports that it has no state yet. A moment later it has a state and is ready."""
     found: dict[str, Round] = {}
 
     async def play() -> None:

@@ -1,5 +1,5 @@
-"""A member that signs two results of one round is proved to lie, by real nodes, and is excluded
-from the run.
+"""A member signs two results of one round. Real nodes receive proof of the lie and exclude the member from
+the run.
 """
 
 from contextlib import AsyncExitStack
@@ -37,7 +37,8 @@ ROOM = 16
 
 
 class TwoFaced(Attempt):
-    """A member that sends `victim` another reduced part than the others, under its own seal."""
+    """A member that sends `victim` a reduced part different from the part sent to the others, signed with its
+    own seal."""
 
     victim: Any = None
 
@@ -68,7 +69,7 @@ class TwoFaced(Attempt):
 
 
 @pytest.mark.slow
-async def test_a_double_sealer_stays_out_after_a_flood_and_a_restart(tmp_path: Path) -> None:
+async def test_a_member_that_sealed_twice_stays_out_after_flood_and_restart(tmp_path: Path) -> None:
     given = [{"w": np.full(ITEMS, float(number), np.float32)} for number in range(4)]
     lies: dict[PeerId, PeerId] = {}
 
@@ -88,7 +89,7 @@ async def test_a_double_sealer_stays_out_after_a_flood_and_a_restart(tmp_path: P
         results = await average_all(found, given, peers=3)
         honest = results[1:]
         vectors = {each.tensors["w"].tobytes() for each in honest if each.is_averaged}
-        assert len(vectors) <= 1, "all honest members hold the same bytes"
+        assert len(vectors) <= 1, "the honest members hold different bytes"
         with trio.fail_after(20):
             for events in told:
                 while not isinstance(event := await events.receive(), LiarProved):
@@ -97,7 +98,7 @@ async def test_a_double_sealer_stays_out_after_a_flood_and_a_restart(tmp_path: P
         lies.clear()
         again = await average_all(found[1:], given[1:], peers=2)
         assert [each.error for each in again] == [""] * 3
-        assert len(again[0].shares) == 3, "the liar takes no part"
+        assert len(again[0].shares) == 3, "the liar took part in the round"
         key = victim.averaging.runs[0].key
         await flood(found[2], victim, key)
         assert victim.averaging.proofs.is_out(key, liar.peer)
@@ -107,7 +108,7 @@ async def test_a_double_sealer_stays_out_after_a_flood_and_a_restart(tmp_path: P
 
 
 async def flood(teller: Node, victim: Node, run: bytes) -> None:
-    """Send `victim` proofs against more fresh keys than it has room for, each signed by its own key."""
+    """Send `victim` more proofs than it has room for, each against a fresh key and signed by that key."""
     with victim.watch() as told, trio.fail_after(60):
         for number in range(ROOM + 1):
             signer = IdentitySigner(Identity(bytes([number]) * 32), "averaging")
@@ -118,7 +119,7 @@ async def flood(teller: Node, victim: Node, run: bytes) -> None:
 
 
 async def tell(teller: Node, peer: PeerId, evidence: Evidence) -> None:
-    """Send a peer a proof, and send it again while the earlier streams are open."""
+    """Send a proof to a peer, and try again while earlier streams are still open."""
     while True:
         try:
             async with conversation(teller.network, peer, PROTOCOL, seconds=20.0) as stream:
@@ -129,7 +130,8 @@ async def tell(teller: Node, peer: PeerId, evidence: Evidence) -> None:
 
 
 def sealed_twice(run: bytes, liar: Signer) -> Evidence:
-    """Two seals of one invented attempt in the run by this key, which any peer can sign about itself."""
+    """Return two seals of one invented attempt of the run, both signed by this key. Any peer can produce such
+    evidence against itself."""
     members = sorted((liar.peer, PeerId(bytes(32))))
     named = group_of(tuple(GroupMember(peer, bytes(NONCE_BYTES), 1) for peer in members), ITEMS)
     group = msgspec.structs.replace(named, name=run)

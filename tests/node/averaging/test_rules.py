@@ -1,5 +1,5 @@
-"""Aggregation rules on whole nodes over real sockets: liars are bounded; different rules never mix and are
-named.
+"""Aggregation rules on whole nodes over real sockets: the damage by liars is bounded, and peers with
+different rules never mix but name each other.
 """
 
 from dataclasses import replace
@@ -19,8 +19,8 @@ from tests.node.averaging.test_average import nodes, settings
 LIE = np.full(1_000, 1e6, np.float32)
 
 
-async def test_nodes_survive_a_liar_and_name_peers_of_another_rule(tmp_path: Path) -> None:
-    """One node of four sends a large number at a weight of a trillion."""
+async def test_nodes_withstand_a_liar_and_name_peers_of_another_rule(tmp_path: Path) -> None:
+    """One node of four sends large values with a weight of a trillion."""
     draws = np.random.default_rng(1)
     given = [LIE, *(draws.standard_normal(1_000).astype(np.float32) for _ in range(3))]
     honest = np.stack(given[1:])
@@ -48,7 +48,7 @@ async def test_nodes_survive_a_liar_and_name_peers_of_another_rule(tmp_path: Pat
         assert len({each.tensors["w"].tobytes() for each in several}) == 1
         share = several[0].shares[peer_text(found[0].peer)]
         assert share == pytest.approx(1 / 4 if rule == "median" else 4 / 7), (
-            "the round is bounded and reported"
+            "the first member's weight in the round was not bounded or not reported"
         )
         is_honest = (several[0].tensors["w"] <= honest.max(axis=0)).all()
         assert is_honest == (rule != "mean")

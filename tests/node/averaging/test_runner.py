@@ -1,4 +1,4 @@
-"""Calls that are handed to an attempt as one batch: an exception of one call reaches only its caller."""
+"""Calls that reach an attempt as one batch: an exception in one call is raised only in its caller."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,7 +38,7 @@ class _Faulty(Attempt):
 
 
 class _Busy(SimExecutor):
-    """An executor that takes a second per batch, in which further calls gather."""
+    """An executor that takes a second per batch, so that further calls gather meanwhile."""
 
     handed_over = 0
 
@@ -54,7 +54,7 @@ async def _hear(stream: Stream) -> None:
             await stream.receive_with_payload(CHUNK_BYTES_MAX)
 
 
-def test_a_failing_call_ends_only_its_caller() -> None:
+def test_a_call_that_fails_ends_only_its_caller() -> None:
     async def play() -> None:
         fabric = SimNetworkFabric(SimLinks(NetworkModel(), 1))
         group = group_of(members_of(4), ITEMS)
@@ -90,7 +90,7 @@ def test_a_failing_call_ends_only_its_caller() -> None:
             assert over == []
             await trio.sleep(1.0)
             assert sorted(over) == sorted([BROKEN, DEAD])
-            assert not attempt.is_closed, "the attempt continues"
+            assert not attempt.is_closed, "the failed call closed the attempt"
             assert not refused
             await runner.cancel()
             assert (await runner.result()).reason  # type: ignore[union-attr]  # it was cancelled

@@ -1,4 +1,5 @@
-"""Members that stall, or enter groups and send nothing, beside honest ones: whole nodes in virtual time."""
+"""Members that stall, or that enter groups and then send nothing, among honest members. Whole nodes in
+virtual time."""
 
 from collections import Counter
 from typing import Any
@@ -19,22 +20,23 @@ from tests.stack import swarm
 SIGNATURE = bytes([7]) * 32
 ROUND_SECONDS = 0.4
 SMALL, LARGE = 64, 16_384
-"""Vectors that one member reduces alone, and vectors of which each member reduces a part."""
+"""Lengths of two vectors: one member reduces the small vector alone, and all members share the reduction of
+the large one."""
 STALL_SECONDS = 6.0
 APART_SECONDS = 9.0
-"""The most that a stall of that length may cost; it used to be 21 to 46 s."""
+"""Maximum gap between rounds that a stall of STALL_SECONDS may cause. It was once 21 to 46 s."""
 GAP_SECONDS = 15.0
-"""The most that successive members may cost that fall silent within an attempt: their time-outs, 10 s, and a
-round. It used to be 16 to 50 s.
+"""Maximum gap that several members may cause if they fall silent one after another within an attempt: their
+time-outs take 10 s, and a round follows. It was once 16 to 50 s.
 """
 SILENT_SECONDS = 7.0
-"""The most that a silent member may cost once: the time-out for its first sign is 3.5 s, for its proposal 2
-s.
+"""Maximum gap that one silent member may cause. The time-out for its first sign of life is 3.5 s, and for its
+proposal 2 s.
 """
 
 
 class Members:
-    """Honest members that average repeatedly, and when each completed a round."""
+    """Honest members that average repeatedly, and the times at which each completed a round."""
 
     def __init__(self, runs: dict[str, Participation], items: int) -> None:
         self.runs = runs
@@ -60,7 +62,7 @@ class Members:
 
     @property
     def longest_seconds(self) -> float:
-        """Return the longest time that any of them went without a round, until the last round of all."""
+        """Return the longest time for which any member completed no round."""
         return max(
             later - earlier
             for times in self.completed_at.values()
@@ -69,7 +71,7 @@ class Members:
 
 
 class Slow(SimExecutor):
-    """An executor that computes nothing until some time."""
+    """An executor that computes nothing before a given time."""
 
     until = 0.0
 
@@ -90,7 +92,7 @@ class Slow(SimExecutor):
         ("abc", "computing", LARGE),
     ],
 )
-def test_a_stall_costs_honest_members_little_more_than_its_length(names: str, kind: str, items: int) -> None:
+def test_a_stall_delays_honest_members_little_longer_than_it_lasts(names: str, kind: str, items: int) -> None:
     stalls = set[bytes]()
 
     class LateParticipation(Participation):
@@ -160,7 +162,7 @@ def test_only_the_silent_member_of_a_group_is_blamed(names: str, items: int) -> 
 
 
 @pytest.mark.parametrize(("items", "messages"), [(SMALL, 1), (LARGE, 0)])
-def test_a_member_silent_in_every_attempt_costs_one_timeout_each(items: int, messages: int) -> None:
+def test_a_member_silent_in_every_attempt_costs_one_time_out_each(items: int, messages: int) -> None:
     silent_peers, sent = set[bytes](), Counter[tuple[bytes, bytes]]()
 
     class SilentRunner(Runner):

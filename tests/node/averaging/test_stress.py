@@ -1,8 +1,9 @@
 """Whole nodes average repeatedly while one of them is killed or restarted every half to two seconds.
 
-After the stress test of PCCL (Keiblinger et al. 2025), in virtual time, with real streams, groups and
-attempts; conveners and reducers are killed too. One variant has all in one group, the other a grid of several
-axes. PEERLOOM_STRESS_SECONDS and PEERLOOM_STRESS_PEERS make it longer and larger: 600 and 10 in `make soak`.
+This follows the stress test of PCCL (Keiblinger et al. 2025). It runs in virtual time with real streams,
+groups and attempts; conveners and reducers are killed too. In one variant all nodes form one group, in the
+other a grid of several axes. PEERLOOM_STRESS_SECONDS and PEERLOOM_STRESS_PEERS set length and size: `make
+soak` uses 600 and 10.
 """
 
 import os
@@ -30,7 +31,7 @@ SIGNATURE = bytes([7]) * 32
 
 
 class Stress:
-    """The outcome of all rounds of all lives."""
+    """The outcome of all rounds, over all restarts of the nodes."""
 
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
@@ -41,7 +42,7 @@ class Stress:
         self.longest = 0.0
 
     async def average(self, node: Node, name: str) -> None:
-        """Average repeatedly, as long as this node lives."""
+        """Average repeatedly until this node is killed."""
         run = node.averaging.open("stress", SIGNATURE)
         await run.settle(3.0)
         draws = np.random.default_rng(ord(name))
@@ -52,7 +53,9 @@ class Stress:
             self.axes_max = max(self.axes_max, len(run.walk.axes))
             if made.vector is not None:
                 held = self.means.setdefault(made.attempt, (made.vector.tobytes(), made.shares))
-                assert held == (made.vector.tobytes(), made.shares), "all members of an attempt have one mean"
+                assert held == (made.vector.tobytes(), made.shares), (
+                    "two members of one attempt hold different means"
+                )
                 assert abs(sum(made.shares.values()) - 1) < 1e-6
                 self.successes += 1
                 self.since[name] = trio.current_time()
@@ -108,4 +111,4 @@ def test_averaging_continues_while_nodes_die_and_return(group_size: int, axes: i
     found = f"{stress.successes} successes, {kills} kills, longest wait {stress.longest:.1f} s"
     assert stress.axes_max >= axes, found
     assert stress.successes >= SECONDS / 2, found
-    assert len(stress.means) < stress.successes, "several members report one attempt"
+    assert len(stress.means) < stress.successes, "no attempt was reported by several members"

@@ -1,4 +1,4 @@
-"""Guarantees of every network about dialling a peer and the messages on a stream."""
+"""Guarantees of every network about dialling a peer and about the messages on a stream."""
 
 import pytest
 import trio
@@ -59,7 +59,7 @@ async def test_concurrent_senders_do_not_mix_their_messages(world: World) -> Non
 
 
 @on_both_networks
-async def test_concurrent_conversations_with_one_peer_do_not_mix(world: World) -> None:
+async def test_simultaneous_streams_to_one_peer_do_not_mix(world: World) -> None:
     alice, bob = world.network("a"), world.network("b")
     bob.handle(TALK, echo)
 
@@ -79,7 +79,7 @@ async def test_concurrent_conversations_with_one_peer_do_not_mix(world: World) -
 
 
 @on_both_networks
-async def test_a_payload_longer_than_allowed_ends_the_stream_and_is_counted(world: World) -> None:
+async def test_a_payload_over_the_limit_ends_the_stream_and_is_counted(world: World) -> None:
     async def allow_ten(stream: Stream) -> None:
         await stream.receive_with_payload(10)
 
@@ -91,7 +91,7 @@ async def test_a_payload_longer_than_allowed_ends_the_stream_and_is_counted(worl
 
 
 @on_both_networks
-async def test_an_oversized_own_message_raises_and_keeps_the_stream(world: World) -> None:
+async def test_sending_an_oversized_message_raises_and_keeps_the_stream(world: World) -> None:
     async with conversation(world, echo) as (stream, _, _):
         for parts in ((bytes(MESSAGE_BYTES_MAX + 1),), (b"", bytes(PAYLOAD_BYTES_MAX), b"x")):
             with pytest.raises(LocalProtocolError):
@@ -104,7 +104,7 @@ async def test_an_oversized_own_message_raises_and_keeps_the_stream(world: World
 
 
 @on_both_networks
-async def test_an_unknown_protocol_is_refused_and_others_served(
+async def test_an_unknown_protocol_is_refused_while_others_are_served(
     world: World,
 ) -> None:
     alice, bob = world.network("a"), world.network("b")
@@ -122,7 +122,7 @@ async def test_an_unknown_protocol_is_refused_and_others_served(
 
 
 @on_both_networks
-async def test_the_first_version_that_the_peer_speaks_is_used(world: World) -> None:
+async def test_the_first_offered_version_that_the_peer_speaks_is_used(world: World) -> None:
     served: list[str] = []
 
     async def tell(stream: Stream) -> None:
@@ -142,7 +142,7 @@ async def test_the_first_version_that_the_peer_speaks_is_used(world: World) -> N
 
 
 @on_both_networks
-async def test_peers_without_address_or_process_are_unreachable(world: World) -> None:
+async def test_peers_without_an_address_or_a_process_are_unreachable(world: World) -> None:
     alice, bob = world.network("a"), world.network("b")
     async with running(alice):
         with pytest.raises(Unreachable) as refusal:
@@ -157,7 +157,7 @@ async def test_peers_without_address_or_process_are_unreachable(world: World) ->
 
 
 @on_both_networks
-async def test_an_unexpected_peer_is_refused_and_both_ids_are_named(world: World) -> None:
+async def test_an_unexpected_peer_is_refused_with_both_ids_named(world: World) -> None:
     alice, bob, carol = world.network("a"), world.network("b"), world.network("c")
     async with running(alice, bob):
         alice.learn(carol.peer, [bob.addresses[0].of(carol.peer)])

@@ -13,7 +13,7 @@ from tests.node.behaviour.worlds import TALK, World, conversation, echo, on_both
 
 
 async def read_to_the_end(stream: Stream) -> list[bytes]:
-    """Read all messages until the other side ends its half of the stream."""
+    """Read all messages until the other end closes its half of the stream."""
     messages = []
     while True:
         try:
@@ -23,7 +23,7 @@ async def read_to_the_end(stream: Stream) -> list[bytes]:
 
 
 async def send_until_closed(stream: Stream) -> None:
-    """Send without reading, until the other side is known to be gone."""
+    """Send without reading until the network reports that the other end is gone."""
     with suppress(StreamClosed):
         while True:
             await stream.send(bytes(50_000))
@@ -50,7 +50,7 @@ async def test_a_half_closed_stream_is_read_to_its_end_and_answered(world: World
 
 
 @on_both_networks
-async def test_closing_ends_a_stream_after_all_sent_messages(world: World) -> None:
+async def test_a_stream_closes_after_all_sent_messages_have_arrived(world: World) -> None:
     heard: list[bytes] = []
     afterwards: list[str] = []
 
@@ -75,7 +75,7 @@ async def test_closing_ends_a_stream_after_all_sent_messages(world: World) -> No
 
 
 @on_both_networks
-async def test_a_handler_that_returns_closes_its_stream_in_order(world: World) -> None:
+async def test_a_stream_closes_in_order_when_its_handler_returns(world: World) -> None:
     async def say_and_leave(stream: Stream) -> None:
         await stream.send(b"last words")
 
@@ -85,7 +85,7 @@ async def test_a_handler_that_returns_closes_its_stream_in_order(world: World) -
 
 
 @on_both_networks
-async def test_a_reset_is_not_a_clean_end(world: World) -> None:
+async def test_a_reset_is_distinguished_from_a_clean_end(world: World) -> None:
     async with conversation(world, echo) as (stream, _, bob):
         await stream.send(b"hello")
         assert await stream.receive() == b"hello"
@@ -96,7 +96,7 @@ async def test_a_reset_is_not_a_clean_end(world: World) -> None:
 
 
 @on_both_networks
-async def test_a_waiting_receive_learns_of_a_local_close(world: World) -> None:
+async def test_a_waiting_receive_ends_when_its_own_stream_is_closed(world: World) -> None:
     async def never_answer(stream: Stream) -> None:
         await read_to_the_end(stream)
 
@@ -118,7 +118,7 @@ async def test_a_waiting_receive_learns_of_a_local_close(world: World) -> None:
 
 
 @on_both_networks
-async def test_a_writer_that_never_reads_learns_that_the_reader_is_gone(world: World) -> None:
+async def test_a_writer_that_never_reads_notices_that_the_reader_is_gone(world: World) -> None:
     async def leave_at_once(stream: Stream) -> None:
         await stream.receive()
 
@@ -159,7 +159,7 @@ async def test_a_leaving_peer_finishes_answers_and_ends_streams(world: World) ->
 
 
 @on_both_networks
-async def test_a_handler_that_does_not_end_does_not_prevent_leaving(world: World) -> None:
+async def test_a_handler_that_never_ends_does_not_prevent_leaving(world: World) -> None:
     async def never_end(stream: Stream) -> None:
         await trio.sleep_forever()
 
@@ -188,7 +188,7 @@ async def _cut_off(stream: Stream) -> None:
 
 
 @on_both_networks
-async def test_a_strangers_fault_ends_only_its_stream(world: World) -> None:
+async def test_a_fault_of_another_peer_ends_only_its_stream(world: World) -> None:
     counted = {
         _offended: "streams_broken",
         _offended_in_a_nursery: "streams_broken",
@@ -212,7 +212,7 @@ async def test_a_strangers_fault_ends_only_its_stream(world: World) -> None:
 
 
 @on_both_networks
-async def test_a_bug_in_our_own_handler_propagates_out_of_run(world: World) -> None:
+async def test_a_bug_in_a_handler_propagates_out_of_run(world: World) -> None:
     async def buggy(stream: Stream) -> None:
         raise KeyError(stream.protocol)
 

@@ -14,7 +14,7 @@ WIDE = "/peerloom/wide/1"
 
 
 async def fail_with(stream: Stream, message: bytes) -> None:
-    """Send an oversized message, and learn of the refusal by the end of the stream."""
+    """Send an oversized message, and wait for the end of the stream, which shows the refusal."""
     with suppress(StreamClosed):
         await stream.send(message)
     with pytest.raises(StreamClosed):
@@ -26,7 +26,7 @@ def broken(network: Network, number: int) -> bool:
 
 
 @on_both_networks
-async def test_a_message_beyond_its_protocols_limit_ends_the_stream(
+async def test_a_message_over_its_protocols_limit_ends_the_stream(
     world: World,
 ) -> None:
     alice, bob = world.network("a"), world.network("b")
@@ -99,7 +99,7 @@ async def test_streams_of_a_protocol_are_limited_per_peer(world: World) -> None:
 
 
 @on_both_networks
-async def test_a_reset_stream_frees_its_place(world: World) -> None:
+async def test_a_reset_stream_frees_its_slot(world: World) -> None:
     alice, bob, carol = (world.network(letter) for letter in "abc")
     bob.handle(TALK, echo, StreamLimits(message_bytes_max=10, streams_per_peer_max=1))
     async with running(alice, bob, carol):

@@ -1,4 +1,5 @@
-"""Guarantees of every network about local discovery, and beacons that find neighbours on each."""
+"""Guarantees of every network about discovery on the local network, and how beacons find neighbours on each
+kind of network."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,11 +19,11 @@ from tests.node.behaviour.worlds import World, content, on_both_networks, runnin
 
 WAIT_SECONDS = 5.0
 BATCH = 64
-"""A kernel's buffer has room for this many at once."""
+"""Number of packets sent at once. A kernel's buffer has room for all of them."""
 
 
 def local_of(network: Network) -> LocalNetwork:
-    """Skip a test on a machine without multicast."""
+    """Skip a test if the machine has no multicast on loopback."""
     local = network.local
     assert local is not None
     if getattr(local, "interfaces", ("simulated",)) == ():
@@ -31,7 +32,7 @@ def local_of(network: Network) -> LocalNetwork:
 
 
 async def heard(local: LocalNetwork, *, but: bytes = b"") -> list[tuple[str, bytes]]:
-    """Return the packets that arrive within some seconds, possibly with this node's own."""
+    """Return the packets that arrive within some seconds. They may include this node's own packets."""
     packets = []
     until = trio.current_time() + WAIT_SECONDS
     while trio.current_time() < until:
@@ -40,7 +41,7 @@ async def heard(local: LocalNetwork, *, but: bytes = b"") -> list[tuple[str, byt
 
 
 @on_both_networks
-async def test_local_discovery_works_while_its_network_runs(world: World) -> None:
+async def test_local_discovery_works_only_while_its_network_runs(world: World) -> None:
     near, without = world.network("n", has_local=True), world.network("w")
 
     def used() -> tuple[bool, bool]:
@@ -75,7 +76,7 @@ async def test_a_waiting_take_ends_at_its_deadline(world: World) -> None:
 
 
 @on_both_networks
-async def test_unread_packets_are_bounded_and_the_newest_are_dropped(world: World) -> None:
+async def test_unread_packets_are_bounded_and_the_newest_are_discarded(world: World) -> None:
     alice, bob = world.network("a", has_local=True), world.network("b", has_local=True)
     async with running(alice, bob):
         for batch in range(2 * PACKETS_MAX // BATCH):
@@ -89,7 +90,7 @@ async def test_unread_packets_are_bounded_and_the_newest_are_dropped(world: Worl
 
 
 @on_both_networks
-async def test_beacons_show_neighbours_only_to_the_swarm(
+async def test_beacons_are_understood_only_within_the_swarm(
     world: World,
 ) -> None:
     alice, bob, other = (world.network(letter, has_local=True) for letter in "abo")

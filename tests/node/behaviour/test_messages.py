@@ -1,4 +1,4 @@
-"""Guarantees of every network about single messages."""
+"""Guarantees of every network about single messages, which are sent outside streams."""
 
 import pytest
 import trio
@@ -44,7 +44,7 @@ async def test_messages_of_every_allowed_length_arrive_whole(
 
 
 @on_both_networks
-async def test_many_long_messages_at_once_all_arrive(world: World) -> None:
+async def test_many_long_messages_sent_at_once_all_arrive(world: World) -> None:
     alice, bob = world.network("a"), world.network("b")
     inbox = bob.inbox(TALK)
     async with running(alice, bob):
@@ -60,7 +60,7 @@ async def test_many_long_messages_at_once_all_arrive(world: World) -> None:
 
 
 @on_both_networks
-async def test_undeliverable_messages_are_counted_and_raise_nothing(
+async def test_undeliverable_messages_are_counted_and_raise_no_error(
     world: World,
 ) -> None:
     alice, bob, stranger = world.network("a"), world.network("b"), world.network("s")
@@ -75,23 +75,23 @@ async def test_undeliverable_messages_are_counted_and_raise_nothing(
 
 
 @on_both_networks
-async def test_an_inbox_is_bounded_and_dropped_messages_are_counted(world: World) -> None:
+async def test_a_full_inbox_discards_messages_and_counts_them(world: World) -> None:
     alice, bob = world.network("a"), world.network("b")
     inbox = bob.inbox(TALK)
     async with running(alice, bob):
         while not bob.counters["inbox_full"]:
-            # A kernel's buffer has room for this many at once.
+            # A kernel's buffer has room for all these messages.
             for number in range(64):
                 alice.send(bob.peer, TALK, bytes(number))
             await trio.sleep(0.1)
         taken = await inbox.take(trio.current_time() + 60)
         assert len(taken) == world.inbox_max
-        # The newest messages were dropped.
+        # The newest messages were discarded.
         assert sorted(taken[:64]) == [(alice.peer, bytes(number)) for number in range(64)]
 
 
 @on_both_networks
-async def test_a_waiting_take_ends_at_its_deadline_or_when_woken(world: World) -> None:
+async def test_a_waiting_take_ends_at_its_deadline_or_on_wake(world: World) -> None:
     alice = world.network("a")
     inbox = alice.inbox(TALK)
     async with running(alice):

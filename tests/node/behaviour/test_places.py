@@ -1,4 +1,4 @@
-"""Guarantees of every network about a peer's addresses, and how others learn them."""
+"""Guarantees of every network about a peer's addresses and about how other peers learn them."""
 
 import pytest
 import trio
@@ -10,7 +10,7 @@ from tests.node.behaviour.worlds import TALK, World, arrival, conversation, echo
 
 
 @on_both_networks
-async def test_a_networks_announced_address_leads_to_its_peer(world: World) -> None:
+async def test_the_address_that_a_network_announces_leads_to_its_peer(world: World) -> None:
     alice, bob = world.network("a"), world.network("b")
     async with trio.open_nursery() as nursery:
         for network in (alice, bob):
@@ -19,7 +19,7 @@ async def test_a_networks_announced_address_leads_to_its_peer(world: World) -> N
         for address in bob.addresses:
             assert address.peer == bob.peer
             assert await alice.identify(address.of(None)) == bob.peer
-        # The peer found there is known from now on.
+        # From now on alice can send to the peer that she found there.
         bob.inbox(TALK)
         alice.send(bob.peer, TALK, b"found")
         assert await arrival(bob) == (alice.peer, b"found")
@@ -72,7 +72,7 @@ async def test_opening_a_stream_reveals_no_listening_address(world: World) -> No
 
 
 @on_both_networks
-async def test_announced_addresses_are_added_once_and_limited(world: World) -> None:
+async def test_announced_addresses_are_stored_once_and_limited(world: World) -> None:
     alice = world.network("a")
     async with running(alice):
         own = alice.addresses
@@ -106,7 +106,7 @@ async def test_a_hidden_peers_claimed_address_is_wrong_and_unreachable(world: Wo
             await bob.open(hidden.peer, TALK)
         bob.send(hidden.peer, TALK, b"too early")
         assert await inbox.take(trio.current_time() + 5) == []
-        # The hidden peer can dial out, and the other side answers on that stream.
+        # The hidden peer can dial out, and the other peer can answer on that stream.
         stream = await hidden.open(bob.peer, TALK)
         await stream.send(b"hello")
         assert await stream.receive() == b"hello"
@@ -118,13 +118,13 @@ async def test_a_hidden_peers_claimed_address_is_wrong_and_unreachable(world: Wo
             taken = await inbox.take(trio.current_time() + 60)
             assert taken
             came += [data for _, data in taken]
-        # Messages that were undeliverable before may arrive now or never.
+        # Messages that were undeliverable before may now arrive, or never.
         assert set(came) <= {b"too early", b"an answer"}
         nursery.cancel_scope.cancel()
 
 
 @on_both_networks
-async def test_reachability_is_known_beforehand_or_has_to_be_asked(world: World) -> None:
+async def test_a_node_may_know_its_reachability_without_asking(world: World) -> None:
     alice, hidden = world.network("a"), world.hidden("h")
     assert alice.reachable in (True, None)
     assert hidden.reachable is None

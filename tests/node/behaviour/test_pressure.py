@@ -1,6 +1,4 @@
-"""Guarantees of every network to a writer that is faster than its reader, about deadlines and
-cancellation.
-"""
+"""Guarantees of every network if a writer is faster than its reader, and about deadlines and cancellation."""
 
 from contextlib import suppress
 
@@ -15,7 +13,7 @@ MIB = 2**20
 
 
 @on_both_networks
-async def test_a_sleeping_reader_loses_nothing_and_holds_little_memory(world: World) -> None:
+async def test_a_sleeping_reader_loses_nothing_and_uses_little_memory(world: World) -> None:
     number_max, taken, sent = 64, [], []
 
     async def sleep_and_read(stream: Stream) -> None:
@@ -36,7 +34,7 @@ async def test_a_sleeping_reader_loses_nothing_and_holds_little_memory(world: Wo
 
             nursery.start_soon(write)
             await trio.sleep(30)
-            # A window of a few MiB in the kernels, and not one message more.
+            # The kernels hold a window of a few MiB; no further message is accepted.
             assert 0 < len(sent) <= 24
             await trio.sleep(29)
             assert not taken
@@ -47,7 +45,7 @@ async def test_a_sleeping_reader_loses_nothing_and_holds_little_memory(world: Wo
 
 
 @on_both_networks
-async def test_a_send_past_its_deadline_leaves_a_consistent_stream(world: World) -> None:
+async def test_a_send_that_misses_its_deadline_leaves_a_consistent_stream(world: World) -> None:
     taken: list[bytes] = []
 
     async def sleep_and_read(stream: Stream) -> None:
@@ -77,7 +75,7 @@ async def test_a_send_past_its_deadline_leaves_a_consistent_stream(world: World)
 
 
 @on_both_networks
-async def test_a_send_cancelled_before_it_starts_costs_nothing(world: World) -> None:
+async def test_a_send_cancelled_before_it_starts_has_no_effect(world: World) -> None:
     async with conversation(world, echo) as (stream, _, _):
         for _ in range(30):
             with trio.CancelScope() as scope:
@@ -88,7 +86,7 @@ async def test_a_send_cancelled_before_it_starts_costs_nothing(world: World) -> 
 
 
 @on_both_networks
-async def test_receives_past_their_deadline_lose_nothing(world: World) -> None:
+async def test_receives_that_miss_their_deadline_lose_nothing(world: World) -> None:
     number_max = 12
 
     async def speak_slowly(stream: Stream) -> None:
@@ -111,7 +109,7 @@ async def test_receives_past_their_deadline_lose_nothing(world: World) -> None:
 
 
 @on_both_networks
-async def test_a_cancelled_receive_leaves_the_waiting_message(world: World) -> None:
+async def test_a_cancelled_receive_leaves_the_message_to_be_read(world: World) -> None:
     async with conversation(world, echo) as (stream, _, _):
         for _ in range(3):
             await stream.send(b"message")

@@ -1,4 +1,5 @@
-"""A node's verdict on its reachability is the same on every network: `node.services.autonat` on both."""
+"""A node reaches the same verdict on its reachability on every network: `node.services.autonat` runs on
+both."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -15,13 +16,13 @@ from node.services.autonat_core import OTHERS, REACH
 from tests.node.behaviour.worlds import TALK, World, arrival, echo, on_both_networks
 
 CLOCK = RealClock()
-"""Virtual seconds."""
 Found = tuple[bool | None, int, tuple[Address, ...]]
 
 
 @asynccontextmanager
 async def asking(network: Network, others: Sequence[Network]) -> AsyncIterator[list[Found]]:
-    """A network that knows the others, its dial-back servers, asks them and records their verdicts."""
+    """A network that knows the other peers. They serve it as dial-back servers: it asks them and records
+    their verdicts."""
     told: list[Found] = []
     async with trio.open_nursery() as nursery:
         for each in (network, *others):
@@ -41,12 +42,12 @@ async def asking(network: Network, others: Sequence[Network]) -> AsyncIterator[l
 
 
 def strangers(world: World) -> list[Network]:
-    """Return peers in as many networks as are needed to confirm an address."""
+    """Return peers in as many different networks as are needed to confirm an address."""
     return [world.network(letter, abroad=number) for number, letter in enumerate("xyz"[:OTHERS], 1)]
 
 
 @on_both_networks
-async def test_a_dial_back_confirms_addresses_and_reports_the_outside_one(world: World) -> None:
+async def test_a_dial_back_confirms_addresses_and_reports_the_outer_one(world: World) -> None:
     alice, bob = world.network("a"), world.network("b")
     async with asking(alice, [bob]):
         report = await ask_dial_back(alice, CLOCK, bob.peer)
@@ -67,7 +68,7 @@ async def test_a_dial_back_of_a_hidden_peer_confirms_nothing(world: World) -> No
 
 
 @on_both_networks
-async def test_one_success_proves_reachability(world: World) -> None:
+async def test_one_successful_dial_back_proves_reachability(world: World) -> None:
     alice = world.network("a")
     async with asking(alice, strangers(world)) as told:
         await trio.sleep(OTHERS * REACH.soon_seconds + 60)
@@ -75,7 +76,7 @@ async def test_one_success_proves_reachability(world: World) -> None:
 
 
 @on_both_networks
-async def test_a_hidden_peer_knows_it_after_three_failures(world: World) -> None:
+async def test_a_hidden_peer_knows_that_it_is_hidden_after_three_failures(world: World) -> None:
     hidden = world.hidden("h")
     async with asking(hidden, strangers(world)) as told:
         await trio.sleep(OTHERS * REACH.soon_seconds + 60)
@@ -97,7 +98,7 @@ async def test_a_peer_learns_its_address_after_port_forwarding(
             await trio.sleep((OTHERS + 1) * REACH.doubt_seconds)
             verdict, _, unknown = told[-1]
             assert (verdict, unknown) == (True, (world.outside(hidden).of(None),))
-            # Before that no single report was believed.
+            # Before that, no single report was believed.
             assert [found for _, _, found in told if found] == [unknown]
             hidden.announce(unknown[0])
             assert hidden.addresses[-1] == world.outside(hidden)
@@ -112,7 +113,7 @@ async def test_a_peer_learns_its_address_after_port_forwarding(
 async def test_a_datagram_is_echoed_unchanged(world: World) -> None:
     hidden, bob = world.hidden("h"), world.network("b")
     for network in (hidden, bob):
-        network.inbox(PROTOCOL)  # before any answer
+        network.inbox(PROTOCOL)  # no answer has come yet
     async with trio.open_nursery() as nursery:
         for network in (hidden, bob):
             await nursery.start(network.run)

@@ -1,4 +1,5 @@
-"""Any sequence of actions on a stream has the same outcomes on both networks."""
+"""Any sequence of actions on a stream has the same outcomes on both networks, the real and the simulated
+one."""
 
 import itertools
 
@@ -15,7 +16,8 @@ from tests.node.behaviour.worlds import RealWorld, SimulatedWorld, World, conver
 DEEDS = st.sampled_from(["send", "send", "receive", "receive", "say the end", "close"])
 ACTIONS = st.lists(st.tuples(st.sampled_from([0, 1]), DEEDS), max_size=9)
 STEP_SECONDS, PATIENCE_SECONDS = 0.2, 0.15
-"""A step is longer than a trip, and all steps together are shorter than the time-out of a closed stream."""
+"""Seconds per action, and seconds to wait for its outcome. A step takes longer than a message on its way; all
+steps together are shorter than the time-out of a closed stream."""
 
 
 async def act(stream: Stream, action: str, number: int) -> str:
@@ -39,7 +41,7 @@ async def act(stream: Stream, action: str, number: int) -> str:
 
 
 async def outcomes(world: World, actions: list[tuple[int, str]]) -> list[str]:
-    """Return the outcome of each action."""
+    """Return the outcome of each action; an action is (end of the stream, what it does)."""
     far: list[Stream] = []
     done = trio.Event()
 
@@ -57,7 +59,7 @@ async def outcomes(world: World, actions: list[tuple[int, str]]) -> list[str]:
                 has_heard[side] = True
             speaks = action in ("send", "say the end")
             if speaks and has_closed[not side] and not has_heard[side] and not has_closed[side]:
-                # No network promises when a peer that is not reading learns that the other side is gone.
+                # No network promises when a peer that is not reading learns that the other end is gone.
                 outcome = "may be heard"
             has_closed[side] = has_closed[side] or action == "close"
             found.append(outcome)
@@ -72,12 +74,12 @@ def play(kind: type[World], actions: list[tuple[int, str]]) -> list[str]:
 
 @settings(max_examples=15)
 @given(ACTIONS)
-def test_every_order_of_actions_has_the_same_outcomes(actions: list[tuple[int, str]]) -> None:
+def test_every_order_of_actions_has_equal_outcomes_on_both_networks(actions: list[tuple[int, str]]) -> None:
     assert play(RealWorld, actions) == play(SimulatedWorld, actions)
 
 
 @pytest.mark.parametrize("first", ["say the end", "close"])
-def test_every_pair_of_actions_after_a_first_has_the_same_outcomes(first: str) -> None:
+def test_every_pair_of_actions_after_a_first_has_equal_outcomes(first: str) -> None:
     for pair in itertools.product(("send", "receive", "say the end", "close"), repeat=2):
         actions = [(0, "send"), (0, first), (1, pair[0]), (1, pair[1]), (1, "receive"), (0, "receive")]
         assert play(RealWorld, actions) == play(SimulatedWorld, actions), actions

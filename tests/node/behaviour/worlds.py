@@ -1,9 +1,9 @@
-"""Two worlds with the same guarantees: real networks on 127.0.0.1, and simulated ones. A behaviour is a
-scenario that cannot tell in which of them it plays.
+"""Two worlds with the same guarantees: real networks on 127.0.0.1, and simulated networks. A behaviour test
+is a scenario that cannot tell which of the two worlds it runs in.
 
-Time is virtual in both: where every task waits, the clock jumps. Bytes on loopback arrive at once, so in the
-real world a short real pause is enough to know that nothing is on its way. The pause may not be too short:
-while another test floods the loopback, the kernel delivers packets some ten milliseconds later.
+Time is virtual in both: if every task waits, the clock jumps. Bytes on loopback arrive immediately, so in the
+real world a short real pause is enough to know that no bytes are on their way. The pause must not be too
+short: while another test floods the loopback, the kernel delivers packets up to some ten milliseconds later.
 """
 
 import functools
@@ -46,28 +46,30 @@ class World(Protocol):
     pause_seconds: float
 
     def network(self, letter: str, *, abroad: int = 0, has_local: bool = False) -> Network:
-        """Return the network of a new peer, in another network than peers whose `abroad` differs."""
+        """Return the network of a new peer. Peers with different values of `abroad` are in different IP
+        networks."""
 
     def hidden(self, letter: str) -> Network:
         """Return the network of a peer behind a router that blocks incoming connections."""
 
     def outside(self, network: Network) -> Address:
-        """Return the address where others see a running peer: its own, or the outer side of its router."""
+        """Return the address at which other peers see a running peer: its own address, or the outer address
+        of its router."""
 
     def forwarding(self, network: Network) -> AbstractAsyncContextManager[None]:
-        """Let streams through the router of a hidden peer for the duration of the context."""
+        """Let streams pass the router of a hidden peer while the context lasts."""
 
     def close(self) -> None:
         """End the scenario."""
 
     def cut(self, network: Network) -> None:
-        """Reset all its streams without a notice to the other side."""
+        """Reset all streams of a network without notifying the peers at their other ends."""
 
 
 class RealWorld:
-    """Sockets on loopback. A hidden peer listens at 127.0.0.2; what leaves this machine's loopback comes from
-    127.0.0.1, so that address is the outer side of its router. The peer's port is taken there, without a
-    listener.
+    """Sockets on loopback. A hidden peer listens at 127.0.0.2. Whatever leaves this machine's loopback comes
+    from 127.0.0.1, so that address serves as the outer side of the hidden peer's router. There the peer's
+    port is reserved, without a listener.
     """
 
     inbox_max = INBOX_MESSAGES_MAX
@@ -118,7 +120,7 @@ class RealWorld:
 
 
 async def _relay(inner: Address, outer: trio.SocketStream) -> None:
-    """Copy bytes to the inner address, and back."""
+    """Copy bytes to the inner address, and answers back."""
 
     async def pump(one: trio.SocketStream, other: trio.SocketStream) -> None:
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
@@ -132,7 +134,7 @@ async def _relay(inner: Address, outer: trio.SocketStream) -> None:
 
 
 class SimulatedWorld:
-    """One lossless medium for all. A hidden peer is behind a restricted translator."""
+    """One lossless medium for all peers. A hidden peer is behind an address-restricted NAT."""
 
     inbox_max = INBOX_MAX
     pause_seconds = 0.0
@@ -149,7 +151,7 @@ class SimulatedWorld:
 
     def _attach(self, letter: str, *, is_hidden: bool, has_local: bool = False) -> SimNetwork:
         peer = seeded_peer(1, ord(letter))
-        # A peer's number decides whether it is behind a translator.
+        # A peer's number decides whether it is behind a NAT.
         numbers = (n for n in count() if (Place(peer, self._model, 1, n).nat is not None) == is_hidden)
         self._medium.links.place(peer, next(numbers))
         self._medium.has_local = has_local
@@ -174,8 +176,8 @@ class SimulatedWorld:
 
 
 def on_both_networks(scenario: Callable[[World], Awaitable[None]]) -> Callable[[type[World]], None]:
-    """Make a test of a scenario: played on each network, under a clock that jumps. A deadlock ends after a
-    virtual hour. A scenario that this machine cannot play is skipped.
+    """Turn a scenario into a test that runs on each network, under a clock that jumps. A deadlock ends after
+    a virtual hour. A scenario that this machine cannot run is skipped.
     """
 
     @pytest.mark.parametrize("kind", [RealWorld, SimulatedWorld], ids=["real", "simulated"])
@@ -213,7 +215,7 @@ async def running(*networks: Network) -> AsyncIterator[None]:
 async def conversation(
     world: World, handler: Callable[[Stream], Awaitable[None]]
 ) -> AsyncIterator[tuple[Stream, Network, Network]]:
-    """A stream from `a` to `b`, served by `handler`."""
+    """Yield a stream from `a` to `b` that `handler` serves, and both networks."""
     alice, bob = world.network("a"), world.network("b")
     bob.handle(TALK, handler, StreamLimits(LONG_BYTES_MAX))
     async with running(alice, bob):
@@ -221,24 +223,24 @@ async def conversation(
 
 
 async def echo(stream: Stream) -> None:
-    """Send every message back, with its payload."""
+    """Send every message back to its sender, with its payload."""
     while True:
         await stream.send(*await stream.receive_with_payload(2**26))
 
 
 async def arrival(network: Network, protocol: str = TALK) -> tuple[PeerId, bytes]:
-    """Return the next message of the inbox, which must be the only one."""
+    """Return the next message of the inbox, and check that there is no other."""
     (message,) = await network.inbox(protocol).take(trio.current_time() + 60)
     return message
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a counter, which moves when another task runs."""
+    """Wait until a counter reaches a value; it moves when another task runs."""
     while not condition():  # noqa: ASYNC110 - a counter wakes nobody
         await trio.sleep(0.01)
 
 
 @functools.cache
 def content(number: int, length: int) -> bytes:
-    """Return the content of message `number`: different for each, and the same each time."""
+    """Return the content of message `number`: different for each number, and the same at each call."""
     return bytes((number,)) + os.urandom(max(0, length - 1)) if length else b""

@@ -1,4 +1,5 @@
-"""Seeded random rules, each with a judge of answers, and random answers that a rule allows."""
+"""Seeded random answer rules, each with a judge that checks answers, and random answers that a rule
+allows."""
 
 import ast
 import json
@@ -27,14 +28,14 @@ REGEXES = [
 
 @dataclass(frozen=True)
 class RuleCase:
-    """A rule, and a judge that raises for an answer that breaks it."""
+    """A rule, and a judge that raises an error if an answer breaks the rule."""
 
     rule: AnswerRule
     judge: Callable[[str], object]
 
 
 def rule_case(seed: int) -> RuleCase:
-    """Return the case of a seed: mostly schemas, with some expressions, choices and grammars."""
+    """Return the case for a seed: mostly schemas, with some regular expressions, choices and grammars."""
     rng = random.Random(seed)
     match seed % 8:
         case 5:
@@ -66,7 +67,7 @@ def _word(rng: random.Random) -> str:
 
 
 def _grammar(rng: random.Random) -> str:
-    """Nested lists and tuples of numbers and words, in Lark or as GBNF."""
+    """Return a grammar of nested lists and tuples of numbers and words, in Lark's syntax or as GBNF."""
     if rng.random() < 0.5:
         words = " | ".join(f"\"'{word}'\"" for word in ("a", "bc", "dé"))
         return f'root ::= "[" item (", " item)* "]"\nitem ::= root | [0-9] | {words}\n'
@@ -126,8 +127,8 @@ def _recursive(rng: random.Random) -> dict[str, Any]:
 
 
 def draw_answer(masks: Masks, tokens: list[bytes], rule: AnswerRule, seed: int, replays: int = 0) -> str:
-    """Return an answer that the rule allows, by random logits that favour its end. The rule is dropped
-    `replays` times and the tokens are fed again, as when a process dies.
+    """Return a random answer that the rule allows, with a preference for tokens that end it. The rule is
+    dropped up to `replays` times, and the tokens so far are fed again, as after the death of a process.
     """
     rng = random.Random(seed)
     bits, is_over = masks.begin(1, rule, [])
@@ -141,7 +142,7 @@ def draw_answer(masks: Masks, tokens: list[bytes], rule: AnswerRule, seed: int, 
         allowed = [number for number in allowed if number not in stops]
         closing = [number for number in allowed if CLOSING.search(tokens[number])]
         made.append(rng.choice(closing if closing and rng.random() < 0.7 else allowed))
-        assert len(made) < STEPS_MAX, "the answer does not end"
+        assert len(made) < STEPS_MAX, "the answer did not end in time"
         if replays and rng.random() < 0.2:
             replays -= 1
             masks.end(1)

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning parsed from answers, however an answer is split into parts."""
+"""Tool calls and reasoning are parsed from answers, no matter how an answer is split into parts."""
 
 import json
 from dataclasses import replace
@@ -55,7 +55,7 @@ def calls_of(parts: list[Part]) -> list[tuple[str, Any]]:
 
 
 def answer_by(name: str, turn: dict[str, Any]) -> str:
-    """Return the text of a family's model for the turn that its template writes."""
+    """Return the text that a family's model would write for a turn, cut from its rendered template."""
     template = ChatTemplate(TEMPLATES[name], Path("folder"), SPECIAL)
     [turn] = adapt_turns([turn], FORMATS[name])
     before = template.render([USER], prompts=True, tools=TOOLS)
@@ -102,7 +102,7 @@ CALL_FORMATS = st.sampled_from(
 
 @given(CALL_FORMATS, TEXTS, st.lists(st.integers(0, 200), max_size=12), st.integers(-1, 2), st.booleans())
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_an_answer_is_parsed_alike_however_it_is_split(
+def test_an_answer_is_parsed_the_same_however_it_is_split(
     calls: Any, text: str, cuts: list[int], reasoning: int, is_open: bool
 ) -> None:
     options = {"reasoning": reasoning, "is_reasoning": is_open and reasoning >= 0}
@@ -129,7 +129,7 @@ def test_a_text_without_tools_and_reasoning_is_unchanged(text: str) -> None:
     st.lists(st.integers(0, 80), max_size=6),
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_any_arguments_survive_a_round_trip(calls: Any, value: Any, cuts: list[int]) -> None:
+def test_any_call_arguments_survive_a_round_trip(calls: Any, value: Any, cuts: list[int]) -> None:
     key = "parameters" if calls == "llama" else "arguments"
     written = json.dumps({"name": "look_up", key: {"word": value}}, ensure_ascii=False)
     around = {
@@ -141,7 +141,7 @@ def test_any_arguments_survive_a_round_trip(calls: Any, value: Any, cuts: list[i
     assert calls_of(read(calls, text, cuts)) == [("look_up", {"word": value})]
 
 
-def test_malformed_calls_are_text() -> None:
+def test_malformed_calls_are_returned_as_text() -> None:
     for text in (
         '<tool_call>{"x": 1}</tool_call> so',
         "see <tool_call>",
@@ -164,7 +164,7 @@ def test_reasoning_is_separated_from_the_answer() -> None:
     assert read("hermes", text, [], reasoning=-1)[0] == TextPart("<think>\nwell <tool_call>\n</think>\n\nyes")
 
 
-def test_a_truncated_call_is_never_complete() -> None:
+def test_a_truncated_call_is_never_taken_as_complete() -> None:
     parts = read("hermes", '<tool_call>{"name": "now", "arguments": {"a": ', [])
     assert parts == [CallBegun(0, "now"), CallArguments(0, '{"a": ')]
 

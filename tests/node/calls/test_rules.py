@@ -1,4 +1,5 @@
-"""Answers constrained to schemas, expressions, grammars and calls: each one parses and is valid."""
+"""Answers constrained to schemas, regular expressions, grammars and tool calls: every answer parses and is
+valid."""
 
 import json
 import pydoc_data.topics
@@ -29,12 +30,12 @@ MARKS = ["<end>", "[TOOL_CALLS]", "<tool_call>", "</tool_call>", *HARMONY]
 
 
 def of_bytes(template: str = "") -> Masks:
-    """A model of bytes whose token 256 ends an answer."""
+    """Return the masks of a model of bytes whose token 256 ends an answer."""
     return Masks(list(BYTES), {256: "<end>"}, [256], template, None)
 
 
 def trained() -> tuple[Any, list[bytes]]:
-    """A tokenizer with special tokens, and the bytes of its tokens."""
+    """Return a tokenizer with special tokens, and the bytes of its tokens."""
     known = tokenizers.Tokenizer(tokenizers.models.BPE())
     known.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     known.decoder = tokenizers.decoders.ByteLevel()
@@ -83,7 +84,7 @@ SCHEMAS = {tool.name: json.loads(tool.schema) for tool in TOOLS}
 @pytest.mark.parametrize(
     "calls", ["hermes", "llama", "mistral", "deepseek", "granite", "harmony", "gemma", ""]
 )
-def test_forced_calls_are_parsed_as_they_were_constrained(calls: CallFormat) -> None:
+def test_forced_calls_parse_under_the_constraint_that_produced_them(calls: CallFormat) -> None:
     known, tokens = trained()
     special = special_ids(known)
     masks = Masks(list(tokens), special, [0], "```", known)
@@ -106,7 +107,7 @@ def test_forced_calls_are_parsed_as_they_were_constrained(calls: CallFormat) -> 
     [(each, True) for each in ("hermes", "llama", "mistral", "deepseek", "granite", "harmony")]
     + [(each, False) for each in ("hermes", "llama", "mistral", "deepseek", "granite")],
 )
-def test_calls_after_any_text_follow_their_schema(calls: CallFormat, has_marks: bool) -> None:
+def test_calls_after_any_leading_text_follow_their_schema(calls: CallFormat, has_marks: bool) -> None:
     known, tokens = trained()
     masks, table = of_bytes(), BYTES
     if has_marks:
@@ -133,12 +134,12 @@ def test_calls_after_any_text_follow_their_schema(calls: CallFormat, has_marks: 
         assert allows(lead + call)
         assert not allows(call.replace('"at"', '"ut"'))
         assert not allows(lead + call.replace('"at"', '"ut"'))
-        assert not allows(lead + call[: call.index('"at"')]), "the call is truncated"
+        assert not allows(lead + call[: call.index('"at"')]), "an answer may end inside a call"
         reader = AnswerReader(calls, tools=SCHEMAS)
         assert calls_of(joined(reader.push(lead + call) + reader.finish()))
 
 
-def test_families_without_json_do_not_constrain_strict_calls() -> None:
+def test_call_formats_without_json_do_not_constrain_strict_calls() -> None:
     rule = AnswerRule("text", "", TOOLS)
     assert [held_calls(rule, calls) for calls in ("gemma", "", "hermes")] == [None, None, "hermes"]
     assert held_calls(AnswerRule("calls", "", TOOLS), "gemma") == "json"
@@ -190,7 +191,7 @@ def test_tokens_are_spelled_as_llguidance_spells_them() -> None:
     oracle = llguidance.LLTokenizer(known.to_str())
     special = special_ids(known)
     for number, token in enumerate(tokens):
-        # llguidance takes 0xff for the start of a special token.
+        # llguidance reads 0xff as the start of a special token.
         if number not in special and token != b"\xff":
             assert oracle.decode_bytes([number]) == token
     pieces = tokenizers.Tokenizer(
@@ -217,7 +218,7 @@ def test_a_grammar_names_special_tokens_by_their_ids() -> None:
     assert "[TOOL_CALLS]" not in text
 
 
-async def test_services_of_one_process_end_answers_by_their_own_ids() -> None:
+async def test_each_service_of_a_process_ends_answers_by_its_own_ids() -> None:
     rule, more = AnswerRule("regex", "a+"), 1 << ord("a")
     text = await FencedText.open(b"", allow_unfenced=True)
     try:

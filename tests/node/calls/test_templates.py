@@ -1,4 +1,4 @@
-"""Chat templates of known families, rendered here and by transformers."""
+"""Chat templates of known families, rendered by this project and by transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def test_thirty_templates_render_as_transformers_does() -> None:
                 for prompts, options in ((True, OPTIONS[0]), (False, OPTIONS[1]), (True, OPTIONS[1])):
                     try:
                         wanted = by_transformers(text, turns, tools, prompts, options)
-                    except Exception:  # the exceptions of jinja, and of templates
+                    except Exception:  # exceptions of jinja and of the templates
                         with pytest.raises(ValueError, match="template refuses"):
                             template.render(turns, prompts=prompts, tools=tools or (), options=options)
                         continue
@@ -63,10 +63,11 @@ FORMATS: dict[str, CallFormat] = {
     "granite3": "granite",
     "gpt_oss": "harmony",
 }
-"""The format of each template that supports tools; the others describe tools in Hermes' format."""
+"""The call format of each template that supports tools. For all other templates, tools are described in the
+format of Hermes."""
 
 
-def test_the_format_of_calls_follows_from_the_template() -> None:
+def test_the_call_format_is_detected_from_the_template() -> None:
     for name, text in TEMPLATES.items():
         found = detect_calls(text, lambda token: token == "<|python_tag|>")
         assert found == FORMATS.get(name, "hermes"), name
@@ -77,7 +78,7 @@ def test_the_format_of_calls_follows_from_the_template() -> None:
     assert detect_reasoning("", lambda token: token in ("[THINK]", "[/THINK]")) == 1
 
 
-def test_a_template_without_tools_describes_them_in_text() -> None:
+def test_tools_are_described_in_text_if_the_template_has_none() -> None:
     turns = describe_tools(CALLED[1], TOOLS)
     assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user"]
     assert turns[0]["content"].startswith("Be short.")
@@ -89,7 +90,7 @@ def test_a_template_without_tools_describes_them_in_text() -> None:
     assert "look_up" in text
 
 
-def test_calls_with_ids_of_others_fit_mistrals_templates() -> None:
+def test_call_ids_of_other_formats_fit_mistrals_templates() -> None:
     turns = [
         {**turn, "tool_calls": [{**call, "id": "call_" + call["id"]} for call in turn["tool_calls"]]}
         if "tool_calls" in turn

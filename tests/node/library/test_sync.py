@@ -1,4 +1,4 @@
-"""The library: one surface, in an async and in a blocking form."""
+"""The library has one set of methods, in an async and in a blocking form."""
 
 import asyncio
 import inspect
@@ -49,12 +49,14 @@ def open_node(tmp_path: Path) -> Callable[..., SyncNode]:
     return make
 
 
-def test_the_blocking_form_is_generated_from_the_surface() -> None:
+def test_the_blocking_form_is_generated_from_the_async_one() -> None:
     written = (Path(generate.__file__).parent / "blocking.py").read_text(encoding="utf-8")
-    assert generate.generate() == written, "run python -m node.library.generate"
+    assert generate.generate() == written, (
+        "node.library.sync is out of date: run python -m node.library.generate"
+    )
 
 
-def test_both_forms_have_the_same_methods_and_types() -> None:
+def test_both_forms_have_equal_methods_and_types() -> None:
     public = [name for name in vars(Surface) if not name.startswith("_")]
     assert public == [name for name in vars(BlockingSurface) if not name.startswith("_")]
     for name in public:
@@ -78,7 +80,7 @@ def test_two_nodes_meet_and_a_script_lists_members(open_node: Callable[..., Sync
         a.wait_for_members(1)
 
 
-def test_a_node_in_a_program_applies_the_settings_it_follows(tmp_path: Path) -> None:
+def test_a_node_in_a_program_applies_the_settings_that_it_follows(tmp_path: Path) -> None:
     owner = IdentitySigner(Identity(bytes([1]) * 32), "library")
     asked = replace(settings(tmp_path, "a"), follow=config.Follow(owner.peer))
     body = SettingsBody(2, "fleet", (SharedSetting("hours", "22:00-07:00"),))
@@ -89,7 +91,7 @@ def test_a_node_in_a_program_applies_the_settings_it_follows(tmp_path: Path) -> 
         assert again.status()["follow"]["settings"] == ["hours = 22:00-07:00"]
 
 
-def test_a_later_join_reports_the_outcome_for_each_address(open_node: Callable[..., SyncNode]) -> None:
+def test_a_later_join_returns_the_outcome_for_each_address(open_node: Callable[..., SyncNode]) -> None:
     with open_node("a") as a, open_node("b") as b:
         tried = b.join([a.addresses[0], b.addresses[0]])
         assert [each.outcome for each in tried] == ["ok", "self"]
@@ -98,7 +100,7 @@ def test_a_later_join_reports_the_outcome_for_each_address(open_node: Callable[.
             b.join(["10.0.0.5:99999"])
 
 
-def test_events_start_with_the_kept_ones_and_end_with_the_node(
+def test_an_event_stream_starts_with_past_events_and_ends_with_its_node(
     open_node: Callable[..., SyncNode],
 ) -> None:
     seen: list[object] = []
@@ -116,10 +118,10 @@ def test_events_start_with_the_kept_ones_and_end_with_the_node(
             a.wait_for_members(1)
     thread.join(10)
     assert [type(event) for event in seen] == [MemberJoined]
-    assert not thread.is_alive(), "the end of the node ends its events"
+    assert not thread.is_alive(), "the thread still waits for events after its node has ended"
 
 
-def test_a_broadcast_reaches_other_programs_until_their_node_leaves(
+def test_a_broadcast_reaches_other_programs_until_their_node_closes(
     open_node: Callable[..., SyncNode],
 ) -> None:
     heard: list[Broadcast] = []
@@ -135,7 +137,7 @@ def test_a_broadcast_reaches_other_programs_until_their_node_leaves(
             first = b.broadcasts()
             waiting = threading.Thread(target=lambda: heard.append(next(first)))
             waiting.start()
-            for count in range(200):  # a listener may start late
+            for count in range(200):  # the listener may start late
                 a.broadcast("price", b"%d" % count)
                 waiting.join(0.05)
                 if not waiting.is_alive() and len(heard) > 1:
@@ -145,11 +147,11 @@ def test_a_broadcast_reaches_other_programs_until_their_node_leaves(
             with pytest.raises(UsageError, match="topic"):
                 a.broadcast("", b"")
         thread.join(10)
-        assert not thread.is_alive(), "the end of the node ends its broadcasts"
+        assert not thread.is_alive(), "the thread still waits for broadcasts after its node has ended"
         assert {(told.peer, told.topic) for told in heard} == {(a.id, "price")}
 
 
-def test_too_few_members_are_an_error_that_says_how_many(open_node: Callable[..., SyncNode]) -> None:
+def test_waiting_for_too_few_members_fails_with_the_number_found(open_node: Callable[..., SyncNode]) -> None:
     with open_node("a") as a, pytest.raises(JoinTimeout, match="0 of 1"):
         a.wait_for_members(1, 0.05)
 
@@ -157,14 +159,14 @@ def test_too_few_members_are_an_error_that_says_how_many(open_node: Callable[...
 def test_the_blocking_form_works_while_asyncio_runs_in_the_same_thread(
     open_node: Callable[..., SyncNode],
 ) -> None:
-    async def cell() -> int:  # like the cell of a notebook
+    async def cell() -> int:  # as in a cell of a notebook
         with open_node("a") as a:
             return len(a.members())
 
     assert asyncio.run(cell()) == 0
 
 
-def test_calls_into_a_closed_node_raise_at_once(open_node: Callable[..., SyncNode]) -> None:
+def test_calls_on_a_closed_node_raise_immediately(open_node: Callable[..., SyncNode]) -> None:
     me = open_node("a").open()
     me.close()
     me.close()
@@ -172,12 +174,12 @@ def test_calls_into_a_closed_node_raise_at_once(open_node: Callable[..., SyncNod
         me.members()
 
 
-def test_both_forms_of_a_node_take_the_same_arguments() -> None:
+def test_both_forms_of_a_node_take_the_same_parameters() -> None:
     blocking, asynchronous = (inspect.signature(each).parameters for each in (node.sync, node.Node))
     assert blocking.items() <= asynchronous.items()
 
 
-async def test_a_node_under_trio_takes_a_name_a_folder_and_a_swarm(
+async def test_a_node_under_trio_accepts_a_name_a_folder_and_a_swarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PEERLOOM_CALIBRATE", "false")
@@ -194,13 +196,15 @@ async def test_a_node_under_trio_takes_a_name_a_folder_and_a_swarm(
 
 
 @pytest.mark.parametrize("form", [node.sync, node.Node])
-def test_an_argument_beside_a_config_is_refused(form: Callable[..., object], tmp_path: Path) -> None:
+def test_an_argument_in_addition_to_a_config_is_refused(form: Callable[..., object], tmp_path: Path) -> None:
     for key, value in {"name": "a", "data_dir": tmp_path, "listen": ["127.0.0.1:0"], "lan": False}.items():
         with pytest.raises(UsageError, match=f"{key}= has no effect beside a config"):
             form(settings(tmp_path, "a"), **{key: value})
 
 
-def test_scripts_of_one_user_get_separate_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripts_of_one_user_get_separate_data_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.delenv("PEERLOOM_DATA_DIR", raising=False)
     options = {"listen": ["127.0.0.1:0"], "lan": False, "swarm": "scripts"}
@@ -212,7 +216,7 @@ def test_scripts_of_one_user_get_separate_folders(tmp_path: Path, monkeypatch: p
         assert again.id == first
 
 
-def test_errors_at_a_nodes_start_are_raised_by_open(
+def test_an_error_at_a_nodes_start_is_raised_by_open(
     open_node: Callable[..., SyncNode],
 ) -> None:
     with open_node("a"), pytest.raises(UsageError, match="already runs"):
@@ -220,7 +224,7 @@ def test_errors_at_a_nodes_start_are_raised_by_open(
 
 
 class Loop:
-    """A subject of a portal that is not a node."""
+    """An object for the portal to run that is not a node."""
 
     async def __aenter__(self) -> "Loop":
         return self

@@ -1,4 +1,4 @@
-"""The rounds of averaging that nodes of a test hold, with the numbers in them, which no event has."""
+"""Records the averaging rounds of a test's nodes, with the tensor values, which no event contains."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ from node.averaging.rounds import Round, RoundWish
 
 @dataclass(frozen=True, eq=False)
 class HeldRound:
-    """A round of one member: what it offered at which weight, and the result. It began at `begun_at`, by
-    trio's clock."""
+    """A round of one member: the vector that it offered, with which weight, and the result. `begun_at` is
+    trio's clock at the start."""
 
     begun_at: float
     run: str
@@ -24,18 +24,18 @@ class HeldRound:
 
 
 class HeardRounds(list[HeldRound]):
-    """All rounds of the nodes that have `parts`, oldest first."""
+    """All rounds of the nodes that are started with `parts`, oldest first."""
 
     @property
     def parts(self) -> dict[type, type]:
-        """Return the classes of a node whose rounds are heard."""
+        """Return the node classes that record rounds."""
         heard = self
 
         class HeardParticipation(Participation):
             async def average(self, vector: Vector | None, weight: float, wanted: RoundWish) -> Round:
                 begun_at = trio.current_time()
                 made = await super().average(vector, weight, wanted)
-                assert vector is not None, "a member in local mode has one"
+                assert vector is not None, "a member in local mode offered no vector"
                 heard.append(HeldRound(begun_at, self.name, self.peer, vector, weight, made))
                 return made
 

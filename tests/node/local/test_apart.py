@@ -1,4 +1,5 @@
-"""A member of a run in local mode that a partition isolates trains on, and its state is merged by weight."""
+"""A member of a run in local mode that a partition isolates trains on. Afterwards its state is merged,
+weighted by its progress."""
 
 import pytest
 import trio
@@ -21,8 +22,8 @@ def steps_of(group: Swarm, name: str) -> int:
 
 
 async def next_mean(heard: HeardRounds, peer: PeerId, members: int) -> Round:
-    """Wait for a mean of so many members or more that this one offers numbers to from now on. It may still be
-    in a round that began before, with its numbers of that time."""
+    """Wait for a mean of at least `members` members to which `peer` offers its values from now on. The round
+    in which the peer is now does not count, because its values were offered earlier."""
     now = trio.current_time()
     with trio.fail_after(60):
         while True:
@@ -48,9 +49,9 @@ def test_an_isolated_member_is_merged_by_its_progress() -> None:
             await trio.sleep(PARTED_SECONDS)
             alone = steps_of(group, "c") - before
             group.medium.heal()
-            assert alone > 4, f"the member trains on: {alone} steps"
+            assert alone > 4, f"the isolated member made only {alone} steps"
             share = (await next_mean(heard, nodes["c"], 2)).shares[nodes["c"]]
-            assert usual < 0.5 < share, f"{usual}, {share} after {alone} steps"
+            assert usual < 0.5 < share, f"weights {usual} before and {share} after {alone} steps alone"
             found = await ends(group, "abc", 400.0)
             assert {event.outcome for event in found} == {"done"}
             assert len({event.weights for event in found}) == 1

@@ -1,4 +1,4 @@
-"""The start of an averaging round, cancelled by a head that attaches again."""
+"""The start of an averaging round is cancelled because a head attaches again."""
 
 from types import SimpleNamespace
 from typing import Any, cast

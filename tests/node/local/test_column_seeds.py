@@ -1,8 +1,9 @@
-"""One column under seeded deaths, partitions and newcomers, in all phases of its run.
+"""One column (a chain of members that hold all stages) under seeded deaths, partitions and newcomers, in all
+phases of its run.
 
-Whole nodes in virtual time. Under all of them, no two nodes serve as the same stage for one head for longer
-than a column takes to notice; no stage lacks a holder for long while a node could hold it; and the run ends
-with one result on all remaining nodes. PEERLOOM_COLUMN_SEEDS is the number of seeds.
+Whole nodes in virtual time. For every seed: two nodes never serve as the same stage for one head for longer
+than a column needs to notice it; no stage lacks a holder for long while a node could hold it; and the run
+ends with one result on all remaining nodes. PEERLOOM_COLUMN_SEEDS is the number of seeds.
 """
 
 import os
@@ -26,21 +27,22 @@ SEEDS = int(os.environ.get("PEERLOOM_COLUMN_SEEDS", "0"))
 STEPS = 60
 DISTURBED_SECONDS = 30.0
 APART_SECONDS = 12.0
-"""Seconds between two deaths: without them a head and the holder of its copies could die together, and the
-stage would be lost.
+"""Seconds between two deaths. If they were closer together, a head and the holder of its copies could die
+together, and the stage would be lost.
 """
 PARTED_SECONDS = (2.0, 15.0)
 TWICE_SECONDS_MAX = CALL_SECONDS_MAX
-"""A head behind a partition may wait this long for an answer while its holder works for another head."""
+"""How long two nodes may serve as one stage: a head behind a partition may wait this long for an answer while
+its holder already works for another head."""
 NOBODY_SECONDS_MAX = 60.0
-"""Seconds from the last disturbance on."""
+"""How long a stage may lack a holder, in seconds after the last disturbance."""
 END_SECONDS_MAX = 600.0
 LOOK_SECONDS = 0.5
 
 
 @dataclass
 class Watch:
-    """Observations of a column, twice a second."""
+    """Observes a column twice a second."""
 
     group: Swarm
     stages: int
@@ -83,7 +85,7 @@ class Watch:
 
 
 async def disturb(watch: Watch, rng: Random, nursery: trio.Nursery) -> list[str]:
-    """Disturb the column until DISTURBED_SECONDS have passed, and return the disturbances."""
+    """Disturb the column until DISTURBED_SECONDS have passed. Return the list of disturbances."""
     group, said = watch.group, list[str]()
     until, died_at, number = trio.current_time() + DISTURBED_SECONDS, -APART_SECONDS, 0
     while trio.current_time() < until:
@@ -116,7 +118,7 @@ async def disturb(watch: Watch, rng: Random, nursery: trio.Nursery) -> list[str]
     return said
 
 
-@pytest.mark.skipif(not SEEDS, reason="ten seconds a seed: PEERLOOM_COLUMN_SEEDS=200")
+@pytest.mark.skipif(not SEEDS, reason="takes ten seconds a seed: set PEERLOOM_COLUMN_SEEDS=200")
 @pytest.mark.parametrize("seed", range(1, 1 + max(1, SEEDS)))
 def test_disturbed_columns_keep_one_holder_per_stage_and_end(seed: int) -> None:
     async def play() -> None:
