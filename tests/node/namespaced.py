@@ -1,10 +1,12 @@
-"""The program in a namespace of `test_namespaces`: a network that beacons, hears and echoes.
+"""The program that `test_namespaces` runs in a network namespace: it sends beacons, finds neighbours and
+echoes.
 
-python -m tests.node.namespaced LETTER echo    be there, and answer; a HOST behind it: listen only there
-python -m tests.node.namespaced LETTER visit   go to each address of the first neighbour that is heard, say
-                                               for each what came back, as lines of JSON, and end
-python -m tests.node.namespaced LETTER move    at the first of them, for each line of standard input, say how
-                                               many of a hundred datagrams came back, and where it is
+python -m tests.node.namespaced LETTER echo    send beacons and echo; with a HOST, listen only there
+python -m tests.node.namespaced LETTER visit   visit each address of the first neighbour found; print for
+                                               each what came back, as a line of JSON; then exit
+python -m tests.node.namespaced LETTER move    for each line of standard input send a hundred datagrams to
+                                               the neighbour's first address; print how many came back, and
+                                               this node's own addresses
 """
 
 import json
@@ -62,7 +64,7 @@ async def live(letter: str, task: str, *hosts: str) -> None:
 
 
 async def visit(address: Address) -> None:
-    """A new peer for each address, so that no address is known from an earlier visit."""
+    """Visit with a new peer, so that no address is known from an earlier visit."""
     newcomer: RealNetwork = make_network(address.kind[-1], listen=EVERYWHERE)
     newcomer.inbox(PING)
     async with running(newcomer):
@@ -75,7 +77,7 @@ async def visit(address: Address) -> None:
 
 
 async def exchange(address: Address) -> None:
-    """One peer throughout, although this machine's address changes in between."""
+    """Exchange datagrams as one peer throughout, although this machine's address changes in between."""
     mover: RealNetwork = make_network("m", listen=EVERYWHERE)
     inbox = mover.inbox(PING)
     async with running(mover):

@@ -1,7 +1,8 @@
 """Two network namespaces joined by a pair of virtual cables, for tests that need two machines.
 
-Made with `ip` in a laboratory (`tests/lab`), without privileges; a test that cannot have them is skipped.
-Nothing of the machine's own network is touched, and both namespaces go away with the test.
+They are made with `ip` in a laboratory (`tests/lab`), without privileges. A test is skipped if the system
+does not allow them. Nothing of the machine's own network is touched, and both namespaces disappear after the
+test.
 """
 
 import shlex
@@ -16,8 +17,8 @@ from tests.source import ROOT
 
 @dataclass(frozen=True)
 class Machine:
-    """One namespace of a laboratory. `host_4` and `host_6` are its addresses on the cable; one is "" where it
-    has none."""
+    """One namespace of a laboratory. `host_4` and `host_6` are its addresses on the cable; an address is ""
+    if it has none."""
 
     lab: Lab
     name: str
@@ -25,19 +26,19 @@ class Machine:
     host_6: str
 
     def start(self, module: str, *arguments: str) -> subprocess.Popen[str]:
-        """Run `python -m module` there; its standard input and output are pipes."""
+        """Run `python -m module` in the namespace, with pipes as standard input and output."""
         program = [*self.lab.enter, "ip", "netns", "exec", self.name, python(), "-m", module, *arguments]
         return subprocess.Popen(program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ip(self, *arguments: str) -> None:
-        """`ip` inside of it."""
+        """Run `ip` in the namespace."""
         self.lab.run(shlex.join(["ip", "-n", self.name, *arguments]))
 
 
 @contextmanager
 def two_machines(*, link_local: bool = False) -> Iterator[tuple[Machine, Machine]]:
     """Yield two machines on one link, both with IPv4 and IPv6, or with IPv6 `link_local` addresses only. Skip
-    the test where the system does not allow them.
+    the test if the system does not allow namespaces.
     """
     prefix = "fe80" if link_local else "fd87"
     with held() as holder:

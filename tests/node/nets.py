@@ -1,4 +1,4 @@
-"""Real networks on 127.0.0.1 for tests: made, run and introduced to each other."""
+"""Real networks on 127.0.0.1 for tests: they are made, run and introduced to each other."""
 
 import os
 import socket
@@ -31,7 +31,8 @@ def make_network(
     kind: type[RealNetwork] = RealNetwork,
     **options: Any,
 ) -> RealNetwork:
-    """`listen` may be one address or several; without an `identity` the network has that of its letter."""
+    """Make a network. `listen` is one address or several. Without an `identity`, the network gets the
+    identity of its letter."""
     places = [listen] if isinstance(listen[0], str) else listen
     return kind(
         identity or Identity(letter.encode() * 32),
@@ -63,7 +64,7 @@ def acquaint(*networks: Network) -> None:
 async def acquainted(
     handler: Handler, limits: StreamLimits = USUAL_STREAMS, *, settings: TransportSettings = TRANSPORT
 ) -> AsyncIterator[tuple[RealNetwork, RealNetwork]]:
-    """Two networks that know each other; `handler` serves BULK at the second."""
+    """Yield two networks that know each other; `handler` serves BULK at the second."""
     alice, bob = make_network("a", settings=settings), make_network("b", settings=settings)
     bob.handle(BULK, handler, limits)
     async with running(alice, bob):
@@ -75,21 +76,22 @@ async def acquainted(
 async def conversation(
     handler: Handler, limits: StreamLimits = USUAL_STREAMS, *, settings: TransportSettings = TRANSPORT
 ) -> AsyncIterator[tuple[SecureStream, RealNetwork, RealNetwork]]:
-    """A stream between the two that carries messages both ways within `limits`."""
+    """Yield a stream between two networks that carries messages both ways within `limits`."""
     async with acquainted(handler, limits, settings=settings) as (alice, bob):
         stream = await alice.open(bob.peer, BULK, message_bytes_max=limits.message_bytes_max)
         yield stream, alice, bob
 
 
 async def arrival(network: RealNetwork, protocol: str = PING) -> tuple[PeerId, bytes]:
-    """The next message, which must arrive alone."""
+    """Return the next message, which must arrive alone."""
     messages = await network.inbox(protocol).take(trio.current_time() + 20)
     assert len(messages) == 1
     return messages[0]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a counter: it moves when the other task runs; the test's own deadline is the limit."""
+    """Wait until a counter reaches a value; it moves when another task runs. The test's own deadline is the
+    limit."""
     while not condition():  # noqa: ASYNC110 - a counter wakes nobody
         await trio.sleep(0.002)
 
@@ -110,7 +112,7 @@ def unused_address() -> Address:
 
 
 def free_port() -> int:
-    """A UDP port that nothing else uses, for the beacons of one test."""
+    """Return a UDP port that nothing else uses, for the beacons of one test."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

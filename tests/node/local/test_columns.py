@@ -1,4 +1,5 @@
-"""Runs in local mode in several stages: columns of members train, and the holders of each stage average."""
+"""Runs in local mode in several stages. Columns (chains of members that together hold all stages) train, and
+the holders of each stage average."""
 
 from typing import Any
 
@@ -30,7 +31,7 @@ from tests.stack import Swarm, swarm
 STEPS = 30
 LOCAL = LocalSettings(local_steps=3)
 STEPS = 36
-"""The steps of a run in which a member dies after ten."""
+"""Number of steps of a run in which a member dies after ten steps."""
 
 
 async def begin(group: Swarm, **changes: Any) -> Run:
@@ -63,7 +64,8 @@ async def reached(group: Swarm, step: int) -> None:
 
 
 async def columns(group: Swarm, count: int, names: str) -> dict[str, str]:
-    """Wait for `count` whole columns; return the holder of the last stage by the head of each."""
+    """Wait for `count` whole columns. Return the holder of the last stage, keyed by the head of its
+    column."""
     with trio.fail_after(120):
         while True:
             found = {}
@@ -76,7 +78,7 @@ async def columns(group: Swarm, count: int, names: str) -> dict[str, str]:
             await trio.sleep(0.2)
 
 
-def test_two_columns_average_by_stage_and_end_with_one_model() -> None:
+def test_two_columns_average_each_stage_and_end_with_one_model() -> None:
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW, preset="lan") as group:
             run = await begin(group)
@@ -90,7 +92,7 @@ def test_two_columns_average_by_stage_and_end_with_one_model() -> None:
                 name: [e for e in group.events[name] if isinstance(e, AveragingEnded) and e.outcome == "ok"]
                 for name in "abcd"
             }
-            assert all(averaged.values()), "the holders of each stage average"
+            assert all(averaged.values()), "the holders of some stage did not average"
             assert {event.run.count(":") for events in averaged.values() for event in events} == {2}
             result = stack.weights(group, "d", run)
             first = stack.MODELS[run.manifest.graph]
@@ -100,7 +102,7 @@ def test_two_columns_average_by_stage_and_end_with_one_model() -> None:
 
 
 class _SameDraws(LocalTrainer):
-    """A model whose samples and random operators are drawn as if every run had the same id."""
+    """A trainer that draws its samples and random operators as if every run had the same id."""
 
     def __init__(self, run: Run, *arguments: Any, in_flight: int) -> None:
         super().__init__(run, *arguments, in_flight=in_flight)
@@ -110,7 +112,7 @@ class _SameDraws(LocalTrainer):
 
 
 def test_one_column_trains_like_a_single_process() -> None:
-    """The gradient of a step goes through both stages: the loss falls as with the whole model."""
+    """The gradient of a step goes through both stages, so the loss falls as with the whole model."""
 
     async def play(stages: int, names: str, losses: list[float]) -> None:
         async with swarm(names, stage_seconds=SLOW, parts={LocalTrainer: _SameDraws}) as group:
@@ -127,8 +129,8 @@ def test_one_column_trains_like_a_single_process() -> None:
 
 
 def test_as_many_microbatches_as_stages_are_in_flight() -> None:
-    """With eight micro-batches in a step, two equal stages take little more than half the time, for the same
-    losses.
+    """With eight micro-batches in a step, two equal stages take little more than half the time that they take
+    with one micro-batch in flight. The losses are the same.
     """
 
     async def play(found: dict[str, list[Any]], parts: Parts | None = None) -> None:
@@ -148,7 +150,7 @@ def test_as_many_microbatches_as_stages_are_in_flight() -> None:
     two: dict[str, list[Any]] = {}
     run_virtually(lambda: play(two))
     run_virtually(lambda: play(one, {LocalTrainer: OneByOne}))
-    assert two["losses"] == one["losses"], "both sums are equal bit for bit"
+    assert two["losses"] == one["losses"], "the number of micro-batches in flight changed the losses"
     assert np.median(two["seconds"]) < 0.65 * np.median(one["seconds"]), (one, two)
 
 
@@ -172,7 +174,7 @@ def test_a_death_stops_only_its_own_column(dies: str) -> None:
     run_virtually(play)
 
 
-def test_a_left_over_head_and_holder_form_a_column() -> None:
+def test_a_head_and_a_holder_left_over_form_a_column() -> None:
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW) as group:
             await begin(group, steps=200)
@@ -180,7 +182,7 @@ def test_a_left_over_head_and_holder_form_a_column() -> None:
             other = next(name for name in whole if name != "a")
             await reached(group, 10)
             group.kill(whole["a"])  # the holder of a's column
-            group.kill(other)  # and the head of the other column
+            group.kill(other)  # the head of the other column
             with trio.fail_after(120):
                 while await columns(group, 1, "a") != {"a": whole[other]}:  # noqa: ASYNC110 - virtual time
                     await trio.sleep(0.2)
@@ -192,7 +194,7 @@ def test_a_left_over_head_and_holder_form_a_column() -> None:
 
 
 def test_a_free_node_becomes_head_of_an_orphaned_holder() -> None:
-    """The free node learns of the holder, which does not know it, from the other head."""
+    """The holder does not know the free node. The free node learns of the holder from the other head."""
 
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
@@ -209,7 +211,7 @@ def test_a_free_node_becomes_head_of_an_orphaned_holder() -> None:
     run_virtually(play)
 
 
-def test_a_head_that_never_had_a_column_ends_with_the_others() -> None:
+def test_a_head_that_never_completed_a_column_ends_with_the_others() -> None:
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW) as group:
             await begin(group, steps=80)
@@ -217,7 +219,7 @@ def test_a_head_that_never_had_a_column_ends_with_the_others() -> None:
             with trio.fail_after(60):
                 while list((held := stages_of(group)).values()).count(0) < 2:  # noqa: ASYNC110 - virtual time
                     await trio.sleep(0.1)
-            # The node that holds, or will hold, the second head's other stage.
+            # The node that holds the other stage of the second head's column, or is about to hold it.
             victim = next(name for name in "abcd" if name != whole["a"] and held.get(name, 1))
             group.kill(victim)
             found = await ends(group, "abcd".replace(victim, ""), 400.0)
@@ -226,7 +228,7 @@ def test_a_head_that_never_had_a_column_ends_with_the_others() -> None:
     run_virtually(play)
 
 
-def test_a_free_node_takes_the_place_of_a_dead_holder() -> None:
+def test_a_free_node_replaces_a_dead_holder() -> None:
     async def play() -> None:
         async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             await begin(group, replicas=1, steps=60)
@@ -242,7 +244,7 @@ def test_a_free_node_takes_the_place_of_a_dead_holder() -> None:
     run_virtually(play)
 
 
-def test_stages_are_cut_alike_and_each_has_a_layer() -> None:
+def test_stages_are_cut_equally_on_all_nodes_with_a_layer_each() -> None:
     node_run = stack.manifest(stages=2, local=LOCAL)
     model = stack.MODELS[node_run.graph]
     ranges = stage_ranges(node_run, model.graph)
@@ -263,7 +265,7 @@ def test_stages_are_not_cut_where_layers_stay_together() -> None:
         stage_ranges(whole, model.graph)
 
 
-def test_runs_unfit_for_columns_are_refused_at_submission() -> None:
+def test_runs_that_cannot_form_columns_are_refused_at_submission() -> None:
     options = {"layers": 2, "heads": 2, "width": 16}
     tied = stack.known(capture_built_in("gpt", (8,), 32, dtype="float32", options=options))
     wanted = stack.manifest(tied, stages=2, sizes=(8,), local=LOCAL)
@@ -278,13 +280,13 @@ def test_runs_unfit_for_columns_are_refused_at_submission() -> None:
 
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A schedule with two minutes less of training."""
+    """Shorten the time that holders wait for a head to two minutes."""
     monkeypatch.setattr(head_watch, "HEADLESS_SECONDS", 120.0)
     monkeypatch.setattr(head_watch, "FOLLOWING_SECONDS", 60.0)
 
 
 def test_holders_without_a_head_end_the_run_with_a_reason(short_patience: None) -> None:
-    """Each head held the only copy of the first stage: no node can continue."""
+    """Each head held the only copy of the first stage, so no node can continue."""
 
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW) as group:
@@ -298,7 +300,7 @@ def test_holders_without_a_head_end_the_run_with_a_reason(short_patience: None) 
             assert {event.outcome for event in found} == {"failed"}
             assert all("no head has come for stage 2" in event.detail for event in found)
             assert not any(local_runs(group.nodes[name]).members for name in holders), (
-                "the holders' slots are free"
+                "a holder still has the run in its slot"
             )
 
     run_virtually(play)
@@ -322,8 +324,8 @@ def test_a_requester_that_only_follows_learns_that_no_head_is_left(short_patienc
 
 
 def test_memory_is_counted_for_all_microbatches_waiting_at_a_stage() -> None:
-    """Each stage of a column may hold as many micro-batches as the column has stages; a plan's schedule holds
-    fewer in later stages.
+    """Each stage of a column may hold as many micro-batches as the column has stages. The schedule of a plan
+    holds fewer in later stages.
     """
     alone = Identity(bytes(32)).peer
     model = stack.simple_cnn("float32")

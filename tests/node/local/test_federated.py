@@ -1,4 +1,5 @@
-"""Federated runs by whole nodes: each trains on its own data set, and no byte of the set leaves its node."""
+"""Federated runs by whole nodes: each node trains on its own data set, and no byte of the set leaves the
+node."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ NAME = "scans"
 
 
 def write_sets(folder: Path, names: str, *, shares: tuple[float, ...] = ()) -> dict[str, Path]:
-    """Return disjoint shares of the digits, one for each name."""
+    """Return disjoint shares of the digits, one for each node name."""
     data = load_digits()
     order = np.random.default_rng(3).permutation(data.train_samples)
     held_out = np.random.default_rng(4).permutation(data.test_samples)
@@ -52,7 +53,7 @@ def write_sets(folder: Path, names: str, *, shares: tuple[float, ...] = ()) -> d
 
 
 def wanted(path: Path, steps: int = 16, **local: Any) -> Manifest:
-    """A federated run on sets that look like the one at `path`."""
+    """Return a federated run on data sets of the same form as the set at `path`."""
     own = own_data_like(load_folder(path), f"/data/{NAME}", "RUN.toml")
     return small(
         steps=steps,
@@ -62,7 +63,7 @@ def wanted(path: Path, steps: int = 16, **local: Any) -> Manifest:
 
 
 async def submit(group: Swarm, requester: str, manifest: Manifest, held: Dataset | None) -> Run:
-    """Submit a run as the command `train` does."""
+    """Submit a run like the command `train` does."""
     node = group.nodes[requester]
     run = stack.prepare(node, manifest)
     if held is not None:
@@ -73,7 +74,7 @@ async def submit(group: Swarm, requester: str, manifest: Manifest, held: Dataset
 
 @contextmanager
 def overheard(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
-    """A tap that records all stream bytes before encryption."""
+    """A tap that records all stream bytes before they are encrypted."""
     found: list[bytes] = []
     send = SimStream.send
 
@@ -87,15 +88,16 @@ def overheard(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
 
 
 def marks(path: Path) -> list[bytes]:
-    """Return byte strings that occur only in the samples of this set: whole rows of pixels that are not
-    empty.
+    """Return byte strings that occur only in the samples of this set: the middle two rows of pixels of each
+    image with enough pixels that are not empty.
     """
     images = np.load(path / "train.npz")["x"]
     return [image.tobytes()[64:192] for image in images if np.count_nonzero(image.ravel()[16:48]) > 12]
 
 
 def found_in(data: bytes, stretches: list[bytes]) -> int:
-    """Return how many of `stretches` occur in `data`, in one pass: each is found by two of its pixels."""
+    """Return how many of `stretches` occur in `data`. One pass over `data` looks for two pixels of each
+    stretch, and then compares the whole stretch."""
     wanted: dict[bytes, list[tuple[int, bytes]]] = {}
     for stretch in stretches:
         at = next((at for at in range(48, 80, 4) if all(np.frombuffer(stretch[at : at + 8], np.float32))), 0)
@@ -114,7 +116,7 @@ def found_in(data: bytes, stretches: list[bytes]) -> int:
     return len(found)
 
 
-def test_federated_members_train_on_own_data_and_send_none(
+def test_federated_members_train_on_their_own_data_and_send_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = write_sets(tmp_path, "abc")
@@ -139,14 +141,12 @@ def test_federated_members_train_on_own_data_and_send_none(
     with overheard(monkeypatch) as heard:
         run_virtually(play)
     said = b"\0".join(heard)
-    assert len(said) > 1_000_000, "parameters were sent"
+    assert len(said) > 1_000_000, "no parameters were sent"
     assert found_in(said, stretches) == 0
 
 
-def test_the_same_tap_detects_samples_when_data_is_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This shows that the test above can fail."""
+def test_the_tap_finds_samples_if_a_run_sends_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This proves that the previous test can fail."""
     path = write_sets(tmp_path, "a")["a"]
 
     async def play() -> None:
@@ -162,7 +162,7 @@ def test_the_same_tap_detects_samples_when_data_is_sent(
     assert found_in(said, marks(path)) > 100
 
 
-def test_own_data_is_not_served_by_its_hash(tmp_path: Path) -> None:
+def test_a_federated_members_data_is_not_served_by_its_hash(tmp_path: Path) -> None:
     paths = write_sets(tmp_path, "ab")
 
     async def play() -> None:
@@ -174,14 +174,15 @@ def test_own_data_is_not_served_by_its_hash(tmp_path: Path) -> None:
             plain = stack.manifest(data=digest)
             with pytest.raises(Unreachable):
                 await group.nodes["a"].runs.data.load(plain, [group.nodes["b"].peer])
-            with pytest.raises(Unreachable):  # nor does the run's own hash identify any data
+            with pytest.raises(Unreachable):  # the run's own hash identifies no data either
                 await group.nodes["a"].runs.data.load(run.manifest, [group.nodes["b"].peer])
 
     run_virtually(play)
 
 
-def test_only_nodes_that_offer_a_matching_set_take_part(tmp_path: Path) -> None:
-    """`b` has no set of that name, `c` one of other shapes, `d` one with a value that is not finite."""
+def test_only_nodes_that_offer_a_matching_data_set_take_part(tmp_path: Path) -> None:
+    """`b` has no set with that name, `c` has a set with different shapes, and `d` has a set with a value that
+    is not finite."""
     paths = write_sets(tmp_path, "abcd")
     np.savez(paths["c"] / "train.npz", x=np.zeros((40, 1, 9, 9), np.float32), y=np.zeros(40, np.int64))
     np.savez(paths["c"] / "test.npz", x=np.zeros((40, 1, 9, 9), np.float32), y=np.zeros(40, np.int64))
@@ -205,8 +206,8 @@ def test_only_nodes_that_offer_a_matching_set_take_part(tmp_path: Path) -> None:
             for reason in said[1:]:
                 assert reason is not None
                 assert "none of x float32[1,8,8], y int64[] that this model takes" in reason
-                assert str(tmp_path) not in reason, "the offer does not reveal the path"
-                assert "nan" not in reason, "the offer does not reveal the content"
+                assert str(tmp_path) not in reason, "the offer reveals the path"
+                assert "nan" not in reason, "the offer reveals the content"
             with pytest.raises(UsageError, match=r"x of sample 5 at \[0, 3, 3\] is nan"):
                 await group.nodes["d"].runs.own_data.find(run, graph)
 
@@ -229,7 +230,7 @@ def test_updates_are_weighted_by_samples(tmp_path: Path) -> None:
     }
 
 
-def test_a_requester_without_a_set_provides_only_the_shape(tmp_path: Path) -> None:
+def test_a_requester_without_a_data_set_provides_only_the_shape(tmp_path: Path) -> None:
     paths = write_sets(tmp_path, "abc")
 
     async def play() -> None:
@@ -270,7 +271,7 @@ def test_a_federated_run_is_refused_if_samples_would_travel(text: str, said: str
     assert said in str(caught.value)
 
 
-def test_a_manifest_with_data_beside_its_members_own_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_with_data_in_addition_to_its_members_own_is_refused(tmp_path: Path) -> None:
     path = write_sets(tmp_path, "a")["a"]
     good = wanted(path)
     signer = IdentitySigner(Identity(bytes(32)), "test")
@@ -283,7 +284,7 @@ def test_a_manifest_with_data_beside_its_members_own_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["scans", "scans=", "=/data", "a b=/data", "scans=data/here", "../x=/data"])
-def test_a_name_and_an_absolute_path_make_an_offer(text: str) -> None:
+def test_own_data_needs_a_name_and_an_absolute_path(text: str) -> None:
     with pytest.raises(ValueError, match="such as scans=/data/scans"):
         read_own_data(text)
     assert read_own_data("scans=/data/s") == NamedData("scans", Path("/data/s"))

@@ -1,5 +1,5 @@
-"""The start of a run in local mode, by whole nodes in virtual time: no member trains alone while
-others load.
+"""The start of a run in local mode, by whole nodes in virtual time: no member trains alone while others are
+still loading.
 """
 
 import pytest
@@ -18,7 +18,7 @@ STEPS = 12
 
 
 class SlowStart(SimExecutor):
-    """An executor that opens a stage as slowly as a real machine, where a process first loads torch."""
+    """An executor that opens a stage as slowly as a real machine, on which a process first loads torch."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(lambda request: SLOW if _computes(request) else 0.0)
@@ -37,7 +37,7 @@ def first_step_at(events: list[Event]) -> float:
     return next(event.at for event in events if isinstance(event, StepCommitted) and event.step == 0)
 
 
-def test_members_that_agreed_are_in_the_first_round() -> None:
+def test_members_that_agreed_to_train_are_in_the_first_round() -> None:
     async def play() -> None:
         executors = {name: SlowStart(seconds) for name, seconds in zip("abc", (1, 4, 9), strict=True)}
         async with swarm("abc", executors=executors, preset="lan") as group:
@@ -49,7 +49,7 @@ def test_members_that_agreed_are_in_the_first_round() -> None:
                 assert len(made[0].averaged) == 3, name
                 assert len(made) >= 0.8 * STEPS / QUICK.local_steps, name
             begun = [first_step_at(group.events[name]) for name in "abc"]
-            assert max(begun) - min(begun) < 2.0, "all members start together"
+            assert max(begun) - min(begun) < 2.0, "the members did not start together"
             said = [e.reason for e in group.events["a"] if isinstance(e, RunChanged)]
             assert "waiting for 2 members that agreed to begin" in said
 

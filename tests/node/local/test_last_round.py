@@ -1,4 +1,4 @@
-"""A run in local mode ends with a mean of its members, not with one member's progress since the
+"""A run in local mode ends with a mean of its members. The result is never one member's progress since the
 last round.
 """
 
@@ -23,17 +23,17 @@ from tests.node.local.test_runs import SLOW, ends, train
 from tests.stack import Swarm, swarm
 
 LOCAL_STEPS, STEPS = 4, 15
-"""Three steps follow the last scheduled round."""
+"""Three more steps follow the last scheduled round."""
 
 
 @pytest.fixture
 def held() -> HeardRounds:
-    """Return all rounds that were held."""
+    """Return a recorder of all rounds."""
     return HeardRounds()
 
 
 def values_of(group: Swarm, name: str, run: Any) -> list[Vector]:
-    """Return the numbers of each tensor of the result."""
+    """Return the values of each tensor of the result, flattened."""
     return [np.asarray(tensor).reshape(-1) for tensor in stack.weights(group, name, run).values()]
 
 
@@ -43,7 +43,8 @@ def has_all(vector: Vector | None, values: Vector) -> bool:
 
 @pytest.mark.parametrize("local", [{}, {"patience": 1, "improvement": 100.0}], ids=["steps", "convergence"])
 def test_the_result_is_a_mean_of_all_members(held: HeardRounds, local: dict[str, Any]) -> None:
-    """The run ends by steps, or by evaluations, which also use weights that have not been averaged."""
+    """The run ends after all steps, or when evaluations stop improving; evaluations also use weights that
+    have not been averaged."""
 
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW, preset="lan", parts=held.parts) as group:
@@ -52,7 +53,7 @@ def test_the_result_is_a_mean_of_all_members(held: HeardRounds, local: dict[str,
             assert [end.outcome for end in await ends(group, "abc")] == ["done"] * 3
             values = np.concatenate(values_of(group, "a", run))
             means = [each.made for each in held if has_all(each.made.vector, values)]
-            assert means, "no member's average equals the result"
+            assert means, "the result is not any member's average"
             assert max(len(made.shares) for made in means) == 3
             result = await group.nodes["a"].run(run.text).result()
             told = [event for event in group.events["a"] if isinstance(event, AveragingEnded)][-1]
@@ -64,7 +65,8 @@ def test_the_result_is_a_mean_of_all_members(held: HeardRounds, local: dict[str,
 
 
 def test_pairs_average_until_all_have_met(held: HeardRounds) -> None:
-    """Four members in pairs form a grid of two axes, so the mean of all takes two rounds."""
+    """Four members that average in pairs form a grid of two axes, so the mean of all four takes two
+    rounds."""
 
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW, preset="lan", parts=held.parts) as group:
@@ -75,18 +77,19 @@ def test_pairs_average_until_all_have_met(held: HeardRounds) -> None:
             last_round = next(each.made for each in held if has_all(each.made.vector, values))
             final = last_round.attempt
             offered = {each.peer: each.offered for each in held if each.made.attempt == final}
-            # One of the two may have made its last step just before, so its weights are not a mean.
+            # One member of the last pair may have made its last step just before, so the weights that it
+            # offered are not a mean.
             met: set[PeerId] = set(last_round.shares)
             for each in held:
                 last = offered.get(each.peer)
                 if last is not None and each.made.vector is not None and np.allclose(each.made.vector, last):
                     met |= each.made.shares.keys()
-            assert len(met) >= 3, "the author of the result had averaged with another member before"
+            assert len(met) >= 3, "the author of the result had not averaged with another member before"
 
     run_virtually(play)
 
 
-def test_a_damped_run_takes_partial_means_and_ends_whole(held: HeardRounds) -> None:
+def test_a_damped_run_takes_partial_means_but_ends_with_a_full_one(held: HeardRounds) -> None:
     moved: list[Vector] = []
     before: dict[int, Vector] = {}
 
@@ -107,7 +110,9 @@ def test_a_damped_run_takes_partial_means_and_ends_whole(held: HeardRounds) -> N
             run, _ = await train(group, settings, steps=STEPS)
             await ends(group, "ab")
             values = np.concatenate(values_of(group, "a", run))
-            assert any(has_all(each.made.vector, values) for each in held), "the result is no member's mean"
+            assert any(has_all(each.made.vector, values) for each in held), (
+                "the result is not any member's mean"
+            )
 
     run_virtually(play)
     gaps = [each.made.vector - each.offered for each in held if each.made.vector is not None]
@@ -117,7 +122,7 @@ def test_a_damped_run_takes_partial_means_and_ends_whole(held: HeardRounds) -> N
         for share in (0.25, 1.0)
         if any(gap.any() and np.allclose(move, share * gap, 1e-3, 1e-6) for gap in gaps)
     ]
-    assert shares.count(0.25) >= 2, "members applied a quarter of a round"
+    assert shares.count(0.25) >= 2, "too few members applied a quarter of a round"
     assert shares[-1] == 1.0
 
 
@@ -152,9 +157,9 @@ def test_both_stages_of_columns_end_with_a_mean(held: HeardRounds) -> None:
             for each in held:
                 if each.made.vector is not None and len(each.made.shares) == 2:
                     means[each.run].append(each.made.vector)
-            assert len(means) == 2, "the holders of each stage average"
+            assert len(means) == 2, "the holders of some stage did not average"
             for values in values_of(group, "a", run):
                 found = [name for name, vectors in means.items() if any(has_all(v, values) for v in vectors)]
-                assert found, f"{len(values)} numbers of one tensor are no mean"
+                assert found, f"a tensor of {len(values)} values is not a mean"
 
     run_virtually(play)

@@ -1,4 +1,4 @@
-"""Members that join a run in local mode late start from the state of the others."""
+"""Members that join a run in local mode late start from the state of the other members."""
 
 import pytest
 import trio
@@ -22,7 +22,7 @@ SAVE_EVERY = 4
 
 
 async def begin(group: Swarm, *, stages: int, local: LocalSettings) -> None:
-    """The first node requests a run and only follows it."""
+    """Submit a run from the first node, which only follows it."""
     group.nodes["a"].limit(accept_runs="never")
     await submit(group, stages=stages, replicas=1, local=local, steps=1_000, save_every=SAVE_EVERY)
 
@@ -33,7 +33,7 @@ def step_of(group: Swarm, name: str) -> int:
 
 
 async def begun(group: Swarm, name: str, step: int = 1) -> list[int]:
-    """Return the steps that this member reports, once it has made `count`."""
+    """Return the steps that this member reports, once it has made `count` steps."""
     with trio.fail_after(120):
         while step_of(group, name) < step or not steps_of(group.events[name]):  # noqa: ASYNC110 - virtual time
             await trio.sleep(0.2)
@@ -45,20 +45,20 @@ def losses_of(group: Swarm, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_head_after_the_last_starts_from_its_state(stages: int) -> None:
-    """The requester, which does not train, has a copy of the state."""
+def test_a_new_head_starts_from_the_state_of_the_last_head(stages: int) -> None:
+    """The requester does not train, but it has a copy of the state."""
 
     async def play() -> None:
         names = "abc"[: 1 + stages]
         async with swarm(names, stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             await begin(group, stages=stages, local=LOCAL if stages > 1 else QUICK)
             head = "b" if stages == 1 else next(iter(await columns(group, 1, names)))
-            await begun(group, head, 70)  # a trained state has been copied
+            await begun(group, head, 70)  # by now a trained state has been copied
             first = losses_of(group, head)[0]
             group.kill(head)
             await nursery.start(stack._live, group, "d", "a", 1, SLOW)
             steps = await begun(group, "d", 40)
-            assert min(steps) >= 40 - 4 * SAVE_EVERY, "the new head does not start from the first values"
+            assert min(steps) >= 40 - 4 * SAVE_EVERY, "the new head started from the initial values"
             assert [event.step for event in group.events["d"] if isinstance(event, StateFetched)]
             assert losses_of(group, "d")[0] < 0.75 * first
             nursery.cancel_scope.cancel()
@@ -66,8 +66,9 @@ def test_a_head_after_the_last_starts_from_its_state(stages: int) -> None:
     run_virtually(play)
 
 
-def test_no_head_is_asked_without_a_copy_of_the_state() -> None:
-    """The head may come back with its disk, which is better than an untrained first stage."""
+def test_no_free_node_is_asked_without_a_copy_of_the_state() -> None:
+    """The head may come back with its disk. To wait for it is better than to train an untrained first
+    stage."""
 
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
@@ -85,7 +86,7 @@ def test_no_head_is_asked_without_a_copy_of_the_state() -> None:
 
 
 def test_a_head_that_returns_within_minutes_resumes_from_its_disk() -> None:
-    """The holder of the other stage has replaced it by then, and each is a whole column."""
+    """By then the holder of the other stage has replaced the head, so each of the two holds all stages."""
 
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
@@ -107,7 +108,7 @@ def test_a_head_that_returns_within_minutes_resumes_from_its_disk() -> None:
     run_virtually(play)
 
 
-def test_a_head_beside_others_starts_from_their_state() -> None:
+def test_a_head_that_joins_other_heads_starts_from_their_state() -> None:
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             await begin_columns(group, steps=400)
@@ -124,7 +125,7 @@ def test_a_head_beside_others_starts_from_their_state() -> None:
 
 @pytest.mark.slow
 def test_a_newcomer_waits_for_its_inviters_answer() -> None:
-    """This holds even if it hears of no other member at first."""
+    """The newcomer waits even if at first it hears of no other member."""
 
     class HastyParticipation(Participation):
         async def settle(self, seconds: float) -> None:
@@ -144,8 +145,8 @@ def test_a_newcomer_waits_for_its_inviters_answer() -> None:
 
 
 @pytest.mark.slow
-def test_a_holder_after_the_only_one_starts_from_its_state() -> None:
-    """The head of the column has a copy of every stage with a single holder."""
+def test_a_holder_that_replaces_the_only_one_starts_from_its_state() -> None:
+    """The head of the column keeps a copy of every stage that has a single holder."""
 
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
@@ -164,7 +165,7 @@ def test_a_holder_after_the_only_one_starts_from_its_state() -> None:
     run_virtually(play)
 
 
-def test_copies_of_other_stages_are_forgotten_with_their_run() -> None:
+def test_copies_of_other_stages_are_deleted_with_their_run() -> None:
     storage, run = MemoryStorage(), "0123456789abcdef"
     for stage in (0, 1, 2):
         storage.write(state_name(run, stage), b"a state")

@@ -1,4 +1,5 @@
-"""Lying peers against a run in local mode: strangers achieve nothing, members no more than is documented."""
+"""Lying peers against a run in local mode: peers outside the run achieve nothing, and members no more than is
+documented."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -35,7 +36,7 @@ STEPS = 24
 
 
 class _Without:
-    """Wrap the node's service so that these peers offer nothing."""
+    """Wraps a node's service so that some peers offer nothing."""
 
     def __init__(self, service: Any, peers: set[PeerId]) -> None:
         self._service = service
@@ -53,8 +54,9 @@ def run_of(group: Swarm) -> Any:
     return member.run
 
 
-def test_a_stranger_that_knows_the_run_takes_no_part() -> None:
-    """The stranger announces a state of more steps, and claims evaluations and a settled end."""
+def test_a_peer_outside_the_run_takes_no_part() -> None:
+    """The outside peer knows the run. It announces a state of more steps, and claims evaluations and a
+    settled end."""
 
     strangers: set[PeerId] = set()
 
@@ -63,7 +65,7 @@ def test_a_stranger_that_knows_the_run_takes_no_part() -> None:
         return LocalRuns(without, archive)
 
     async def play() -> None:
-        # The stranger has a free slot, and is not asked: it is not in this run.
+        # The outside peer has a free slot but is not asked, so it is not in this run.
         parts: dict[str, Parts] = {name: {LocalRuns: make} for name in "ab"}
         async with (
             swarm("abx", stage_seconds=SLOW, preset="lan", parts_of=parts) as group,
@@ -110,7 +112,7 @@ def test_a_stranger_that_knows_the_run_takes_no_part() -> None:
                 joined = {each.peer for each in group.events[name] if isinstance(each, AveragingJoined)}
                 assert liar.peer not in averaged | joined
             assert [each for each in group.events["x"] if isinstance(each, AveragingEnded)], (
-                "the stranger tried"
+                "the outside peer did not even try to average"
             )
             nursery.cancel_scope.cancel()
 
@@ -124,7 +126,7 @@ def test_a_stranger_that_knows_the_run_takes_no_part() -> None:
     run_virtually(play)
 
 
-def test_a_stranger_gets_no_state() -> None:
+def test_a_peer_outside_the_run_gets_no_state() -> None:
     async def play() -> None:
         async with swarm("abx", stage_seconds=SLOW, preset="lan") as group:
             refused: list[str] = []
@@ -145,7 +147,7 @@ def test_a_stranger_gets_no_state() -> None:
 
 
 @pytest.mark.parametrize("kind", ["own", "old", "again"])
-def test_join_requests_of_strangers_and_expired_ones_are_refused(kind: str) -> None:
+def test_join_requests_that_are_expired_or_from_outside_are_refused(kind: str) -> None:
     async def play() -> None:
         async with swarm("abx", stage_seconds=SLOW, preset="lan") as group:
             a, x = group.nodes["a"], group.nodes["x"]
@@ -174,8 +176,8 @@ def test_join_requests_of_strangers_and_expired_ones_are_refused(kind: str) -> N
 async def lie_with(
     kind: str, local: LocalSettings, tell: Callable[[Any, Any], Awaitable[None]], steps: int = STEPS
 ) -> tuple[list[RunEnded], dict[str, list[Event]], str]:
-    """Play a run of three members of which the last lies once it has averaged; return the ends of the honest
-    two.
+    """Play a run of three members, of which the last lies once it has averaged. Return the ends of the two
+    honest members.
     """
     del kind
     async with swarm("abc", stage_seconds=SLOW) as group:
@@ -221,7 +223,7 @@ class _Liar(Ending):
         return []
 
 
-def test_a_member_that_claims_a_settled_end_with_junk_ends_nothing() -> None:
+def test_a_junk_result_that_claims_to_be_settled_ends_nothing() -> None:
     async def play() -> None:
         lied: list[str] = []
 
@@ -249,6 +251,6 @@ def test_a_member_that_claims_a_settled_end_with_junk_ends_nothing() -> None:
         assert len({event.weights for event in found}) == 1
         assert found[0].weights not in lied
         steps = [each.step for name in "ab" for each in events[name] if isinstance(each, StepCommitted)]
-        assert max(steps) == STEPS - 1, "the honest members did not stop early"
+        assert max(steps) == STEPS - 1, "the honest members stopped early"
 
     run_virtually(play)

@@ -1,4 +1,4 @@
-"""No node continues from a state that is worse than the member that hands it out claims."""
+"""No node continues from a state that is worse than claimed by the member that hands it out."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ from tests.node.local.test_runs import ADAM, QUICK, SLOW, submit
 from tests.stack import Swarm, swarm
 
 FAST = OptimizerSettings(kind="adam", learning_rate=0.005)
-"""A few steps at this rate improve a state far beyond the initial values."""
+"""An optimizer with which a few steps improve a state far beyond the initial values."""
 DILOCO = LocalSettings(local_steps=2, strategy="diloco")
 AHEAD_STEPS = 12
-"""A liar claims to be this far ahead: of two different states the newest is tried first."""
+"""Number of steps by which a liar claims to be ahead: of two different states the newest is tried first."""
 Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
 
 
 async def begin(group: Swarm, local: LocalSettings, optimizer: OptimizerSettings = ADAM) -> None:
-    """The first node asks all others to train, and does not train itself."""
+    """Have the first node ask all others to train, without training itself."""
     group.nodes["a"].limit(accept_runs="never")
     await submit(group, optimizer=optimizer, local=local, steps=1_000, save_every=4)
 
@@ -39,7 +39,7 @@ def junk(arrays: Arrays) -> None:
 
 
 def moments(arrays: Arrays) -> None:
-    """A first step of gigantic length, taken from the correct weights."""
+    """Fake the moments so that the first step from the correct weights is gigantic."""
     arrays["moments"][: arrays["moments"].size // 2] = 1e6
     arrays["moments"][arrays["moments"].size // 2 :] = 0.0
 
@@ -51,7 +51,7 @@ def no_outer(arrays: Arrays) -> None:
 
 @dataclass
 class Lie:
-    """The lie that replaces a member's state when others ask for it."""
+    """A change to a member's state that is applied whenever other members ask for it."""
 
     change: Callable[[Arrays], None]
     told: int = 0
@@ -96,7 +96,7 @@ def test_a_late_member_starts_fresh_if_every_state_is_useless(
             for name, lie in zip("bc", lies, strict=True):
                 await begun(group, name, 8)
                 lie.install(group, name)
-            await trio.sleep(SNAPSHOT_SECONDS)  # honest copies are handed out this long
+            await trio.sleep(SNAPSHOT_SECONDS)  # honest copies are handed out for this long
             await nursery.start(stack._live, group, "d", "a", 1, SLOW)
             steps = await begun(group, "d", 4)
             assert sum(lie.told for lie in lies) > 0
@@ -109,7 +109,7 @@ def test_a_late_member_starts_fresh_if_every_state_is_useless(
 
 
 def test_a_returning_member_keeps_its_better_state() -> None:
-    """The liar hands out untrained weights, as if they were of a later step."""
+    """The liar hands out untrained weights as the state of a later step."""
 
     def untrained(arrays: Arrays) -> None:
         arrays["parameters"][:] = np.random.default_rng(1).normal(scale=0.01, size=arrays["parameters"].size)

@@ -1,4 +1,4 @@
-"""A member of a run in local mode that lies in its averages: the run's rule bounds the damage."""
+"""A member of a run in local mode that lies in its averages: the run's aggregation rule bounds the damage."""
 
 from math import log
 from typing import Any
@@ -26,7 +26,7 @@ RUINED = 10
 
 
 class LyingParticipation(Participation):
-    """Averages ten times the opposite of what it learnt, at the largest weight."""
+    """Averages ten times the opposite of what it learned, at the largest weight."""
 
     async def average(self, vector: Vector | None, weight: float, wanted: RoundWish) -> Round:
         assert vector is not None
@@ -35,9 +35,8 @@ class LyingParticipation(Participation):
 
 
 @pytest.mark.parametrize(("choice", "rule"), [("mean", "mean"), ("auto", "nnm-trimmed-mean")])
-def test_a_recruited_liar_ruins_only_a_run_by_mean(choice: Any, rule: str) -> None:
-    """Node d is asked to join, like any node with a free slot, and averages ten times its negated progress,
-    at the largest weight."""
+def test_a_recruited_liar_ruins_only_runs_that_average_by_mean(choice: Any, rule: str) -> None:
+    """Node d is asked to join, like any node with a free slot, and lies in every average."""
 
     async def play() -> None:
         losses: list[float] = []
@@ -49,7 +48,7 @@ def test_a_recruited_liar_ruins_only_a_run_by_mean(choice: Any, rule: str) -> No
                 if isinstance(event, RunEvaluated):
                     losses.append(event.loss)
                     if event.loss > RUINED * GUESS:
-                        scope.cancel()  # the liar does not come back
+                        scope.cancel()  # the run is ruined: do not wait for its end
 
             with trio.CancelScope() as scope:
                 await train(group, LocalSettings(local_steps=2, aggregate=choice), judge, steps=24)
@@ -74,7 +73,7 @@ def test_a_recruited_liar_ruins_only_a_run_by_mean(choice: Any, rule: str) -> No
         ({"mode": "auto"}, 'train.aggregate: is for train.mode = "local"'),
     ],
 )
-def test_a_rule_that_contradicts_a_run_file_is_named(train_table: dict[str, Any], said: str) -> None:
+def test_a_rule_that_contradicts_a_run_file_is_refused(train_table: dict[str, Any], said: str) -> None:
     run_file = RunFile(
         model="m", train=TrainTable(**({"mode": "local", "aggregate": "median"} | train_table))
     )
@@ -82,7 +81,7 @@ def test_a_rule_that_contradicts_a_run_file_is_named(train_table: dict[str, Any]
         check_run_file(run_file, "RUN.toml")
 
 
-def test_a_run_file_sets_the_rule_for_all_members() -> None:
+def test_a_run_file_sets_the_aggregation_rule_for_all_members() -> None:
     run_file = RunFile(model="m", train=TrainTable(mode="local", aggregate="median"))
     check_run_file(run_file, "RUN.toml")
     assert run_file.local == LocalSettings(aggregate="median")

@@ -1,5 +1,5 @@
-"""Columns whose machines die while no other is free: the remaining nodes hold their stages, and hand them
-over to a machine that joins. Whole nodes in virtual time.
+"""Columns whose machines die while no other is free. The remaining nodes take over the stages, and hand them
+to a machine that joins later. Whole nodes in virtual time.
 """
 
 import pytest
@@ -14,7 +14,7 @@ from tests.node.local.test_runs import SLOW, ends, submit
 from tests.stack import Swarm, swarm
 
 GOES_ON_SECONDS = 10.0
-"""Seconds from a death until the next step."""
+"""Most seconds from a death until the next step."""
 
 
 async def begin(group: Swarm, *, stages: int, steps: int = 150, requester: str = "a") -> None:
@@ -66,7 +66,7 @@ def test_a_column_continues_without_one_of_its_holders(dies: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_head_left_alone_holds_all_stages_until_a_machine_joins() -> None:
+def test_a_head_left_alone_holds_all_stages_until_a_node_joins() -> None:
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW, preset="lan") as group, trio.open_nursery() as nursery:
             await begin(group, stages=3, steps=2_000)
@@ -89,7 +89,7 @@ def test_a_head_left_alone_holds_all_stages_until_a_machine_joins() -> None:
     run_virtually(play)
 
 
-def test_a_holder_takes_the_place_of_a_requesting_head_that_dies() -> None:
+def test_a_holder_replaces_a_requesting_head_that_dies() -> None:
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             await begin(group, stages=3)

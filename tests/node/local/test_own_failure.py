@@ -1,4 +1,4 @@
-"""A requester whose own stage fails follows its run, in which the others train on."""
+"""A requester whose own stage fails follows its run while the others train on."""
 
 from node.errors import StageFailed
 from node.local.trainer import LocalTrainer, Stepped
@@ -29,6 +29,6 @@ def test_a_requester_whose_stage_fails_follows_its_run() -> None:
             found = await ends(group, "abc")
             assert {event.outcome for event in found} == {"done"}, [event.detail for event in found]
             assert len({event.weights for event in found}) == 1
-            assert not member.crew.is_training, "the requester's stage has failed"
+            assert not member.crew.is_training, "the requester still trains although its stage has failed"
 
     run_virtually(play)

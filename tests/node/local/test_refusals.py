@@ -1,4 +1,5 @@
-"""Runs in local mode whose nodes refuse results: they end with one result, or report that they do not."""
+"""Runs in local mode whose nodes refuse results. They end with one result, or report that the results
+differ."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,8 @@ MINUTES_SECONDS = 900.0
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, is_refused: Callable[[int], bool]) -> list[str]:
-    """Have the members refuse the results with these numbers, in order of trial; return the verdicts."""
+    """Have the members refuse some results. `is_refused` takes the number of a trial, in order of all trials.
+    Return the list of verdicts, which grows."""
     verdicts: list[str] = []
 
     def judge(*arguments: Any, **named: Any) -> str:
@@ -35,10 +37,10 @@ def refuse(monkeypatch: pytest.MonkeyPatch, is_refused: Callable[[int], bool]) -
     return verdicts
 
 
-def test_a_result_that_the_others_refuse_is_not_settled_by_its_author(
+def test_an_author_does_not_settle_a_result_that_others_refuse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both others refuse the first result: then another member proposes."""
+    """Both others refuse the first result, so another member proposes one."""
 
     async def play() -> None:
         verdicts = refuse(monkeypatch, lambda number: number < 2)
@@ -53,7 +55,7 @@ def test_a_result_that_the_others_refuse_is_not_settled_by_its_author(
     run_virtually(play)
 
 
-def test_the_requester_breaks_a_tie_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requester_breaks_a_tie_between_two_members(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         refuse(monkeypatch, lambda number: True)
         async with swarm("ab", stage_seconds=SLOW, preset="lan") as group:
@@ -70,12 +72,15 @@ def test_the_requester_breaks_a_tie_of_two(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_members_that_never_agree_end_apart_and_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The requester follows without training, so no third member breaks the tie of the two that train."""
+def test_members_that_never_agree_end_with_different_results_and_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The requester follows without training. So there is no third member to break the tie between the two
+    that train."""
 
     async def play() -> None:
         refuse(monkeypatch, lambda number: True)
-        # Without rounds their models differ, and the last round never happens.
+        # Without rounds the models of the members differ, and the last round never happens.
         monkeypatch.setattr(RoundSchedule, "is_due", lambda *_, **__: False)
         async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             group.nodes["a"].limit(accept_runs="never")
@@ -102,8 +107,8 @@ def test_members_that_never_agree_end_apart_and_report_it(monkeypatch: pytest.Mo
     run_virtually(play)
 
 
-def test_a_node_asked_to_join_at_the_end_learns_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The members have left when it looks for them, and never knew it."""
+def test_a_node_asked_to_join_after_the_end_learns_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The members have left by the time the node looks for them, and they never knew the node."""
 
     async def play() -> None:
         async with swarm("abx", stage_seconds=SLOW, preset="lan") as group:
@@ -114,7 +119,7 @@ def test_a_node_asked_to_join_at_the_end_learns_of_it(monkeypatch: pytest.Monkey
             wall = asker.seams.clock.wall()
             ticket = make_ticket(asker.signer, run.id, late.peer, wall)
             late.limit(accept_runs="swarm")
-            await trio.sleep(20.0)  # its members no longer announce the run all the time
+            await trio.sleep(20.0)  # by now the former members announce the run only now and then
             await ask(asker.network, late.peer, Join(run.fact, (ticket,)), seconds=20)
             (found,) = await ends(group, "x")
             assert found.outcome == "done"

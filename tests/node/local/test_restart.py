@@ -21,7 +21,7 @@ SAVE_EVERY = 4
 
 
 async def begin(group: Swarm) -> None:
-    """Request a run whose members keep their states."""
+    """Request a run whose members keep their states on disk."""
     await submit(group, wait_seconds=0.0, steps=STEPS, save_every=SAVE_EVERY)
 
 
@@ -36,7 +36,7 @@ async def trained(group: Swarm, steps: int) -> None:
 
 
 async def killed(group: Swarm, steps: int) -> MemoryStorage:
-    """Kill `b` after this many steps of a new run, and return its disk."""
+    """Start a run, kill `b` after this many steps, and return its disk."""
     await begin(group)
     await trained(group, steps)
     group.kill("b")
@@ -48,7 +48,7 @@ def steps_of(events: list[Event]) -> list[int]:
     return [event.step for event in events if isinstance(event, StepCommitted)]
 
 
-def test_a_run_whose_members_all_stop_resumes_from_their_last_states() -> None:
+def test_a_run_whose_members_all_stop_resumes_from_the_saved_states() -> None:
     storages: dict[str, MemoryStorage] = {}
 
     async def first() -> None:
@@ -65,17 +65,17 @@ def test_a_run_whose_members_all_stop_resumes_from_their_last_states() -> None:
             assert [event.outcome for event in found] == ["done"] * 3
             assert len({event.weights for event in found}) == 1
             for name in "abc":
-                assert min(steps_of(group.events[name])) >= 16, "the run does not start again"
+                assert min(steps_of(group.events[name])) >= 16, "the run started from the beginning"
                 assert not storages[name].sizes("runs").keys() & {
                     f"runs/{found[0].run}/local",
                     f"runs/{found[0].run}/local.state",
-                }, "the kept states are removed after the run"
+                }, "the saved states are still on the disk after the run"
 
     run_virtually(first)
     run_virtually(second)
 
 
-def test_a_returning_member_takes_the_state_of_the_others() -> None:
+def test_a_returning_member_adopts_the_state_of_the_others() -> None:
     async def play() -> None:
         async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             disk = await killed(group, 8)
@@ -92,7 +92,7 @@ def test_a_returning_member_takes_the_state_of_the_others() -> None:
     run_virtually(play)
 
 
-def test_a_member_returning_after_the_end_learns_of_it() -> None:
+def test_a_member_that_returns_after_the_end_gets_the_result() -> None:
     async def play() -> None:
         async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             disk = await killed(group, 40)
@@ -114,7 +114,7 @@ def test_a_damaged_state_is_ignored_and_a_damaged_run_forgotten() -> None:
     assert found is not None
     assert found.table == snapshot.table
     assert np.array_equal(found.data, snapshot.data)
-    assert load_state(storage, "r", 1_000) is None, "the damaged state is larger than the model"
+    assert load_state(storage, "r", 1_000) is None, "a state larger than the model was loaded"
     data = bytearray(storage.read(state_name("r")) or b"")
     for place in (0, 9, len(data) // 2, len(data) - 1):
         damaged = bytearray(data)

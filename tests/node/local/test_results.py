@@ -1,4 +1,4 @@
-"""Which result is on a member's disk while a run in local mode has several conclusions."""
+"""Which result is on a member's disk if a run in local mode has several conclusions."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,10 +28,10 @@ from tests import stack
 ME, OTHER, THIRD = (Identity(bytes([number]) * 32) for number in (1, 2, 3))
 OLD, NEW = b"the model of a conclusion that is given up", b"the model that all settle on"
 SECONDS = {OLD: 5.0, NEW: 1.0}
-"""Seconds to fetch them."""
+"""Seconds that it takes to fetch each result."""
 
 
-def test_a_slow_fetch_of_an_abandoned_conclusion_keeps_the_settled_result(
+def test_a_slow_fetch_of_an_abandoned_result_keeps_the_settled_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     storage = MemoryStorage()
@@ -60,7 +60,7 @@ def test_a_slow_fetch_of_an_abandoned_conclusion_keeps_the_settled_result(
                 nursery.start_soon(member.results.fetch, conclusion)
                 await trio.sleep(2.0)
         assert ending.best == second
-        assert ending.is_here, "the result is verified before it is kept"
+        assert ending.is_here, "the settled result is missing on the member's disk"
         assert digest_of(storage, run.text) == second.weights
 
     monkeypatch.setattr(module, "fetch_result", fetch_slowly)

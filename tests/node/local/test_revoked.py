@@ -1,4 +1,4 @@
-"""Members of a run in local mode whose tickets the requester revokes, in virtual time."""
+"""Members of a run in local mode whose tickets the requester revokes. Virtual time."""
 
 import pytest
 import trio
@@ -33,7 +33,8 @@ def test_a_revoked_member_leaves_and_the_others_end_the_run() -> None:
             found = await ends(group, "ac")
             assert [each.outcome for each in found] == ["done", "done"]
             for name, count in before.items():
-                later = rounds(group, name)[count + 1 :]  # the round in progress may have included it
+                # the round in progress may have included the revoked member
+                later = rounds(group, name)[count + 1 :]
                 assert later
                 assert not any(out in each.averaged for each in later)
             told = [each for each in group.events["b"] if isinstance(each, RunChanged) and each.reason]

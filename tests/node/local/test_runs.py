@@ -24,12 +24,12 @@ from tests.stack import Swarm, swarm
 
 ADAM = OptimizerSettings(kind="adam", learning_rate=0.002)
 SLOW = 0.2
-"""The modelled seconds of a pass: a round of two steps takes as long as a few messages do."""
+"""Modelled seconds of a pass. With this value a round of two steps takes as long as a few messages."""
 QUICK = LocalSettings(local_steps=2)
 
 
 def manifest(**changes: Any) -> Manifest:
-    """Return a small run in local mode."""
+    """Return the manifest of a small run in local mode."""
     fields: dict[str, Any] = {
         "stages": 1,
         "replicas": 0,
@@ -57,12 +57,12 @@ async def train(
     on_event: Callable[[Event], Awaitable[None]] | None = None,
     **changes: Any,
 ) -> tuple[Run, list[Event]]:
-    """Play a run in local mode, requested by the first node."""
+    """Play a run in local mode that the first node requests."""
     return await stack.train(group, next(iter(group.nodes)), manifest(local=local, **changes), on_event)
 
 
 async def ends(group: Swarm, names: str, seconds: float = 60.0) -> list[RunEnded]:
-    """Return the ends that these nodes report, once all have."""
+    """Return the end of the run as each of these nodes reports it, once all have reported it."""
     with trio.fail_after(seconds):
         while True:
             found = [next((e for e in group.events[n] if isinstance(e, RunEnded)), None) for n in names]
@@ -94,7 +94,7 @@ def test_members_average_and_end_with_one_model_on_all() -> None:
     run_virtually(play)
 
 
-def test_a_death_stops_nobody_and_the_last_member_continues() -> None:
+def test_a_death_stops_no_member_and_the_last_one_continues() -> None:
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW) as group:
             seen = 0
@@ -114,7 +114,7 @@ def test_a_death_stops_nobody_and_the_last_member_continues() -> None:
     run_virtually(play)
 
 
-def test_a_late_member_starts_from_others_state_and_keeps_the_result() -> None:
+def test_a_late_member_starts_from_the_others_state_and_keeps_the_result() -> None:
     async def play() -> None:
         async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             is_added = False
@@ -145,7 +145,7 @@ def test_a_run_ends_everywhere_once_its_evaluations_stop_improving() -> None:
             found = await ends(group, "abc")
             assert {event.detail for event in found} == {"its evaluations stopped improving"}
             assert len({event.weights for event in found}) == 1
-            # The member with the most evaluations found it; the others hear of it, some before their third
+            # The member with the most evaluations noticed it. The others heard of it, some before their third
             # evaluation.
             seen = [[e.loss for e in group.events[name] if isinstance(e, RunEvaluated)] for name in "abc"]
             losses = max(seen, key=len)
@@ -160,13 +160,15 @@ def test_a_run_ends_everywhere_once_its_evaluations_stop_improving() -> None:
     [("gossip", 42), ("diloco", 42), ("sparseloco", 60)],
     ids=["gossip", "diloco", "sparseloco"],
 )
-def test_strategies_train_a_run(strategy: str, steps: int) -> None:
+def test_each_strategy_trains_a_run(strategy: str, steps: int) -> None:
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             local = LocalSettings(local_steps=3, strategy=strategy)  # type: ignore[arg-type]  # one of its names
             _, events = await train(group, local, steps=steps)
             losses = [event.loss for event in events if isinstance(event, RunEvaluated)]
-            assert min(losses) < 0.95 * losses[0], "an outer step's momentum may pass the minimum again"
+            assert min(losses) < 0.95 * losses[0], (
+                "the loss never fell (an outer step's momentum may overshoot the minimum later)"
+            )
             found = await ends(group, "abc")
             assert [event.outcome for event in found] == ["done"] * 3
 
@@ -197,7 +199,7 @@ def test_a_member_that_withholds_evaluations_cannot_prevent_the_end(
     run_virtually(play)
 
 
-def test_one_member_that_claims_all_steps_does_not_end_a_run() -> None:
+def test_one_member_that_claims_all_steps_cannot_end_a_run() -> None:
     claimed: list[int] = []
 
     class ClaimingParticipation(Participation):
@@ -223,6 +225,6 @@ def test_one_member_that_claims_all_steps_does_not_end_a_run() -> None:
                 for event in group.events[name]
                 if isinstance(event, StepCommitted)
             ]
-            assert max(honest) == 15, "an honest member has made all steps"
+            assert max(honest) == 15, "no honest member made all steps"
 
     run_virtually(play)

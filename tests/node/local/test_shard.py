@@ -1,4 +1,4 @@
-"""Which samples each member trains on."""
+"""The samples on which each member trains."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,12 +18,12 @@ def test_members_with_the_same_view_divide_the_data(count: int, samples: int, se
     shards = [Shard(RUN, seed, samples, each) for each in peers(count)]
     for shard in shards:
         shard.set_members(peers(count))
-    if samples >= 200:  # with few samples a member may own none; then it draws from all
+    if samples >= 200:  # with few samples a member may own none; it then draws from all
         rows = sorted(row for shard in shards for row in shard.rows)
         assert rows == list(range(samples))
 
 
-def test_a_death_moves_only_the_samples_of_the_dead() -> None:
+def test_a_death_moves_only_the_samples_of_the_dead_member() -> None:
     members = peers(5)
     shards = {each: Shard(RUN, 1, 5_000, each) for each in members}
     for shard in shards.values():

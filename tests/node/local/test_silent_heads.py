@@ -1,4 +1,4 @@
-"""A silent head that attached to a stage's holder does not block other heads."""
+"""A silent head that is attached to the holder of a stage does not block other heads."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
@@ -26,7 +26,7 @@ RUN = bytes(32)
 
 
 class Idle:
-    """A stage without computation."""
+    """A stage that computes nothing."""
 
     async def call(self, request: object) -> object:
         del request
@@ -114,7 +114,7 @@ def test_a_head_with_steps_may_be_silent_for_one_round() -> None:
     scenario(test)
 
 
-def test_a_holder_gives_up_a_head_without_any_request() -> None:
+def test_a_holder_releases_a_head_that_sends_no_request() -> None:
     async def test(server: StageServer, holder: Network, one: Network, other: Network) -> None:
         del other
         await ask(one, holder, attach())
@@ -125,7 +125,7 @@ def test_a_holder_gives_up_a_head_without_any_request() -> None:
 
 
 @pytest.mark.parametrize("step", [-1, STEPS_MAX + 1, 2**52])
-def test_an_impossible_step_is_an_invalid_message(step: int) -> None:
+def test_a_step_out_of_range_makes_a_message_invalid(step: int) -> None:
     data = msgspec.msgpack.encode(["attach", RUN, 1, step, []])
     with pytest.raises(RemoteProtocolError):
         decode(data, column.Question, bytes_max=column.MESSAGE_BYTES_MAX)

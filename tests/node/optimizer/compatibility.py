@@ -1,4 +1,4 @@
-"""The parts of training scripts, each once: schedulers and optimizers of torch, and more."""
+"""The parts of training scripts, each listed once: torch's schedulers and optimizers, and more."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Make = Callable[[torch.optim.Optimizer], Any]
 
 @dataclass(frozen=True)
 class OfSchedule:
-    """One scheduler of torch, and whether it is a function of the step."""
+    """One scheduler of torch, and whether its rate is a function of the step."""
 
     make: Make
     is_function: bool = True
@@ -66,11 +66,11 @@ OPTIMIZERS: dict[str, dict[str, Any] | str] = {
     "SGD": {"momentum": 0.9},
     "SparseAdam": "its gradients are sparse, which cannot be averaged; Adam can",
 }
-"""Each optimizer class of torch with its options, or the reason why it is refused."""
+"""Each optimizer class of torch, with its options or with the reason why it is refused."""
 
 
 def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
-    """One of torch's accepted optimizers."""
+    """One of torch's optimizers that the wrapper accepts."""
     options = OPTIMIZERS[name]
     assert isinstance(options, dict)
     made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=0.01, **options)
@@ -124,7 +124,7 @@ MORE: tuple[tuple[str, str, str], ...] = (
     (
         "parameters thawed, frozen or added later",
         "work; with those that train the same",
-        "test_changes.py::test_parameters_that_are_thawed_later_are_averaged_too",
+        "test_changes.py::test_parameters_unfrozen_later_are_averaged_too",
     ),
     (
         "a dict as input, `model.eval()`, no module",
@@ -136,12 +136,20 @@ MORE: tuple[tuple[str, str, str], ...] = (
         "works",
         "test_scripts.py::test_a_model_in_torchs_own_ddp_trains",
     ),
-    ("accelerate 1.15", "works, its accumulation too", "test_frameworks.py::test_accelerate_prepares_it"),
-    ("Lightning 2.6, automatic and manual", "works", "test_frameworks.py::test_lightning_trains_with_it"),
+    (
+        "accelerate 1.15",
+        "works, its accumulation too",
+        "test_frameworks.py::test_accelerate_prepares_the_wrapper",
+    ),
+    (
+        "Lightning 2.6, automatic and manual",
+        "works",
+        "test_frameworks.py::test_lightning_trains_with_the_wrapper",
+    ),
     (
         "the Trainer of transformers 5.23",
         "works, with `optimizers=(optimizer, scheduler)`",
-        "test_frameworks.py::test_the_trainer_of_transformers_takes_it",
+        "test_frameworks.py::test_the_trainer_of_transformers_accepts_the_wrapper",
     ),
 )
-"""Other parts of scripts: the behaviour of each, and the test that proves it."""
+"""Other parts of scripts: how each behaves, and the test that proves it."""

@@ -1,4 +1,4 @@
-"""Nodes for tests of training scripts; the tests of a module share them, each under its own run."""
+"""Nodes for tests of training scripts. All tests of a module share them, each with its own run."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,7 +13,7 @@ from node.library.sync import SyncNode
 
 
 def open_node(stack: ExitStack, folder: Path, *others: SyncNode) -> SyncNode:
-    """A node that knows these peers."""
+    """Make a node that knows these peers."""
     settings = config.Config(
         name=folder.name,
         data_dir=folder,
@@ -29,14 +29,14 @@ def open_node(stack: ExitStack, folder: Path, *others: SyncNode) -> SyncNode:
 
 @pytest.fixture(scope="module")
 def me(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncNode]:
-    """A node without other peers."""
+    """Yield a node without other peers."""
     with ExitStack() as stack:
         yield open_node(stack, tmp_path_factory.mktemp("alone") / "me")
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SyncNode, SyncNode]]:
-    """Two nodes that know each other."""
+    """Yield two nodes that know each other."""
     folder = tmp_path_factory.mktemp("pair")
     with ExitStack() as stack:
         one = open_node(stack, folder / "one")

@@ -1,4 +1,4 @@
-"""Real processes that start one run of the optimizer together, and how long their calls of `step` take."""
+"""Measures how long calls of `step` take if real processes start one run of the optimizer together."""
 
 import multiprocessing
 import os
@@ -16,34 +16,35 @@ from node.library.sync import SyncNode, sync
 
 WAIT_SECONDS_MAX = 2.0
 TRAINING_SECONDS = 8.0
-"""Seconds after the last process has started: twice as long as any of the tested waits took to begin."""
+"""How long to measure after the last process has started. Each wait under test began within half of this
+time."""
 PAUSE_SECONDS = 0.05
-"""The length of a batch, mostly asleep: eight processes with real batches would need more than two cores."""
+"""How long a batch takes, mostly asleep: eight processes with real batches would need more than two cores."""
 TARGET, BATCH = 256, 16
 ANSWER_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Found:
-    """The observations of one process. Seconds in which it was runnable without a core do not count as waits:
-    other programs of the machine cause them.
+    """The observations of one process. Seconds in which the process was runnable without a core do not count
+    as waits, because other programs on the machine cause them.
     """
 
     made_seconds: float
     longest_seconds: float
     starved_seconds: float
-    """Subtracted from the longest wait."""
+    """Seconds without a core, already subtracted from the longest wait."""
     steps: int
     loaded: int
     digest: str
-    """The digest of the parameters at the last step that all have made."""
+    """A digest of the parameters at the last step that all processes have made."""
 
 
 def start_processes(folder: Path, staggers: list[float], *, seeds: str, width: int = 64) -> list[Found]:
-    """Start a process for each of `staggers`; each makes its optimizer that many seconds after all know each
-    other. `seeds` says whether their models start "equal" or each with its "own" numbers.
+    """Start a process for each of `staggers`. It makes its optimizer that many seconds after all processes
+    know each other. `seeds` says whether the models start "equal" or each with its "own" values.
     """
-    context = multiprocessing.get_context("forkserver")  # import torch once
+    context = multiprocessing.get_context("forkserver")  # so that torch is imported only once
     context.set_forkserver_preload(["torch", "torch.optim", "node.library.sync", "node.optimizer.open"])
     pipes: list[Connection] = []
     processes: list[Any] = []
@@ -119,7 +120,7 @@ def _peer(
 
 
 def _train(pipe: Connection, me: SyncNode, number: int, model: Any, plain: Any, until: float) -> Any:
-    """Train to the end of the measurement, and on until all have finished."""
+    """Train to the end of the measurement, and then until all processes have finished."""
     import torch
 
     begun = time.monotonic()
@@ -151,7 +152,7 @@ def _train(pipe: Connection, me: SyncNode, number: int, model: Any, plain: Any, 
 
 
 def _starved_seconds() -> dict[str, float]:
-    """Return how long each thread of this process was runnable without a core."""
+    """Return for how long each thread of this process was runnable without a core."""
     found = {}
     for thread in os.listdir("/proc/self/task"):
         try:

@@ -1,4 +1,4 @@
-"""The admission of participants to a named averaging run, on real nodes in threads of this process."""
+"""Admission of participants to a named averaging run. Real nodes in threads of this process."""
 
 import itertools
 import subprocess
@@ -58,7 +58,8 @@ def begin() -> Iterator[Callable[..., Trainer]]:
 
 
 class Uninvited(LyingParticipant):
-    """A peer that knows the run's name, owner and tensors, and admits every peer itself."""
+    """A peer that knows the run's name, owner and tensors, and that admits every peer on its own
+    authority."""
 
     def __init__(self, me: SyncNode, run_id: str, owner: PeerId, monkeypatch: pytest.MonkeyPatch) -> None:
         class Ajar(TicketGate):
@@ -109,7 +110,7 @@ def test_an_uninvited_peer_takes_part_in_nothing(
     stranger.close()
 
 
-def test_a_revoked_member_and_those_it_invited_leave(
+def test_a_revoked_member_and_the_peers_it_invited_leave(
     nodes: list[SyncNode], begin: Callable[..., Trainer]
 ) -> None:
     a, b, c = nodes
@@ -130,7 +131,7 @@ def test_a_revoked_member_and_those_it_invited_leave(
     until(lambda: all(m.optimizer.global_step > s + 2 for m, s in zip(members, steps, strict=True)))
     with pytest.raises(UsageError, match="was revoked"):
         b.optimizer(adamw(model_of()), name, target_batch_size=64, admit="vouched", invitation=invitation)
-    # The owner invites it again, briefly.
+    # The owner invites the member again, for a short time.
     again = a.invite(name, b.id, hours=SOON_HOURS)
     second.close()
     fourth = begin(b, name, admit="vouched", invitation=again)
@@ -139,7 +140,7 @@ def test_a_revoked_member_and_those_it_invited_leave(
     until(lambda: first.optimizer.stats.peers == 0)
 
 
-def test_arrays_are_averaged_only_with_invited_peers(nodes: list[SyncNode]) -> None:
+def test_arrays_are_averaged_with_invited_peers_only(nodes: list[SyncNode]) -> None:
     a, b, c = nodes
     name = next(NAMES)
     tensors = {"w": np.ones(3, np.float32)}
@@ -158,7 +159,7 @@ def test_arrays_are_averaged_only_with_invited_peers(nodes: list[SyncNode]) -> N
     assert set(means[1].shares) == {a.id, b.id}
 
 
-def test_arguments_that_contradict_an_invitation_are_refused_by_name(nodes: list[SyncNode]) -> None:
+def test_an_argument_that_contradicts_an_invitation_is_refused(nodes: list[SyncNode]) -> None:
     a, b, c = nodes
     name = next(NAMES)
     invitation = a.invite(name, b.id)
@@ -181,7 +182,7 @@ def test_arguments_that_contradict_an_invitation_are_refused_by_name(nodes: list
             enter(me, run, admit, text)
 
 
-def test_the_command_line_invites_and_revokes(
+def test_the_command_line_invites_and_revokes_a_peer(
     nodes: list[SyncNode],
     begin: Callable[..., Trainer],
 ) -> None:
@@ -217,7 +218,7 @@ def test_an_open_run_warns_at_the_start_that_any_peer_may_join(
     assert next(run for run in me.status()["averaging"] if run["run"] == name)["admit"] == "open"
 
 
-def test_an_invited_run_uses_the_mean() -> None:
+def test_a_run_with_invitations_averages_by_mean() -> None:
     from node.optimizer.settings import Settings
 
     settings = Settings("r", target_batch_size=8, admit=ADMIT)

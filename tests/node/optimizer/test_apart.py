@@ -1,4 +1,4 @@
-"""Peers with a target batch that continued alone from the same state, and meet again."""
+"""Peers with a target batch that trained alone from the same state and then meet again."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -12,7 +12,7 @@ from tests.node.optimizer.test_wrapper import adamw, backward, batch_of, model_o
 STEPS_MAX = 40
 
 
-def test_peers_that_stepped_alone_converge_to_one_state(tmp_path: Path) -> None:
+def test_peers_that_trained_alone_converge_to_one_state(tmp_path: Path) -> None:
     with ExitStack() as stack:
         # Two swarms of one node each, which a third node joins later.
         nodes: list[SyncNode] = [open_node(stack, tmp_path / name) for name in ("one", "other")]

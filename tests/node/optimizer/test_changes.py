@@ -1,4 +1,5 @@
-"""Changes during a run are noticed and named: of parameters, of groups, of a cell that runs again."""
+"""Changes during a run are noticed and named: changed parameters, changed groups, and a notebook cell that
+runs again."""
 
 import gc
 import re
@@ -21,7 +22,7 @@ Pair = tuple[SyncNode, SyncNode]
 
 
 def frozen() -> torch.nn.Sequential:
-    """A model whose first layer is frozen at first."""
+    """Return a model whose first layer is frozen at first."""
     model = model_of()
     model[0].requires_grad_(False)
     return model
@@ -30,9 +31,9 @@ def frozen() -> torch.nn.Sequential:
 def make_pair(
     pair: Pair, run: str, make: Callable[[], torch.nn.Sequential], **options: Any
 ) -> list[tuple[torch.nn.Sequential, PeerOptimizer]]:
-    """Two peers of one run that know each other."""
+    """Return two peers of one run that know each other."""
     models = [make(), make()]
-    if "local_steps" in options:  # a group forms once both are ready, however busy the machine is
+    if "local_steps" in options:  # a group forms only once both are ready, however busy the machine is
         options["window_seconds"] = WINDOW_SECONDS
     options = {"join_seconds": JOIN_SECONDS, "aggregate": "mean"} | options
     made = together(
@@ -45,7 +46,7 @@ def make_pair(
     return list(zip(models, made, strict=True))
 
 
-def test_parameters_that_are_thawed_later_are_averaged_too(pair: Pair) -> None:
+def test_parameters_unfrozen_later_are_averaged_too(pair: Pair) -> None:
     peers = make_pair(pair, "thawed", frozen, local_steps=1_000)
     for number, (model, optimizer) in enumerate(peers):
         backward(model, batch_of(number))
@@ -62,8 +63,8 @@ def test_parameters_that_are_thawed_later_are_averaged_too(pair: Pair) -> None:
     assert weights(peers[0][0]) == weights(peers[1][0])
 
 
-def test_unfrozen_parameters_join_a_target_batch(pair: Pair) -> None:
-    # On a busy machine one peer may be seconds behind; then the other would make a step alone.
+def test_parameters_unfrozen_later_join_a_target_batch(pair: Pair) -> None:
+    # On a busy machine one peer may be seconds behind, and the other would then make a step alone.
     peers = make_pair(pair, "thawed batch", frozen, target_batch_size=64, window_seconds=20.0)
 
     def train(at: int, steps: int) -> None:
@@ -86,7 +87,7 @@ def test_unfrozen_parameters_join_a_target_batch(pair: Pair) -> None:
     assert all(len(optimizer.rows) == 4 for _, optimizer in peers)
 
 
-def test_a_peer_whose_parameters_differ_is_named_with_them(pair: Pair) -> None:
+def test_a_peer_with_different_parameters_is_reported_with_their_names(pair: Pair) -> None:
     peers = make_pair(pair, "differing", frozen, local_steps=1_000)
     (model, optimizer), (_, behind) = peers
     model[0].requires_grad_(True)
@@ -108,7 +109,7 @@ def test_a_peer_whose_parameters_differ_is_named_with_them(pair: Pair) -> None:
         ({"target_batch_size": 32, "aggregate": "median"}, 'average by aggregate = "median"'),
     ],
 )
-def test_a_setting_that_separates_peers_is_named(pair: Pair, options: dict[str, Any], named: str) -> None:
+def test_a_setting_that_separates_peers_is_reported(pair: Pair, options: dict[str, Any], named: str) -> None:
     model, other = model_of(), model_of()
     run = f"apart {options}"
     common: dict[str, Any] = {"aggregate": "mean", "join_seconds": JOIN_SECONDS}
@@ -133,7 +134,7 @@ def test_a_setting_that_separates_peers_is_named(pair: Pair, options: dict[str, 
         ({"weight_decay": 0.5}, "1 made step 1 by another weight_decay, eps or other number"),
     ],
 )
-def test_peers_with_different_step_settings_are_named(
+def test_peers_with_different_step_settings_are_reported(
     pair: Pair, options: dict[str, Any], named: str
 ) -> None:
     models = [model_of(), model_of()]
@@ -162,7 +163,7 @@ def test_peers_with_different_step_settings_are_named(
         each.close()
 
 
-def test_a_group_that_is_added_is_trained_and_averaged(me: SyncNode) -> None:
+def test_a_parameter_group_added_later_is_trained_and_averaged(me: SyncNode) -> None:
     model = model_of()
     inner = torch.optim.SGD(model[2].parameters(), 0.1)
     optimizer = me.optimizer(inner, "group", local_steps=5, model=model)
@@ -172,7 +173,7 @@ def test_a_group_that_is_added_is_trained_and_averaged(me: SyncNode) -> None:
     assert [name for name, _, _ in optimizer.rows] == ["2.weight", "2.bias", "0.weight", "0.bias"]
 
 
-def test_a_layer_that_was_replaced_is_named(me: SyncNode) -> None:
+def test_a_replaced_layer_is_reported(me: SyncNode) -> None:
     model = model_of()
     optimizer = me.optimizer(adamw(model), "replaced", target_batch_size=32, model=model)
     model[2] = torch.nn.Linear(8, 3)
@@ -181,7 +182,7 @@ def test_a_layer_that_was_replaced_is_named(me: SyncNode) -> None:
     assert "2.weight, 2.bias are in the optimizer and no longer in the model" in optimizer.status
 
 
-def test_freezing_everything_for_a_while_breaks_nothing(me: SyncNode) -> None:
+def test_freezing_all_parameters_for_a_while_breaks_nothing(me: SyncNode) -> None:
     model = model_of()
     optimizer = me.optimizer(adamw(model), "all frozen", target_batch_size=32)
     model.requires_grad_(False)
@@ -192,7 +193,7 @@ def test_freezing_everything_for_a_while_breaks_nothing(me: SyncNode) -> None:
     assert optimizer.stats.global_step == 1
 
 
-def test_a_cell_that_runs_again_replaces_its_optimizer(
+def test_an_optimizer_of_a_rerun_cell_replaces_the_earlier_one(
     me: SyncNode, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = model_of()
@@ -204,14 +205,14 @@ def test_a_cell_that_runs_again_replaces_its_optimizer(
     for each, optimizer in ((model, first), (again, second)):
         backward(each, batch_of(0))
         optimizer.step()
-        assert optimizer.stats.global_step == 1, "the first one is a plain optimizer now"
+        assert optimizer.stats.global_step == 1, "the replaced optimizer stopped stepping as a plain one"
     del second, optimizer
     gc.collect()
     third = me.optimizer(adamw(model_of()), "cell", local_steps=3)
     assert third.status.startswith("alone in run 'cell'")
 
 
-def test_another_model_under_the_same_name_gets_a_remedy(me: SyncNode) -> None:
+def test_a_different_model_under_the_same_name_gets_a_remedy(me: SyncNode) -> None:
     first = me.optimizer(adamw(model_of()), "two models", local_steps=3)
     with pytest.raises(ValueError, match=r"4 there, 2 here.*close\(\) it first.*another run_id"):
         me.optimizer(adamw(torch.nn.Linear(2, 2)), "two models", local_steps=3)

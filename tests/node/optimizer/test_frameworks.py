@@ -1,7 +1,8 @@
-"""Training frameworks accept the wrapper as an optimizer of torch; alone it gives the plain results.
+"""Training frameworks accept the wrapper as an optimizer of torch. Without other peers, the results equal
+those of torch alone.
 
-Each test runs if its framework is installed (extra `frameworks`). Lightning passes a closure to `step` where
-it optimizes automatically.
+Each test runs only if its framework is installed (extra `frameworks`). Lightning passes a closure to `step`
+if it optimizes automatically.
 """
 
 from pathlib import Path
@@ -32,7 +33,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def plainly(model: torch.nn.Module) -> torch.Tensor:
-    """The parameters after one pass with torch alone."""
+    """Return the parameters after one pass with torch alone."""
     optimizer = adamw(model)
     for inputs, targets in DataLoader(data(), BATCH):
         optimizer.zero_grad()
@@ -45,7 +46,7 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
-def test_accelerate_prepares_it(me: SyncNode) -> None:
+def test_accelerate_prepares_the_wrapper(me: SyncNode) -> None:
     accelerate = pytest.importorskip("accelerate")
     model = model_of()
     wrapped = me.optimizer(adamw(model), "accelerate", local_steps=2)
@@ -60,7 +61,7 @@ def test_accelerate_prepares_it(me: SyncNode) -> None:
     torch.testing.assert_close(flat(model), plainly(model_of()))
 
 
-def test_accelerate_accumulates_with_it(me: SyncNode) -> None:
+def test_accelerate_accumulates_gradients_with_the_wrapper(me: SyncNode) -> None:
     accelerate = pytest.importorskip("accelerate")
     model = model_of()
     wrapped = me.optimizer(adamw(model), "accumulate", target_batch_size=2 * BATCH)
@@ -74,12 +75,12 @@ def test_accelerate_accumulates_with_it(me: SyncNode) -> None:
     assert (wrapped.stats.global_step, wrapped.stats.step_samples) == (STEPS // 2, 2 * BATCH)
 
 
-def test_the_trainer_of_transformers_takes_it(me: SyncNode, tmp_path: Path) -> None:
+def test_the_trainer_of_transformers_accepts_the_wrapper(me: SyncNode, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
 
     class Regression(torch.nn.Module):
-        """A model as `Trainer` expects it: it returns its loss."""
+        """A model that returns its loss, as `Trainer` expects."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -112,15 +113,16 @@ def test_the_trainer_of_transformers_takes_it(me: SyncNode, tmp_path: Path) -> N
     assert not torch.equal(before, flat(model))
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own warning, of torch 2.13
+# a warning that Lightning itself causes with torch 2.13
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize("is_automatic", [True, False])
-def test_lightning_trains_with_it(me: SyncNode, tmp_path: Path, is_automatic: bool) -> None:
+def test_lightning_trains_with_the_wrapper(me: SyncNode, tmp_path: Path, is_automatic: bool) -> None:
     lightning = pytest.importorskip("lightning")
     model = model_of()
     wrapped = me.optimizer(adamw(model), f"lightning {is_automatic}", local_steps=2)
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]  # a module that may be missing
-        """A Lightning module around any module, with an optimizer made outside."""
+        """A Lightning module around any module, with an optimizer that is made outside."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,5 @@
-"""Adopting the state of others in a run of the optimizer, with and without a lying participant.
+"""A script adopts the state of other participants in a run of the optimizer, with and without a liar among
+them.
 
 Real nodes in threads of this process.
 """
@@ -30,16 +31,16 @@ from tests.node.optimizer.test_wrapper import adamw, backward, batch_of, model_o
 
 torch.set_num_threads(1)
 RUNS = itertools.count()
-"""Each test has its own run on the same nodes."""
+"""Yield the nodes; each test has its own run on them."""
 Options = dict[str, float]
 FAR = 2**39
-"""A step that no run reaches, though a message may state it."""
+"""A step that no run reaches, although a message may state it."""
 GARBAGE = 30.0
 BATCH: Options = {"target_batch_size": 64, "window_seconds": 5.0}
 LOCAL: Options = {"local_steps": 4, "window_seconds": 5.0}
 SLOW = bool(os.environ.get("PEERLOOM_LATE_MEMBERS"))
 STALL_SECONDS = 25.0
-"""A claim must not delay a step this long: it used to be 31 s, and takes a second or two."""
+"""Upper limit of the delay that a false claim may cause. It was once 31 s, and takes a second or two now."""
 
 
 def norm(model: torch.nn.Module) -> float:
@@ -47,13 +48,13 @@ def norm(model: torch.nn.Module) -> float:
 
 
 class Trainer:
-    """A script that trains: a model, its optimizer, and a loop in its own thread."""
+    """A script that trains: a model, its optimizer, and a loop in a separate thread."""
 
     def __init__(
         self, me: SyncNode, number: int, run_id: str, options: Options, *, tries_states: bool = False
     ) -> None:
-        """Join the run without waiting for others if it is the first. With `tries_states` it reports its loss
-        on its own data.
+        """Join the run, without waiting for others if this script is the first. With `tries_states` the
+        script reports its loss on its own data.
         """
         self.me = me
         self.number = number
@@ -98,7 +99,7 @@ class Trainer:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop making steps. A step that waits for others proceeds alone."""
+        """Stop making steps. A step that is waiting for others proceeds alone."""
         self._ended.set()
         self.goes_on.set()
         if self.optimizer._session is not None:
@@ -118,8 +119,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SyncNode]]:
 
 
 class Run:
-    """Prepare a separate run on the nodes of this file: honest members on the first ones, then those that
-    join later.
+    """Prepare a separate run on the nodes of this file: honest members on the first nodes, then the members
+    that join later.
     """
 
     def __init__(self, nodes: list[SyncNode], options: Options) -> None:
@@ -135,7 +136,7 @@ class Run:
         return made
 
     def join_late(self, *, tries_states: bool = False) -> Trainer:
-        """Join, and train until the state of others has arrived: on a busy machine it arrives in a later
+        """Join, and train until the state of others has arrived; on a busy machine that takes more than one
         call.
         """
         made = self.join(tries_states=tries_states)
@@ -161,7 +162,7 @@ class Run:
 
     @contextmanager
     def lie_near(self, member: Trainer) -> Iterator[None]:
-        """Have a liar repeat every claimed step of a member."""
+        """Have a liar claim each step that a member claims."""
         liar = self.lie(member.optimizer.global_step)
         ended = threading.Event()
 
@@ -207,7 +208,7 @@ def start(nodes: list[SyncNode]) -> Iterator[Callable[[Options], Run]]:
 
 @pytest.mark.parametrize("options", [BATCH, LOCAL])
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_far_step_of_one_liar_moves_nobody(
+def test_a_far_step_of_one_liar_moves_no_member(
     start: Callable[[Options], Run], options: Options, count: int
 ) -> None:
     run = start(options)
@@ -224,8 +225,8 @@ def test_a_far_step_of_one_liar_moves_nobody(
     assert max(each.longest_seconds for each in run.members) < STALL_SECONDS
 
 
-def test_a_liar_at_the_step_of_others_has_no_second_holder(start: Callable[[Options], Run]) -> None:
-    """Its lineage is the smallest, which wins ties, and members wait for it in each round."""
+def test_a_liar_at_the_step_of_others_changes_no_honest_model(start: Callable[[Options], Run]) -> None:
+    """The liar has the smallest lineage, which wins ties, and the members wait for it in each round."""
     run = start({**BATCH, "window_seconds": 0.2})
     run.train(2)
     before = max(norm(each.model) for each in run.members)
@@ -237,8 +238,8 @@ def test_a_liar_at_the_step_of_others_has_no_second_holder(start: Callable[[Opti
     assert [each.largest_norm < 2 * before for each in run.members] == [True] * 3
 
 
-def test_a_newcomer_never_takes_the_lie_among_three_states(start: Callable[[Options], Run]) -> None:
-    """The liar is at the step of the others, and all of its numbers are finite."""
+def test_a_newcomer_never_adopts_the_lie_among_three_states(start: Callable[[Options], Run]) -> None:
+    """The liar is at the step of the others, and all its values are finite."""
     run = start(LOCAL)
     run.train(2)
     before = max(norm(each.model) for each in run.members)
@@ -249,12 +250,12 @@ def test_a_newcomer_never_takes_the_lie_among_three_states(start: Callable[[Opti
             run.leave(newcomer)
 
 
-def test_a_newcomer_with_own_data_takes_the_honest_state_of_two(start: Callable[[Options], Run]) -> None:
+def test_a_newcomer_with_own_data_adopts_the_honest_state_of_two(start: Callable[[Options], Run]) -> None:
     run = start(LOCAL)
     run.train(1)
     first = float(model_of(2)(batch_of(0)).square().sum(1).mean().detach())
     until(lambda: run.members[0].loss() < first)
-    # In its first rounds it would adopt the others' initial values.
+    # In the newcomer's first rounds it would adopt the initial values of the others.
     until(lambda: run.members[0].optimizer.global_step > 2 * YOUNG_ROUNDS * LOCAL["local_steps"])
     with run.lie_near(run.members[0]):
         for _ in range(3):
@@ -263,7 +264,7 @@ def test_a_newcomer_with_own_data_takes_the_honest_state_of_two(start: Callable[
             run.leave(newcomer)
 
 
-def test_a_state_that_is_worse_on_own_data_is_refused(start: Callable[[Options], Run]) -> None:
+def test_a_state_with_a_worse_loss_on_own_data_is_refused(start: Callable[[Options], Run]) -> None:
     run = start(LOCAL)
     run.lie(5)
     newcomer = run.join(tries_states=True)
@@ -271,10 +272,10 @@ def test_a_state_that_is_worse_on_own_data_is_refused(start: Callable[[Options],
     assert (stats.peers, stats.states_loaded, stats.states_refused) == (1, 0, 1)
     assert "its loss on own data is" in status
     assert weights(newcomer.model) == weights(model_of(1))
-    assert not newcomer.optimizer.state, "the optimizer keeps nothing of the refused state"
+    assert not newcomer.optimizer.state, "the optimizer kept part of the refused state"
 
 
-def test_an_exception_of_a_loss_function_reaches_the_constructor(nodes: list[SyncNode]) -> None:
+def test_an_exception_in_a_loss_function_reaches_the_constructor(nodes: list[SyncNode]) -> None:
     with pytest.raises(ZeroDivisionError):
         nodes[0].optimizer(adamw(model_of()), "raises", local_steps=4, own_loss=lambda: 1 / 0)
     assert "raises" not in [run.name for run in nodes[0]._portal.subject.averaging.runs]
@@ -283,12 +284,12 @@ def test_an_exception_of_a_loss_function_reaches_the_constructor(nodes: list[Syn
 @pytest.mark.parametrize(
     ("count", "steps"),
     [
-        # The other one waits for it in each round meanwhile, which takes seven seconds.
+        # Meanwhile the other script waits for the paused one in each round, which takes seven seconds.
         pytest.param(2, 1, marks=pytest.mark.skipif(not SLOW, reason="PEERLOOM_LATE_MEMBERS=1")),
         (3, SLACK_STEPS + 5),
     ],
 )
-def test_a_paused_member_adopts_the_step_of_the_others(
+def test_a_paused_member_catches_up_with_the_step_of_the_others(
     start: Callable[[Options], Run], count: int, steps: int
 ) -> None:
     run = start({"target_batch_size": 32, "window_seconds": 0.2})
@@ -314,7 +315,7 @@ def test_a_newcomer_adopts_the_state_of_the_last_member(start: Callable[[Options
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_a_state_that_is_not_finite_is_never_taken(start: Callable[[Options], Run], value: float) -> None:
+def test_a_state_that_is_not_finite_is_never_adopted(start: Callable[[Options], Run], value: float) -> None:
     run = start(BATCH)
     run.lie(5, value=value)
     newcomer = run.join()
@@ -325,7 +326,7 @@ def test_a_state_that_is_not_finite_is_never_taken(start: Callable[[Options], Ru
 
 
 def test_a_mask_of_infinities_does_not_invalidate_a_state() -> None:
-    """Values that are not finite are allowed in a buffer that holds the same values here."""
+    """Infinite values are allowed in a buffer that holds the same values in this peer's model."""
     model = model_of()
     model.register_buffer("mask", torch.full((3,), -math.inf))
     layout = Layout([*model.named_parameters(), *model.named_buffers()])
@@ -335,7 +336,7 @@ def test_a_mask_of_infinities_does_not_invalidate_a_state() -> None:
     assert "not finite in mask" in check_state(snapshot, layout, {})
 
 
-def test_claimed_samples_count_as_one_batch_at_most(start: Callable[[Options], Run]) -> None:
+def test_the_claimed_samples_of_a_peer_count_as_one_batch_at_most(start: Callable[[Options], Run]) -> None:
     run = start(BATCH)
     trainer = run.join()
     run.lie(0, samples=FAR)
@@ -343,7 +344,7 @@ def test_claimed_samples_count_as_one_batch_at_most(start: Callable[[Options], R
     assert trainer.optimizer.stats.total_samples == BATCH["target_batch_size"]
 
 
-def test_a_state_of_a_far_step_is_refused_at_once(start: Callable[[Options], Run]) -> None:
+def test_a_state_of_a_far_step_is_refused_immediately(start: Callable[[Options], Run]) -> None:
     run = start(LOCAL)
     run.train(1)
     liar = run.lie(0)
@@ -374,8 +375,9 @@ def test_a_scheduler_jumps_to_a_far_step(make: Callable[..., LRScheduler]) -> No
 
 
 @pytest.mark.parametrize("groups", [1, 500])
-def test_a_scheduler_without_closed_form_moves_a_bounded_number_of_steps(groups: int) -> None:
-    """With a group per tensor, as in some recipes, a step costs that many times more."""
+def test_a_scheduler_without_closed_form_moves_a_limited_number_of_steps(groups: int) -> None:
+    """With one parameter group per tensor, as in some recipes, a scheduler step costs that many times
+    more."""
     tensors = [{"params": [torch.zeros(1, requires_grad=True)]} for _ in range(groups)]
     schedules = Schedules([torch.optim.SGD(tensors, 0.1)])
     scheduler = schedules.add(MultiplicativeLR, {"lr_lambda": lambda _: 0.5})

@@ -1,4 +1,5 @@
-"""Every optimizer class of torch trains with peers and transfers its state, or is refused when wrapped."""
+"""Every optimizer class of torch trains with peers and transfers its state, or is refused when it is
+wrapped."""
 
 import inspect
 import threading
@@ -25,7 +26,7 @@ def backward(model: torch.nn.Module, number: int) -> None:
     model(batch_of(number, 8)).square().mean().backward()
 
 
-def test_the_table_has_every_optimizer_of_torch() -> None:
+def test_the_table_lists_every_optimizer_of_torch() -> None:
     of_torch = {
         name
         for name, found in inspect.getmembers(torch.optim, inspect.isclass)
@@ -35,7 +36,7 @@ def test_the_table_has_every_optimizer_of_torch() -> None:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_alone_each_class_equals_the_plain_one(me: SyncNode, name: str) -> None:
+def test_without_peers_each_class_equals_the_plain_one(me: SyncNode, name: str) -> None:
     plain, model = model_of(), model_of()
     expected = optimizer_of(name, plain.parameters())
     optimizer = me.optimizer(optimizer_of(name, model.parameters()), name, target_batch_size=8)
@@ -75,7 +76,7 @@ def test_a_late_peer_adopts_the_state_of_each_class(pair: tuple[SyncNode, SyncNo
         target=lambda: joined.append(pair[1].optimizer(late_inner, "all", target_batch_size=8))
     )
     thread.start()
-    while thread.is_alive():  # the training loop makes the copy between two of its steps
+    while thread.is_alive():  # the training loop copies the state between two of its steps
         step(models, first, 3, 0)
         thread.join(0.02)
     (second,) = joined

@@ -1,4 +1,4 @@
-"""Halves of a run with a target batch meet again after a partition: pure."""
+"""Two halves of a run with a target batch meet again after a partition. Pure logic, without nodes."""
 
 from random import Random
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ STEP = 100
 
 
 class _Half:
-    """A peer that trained with all others, and then with one partner alone."""
+    """Return a peer that trained with all others, and then with only one partner."""
 
     def __init__(self) -> None:
         self.roster = Roster(ME, RUN, RUN, Random(1), 0.0, 1)
@@ -43,7 +43,7 @@ class _Half:
         return self.position.state_to_take(STEP, OURS, list(known.values()), voices)
 
 
-def test_the_half_that_is_behind_takes_the_state_of_the_other() -> None:
+def test_the_half_that_is_behind_adopts_the_state_of_the_other() -> None:
     half = _Half()
     half.hears(STEP + 5, *OTHERS)
     taken = half.takes()
@@ -51,10 +51,10 @@ def test_the_half_that_is_behind_takes_the_state_of_the_other() -> None:
     assert taken.first <= STEP + 5 <= taken.last
     assert taken.holders_min == VOICES_MIN
     half.expectations.missed_state()
-    assert half.takes() is None, "without the others' state it continues until it has averaged again"
+    assert half.takes() is None, "the peer asks for the state again before it has averaged"
 
 
-def test_the_half_that_is_ahead_keeps_its_state() -> None:
+def test_the_half_that_is_ahead_keeps_its_own_state() -> None:
     half = _Half()
     half.hears(STEP - 5, *OTHERS)
     assert half.takes() is None

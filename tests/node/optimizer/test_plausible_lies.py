@@ -1,4 +1,4 @@
-"""A participant lies plausibly about everything beside three honest scripts, through the wrapper.
+"""One participant lies plausibly about everything among three honest scripts that use the wrapper.
 
 Real nodes in threads of this process. PEERLOOM_PLAUSIBLE_SEEDS is the number of seeds.
 """
@@ -19,12 +19,13 @@ SEEDS = range(1, 1 + int(os.environ.get("PEERLOOM_PLAUSIBLE_SEEDS", "1")))
 HONEST = 3
 STEPS = 12
 ROUNDS_MIN = 1
-"""Rounds that the liar started: honest members exclude it for longer each time."""
+"""Number of rounds that the liar must have entered. One is enough, because honest members exclude the liar
+for longer each time."""
 KINDS = {"step", "rounds", "samples", "state", "vector", "weight", "silence"}
 GROWTH_MAX = 2.0
 STEP_SECONDS_MAX = 60.0
-"""The limit for one call on a busy machine: two attempts of a round with their window, and the trial of
-another peer's state, take 15 s on an idle one.
+"""The limit for one call on a busy machine. On an idle machine, two attempts of a round with their window and
+the trial of another peer's state take 15 s.
 """
 
 
@@ -40,7 +41,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SyncNode]]:
     [{"target_batch_size": 64, "window_seconds": 1.0}, {"local_steps": 4, "window_seconds": 1.0}],
     ids=["target batch", "local steps"],
 )
-def test_plausible_lies_move_no_honest_model_and_block_no_call(
+def test_plausible_lies_change_no_honest_model_and_block_no_call(
     nodes: list[SyncNode], options: Options, seed: int
 ) -> None:
     with closing(Run(nodes, options)) as run:
