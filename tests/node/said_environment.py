@@ -1,4 +1,4 @@
-"""Print the environment of this process, for tests of what a child process receives."""
+"""Print the environment of this process, for tests that check what a child process receives."""
 
 import os
 import sys

@@ -1,4 +1,5 @@
-"""Checkpoints for tests: small models with numbers in their stages' arenas, and nodes that keep them."""
+"""Checkpoints for tests: small models with values in their stages' arenas, and nodes that keep the
+checkpoints."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +29,7 @@ SMALL_CHUNK_BYTES = 64
 
 
 def use_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small chunks, so that a small model has many."""
+    """Make chunks so small that a small model has many."""
     for module in (checkpoint, chunks):
         monkeypatch.setattr(module, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
 
@@ -39,12 +40,13 @@ def signer(letter: str = "a") -> IdentitySigner:
 
 @cache
 def sample(name: str) -> Model:
-    """One of the captured models: float32, or float64 where its samples are."""
+    """Return one of the captured models. It is float64 if its samples are floating point, and float32
+    otherwise."""
     return known(captured(SAMPLES[name], build(name)))
 
 
 def build(name: str) -> torch.nn.Module:
-    """The model itself."""
+    """Return the module of a captured model, with its initial parameters."""
     torch.manual_seed(1)
     model = SAMPLES[name].build()
     inputs, _ = SAMPLES[name].draw(1)
@@ -53,7 +55,7 @@ def build(name: str) -> torch.nn.Module:
 
 @dataclass
 class Saved:
-    """A run of a model in some stages, and what is in their arenas."""
+    """A run of a model in some stages, and the contents of their arenas."""
 
     model: Model
     run: Run
@@ -69,7 +71,7 @@ class Saved:
 
 
 def saved(name: str = "residual", stages: int = 2, *, by: str = "a", seed: int = 1, **changes: Any) -> Saved:
-    """A run that `by` requested; its arenas hold numbers generated from `seed`."""
+    """Return a run that `by` requested. Its arenas hold values generated from `seed`."""
     model = sample(name)
     sizes = tuple(symbol.minimum for symbol in model.graph.symbols[1:])
     wanted: dict[str, Any] = {
@@ -110,6 +112,6 @@ def saved(name: str = "residual", stages: int = 2, *, by: str = "a", seed: int =
 
 
 def numbers(rng: Random, dtype: str, size: int) -> bytearray:
-    """Return `size` bytes of finite numbers."""
+    """Return `size` bytes that hold finite values."""
     count = size // np.dtype(dtype).itemsize
     return bytearray(np.array([rng.gauss(0, 1) for _ in range(count)], dtype).tobytes())

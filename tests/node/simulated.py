@@ -23,7 +23,8 @@ def simulated_node(
     executor: SimExecutor | None = None,
     **options: Any,
 ) -> Node:
-    """The node with this number and an empty disk; `settings` go to its Config, `options` to the node."""
+    """Return the node with this number and an empty disk. `settings` are passed to its Config, `options` to
+    the node."""
     identity, storage = seeded_identity(SEED, number), MemoryStorage()
     storage.write("identity.key", identity.seed)
     storage.write("static.key", bytes(32))

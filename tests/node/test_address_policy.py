@@ -1,4 +1,5 @@
-"""Which addresses a node announces, dials and in what order: the rules without any network."""
+"""Which addresses a node announces, which it dials, and in what order. The rules are tested without any
+network."""
 
 import ipaddress
 from itertools import pairwise
@@ -38,7 +39,7 @@ def policy(*interfaces: tuple[str, str, Use], places: tuple[Place, ...] = EVERYW
 
 
 def docker() -> AddressPolicy:
-    """A machine on a LAN with Docker and a VPN."""
+    """Return the policy of a machine on a LAN with Docker and a VPN."""
     return policy(
         ("docker0", "172.17.0.1/16", Use.NO_CARRIER),
         ("br-0f1e2d3c4b5a", "172.18.0.1/16", Use.CONTAINERS),
@@ -62,7 +63,7 @@ def test_cable_addresses_are_announced_before_tunnels_and_bridges() -> None:
     assert hosts(docker().own()) == ["192.168.1.5", "100.101.102.3", "172.18.0.1", "172.17.0.1"]
 
 
-def test_an_address_that_a_peer_used_is_announced_first() -> None:
+def test_an_address_over_which_a_peer_connected_is_announced_first() -> None:
     here = docker()
     here.reached("100.101.102.3", "100.101.102.9")
     assert hosts(here.own())[:2] == ["100.101.102.3", "192.168.1.5"]
@@ -71,14 +72,14 @@ def test_an_address_that_a_peer_used_is_announced_first() -> None:
     assert hosts(here.own())[0] == "100.101.102.3"
 
 
-def test_many_addresses_of_one_interface_do_not_push_out_another_interface() -> None:
+def test_many_addresses_of_one_interface_do_not_crowd_out_another() -> None:
     crowded = [("eth0", f"2001:db8::{number:x}/64", Use.CABLE) for number in range(1, 20)]
     here = policy(*crowded, ("eth1", "10.0.0.5/24", Use.CABLE))
     assert "10.0.0.5" in hosts(here.own())
     assert len(here.own()) == ADDRESSES_MAX
 
 
-def test_loopback_is_announced_only_without_another_address() -> None:
+def test_loopback_is_announced_only_if_there_is_no_other_address() -> None:
     assert hosts(policy().own()) == ["127.0.0.1", "::1"]
     assert hosts(policy(("eth0", "10.0.0.5/24", Use.CABLE)).own()) == ["10.0.0.5"]
     assert hosts(policy(places=(("127.0.0.2", PORT), ("127.0.0.1", PORT))).own()) == [
@@ -87,7 +88,7 @@ def test_loopback_is_announced_only_without_another_address() -> None:
     ]
 
 
-def test_confirmed_addresses_never_hide_the_best_own_one() -> None:
+def test_confirmed_addresses_never_displace_the_best_own_address() -> None:
     confirmed = [at(f"198.51.100.{number}") for number in range(1, 10)]
     told = docker().own(confirmed=confirmed)
     assert hosts(told)[:2] == ["192.168.1.5", "198.51.100.1"]
@@ -105,7 +106,7 @@ def test_confirmed_addresses_never_hide_the_best_own_one() -> None:
         (policy(), None),
     ],
 )
-def test_a_person_is_shown_only_addresses_that_other_machines_can_use(
+def test_only_addresses_that_other_machines_can_use_are_displayed(
     here: AddressPolicy, expected: str | None
 ) -> None:
     found = here.for_others(here.own())
@@ -134,7 +135,7 @@ def test_a_person_is_shown_only_addresses_that_other_machines_can_use(
         at("203.0.113.5", 443),
     ],
 )
-def test_claims_do_not_make_this_node_a_scanner(address: Address) -> None:
+def test_claims_on_private_networks_and_system_ports_are_not_dialled(address: Address) -> None:
     assert not docker().admits(address)
 
 
@@ -145,7 +146,7 @@ def test_claims_on_shared_and_public_networks_are_dialled(address: Address) -> N
     assert docker().admits(address)
 
 
-def test_a_private_network_is_dialled_once_a_peer_was_met_there() -> None:
+def test_a_private_network_is_dialled_once_a_peer_was_seen_there() -> None:
     here = docker()
     assert not here.admits(at("10.2.0.7"))
     here.met("192.168.1.9")  # a neighbour proves nothing about the network behind the router
@@ -169,7 +170,7 @@ def test_this_node_never_dials_its_own_addresses() -> None:
     assert not policy(places=(("127.0.0.1", PORT),)).is_own(at("127.0.0.2"))
 
 
-def test_claims_on_a_shared_cable_are_dialled_first_and_own_bridges_last() -> None:
+def test_claims_on_a_shared_network_are_dialled_first_and_bridges_last() -> None:
     claims = [at("172.18.0.9"), at("2001:db8::9"), at("100.101.102.9"), at("203.0.113.9"), at("192.168.1.9")]
     found = hosts(sorted(claims, key=docker().closeness))
     assert found[:2] == ["192.168.1.9", "203.0.113.9"]
@@ -195,7 +196,7 @@ def test_repeated_datagrams_reach_every_claimed_address(count: int, is_proved: b
     assert tried >= set(claims)
 
 
-def test_a_short_hint_does_not_replace_a_peers_own_claims() -> None:
+def test_a_short_hint_does_not_replace_the_peers_own_claims() -> None:
     book = AddressBook(docker())
     own = [at(f"203.0.113.{number}") for number in range(1, ADDRESSES_MAX + 1)]
     book.claim(PEER, own)
@@ -213,18 +214,18 @@ def test_only_dialable_claims_are_remembered() -> None:
     assert book.known(PEER) == (at("203.0.113.7"),)
 
 
-def test_an_address_that_never_answers_is_tried_less_and_less_often() -> None:
+def test_an_address_that_never_answers_is_tried_ever_less_often() -> None:
     book = AddressBook(docker())
     book.claim(PEER, [at("203.0.113.1")])
     sent = sum(bool(book.for_datagram(PEER, float(second))) for second in range(600))
     assert TRIES_MAX <= sent <= TRIES_MAX + 16
-    # An address that answers is no longer a mere claim.
+    # An address that answers is proved, so it is tried each time.
     book.observe(PEER, at("203.0.113.1"), 600.0)
     late = 601.0 + OBSERVED_SECONDS
     assert all(book.for_datagram(PEER, late + second) for second in range(100))
 
 
-def test_invented_peers_cannot_make_a_node_flood_a_host() -> None:
+def test_many_invented_peers_cannot_make_a_node_flood_a_host() -> None:
     book = AddressBook(docker())
     crowd = [PeerId(number.to_bytes(32, "big")) for number in range(1_000)]
     for peer in crowd:
@@ -249,7 +250,7 @@ def test_connections_to_claimed_addresses_are_limited_like_datagrams() -> None:
     assert sum(book.may_dial(peer, there, 500.0) for peer in crowd) == HOST_TRIES_BURST
 
 
-def test_an_address_that_failed_sorts_after_those_that_answered() -> None:
+def test_an_address_that_failed_sorts_after_one_that_answered() -> None:
     book = AddressBook(docker())
     one, other = at("192.168.1.7"), at("100.101.102.9")
     book.prove(PEER, other)
@@ -259,7 +260,7 @@ def test_an_address_that_failed_sorts_after_those_that_answered() -> None:
     assert book.for_stream(PEER) == (other, one)
 
 
-def test_the_preferred_of_two_paths_is_dialled_first_until_it_fails() -> None:
+def test_the_preferred_path_is_dialled_first_until_it_fails() -> None:
     here = policy(("eth0", "10.0.0.1/24", Use.CABLE), ("eth1", "10.0.1.1/24", Use.CABLE))
     book = AddressBook(here)
     slow, fast = at("10.0.0.2"), at("10.0.1.2")
@@ -294,13 +295,13 @@ def test_the_preferred_of_two_paths_is_dialled_first_until_it_fails() -> None:
         ("lo", "127.0.0.1", True, False, Use.LOOPBACK),
     ],
 )
-def test_an_interface_is_classified_by_name_carrier_and_route(
+def test_an_interface_is_classified_by_its_name_carrier_and_route(
     name: str, host: str, has_carrier: bool, is_default: bool, use: Use
 ) -> None:
     assert use_of(name, ipaddress.ip_address(host), has_carrier=has_carrier, is_default=is_default) is use
 
 
-def test_this_machine_has_loopback_and_its_addresses_lie_in_their_networks() -> None:
+def test_this_machine_has_loopback_and_addresses_within_their_networks() -> None:
     found = read_interfaces()
     assert any(each.host.is_loopback for each in found)
     assert all(each.host in each.network for each in found)

@@ -1,4 +1,5 @@
-"""Addresses as people type and paste them: unambiguous text is parsed, other text is refused in one line."""
+"""Addresses in the forms that people type and paste. Unambiguous text is parsed; other text is refused with a
+one-line error."""
 
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def test_an_address_is_parsed_from_pasted_text(text: str) -> None:
     assert read_addresses(text) == (LAB,)
 
 
-def test_hosts_of_each_kind_may_omit_their_port() -> None:
+def test_hosts_of_each_kind_may_be_given_without_a_port() -> None:
     assert read_addresses("[::1]") == (HOME,)
     assert read_addresses("localhost lab-5.example:1, [fe80::1%eth0]") == (
         parse_address("localhost:9747"),
@@ -95,7 +96,7 @@ def test_hosts_of_each_kind_may_omit_their_port() -> None:
         ("(" * 100_000, "an address has at most 200 letters"),
     ],
 )
-def test_an_unreadable_address_is_refused_with_a_reason(text: str, said: str) -> None:
+def test_an_unreadable_address_is_refused_with_its_reason(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         read_addresses(text)
 
@@ -111,11 +112,11 @@ BEFORE = st.lists(st.sampled_from([*BLANKS, "'", '"', "\u201c", "<", "("]))
 SCHEMES = st.sampled_from(["", "tcp://", "UDP://"])
 BEHIND = st.lists(st.sampled_from([*BLANKS, "'", '"', "\u201d", ">", ")", "/", ".", ",", ";"]))
 SAID_LENGTH_MAX = 600
-"""The words of an error: the beginning of the typed text, and the reason."""
+"""Return the two parts of an error: the beginning of the typed text, and the reason."""
 
 
 @given(address=ADDRESSES, before=BEFORE, behind=BEHIND, scheme=SCHEMES, is_multiaddr=st.booleans())
-def test_an_address_is_read_despite_surrounding_text(
+def test_an_address_is_found_within_surrounding_text(
     address: Address, before: list[str], behind: list[str], scheme: str, is_multiaddr: bool
 ) -> None:
     text = str(address) if is_multiaddr else f"{scheme}{address.short}"
@@ -123,7 +124,7 @@ def test_an_address_is_read_despite_surrounding_text(
 
 
 @given(text=st.text(max_size=300) | st.text("0123456789abcdef.:[]/%-@, \u2014\u200bjoin", max_size=60))
-def test_garbage_is_refused_in_one_line(text: str) -> None:
+def test_garbage_is_refused_with_a_one_line_error(text: str) -> None:
     said = ""
     try:
         resolve({"join": [text]}, {})
@@ -133,7 +134,7 @@ def test_garbage_is_refused_in_one_line(text: str) -> None:
     assert len(said) < SAID_LENGTH_MAX
 
 
-def test_every_source_of_seeds_takes_several_pasted_addresses(tmp_path: Path) -> None:
+def test_every_source_of_seeds_accepts_several_pasted_addresses(tmp_path: Path) -> None:
     (tmp_path / "seeds.txt").write_bytes(
         b"\xef\xbb\xbf10.0.0.1:9747\r\n# a comment\r\n10.0.0.2, 10.0.0.3:1\r\n\xe2\x80\x8b\r\n"
     )
@@ -151,7 +152,7 @@ def test_every_source_of_seeds_takes_several_pasted_addresses(tmp_path: Path) ->
         resolve({"seed_files": [str(tmp_path / "wide.txt")]}, {})
 
 
-def test_listening_and_the_page_take_pasted_addresses(tmp_path: Path) -> None:
+def test_listen_and_page_options_accept_pasted_addresses(tmp_path: Path) -> None:
     settings = resolve({"listen": [" 'tcp://0.0.0.0:0/' "], "announce": ["lab.example:1."]}, {})
     assert [each.short for each in settings.listen.addresses] == ["0.0.0.0:0"]
     assert [each.short for each in settings.listen.announce] == ["lab.example:1"]
@@ -160,14 +161,14 @@ def test_listening_and_the_page_take_pasted_addresses(tmp_path: Path) -> None:
         resolve({"listen": ["10.0.0.5"]}, {})
 
 
-def test_a_program_may_join_through_pasted_addresses() -> None:
+def test_a_program_may_join_by_pasted_addresses() -> None:
     made = node.Node(Config(), join="10.0.0.5, [::1]:9747/")
     assert made._seeds.seeds == (LAB, HOME)
     with pytest.raises(UsageError, match="join: 9747: a port alone"):
         node.Node(Config(), join=["9747"])
 
 
-def test_a_refused_address_ends_the_command_with_two(
+def test_a_refused_address_ends_the_command_with_status_two(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["--join", "http://10.0.0.5:9748", "--data-dir", str(tmp_path)]) == 2

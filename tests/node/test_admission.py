@@ -1,4 +1,5 @@
-"""Admission to handshakes: bounds that hold for every crowd, and the order of connections."""
+"""Admission to handshakes: limits that hold however many sources ask, and the order in which sources are
+admitted."""
 
 from collections import Counter
 
@@ -20,7 +21,7 @@ SOURCES = [bytes((number,)) for number in range(6)]
 
 
 def all_of(admission: HandshakeGate, waiting: list[bytes], now: float) -> Counter[bytes]:
-    """How many of the available handshakes each source gets now."""
+    """Return how many of the handshakes available now each source gets."""
     taken: Counter[bytes] = Counter()
     while (source := admission.choose(waiting, now)) is not None:
         taken[source] += 1
@@ -33,7 +34,7 @@ def all_of(admission: HandshakeGate, waiting: list[bytes], now: float) -> Counte
     ),
     st.sets(st.sampled_from(SOURCES)),
 )
-def test_no_traffic_exceeds_the_rates_of_computing(
+def test_no_traffic_exceeds_the_allowed_handshake_rates(
     steps: list[tuple[float, list[bytes]]], known: set[bytes]
 ) -> None:
     admission, now, taken = HandshakeGate(0.0), 0.0, Counter[bytes]()
@@ -50,10 +51,10 @@ def test_no_traffic_exceeds_the_rates_of_computing(
         assert of_kind <= burst + rate * now + 1e-6
 
 
-def test_a_newcomer_goes_before_a_crowd_from_elsewhere() -> None:
+def test_a_newcomer_is_admitted_before_a_crowd_from_elsewhere() -> None:
     admission, crowd = HandshakeGate(0.0), SOURCES[:4]
     all_of(admission, crowd, 0.0)
-    # From here on one token at a time becomes available, and all of them want it.
+    # From here on one token at a time becomes available, and all sources want it.
     assert admission.choose([*crowd, SOURCES[5]], 1.5 / STRANGERS_RATE) == SOURCES[5]
 
 
@@ -63,14 +64,14 @@ def test_sources_that_asked_equally_often_take_turns() -> None:
     assert set(taken.values()) == {STRANGERS_BURST / 4}
 
 
-def test_strangers_cannot_use_up_the_share_of_known_sources() -> None:
+def test_unknown_sources_cannot_use_up_the_share_of_known_ones() -> None:
     admission = HandshakeGate(0.0)
     admission.proved(SOURCES[0], 0.0)
     all_of(admission, SOURCES[1:], 0.0)
     assert admission.choose(SOURCES, 0.0) == SOURCES[0]
 
 
-def test_handshakes_that_yield_a_peer_do_not_count_against_sources() -> None:
+def test_handshakes_that_prove_a_peer_do_not_count_against_its_source() -> None:
     admission = HandshakeGate(0.0)
     for number in range(int(2 * SOURCE_BURST)):
         now = number / KNOWN_RATE
@@ -79,7 +80,7 @@ def test_handshakes_that_yield_a_peer_do_not_count_against_sources() -> None:
     assert all_of(admission, SOURCES[:1], now)[SOURCES[0]] == SOURCE_BURST
 
 
-def test_remembered_sources_are_bounded() -> None:
+def test_the_number_of_remembered_sources_is_bounded() -> None:
     admission = HandshakeGate(0.0)
     for number in range(SOURCES_MAX + 10):
         source = number.to_bytes(4, "big")

@@ -1,4 +1,4 @@
-"""Searches by capability start with peers whose coordinates are near."""
+"""Searches by capability start with peers whose network coordinates are near."""
 
 from random import Random
 
@@ -15,7 +15,7 @@ def place(*point: int, height: int = 0, error: int = 10) -> Coordinate:
     return Coordinate((point[0], point[1], point[2], point[3]), height, error)
 
 
-def test_a_nearer_peer_has_the_smaller_estimate() -> None:
+def test_a_nearer_peer_has_a_smaller_estimated_round_trip() -> None:
     here = Coordinates(Random(1))
     near, far = (0.01, 0.0, 0.0, 0.0, 0.001), (0.1, 0.0, 0.0, 0.0, 0.001)
     nearest, farthest = (estimate_seconds(here, there) for there in (near, far))
@@ -24,12 +24,12 @@ def test_a_nearer_peer_has_the_smaller_estimate() -> None:
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=DIMENSIONS + 3))
-def test_a_strangers_claim_gives_a_bounded_estimate_or_none(there: list[float]) -> None:
+def test_any_claimed_coordinates_give_a_bounded_estimate_or_none(there: list[float]) -> None:
     found = estimate_seconds(Coordinates(Random(1)), there)
     assert found is None or 0.0 <= found <= 40.0
 
 
-def test_coordinates_are_published_once_known_and_only_after_moves() -> None:
+def test_coordinates_are_published_once_reliable_and_only_after_moves() -> None:
     assert settled((), place(1, 2, 3, 4, error=ERROR_TOLD_MAX + 1)) == ()
     told = settled((), place(100, 0, 0, 0, height=7))
     assert told == pytest.approx((100 * UNIT_SECONDS, 0.0, 0.0, 0.0, 7 * UNIT_SECONDS))

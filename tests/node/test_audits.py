@@ -1,4 +1,4 @@
-"""Signed frames of committed steps are shown to members of a run and recomputed, by whole nodes."""
+"""Signed frames of committed steps are shown to members of a run, who recompute them. Whole nodes."""
 
 from typing import Any
 
@@ -37,18 +37,18 @@ async def done(group: Swarm, **changes: Any) -> Run:
     return run
 
 
-def test_frames_of_an_honest_run_stay_correct_after_its_end() -> None:
+def test_frames_of_an_honest_run_pass_audits_until_they_expire() -> None:
     async def scenario() -> None:
         async with swarm("abcd", preset="lan") as group:
             run = await done(group, steps=6, save_every=3)
             found = await group.nodes["a"].runs.audits.audit(run.text, None)
-            assert found["step"] == 3, "only the newest step that begins with a checkpoint"
+            assert found["step"] == 3, "the default is not the newest step that begins with a checkpoint"
             assert {(row["stage"], row["microbatch"], row["verdict"]) for row in found["frames"]} == {
                 (stage, microbatch, "right") for stage in (0, 1) for microbatch in (6, 7)
             }
             first = await group.nodes["b"].runs.audits.audit(run.text, 0)
             assert {row["verdict"] for row in first["frames"]} == {"right"}
-            # A peer outside the run is shown nothing.
+            # A peer outside the run is shown no frames.
             b, d = group.nodes["b"], group.nodes["d"]
             row = b.runs.audits._answer(b.peer, WhichFrames(run.id, 0))[0].rows[0]  # type: ignore[union-attr]  # FramesHere
             assert (await d.runs.audits._ask(b.peer, WhichFrames(run.id, 0)))[0] == FramesHere()
@@ -66,7 +66,7 @@ def test_frames_of_an_honest_run_stay_correct_after_its_end() -> None:
 
 
 def test_a_frame_that_does_not_follow_from_its_input_is_wrong() -> None:
-    """In one step the first stage doubles the output that it sends. Nothing else reveals it."""
+    """In one step the first stage doubles the output that it sends. Nothing else reveals the lie."""
 
     class LyingReplica(ReplicaShell):
         async def _call(self, request: Any) -> object:
@@ -83,7 +83,9 @@ def test_a_frame_that_does_not_follow_from_its_input_is_wrong() -> None:
             found = await group.nodes["a"].runs.audits.audit(run.text, LIED_STEP)
             by_stage = {row["stage"]: row for row in found["frames"]}
             assert by_stage[0]["verdict"] == "wrong"
-            assert by_stage[1]["verdict"] == "right", "it computed correctly from its input"
+            assert by_stage[1]["verdict"] == "right", (
+                "the second stage is blamed although it computed correctly from its input"
+            )
             liar = group.nodes[group.name_of(_peer_of(group, by_stage[0]["peer"]))]
             assert liar.id == by_stage[0]["peer"]
             earlier = await group.nodes["a"].runs.audits.audit(run.text, 0)
@@ -93,8 +95,8 @@ def test_a_frame_that_does_not_follow_from_its_input_is_wrong() -> None:
 
 
 def test_frames_are_audited_with_the_layers_of_their_step() -> None:
-    """The stage borders move after the step: today's stages would compute other frames from the
-    same inputs.
+    """The stage borders move after the step. The stages of today would compute other frames from the same
+    inputs.
     """
 
     async def scenario() -> None:
@@ -123,7 +125,9 @@ def test_frames_are_audited_with_the_layers_of_their_step() -> None:
                 while _signed_work(a) != expected:  # noqa: ASYNC110 - virtual time
                     await trio.sleep(1)
             traced = await _layers_by_step(a, run)
-            assert traced[0] == set(plans[0].layers), "each stage has the layers of that step"
+            assert traced[0] == set(plans[0].layers), (
+                "the trace does not show the layers of each stage at that step"
+            )
             assert traced[11] == set(plans[-1].layers)
             newest = await a.runs.audits.audit(run.text, None)
             assert newest["step"] > 3
@@ -146,7 +150,7 @@ async def _layers_by_step(node: Any, run: Run) -> dict[int, set[tuple[int, int]]
 
 
 async def _work_by_layers(node: Any, run: Run, events: list[Any]) -> dict[str, float]:
-    """Return the FLOPs of each other member, by the layers that it held in each step."""
+    """Return the FLOPs that each other member has computed, given the layers that it held in each step."""
     graph = await node.runs.models.get(run.manifest.graph_hash, [run.requester])
     costs = [row.forward_flops for row in layer_costs(graph, run.manifest.sizes_max)]
     plans = {event.height: event for event in events if isinstance(event, RunPlanned)}

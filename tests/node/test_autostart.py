@@ -1,4 +1,4 @@
-"""A node as a service: its unit, its installation, and its messages to the service manager."""
+"""A node as a system service: its unit file, its installation, and its messages to the service manager."""
 
 import os
 import plistlib
@@ -40,7 +40,7 @@ def service(folder: Path, *words: str) -> AutostartService:
 
 
 def supervisor_socket(address: str) -> socket.socket:
-    """A socket such as a service manager holds; a name with `@` is abstract, without a file."""
+    """Open a socket like a service manager's. A name with `@` is abstract and has no file."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     listening.settimeout(SECONDS_MAX)
     listening.bind("\0" + address[1:] if address.startswith("@") else address)
@@ -48,7 +48,7 @@ def supervisor_socket(address: str) -> socket.socket:
 
 
 def fields(listening: socket.socket) -> Iterator[tuple[str, str]]:
-    """Yield each message, one field at a time."""
+    """Yield each field of each message, as (name, text)."""
     while True:
         for line in listening.recv(4_096).decode().splitlines():
             name, _, text = line.partition("=")
@@ -75,7 +75,7 @@ def test_a_node_notifies_that_it_is_ready_alive_and_stopping(tmp_path: Path) -> 
     assert process.returncode == 0
 
 
-def test_a_hanging_loop_sends_no_sign_of_life(tmp_path: Path) -> None:
+def test_a_hanging_loop_stops_the_watchdog_messages(tmp_path: Path) -> None:
     program = f"""
 import os, time, trio
 from node.main import run
@@ -104,21 +104,21 @@ trio.run(main)
         assert next(told) == ("HANGS", "0")
 
 
-def test_a_watchdog_of_another_process_is_ignored() -> None:
+def test_a_watchdog_meant_for_another_process_is_ignored() -> None:
     given = {"NOTIFY_SOCKET": "/x", "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": str(os.getpid() + 1)}
     assert NotifySocket.take(given).watchdog_seconds is None
     assert given == {}
     NotifySocket("/none/there").tell(READY=1)
 
 
-def test_words_of_a_unit_are_quoted_for_systemd(tmp_path: Path) -> None:
+def test_arguments_in_a_unit_file_are_quoted_for_systemd(tmp_path: Path) -> None:
     text = systemd_unit(service(tmp_path, "--name", 'a "b" \\ $HOME %i', "--location", ""))
     assert r'-m node --name "a \"b\" \\ $$HOME %%i" --location ""' in text
     assert 'Environment="PEERLOOM_JOIN=a b"' in text
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit_file(tmp_path: Path) -> None:
     path = tmp_path / "peerloom.service"
     path.write_text(systemd_unit(service(tmp_path, "--name", 'a "b" $HOME %i')))
     ended = subprocess.run(
@@ -132,7 +132,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
-def test_all_fences_work_without_new_privileges() -> None:
+def test_all_fences_work_under_no_new_privileges() -> None:
     program = (
         "import ctypes; from node.stages.fences import try_fences\n"
         "before = try_fences('cpu')\n"
@@ -142,7 +142,7 @@ def test_all_fences_work_without_new_privileges() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=SECONDS_MAX)
 
 
-def test_launchd_gets_the_same_command(tmp_path: Path) -> None:
+def test_launchd_gets_the_same_command_line(tmp_path: Path) -> None:
     told = plistlib.loads(launchd_plist(service(tmp_path, "--name", "a b")))
     assert told["ProgramArguments"][-2:] == ["--name", "a b"]
     assert told["KeepAlive"] == {"SuccessfulExit": False}

@@ -82,39 +82,47 @@ MORE: tuple[tuple[str, str, str], ...] = (
     (
         "GradScaler",
         "works; a batch that it skips does not count",
-        "test_samples.py::test_a_skipped_batch_is_no_part_of_the_step",
+        "test_samples.py::test_a_skipped_batch_does_not_count_toward_the_step",
     ),
     (
         "gradient accumulation",
         "works; each batch counts",
-        "test_samples.py::test_each_batch_of_an_accumulation_counts",
+        "test_samples.py::test_each_batch_of_an_accumulated_gradient_counts",
     ),
     (
         "NaN guards, `continue`",
         "work; a batch without a step does not count",
-        "test_samples.py::test_a_skipped_batch_is_no_part_of_the_step",
+        "test_samples.py::test_a_skipped_batch_does_not_count_toward_the_step",
     ),
     (
         "`clip_grad_norm_`, `clip_grad_value_`",
         "work on this peer's gradient; `clip_grad_norm=` clips the mean",
-        "test_scripts.py::test_clipping_before_a_step_clips_this_peers_gradient",
+        "test_scripts.py::test_clipping_before_a_step_clips_only_this_peers_gradient",
     ),
     (
         "a closure",
         "works; it is called once",
         "test_scripts.py::test_a_closure_is_called_once_and_its_loss_returned",
     ),
-    ("EMA, `AveragedModel`", "works", "test_scripts.py::test_an_average_of_weights_follows_the_model"),
-    ("`torch.compile` of the model", "works", "test_samples.py::test_a_compiled_model_is_counted_too"),
+    (
+        "EMA, `AveragedModel`",
+        "works",
+        "test_scripts.py::test_an_average_of_weights_follows_the_models_weights",
+    ),
+    (
+        "`torch.compile` of the model",
+        "works",
+        "test_samples.py::test_samples_of_a_compiled_model_are_counted",
+    ),
     (
         "`torch.compile` of model and loss in one",
         "works with `batch_size=`; the first step asks for it",
-        "test_scripts.py::test_a_loss_that_is_compiled_whole_asks_for_the_batch_size",
+        "test_scripts.py::test_a_fully_compiled_loss_needs_the_batch_size",
     ),
     (
         "checkpoint and resume",
         "work; `state_dict` loads with `weights_only=True`, and into the plain optimizer",
-        "test_scripts.py::test_a_script_goes_on_from_its_checkpoint",
+        "test_scripts.py::test_a_script_resumes_from_its_checkpoint",
     ),
     (
         "`torch.save(model)`, `copy.deepcopy(model)`",
@@ -129,7 +137,7 @@ MORE: tuple[tuple[str, str, str], ...] = (
     (
         "a dict as input, `model.eval()`, no module",
         "work",
-        "test_samples.py::test_samples_are_seen_whatever_calls_the_parameters",
+        "test_samples.py::test_samples_are_counted_whatever_module_uses_the_parameters",
     ),
     (
         "DistributedDataParallel (gloo, one process)",

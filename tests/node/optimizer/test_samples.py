@@ -1,4 +1,4 @@
-"""Samples are counted where they enter a gradient, for any model and any loop that skips batches."""
+"""Samples are counted when they enter a gradient, for any model and for any loop that skips batches."""
 
 import copy
 import gc
@@ -53,33 +53,33 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def before_backward(optimizer: PeerOptimizer, model: nn.Module, batch: torch.Tensor) -> None:
-    """A loop that skips a batch by `continue` after computing the loss."""
+    """Skip a batch by `continue`, after its loss has been computed."""
     optimizer.zero_grad()
     loss_of(model, batch)
 
 
 def after_backward(optimizer: PeerOptimizer, model: nn.Module, batch: torch.Tensor) -> None:
-    """A guard that inspects the gradients; the next batch starts with `zero_grad`."""
+    """Skip a batch after its gradients have been inspected; the next batch starts with `zero_grad`."""
     optimizer.zero_grad()
     backward(loss_of(model, batch))
 
 
 def by_the_model(optimizer: PeerOptimizer, model: nn.Module, batch: torch.Tensor) -> None:
-    """The same in a loop that calls the model's own `zero_grad`."""
+    """Skip a batch by the model's own `zero_grad`."""
     del optimizer
     backward(loss_of(model, batch))
     model.zero_grad()
 
 
 def by_zeros(optimizer: PeerOptimizer, model: nn.Module, batch: torch.Tensor) -> None:
-    """The same with gradients that are kept, as zeros."""
+    """Skip a batch by setting its gradients to zero instead of None."""
     del optimizer
     backward(loss_of(model, batch))
     model.zero_grad(set_to_none=False)
 
 
 def by_a_scaler(optimizer: PeerOptimizer, model: nn.Module, batch: torch.Tensor) -> None:
-    """A GradScaler that finds infinities and skips the step."""
+    """Skip a batch with a GradScaler, which finds infinities in the gradients."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer.zero_grad()
     backward(scaler.scale(loss_of(model, batch) * math.inf))
@@ -88,7 +88,7 @@ def by_a_scaler(optimizer: PeerOptimizer, model: nn.Module, batch: torch.Tensor)
 
 
 @pytest.mark.parametrize("skip", [before_backward, after_backward, by_the_model, by_zeros, by_a_scaler])
-def test_a_skipped_batch_is_no_part_of_the_step(me: SyncNode, skip: Skip) -> None:
+def test_a_skipped_batch_does_not_count_toward_the_step(me: SyncNode, skip: Skip) -> None:
     model, plain = model_of(), model_of()
     optimizer = me.optimizer(sgd(model), skip.__name__, target_batch_size=2 * BATCH)
     for number in range(4):
@@ -98,7 +98,9 @@ def test_a_skipped_batch_is_no_part_of_the_step(me: SyncNode, skip: Skip) -> Non
         optimizer.zero_grad()
         backward(loss_of(model, batch_of(number)))
         optimizer.step()
-        assert optimizer.stats.global_step == (number == 3), "the first batch alone does not reach the target"
+        assert optimizer.stats.global_step == (number == 3), (
+            "a step was made with only one batch, or not with two"
+        )
     expected = sgd(plain)
     backward(loss_of(plain, torch.cat([batch_of(0), batch_of(3)])))
     expected.step()
@@ -106,7 +108,7 @@ def test_a_skipped_batch_is_no_part_of_the_step(me: SyncNode, skip: Skip) -> Non
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
-def test_each_batch_of_an_accumulation_counts(me: SyncNode) -> None:
+def test_each_batch_of_an_accumulated_gradient_counts(me: SyncNode) -> None:
     model = model_of()
     optimizer = me.optimizer(sgd(model), "accumulation", target_batch_size=100)
     for number in range(3):
@@ -116,7 +118,7 @@ def test_each_batch_of_an_accumulation_counts(me: SyncNode) -> None:
 
 
 class OfDicts(nn.Module):
-    """A model that takes one dictionary, as tokenizers return it."""
+    """A model that takes one dictionary, in the form that tokenizers return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +146,7 @@ def without_a_module() -> tuple[list[nn.Parameter], torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", [of_dicts, in_evaluation, without_a_module])
-def test_samples_are_seen_whatever_calls_the_parameters(
+def test_samples_are_counted_whatever_module_uses_the_parameters(
     me: SyncNode, make: Callable[[], tuple[list[nn.Parameter], torch.Tensor]]
 ) -> None:
     parameters, loss = make()
@@ -155,21 +157,21 @@ def test_samples_are_seen_whatever_calls_the_parameters(
 
 
 @pytest.mark.parametrize("options", [{"target_batch_size": 8}, {"local_steps": 2}])
-def test_a_step_of_unknown_samples_asks_for_their_number(me: SyncNode, options: dict[str, int]) -> None:
+def test_a_step_with_an_unknown_sample_count_asks_for_it(me: SyncNode, options: dict[str, int]) -> None:
     weight = nn.Parameter(torch.ones(6))
     optimizer = me.optimizer(torch.optim.SGD([weight], 0.1), f"unknown {options}", **options)  # type: ignore[arg-type]  # whichever
     backward(batch_of(0)[0] @ weight)
     with pytest.raises(ValueError, match=r"cannot be seen: .*optimizer\.step\(samples=N\).*batch_size=N"):
         optimizer.step()
-    assert torch.equal(weight, torch.ones(6)), "the step was not made"
+    assert torch.equal(weight, torch.ones(6)), "the refused step changed the parameters"
     optimizer.step(samples=8)
     assert (optimizer.stats.step_samples, optimizer.stats.global_step) == (8, 1)
-    weight.grad = torch.ones(6)  # by hand, as in functional code
+    weight.grad = torch.ones(6)  # set by hand, as in functional code
     optimizer.step()
-    assert optimizer.stats.step_samples == 8, "the step reuses the last count, with a warning"
+    assert optimizer.stats.step_samples == 8, "the step did not reuse the latest count"
 
 
-def test_an_explicit_number_overrides_the_counted_one(me: SyncNode) -> None:
+def test_an_explicit_sample_count_overrides_the_counted_one(me: SyncNode) -> None:
     model = model_of()
     optimizer = me.optimizer(sgd(model), "own", target_batch_size=1_000, batch_size=4)
     for _ in range(2):
@@ -184,10 +186,10 @@ def test_an_explicit_number_overrides_the_counted_one(me: SyncNode) -> None:
         optimizer.step(samples=-1)
     optimizer.zero_grad()
     optimizer.step()
-    assert optimizer.stats.samples == 13, "a step without gradients adds none"
+    assert optimizer.stats.samples == 13, "a step without gradients counted samples"
 
 
-def test_gradients_of_another_models_loss_do_not_count(me: SyncNode) -> None:
+def test_gradients_of_a_different_models_loss_do_not_count(me: SyncNode) -> None:
     generator, critic = nn.Linear(3, 6), model_of()
     of_generator = me.optimizer(sgd(generator), "generator", local_steps=5)
     of_critic = me.optimizer(sgd(critic), "critic", local_steps=5)
@@ -225,11 +227,11 @@ def test_a_saved_model_loads_without_this_package(me: SyncNode, tmp_path: Path) 
     backward(loss_of(copied, batch_of(1)))
     backward(loss_of(model, batch_of(1)))
     optimizer.step()
-    assert optimizer.stats.step_samples == BATCH, "a copy counts its own batches"
+    assert optimizer.stats.step_samples == BATCH, "a batch of the copy counted for the original model"
     model.load_state_dict(copied.state_dict())
 
 
-def test_a_compiled_model_is_counted_too(me: SyncNode) -> None:
+def test_samples_of_a_compiled_model_are_counted(me: SyncNode) -> None:
     model = model_of()
     compiled = torch.compile(model, backend="eager")
     optimizer = me.optimizer(sgd(model), "compiled", target_batch_size=BATCH)
@@ -238,7 +240,7 @@ def test_a_compiled_model_is_counted_too(me: SyncNode) -> None:
     assert (optimizer.stats.step_samples, optimizer.stats.global_step) == (BATCH, 1)
 
 
-def test_torch_is_restored_once_nothing_counts() -> None:
+def test_torch_is_restored_once_no_counter_is_left() -> None:
     model = model_of()
     counters = [SampleCounter(list(model.parameters())) for _ in range(2)]
     backward(loss_of(model, batch_of(0)))
@@ -247,7 +249,9 @@ def test_torch_is_restored_once_nothing_counts() -> None:
     counters.clear()
     gc.collect()
     backward(loss_of(model, batch_of(0)))
-    assert torch.autograd.backward is not watched or samples._counters, "other tests may still count"
+    assert torch.autograd.backward is not watched or samples._counters, (
+        "torch is still patched although no counter is left"
+    )
 
 
 class Decoder(nn.Module):
@@ -313,7 +317,9 @@ def of_spectral_norms() -> torch.Tensor:
         (lambda: loss_of(model_of(), batch_of(0, 9)).view(1), 9),
     ],
 )  # fmt: skip
-def test_the_graph_of_a_loss_shows_its_samples(loss: Callable[[], torch.Tensor], count: int) -> None:
+def test_the_graph_of_a_loss_shows_the_number_of_samples(
+    loss: Callable[[], torch.Tensor], count: int
+) -> None:
     assert LossReader().samples([loss()]) == count
 
 
@@ -323,14 +329,14 @@ def of_two_batches() -> torch.Tensor:
 
 
 def of_features() -> torch.Tensor:
-    """A style loss: it compares matrices of features, in which the samples are no longer visible."""
+    """Return a style loss: it compares matrices of features, in which the samples are no longer visible."""
     out = model_of()(batch_of(0))
     loss: torch.Tensor = (out.T @ out).square().mean()
     return loss
 
 
 def of_chosen_rows() -> torch.Tensor:
-    """A detector: its heads see positions that were chosen in all images."""
+    """Return the loss of a detector: its heads see positions chosen from all images."""
     rows = nn.Linear(6, 8)(batch_of(0, 5))[torch.tensor([0, 0, 2])]
     loss: torch.Tensor = nn.Linear(8, 2)(rows).square().mean()
     return loss
@@ -350,7 +356,9 @@ def of_one_number() -> torch.Tensor:
         (of_one_number, "shows no rows"),
     ],
 )
-def test_a_graph_that_hides_samples_gives_a_reason(loss: Callable[[], torch.Tensor], why: str) -> None:
+def test_a_graph_that_hides_samples_is_refused_with_a_reason(
+    loss: Callable[[], torch.Tensor], why: str
+) -> None:
     found = LossReader().samples([loss()])
     assert isinstance(found, str)
     assert why in found

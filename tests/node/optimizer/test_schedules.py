@@ -1,4 +1,4 @@
-"""Every scheduler of torch is a function of the run's step, or is refused when it is made."""
+"""Every scheduler of torch either becomes a function of the run's step or is refused when it is made."""
 
 import inspect
 import math
@@ -30,7 +30,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def by_torch(make: Make, steps: int) -> list[dict[str, Any]]:
-    """Return the groups as torch's own scheduler sets them, stepped once for each step."""
+    """Return the parameter groups as torch's own scheduler sets them, stepped once for each step."""
     optimizer = sgd()
     scheduler: Any = make(optimizer)
     for _ in range(steps):
@@ -39,7 +39,7 @@ def by_torch(make: Make, steps: int) -> list[dict[str, Any]]:
     return hyperparameters(optimizer)
 
 
-def test_the_table_has_every_scheduler_of_torch() -> None:
+def test_the_table_lists_every_scheduler_of_torch() -> None:
     of_torch = {
         name
         for module in (lr_scheduler, swa_utils)
@@ -50,7 +50,7 @@ def test_the_table_has_every_scheduler_of_torch() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, made in SCHEDULERS.items() if made.is_function])
-def test_a_scheduler_is_a_function_of_the_step_alone(name: str) -> None:
+def test_a_scheduler_depends_on_the_step_alone(name: str) -> None:
     make, optimizer = SCHEDULERS[name].make, sgd()
     schedules = Schedules([optimizer])
     schedules.add(make, {})
@@ -62,11 +62,11 @@ def test_a_scheduler_is_a_function_of_the_step_alone(name: str) -> None:
     of_late = Schedules([late])
     of_late.move_to(41)
     of_late.add(make, {})
-    assert hyperparameters(late) == expected[41], "the scheduler was made during the run"
+    assert hyperparameters(late) == expected[41], "a scheduler made during the run has different rates"
 
 
 @pytest.mark.parametrize("name", [name for name, made in SCHEDULERS.items() if not made.is_function])
-def test_a_scheduler_of_a_metric_is_refused_with_the_remedy(name: str) -> None:
+def test_a_scheduler_that_needs_a_metric_is_refused_with_a_remedy(name: str) -> None:
     optimizer = sgd()
     before = hyperparameters(optimizer)
     with pytest.raises(TypeError, match=f"{name}.step takes metrics, .* step it yourself"):
@@ -103,7 +103,7 @@ def failing(step: int) -> float:
         (partial(lr_scheduler.LambdaLR, lr_lambda=failing), 3),
     ],
 )
-def test_a_schedule_that_ends_keeps_its_last_rate(
+def test_a_schedule_that_ends_keeps_its_last_learning_rate(
     make: Callable[..., LRScheduler], last: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     optimizer = sgd()
@@ -145,7 +145,7 @@ def test_a_schedule_resumes_from_a_checkpoint() -> None:
     assert hyperparameters(again) == hyperparameters(optimizer)
 
 
-def test_tensor_rates_stay_the_same_tensors() -> None:
+def test_learning_rates_held_in_tensors_keep_their_tensors() -> None:
     rate = torch.tensor(0.1)
     optimizer = torch.optim.Adam([torch.zeros(2, requires_grad=True)], lr=rate)
     kept = optimizer.param_groups[0]["lr"]

@@ -1,4 +1,4 @@
-"""Scripts that use the optimizer with averages of weights, checkpoints, and torch's own DDP."""
+"""Scripts that use the optimizer with weight averages, checkpoints, or torch's own DDP."""
 
 import copy
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from tests.node.optimizer.test_wrapper import adamw, backward, batch_of, model_o
 
 @pytest.fixture
 def process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Torch's own group with only this process."""
+    """Yield a process group of torch that has only this process."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
 
 
-def test_an_average_of_weights_follows_the_model(me: SyncNode) -> None:
+def test_an_average_of_weights_follows_the_models_weights(me: SyncNode) -> None:
     plain, model = model_of(), model_of()
     expected = adamw(plain)
     optimizer = me.optimizer(adamw(model), "ema", local_steps=2, model=model)
@@ -41,7 +41,7 @@ def test_an_average_of_weights_follows_the_model(me: SyncNode) -> None:
     assert optimizer.stats.step_samples == 32
 
 
-def test_a_script_goes_on_from_its_checkpoint(me: SyncNode, tmp_path: Path) -> None:
+def test_a_script_resumes_from_its_checkpoint(me: SyncNode, tmp_path: Path) -> None:
     model = model_of()
     optimizer = me.optimizer(adamw(model), "checkpoint", target_batch_size=32)
     optimizer.scheduler(CosineAnnealingLR, T_max=20)
@@ -85,7 +85,7 @@ def test_a_model_in_torchs_own_ddp_trains(me: SyncNode, process_group: None) -> 
     assert weights(plain) == weights(model)
 
 
-def test_clipping_before_a_step_clips_this_peers_gradient(me: SyncNode) -> None:
+def test_clipping_before_a_step_clips_only_this_peers_gradient(me: SyncNode) -> None:
     plain, model = model_of(), model_of()
     pairs = [(plain, adamw(plain)), (model, me.optimizer(adamw(model), "clip", target_batch_size=32))]
     for each, optimizer in pairs:
@@ -97,7 +97,7 @@ def test_clipping_before_a_step_clips_this_peers_gradient(me: SyncNode) -> None:
     assert weights(plain) == weights(model)
 
 
-def test_a_loss_that_is_compiled_whole_asks_for_the_batch_size(me: SyncNode) -> None:
+def test_a_fully_compiled_loss_needs_the_batch_size(me: SyncNode) -> None:
     model = model_of()
     loss_of = torch.compile(lambda batch: model(batch).square().mean(), backend="aot_eager")
     optimizer = me.optimizer(adamw(model), "compiled loss", target_batch_size=32)

@@ -1,4 +1,4 @@
-"""The cost of members that are listed in a run of the optimizer and contribute nothing.
+"""The cost of members that are listed in a run of the optimizer but contribute nothing.
 
 Real nodes in threads of this process. The tests count delayed rounds, not seconds.
 """
@@ -33,10 +33,10 @@ BATCH: Options = {"target_batch_size": 64, "window_seconds": 5.0}
 LOCAL: Options = {"local_steps": 4, "window_seconds": 5.0}
 ROUNDS = 10
 HELD_UP_MAX = 5
-"""The most delayed rounds: one or two are usual."""
+"""Maximum number of delayed rounds; one or two are usual."""
 BACKOFF_SECONDS = 5.0
-"""About the time that a silent member is left out at first, doubled each time: on a machine on which the
-rounds take twice as long, one more try falls within them."""
+"""About the time for which a silent member is first left out; the time then doubles. If the rounds take twice
+as long on a slow machine, one more try falls within them."""
 LONE_STEPS = 6
 
 
@@ -75,7 +75,7 @@ def peer_of(me: SyncNode) -> PeerId:
 
 @pytest.fixture
 def wishes(monkeypatch: pytest.MonkeyPatch) -> Callable[[SyncNode], list[GroupWish]]:
-    """Return a node's finished wishes for groups."""
+    """Return a function that lists the finished group wishes of a node."""
     made: list[tuple[PeerId, GroupWish]] = []
     original = Expectations.ended
 
@@ -89,7 +89,7 @@ def wishes(monkeypatch: pytest.MonkeyPatch) -> Callable[[SyncNode], list[GroupWi
 
 
 def held_up(wishes: Sequence[GroupWish], silent: PeerId) -> int:
-    """Return how many of these waited for the silent member, or included it in an exchange."""
+    """Return how many of the wishes waited for the silent member, or included it in an exchange."""
     return sum(
         silent in wish.expected or (wish.group is not None and silent in wish.group.peers) for wish in wishes
     )
@@ -124,7 +124,7 @@ def test_a_silent_member_delays_few_rounds(
         silent.close()
 
 
-def test_a_lone_trainer_continues_beside_a_silent_member(
+def test_a_lone_trainer_continues_despite_a_silent_member(
     nodes: list[SyncNode], start: Start, wishes: Callable[[SyncNode], list[GroupWish]]
 ) -> None:
     options: Options = {"target_batch_size": 32, "window_seconds": 0.5}
@@ -139,9 +139,9 @@ def test_a_lone_trainer_continues_beside_a_silent_member(
         silent.close()
 
 
-def test_a_round_started_as_its_run_is_left_ends_at_once(nodes: list[SyncNode]) -> None:
-    """The training thread requests a round while another one closes the optimizer: no peer
-    answers that wish.
+def test_a_round_started_after_leaving_its_run_ends_immediately(nodes: list[SyncNode]) -> None:
+    """The training thread requests a round while a different thread closes the optimizer, so no peer answers
+    that wish.
     """
     silent = SilentParticipant(nodes[2], adamw(model_of(9)), "left", **BATCH)  # type: ignore[arg-type]  # no `samples`
     silent.close()
@@ -157,8 +157,8 @@ def test_a_round_started_as_its_run_is_left_ends_at_once(nodes: list[SyncNode]) 
 
 @pytest.fixture
 def miss(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], Callable[[], bool]]:
-    """Have a member lose the result of its next successful round, as a stalled machine does; return whether
-    it has.
+    """Return a function that makes a member lose the result of its next successful round, as if its machine
+    had stalled. That function returns a check: whether the loss has happened.
     """
     original = Participation.average
     victims: set[PeerId] = set()
@@ -180,17 +180,18 @@ def miss(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], Callable[[], bo
 
 
 def comes_back(late: Trainer, other: Trainer, loaded: int) -> None:
-    """Wait until a member has adopted the state of another, both average again, and hold the same."""
+    """Wait until a member has adopted the state of another, and both average again and have the same
+    lineage."""
     until(lambda: late.optimizer.stats.states_loaded > loaded)
     rounds = late.optimizer.stats.rounds
     until(lambda: late.optimizer.stats.rounds >= rounds + 3)
     until(lambda: late.optimizer._lineage == other.optimizer._lineage)
 
 
-def test_a_member_that_missed_a_round_catches_up_beside_a_silent_one(
+def test_a_member_that_missed_a_round_recovers_despite_a_silent_one(
     nodes: list[SyncNode], start: Start, miss: Callable[[Trainer], Callable[[], bool]]
 ) -> None:
-    """The silent member claims each step, and never hands over its state."""
+    """The silent member claims to be at each step but never hands over its state."""
     name, members = start(BATCH, 2)
     silent = SilentParticipant(nodes[2], adamw(model_of(9)), name, silence="ready", **BATCH)  # type: ignore[arg-type]  # no `samples`
     try:
@@ -202,10 +203,11 @@ def test_a_member_that_missed_a_round_catches_up_beside_a_silent_one(
         silent.close()
 
 
-def test_a_member_that_missed_a_round_catches_up_beside_a_paused_one(
+def test_a_member_that_missed_a_round_recovers_despite_a_paused_one(
     start: Start, miss: Callable[[Trainer], Callable[[], bool]]
 ) -> None:
-    """With only the claim of the one that made the step, all three trained apart for good."""
+    """Only one other member has made the step. When its claim alone was not enough, all three members trained
+    apart for good."""
     _, members = start({"target_batch_size": 64, "window_seconds": 0.5}, 3)
     *members, paused = members
     paused.goes_on.clear()

@@ -1,6 +1,7 @@
-"""One stall of an honest member, as of a machine that swaps or sleeps, costs little more than its length.
+"""If an honest member stalls once, because its machine swaps or sleeps, the delay is little longer than the
+stall.
 
-On real nodes; `tests/node/averaging/test_stalled_members.py` covers other points of a round, in virtual time.
+Real nodes; `tests/node/averaging/test_stalled_members.py` covers other points of a round in virtual time.
 """
 
 import time
@@ -19,19 +20,19 @@ from tests.node.optimizer.test_wrapper import open_nodes, until
 
 torch.set_num_threads(1)
 STALL_SECONDS = 4.5
-"""Longer than the time-out for a silent member."""
+"""Length of the stall: longer than the time-out for a silent member."""
 APART_SECONDS = 15.0
-"""Seconds from the stall on, for the next three rounds. It used to be 30 to 90 s."""
+"""Most seconds from the stall until the next three rounds are over. It was once 30 to 90 s."""
 
 
 def two_parts(seed: int = 0) -> torch.nn.Module:
-    """A model of more than 4,096 numbers, so that both members reduce a part."""
+    """Return a model of more than 4,096 values, so that both members reduce a part of it."""
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(6, 1_024), torch.nn.Tanh(), torch.nn.Linear(1_024, 2))
 
 
 @pytest.mark.skipif(not SLOW, reason="PEERLOOM_LATE_MEMBERS=1")
-def test_a_stall_of_one_member_costs_little_more_than_its_length(
+def test_one_stalled_member_delays_others_little_longer_than_its_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(test_liars, "model_of", two_parts)
@@ -51,7 +52,7 @@ def test_a_stall_of_one_member_costs_little_more_than_its_length(
         nodes = open_nodes(stack, tmp_path, 2)
         options = {"local_steps": 4, "window_seconds": 5.0}
         members = []
-        for number in range(2):  # the first one trains when the second asks for its state
+        for number in range(2):  # the first member already trains when the second asks for its state
             members.append(Trainer(nodes[number], number, "stall", options))
             members[-1].begin()
             stack.callback(members[-1].close)

@@ -1,7 +1,7 @@
-"""Scripts that start a run together: none waits for a missing state, and all start from one state.
+"""Scripts that start a run together: no script waits for a missing state, and all start from the same state.
 
-Real nodes in threads of this process. With PEERLOOM_STARTS, in `make soak`, real processes: this many starts
-each of 2, 4 and 8, staggered by up to three seconds.
+Real nodes in threads of this process. With PEERLOOM_STARTS, as in `make soak`, real processes are used: this
+many starts each of 2, 4 and 8 processes, staggered by up to three seconds.
 """
 
 import os
@@ -34,7 +34,8 @@ from tests.node.optimizer.test_wrapper import (
 torch.set_num_threads(1)
 STARTS = int(os.environ.get("PEERLOOM_STARTS", "0"))
 SECONDS = 25.0
-"""More than any of these tests takes on a slow machine, and less than the former waits of 30 s."""
+"""Limit for each test: more than any of them takes on a slow machine, and less than the 30 s that scripts
+once waited."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,8 @@ Start = Callable[..., tuple[torch.nn.Module, PeerOptimizer]]
 
 @pytest.fixture
 def start(nodes: list[SyncNode], request: pytest.FixtureRequest) -> Iterator[Start]:
-    """Make the optimizer of one node in this test's run, with its own initial parameters."""
+    """Yield a function that makes the optimizer of one node in this test's run, with its own initial
+    parameters."""
     with ExitStack() as stack:
 
         def make(number: int, **options: int) -> tuple[torch.nn.Module, PeerOptimizer]:
@@ -62,7 +64,7 @@ def start(nodes: list[SyncNode], request: pytest.FixtureRequest) -> Iterator[Sta
 
 
 def train(model: torch.nn.Module, optimizer: PeerOptimizer, number: int) -> float:
-    """Make one batch, and return how long `step` took."""
+    """Train on one batch, and return how long `step` took."""
     backward(model, batch_of(number))
     begun = time.monotonic()
     optimizer.step()
@@ -80,7 +82,8 @@ def test_scripts_that_start_together_share_one_initial_state(start: Start, optio
         longest = 0.0
         while not all(each.is_set() for each in rounds):
             longest = max(longest, train(model, optimizer, 100 * number))
-            # On a machine so busy that one started alone, it joins the others in a round or two.
+            # On a machine so busy that one script started alone, the script joins the others within a round
+            # or two.
             is_one = "local_steps" not in options or len({each._lineage for _, each in found}) == 1
             if (optimizer.stats.rounds >= 2 and is_one) or time.monotonic() - begun > 3 * SECONDS:
                 rounds[number].set()
@@ -98,7 +101,7 @@ def test_scripts_that_start_together_share_one_initial_state(start: Start, optio
         assert all(weights(model) == steps[optimizer.global_step] for model, optimizer in found)
 
 
-def test_a_script_without_a_step_hands_out_its_state(start: Start) -> None:
+def test_a_script_that_made_no_step_hands_out_its_state(start: Start) -> None:
     model, _ = start(0, target_batch_size=64)
     begun = time.monotonic()
     other, optimizer = start(1, target_batch_size=64)
@@ -107,7 +110,7 @@ def test_a_script_without_a_step_hands_out_its_state(start: Start) -> None:
     assert weights(other) == weights(model)
 
 
-def test_a_script_without_a_batch_delays_no_step(start: Start) -> None:
+def test_a_script_that_sends_no_batch_delays_no_step(start: Start) -> None:
     _, idle = start(0, target_batch_size=32, window_seconds=60, round_seconds_max=120)
     model, optimizer = start(1, target_batch_size=32, window_seconds=60, round_seconds_max=120)
     until(lambda: idle.stats.peers == optimizer.stats.peers == 1)
@@ -115,7 +118,7 @@ def test_a_script_without_a_batch_delays_no_step(start: Start) -> None:
     assert optimizer.global_step == 3
 
 
-def test_a_peer_left_behind_gets_the_state_of_an_idle_one(start: Start) -> None:
+def test_a_peer_left_behind_gets_the_state_of_an_idle_peer(start: Start) -> None:
     model, ended = start(0, target_batch_size=32)
     other, optimizer = start(1, target_batch_size=32)
     until(lambda: ended.stats.peers == optimizer.stats.peers == 1)
@@ -127,14 +130,14 @@ def test_a_peer_left_behind_gets_the_state_of_an_idle_one(start: Start) -> None:
     assert weights(other) == weights(model)
 
 
-def test_a_step_returns_while_an_idle_peer_owes_its_state(
+def test_a_step_returns_while_an_idle_peer_still_owes_its_state(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, first = start(0, target_batch_size=32)
     for number in range(3):
         train(model, first, number)
     other, late = start(1, target_batch_size=32)
-    assert late.stats.states_loaded == 0, "the first peer makes no copy between two steps"
+    assert late.stats.states_loaded == 0, "the first peer handed out a state between two steps"
     waited = train(other, late, 50)
     assert STATE_WAIT_SECONDS / 2 < waited < SECONDS
     assert late.status.startswith("catching up: waiting for ")
@@ -146,9 +149,9 @@ def test_a_step_returns_while_an_idle_peer_owes_its_state(
     assert weights(other) == weights(model)
 
 
-@pytest.mark.skipif(not STARTS, reason="PEERLOOM_STARTS=40: an hour")
+@pytest.mark.skipif(not STARTS, reason="takes an hour: set PEERLOOM_STARTS=40")
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_no_step_of_processes_that_start_together_waits_long(count: int, tmp_path: Path) -> None:
+def test_processes_that_start_together_never_wait_long_for_a_step(count: int, tmp_path: Path) -> None:
     random = Random(count)
     for number in range(STARTS):
         seeds = "equal" if number % 4 == 0 else "own"

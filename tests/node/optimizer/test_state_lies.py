@@ -1,9 +1,10 @@
-"""Each message about states in an optimizer's run, each plausible lie in it, each position of a peer: pure.
+"""Every combination of a message about states in an optimizer's run, a plausible lie in it, and a peer's
+position. Pure logic, without nodes.
 
-Three honest members and one liar speak to the core of a peer's roster; `RunPosition` then decides which state
-the peer adopts among the offers of all four. `LIES` is complete: a message or a field of a report without a
-row fails. Messages of a round are in `tests.gossip.averaging.test_lies_by_state`, chunks of a state in
-`tests.node.averaging.test_lying_donors`.
+Three honest members and one liar send messages to a peer's roster. `RunPosition` then decides which of the
+four offered states the peer adopts. `LIES` is complete: a message or a field of a report without an entry
+fails a test. Messages of a round are covered in `tests.gossip.averaging.test_lies_by_state`, chunks of a
+state in `tests.node.averaging.test_lying_donors`.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ LOCAL_STEPS = 4
 FAR = (-SLACK_STEPS, -1, 1, 4, SLACK_STEPS, 100, 2**20, COUNT_MAX - 1)
 COUNTS = (0, 1, 64, 10**6, COUNT_MAX - 1)
 RIGHT = b"r" * 32
-"""The digest of the state that honest members of one step hold."""
+"""The digest of the state that honest members at the same step hold."""
 
 Lie = Callable[[Report], Message | None]
 
@@ -90,7 +91,8 @@ OFFERS: dict[str, Callable[[int], OfferedState | None]] = {
 
 @dataclass(frozen=True)
 class Position:
-    """A peer that has made `step` steps with `lineage`, beside honest members that have made `others`."""
+    """A peer that has made `step` steps with `lineage`, among honest members that have made `others`
+    steps."""
 
     step: int
     lineage: bytes
@@ -110,16 +112,18 @@ POSITIONS = {
 LIED = [(name, lie) for row in LIES.values() for name, lie in row.items()]
 
 
-def test_every_message_and_field_about_states_has_its_lies() -> None:
+def test_every_message_and_field_about_states_has_a_lie() -> None:
     fields = {f"Report.{name}" for name in Report.__struct_fields__}
     messages = {kind.__name__ for kind in get_args(Message)}
     assert LIES.keys() == fields | messages
-    answers = {kind.__name__ for kind in get_args(Answer)} - {Sent.__name__}  # chunks: test_lying_donors
+    # for chunks see test_lying_donors
+    answers = {kind.__name__ for kind in get_args(Answer)} - {Sent.__name__}
     assert {name.partition(".")[0] for name in OFFERS} == answers == {StateOffer.__name__, NoState.__name__}
 
 
 def heard(position: Position, lie: Lie) -> list[Report]:
-    """Return the reports of a roster after all have sent two over the wire, the liar first and last."""
+    """Return the reports that a roster has after every member has sent two over the wire. The liar sends
+    before and after the honest members."""
     roster = Roster(ME, RUN, TENSORS, Random(1), 0.0, 1)
     for number in (1, 2):
         report = Report(
@@ -137,7 +141,7 @@ def heard(position: Position, lie: Lie) -> list[Report]:
 
 @pytest.mark.parametrize("local_steps", [None, LOCAL_STEPS], ids=["target batch", "local steps"])
 @pytest.mark.parametrize("where", POSITIONS)
-def test_no_lie_about_states_leads_a_peer_away_from_honest_members(
+def test_no_lie_about_states_misleads_a_peer_among_honest_members(
     where: str, local_steps: int | None
 ) -> None:
     at = POSITIONS[where]
@@ -148,17 +152,17 @@ def test_no_lie_about_states_leads_a_peer_away_from_honest_members(
             place.moved(at.step, at.rounds)
         reports = heard(at, lie)
         others = place.others(reports)
-        assert len(reports) <= 1 + len(MEMBERS), f"{name}: no member reports for another"
+        assert len(reports) <= 1 + len(MEMBERS), f"{name}: a member reported on behalf of another"
         taken = place.state_to_take(at.step, at.lineage, others, others)
         if at.step == at.others and at.lineage == HONEST:
-            assert taken is None, f"{name}: a peer with the right state keeps it"
+            assert taken is None, f"{name}: a peer with the right state replaced it"
             continue
         if taken is None:
             assert local_steps is not None, f"{name}: the peer stays behind"
             assert at.is_joined, f"{name}: the newcomer does not join"
             continue  # with local steps every peer continues from its own state
         if taken.lineage is not None:
-            assert taken.lineage == HONEST, f"{name}: the newcomer starts from the majority state"
+            assert taken.lineage == HONEST, f"{name}: the newcomer does not start from the majority's state"
             continue
         assert taken.first <= at.others <= taken.last <= at.others + 2 * SLACK_STEPS * (local_steps or 1), (
             name
@@ -172,6 +176,6 @@ def test_no_lie_about_states_leads_a_peer_away_from_honest_members(
             assert LIAR not in chosen, f"{name}, {offer_name}"
 
 
-def test_invented_names_enter_no_roster() -> None:
+def test_invented_peers_enter_no_roster() -> None:
     (_, lie), *_ = LIES["Names"].items()
     assert len(heard(POSITIONS["with the others"], lie)) == len(MEMBERS)

@@ -1,5 +1,5 @@
-"""A status is one sentence: what a peer waits for, how long, and what ends it; and why it contributes
-nothing.
+"""A status is one sentence. It says what a peer waits for, for how long, and what ends the wait, or why the
+peer contributes nothing.
 """
 
 import math
@@ -16,7 +16,7 @@ from tests.node.optimizer.test_wrapper import adamw, backward, batch_of, model_o
 Pair = tuple[SyncNode, SyncNode]
 
 
-def test_non_finite_gradients_are_reported_and_spoil_no_step(pair: Pair) -> None:
+def test_non_finite_gradients_are_reported_and_affect_no_step(pair: Pair) -> None:
     peers = make_pair(pair, "sick gradients", model_of, target_batch_size=64)
     (model, well), (sick_model, sick) = peers
     for number in range(2):
@@ -60,7 +60,7 @@ def test_a_peer_with_non_finite_parameters_gets_a_remedy(pair: Pair) -> None:
     assert "brings nothing" not in optimizer.status
 
 
-def test_an_incomplete_batch_says_what_it_waits_for(me: SyncNode) -> None:
+def test_the_status_of_an_incomplete_batch_says_what_is_missing(me: SyncNode) -> None:
     model = model_of()
     optimizer = me.optimizer(adamw(model), "waits", target_batch_size=100)
     backward(model, batch_of(0))
@@ -69,7 +69,7 @@ def test_an_incomplete_batch_says_what_it_waits_for(me: SyncNode) -> None:
     assert re.fullmatch(wanted, optimizer.status)
 
 
-def test_a_lasting_status_counts_from_its_beginning() -> None:
+def test_the_duration_of_a_status_counts_from_its_start() -> None:
     line = StatusLine("joining")
     assert line.sentence() == "joining"
     line.say("step 3: 4 of 8 samples, 1 peers")

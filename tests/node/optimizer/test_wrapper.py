@@ -30,7 +30,7 @@ Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Callable[[int], list[SyncNode]]]:
-    """Make nodes that know each other."""
+    """Yield a function that makes nodes that know each other."""
     with ExitStack() as stack:
         yield partial(open_nodes, stack, tmp_path)
 
@@ -87,16 +87,16 @@ def groups(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    """Wait for another thread; the limit is for a test that fails."""
+    """Wait for a condition that a different thread fulfils; the limit applies only if the test fails."""
     waiting = threading.Event()
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "the condition never held"
+        assert time.monotonic() < end, "the condition was not met in time"
         waiting.wait(0.005)
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
-    """Run functions in their own threads, and return their results."""
+    """Run functions in separate threads, and return their results."""
     results: list[Any] = [None] * len(functions)
     errors: list[BaseException] = []
 
@@ -118,7 +118,7 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("make", [adamw, groups])
 @pytest.mark.parametrize("options", [{"target_batch_size": 32}, {"local_steps": 3}])
-def test_alone_it_equals_the_plain_optimizer_bit_for_bit(
+def test_without_peers_it_equals_the_plain_optimizer_bit_for_bit(
     nodes: Callable[[int], list[SyncNode]], make: Make, options: dict[str, int]
 ) -> None:
     plain, wrapped = model_of(), model_of()
@@ -133,7 +133,7 @@ def test_alone_it_equals_the_plain_optimizer_bit_for_bit(
     assert optimizer.stats.global_step == 12
     assert optimizer.status.startswith("alone in run 'r', for ")
     assert optimizer.status.endswith(" s; it trains by itself until another peer joins")
-    # Its state loads into a plain optimizer, and a plain one's into it.
+    # The wrapper's state loads into a plain optimizer, and a plain optimizer's state into the wrapper.
     again = make(plain)
     again.load_state_dict(optimizer.state_dict())
     optimizer.load_state_dict(expected.state_dict())
@@ -143,7 +143,7 @@ def test_alone_it_equals_the_plain_optimizer_bit_for_bit(
     assert weights(plain) == weights(wrapped)
 
 
-def test_small_batches_accumulate_until_the_target_is_full(nodes: Callable[[int], list[SyncNode]]) -> None:
+def test_small_batches_accumulate_until_the_target_is_reached(nodes: Callable[[int], list[SyncNode]]) -> None:
     model, plain = model_of(), model_of()
     optimizer = nodes(1)[0].optimizer(adamw(model), "r", target_batch_size=96)
     for number in range(6):
@@ -158,7 +158,7 @@ def test_small_batches_accumulate_until_the_target_is_full(nodes: Callable[[int]
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
-def test_two_peers_make_one_step_from_all_their_samples(nodes: Callable[[int], list[SyncNode]]) -> None:
+def test_two_peers_make_one_step_from_the_samples_of_both(nodes: Callable[[int], list[SyncNode]]) -> None:
     a, b = nodes(2)
     models = [model_of(), model_of()]
     first = a.optimizer(adamw(models[0]), "r", target_batch_size=96)
@@ -177,7 +177,7 @@ def test_two_peers_make_one_step_from_all_their_samples(nodes: Callable[[int], l
         until(lambda: second.stats.total_samples == 32)
         backward(models[1], batch_of(10 * step + 1, 64))
         backward(models[0], batch_of(10 * step + 2, 16))
-        # The second sees a full batch and waits for the first, whose next batch is included.
+        # The second peer sees a full batch and waits for the first peer, whose next batch is included.
         together(second.step, follow)
         assert first.stats.global_step == second.stats.global_step == step + 1
         assert weights(models[0]) == weights(models[1])
@@ -208,7 +208,7 @@ def test_a_late_peer_and_one_that_missed_rounds_catch_up(
     )
     thread.start()
     number = 5
-    while thread.is_alive():  # the training loop makes the copy between two of its steps
+    while thread.is_alive():  # the training loop copies the state between two of its steps
         backward(model, batch_of(number))
         first.step(samples=1)
         number += 1
@@ -224,7 +224,7 @@ def test_a_late_peer_and_one_that_missed_rounds_catch_up(
     assert second.scheduler(CosineAnnealingLR, T_max=20).get_last_lr() == schedule.get_last_lr()
 
 
-def test_local_steps_are_averaged_in_the_background_to_equal_bytes(
+def test_local_steps_are_averaged_in_the_background_to_identical_weights(
     nodes: Callable[[int], list[SyncNode]],
 ) -> None:
     found = nodes(3)
@@ -248,7 +248,9 @@ def test_local_steps_are_averaged_in_the_background_to_equal_bytes(
     together(*(lambda number=number: train(number) for number in range(3)))
     assert together(*(lambda each=each: each.finish(WINDOW_SECONDS) for each in optimizers)) == [True] * 3
     assert [(each.stats.rounds, each.stats.rounds_failed) for each in optimizers] == [(1, 0)] * 3
-    assert len({weights(model) for model in models}) == 3, "each peer has trained on alone"
+    assert len({weights(model) for model in models}) == 3, (
+        "two peers hold the same weights before the final average"
+    )
     assert together(*(each.average_now for each in optimizers)) == [True] * 3
     last = [each.stats.last_round for each in optimizers]
     assert {len(made.shares) for made in last} == {3}
@@ -256,7 +258,7 @@ def test_local_steps_are_averaged_in_the_background_to_equal_bytes(
     assert all(each.stats.blocked_seconds < WINDOW_SECONDS / 2 for each in optimizers)
 
 
-def test_unsuitable_optimizers_and_settings_are_refused_by_name(
+def test_unsuitable_optimizers_and_settings_are_refused_with_a_reason(
     nodes: Callable[[int], list[SyncNode]],
 ) -> None:
     (me,) = nodes(1)
@@ -289,7 +291,7 @@ def test_frozen_parameters_are_neither_sent_nor_stored(nodes: Callable[[int], li
     assert [name for name, _, _ in optimizer.rows] == ["2.weight", "2.bias"]
 
 
-def test_several_optimizers_act_as_one_with_continuous_state_numbers(
+def test_several_optimizers_act_as_one_with_consecutive_state_numbers(
     nodes: Callable[[int], list[SyncNode]],
 ) -> None:
     def make(model: torch.nn.Sequential) -> list[torch.optim.Optimizer]:
@@ -341,10 +343,12 @@ def test_a_grad_scaler_and_schedulers_accept_the_wrapper(
             schedule.step()
     assert weights(plain) == weights(model)
     assert isinstance(pairs[1][1], PeerOptimizer)
-    assert pairs[1][1].stats.global_step == 5, "the batch with non-finite gradients does not count"
+    assert pairs[1][1].stats.global_step == 5, (
+        "the batch with non-finite gradients was counted, or another was not"
+    )
 
 
-def test_training_continues_after_the_node_has_ended(tmp_path: Path) -> None:
+def test_training_continues_after_the_node_has_stopped(tmp_path: Path) -> None:
     settings = config.Config(
         name="a",
         data_dir=tmp_path / "a",
@@ -403,7 +407,8 @@ mine = halfway_package:Mine
 
 
 def install(folder: Path) -> None:
-    """Write a package as an installer does: its module, and the metadata of its entry points."""
+    """Write a package in the form that an installer leaves: its module, and the metadata of its entry
+    points."""
     (folder / "halfway_package.py").write_text(PACKAGE)
     told = folder / "halfway_package-1.0.dist-info"
     told.mkdir()
@@ -414,7 +419,7 @@ def install(folder: Path) -> None:
 def one_round(
     nodes: Callable[[int], list[SyncNode]], make: Make, local_steps: int = 50, **options: Any
 ) -> tuple[list[torch.nn.Sequential], list[PeerOptimizer]]:
-    """Two peers that start alike, make three steps on their own batches, and hold one round."""
+    """Return two peers that started equal and have made three steps, each on its own batches."""
     found = nodes(2)
     models = [model_of(), model_of()]
     optimizers = together(
@@ -433,7 +438,7 @@ def one_round(
     return models, optimizers
 
 
-def test_moments_are_averaged_with_the_parameters_on_request(
+def test_optimizer_moments_are_averaged_too_on_request(
     nodes: Callable[[int], list[SyncNode]],
 ) -> None:
     models, optimizers = one_round(nodes, adamw, average_moments=True)
@@ -474,10 +479,10 @@ def test_an_installed_package_adds_a_strategy_and_codec_by_entry_point(
         plugins.own_codecs("other", "float32")
 
 
-def test_damping_applies_a_share_of_a_mean_and_average_now_all(
+def test_damping_applies_part_of_a_mean_but_average_now_all(
     nodes: Callable[[int], list[SyncNode]],
 ) -> None:
-    """The optimizer's steps have length zero: only rounds change the weights."""
+    """The optimizer's steps have length zero, so only rounds change the weights."""
     models, optimizers = one_round(nodes, motionless, local_steps=4, damping=0.25)
     with torch.no_grad():
         for parameter in models[1].parameters():
@@ -512,14 +517,16 @@ def test_an_invalid_damping_is_refused(options: dict[str, Any], named: str) -> N
         Settings("r", **options)
 
 
-def test_outer_steps_bring_peers_to_one_model(nodes: Callable[[int], list[SyncNode]]) -> None:
+def test_outer_steps_lead_all_peers_to_one_model(nodes: Callable[[int], list[SyncNode]]) -> None:
     models, optimizers = one_round(nodes, adamw, strategy="diloco")
     assert together(*(each.average_now for each in optimizers)) == [True] * 2
     assert weights(models[0]) == weights(models[1])
     assert weights(models[0]) != weights(model_of())
 
 
-def test_peers_using_the_median_survive_one_that_sends_noise(nodes: Callable[[int], list[SyncNode]]) -> None:
+def test_peers_that_use_the_median_withstand_a_peer_that_sends_noise(
+    nodes: Callable[[int], list[SyncNode]],
+) -> None:
     models = [model_of(), model_of(), model_of()]
     options: dict[str, Any] = {"local_steps": 1_000, "aggregate": "median", "join_seconds": 0.5}
     optimizers = [
@@ -549,7 +556,9 @@ def test_peers_using_the_median_survive_one_that_sends_noise(nodes: Callable[[in
         ({"average_moments": True}, "aggregate median: average_moments=True"),
     ],
 )
-def test_an_option_that_contradicts_the_rule_is_named(options: dict[str, Any], named: str) -> None:
+def test_an_option_that_contradicts_the_aggregation_rule_is_refused(
+    options: dict[str, Any], named: str
+) -> None:
     settings = Settings("r", local_steps=5, aggregate="median", **options)
     with pytest.raises(UsageError, match=f"optimizer: {named}"):
         choose_rule(settings, is_private=False)

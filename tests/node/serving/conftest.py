@@ -1,4 +1,4 @@
-"""Nodes that serve tokens instead of models, for tests that request them."""
+"""Nodes that serve a function of tokens instead of models, for tests that request them."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from tests.node.serving.scene import TokensServed
 
 @pytest.fixture
 def tokens_served() -> type[TokensServed]:
-    """Return the stages of this test's nodes; a test may make them slow, large or broken."""
+    """Return the stage class of this test's nodes; a test may make its stages slow, large or broken."""
     return TokensServed.anew()

@@ -1,4 +1,4 @@
-"""Whole nodes in virtual time that serve a function of the tokens: the driver without torch."""
+"""Whole nodes in virtual time that serve a function of the tokens, so the serving code runs without torch."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -26,7 +26,7 @@ STAGE_SECONDS = 0.05
 
 
 class TokensServed:
-    """A replacement for `node.serving.stage.HeldStage`; each test gets a new class by `anew`."""
+    """A replacement for `node.serving.stage.HeldStage`. `anew` makes a new class for each test."""
 
     opened: ClassVar[list[tuple[PeerId, int]]]
     seconds = STAGE_SECONDS
@@ -84,8 +84,8 @@ class TokensServed:
 
 
 def served_by(stages: type[TokensServed] | None = None) -> Parts:
-    """Return the classes of nodes that serve tokens in the place of models, by default by stages of their
-    own."""
+    """Return the classes of nodes that serve tokens instead of models, with a stage class of their own by
+    default."""
     return {HeldStage: stages or TokensServed.anew()}
 
 
@@ -105,7 +105,7 @@ def manifest(**changes: Any) -> ServiceManifest:
 
 
 async def ask(node: Node, service: Service, wish: GenerationWish, seen: list[int] | None = None) -> list[int]:
-    """Return all tokens of an answer; `seen` receives them as they come."""
+    """Return all tokens of an answer; they are also appended to `seen` as they arrive."""
     found: list[int] = [] if seen is None else seen
     async with node.serving.answer(service, wish) as generation:
         async for token in generation:
@@ -124,7 +124,7 @@ async def serving(
     parts: Parts | None = None,
     **changes: Any,
 ) -> AsyncIterator[tuple[Swarm, Service]]:
-    """A swarm that serves a service published by node `at`."""
+    """Yield a swarm, and a service that node `at` published and that is ready."""
     served = {**served_by(stages), **(parts or {})}
     async with swarm(names, network=network, offer=offer, parts=served) as group:
         service = await group.nodes[at].serving.published.begin(manifest(**changes), [group.nodes[at].peer])
@@ -133,7 +133,7 @@ async def serving(
 
 
 def holders(group: Swarm) -> dict[str, int]:
-    """Return which node holds which stage."""
+    """Return the stage that each living node holds, keyed by the node's name."""
     return {
         name: member.number
         for name, node in group.nodes.items()
@@ -143,7 +143,7 @@ def holders(group: Swarm) -> dict[str, int]:
 
 
 async def until(holds: Callable[[], bool], seconds: float = 30) -> None:
-    """Wait until the condition holds."""
+    """Wait until `holds` returns True."""
     with trio.fail_after(seconds):
         while not holds():  # noqa: ASYNC110 - virtual time: waiting costs nothing
             await trio.sleep(0.02)

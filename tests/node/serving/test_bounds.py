@@ -1,4 +1,4 @@
-"""Limits of [offer] on one peer's use of a node's stages, through whole nodes."""
+"""Limits in [offer] on how much one peer may use a node's stages, tested through whole nodes."""
 
 import pytest
 import trio
@@ -13,7 +13,7 @@ from tests.stack import Swarm, simulate
 
 
 def stranger(group: Swarm) -> Node:
-    """The node without a stage, so that both others count it as another peer."""
+    """Return the node that holds no stage, so that both holders count it as another peer."""
     return group.nodes[next(name for name in group.nodes if name not in holders(group))]
 
 
@@ -23,7 +23,7 @@ async def refused(node: Node, service: Service) -> str:
     return told.value.what
 
 
-def test_a_peer_has_no_more_sessions_than_the_owner_allows() -> None:
+def test_a_peer_gets_no_more_sessions_than_the_owner_allows() -> None:
     async def main() -> None:
         async with serving("abc", offer=Offering(peer_sessions=2)) as (group, service):
             node = stranger(group)
@@ -42,12 +42,12 @@ def test_a_peer_has_no_more_sessions_than_the_owner_allows() -> None:
     simulate(main)
 
 
-def test_a_peer_has_no_more_tokens_a_minute_than_the_owner_allows() -> None:
+def test_a_peer_gets_no_more_tokens_a_minute_than_the_owner_allows() -> None:
     async def main() -> None:
         async with serving("abc", offer=Offering(peer_tokens_per_minute=10)) as (group, service):
             node = stranger(group)
             assert await ask(node, service, wish(5, 14)) == reference(wish(5, 14)), (
-                "the answer is not cut off"
+                "the answer that reached the limit was cut off"
             )
             what = await refused(node, service)
             assert "its owner allows 10 tokens a minute to each peer: more in" in what
@@ -57,7 +57,7 @@ def test_a_peer_has_no_more_tokens_a_minute_than_the_owner_allows() -> None:
     simulate(main)
 
 
-def test_a_peer_has_no_more_of_the_cache_than_the_owner_allows(tokens_served: type[TokensServed]) -> None:
+def test_a_peer_gets_no_more_of_the_cache_than_the_owner_allows(tokens_served: type[TokensServed]) -> None:
     tokens_served.tokens_max = 100
 
     async def main() -> None:
@@ -73,7 +73,7 @@ def test_a_peer_has_no_more_of_the_cache_than_the_owner_allows(tokens_served: ty
     simulate(main)
 
 
-def test_a_waiting_answer_starts_after_another_of_its_peer_ends() -> None:
+def test_a_waiting_answer_starts_when_its_peers_previous_one_ends() -> None:
     async def main() -> None:
         async with serving("abc", offer=Offering(peer_sessions=1)) as (group, service):
             node, first, second = stranger(group), list[int](), list[int]()

@@ -1,4 +1,4 @@
-"""A stage is replaced by machines of the same kind, which most likely compute the same bits."""
+"""A stage is replaced by machines of the same kind, because they most likely compute the same bits."""
 
 import pytest
 from msgspec.structs import replace
@@ -14,7 +14,7 @@ NAMES = "abcd"
 
 
 @pytest.mark.parametrize("alike", range(2))
-def test_a_spare_of_the_same_machine_kind_is_preferred(alike: int) -> None:
+def test_a_spare_node_of_the_same_machine_kind_is_preferred(alike: int) -> None:
     async def main() -> None:
         async with serving(NAMES) as (group, service):
             first = holders(group)
@@ -32,7 +32,7 @@ def test_a_spare_of_the_same_machine_kind_is_preferred(alike: int) -> None:
     simulate(main)
 
 
-def test_the_screen_warns_of_replicas_in_several_bit_classes() -> None:
+def test_the_service_listing_warns_of_replicas_in_several_bit_classes() -> None:
     async def main() -> None:
         async with serving(NAMES, replicas=2) as (group, service):
             await until(lambda: len(holders(group)) == 4)

@@ -1,4 +1,4 @@
-"""A node keeps figures of each of its answers."""
+"""A node keeps figures about each of its answers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ MOVED = RouteTaken(1, (OTHER,), tokens=100, lost="its node is silent", shared=0)
         ([FIRST, Sampled(1, 100, 7, -0.5), MOVED], 90),
     ],
 )
-def test_shared_tokens_are_those_of_the_route_of_the_first_token(events: list[Event], shared: int) -> None:
+def test_shared_tokens_are_counted_on_the_route_of_the_first_token(events: list[Event], shared: int) -> None:
     clock = SimpleNamespace(monotonic=lambda: 1.0, wall=lambda: 1.0)
     seams = SimpleNamespace(entropy=bytes, clock=clock)
     owner: Any = SimpleNamespace(seams=seams, publish=lambda _event: None)

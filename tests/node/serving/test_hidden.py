@@ -1,4 +1,4 @@
-"""Hidden states of a prompt, requested from whole nodes in virtual time."""
+"""Hidden states of a prompt are requested from whole nodes in virtual time."""
 
 import numpy as np
 import pytest
@@ -18,13 +18,14 @@ PROMPT = tuple(number % VOCABULARY for number in range(500))
 
 
 class WidthAsking(Asking):
-    """Asks of a service of tokens, which has no graph that gives the width of its states."""
+    """Requests hidden states from a service of tokens. Such a service has no graph that gives the width of
+    the states, so this class gives it."""
 
     async def _hidden_width(self, *_: object) -> int:
         return VOCABULARY
 
 
-def test_hidden_states_are_whole_though_a_node_is_killed() -> None:
+def test_hidden_states_are_complete_although_a_node_is_killed() -> None:
     async def main() -> None:
         async with serving("abc") as (group, service), trio.open_nursery() as nursery:
             door, rows = group.nodes["a"], list[np.ndarray]()
@@ -45,7 +46,7 @@ def test_hidden_states_are_whole_though_a_node_is_killed() -> None:
     simulate(main)
 
 
-def test_an_empty_or_wrong_prompt_has_no_hidden_states() -> None:
+def test_an_empty_or_invalid_prompt_has_no_hidden_states() -> None:
     async def main() -> None:
         async with serving("ab") as (group, _):
             asking = WidthAsking(group.nodes["a"].serving)
@@ -56,7 +57,7 @@ def test_an_empty_or_wrong_prompt_has_no_hidden_states() -> None:
     simulate(main)
 
 
-def test_an_over_long_prompt_is_a_refusal_and_no_crash() -> None:
+def test_a_prompt_that_is_too_long_is_refused_without_a_crash() -> None:
     class RefusingProvider(SessionProvider):
         def receive(self, now: float, door: PeerId, message: object) -> Sends:
             del now

@@ -1,4 +1,4 @@
-"""The HTTP API of models over whole nodes in virtual time: stages quickly forget abandoned answers."""
+"""The HTTP API of models over whole nodes in virtual time: stages soon forget abandoned answers."""
 
 import json
 from contextlib import AsyncExitStack
@@ -20,8 +20,8 @@ PROMPT = [number % VOCABULARY for number in range(CONTEXT - 40)]
 
 
 async def ask(node: Node, body: dict[str, Any], seen: list[bytes] | None = None, key: str = "") -> str:
-    """Handle one request as the HTTP server does, with this key or a new one; its resources are released at
-    its end.
+    """Handle one request like the HTTP server, with this API key or with a new one. The request's resources
+    are released when the context ends.
     """
     api = ModelApi(node.seams, ServiceAnswers(node.serving))
     if not key:
@@ -60,7 +60,7 @@ def test_every_stage_forgets_an_abandoned_answer(prompt: list[int], is_streamed:
             nursery.start_soon(ask, door, body)
             stages = [node.serving.provider for node in group.nodes.values()]
             await until(lambda: sum(stage.sessions for stage in stages) == 2)
-            await trio.sleep(0.12)  # in the middle of the prompt, if that is long
+            await trio.sleep(0.12)  # while the prompt is computed, if it is long
             began = trio.current_time()
             nursery.cancel_scope.cancel()
             with trio.CancelScope(shield=True):
@@ -70,7 +70,7 @@ def test_every_stage_forgets_an_abandoned_answer(prompt: list[int], is_streamed:
     simulate(main)
 
 
-def test_a_service_of_tokens_has_no_text() -> None:
+def test_a_service_of_tokens_refuses_text() -> None:
     async def main() -> None:
         async with serving("ab") as (group, _):
             seen: list[bytes] = []
@@ -85,7 +85,7 @@ def test_a_service_of_tokens_has_no_text() -> None:
     simulate(main)
 
 
-def test_two_choices_of_a_long_prompt_share_its_prefill() -> None:
+def test_two_choices_for_a_long_prompt_share_its_prefill() -> None:
     async def main() -> None:
         async with serving("abc") as (group, _):
             seen: list[bytes] = []

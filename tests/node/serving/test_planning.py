@@ -1,4 +1,4 @@
-"""How a served model is cut into stages, and which nodes suit them."""
+"""How a served model is cut into stages, and which nodes are chosen for them."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -30,7 +30,7 @@ def offer(peer: PeerId, gigaflops: float = 10.0, memory_bytes: int = 4 << 30) ->
 
 
 def links(far: PeerId) -> Knowledge:
-    """Links that are all measured, slow at one peer."""
+    """Return measured links between all peers; those of the peer `far` are slow."""
     observed = {
         one: Observed(
             tuple(
@@ -50,7 +50,7 @@ def test_stages_are_placed_on_nodes_with_short_links() -> None:
         assert set(peers) == set(PEERS) - {far}
 
 
-def test_a_far_node_is_taken_if_its_speed_outweighs_its_link() -> None:
+def test_a_far_node_is_chosen_if_its_speed_outweighs_its_link() -> None:
     offers = [offer(PEERS[0], 0.0001), offer(PEERS[1], 0.0001), offer(PEERS[2], 10.0)]
     _, peers = plan_service(graph(), offers, 1, links(PEERS[2]))
     assert peers == [PEERS[2]]
@@ -62,7 +62,7 @@ def test_a_model_that_fits_one_node_is_not_split() -> None:
 
 
 def kinds(*groups: Sequence[PeerId]) -> Knowledge:
-    """Groups of machines, each of one kind and as fast as its offer says."""
+    """Return calibrations for groups of machines. The machines of a group are of one kind."""
     rows = {
         peer: msgspec.structs.replace(REFERENCE, hardware=f"processor {number}")
         for number, group in enumerate(groups)
@@ -72,7 +72,7 @@ def kinds(*groups: Sequence[PeerId]) -> Knowledge:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_service_starts_where_another_machine_of_the_kind_is_free(stages: int) -> None:
+def test_a_service_starts_where_a_spare_machine_of_the_kind_exists(stages: int) -> None:
     alone, alike = OTHERS[:1], PEERS
     offers = [offer(alone[0], 11.0), *(offer(peer, 10.0) for peer in alike)]
     _, peers = plan_service(graph(), offers, stages, kinds(alone, alike))
@@ -85,7 +85,7 @@ def test_a_kind_of_much_slower_machines_is_not_preferred() -> None:
     assert peers == OTHERS[:1]
 
 
-def test_a_kind_whose_machines_all_hold_stages_has_no_spare() -> None:
+def test_a_kind_whose_machines_would_all_hold_stages_is_avoided() -> None:
     offers = [*(offer(peer, 11.0) for peer in OTHERS[:2]), *(offer(peer, 10.0) for peer in PEERS)]
     _, peers = plan_service(graph(), offers, 2, kinds(OTHERS[:2], PEERS))
     assert set(peers) <= set(PEERS)

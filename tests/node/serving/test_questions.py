@@ -1,4 +1,4 @@
-"""Chats become prompts of tokens: long chats are truncated with few renderings."""
+"""Chats become prompts of tokens. Long chats are truncated, with few renderings of the template."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -15,7 +15,7 @@ CONTEXT = 100
 
 
 class CountingText:
-    """Each message takes four tokens, and each rendering is counted."""
+    """A text model in which each message takes four tokens; it records each rendering."""
 
     facts = TextFacts((), 256, has_template=True)
 

@@ -1,4 +1,5 @@
-"""Receipts of answers: a node that computed for a door can prove it, and gets a larger share of others."""
+"""Receipts of answers. A node that computed for a door (the node that asks) can prove it, and gets a larger
+share of other nodes."""
 
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.partition.serve.world import reference, wish
 from tests.stack import simulate, swarm
 
 
-def test_nodes_that_compute_an_answer_get_receipts(tmp_path: Path) -> None:
+def test_nodes_that_compute_an_answer_get_receipts_for_its_tokens(tmp_path: Path) -> None:
     (tmp_path / "words.peerloom").write_bytes(encode_graph(graph()))
 
     async def main() -> None:
@@ -29,7 +30,9 @@ def test_nodes_that_compute_an_answer_get_receipts(tmp_path: Path) -> None:
                 assert door.runs.receipts.contribution(peer).given > 0
                 (row, _) = next(iter(group.nodes[each].runs.receipts._earned.values()))
                 assert (row.run, row.measurer, row.provider) == (service.id, door.peer, peer)
-                assert row.microbatches == 5 + 39, "the tokens of the prompt and of the answer"
+                assert row.microbatches == 5 + 39, (
+                    "the receipt does not cover all tokens of the prompt and of the answer"
+                )
             assert not door.runs.receipts._earned
 
     simulate(main)

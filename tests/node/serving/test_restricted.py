@@ -1,4 +1,4 @@
-"""Services that only some peers may hold. Whole nodes in virtual time."""
+"""Services that only certain peers may hold. Whole nodes in virtual time."""
 
 import pytest
 import trio
@@ -20,7 +20,7 @@ def test_only_the_named_peers_hold_a_restricted_service() -> None:
             await door.serving.published.await_ready(service)
             assert set(holders(group)) == {"a", "d"}
             assert await ask(group.nodes["b"], service, wish()) == reference(wish())
-            # No other peer takes its place, whoever asks for it.
+            # No other peer may replace d, whichever member asks it to.
             group.kill("d")
             await trio.sleep(20)
             assert set(holders(group)) == {"a"}
@@ -30,7 +30,7 @@ def test_only_the_named_peers_hold_a_restricted_service() -> None:
     simulate(main)
 
 
-def test_a_door_uses_no_route_through_a_peer_outside_the_service() -> None:
+def test_routes_through_peers_that_may_not_hold_a_service_are_ignored() -> None:
     async def main() -> None:
         async with swarm("abc", parts=served_by()) as group:
             door = group.nodes["a"]
@@ -47,7 +47,7 @@ def test_a_door_uses_no_route_through_a_peer_outside_the_service() -> None:
     simulate(main)
 
 
-def test_peers_are_named_by_their_names_or_ids() -> None:
+def test_holders_are_given_by_names_or_ids() -> None:
     async def main() -> None:
         async with swarm("abc", parts=served_by()) as group:
             node = group.nodes["a"]

@@ -1,4 +1,5 @@
-"""Services of whole nodes in virtual time: placed, found, answering, maintained, ended."""
+"""Services of whole nodes in virtual time: how they are placed and found, answer, are maintained, and end.
+The door of an answer is the node that asks for it."""
 
 from itertools import pairwise
 from typing import Any
@@ -27,7 +28,7 @@ from tests.partition.serve.world import reference, wish
 from tests.stack import simulate, swarm
 
 
-def test_a_service_answers_at_every_node() -> None:
+def test_a_service_answers_from_every_node() -> None:
     async def main() -> None:
         async with serving("abc") as (group, service):
             for node in group.nodes.values():
@@ -39,7 +40,7 @@ def test_a_service_answers_at_every_node() -> None:
     simulate(main)
 
 
-def test_an_answer_continues_when_a_spare_loads_a_killed_stage() -> None:
+def test_an_answer_continues_after_a_spare_loads_a_killed_stage() -> None:
     async def main() -> None:
         async with serving("abc") as (group, service):
             door = group.nodes["a"]
@@ -60,8 +61,8 @@ def test_an_answer_continues_when_a_spare_loads_a_killed_stage() -> None:
     simulate(main)
 
 
-@pytest.mark.parametrize("holder", "ab")  # the door's own node, and another
-def test_a_stage_that_ends_without_sessions_is_held_again(holder: str) -> None:
+@pytest.mark.parametrize("holder", "ab")  # the node that asks, and another one
+def test_a_stage_that_ends_while_idle_is_loaded_again(holder: str) -> None:
     async def main() -> None:
         async with serving("ab") as (group, service):
             hosting = group.nodes[holder].serving.hosting
@@ -75,7 +76,7 @@ def test_a_stage_that_ends_without_sessions_is_held_again(holder: str) -> None:
     simulate(main)
 
 
-def test_a_node_pauses_a_stage_that_keeps_ending_there(tokens_served: type[TokensServed]) -> None:
+def test_a_node_reloads_a_stage_that_keeps_ending_less_often(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with serving("a", stages=tokens_served, cuts=()) as (group, service):
             for _ in range(300):
@@ -89,7 +90,7 @@ def test_a_node_pauses_a_stage_that_keeps_ending_there(tokens_served: type[Token
     simulate(main)
 
 
-def test_an_answer_with_a_replica_pauses_at_most_for_the_time_out() -> None:
+def test_an_answer_with_a_replica_pauses_no_longer_than_the_time_out() -> None:
     async def main() -> None:
         async with serving("abcd", replicas=2) as (group, service):
             await until(lambda: len(holders(group)) == 4)
@@ -111,8 +112,9 @@ def test_an_answer_with_a_replica_pauses_at_most_for_the_time_out() -> None:
     simulate(main)
 
 
-def test_a_leaving_node_moves_its_answers_first(tokens_served: type[TokensServed]) -> None:
-    """It keeps answering while another node loads its stage, so no answer waits for that."""
+def test_a_leaving_node_first_moves_its_answers_elsewhere(tokens_served: type[TokensServed]) -> None:
+    """The leaving node keeps answering while its replacement loads the stage, so no answer waits for the
+    load."""
     tokens_served.load_seconds = 3.0
 
     async def main() -> None:
@@ -140,8 +142,9 @@ def test_a_leaving_node_moves_its_answers_first(tokens_served: type[TokensServed
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.1])
-def test_a_token_costs_its_computation_and_one_delay_per_hop(seconds: float) -> None:
-    """S stages: the door to the first, S - 1 between them, and the last straight back to the door."""
+def test_a_token_costs_its_computation_and_one_link_delay_per_hop(seconds: float) -> None:
+    """With S stages there are S + 1 hops: from the door to the first stage, S - 1 between stages, and from
+    the last stage back to the door."""
 
     async def main() -> None:
         network = NetworkModel(nearest_seconds=seconds, farthest_seconds=seconds)
@@ -173,7 +176,7 @@ def test_an_abandoned_answer_is_forgotten_in_every_stage() -> None:
     simulate(main)
 
 
-def test_the_death_of_a_door_frees_its_sessions() -> None:
+def test_sessions_are_freed_when_their_door_dies() -> None:
     async def main() -> None:
         async with serving("abc") as (group, service):
             door = next(name for name in group.nodes if name not in holders(group))
@@ -189,7 +192,7 @@ def test_the_death_of_a_door_frees_its_sessions() -> None:
     simulate(main)
 
 
-def test_a_service_without_a_spare_answers_once_a_node_is_free(
+def test_a_service_without_a_spare_answers_once_a_node_becomes_free(
     tokens_served: type[TokensServed],
 ) -> None:
     tokens_served.needed_bytes = 1 << 60  # no member has memory for a second stage
@@ -207,7 +210,9 @@ def test_a_service_without_a_spare_answers_once_a_node_is_free(
             await other.serving.published.stop(taken)
             began = trio.current_time()
             await door.serving.published.await_ready(service)
-            assert trio.current_time() - began < 8.0, "its members do not wait for their next round"
+            assert trio.current_time() - began < 8.0, (
+                "the members waited for their next round before they used the free node"
+            )
             assert await ask(door, service, wish()) == reference(wish())
 
     simulate(main)
@@ -226,7 +231,7 @@ def test_a_service_outlives_its_publisher() -> None:
     simulate(main)
 
 
-def test_a_service_whose_members_all_died_is_held_again_by_its_publisher() -> None:
+def test_a_publisher_restarts_a_service_whose_members_all_died() -> None:
     async def main() -> None:
         async with swarm("abcde", parts=served_by()) as group:
             taken = await group.nodes["a"].serving.published.begin(
@@ -249,7 +254,7 @@ def test_a_service_whose_members_all_died_is_held_again_by_its_publisher() -> No
     simulate(main)
 
 
-def test_an_answer_waits_for_a_loading_stage(tokens_served: type[TokensServed]) -> None:
+def test_an_answer_waits_while_a_stage_is_loading(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with serving("abc", stages=tokens_served) as (group, service):
             tokens_served.load_seconds = 2 * ROUTE_SECONDS_MAX
@@ -264,14 +269,14 @@ def test_an_answer_waits_for_a_loading_stage(tokens_served: type[TokensServed]) 
     simulate(main)
 
 
-def test_only_its_publisher_ends_a_service() -> None:
+def test_only_the_publisher_can_end_a_service() -> None:
     async def main() -> None:
         async with serving("abc") as (group, service):
             with pytest.raises(UsageError):
                 await group.nodes["b"].serving.published.stop(service)
             await group.nodes["a"].serving.published.stop(service)
             await trio.sleep(20)
-            assert holders(group) == {}, "no member starts it again"
+            assert holders(group) == {}, "a member started the service again"
             with pytest.raises(UsageError):
                 await group.nodes["c"].serving.finder.find("tokens")
             ended = [event for event in group.events["a"] if isinstance(event, ServiceChanged)][-1]
@@ -280,7 +285,7 @@ def test_only_its_publisher_ends_a_service() -> None:
     simulate(main)
 
 
-def test_a_stage_that_nobody_accepts_makes_no_service() -> None:
+def test_no_service_starts_if_nobody_accepts_a_stage() -> None:
     async def main() -> None:
         async with swarm("a", parts=served_by()) as group:
             with pytest.raises(RunFailed, match="nobody takes stage 2 of 2: no node offers a free slot"):
@@ -291,7 +296,7 @@ def test_a_stage_that_nobody_accepts_makes_no_service() -> None:
     simulate(main)
 
 
-def test_a_stage_that_fails_to_load_is_tried_elsewhere(tokens_served: type[TokensServed]) -> None:
+def test_a_stage_that_fails_to_load_moves_to_a_different_node(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with swarm("abc", parts=served_by(tokens_served)) as group:
             tokens_served.broken.add(group.nodes["b"].peer)
@@ -302,7 +307,7 @@ def test_a_stage_that_fails_to_load_is_tried_elsewhere(tokens_served: type[Token
     simulate(main)
 
 
-def test_a_served_stage_takes_a_slot() -> None:
+def test_a_served_stage_occupies_a_slot() -> None:
     async def main() -> None:
         async with serving("ab") as (group, _):
             assert not any(node.runs.has_slot for node in group.nodes.values())
@@ -310,7 +315,7 @@ def test_a_served_stage_takes_a_slot() -> None:
     simulate(main)
 
 
-def test_concurrent_tokenizer_loads_are_bounded_by_a_nodes_memory(
+def test_concurrent_tokenizer_loads_are_limited_by_a_nodes_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(texts, "READERS_USED_MAX", 0)
@@ -326,7 +331,7 @@ def test_concurrent_tokenizer_loads_are_bounded_by_a_nodes_memory(
     simulate(main)
 
 
-def test_memory_figures_cover_only_the_members_that_were_asked_last(
+def test_memory_figures_cover_only_the_members_asked_most_recently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:

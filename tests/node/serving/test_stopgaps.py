@@ -1,4 +1,5 @@
-"""A node that remains alone with a stage also takes the missing one, in virtual time: answers continue."""
+"""A node that is left alone with one stage also takes the missing stage as a stopgap, so answers continue.
+Virtual time."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -24,7 +25,7 @@ TOKENS = 60
 
 
 def held(group: Swarm, service: Service) -> dict[str, list[ServiceMembership]]:
-    """Return the stages of a service that each living node holds, the permanent one first."""
+    """Return the stages of a service that each living node holds; a node's permanent stage comes first."""
     return {
         name: node.serving.hosting.of(service.id)
         for name, node in group.nodes.items()
@@ -39,8 +40,8 @@ def stages(group: Swarm, service: Service) -> dict[str, list[int]]:
 async def disturbed(
     group: Swarm, service: Service, disturb: Callable[[], object], tokens: int = TOKENS
 ) -> float:
-    """Play an answer at node a that an event interrupts: it must be the same, with exact moves. Return the
-    longest pause.
+    """Disturb an answer at node a after five tokens. The answer must have the expected tokens, and every move
+    must be exact. Return the longest pause.
     """
     times: list[float] = []
     seen: list[int] = []
@@ -56,7 +57,9 @@ async def disturbed(
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_an_answer_continues_at_the_one_remaining_node(slots: int, tokens_served: type[TokensServed]) -> None:
+def test_an_answer_continues_at_the_only_remaining_node(
+    slots: int, tokens_served: type[TokensServed]
+) -> None:
     async def main() -> None:
         async with serving("ab", stages=tokens_served, offer=Offering(slots=slots)) as (group, service):
             first = stages(group, service)["a"]
@@ -64,11 +67,13 @@ def test_an_answer_continues_at_the_one_remaining_node(slots: int, tokens_served
             assert pause < tokens_served.load_seconds + 3
             assert stages(group, service) == {"a": [*first, 1 - first[0]]}
             main_stage, other = held(group, service)["a"]
-            assert (main_stage.turn is other.turn) is (slots == 1), "two stages in one slot compute in turn"
+            assert (main_stage.turn is other.turn) is (slots == 1), (
+                "two stages in one slot must compute in turn, and two in two slots must not"
+            )
             assert (main_stage.slot == other.slot) is (slots == 1)
             assert len(group.nodes["a"].serving.hosted()) == slots
             assert other.machine.memory_bytes <= main_stage.machine.memory_bytes
-            # New answers start there, and the document lists the holders.
+            # New answers use both stages there, and the service's document lists the holders.
             assert await ask(group.nodes["a"], service, wish(seed=3)) == reference(wish(seed=3))
             rows = (await group.nodes["a"].serving.finder.routes(service)).values()
             assert [[each.peer for each in row] for row in rows] == [[group.nodes["a"].peer]] * 2
@@ -80,7 +85,7 @@ def test_an_answer_continues_at_the_one_remaining_node(slots: int, tokens_served
     simulate(main)
 
 
-def test_an_answer_continues_at_a_lone_node_whose_stage_ended(tokens_served: type[TokensServed]) -> None:
+def test_an_answer_continues_after_the_stage_of_a_lone_node_ended(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with serving("a", stages=tokens_served, cuts=()) as (group, service):
             (member,) = held(group, service)["a"]
@@ -91,7 +96,7 @@ def test_an_answer_continues_at_a_lone_node_whose_stage_ended(tokens_served: typ
     simulate(main)
 
 
-def test_a_node_without_memory_takes_no_second_stage(tokens_served: type[TokensServed]) -> None:
+def test_a_node_without_enough_memory_takes_no_second_stage(tokens_served: type[TokensServed]) -> None:
     tokens_served.needed_bytes = 1 << 60
 
     async def main() -> None:
@@ -104,7 +109,7 @@ def test_a_node_without_memory_takes_no_second_stage(tokens_served: type[TokensS
     simulate(main)
 
 
-def test_a_member_does_not_duplicate_a_held_stage() -> None:
+def test_a_member_takes_no_stage_that_another_already_holds() -> None:
     async def main() -> None:
         async with serving("abc", offer=Offering(slots=3), cuts=(1, 2)) as (group, service):
             await trio.sleep(3)
@@ -114,7 +119,7 @@ def test_a_member_does_not_duplicate_a_held_stage() -> None:
             recruiter, rows = hosting.recruiter, hosting.of(service.id)[0].upkeep.rows()
             told = await recruiter.ask_to_host(group.nodes[other].peer, service, first[holder][0], rows)
             assert told == "another member holds the stage"
-            # The member may leave, and then asks another to take over.
+            # The asking member itself may leave: then it may ask another to take over its own stage.
             told = await recruiter.ask_to_host(group.nodes[other].peer, service, first[asker][0], rows)
             assert told is None
             assert stages(group, service)[holder] == first[holder]
@@ -122,7 +127,7 @@ def test_a_member_does_not_duplicate_a_held_stage() -> None:
     simulate(main)
 
 
-def test_a_node_that_cannot_load_the_second_stage_tries_less_often(
+def test_a_node_that_cannot_load_the_second_stage_retries_less_often(
     tokens_served: type[TokensServed],
 ) -> None:
     async def main() -> None:
@@ -145,7 +150,7 @@ def test_a_node_that_cannot_load_the_second_stage_tries_less_often(
     simulate(main)
 
 
-def test_a_leaving_node_first_hands_its_stage_over(tokens_served: type[TokensServed]) -> None:
+def test_a_leaving_node_hands_its_stage_over_first(tokens_served: type[TokensServed]) -> None:
     tokens_served.load_seconds = 3.0
 
     async def main() -> None:
@@ -160,7 +165,7 @@ def test_a_leaving_node_first_hands_its_stage_over(tokens_served: type[TokensSer
     simulate(main)
 
 
-def test_a_stopgap_is_released_once_another_node_answers(tokens_served: type[TokensServed]) -> None:
+def test_a_stopgap_is_released_once_a_different_node_answers(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with serving("abc", stages=tokens_served) as (group, service):
             (free,) = {"a", "b", "c"} - stages(group, service).keys()
@@ -174,7 +179,7 @@ def test_a_stopgap_is_released_once_another_node_answers(tokens_served: type[Tok
             assert pause < tokens_served.load_seconds + 3
             holder = next(name for name in first if name != victim)
             assert stages(group, service) == {holder: [*first[holder], *first[victim]]}
-            # The other node is free again: it takes the stage, and a running answer moves there.
+            # The other node is free again, so it takes the stage, and a running answer moves there.
             await group.nodes[free].serving.published.stop(other)
             await until(lambda: free in stages(group, service))
             began = trio.current_time()

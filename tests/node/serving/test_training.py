@@ -1,4 +1,5 @@
-"""Nodes that train a run also serve: neither disturbs the other, and no node exceeds its slots."""
+"""Nodes that train a run also serve. Training and serving do not disturb each other, and no node exceeds its
+slots."""
 
 import pytest
 import trio

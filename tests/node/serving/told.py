@@ -1,4 +1,4 @@
-"""Events of services, at least one of each kind."""
+"""Sample events of services, at least one of each kind."""
 
 from crypto.identity import PeerId
 from node import events
@@ -6,7 +6,8 @@ from node.serving_events import GenerationEnded, GenerationMoved, ServiceChanged
 
 
 def serving_events(at: float, first: PeerId, second: PeerId) -> list[events.Event]:
-    """A service that is held, an answer that moves and ends, and a stage that is released."""
+    """Return the events of a service that is held, an answer that moves and ends, and a stage that is
+    released."""
     return [
         ServiceChanged(at=at, service="ab" * 8, name="gpt", stage=1, ready=(2, 1), wished=2),
         GenerationMoved(
@@ -35,6 +36,6 @@ def serving_events(at: float, first: PeerId, second: PeerId) -> list[events.Even
 
 
 def page_opened(at: float) -> events.Event:
-    """A page on this machine, and models that are served beyond it."""
+    """Return the event of a page opened on this machine, with models served beyond it."""
     address, models = "http://127.0.0.1:40500", "https://192.168.1.20:9748"
     return events.PageOpened(at=at, address=address, port_wanted=9748, models=models)
