@@ -424,7 +424,7 @@ BEYOND = (
         (
             typical(
                 "Each trains on its own set of that name; only models are averaged.",
-                "tests/node/local/test_federated.py::test_federated_members_train_on_their_own_data_and_send_none",
+                "tests/node/local/test_federated.py::test_federated_members_train_on_own_data_and_send_none",
             ),
             exceptional("Refused in exact mode, where samples would travel."),
         ),

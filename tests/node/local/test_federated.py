@@ -116,7 +116,7 @@ def found_in(data: bytes, stretches: list[bytes]) -> int:
     return len(found)
 
 
-def test_federated_members_train_on_their_own_data_and_send_none(
+def test_federated_members_train_on_own_data_and_send_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = write_sets(tmp_path, "abc")
