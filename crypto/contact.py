@@ -20,33 +20,33 @@ from crypto.identity import PeerId, parse_peer, peer_text
 
 PORT_MAX = 65_535
 ADDRESSES_MAX = 8
-"""Addresses in one contact: a few interfaces, two families. More would only be spam."""
+"""Maximum number of addresses in one contact: enough for a few interfaces with two address families each."""
 ADDRESS_LENGTH_MAX = 200
-"""A circuit through an IPv6 relay has 181 characters."""
+"""Maximum number of characters in an address. A circuit through an IPv6 relay has 181."""
 PLACE_LENGTH_MAX = 160
-"""An address other than a circuit."""
+"""Maximum number of characters in an address that is not a circuit."""
 NAME_LENGTH_MAX = 40
 PARSED_MAX = 4_096
-"""Addresses whose parsed form is cached: each is heard from many peers."""
+"""Number of addresses whose parsed form is cached, because each is received from many peers."""
 
 CIRCUIT = "/p2p-circuit"
-"""Between a relay and the peer behind it."""
+"""The part of a circuit that stands between its relay and the peer behind the relay."""
 _HOST_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
 _LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
 _DNS_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
-"""Host names of RFC 1123, and underscores, which names of services have."""
+"""Host names as in RFC 1123, and also underscores, which occur in names of services."""
 _LINK_LOCAL = re.compile(r"fe[89ab][0-9a-f]:")
-"""fe80::/10 as it is written here."""
+"""The prefix fe80::/10, in the form in which addresses are written here."""
 _ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
-"""An interface as Linux names it."""
+"""Interface names that Linux allows."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """One dialable place. `peer` is the peer expected there, None for any.
+    """One dialable endpoint. `peer` is the peer expected there; None accepts any peer.
 
-    `host` is written in one way only, so that equal places are equal; a zone stands behind a `%`. A circuit
-    has the place of its `relay`.
+    `host` has only one valid spelling, so equal endpoints compare equal; a zone follows a `%`. The host and
+    port of a circuit are those of its `relay`.
     """
 
     kind: str
@@ -65,39 +65,40 @@ class Address:
 
     @property
     def short(self) -> str:
-        """`host:port`, what a person types and reads; a circuit in full."""
+        """The short form for people, `host:port`; the full text of a circuit."""
         if self.relay is not None:
             return str(self)
         return f"[{self.host}]:{self.port}" if self.kind == "ip6" else f"{self.host}:{self.port}"
 
     def of(self, peer: PeerId | None) -> "Address":
-        """Return the same place with another expected peer."""
+        """Return the same endpoint with a different expected peer."""
         return self if self.peer == peer else replace(self, peer=peer)
 
     @property
     def of_relay(self) -> "Address":
-        """Return the address of a circuit's relay; any other address unchanged."""
+        """Return the address of a circuit's relay. Any other address is returned unchanged."""
         return self if self.relay is None else Address(self.kind, self.host, self.port, self.relay)
 
     def through(self, peer: PeerId | None) -> "Address":
-        """Return the circuit to `peer` by the relay at this address, whose `peer` must be known."""
+        """Return the circuit to `peer` through the relay at this address. The relay's own `peer` must be
+        known."""
         return Address(self.kind, self.host, self.port, peer, self.peer)
 
     @property
     def is_link_local(self) -> bool:
-        """Whether it is an IPv6 address valid on one link only, which needs a zone to be dialled."""
+        """Whether this is an IPv6 address that is valid on one link only. Dialling it requires a zone."""
         return self.kind == "ip6" and _LINK_LOCAL.match(self.host) is not None
 
 
 @lru_cache(maxsize=PARSED_MAX)
 def parse_address(text: str) -> Address:
-    """Read a multiaddr or `host:port`.
+    """Parse a multiaddr or `host:port`.
 
     Raises:
-        ValueError: with the reason, in words for a person.
+        ValueError: with a reason that a person can read.
     """
     if len(text) > ADDRESS_LENGTH_MAX:
-        raise ValueError(f"an address has at most {ADDRESS_LENGTH_MAX} letters")
+        raise ValueError(f"an address has at most {ADDRESS_LENGTH_MAX} characters")
     return _parse_multiaddr(text) if text.startswith("/") else _parse_typed(text)
 
 
@@ -175,8 +176,8 @@ def _check_name(host: str) -> None:
 
 
 def parse_addresses(texts: tuple[str, ...], peer: PeerId) -> tuple[Address, ...]:
-    """Parse the addresses that a peer claims for itself; a claim for another peer is refused. Link-local
-    addresses are left out: they mean nothing on our links."""
+    """Parse the addresses that a peer claims for itself. A claim for a different peer raises
+    RemoteProtocolError. Link-local addresses are left out, because they mean nothing on our links."""
     addresses = []
     for text in texts:
         try:

@@ -1,9 +1,9 @@
-"""Eviction from bounded tables that strangers share, so that no source fills one alone.
+"""Eviction from bounded tables that unknown peers share, so that no source can fill a table alone.
 
-The table itself is elsewhere; a `Crowd` knows the members by source and by network. A source is the result of
-`token_buckets.prefix_of` (an IPv4 address, 64 bits of IPv6); a network is the /24 or /48 it is in. The source
-with the most members loses one. Networks are compared only among equal sources, because a local network of
-many honest peers looks like one owner of many addresses.
+The table itself is elsewhere; a `Crowd` indexes its members by source and by network. A source is the result
+of `token_buckets.prefix_of` (an IPv4 address, or 64 bits of an IPv6 address); its network is the enclosing
+/24 or /48. The source with the most members loses one. Networks are compared only if the sources are equally
+large, because a local network of many honest peers looks like one owner of many addresses.
 """
 
 import ipaddress
@@ -12,17 +12,17 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 SOURCES_MAX = 4_096
-"""Sources whose locality is cached."""
+"""Number of sources for which `is_local` is cached."""
 
 Member = TypeVar("Member", bound=Hashable)
 
 _NETWORK_BYTES = {4: 3, 8: 6}
-"""The leading bytes of a source's address that name its network: a /24 of IPv4, a /48 of IPv6, as they are
-handed out."""
+"""Length of a network's prefix, keyed by the length of a source: a /24 of IPv4 or a /48 of IPv6, the usual
+allocations."""
 
 
 def network_of(source: bytes) -> bytes:
-    """The network that a source is in; a source of another kind is a network by itself."""
+    """Return the network that contains a source. A source of any other length is its own network."""
     return source[: _NETWORK_BYTES.get(len(source), len(source))]
 
 
@@ -31,12 +31,12 @@ _LOCAL = tuple(
     for text in ("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12",
                  "192.168.0.0/16", "::/64", "fc00::/7", "fe80::/10")
 )  # fmt: skip
-"""Addresses of this machine and of local networks, which an outsider cannot hold in numbers."""
+"""Addresses of this machine and of local networks. An outsider cannot hold many of them."""
 
 
 @lru_cache(maxsize=SOURCES_MAX)
 def is_local(source: bytes) -> bool:
-    """Return whether a source is this machine or on a local network; one of another kind is not."""
+    """Return whether a source is this machine or on a local network. A source of any other length is not."""
     if len(source) not in _NETWORK_BYTES:
         return False
     address = ipaddress.ip_address(source if len(source) == 4 else source + bytes(8))
@@ -44,7 +44,7 @@ def is_local(source: bytes) -> bool:
 
 
 class Groups(Generic[Member]):
-    """Members in groups, the oldest first. Each call takes constant time."""
+    """Members in groups, oldest first. Each call takes constant time."""
 
     def __init__(self) -> None:
         self._group_of: dict[Member, bytes] = {}
@@ -59,7 +59,7 @@ class Groups(Generic[Member]):
         return member in self._group_of
 
     def add(self, member: Member, group: bytes) -> None:
-        """Put a member into a group as its newest, and remove it from its former group."""
+        """Add a member to a group as its newest, and remove the member from its former group."""
         self.remove(member)
         self._group_of[member] = group
         members = self._groups.setdefault(group, {})
@@ -67,7 +67,7 @@ class Groups(Generic[Member]):
         self._resize(group, len(members) - 1, len(members))
 
     def remove(self, member: Member) -> None:
-        """Take a member out, if it is in."""
+        """Remove a member, if it is present."""
         group = self._group_of.pop(member, None)
         if group is None:
             return
@@ -106,13 +106,15 @@ class Groups(Generic[Member]):
                 del self._by_size[before]
         if after:
             self._by_size.setdefault(after, {})[group] = None
-        # A size changes by one, so if no group is as large as the largest was, this one is the largest.
+        # A size changes by one. So if no group has the previous largest size any more, this group is the
+        # largest.
         if after > self._size_of_largest or self._size_of_largest not in self._by_size:
             self._size_of_largest = after
 
 
 class Crowd(Generic[Member]):
-    """The members of one bounded table. It has no limit of its own: its owner asks which member to evict."""
+    """The members of one bounded table, by source and network. It has no limit of its own: the table's owner
+    asks it which member to evict."""
 
     def __init__(self) -> None:
         self._sources: Groups[Member] = Groups()
@@ -125,12 +127,12 @@ class Crowd(Generic[Member]):
         return member in self._sources
 
     def add(self, member: Member, source: bytes) -> None:
-        """Put a member in, or move it to another source."""
+        """Add a member, or move it to a different source."""
         self._sources.add(member, source)
         self._networks.add(member, network_of(source))
 
     def remove(self, member: Member) -> None:
-        """Take a member out, if it is in."""
+        """Remove a member, if it is present."""
         self._sources.remove(member)
         self._networks.remove(member)
 
@@ -147,8 +149,9 @@ class Crowd(Generic[Member]):
         return self._sources.members(source)
 
     def greedier(self, source: bytes) -> Collection[Member]:
-        """Return the members of the largest source, or else network, if it has more members than `source`
-        would have with one more; else none. The oldest come first."""
+        """Return the members of the largest source, if that source would still be larger after one more
+        member joins from `source`. Otherwise return the members of the largest network by the same rule, or
+        nothing. The oldest come first."""
         own = self._sources.size(source) + 1
         if self._sources.size_of_largest > own:
             return self._sources.largest()
@@ -158,8 +161,9 @@ class Crowd(Generic[Member]):
         return ()
 
     def equals(self, source: bytes) -> Collection[Member]:
-        """Return the eviction candidates for one more from `source` if no source is larger: the members of
-        its own source or network if that is the largest, else those of the largest. The oldest come first."""
+        """Return the eviction candidates for one more member from `source`, when `greedier` has found none.
+        They are the members of `source` (or its network) if that is the largest, else those of the largest.
+        The oldest come first."""
         for groups, group in ((self._sources, source), (self._networks, network_of(source))):
             if groups.size_of_largest > 1:
                 is_own = groups.size(group) == groups.size_of_largest

@@ -1,10 +1,10 @@
 """Messages to bytes and back: frozen `msgspec` structs in MessagePack, validated while decoding.
 
-Signatures always cover the exact bytes that were sent, so nothing depends on two encoders agreeing. Decoding
-is the gate for everything hostile: wrong types, missing fields, broken MessagePack and oversized input all
-end in `RemoteProtocolError`, before any field is looked at. Text from peers is stripped of control
-characters, escape sequences and direction marks, so that it cannot control a terminal, wherever it is shown
-(screens, logs, files, the environment of a command).
+Signatures always cover the exact bytes that were sent, so nothing depends on two encoders agreeing. All
+hostile input passes through decoding: wrong types, missing fields, broken MessagePack and oversized input
+raise `RemoteProtocolError` before any field is used. Text from peers is stripped of control characters,
+escape sequences and direction marks. So it cannot control a terminal, no matter where it is shown (screens,
+logs, files, the environment of a command).
 """
 
 import unicodedata
@@ -24,12 +24,13 @@ encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 _decoders: dict[Any, tuple[msgspec.msgpack.Decoder[Any], bool]] = {}
 _text_fields: dict[type, tuple[str, ...]] = {}
 _UNSHOWN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Categories of letters that are instructions: control characters, marks of direction, line breaks."""
+"""Unicode categories of characters that act as instructions: control characters, direction marks, line
+breaks."""
 
 
 def clean_text(text: str) -> str:
-    """Return a peer's text made safe to print: `?` for every character that is not printable, a space for a
-    line break."""
+    """Return a peer's text made safe to print: each unprintable character becomes `?`, each line break a
+    space."""
     if text.isprintable():
         return text
     return "".join(
@@ -41,15 +42,16 @@ def clean_text(text: str) -> str:
 def decode(data: bytes | memoryview, kind: type[T] | Any, *, bytes_max: int, cleans_text: bool = True) -> T:
     """Decode `data` as `kind`, a struct or a union of tagged structs.
 
-    Text without a pattern in its type is cleaned, unless `cleans_text` is false, for this node's own text,
-    which has to come back as it was.
+    Text whose type has no pattern is cleaned. `cleans_text=False` disables this for this node's own text,
+    which must come back unchanged.
 
     Raises:
         RemoteProtocolError: longer than `bytes_max`, not MessagePack, or not a valid `kind`.
     """
     if len(data) > bytes_max:
         raise RemoteProtocolError(f"message of {len(data)} bytes, at most {bytes_max} allowed")
-    decoder, holds_text = _decoder(kind)  # outside the try: a type it cannot be built for is our bug
+    # outside the try: a type for which no decoder can be built is our bug
+    decoder, holds_text = _decoder(kind)
     try:
         message: T = decoder.decode(data)
         return _cleaned(message) if holds_text and cleans_text else message
@@ -58,7 +60,8 @@ def decode(data: bytes | memoryview, kind: type[T] | Any, *, bytes_max: int, cle
 
 
 def _decoder(kind: Any) -> tuple[msgspec.msgpack.Decoder[Any], bool]:
-    # Building a decoder costs far more than using it; the kinds are the program's own message types, so few.
+    # Building a decoder costs far more than using it. `kind` is always one of the program's own message
+    # types, so the cache stays small.
     if kind not in _decoders:
         holds_text = _holds_text(inspect.type_info(kind), set())
         _decoders[kind] = msgspec.msgpack.Decoder(kind), holds_text
@@ -81,7 +84,7 @@ def _holds_text(kind: inspect.Type, above: set[type]) -> bool:
         case inspect.CollectionType(item_type=item):
             return _holds_text(item, above)
         case inspect.StructType(cls=struct):
-            # The result for a recursive struct is not known yet, so it is computed each time.
+            # The result for a recursive struct is not known yet, so it is not cached.
             return struct in above or bool(_fields_with_text(struct, above))
         case inspect.AnyType():
             return True

@@ -1,10 +1,11 @@
-"""The two protocol errors: ours and theirs (the habit of h11).
+"""The two protocol errors: our own mistakes and those of peers (the design of h11).
 
     ProtocolError
-        LocalProtocolError     this program called an object in a state that forbids it: our bug
-        RemoteProtocolError    a peer sent what no correct peer sends: it costs the peer, never us
+        LocalProtocolError     this program called an object in a state that forbids the call: our bug
+        RemoteProtocolError    a peer sent what no correct peer sends: it costs the peer, never this node
 
-A shell catches RemoteProtocolError, counts it and drops what came; it never shows a traceback for it.
+The code that drives a protocol catches RemoteProtocolError, counts it and discards the input. It never shows
+a traceback for it.
 """
 
 

@@ -16,7 +16,7 @@ _DOMAIN = b"peerloom/1"
 
 
 class Fact(msgspec.Struct, frozen=True, array_like=True):
-    """`body` as its author signed it. It is unverified before `Signer.check`."""
+    """A signed statement. `body` is exactly what its author signed; it is unverified until `Signer.check`."""
 
     author: bytes
     body: bytes
@@ -24,7 +24,7 @@ class Fact(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Signer(Protocol):
-    """Makes and checks facts for one swarm. The simulator may put a keyed hash in its place."""
+    """Makes and checks facts for one swarm. The simulator may use a keyed hash instead of signatures."""
 
     @property
     def peer(self) -> PeerId:
@@ -34,7 +34,7 @@ class Signer(Protocol):
         """Sign a fact by this peer."""
 
     def check(self, purpose: str, fact: Fact) -> PeerId:
-        """Return the author, if the signature holds; else raise RemoteProtocolError."""
+        """Return the author if the signature is valid; raise RemoteProtocolError otherwise."""
 
 
 class IdentitySigner:

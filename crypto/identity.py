@@ -1,9 +1,9 @@
 """A peer's identity: an Ed25519 key pair and the peer id in libp2p's text form.
 
-A `PeerId` is the raw 32-byte Ed25519 public key. Its text form is libp2p's: base58btc of
-`00 24 08 01 12 20` + key, an identity multihash of the protobuf-wrapped key (libp2p peer-ids
-specification), which always reads `12D3KooW...`. The specification's other form, a CID of version 1 in
-base32, is read and never written: `01 72` and the same multihash, `bafzaajaiaejc...`.
+A `PeerId` is the raw 32-byte Ed25519 public key. Its text form is libp2p's: base58btc of `00 24 08 01 12 20`
++ key, an identity multihash of the protobuf-wrapped key (libp2p peer-ids specification), which always begins
+with `12D3KooW`. The specification's second form, a CID of version 1 in base32, is parsed but never written:
+`01 72` and the same multihash, `bafzaajaiaejc...`.
 """
 
 import base64
@@ -24,7 +24,7 @@ _MULTIHASH_PREFIX = bytes.fromhex("002408011220")
 _ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _TEXT_LENGTH = 52
 _CID_HEAD = bytes.fromhex("0172")
-"""Version 1, and the code of a libp2p key."""
+"""CID version 1, and the multicodec code of a libp2p key."""
 _CID_LENGTH = 65
 
 
@@ -72,22 +72,22 @@ def peer_text(peer: PeerId) -> str:
 
 
 def parse_peer(text: str) -> PeerId:
-    """Read either of libp2p's text forms of an Ed25519 peer id.
+    """Parse either of libp2p's text forms of an Ed25519 peer id.
 
     Raises:
-        ValueError: with the reason, in words for a person.
+        ValueError: with a reason that a person can read.
     """
     if len(text) == _CID_LENGTH and text.startswith("b"):
         return _parse_cid(text)
     if len(text) != _TEXT_LENGTH or not text.startswith("12D3KooW"):
         raise ValueError(
-            f"'{text[:60]}' is not a peer id; one looks like 12D3KooW... ({_TEXT_LENGTH} letters)"
+            f"'{text[:60]}' is not a peer id; one looks like 12D3KooW... ({_TEXT_LENGTH} characters)"
         )
     number = 0
     for letter in text:
         digit = _ALPHABET.find(letter)
         if digit < 0:
-            raise ValueError(f"'{letter}' cannot stand in a peer id")
+            raise ValueError(f"'{letter}' cannot occur in a peer id")
         number = number * 58 + digit
     raw = number.to_bytes(len(_MULTIHASH_PREFIX) + PEER_ID_BYTES, "big")
     if not raw.startswith(_MULTIHASH_PREFIX):
@@ -97,7 +97,8 @@ def parse_peer(text: str) -> PeerId:
 
 def _parse_cid(text: str) -> PeerId:
     head = _CID_HEAD + _MULTIHASH_PREFIX
-    # Multibase's "b" means lower case without padding; b32decode takes only upper case, and all bits count.
+    # Multibase's "b" means lower case without padding. b32decode accepts only upper case and requires
+    # padding.
     raw = base64.b32decode(text[1:].upper()) if text.isascii() and text.islower() else b""
     if len(raw) != len(head) + PEER_ID_BYTES or not raw.startswith(head):
         raise ValueError(f"'{text}' is not the CID of an Ed25519 peer id")
@@ -105,5 +106,5 @@ def _parse_cid(text: str) -> PeerId:
 
 
 def short_peer(peer: PeerId) -> str:
-    """Return the last six letters, `...kVa9Qz`, which screens show beside a name."""
+    """Return the last six characters, `...kVa9Qz`, which screens show next to a name."""
     return "..." + peer_text(peer)[-6:]

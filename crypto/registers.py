@@ -1,14 +1,15 @@
 """A register of the holders of a bounded number of places: connections, streams, links, rows of a queue.
 Pure.
 
-After libp2p's resource manager there are budgets for each peer, each network and each protocol, and for all
-together. Unlike there, a full budget does not simply refuse: holders that are idle are evicted. The order of
-eviction: strangers before peers that have completed something, the greediest source first, then the greediest
-peer, and of its holders the one silent for longest. If no holder is silent, a source or peer with fewer
-places takes one from the source or peer with the most; a peer without a place takes that of a slow stranger.
+As in libp2p's resource manager, there are budgets for each peer, each network and each protocol, and for all
+together. Unlike libp2p's, a full budget does not simply refuse newcomers: idle holders are evicted. Peers
+that have not completed anything here yet (strangers) are evicted before peers that have. Within each of these
+classes, the greediest source comes first, then the greediest peer, and among its holders the one that has
+been silent for longest. If no holder is silent, a source or peer with fewer places takes one from the source
+or peer with the most. A peer that has no place may also take the place of a slow stranger.
 
-The budget per network (/24 of IPv4, /48 of IPv6) does not count machines of a local network or this one: many
-honest peers there look like one owner of many addresses.
+The budget per network (/24 of IPv4, /48 of IPv6) does not count machines of a local network or this one,
+because many honest peers there look like one owner of many addresses.
 """
 
 from collections import Counter
@@ -21,18 +22,20 @@ from typing import Generic, Protocol, TypeVar
 from crypto.crowds import Crowd, is_local, network_of
 
 STRANGER_PATIENCE_SECONDS = 1.5
-"""How long a peer that has completed nothing here yet may be silent before it makes room: an honest call
-takes some round trips, and a call that waits for the place is to be answered within two seconds."""
+"""How long a peer that has not completed anything here yet may be silent before it can be evicted. An honest
+call takes a few round trips, and a call that waits for the place should be answered within two seconds."""
 SLOW_SECONDS = 0.3
-"""Where nobody else can go, a stranger that has been silent for this long makes room for a peer without a
-place: longer than a round trip, short beside the two seconds in which a caller is to be answered."""
+"""If nothing else can be evicted, a stranger that has been silent for this long makes room for a peer without
+a place. This is longer than a round trip, but short compared with the two seconds within which a caller
+should be answered."""
 KNOWN_MAX = 4_096
-"""Peers that have completed something; beyond that, those of the greediest source are forgotten."""
+"""Maximum number of remembered peers that have completed something. Beyond it, those of the greediest source
+are forgotten."""
 
 
 class Silence:
-    """The time since which a peer has moved nothing that this node waits for. `since` is inf while nothing is
-    awaited: a peer is not silent while this node works."""
+    """Records how long a peer has moved no bytes that this node waits for. `since` is inf while this node
+    waits for nothing: a peer does not count as silent while this node works."""
 
     __slots__ = ("_waits", "since")
 
@@ -41,19 +44,19 @@ class Silence:
         self._waits = 0
 
     def begin(self, now: float) -> None:
-        """Begin a wait for the peer. Several may run at once, and each ends."""
+        """Begin to wait for the peer. Several waits may overlap, and each must be ended."""
         self._waits += 1
         if self._waits == 1:
             self.since = now
 
     def end(self, now: float) -> None:
-        """End one wait: the peer has moved something."""
+        """End one wait, because the peer has moved bytes."""
         self._waits -= 1
         self.since = now if self._waits else inf
 
     @contextmanager
     def waiting(self, clock: Callable[[], float]) -> Iterator[None]:
-        """Wait for the peer as long as the context lasts; `clock` is read at its start and end."""
+        """Count as waiting for the peer while the context lasts. `clock` is read at its start and end."""
         self.begin(clock())
         try:
             yield
@@ -61,24 +64,25 @@ class Silence:
             self.end(clock())
 
     def moved(self, now: float) -> None:
-        """Note that bytes were moved in either direction."""
+        """Record that bytes were moved in either direction."""
         if self._waits:
             self.since = now
 
 
 class PlaceHolder(Protocol):
-    """The holder of a place, and how long it has moved nothing."""
+    """The holder of a place, with the time since which it has been silent."""
 
     @property
     def silent_since(self) -> float:
-        """Since when it has moved nothing; inf while it is this node's turn, -inf where it wants nothing."""
+        """The time since which the holder has moved no bytes; inf while this node is working for it, -inf if
+        it is unused."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The number of places: `places_max` in all. A holder that has been silent for `patience_seconds` is
-    evicted if others need its place; a stranger after `stranger_seconds`, or after `slow_seconds` for a peer
-    without a place."""
+    """Limits on places: `places_max` in total. A holder that has been silent for `patience_seconds` is
+    evicted if others need its place. A stranger is evicted after `stranger_seconds`, or after `slow_seconds`
+    if the newcomer's peer has no place yet."""
 
     places_max: int
     per_peer_max: int
@@ -100,11 +104,11 @@ class _Row:
 
 
 class _Scope(Generic[H]):
-    """The holders of one protocol, or all of them."""
+    """The holders of one protocol, or all holders."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        # The newest last.
+        # Newest last.
         self.rows: dict[H, _Row] = {}
         self.by_peer: Counter[bytes] = Counter()
         self.by_source: Counter[bytes] = Counter()
@@ -124,12 +128,13 @@ class _Scope(Generic[H]):
             _take_one(self.by_network, row.network)
 
     def greed(self, row: _Row) -> tuple[int, int, int]:
-        """Return how many places the holder's network, source and peer take."""
+        """Return how many places the holder's source, network and peer have."""
         return self.by_source[row.source], self.by_network[row.network], self.by_peer[row.peer]
 
 
 class Register(Generic[H]):
-    """All holders of one kind. An evicted holder is already out of the register; its owner ends it."""
+    """All holders of one kind. The register only removes the evicted holders that it returns; their owner
+    must close them."""
 
     def __init__(self, budget: Budget) -> None:
         self._all: _Scope[H] = _Scope(budget)
@@ -144,7 +149,7 @@ class Register(Generic[H]):
 
     @property
     def scopes(self) -> Collection[str]:
-        """The names of the protocols that have a budget here."""
+        """The names of the protocols that have their own budget here."""
         return self._scopes.keys()
 
     @property
@@ -153,15 +158,15 @@ class Register(Generic[H]):
         return self._all.rows.keys()
 
     def budget(self, scope: str = "") -> Budget:
-        """Return the budget of a protocol, or of all together."""
+        """Return the budget of a protocol; with no argument, the budget of all together."""
         return self._scope(scope).budget
 
     def open(self, scope: str, budget: Budget) -> None:
-        """Give a protocol a budget of its own, beside that of all together."""
+        """Give a protocol its own budget, in addition to the one for all together."""
         self._scopes[scope] = _Scope(budget)
 
     def count(self, peer: bytes, scope: str = "") -> int:
-        """Return how many places a peer holds."""
+        """Return how many places a peer has, in one protocol or in total."""
         return self._scope(scope).by_peer[peer]
 
     # --- entering and leaving ----------------------------------------------------------------------
@@ -171,12 +176,12 @@ class Register(Generic[H]):
         return self._make_room(now, self._all, _row(b"", source)) is not None
 
     def admit(self, now: float, holder: H, peer: bytes, source: bytes) -> tuple[H, ...] | None:
-        """Give a place to a holder. Return the evicted holders, or None if it gets no place."""
+        """Give a place to a holder. Return the evicted holders, or None if there is no place for it."""
         return self._admit(now, holder, _row(peer, source), self._all)
 
     def enter(self, now: float, holder: H, scope: str) -> tuple[H, ...] | None:
-        """Give a holder that has a place one of a protocol too; return as `admit` does. It is in one protocol
-        at a time."""
+        """Give a holder that already has a place a place in a protocol too. Return the same as `admit`. A
+        holder is in one protocol at a time."""
         row = self._all.rows[holder]
         self.step_back(holder)
         evicted = self._admit(now, holder, row, self._scopes[scope])
@@ -185,27 +190,27 @@ class Register(Generic[H]):
         return evicted
 
     def step_back(self, holder: H) -> None:
-        """Take a holder out of its protocol; it keeps its place among all."""
+        """Remove a holder from its protocol; it keeps its place in the total."""
         row = self._all.rows.get(holder)
         if row is not None and row.scope:
             self._scopes[row.scope].remove(holder)
             row.scope = ""
 
     def rename(self, holder: H, peer: bytes) -> None:
-        """Assign a holder to the peer it has proved to be: its place counts as that peer's. Its protocol's
-        place is not affected."""
+        """Assign a holder to the peer that it has proved to be. Its place then counts as that peer's; its
+        place in a protocol is unaffected."""
         row = self._all.rows.get(holder)
         if row is not None:
             self._all.remove(holder)
             self._all.add(holder, _Row(peer, row.source, row.network, row.scope))
 
     def leave(self, holder: H) -> None:
-        """Take away a holder's place, if it still has one."""
+        """Remove a holder, if it still has a place."""
         self.step_back(holder)
         self._all.remove(holder)
 
     def credit(self, holder: H) -> None:
-        """Note that a holder's peer has completed something here: from now on strangers are evicted before
+        """Record that a holder's peer has completed something here: from now on, strangers are evicted before
         it."""
         row = self._all.rows.get(holder)
         if row is None or row.peer in self._known:
@@ -234,17 +239,18 @@ class Register(Generic[H]):
         return evicted
 
     def _make_room(self, now: float, scope: _Scope[H], new: _Row) -> tuple[H, ...] | None:
-        """Return the holders to evict for one more, None if no room can be made."""
+        """Return the holders to evict to make room for one more; None if no room can be made."""
         budget = scope.budget
         if scope.by_peer[new.peer] >= budget.per_peer_max:
-            # A peer knows what it has open, so only its unused holders are evicted for its own new ones.
+            # A peer knows what it has open. So only its unused holders make room for its own new ones.
             own = (e for e, row in scope.rows.items() if row.peer == new.peer and e.silent_since == -inf)
         elif not is_local(new.source) and scope.by_network[new.network] >= budget.per_network_max:
             own = (each for each, row in scope.rows.items() if row.network == new.network)
         elif len(scope.rows) < budget.places_max:
             return ()
         else:
-            # Strangers that are silent, then a crowd, and only then those that have completed something.
+            # Silent strangers go first, then holders of a larger source or peer, and only then silent peers
+            # that have completed something.
             strangers = (each for each, row in scope.rows.items() if row.peer not in self._known)
             found = self._silent(now, scope, strangers) or self._greedier(scope, new)
             found = found or self._silent(now, scope, scope.rows) or self._slow(now, scope, new)
@@ -252,7 +258,7 @@ class Register(Generic[H]):
         return self._silent(now, scope, own) or None
 
     def _silent(self, now: float, scope: _Scope[H], among: Iterable[H]) -> tuple[H, ...]:
-        """Return the first to evict of those that have been silent for too long."""
+        """Return the first to evict of the holders in `among` that have been silent for too long."""
         found: H | None = None
         first: tuple[object, ...] = ()
         for holder in among:
@@ -266,10 +272,11 @@ class Register(Generic[H]):
         return () if found is None else (found,)
 
     def _greedier(self, scope: _Scope[H], new: _Row) -> tuple[H, ...]:
-        """Return the newest holder of the greediest source, else of the greediest peer at the new one's own
-        source, if that has more than the new one would: a crowd has come since there was little room, an old
-        connection works. Names cost nothing, so they count only among those of one source, and a known peer
-        need not make room for a stranger there."""
+        """Return the newest holder of the largest source, if that source has more than the new one's source
+        would have. Otherwise return the newest holder of the largest peer at the new one's own source, by the
+        same rule. The newest goes because a crowd has arrived recently, while an old connection works. Names
+        cost nothing, so peers are compared only within one source, and a known peer need not make room for a
+        stranger there."""
         most = max(scope.by_source.values())
         if scope.by_source[new.source] + 1 < most:
             return _newest(scope, lambda row: scope.by_source[row.source] == most)
@@ -285,8 +292,8 @@ class Register(Generic[H]):
         return ()
 
     def _slow(self, now: float, scope: _Scope[H], new: _Row) -> tuple[H, ...]:
-        """Return the stranger, of the new one's own source if that is the greediest, that has been silent for
-        longest, where the new one's peer has no place yet."""
+        """Return the stranger that has been silent for longest, if the new one's peer has no place yet. The
+        stranger must come from a largest source: from the new one's own source, if that is one."""
         if scope.by_peer[new.peer]:
             return ()
         most = max(scope.by_source.values())
@@ -312,4 +319,4 @@ def _newest(scope: _Scope[H], fits: Callable[[_Row], bool]) -> tuple[H, ...]:
 def _take_one(counts: Counter[bytes], key: bytes) -> None:
     counts[key] -= 1
     if not counts[key]:
-        del counts[key]  # a stranger's name is not kept
+        del counts[key]  # do not keep a stranger's name

@@ -1,4 +1,4 @@
-"""Token buckets: limits on a rate, for all sources together and for each one."""
+"""Token buckets: rate limits, for all sources together and for each source."""
 
 import ipaddress
 from collections import OrderedDict
@@ -8,16 +8,18 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 HOSTS_MAX = 4_096
-"""Hosts whose prefix is cached: computing one costs as much as accepting a connection from the kernel."""
+"""Number of hosts whose prefix is cached. Computing a prefix costs as much as accepting a connection from the
+kernel."""
 _PREFIX_BYTES = 8
-"""The prefix of an IPv6 address that a household is given; it can choose the remaining bytes."""
+"""Length of the IPv6 prefix that a household is given; the household can choose the remaining bytes."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(slots=True)
 class TokenBucket:
-    """A token bucket: `rate` a second, `burst` at once. `tokens` were in it at the second `at`."""
+    """A token bucket: `rate` tokens per second, at most `burst`. It held `tokens` at the time `at`, in
+    seconds."""
 
     rate: float
     burst: float
@@ -43,7 +45,7 @@ class TokenBucket:
 
 
 class Buckets(Generic[Key]):
-    """A bucket for each source, full when it is new; for the latest `sources_max` of them."""
+    """A bucket for each source, full when it is new. The `sources_max` most recently used are kept."""
 
     def __init__(self, rate: float, burst: float, sources_max: int) -> None:
         self._rate = rate
@@ -65,15 +67,15 @@ class Buckets(Generic[Key]):
         return bucket
 
     def left(self, source: Key, now: float) -> float:
-        """Return the tokens left for a source, without remembering the source."""
+        """Return the tokens left for a source, without creating a bucket for it."""
         bucket = self._buckets.get(source)
         return self._burst if bucket is None else bucket.left(now)
 
 
 @lru_cache(maxsize=HOSTS_MAX)
 def prefix_of(host: str) -> bytes:
-    """Return the prefix that one owner of addresses cannot leave: an IPv4 address, the first 64 bits of an
-    IPv6 address; IPv4 within IPv6 counts as IPv4."""
+    """Return the prefix that one owner of addresses cannot leave: an IPv4 address, or the first 64 bits of an
+    IPv6 address. IPv4 within IPv6 counts as IPv4."""
     address = ipaddress.ip_address(host)
     if isinstance(address, ipaddress.IPv6Address):
         mapped = address.ipv4_mapped

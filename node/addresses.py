@@ -91,7 +91,7 @@ def bare(text: str) -> str:
     """
     word = clean(text)
     if len(word) > WORD_LENGTH_MAX:
-        raise ValueError(f"an address has at most {ADDRESS_LENGTH_MAX} letters")
+        raise ValueError(f"an address has at most {ADDRESS_LENGTH_MAX} characters")
     while True:
         inner = word.strip(_QUOTES + " ").rstrip(_BEHIND)
         for opening, closing in ("<>", "()", "{}"):

@@ -1,18 +1,19 @@
-"""Noise: two strangers agree on keys and prove who they are. Bytes in, bytes out.
+"""Noise: two peers that do not trust each other yet agree on keys and prove their identities. Bytes in, bytes
+out.
 
     ciphers      one key, one counter
-    symmetric    the state that a handshake mixes
-    kem          ML-KEM-768, where this installation has it
+    symmetric    the state into which a handshake mixes keys and messages
+    kem          ML-KEM-768, if this installation has it
     handshake    any pattern of the tables; payloads are opaque to it
-    identity     libp2p's signed payload: an Ed25519 key vouches for an X25519 one
+    identity     libp2p's signed payload: an Ed25519 key vouches for an X25519 key
     suites       ciphers and key agreements, in the order of preference
     negotiation  how two peers settle on a suite, and the prologue that binds it
     replay_cache the first flights that a node of a private swarm has accepted
     peer_handshake  a stream's handshake, from the first byte to a `HandshakeResult`
 
-After the Noise Protocol Framework, revision 34, and libp2p's noise specification. It is not interoperable
-with a libp2p node, whose prologue is empty and whose cipher is always ChaChaPoly. How bytes get onto a wire
-is not here: see `node.transport`.
+Based on the Noise Protocol Framework, revision 34, and libp2p's noise specification. It is not interoperable
+with libp2p nodes, whose prologue is empty and whose cipher is always ChaChaPoly. Transport of the bytes is
+not here: see `node.transport`.
 """
 
 from crypto.noise.ciphers import CIPHERS, KEY_BYTES, NONCE_MAX, TAG_BYTES, CipherState, Data

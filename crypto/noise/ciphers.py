@@ -1,5 +1,5 @@
-"""One key, one counter: AES-256-GCM or ChaCha20-Poly1305 as Noise has them (revision 34, sections 5.1 and
-12).
+"""One key with one counter: AES-256-GCM or ChaCha20-Poly1305 as Noise defines them (revision 34, sections 5.1
+and 12).
 
 Callers decide what to encrypt, and when the key changes.
 """
@@ -14,7 +14,8 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 KEY_BYTES = 32
 TAG_BYTES = 16
 NONCE_MAX = 2**64 - 1
-"""Reserved for rekeying (section 5.1): a cipher state that has reached it is spent."""
+"""Reserved for rekeying (section 5.1): a cipher state that has reached this counter cannot be used any
+more."""
 CIPHERS = ("AESGCM", "ChaChaPoly")
 
 _ORDERS = {"AESGCM": "big", "ChaChaPoly": "little"}
@@ -23,7 +24,7 @@ Data = bytes | bytearray | memoryview
 
 
 class _Aead(Protocol):
-    """The interface of both AEADs of `cryptography`."""
+    """The interface that both AEADs of `cryptography` share."""
 
     def encrypt(self, nonce: bytes, data: Data, associated_data: bytes | None) -> bytes: ...
     def encrypt_into(self, nonce: bytes, data: Data, associated_data: bytes | None, buf: Data) -> int: ...
@@ -32,9 +33,9 @@ class _Aead(Protocol):
 
 
 class CipherState:
-    """One direction's key and message counter (section 5.1).
+    """The key and message counter of one direction (section 5.1).
 
-    The counter moves only on success, so a message that was refused leaves the state as it was.
+    The counter moves only on success, so a rejected message leaves the state unchanged.
     """
 
     def __init__(self, cipher: str, key: bytes) -> None:
@@ -49,12 +50,13 @@ class CipherState:
         return ciphertext
 
     def encrypt_into(self, plaintext: Data, buffer: Data) -> None:
-        """As `encrypt` without associated data, into a buffer of exactly the ciphertext's length."""
+        """Encrypt without associated data, like `encrypt`, into a buffer of exactly the ciphertext's
+        length."""
         self._aead.encrypt_into(self._nonce(), plaintext, None, buffer)
         self._counter += 1
 
     def decrypt(self, ciphertext: Data, associated: bytes = b"") -> bytes:
-        """Return the plaintext; RemoteProtocolError if it was tampered with."""
+        """Return the plaintext. Raises RemoteProtocolError if the message was tampered with."""
         try:
             plaintext = self._aead.decrypt(self._nonce(), ciphertext, associated)
         except InvalidTag:
@@ -63,9 +65,9 @@ class CipherState:
         return plaintext
 
     def decrypt_into(self, ciphertext: Data, buffer: Data) -> None:
-        """As `decrypt` without associated data, into a buffer of exactly the plaintext's length.
+        """Decrypt without associated data, like `decrypt`, into a buffer of exactly the plaintext's length.
 
-        The buffer's content is worthless after a refusal.
+        If the message is rejected, the buffer's content is undefined.
         """
         try:
             self._aead.decrypt_into(self._nonce(), ciphertext, None, buffer)
@@ -74,8 +76,8 @@ class CipherState:
         self._counter += 1
 
     def seek(self, counter: int) -> None:
-        """Make the next message number `counter` (SetNonce, section 11.4): for packets that come in any
-        order. Only for decryption; the caller keeps track of the numbers it accepted."""
+        """Set the number of the next message to `counter` (SetNonce, section 11.4), for packets that arrive
+        in any order. This is only for decryption; the caller keeps track of the numbers it has accepted."""
         self._counter = counter
 
     def _nonce(self) -> bytes:

@@ -1,18 +1,18 @@
-"""One engine for every handshake pattern of Noise that we use, and for our hybrid of it with ML-KEM-768.
+"""One engine for all the Noise handshake patterns that we use, and for our hybrid of Noise with ML-KEM-768.
 
-`PATTERNS` has patterns of the Noise Protocol Framework, revision 34 (section numbers below are its), with
-25519 and SHA-256. `HYBRIDS` follow the idea of Noise's draft for hybrid forward secrecy (hfs): two more
+`PATTERNS` has patterns of the Noise Protocol Framework, revision 34 (section numbers below refer to it), with
+25519 and SHA-256. `HYBRIDS` follow the idea of Noise's draft for hybrid forward secrecy (hfs) and add two
 tokens.
 
-    e1       in the first message, behind e: the initiator's fresh ML-KEM-768 encapsulation key (1,184 bytes)
+    e1       in the first message, after e: the initiator's fresh ML-KEM-768 encapsulation key (1,184 bytes)
              is sealed (EncryptAndHash: in the clear while no key is mixed in) and so hashed
-    ekem1    in the second, behind ee: the ciphertext (1,088 bytes) made for that key is sealed, under the key
-             that came of ee, and so hashed; then its shared secret is mixed in (MixKey)
+    ekem1    in the second, after ee: the ciphertext (1,088 bytes) made for that key is sealed, under the key
+             that resulted from ee, and so hashed; then its shared secret is mixed in (MixKey)
 
-So everything from the responder's static key on is sealed under X25519 and ML-KEM both: breaking one of them
-reveals nothing. Authentication rests on X25519 and Ed25519 alone; a future quantum computer cannot forge a
-handshake of today. The draft has neither ML-KEM nor a published vector, so the protocol's name, which is
-hashed first, begins with `Peerloom_` where Noise's begin with `Noise_`.
+So everything from the responder's static key on is sealed under both X25519 and ML-KEM: breaking only one of
+them reveals nothing. Authentication rests on X25519 and Ed25519 alone, because a future quantum computer
+cannot forge a handshake that happens today. The draft has neither ML-KEM nor a published test vector. So the
+protocol's name, which is hashed first, begins with `Peerloom_` instead of `Noise_`.
 
 Not here: the meaning of payloads (`peer_handshake`), and the framing of messages (`node.transport`).
 """
@@ -25,10 +25,11 @@ from crypto.noise.ciphers import CIPHERS, KEY_BYTES, CipherState
 from crypto.noise.symmetric import SymmetricState
 
 NOISE_BYTES_MAX = 65_535
-"""The longest Noise message, tags included (section 3)."""
+"""Maximum length of a Noise message, including tags (section 3)."""
 
 PrivateKey = bytes | X25519PrivateKey
-"""32 bytes, or the same key loaded: a caller that uses a key often pays for loading it once."""
+"""32 bytes, or the same key as an object. A caller that uses a key often saves the cost of loading it each
+time."""
 
 Tokens = tuple[str, ...]
 PATTERNS: dict[str, tuple[Tokens, ...]] = {
@@ -36,28 +37,29 @@ PATTERNS: dict[str, tuple[Tokens, ...]] = {
     "XXpsk3": (("e",), ("e", "ee", "s", "es"), ("s", "se", "psk")),
     "IKpsk2": (("e", "es", "s", "ss"), ("e", "ee", "se", "psk")),
 }
-"""Message patterns by name (sections 7.5 and 9.4); the initiator writes the first, third, ... of them."""
+"""Message patterns by name (sections 7.5 and 9.4). The initiator writes the first and every second message
+after it."""
 HYBRIDS: dict[str, tuple[Tokens, ...]] = {
     "XXhfs": (("e", "e1"), ("e", "ee", "ekem1", "s", "es"), ("s", "se")),
     "XXhfs+psk3": (("e", "e1"), ("e", "ee", "ekem1", "s", "es"), ("s", "se", "psk")),
 }
-"""Our own patterns, see above. With a psk the key in the first message is sealed too, under a key that
-anybody can compute."""
+"""Our own patterns, see above. In a pattern with a psk, the key in the first message is sealed too, but under
+a key that anybody can compute."""
 _KNOWING = ("IKpsk2",)
-"""The patterns whose initiator knows the responder's static key beforehand (section 7.1)."""
+"""The patterns whose initiator must already know the responder's static key (section 7.1)."""
 
 
 class Handshake:
     """One side of a handshake (section 5.3).
 
-    `static` and `ephemeral` are X25519 private keys; an ephemeral key must be fresh for every handshake, and
-    so must `kem_seed`, 64 bytes for the initiator of a hybrid. `psk` are 32 bytes that both sides know, for
-    the patterns that take them; `remote_static` is the responder's X25519 public key, for an initiator that
-    knows it beforehand. After a refused message the object is unusable: every later call raises
+    `static` and `ephemeral` are X25519 private keys. An ephemeral key must be fresh for every handshake, and
+    so must `kem_seed`, 64 bytes for the initiator of a hybrid. `psk` is a 32-byte secret that both sides
+    know, for the patterns that use one. `remote_static` is the responder's X25519 public key, for an
+    initiator that already knows it. After a rejected message the object is unusable: every later call raises
     LocalProtocolError.
 
-    Loading a key costs as much as agreeing on a secret. So `static` may be loaded already, and the ephemeral
-    key is loaded once it is needed: a first message that is refused costs only its own checks.
+    Loading a key costs as much as agreeing on a secret. So `static` may be passed as a loaded object, and the
+    ephemeral key is loaded only when it is needed: a rejected first message costs only its own checks.
     """
 
     def __init__(
@@ -96,18 +98,20 @@ class Handshake:
 
     @property
     def hash(self) -> bytes:
-        """The hash of the transcript, the same on both sides; final once finished (channel binding)."""
+        """The hash of the transcript, the same on both sides. It is final once the handshake has finished
+        (channel binding)."""
         return self._symmetric.hash
 
     @property
     def remote_static(self) -> bytes:
-        """The other side's X25519 public key, 32 bytes; LocalProtocolError before it has come."""
+        """The other side's X25519 public key, 32 bytes. Raises LocalProtocolError if it has not arrived
+        yet."""
         if "s" not in self._remote:
-            raise LocalProtocolError("the other side's static key has not come yet")
+            raise LocalProtocolError("the other side's static key has not arrived yet")
         return self._remote["s"]
 
     def write(self, payload: bytes = b"") -> bytes:
-        """Return the next message to send, carrying `payload` (in the clear as long as no key is mixed
+        """Return the next message to send, which carries `payload` (in the clear as long as no key is mixed
         in)."""
         try:
             fields = [self._write_field(word) for word in self._take_turn(ours=True)]
@@ -133,7 +137,7 @@ class Handshake:
             raise
 
     def split(self) -> tuple[CipherState, CipherState]:
-        """Return the ciphers (for sending, for receiving), once finished."""
+        """Return the ciphers (for sending, for receiving) of a finished handshake."""
         if not self.finished or self._failed:
             raise LocalProtocolError("a handshake can be split only once it has finished")
         first, second = self._symmetric.split()
@@ -146,7 +150,7 @@ class Handshake:
         return self._pending.pop(0)
 
     def _write_field(self, word: str) -> bytes:
-        """Return the bytes of a message for one token; none for tokens that only mix."""
+        """Return the bytes that a message has for one token; empty for a token that only mixes keys."""
         if word == "e":
             public = self._load_ephemeral().public_key().public_bytes_raw()
             self._mix_ephemeral(public)
@@ -165,7 +169,7 @@ class Handshake:
         return b""
 
     def _read_field(self, word: str, message: bytes) -> bytes:
-        """Take the bytes for one token from the beginning of `message`; return the rest."""
+        """Consume the bytes for one token from the beginning of `message`; return the rest."""
         if word == "e":
             self._remote["e"], message = _cut(message, KEY_BYTES)
             self._mix_ephemeral(self._remote["e"])
@@ -192,11 +196,11 @@ class Handshake:
     def _mix_ephemeral(self, public: bytes) -> None:
         self._symmetric.mix_hash(public)
         if self._psk is not None:
-            self._symmetric.mix_key(public)  # section 9.2: nothing is sealed by the psk alone
+            self._symmetric.mix_key(public)  # section 9.2: nothing may be sealed under the psk alone
 
     def _mix_shared(self, word: str) -> None:
-        """Mix in the secret of a token such as `es`: the first letter is the initiator's key, the second the
-        responder's."""
+        """Mix in the shared secret of a token such as `es`: its first letter names the initiator's key, its
+        second the responder's."""
         if word == "psk":
             assert self._psk is not None
             self._symmetric.mix_key_and_hash(self._psk)
@@ -206,8 +210,8 @@ class Handshake:
         try:
             self._symmetric.mix_key(self._keys[ours].exchange(public))
         except ValueError:
-            # A point of small order gives a secret that everybody knows.
-            raise RemoteProtocolError("a handshake with a worthless public key") from None
+            # A point of small order gives a publicly known secret.
+            raise RemoteProtocolError("a handshake with a public key of small order") from None
 
 
 def static_public_key(static: PrivateKey) -> bytes:
@@ -234,8 +238,7 @@ def _check(
     remote_static: bytes | None,
     kem_seed: bytes | None,
 ) -> list[Tokens]:
-    """Return the pattern's messages. Raises LocalProtocolError for arguments that the pattern does not
-    take."""
+    """Return the pattern's messages. Raises LocalProtocolError if the arguments do not fit the pattern."""
     messages = (PATTERNS | HYBRIDS).get(pattern)
     if cipher not in CIPHERS or messages is None:
         raise LocalProtocolError(f"no Noise pattern {pattern} with {cipher} here")
@@ -243,9 +246,11 @@ def _check(
     if takes_psk != (psk is not None) or (psk is not None and len(psk) != KEY_BYTES):
         raise LocalProtocolError(f"{pattern} {'needs a' if takes_psk else 'takes no'} key of 32 bytes")
     if (initiator and pattern in _KNOWING) != (remote_static is not None):
-        raise LocalProtocolError(f"{pattern}: who knows the other side's static key before")
+        raise LocalProtocolError(
+            f"{pattern}: only an initiator of this pattern must know the other side's static key beforehand"
+        )
     if (initiator and pattern in HYBRIDS) != (kem_seed is not None):
-        raise LocalProtocolError(f"{pattern}: whose ML-KEM key it is")
+        raise LocalProtocolError(f"{pattern}: only an initiator of this pattern has an ML-KEM key")
     return list(messages)
 
 

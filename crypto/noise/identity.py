@@ -1,8 +1,8 @@
 """libp2p's identity payload: an Ed25519 key and its signature over an X25519 static key.
 
-Real `NoiseHandshakePayload` protobuf bytes, as libp2p's noise specification has them; the signature covers
-`noise-libp2p-static-key:` + the static key. Extensions are skipped. The pattern decides in which message it
-travels.
+These are real `NoiseHandshakePayload` protobuf bytes, as in libp2p's noise specification; the signature
+covers `noise-libp2p-static-key:` + the static key. Extensions are skipped. The pattern determines which
+message carries the payload.
 """
 
 from functools import lru_cache
@@ -12,14 +12,14 @@ from crypto.identity import PEER_ID_BYTES, SIGNATURE_BYTES, Identity, PeerId, ve
 
 _SIGNATURE_PREFIX = b"noise-libp2p-static-key:"
 _KEY_PREFIX = bytes.fromhex("08011220")
-"""libp2p's PublicKey protobuf: Type = Ed25519, Data = 32 bytes, which follow."""
+"""Start of libp2p's PublicKey protobuf: Type = Ed25519, Data = the 32 bytes that follow."""
 _IDENTITY_KEY_FIELD = 1
 _IDENTITY_SIGNATURE_FIELD = 2
 PAYLOAD_BYTES_MAX = 1_024
-"""Ours has 104 bytes; the rest is room for extensions that we skip."""
+"""Maximum size of a payload. Ours has 104 bytes; the rest is room for extensions, which we skip."""
 CHECKED_MAX = 1_024
-"""Payloads whose valid signature is remembered, at 300 bytes to a kilobyte and a half each: a peer sends the
-same one in every handshake, and verifying it costs as much as three exchanges of X25519."""
+"""Number of payloads whose signature is remembered as valid, each with 0.3 to 1.5 kB. A peer sends the same
+payload in every handshake, and verifying it costs as much as three X25519 exchanges."""
 
 
 def identity_payload(identity: Identity, static_public: bytes) -> bytes:
@@ -31,8 +31,8 @@ def identity_payload(identity: Identity, static_public: bytes) -> bytes:
 
 @lru_cache(maxsize=CHECKED_MAX)
 def check_identity_payload(payload: bytes, static_public: bytes) -> PeerId:
-    """Return the peer that signed `static_public`; RemoteProtocolError if none did. Unknown fields are
-    skipped."""
+    """Return the peer that signed `static_public`. Raises RemoteProtocolError if the signature is not valid.
+    Unknown fields are skipped."""
     if len(payload) > PAYLOAD_BYTES_MAX:
         raise RemoteProtocolError(f"an identity payload of {len(payload)} bytes")
     fields = _parse_fields(payload)
@@ -47,8 +47,8 @@ def check_identity_payload(payload: bytes, static_public: bytes) -> PeerId:
 
 
 def _parse_fields(data: bytes) -> dict[int, bytes]:
-    """Return the length-delimited fields of a protobuf message; varint fields are skipped, the last one
-    wins."""
+    """Return the length-delimited fields of a protobuf message. Varint fields are skipped; the last
+    occurrence of a field wins."""
     fields: dict[int, bytes] = {}
     at = 0
     while at < len(data):
@@ -66,9 +66,9 @@ def _parse_fields(data: bytes) -> dict[int, bytes]:
 
 def _parse_varint(data: bytes, at: int) -> tuple[int, int]:
     value = 0
-    # Five bytes hold more than any tag or length that could be right here.
+    # Valid tags and lengths here have at most five bytes.
     for shift, byte in enumerate(data[at : at + 5]):
         value |= (byte & 0x7F) << (7 * shift)
         if byte < 0x80:
             return value, at + shift + 1
-    raise RemoteProtocolError("an identity payload with a broken number")
+    raise RemoteProtocolError("an identity payload with a malformed varint")

@@ -1,6 +1,6 @@
-"""ML-KEM-768 (FIPS 203) where `cryptography` and the OpenSSL under it offer it; elsewhere there is none.
+"""ML-KEM-768 (FIPS 203), if `cryptography` and the OpenSSL under it support it.
 
-It guards against traffic that is recorded today and decrypted by a quantum computer later, always beside
+It protects traffic that is recorded today against a future quantum computer. It is always used in addition to
 X25519 and never instead of it. `handshake` decides when its secret is mixed in.
 """
 
@@ -17,7 +17,7 @@ CIPHERTEXT_BYTES = 1_088
 
 @cache
 def is_offered() -> bool:
-    """Return whether this installation offers it; checked once."""
+    """Return whether this installation supports ML-KEM-768; checked once."""
     try:
         KemKey(bytes(SEED_BYTES))
     except (ImportError, UnsupportedAlgorithm):
@@ -26,7 +26,7 @@ def is_offered() -> bool:
 
 
 class KemKey:
-    """A decapsulation key from its seed of 64 bytes (d and z of FIPS 203), which are the secret."""
+    """A decapsulation key, derived from a secret seed of 64 bytes (d and z of FIPS 203)."""
 
     def __init__(self, seed: bytes) -> None:
         from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
@@ -39,15 +39,17 @@ class KemKey:
     def decapsulate(self, ciphertext: bytes) -> bytes:
         """Return the shared secret, 32 bytes.
 
-        A changed ciphertext gives another secret and no error: the next sealed field fails to decrypt.
+        A modified ciphertext raises no error: it gives a different secret, so the next sealed field fails to
+        decrypt.
         """
         return self._private.decapsulate(ciphertext)
 
 
 def encapsulate(public: bytes) -> tuple[bytes, bytes]:
-    """Return (shared secret, ciphertext) for a received key; RemoteProtocolError if it is invalid.
+    """Return (shared secret, ciphertext) for a received key. Raises RemoteProtocolError if the key is
+    invalid.
 
-    The randomness is the library's own: it offers no way to pass any.
+    The library generates its own randomness: it offers no way to pass any.
     """
     from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PublicKey
 

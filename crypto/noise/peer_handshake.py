@@ -8,15 +8,15 @@
                                            <-     framed message | tag
     framed message                         ->
 
-A framed message is a Noise message behind two bytes of length. `negotiation` has offer and answer, `suites`
-the patterns. Only a private swarm has tags: HMAC-SHA-256, under a secret of the swarm, over everything sent
-so far. So a responder spends one hash on an outsider and does not answer, and an initiator shows an outsider
-nothing of itself: its own keys and id go only to a peer that has proved that it knows the secret and is the
-one expected. A replayed first flight is treated as an outsider's too, see `replay_cache`.
+A framed message is a Noise message preceded by its length in two bytes. `negotiation` has offer and answer,
+`suites` the patterns. Only a private swarm has tags: HMAC-SHA-256, keyed with a secret of the swarm, over
+everything sent so far. So a responder spends one hash on an outsider and does not answer. An initiator shows
+an outsider nothing of itself: it sends its own keys and id only after the peer has proved that it knows the
+secret and is the expected peer. A replayed first flight is treated like an outsider's, see `replay_cache`.
 
-No sockets, no clocks: the driver hands it exactly `wanted` bytes at a time, a bounded number, and gives up
-after its own deadline. It also decides whether to close then or to go on in silence, see
-`PeerHandshake.knows_swarm`.
+No sockets, no clocks: the driver passes it exactly `wanted` bytes at a time, a bounded number of times, and
+enforces its own deadline. On failure the driver also decides whether to close the connection or to keep it
+open in silence, see `PeerHandshake.knows_swarm`.
 """
 
 import hashlib
@@ -35,7 +35,8 @@ from crypto.noise.suites import Suite
 from crypto.swarm import Swarm
 
 MESSAGE_BYTES_MAX = 1_536
-"""The longest handshake message has 1,304 bytes; the rest is room for extensions of the payload."""
+"""Maximum size of a handshake message. The longest has 1,304 bytes; the rest is room for extensions of the
+payload."""
 SWARM_TAG_BYTES = 32
 
 _LENGTH_BYTES = 2
@@ -43,7 +44,7 @@ _TAG_KEY = b"peerloom/knock/1\0"
 
 
 class WrongIdentity(RemoteProtocolError):
-    """A peer proved another identity than the expected one."""
+    """A peer proved an identity that differs from the expected one."""
 
     def __init__(self, expected: PeerId, found: PeerId) -> None:
         super().__init__(f"wanted {short_peer(expected)}, found {short_peer(found)}")
@@ -67,17 +68,17 @@ class HandshakeResult:
 
 
 Reading = Generator[int, bytes, bytes]
-"""Yields how many bytes it wants next, is sent them, and returns what it read."""
+"""A generator that yields how many bytes it wants next, is sent those bytes, and returns what it has read."""
 
 
 class PeerHandshake:
-    """One side of the handshake. `session` is set once it has finished.
+    """One side of the handshake. `session` is set once the handshake has finished.
 
-    `static` is an X25519 private key, and `proof` our `identity_payload` for it. `suites` are those that are
-    accepted, best first; `entropy(n)` returns n unpredictable bytes (the entropy seam); `knocks` is one
-    replay cache for all handshakes of this node. Begin with `start`; then, until there is a `session`, hand
-    the next `wanted` bytes to `receive` and send what it returns. The responder's identity is checked before
-    the initiator shows its own.
+    `static` is an X25519 private key, and `proof` our `identity_payload` for it. `suites` are the accepted
+    suites, best first; `entropy(n)` returns n unpredictable bytes (the entropy seam); `knocks` is one replay
+    cache for all handshakes of this node. Begin with `start`. Then, until there is a `session`, pass the next
+    `wanted` bytes to `receive` and send what it returns. The responder's identity is checked before the
+    initiator shows its own.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class PeerHandshake:
         self._static = static
         self._swarm = swarm
         self._secrets = swarm.secrets if swarm.is_private else ()
-        # The first tag tells a responder which of them is used.
+        # A responder learns from the first tag which secret the initiator uses.
         self._secret = self._secrets[0] if initiator and self._secrets else None
         self._suites = suites
         self._entropy = entropy
@@ -111,29 +112,31 @@ class PeerHandshake:
         self._over = False
         self.wanted = 0
         self.is_last = False
-        """Whether the wanted bytes belong to the last message. Only then may other bytes follow; before, a
-        peer waits for an answer after its part."""
+        """Whether the wanted bytes belong to the last message. Only after the last message may other data
+        follow; before that, a peer waits for an answer to each flight."""
         self.has_opened = False
-        """Whether a responder has received a whole first flight, in a private swarm one that shows a key of
-        it. The steps after this one are the expensive ones."""
+        """Whether a responder has received a whole first flight. In a private swarm, the flight must also
+        have shown a key of the swarm. The later steps are the expensive ones."""
         self.session: HandshakeResult | None = None
 
     @property
     def knows_swarm(self) -> bool:
-        """Whether a key of our swarm has been agreed on; always in an open one, which has none."""
+        """Whether the two sides have agreed on a key of our swarm. Always true in an open swarm, which has no
+        keys."""
         return not self._swarm.is_private or self._secret is not None
 
     def start(self) -> bytes:
-        """Return the initiator's first flight; nothing for a responder."""
+        """Return the initiator's first flight; empty for a responder."""
         return self._go_on(None)
 
     def receive(self, data: bytes) -> bytes:
-        """Return what to send in answer to the `wanted` bytes (which may be none), empty for nothing.
+        """Return the bytes to send in answer to the `wanted` bytes (which may be zero); empty if nothing is
+        to be sent.
 
         Raises:
-            WrongIdentity: another peer than `expected` proved its identity.
+            WrongIdentity: a peer other than `expected` proved its identity.
             NoCommonSuite: no suite in common.
-            RemoteProtocolError: anything else that no correct peer sends. It is over then.
+            RemoteProtocolError: anything else that no correct peer sends. The handshake is then over.
         """
         if len(data) != self.wanted:
             raise LocalProtocolError(f"{len(data)} bytes for a handshake that wants {self.wanted}")
@@ -170,7 +173,7 @@ class PeerHandshake:
         return _session(peer, suite, noise)
 
     def _read_other_choice(self, chosen: bytes) -> Generator[int, bytes, tuple[Suite, bytes]]:
-        """Read a choice that follows from both lists, where the guess was wrong; return (suite, answer)."""
+        """Read a choice made from both lists after a wrong guess; return (suite, answer)."""
         count = yield 1
         listed = yield negotiation.check_count(count[0])
         answer = chosen + count + listed
@@ -187,7 +190,8 @@ class PeerHandshake:
         offered = yield negotiation.check_head(head)
         offer = head + offered
         message = yield from self._read_flight(offer)
-        # The cost so far is at most a hash: the driver may wait before it goes on.
+        # So far the handshake has cost at most one hash. The driver may make it wait here before the
+        # expensive steps.
         self.has_opened = True
         yield 0
         suite = negotiation.choose(offered, negotiation.numbers_of(self._suites))
@@ -196,7 +200,7 @@ class PeerHandshake:
         if suite is None or suite.number != offered[0]:
             self._send(answer)
             if suite is None:
-                yield 0  # the answer goes out before this ends
+                yield 0  # sends the answer before this generator ends
                 raise NoCommonSuite(f"it offers only {negotiation.names_of(offered)}")
             offer += _framed(message)
             message = yield from self._read_flight(b"")
@@ -210,7 +214,7 @@ class PeerHandshake:
         return _session(self._check_peer(noise.read(last), noise), suite, noise)
 
     def _begin(self, suite: Suite, offer: bytes, answer: bytes) -> Handshake:
-        """Begin the Noise handshake. After a wrong guess `offer` ends with the message that came with it."""
+        """Begin the Noise handshake. After a wrong guess, `offer` also includes the wasted message."""
         return Handshake(
             initiator=self._initiator,
             static=self._static,
@@ -231,15 +235,15 @@ class PeerHandshake:
     # --- what lies on the wire -----------------------------------------------------------------------
 
     def _send(self, flight: bytes) -> None:
-        """Queue a flight of ours, in a private swarm with its tag."""
+        """Queue one of our flights; in a private swarm, with its tag."""
         if self._secret is not None:
             self._tag = _tag_of(self._secret, self._tag, flight)
             flight += self._tag
         self._outgoing += flight
 
     def _read_flight(self, before: bytes) -> Reading:
-        """Read the message at the end of a flight and check its tag; `before` is what was read of the flight
-        so far."""
+        """Read the message at the end of a flight and check the flight's tag. `before` is the part of the
+        flight already read."""
         message = yield from self._read_message()
         yield from self._check_tag(before + _framed(message))
         return message
@@ -251,14 +255,14 @@ class PeerHandshake:
         return (yield length)
 
     def _check_tag(self, flight: bytes) -> Generator[int, bytes, None]:
-        """Read and check the tag behind a received flight, in a private swarm."""
+        """In a private swarm, read and check the tag that follows a received flight."""
         if not self._swarm.is_private:
             return
         came = yield SWARM_TAG_BYTES
         for secret in self._secrets if self._secret is None else (self._secret,):
             if hmac.compare_digest(_tag_of(secret, self._tag, flight), came):
                 if self._secret is None and not self._knocks.take(came):
-                    raise RemoteProtocolError("a first flight that came before")
+                    raise RemoteProtocolError("a first flight that was received before")
                 self._secret, self._tag = secret, came
                 return
         raise RemoteProtocolError("a flight whose tag does not show a key of this swarm")
@@ -274,7 +278,7 @@ def _framed(message: bytes) -> bytes:
 
 
 def _tag_of(secret: bytes, before: bytes, flight: bytes) -> bytes:
-    """Return the tag over this flight and, by the last tag, all earlier ones, so that no flight is valid at
-    another place or direction."""
+    """Return the tag over this flight and the previous tag, which in turn covers all earlier flights. So a
+    flight is valid at only one position and in only one direction."""
     key = hmac.digest(secret, _TAG_KEY, hashlib.sha256)
     return hmac.digest(key, bytes((len(before),)) + before + flight, hashlib.sha256)

@@ -1,17 +1,18 @@
-"""A cache of the first flights that a node of a private swarm has accepted: a repeated one is an outsider's
-replay.
+"""A cache of the first flights that a node of a private swarm has accepted: a repeated flight is an
+outsider's replay.
 
-Only holders of a key can add to it, so an outsider cannot push anything out. Its limits: a restart clears it,
-a flight is forgotten after `KNOCKS_MAX` later ones, and each node knows only its own. In these cases an
-attacker that captured a first flight can have it answered once more, and so learns that a member is there; it
-cannot read the answer. A flight is not bound to its receiver: a member that has taken over another's address
-must answer with its own identity instead of staying silent.
+Only holders of a key can add entries, so an outsider cannot push any out. The cache has three limits: a
+restart clears it, a flight is forgotten after `KNOCKS_MAX` later ones, and each node has only its own cache.
+In these cases an attacker that captured a first flight can get it answered once more. It learns that a member
+is there, but it cannot read the answer. A flight is also not bound to its receiver: a member that has taken
+over another member's address must answer with its own identity instead of staying silent.
 """
 
 from collections import OrderedDict
 
 KNOCKS_MAX = 16_384
-"""At about 150 bytes each; a member of a busy run opens some hundred streams an hour."""
+"""Maximum number of cached flights, about 150 bytes each. A member of a busy run opens a few hundred streams
+an hour."""
 
 
 class ReplayCache:
@@ -20,7 +21,7 @@ class ReplayCache:
         self._taken: OrderedDict[bytes, None] = OrderedDict()
 
     def take(self, tag: bytes) -> bool:
-        """Return whether the flight with this tag is new, and remember it."""
+        """Return whether the flight with this tag is new, and remember the tag."""
         if tag in self._taken:
             return False
         self._taken[tag] = None

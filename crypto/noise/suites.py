@@ -1,6 +1,6 @@
-"""Suites of a cipher and a key agreement: names, numbers on the wire, an order of preference.
+"""Suites of a cipher and a key agreement: names, wire numbers, and an order of preference.
 
-All share X25519 and SHA-256. Peers settle on one in `negotiation`.
+All use X25519 and SHA-256. Peers settle on one suite in `negotiation`.
 """
 
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ from crypto.noise import kem
 
 @dataclass(frozen=True)
 class Suite:
-    """A cipher and key agreement. `number` is the one on the wire and is never reused; `hybrid` adds
-    ML-KEM-768."""
+    """A cipher and key agreement. `number` identifies the suite on the wire and is never reused; `hybrid`
+    adds ML-KEM-768."""
 
     number: int
     name: str
@@ -21,7 +21,7 @@ class Suite:
     hybrid: bool
 
     def pattern(self, *, private: bool) -> str:
-        """Return its handshake pattern in an open or a private swarm."""
+        """Return the suite's handshake pattern in an open or a private swarm."""
         if self.hybrid:
             return "XXhfs+psk3" if private else "XXhfs"
         return "XXpsk3" if private else "XX"
@@ -41,21 +41,23 @@ def _working(has_kem: bool | None) -> list[Suite]:
 
 
 def preferred(*, has_aes: bool, has_kem: bool | None = None) -> tuple[Suite, ...]:
-    """Return all suites that work here, best first: those with the longest secrecy, then those that are
-    fastest on this CPU.
+    """Return all suites that work here, best first: first those with the longest-lasting secrecy, then those
+    that are fastest on this CPU.
 
-    `has_aes`: the CPU has instructions for AES, so that it is several times as fast as ChaCha; without them
-    it is several times as slow. `has_kem`: the library has ML-KEM; None asks it.
+    `has_aes`: the CPU has AES instructions. With them AES is several times as fast as ChaCha; without them it
+    is several times as slow. `has_kem`: the library has ML-KEM; None checks the library.
     """
     first = "AESGCM" if has_aes else "ChaChaPoly"
     return tuple(sorted(_working(has_kem), key=lambda suite: (not suite.hybrid, suite.cipher != first)))
 
 
 def suites_named(names: Iterable[str], *, has_kem: bool | None = None) -> tuple[Suite, ...]:
-    """Return suites by name, in that order; LocalProtocolError for one that does not exist or work here.
-    `has_kem` is as in `preferred`."""
+    """Return the suites with these names, in that order. Raises LocalProtocolError for a suite that does not
+    exist or does not work here. `has_kem` is as in `preferred`."""
     by_name = {suite.name: suite for suite in _working(has_kem)}
     try:
         return tuple(by_name[name] for name in names)
     except KeyError as unknown:
-        raise LocalProtocolError(f"no suite {unknown} here, only {', '.join(by_name)}") from None
+        raise LocalProtocolError(
+            f"suite {unknown} does not exist or does not work here; available: {', '.join(by_name)}"
+        ) from None

@@ -1,4 +1,5 @@
-"""The state that a handshake mixes: chaining key, transcript hash, cipher (Noise, revision 34, section 5.2).
+"""The state into which a handshake mixes keys and messages: chaining key, transcript hash, cipher (Noise,
+revision 34, section 5.2).
 
 The order of messages is in `handshake`.
 """
@@ -10,7 +11,7 @@ from crypto.noise.ciphers import TAG_BYTES, CipherState
 
 
 class SymmetricState:
-    """Chaining key, transcript hash and, once a key was mixed in, a cipher (section 5.2)."""
+    """Chaining key, transcript hash and, once a key has been mixed in, a cipher (section 5.2)."""
 
     def __init__(self, name: str, cipher: str) -> None:
         label = name.encode()
@@ -36,7 +37,7 @@ class SymmetricState:
 
     @property
     def sealed_extra_bytes(self) -> int:
-        """How much longer a field is on the wire than in the clear."""
+        """Number of bytes by which a field is longer on the wire than in the clear."""
         return 0 if self._cipher is None else TAG_BYTES
 
     def seal(self, plaintext: bytes) -> bytes:

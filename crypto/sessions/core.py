@@ -1,14 +1,15 @@
-"""The sessions of a node: messages in, packets out, and back. A socket drives it; it has neither socket nor
-clock.
+"""The sessions of a node: messages become packets, and packets messages. It has no socket and no clock; a
+socket drives it.
 
     packets = sessions.send(now, peer, protocol, payload)      for wherever the peer may be
     received = sessions.receive(now, data, source)             `received.answers` go back to `source`
     for peer, packet in sessions.wake(now)                     once `deadline` has come
 
-A message to a peer without a session waits, a handshake begins, and its first packet carries the request.
-Nothing is delivered twice; lost packets stay lost, except while a handshake runs. There are two limits: a
-node that restarted has an empty memory, and a peer that fell out of the bounded memory is met anew. Then an
-initiation captured earlier can be replayed once, and its request with it. Protocols on top are idempotent.
+A message to a peer without a session is queued and a handshake begins, whose first packet already carries the
+message. Nothing is delivered twice, with two exceptions below. Lost packets stay lost, except while a
+handshake runs. The exceptions: a node that restarted has an empty memory, and a peer that was evicted from
+the bounded memory counts as new. In these cases an initiation captured earlier can be replayed once, together
+with its request. So the protocols on top must be idempotent.
 """
 
 from collections import Counter
@@ -47,21 +48,22 @@ from crypto.sessions.table import SessionLimits, SessionTable
 from crypto.swarm import Swarm
 
 WAKEN_MAX = 16
-"""Peers served in one wake: each may take a handshake, of 0.5 to 1 ms, and a peer that names hundreds that do
-not exist has us begin, and repeat, one with each."""
+"""Maximum number of peers served in one wake. Each may need a handshake, which takes 0.5 to 1 ms, and a peer
+that names hundreds of nonexistent peers makes us begin, and repeat, a handshake with each."""
 
 WAIT_SECONDS = 20.0
-"""Nothing waits longer than this for an answer to a datagram."""
+"""Maximum time that anything waits for an answer to a datagram."""
 CHALLENGE_SECONDS = 0.5
-"""Between two challenges to one address."""
+"""Minimum time between two challenges to one address."""
 
 _HEAD_BYTES = TRANSPORT_HEAD.size
 
 
 @dataclass(slots=True)
 class Received:
-    """The meaning of a packet. `peer` is None if it authenticates no peer (a cookie was asked for or came);
-    `newest`: no later packet of this peer came before it, so its source is where the peer is."""
+    """The result of receiving a packet. `peer` is None if the packet authenticates no peer (a cookie was
+    demanded or received). `newest`: no packet sent later by this peer has been received before this one, so
+    its source is the peer's current address."""
 
     peer: PeerId | None
     newest: bool = False
@@ -70,8 +72,8 @@ class Received:
 
 
 class Sessions:
-    """All sessions of one node. `now` is monotonic seconds, never less than before; `wall_milliseconds` the
-    unix time at the start; `entropy(n)` gives n unpredictable bytes. Peers whose id `admits` refuses get no
+    """All sessions of one node. `now` is monotonic seconds and never decreases; `wall_milliseconds` is the
+    Unix time at the start; `entropy(n)` returns n unpredictable bytes. Peers whose id `admits` rejects get no
     session."""
 
     def __init__(
@@ -90,7 +92,7 @@ class Sessions:
         self._entropy = entropy
         self._counters = Counter[str]() if counters is None else counters
         self.unanswered: list[PeerId] = []
-        """Peers of the last `wake` that have left two or more initiations unanswered."""
+        """Peers of the latest `wake` that have left two or more initiations unanswered."""
         self._table = SessionTable(swarm.secrets[0], entropy, self._counters, limits or SessionLimits())
         self._handshakes = Handshakes(
             identity,
@@ -110,21 +112,24 @@ class Sessions:
 
     @property
     def peers(self) -> tuple[PeerId, ...]:
-        """The peers with a usable session or a handshake; the latest used last."""
+        """The peers with a usable session or a handshake in progress, the most recently used last."""
         return tuple(self._table.peers)
 
     # --- out ---------------------------------------------------------------------------------------
 
     def send(self, now: float, peer: PeerId, protocol: str, payload: bytes) -> list[bytes]:
-        """Return packets for the peer, none while the message waits for a handshake that already runs.
+        """Return packets for the peer. Return none while the message waits for a handshake that is already
+        running.
 
-        Raises LocalProtocolError for a payload longer than `payload_bytes_max(protocol)`, or to ourselves.
+        Raises LocalProtocolError if the payload is longer than `payload_bytes_max(protocol)`, or if the peer
+        is this node.
         """
         name = protocol_bytes(protocol)
         size_bytes = TRANSPORT_BYTES_MIN + 1 + len(name) + len(payload)
         if size_bytes > DATAGRAM_BYTES_MAX or peer == self._peer:
             raise LocalProtocolError(
-                f"{len(payload)} bytes of {protocol} fit no datagram, or are for ourselves"
+                f"{len(payload)} bytes of {protocol} do not fit into a datagram, or are "
+                "addressed to this node itself"
             )
         state = self._table.peers.get(peer)
         if state is None:
@@ -145,8 +150,9 @@ class Sessions:
         return self._queue(now, state, SessionRequest(name, payload, now + WAIT_SECONDS))
 
     def knock(self, now: float, peer: PeerId, *, anew: bool = False) -> list[bytes]:
-        """Return packets that try a handshake with a peer, none while one runs unless `anew`. Each has
-        INITIATION_BYTES_MIN bytes: what waits for the peer is sent once the session stands."""
+        """Return packets that try a handshake with a peer; none while a handshake runs, unless `anew`. Each
+        packet has INITIATION_BYTES_MIN bytes and carries no message: queued messages are sent once there is a
+        session."""
         state = self._table.peers.get(peer)
         if state is None:
             try:
@@ -157,8 +163,8 @@ class Sessions:
         return self._begin(now, state, carries=False) if anew or state.attempt is None else []
 
     def doubt(self) -> None:
-        """Distrust all sessions: the next message to each peer begins a handshake. For use when others may
-        have taken another process's session for ours."""
+        """Distrust all sessions, so that the next message to each peer begins a handshake. For use when a
+        different process may have replaced our sessions with its own."""
         for state in self._table.peers.values():
             state.doubted = True
 
@@ -192,7 +198,7 @@ class Sessions:
         return packets
 
     def _sent(self, now: float, state: PeerState) -> None:
-        """Note that a message has left for the peer, which answers it if it is there."""
+        """Record that a message has left for the peer, which must answer if it is alive."""
         state.reply_at = NEVER
         if state.unanswered_since == NEVER:
             state.unanswered_since = now
@@ -201,8 +207,8 @@ class Sessions:
     # --- in ----------------------------------------------------------------------------------------
 
     def receive(self, now: float, data: bytes, source: Source) -> Received:
-        """Take a packet from `source`; raises DatagramRefused, with a reason for a counter, if it is not
-        authentic or came before."""
+        """Process a packet from `source`. Raises DatagramRefused, with a reason for a counter, if the packet
+        is not authentic or is a repeat."""
         kind = data[0] if data else 0
         if kind == TRANSPORT:
             return self._transport(now, data, source)
@@ -212,7 +218,8 @@ class Sessions:
             state = self._handshakes.on_response(now, data, source)
             self._table.touch(now, state)
             assert state.current is not None
-            # Send one of the three: it tells the other side that we have the session.
+            # Send one of the three possible answers: any of them tells the other side that we have the
+            # session.
             answers = (
                 self._challenge(now, state, state.current)
                 or self._flush(now, state)
@@ -224,7 +231,7 @@ class Sessions:
             state = self._handshakes.on_cookie(now, data)
             self._table.set_alarm(state, now)
             return Received(None)
-        raise DatagramRefused("malformed", "a packet of no known type")
+        raise DatagramRefused("malformed", "a packet of unknown type")
 
     def _initiation(self, now: float, data: bytes, source: Source) -> Received:
         state, request, answers = self._handshakes.on_initiation(now, data, source)
@@ -235,7 +242,7 @@ class Sessions:
         if request is not None:
             state.reply_at = min(state.reply_at, now + REPLY_SECONDS)
             datagram = Datagram(state.peer, request.name.decode(), request.payload, newest=True)
-        # If a handshake of ours counts, it asks for the peer where we think it is.
+        # If our own handshake is valid, it was sent to the address where we believe the peer is.
         is_there = state.next is not None and state.next_source == source and state.is_at(source)
         if is_there:
             answers += self._flush(now, state)
@@ -248,10 +255,10 @@ class Sessions:
         _, index, counter = TRANSPORT_HEAD.unpack_from(data)
         found = self._table.sessions.get(index)
         if found is None:
-            raise DatagramRefused("index", "a packet of no session that is known")
+            raise DatagramRefused("index", "a packet of an unknown session")
         state, session = found
         if counter >= COUNTER_MAX or not session.window.is_new(counter):
-            raise DatagramRefused("replay", "a packet that came before, or is too old to tell")
+            raise DatagramRefused("replay", "a packet that was received before, or is too old to tell")
         if now >= session.expires_at:
             raise DatagramRefused("expired", "a packet of a session that is too old")
         try:
@@ -270,7 +277,7 @@ class Sessions:
         size_bytes: int,
         is_newest: bool,
     ) -> Received:
-        """Take an authentic packet of a session, for the first time."""
+        """Process an authentic packet of a session, received for the first time."""
         confirms = session is state.next
         if confirms:
             self._handshakes.confirm(now, state)
@@ -300,7 +307,7 @@ class Sessions:
             self._table.set_alarm(state, state.reply_at)
         if stamp:
             if stamp <= state.memory.request:
-                # It was delivered with an initiation already, which its sender could not know.
+                # An initiation has already delivered this message, which its sender could not know.
                 self._counters["datagrams_repeated"] += 1
                 return None
             state.memory.request = stamp
@@ -321,7 +328,7 @@ class Sessions:
     ) -> None:
         kind, token = read_control(plain)
         if kind == CHALLENGE:
-            # No longer than what it answers, so it may go to any address.
+            # The answer is no longer than the challenge, so it may go to any address.
             received.answers.append(session.seal(write_control(ANSWER, token)))
         elif token == state.challenge and source == state.unproven:
             state.prove(source)
@@ -329,8 +336,8 @@ class Sessions:
     # --- time --------------------------------------------------------------------------------------
 
     def wake(self, now: float) -> list[tuple[PeerId, bytes]]:
-        """Return the packets that are due, with their peers: repeated handshakes, signs of life. For at most
-        WAKEN_MAX peers; while more are due, `deadline` is in the past."""
+        """Return the packets that are due, with their peers: repeated handshakes and keepalives. A call
+        serves at most WAKEN_MAX peers; while more are due, `deadline` is in the past."""
         packets: list[tuple[PeerId, bytes]] = []
         self.unanswered.clear()
         for state in islice(self._table.due(now), WAKEN_MAX):
@@ -366,7 +373,8 @@ class Sessions:
         return packets
 
     def _retry(self, now: float, state: PeerState) -> list[bytes]:
-        """Send another initiation if anything waits for it: the last one was not answered in time."""
+        """Send another initiation if anything waits for it, because the previous one was not answered in
+        time."""
         attempt = state.attempt
         if attempt is None or attempt.retry_at > now:
             return []
@@ -388,7 +396,7 @@ class Sessions:
             state.next = None
 
     def _keepalive(self, now: float, state: PeerState) -> list[bytes]:
-        """Send an empty packet: we are here, and have the session."""
+        """Send an empty packet, which shows that we are alive and have the session."""
         state.reply_at = NEVER
         session = state.sending(now)
         if session is None or not state.may_send(now, TRANSPORT_BYTES_MIN):

@@ -1,7 +1,7 @@
 """Handshakes for sessions: initiation, response, cookie. Cheap checks come first.
 
-Both sides may begin at once. The initiation of the smaller peer id then wins and is answered, and the other
-one is dropped. Queued messages of both sides are still delivered.
+Both sides may begin simultaneously. In that case the initiation of the smaller peer id wins and is answered,
+and the other initiation is dropped. Queued messages of both sides are still delivered.
 """
 
 from collections import Counter, OrderedDict
@@ -42,15 +42,16 @@ from crypto.sessions.table import SessionTable
 from crypto.swarm import Swarm
 
 _PATTERN, _CIPHER = "IKpsk2", "ChaChaPoly"
-"""ChaCha20-Poly1305 is as fast as AES for packets so small, on machines of every kind."""
+"""For such small packets, ChaCha20-Poly1305 is as fast as AES on machines of every kind."""
 _KEY_BYTES = 32
 _STAMPS_PER_MILLISECOND = 1_024
 _PROLOGUE = b"peerloom/session/1\0"
 
 
 class Handshakes:
-    """The handshakes of one node. `wall_milliseconds` is the unix time at `now`. It must be above that of the
-    node's last life; until it is, others refuse its initiations as replays."""
+    """The handshakes of one node. `wall_milliseconds` is the Unix time at `now`. It must be later than all
+    times that the node used before its restart; until it is, other nodes refuse its initiations as
+    replays."""
 
     def __init__(
         self,
@@ -82,8 +83,8 @@ class Handshakes:
     # --- ours --------------------------------------------------------------------------------------
 
     def begin(self, now: float, state: PeerState, *, carries: bool = True) -> list[bytes]:
-        """Return a first initiation, or the next one, that `carries` the first waiting request; none if the
-        amplification limit of the peer's address forbids it."""
+        """Return a first or repeated initiation. If `carries`, it contains the first queued request. Return
+        nothing if the amplification limit of the peer's address forbids it."""
         last = state.attempt
         if last is not None:
             self._table.attempts.pop(last.index, None)
@@ -101,7 +102,7 @@ class Handshakes:
         return [attempt.packet]
 
     def _handshake(self, secret: bytes, remote_static: bytes | None = None) -> Handshake:
-        """Begin a handshake with the owner of this key; without one, answer a handshake that another peer
+        """Begin a handshake with the owner of this key; without a key, answer a handshake that a peer
         began."""
         return Handshake(
             initiator=remote_static is not None,
@@ -115,7 +116,7 @@ class Handshakes:
         )
 
     def end(self, state: PeerState) -> None:
-        """End our handshake: it is needed no more."""
+        """End our handshake, which is no longer needed."""
         if state.attempt is not None:
             self._table.attempts.pop(state.attempt.index, None)
             state.attempt = None
@@ -139,28 +140,28 @@ class Handshakes:
         return self._last_stamp
 
     def on_response(self, now: float, data: bytes, source: Source) -> PeerState:
-        """Complete our handshake and return the peer that answered, whose session is now confirmed."""
+        """Complete our handshake. Return the peer that answered; its session is then confirmed."""
         if len(data) != RESPONSE_BYTES:
             raise DatagramRefused("malformed", f"a response of {len(data)} bytes")
         _, remote_index, index = RESPONSE_HEAD.unpack_from(data)
         state = self._table.attempts.get(index)
         attempt = None if state is None else state.attempt
         if state is None or attempt is None or attempt.is_broken:
-            raise DatagramRefused("index", "a response to no handshake of ours")
+            raise DatagramRefused("index", "a response to an unknown handshake")
         if find_key(self._mac_keys[:1], data[:-MAC_BYTES], data[-MAC_BYTES:]) is None:
             raise DatagramRefused("swarm", "a response of another swarm, or for another peer")
         try:
             payload = attempt.handshake.read(data[RESPONSE_HEAD.size : -MAC_BYTES])
         except RemoteProtocolError:
-            # The object is dead now; the next initiation makes another.
+            # The failed handshake object is unusable; the next initiation makes a new one.
             attempt.is_broken = True
             raise DatagramRefused("seal", "a response that is not authentic") from None
-        # A late initiation of the peer that crossed ours is now refused by its stamp.
+        # If an initiation of the peer crossed ours and arrives late, its stamp now refuses it.
         state.memory.stamp = max(state.memory.stamp, read_stamp(payload))
         session = Session(index, remote_index, attempt.handshake.split(), now, initiated=True)
         self.end(state)
         if not self._table.settle(now, state, source):
-            raise DatagramRefused("full", "a stranger for whom there is no room")
+            raise DatagramRefused("full", "no room for a session with an unknown peer")
         self._rotate(state, session)
         if attempt.carried is not None and state.queue and state.queue[0] is attempt.carried:
             self._table.take(state)
@@ -172,15 +173,15 @@ class Handshakes:
         return state
 
     def on_cookie(self, now: float, data: bytes) -> PeerState:
-        """Queue our initiation again with the cookie of a busy peer, to the peer's own address: the source of
-        the cookie proves nothing."""
+        """Queue our initiation again with the cookie of a busy peer. It goes to the peer's own address,
+        because the source address of the cookie proves nothing."""
         if len(data) != COOKIE_BYTES:
             raise DatagramRefused("malformed", f"a cookie of {len(data)} bytes")
         _, index, _ = COOKIE_HEAD.unpack_from(data)
         state = self._table.attempts.get(index)
         attempt = None if state is None else state.attempt
         if state is None or attempt is None or attempt.has_cookie:
-            raise DatagramRefused("index", "a cookie for no handshake of ours")
+            raise DatagramRefused("index", "a cookie for an unknown handshake")
         body = attempt.packet[:-MAC_BYTES]
         cookie = open_cookie(data, state.mac_key, body[-MAC_BYTES:])
         if cookie is None:
@@ -191,7 +192,7 @@ class Handshakes:
         return state
 
     def again(self, now: float, state: PeerState) -> list[bytes]:
-        """Return the initiation that waits to go out again."""
+        """Return the initiation that waits to be sent again."""
         attempt = state.attempt
         if attempt is None or not attempt.is_waiting:
             return []
@@ -204,8 +205,8 @@ class Handshakes:
     def on_initiation(
         self, now: float, data: bytes, source: Source
     ) -> tuple[PeerState | None, SessionRequest | None, list[bytes]]:
-        """Return the peer that wants a session, its request if it carries one, and the answers; no peer yet
-        if the answer is a cookie."""
+        """Return the peer that wants a session, the request in its initiation if any, and the answers. The
+        peer is None if the answer is a cookie."""
         number, cookie = self._admit(now, data, source)
         if cookie is not None:
             return None, None, [cookie]
@@ -229,8 +230,8 @@ class Handshakes:
         return state, request, [response]
 
     def _admit(self, now: float, data: bytes, source: Source) -> tuple[int, bytes | None]:
-        """Make all cheap checks; return the number of the secret that the initiation was made with, and a
-        cookie if one is demanded."""
+        """Perform all cheap checks. Return the number of the swarm secret with which the initiation was made,
+        and a cookie if one is demanded."""
         if not INITIATION_BYTES_MIN <= len(data) <= DATAGRAM_BYTES_MAX:
             raise DatagramRefused("malformed", f"an initiation of {len(data)} bytes")
         mac1 = data[-MACS_BYTES:-MAC_BYTES]
@@ -238,12 +239,12 @@ class Handshakes:
         if number is None:
             raise DatagramRefused("swarm", "an initiation of another swarm, or for another peer")
         if mac1 in self._seen:
-            raise DatagramRefused("replay", "an initiation that came before")
+            raise DatagramRefused("replay", "an initiation that was received before")
         if not self._admission.is_free(now):
             shown = self._cookies.is_shown(now, data[:-MAC_BYTES], data[-MAC_BYTES:], source)
             verdict = self._admission.judge(now, source, shows_cookie=shown)
             if verdict == "refuse":
-                raise DatagramRefused("busy", "more handshakes than we compute")
+                raise DatagramRefused("busy", "more handshakes than this node computes")
             if verdict == "cookie":
                 self._counters["cookies_sent"] += 1
                 _, index = INITIATION_HEAD.unpack_from(data)
@@ -254,7 +255,7 @@ class Handshakes:
         return number, None
 
     def _open(self, covered: bytes, number: int) -> tuple[Handshake, InitiationOffer]:
-        """Check everything that an initiation must prove."""
+        """Decrypt an initiation and check everything that it must prove."""
         handshake = self._handshake(self._secrets[number])
         try:
             offer = read_offer(handshake.read(covered[INITIATION_HEAD.size :]))
@@ -268,7 +269,7 @@ class Handshakes:
         if not self._admits(offer.peer):
             raise DatagramRefused("work", "an id without the swarm's proof of work")
         if offer.stamp <= self._table.stamp_of(offer.peer):
-            raise DatagramRefused("replay", "an initiation older than one that came before")
+            raise DatagramRefused("replay", "an initiation older than a previous one")
         return handshake, offer
 
     def _accept(
@@ -280,7 +281,7 @@ class Handshakes:
         source: Source,
         offer: InitiationOffer,
     ) -> bytes:
-        """Make the requested session, and our answer without its mac."""
+        """Create the requested session; return our response without its mac."""
         index = self._table.fresh_index()
         answer = handshake.write(write_stamp(self._last_stamp))
         if state.next is not None:
@@ -290,16 +291,16 @@ class Handshakes:
         self._table.sessions[index] = (state, state.next)
         state.prefer_next_until = now + ANEW_SECONDS if offer.anew else 0.0
         if offer.anew:
-            # The peer lost its old session and does not trust ours, so we need a handshake of our own if this
-            # one fails.
+            # The peer lost its old session and does not trust ours. So if this handshake fails, we must begin
+            # one ourselves.
             state.doubted = True
         if state.attempt is not None:
             state.attempt.retry_at = now + state.attempt.wait_seconds
         return RESPONSE_HEAD.pack(RESPONSE, index, remote_index) + answer
 
     def confirm(self, now: float, state: PeerState) -> None:
-        """Note that the other side has used the session that it began. DatagramRefused if there is no room
-        for it."""
+        """Record that the peer has used the session that it began. Raises DatagramRefused if there is no room
+        for the peer."""
         session, source = state.next, state.next_source
         assert session is not None
         assert source is not None
@@ -313,7 +314,7 @@ class Handshakes:
         self._counters["sessions_begun"] += 1
 
     def _rotate(self, state: PeerState, session: Session) -> None:
-        """Make a new session the one to send on; the one before it still opens packets under way."""
+        """Make a new session the one to send on. The previous session still opens packets in flight."""
         for old in (state.previous, state.next):
             if old is not None:
                 self._table.sessions.pop(old.index, None)

@@ -1,10 +1,10 @@
 """Checks before any answer: a keyed check of every handshake packet, and cookies under load.
 
-mac1 covers a handshake packet with a key that follows from the swarm's secret and the receiver's peer id: a
-sender that does not know both gets no answer, and costs us a hash. A cookie is a MAC over the sender's
-address with a key that only we have; sending it back (mac2 is keyed with it) proves that the sender receives
-packets at that address. As in WireGuard's paper, section 5.4.7; the cookie is sealed under a key that only
-members can compute, bound to the very packet it answers.
+mac1 covers a handshake packet with a key derived from the swarm's secret and the receiver's peer id. A sender
+that does not know both gets no answer and costs us only a hash. A cookie is a MAC over the sender's address
+with a key that only we have. Sending it back (mac2 is keyed with it) proves that the sender receives packets
+at that address. This follows WireGuard's paper, section 5.4.7, except that the cookie is sealed under a key
+that only members can compute, and bound to the packet that it answers.
 """
 
 import hmac
@@ -18,7 +18,8 @@ from crypto.identity import PeerId
 from crypto.sessions.packets import COOKIE, COOKIE_HEAD, COOKIE_NONCE_BYTES, MAC_BYTES
 
 COOKIE_SECONDS = 120.0
-"""The lifetime of our cookie key; the key before it is still accepted, so a cookie holds 120 s or more."""
+"""How long a cookie key is used. The previous key is still accepted, so a cookie is valid for at least 120
+s."""
 
 Source = tuple[str, int]
 """The host and port that a packet came from."""
@@ -34,12 +35,12 @@ def mac(key: bytes, data: bytes | memoryview) -> bytes:
 
 
 def mac_key(secret: bytes, receiver: PeerId) -> bytes:
-    """Return the key of mac1 on packets to `receiver`, 32 bytes; `secret` is one of `Swarm.secrets`."""
+    """Return the 32-byte key of mac1 on packets to `receiver`; `secret` is one of `Swarm.secrets`."""
     return blake2s(_MAC1 + receiver, key=secret).digest()
 
 
 def find_key(keys: tuple[bytes, ...], covered: bytes, found: bytes) -> int | None:
-    """Return which of `keys` made the mac `found`, or None."""
+    """Return the index of the key in `keys` that made the mac `found`, or None."""
     for number, key in enumerate(keys):
         if hmac.compare_digest(mac(key, covered), found):
             return number
@@ -55,8 +56,8 @@ class Cookies:
         self._changes_at: float | None = None
 
     def answer(self, now: float, key: bytes, index: int, mac1: bytes, source: Source) -> bytes:
-        """Return the packet that tells `source` its cookie; `mac1` (made with `key`) is of the packet it
-        answers."""
+        """Return the packet that gives `source` its cookie. `mac1` (made with `key`) comes from the packet
+        that it answers."""
         self._change(now)
         nonce = self._entropy(COOKIE_NONCE_BYTES)
         cookie = mac(self._secrets[0], _name(source))
@@ -64,7 +65,7 @@ class Cookies:
         return COOKIE_HEAD.pack(COOKIE, index, nonce) + sealed
 
     def is_shown(self, now: float, covered: bytes, mac2: bytes, source: Source) -> bool:
-        """Return whether `mac2` over `covered` was made with a cookie of ours for `source`."""
+        """Return whether `mac2` over `covered` was made with one of our cookies for `source`."""
         if not any(mac2):
             return False
         self._change(now)
@@ -89,7 +90,7 @@ def open_cookie(packet: bytes, key: bytes, mac1: bytes) -> bytes | None:
 
 
 def _seal_key(key: bytes, nonce: bytes) -> bytes:
-    """Return a key that is fresh for every cookie, so the cipher's own nonce can be zero."""
+    """Return a key that is fresh for every cookie, so that the cipher's own nonce can be zero."""
     return blake2s(_SEAL + nonce, key=key).digest()
 
 

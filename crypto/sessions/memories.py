@@ -1,7 +1,8 @@
-"""Bounded memory of the stamps that must not be replayed, by peer; it outlives the peer's sessions.
+"""Bounded memory of the stamps that must not be replayed, by peer. It outlives the peer's sessions.
 
-An attacker that makes us forget a peer can replay that peer's initiation. A source with many ids therefore
-evicts only its own. Peers without a proven address may forge any, so they count as one source.
+An attacker that makes us forget a peer can replay that peer's initiation. So a source with many ids evicts
+only its own entries. All peers without a proven address count as one source, because they may forge any
+address.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,8 @@ class PeerMemory:
 
 
 class Memories:
-    """Memories by peer. `is_needed(peer)` says whether a peer's memory must stay, since the peer has its
-    state; at most `memories_max` others are kept."""
+    """Memories by peer. `is_needed(peer)` says whether a peer still has a state, in which case its memory
+    must be kept; at most `memories_max` others are kept."""
 
     def __init__(self, is_needed: Callable[[PeerId], bool], memories_max: int) -> None:
         self._is_needed = is_needed
@@ -43,7 +44,7 @@ class Memories:
         return 0 if memory is None else memory.stamp
 
     def open(self, peer: PeerId) -> PeerMemory:
-        """Return the memory of a peer, a new one if there is none."""
+        """Return the memory of a peer; create it if there is none."""
         memory = self._memories.get(peer)
         if memory is None:
             while len(self._memories) >= self._memories_max and self._drop_one():
@@ -53,12 +54,12 @@ class Memories:
         return memory
 
     def prove(self, peer: PeerId, source: bytes) -> None:
-        """Note that the peer has proved to be at an address of `source`."""
+        """Record that the peer has proved to be at an address of `source`."""
         if peer in self._memories:
             self._crowd.add(peer, source)
 
     def close(self, peer: PeerId) -> None:
-        """Note that the peer's state is gone; an empty memory goes too."""
+        """Record that the peer's state is gone; an empty memory is then removed too."""
         if self._memories.get(peer) == PeerMemory():
             self._drop(peer)
 

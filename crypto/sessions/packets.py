@@ -10,9 +10,10 @@
       message: name length 1 (128 more: with a stamp) | stamp 8, if any | name | message
       control: 0 | kind 1 | token 8
 
-All numbers are big-endian. No other protocol that may share a UDP port begins its packets with 4 to 15 (RFC
-7983): STUN, DTLS, TURN and QUIC can be told apart from ours. A response has no mac2: it is looked at only if
-it names the index of a handshake that we began, and each of those is tried once.
+All numbers are big-endian. No other protocol that may share a UDP port has packets that begin with 4 to 15
+(RFC 7983), so STUN, DTLS, TURN and QUIC can be distinguished from ours. A response has no mac2: it is
+processed only if it names the index of a handshake that we began, and each handshake is tried with only one
+response.
 """
 
 import struct
@@ -24,11 +25,13 @@ from crypto.noise import KEY_BYTES, TAG_BYTES
 from crypto.protocols import PROTOCOL_BYTES_MAX, protocol_bytes, read_protocol
 
 DATAGRAM_BYTES_MAX = 1_232
-"""IPv6's least MTU of 1,280 less the IPv6 and UDP headers: it is fragmented nowhere."""
+"""Maximum packet size: IPv6's minimum MTU of 1,280 less the IPv6 and UDP headers, so no link fragments it."""
 INITIATION_BYTES_MIN = 411
-"""A third of the largest packet: any one packet in answer to an initiation is at most three times as long."""
+"""Minimum size of an initiation: a third of the largest packet, so any single packet sent in answer is at
+most three times as long."""
 COUNTER_MAX = 2**48
-"""No session reaches it in its 180 s; it keeps a stranger's number away from a cipher's last nonces."""
+"""Maximum counter. No session reaches it within its 180 s. It keeps a counter chosen by an outsider away from
+a cipher's last nonces."""
 
 INITIATION, RESPONSE, COOKIE, TRANSPORT = 4, 5, 6, 7
 CHALLENGE, ANSWER = 1, 2
@@ -55,7 +58,7 @@ _OFFER_BYTES_MIN = INITIATION_BYTES_MIN - _INITIATION_EXTRA_BYTES
 
 
 class DatagramRefused(RemoteProtocolError):
-    """`reason` is one word for a counter."""
+    """A packet was refused; `reason` is one word for a counter."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -64,7 +67,7 @@ class DatagramRefused(RemoteProtocolError):
 
 @dataclass(frozen=True, slots=True)
 class Datagram:
-    """An authentic message. `newest`: no later message of this peer came before it."""
+    """An authentic message. `newest`: no message sent later by this peer was received before this one."""
 
     sender: PeerId
     protocol: str
@@ -74,7 +77,8 @@ class Datagram:
 
 @dataclass(slots=True, eq=False)
 class SessionRequest:
-    """A message on its way. `stamp` is above 0 once it has been in an initiation: it may have arrived."""
+    """An outgoing message. `stamp` is above 0 once an initiation has carried the message, which may therefore
+    have arrived."""
 
     name: bytes
     payload: bytes
@@ -88,7 +92,7 @@ class SessionRequest:
 
 @dataclass(frozen=True, slots=True)
 class InitiationOffer:
-    """The payload of an initiation. `anew`: its sender has no session with us that it trusts."""
+    """The payload of an initiation. `anew`: the sender trusts no session that it has with us."""
 
     peer: PeerId
     stamp: int
@@ -102,7 +106,7 @@ def payload_bytes_max(protocol: str) -> int:
 
 
 def fits_initiation(request: SessionRequest) -> bool:
-    """Return whether a request can ride in an initiation."""
+    """Return whether a request fits into an initiation."""
     size_bytes = _INITIATION_EXTRA_BYTES + _OFFER.size + request.size_bytes
     return size_bytes <= DATAGRAM_BYTES_MAX
 
@@ -127,7 +131,7 @@ def read_offer(data: bytes) -> InitiationOffer:
     request = None
     if name_bytes:
         if read_protocol(name) is None or not 0 < request_stamp <= stamp:
-            raise DatagramRefused("malformed", "an initiation with a request that is none")
+            raise DatagramRefused("malformed", "an initiation with an empty or nameless request")
         request = SessionRequest(name, data[_OFFER.size + name_bytes : end], stamp=request_stamp)
     elif payload_bytes or request_stamp:
         raise DatagramRefused("malformed", "an initiation with a request for no protocol")
@@ -148,7 +152,7 @@ def read_stamp(data: bytes) -> int:
 
 
 def write_message(request: SessionRequest) -> bytes:
-    """Return the plaintext of a transport packet, for sealing."""
+    """Return the unencrypted content of a transport packet."""
     if request.stamp:
         head = bytes((_STAMPED | len(request.name),)) + _STAMP.pack(request.stamp)
         return head + request.name + request.payload
@@ -172,7 +176,7 @@ def read_message(plain: bytes) -> tuple[int, str, bytes]:
 
 
 def write_control(kind: int, token: bytes) -> bytes:
-    """Return a challenge, or the answer to one."""
+    """Return the content of a challenge, or of the answer to one."""
     return bytes((0, kind)) + token
 
 

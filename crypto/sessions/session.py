@@ -1,25 +1,27 @@
-"""One pair of keys between two peers, from the end of a handshake until it is too old."""
+"""One pair of keys between two peers, from the end of a handshake until the keys are too old."""
 
 from crypto.noise import CipherState
 from crypto.sessions.packets import TRANSPORT, TRANSPORT_HEAD
 from crypto.sessions.replay_window import Window
 
 REJECT_SECONDS = 180.0
-"""The age of a session on which nothing is sent or received any more (WireGuard's Reject-After-Time)."""
+"""Age at which a session is no longer used for sending or receiving (WireGuard's Reject-After-Time)."""
 REKEY_SECONDS = 120.0
-"""The initiator makes a new session when it sends on one of this age (WireGuard's Rekey-After-Time)."""
+"""Age at which the initiator begins a new session when it sends (WireGuard's Rekey-After-Time)."""
 REKEY_RESPONDER_SECONDS = 150.0
-"""The responder does so if the initiator has not: it may only be listening."""
+"""Age at which the responder begins a new session if the initiator has not: the initiator may only be
+listening."""
 REKEY_MESSAGES = 2**32
-"""No rate reaches it in 120 s; it makes the cipher's limit independent of the clock."""
+"""Number of messages after which a new session begins. No rate reaches it in 120 s; it makes the cipher's
+limit independent of the clock."""
 UNCONFIRMED_SECONDS = 30.0
-"""A responder's session ends if the initiator does not use it in this time: an initiator does so with its
-first packet."""
+"""How long a responder keeps a session that the initiator has not used. An initiator uses it with its first
+packet."""
 
 
 class Session:
-    """One session. `index` is ours, `remote_index` theirs: each names the session in packets to the side that
-    chose it."""
+    """One session. Packets carry the index chosen by their receiver: `index` is ours, `remote_index` the
+    peer's."""
 
     __slots__ = (
         "_receiving", "_remote_index", "_sending", "_sent", "expires_at", "index", "rekey_at", "started_at",
@@ -45,11 +47,11 @@ class Session:
         self._sent = 0
 
     def confirm(self) -> None:
-        """Note that the initiator has used the session, so it has our response."""
+        """Record that the initiator has used the session, so it has our response."""
         self.expires_at = self.started_at + REJECT_SECONDS
 
     def is_old(self, now: float) -> bool:
-        """Return whether it is time for a new one."""
+        """Return whether it is time for a new session."""
         return now >= self.rekey_at or self._sent >= REKEY_MESSAGES
 
     def seal(self, plain: bytes) -> bytes:

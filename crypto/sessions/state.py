@@ -1,7 +1,7 @@
-"""The state of one peer: its sessions, our handshake under way, the messages that wait for one, and its
+"""The state of one peer: its sessions, our handshake in progress, the messages that wait for one, and its
 address.
 
-`table` and `core` decide when it changes; this file only keeps it.
+`table` and `core` decide when the state changes; this file only stores it.
 """
 
 from dataclasses import dataclass, field
@@ -15,33 +15,35 @@ from crypto.sessions.session import Session
 
 NEVER = float("inf")
 SILENCE_SECONDS = 4.0
-"""A peer silent for this long after we sent may have forgotten the session, so a handshake begins. A peer
-with nothing to say answers within `REPLY_SECONDS`. WireGuard waits 15 s; a node that restarts should be met
-again sooner."""
+"""A peer that is silent for this long after we sent may have forgotten the session, so a handshake begins. A
+live peer with nothing to send answers within `REPLY_SECONDS`. WireGuard waits 15 s; here contact with a
+restarted node should be restored sooner."""
 REPLY_SECONDS = 1.0
-"""After this we answer a packet with an empty one, if nothing else went that way."""
+"""We answer a packet with an empty one after this time, if nothing else was sent to the peer."""
 ANEW_SECONDS = 3.0
-"""How long we send on a session that the other side began without having one, until that side uses it. The
-limit guards against an old initiation that an attacker held back."""
+"""How long we send on a session that the other side began because it had none, until that side uses the
+session. The limit protects against an old initiation that an attacker held back."""
 AMPLIFICATION_MAX = 3
-"""Bytes sent to an unproven address for each that came from it (as QUIC, RFC 9000, section 8.1)."""
+"""Maximum bytes sent to an unproven address for each byte that came from it (as in QUIC, RFC 9000, section
+8.1)."""
 HOLD_SECONDS = 1.0
-"""A peer that seems to have moved is challenged, and messages for it wait this long for the answer. Then they
-go to the address that was proven before."""
+"""How long messages for a peer that seems to have moved wait for the answer to a challenge. After that they
+go to the previously proven address."""
 HOLD_AGAIN_SECONDS = 30.0
-"""The least time between two such waits: an attacker on the way that changes addresses must not delay
-everything."""
+"""Minimum time between two such waits: an attacker on the path that changes addresses must not delay all
+messages."""
 FORGET_SECONDS = 10.0
 """How long a silent unproven address is kept."""
 RETRY_SECONDS = 0.5
-"""From an initiation to the next one; doubled each time. Longer than most round trips."""
+"""Time from an initiation to the next one, doubled each time. It is longer than most round trips."""
 RETRY_SECONDS_MAX = 4.0
-"""The longest pause: a peer that comes back is met again this soon."""
+"""Maximum time between two initiations, so contact with a peer that comes back is restored within this
+time."""
 
 
 @dataclass(slots=True, eq=False)
 class HandshakeAttempt:
-    """A handshake that we began. `packet` is as it was sent last; `carried` rides in it."""
+    """A handshake that we began. `packet` is the latest packet sent; it contains the request `carried`."""
 
     handshake: Handshake
     index: int
@@ -51,14 +53,14 @@ class HandshakeAttempt:
     wait_seconds: float = RETRY_SECONDS
     has_cookie: bool = False
     is_waiting: bool = False
-    """It is to go out again, now with a cookie."""
+    """Whether the initiation must be sent again, now with a cookie."""
     is_broken: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class PeerState:
-    """The state of one peer. `current` is used for sending; `previous` still opens packets under way; `next`
-    is one that the other side began and has not used yet."""
+    """The state of one peer. `current` is used for sending; `previous` still opens packets in flight; `next`
+    is a session that the other side began and has not used yet."""
 
     peer: PeerId
     static: bytes
@@ -72,33 +74,34 @@ class PeerState:
     prefer_next_until: float = 0.0
     attempt: HandshakeAttempt | None = None
     queue: list[SessionRequest] = field(default_factory=list)
-    """Oldest first. Short, and empty with nearly all peers: an empty deque would hold 600 bytes."""
+    """Oldest first. A list, because the queue is short and nearly always empty, and an empty deque takes 600
+    bytes."""
     cookie: bytes = b""
     cookie_until: float = 0.0
     proven: Source | None = None
-    """The address where something only the peer could read was answered last. (The first response proves one
-    because an initiation went there; an attacker that can change packets on that way could send us
-    anywhere.)"""
+    """The address from which the peer most recently answered something that only it could read. (The first
+    response proves an address only because the initiation went there: an attacker that can change packets on
+    the path could redirect us anywhere.)"""
     unproven: Source | None = None
-    """The unproven address that the newest packet came from. As long as no other is proven, the peer is
-    here."""
+    """The unproven address that the newest packet came from. It is used as the peer's address until an
+    address is proven."""
     allowance_bytes: int = 0
-    """The bytes that may still go to `unproven` if no address is proven; if one is, only challenges go
-    there."""
+    """Number of bytes that may still be sent to `unproven` if no address is proven. If one is proven, only
+    challenges are sent to `unproven`."""
     forget_at: float = 0.0
     hold_until: float = 0.0
     hold_again_at: float = 0.0
     challenge: bytes = b""
     challenged_at: float = -NEVER
     doubted: bool = False
-    """The peer is still silent since its silence was noticed: messages wait for a handshake."""
+    """Whether the peer's silence was noticed and has not ended: messages wait for a handshake."""
     unanswered_since: float = NEVER
     reply_at: float = NEVER
     nudge_at: float = NEVER
     alarm_at: float = NEVER
 
     def sending(self, now: float) -> Session | None:
-        """Return the session to send on, None if there is no reliable one."""
+        """Return the session to send on; None if there is no reliable session."""
         following = self.next
         if following is not None and now < self.prefer_next_until:
             return following
@@ -109,12 +112,12 @@ class PeerState:
         return following if following is not None and now < following.expires_at else None
 
     def heard(self) -> None:
-        """Note that an authentic packet came."""
+        """Record that an authentic packet arrived."""
         self.unanswered_since = NEVER
         self.doubted = False
 
     def came_from(self, now: float, source: Source, size_bytes: int) -> None:
-        """Note that the newest packet is from `source`, which may have to prove itself."""
+        """Record that the newest packet came from `source`, which may have to prove itself."""
         if source == self.proven:
             self.unproven = None
             return
@@ -126,7 +129,7 @@ class PeerState:
         self.forget_at = now + FORGET_SECONDS
 
     def prove(self, source: Source) -> None:
-        """Mark `source` as proven: the peer that answers from it received what we sent there."""
+        """Mark `source` as proven, because the peer that answers from it received what we sent there."""
         self.proven = source
         if self.unproven == source:
             self.unproven = None
@@ -136,7 +139,8 @@ class PeerState:
         return self.proven is None or source == self.proven
 
     def may_begin(self, now: float) -> bool:
-        """Return whether a handshake may go to the peer's address; it has no proved session then."""
+        """Return whether a handshake may be sent to the peer's address, given that the peer has no proven
+        session."""
         if self.proven is not None or self.unproven is None:
             return True
         if now >= self.forget_at:
@@ -145,7 +149,8 @@ class PeerState:
         return self.may_send(now, DATAGRAM_BYTES_MAX)
 
     def may_send(self, now: float, size_bytes: int) -> bool:
-        """Return whether so many bytes may go to the peer's address; they are charged if that is unproven."""
+        """Return whether `size_bytes` may be sent to the peer's address. If that address is unproven, they
+        are charged to its allowance."""
         if self.unproven is None:
             return True
         if self.proven is not None:

@@ -2,9 +2,9 @@
 packets.
 
 A peer is in one of three pools. *Strangers* began a session and have not used it: their address may be
-forged, so they evict only one another. *Wanted* peers are those that we want to reach and have no session
-with. *Settled* ones have used a session, so their address is real. A newcomer among them evicts a peer of the
-largest source, if that is larger than its own (`crowds`), else an idle peer.
+forged, so they evict only one another. *Wanted* peers are those that we want to reach but have no session
+with. *Settled* peers have used a session, so their address is real. A new settled peer evicts a peer of the
+largest source, if that source is larger than its own (`crowds`), else an idle peer.
 """
 
 import heapq
@@ -23,51 +23,54 @@ from crypto.sessions.state import NEVER, PeerState
 from crypto.token_buckets import prefix_of
 
 PEERS_MAX = 1_024
-"""Wanted and settled peers, at 10 KiB each, and more while two sessions overlap; a full SWIM scope has up to
-600 members, and a routing table half as many again. A peer that lists everybody speaks to few of them within
-a session's life."""
+"""Maximum number of wanted and settled peers. Each takes 10 KiB, and more while two sessions overlap. A full
+SWIM scope has up to 600 members, and a routing table half as many again. A peer that lists everybody
+communicates with only a few of them within a session's lifetime."""
 WANTED_MAX = 256
-"""Wanted peers that may push out settled ones: others can name us peers that do not exist."""
+"""Maximum number of wanted peers, which may evict settled ones: other peers can name us peers that do not
+exist."""
 STRANGERS_MAX = 256
-"""Sessions begun by others and not used yet: more than come in a round trip at the rate that we compute."""
+"""Maximum number of sessions that others began and have not used yet: more than arrive in a round trip at the
+maximum handshake rate."""
 RECENT_SECONDS = 60.0
-"""A peer used within this time is not evicted for one of a source that is as large."""
+"""A peer used within this time is not evicted for a peer of an equally large source."""
 QUEUE_MAX = 128
-"""Messages of one peer that wait for a session; the oldest are dropped. As many as a kernel's usual buffer
-takes, so a burst reaches an unknown peer as it reaches a known one."""
+"""Maximum number of messages of one peer that wait for a session; the oldest are dropped. It equals what a
+kernel's usual buffer holds, so a burst reaches an unknown peer as well as it reaches a known one."""
 STRANGER_QUEUE_MAX = 16
-"""The same for a stranger. All strangers together fill two thirds of QUEUED_BYTES_MAX at most, so that there
-is room for messages to others."""
+"""Maximum number of waiting messages of a stranger. All strangers together fill at most two thirds of
+QUEUED_BYTES_MAX, which leaves room for messages to others."""
 QUEUED_BYTES_MAX = 8 * 2**20
-"""The limit for all peers together."""
+"""Maximum bytes of waiting messages of all peers together."""
 MEMORIES_MAX = 16_384
-"""Peers remembered: 500 bytes each; only they keep old initiations from coming twice."""
+"""Number of peers whose replay memory is kept, at 500 bytes each. Only this memory prevents the replay of old
+initiations."""
 SEEN_MAX = 4_096
-"""Initiations remembered, so that a copy of one is refused without computing: it may come by several
-paths."""
+"""Number of initiations remembered, so that a copy of one is refused without computing. An initiation may
+arrive over several paths."""
 _ALARMS_SPARE = 64
 _NOWHERE = b""
-"""The source of a peer that we want to reach: its real one is known when it answers."""
+"""The source assigned to a peer that we want to reach; its real source is known when it answers."""
 
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """The limits of one node's sessions. Raises ValueError where they contradict each other."""
+    """The limits of one node's sessions. Raises ValueError if they contradict each other."""
 
     peers_max: int = PEERS_MAX
     """At least `wanted_max`."""
 
     wanted_max: int = WANTED_MAX
-    """At most `peers_max`, so that wanted peers leave room for settled ones."""
+    """At most `peers_max`, so that wanted peers leave room for settled peers."""
 
     strangers_max: int = STRANGERS_MAX
-    """So few that their queues fill two thirds of `queued_bytes_max` at most."""
+    """Low enough that the strangers' queues fill at most two thirds of `queued_bytes_max`."""
 
     queued_bytes_max: int = QUEUED_BYTES_MAX
     """See `strangers_max`."""
 
     memories_max: int = MEMORIES_MAX
-    """More than `peers_max`: a memory outlives the peer's sessions."""
+    """Greater than `peers_max`, because a memory outlives the peer's sessions."""
 
     seen_max: int = SEEN_MAX
     """At least 1."""
@@ -75,9 +78,12 @@ class SessionLimits:
     def __post_init__(self) -> None:
         queues_bytes = self.strangers_max * STRANGER_QUEUE_MAX * DATAGRAM_BYTES_MAX
         bounds = (
-            (1 <= self.wanted_max <= self.peers_max, "wanted at most peers"),
+            (1 <= self.wanted_max <= self.peers_max, "wanted_max must be at most peers_max"),
             (self.strangers_max >= 1, "strangers at least 1"),
-            (3 * queues_bytes <= 2 * self.queued_bytes_max, "strangers fill two thirds of the queues"),
+            (
+                3 * queues_bytes <= 2 * self.queued_bytes_max,
+                ("the queues of strangers may fill at most two thirds of queued_bytes_max"),
+            ),
             (self.memories_max > self.peers_max, "memories above peers"),
             (self.seen_max >= 1, "seen at least 1"),
         )
@@ -87,7 +93,8 @@ class SessionLimits:
 
 
 class SessionTable:
-    """All peers of a node. `secret` is the swarm's first: mac1 to others is keyed with it."""
+    """All peers of a node. `secret` is the first of the swarm's secrets; mac1 on packets to others is keyed
+    with it."""
 
     def __init__(
         self,
@@ -97,7 +104,7 @@ class SessionTable:
         limits: SessionLimits,
     ) -> None:
         self.peers: OrderedDict[PeerId, PeerState] = OrderedDict()
-        """The latest used last."""
+        """The most recently used last."""
         self.sessions: dict[int, tuple[PeerState, Session]] = {}
         self.attempts: dict[int, PeerState] = {}
         self._secret = secret
@@ -109,11 +116,13 @@ class SessionTable:
         self._settled: Crowd[PeerId] = Crowd()
         self._memories = Memories(self.peers.__contains__, limits.memories_max)
         self._alarms: list[tuple[float, PeerId]] = []
-        # Peers, not their states: a dropped peer's state must not stay in memory until its alarm.
+        # Alarms hold peer ids, not states, so that a dropped peer's state does not stay in memory until its
+        # alarm.
         self._queued_bytes = 0
 
     def meet(self, now: float, peer: PeerId) -> PeerState:
-        """Return the state of a peer that we want to reach; RemoteProtocolError if its id is worthless."""
+        """Return the state of a peer that we want to reach. Raises RemoteProtocolError if its id is a key of
+        small order."""
         state = self._make(now, peer)
         if len(self._wanted) + len(self._settled) >= self.limits.peers_max:
             if len(self._wanted) >= self.limits.wanted_max or not len(self._settled):
@@ -126,11 +135,11 @@ class SessionTable:
         return state
 
     def meet_stranger(self, now: float, peer: PeerId, source: Source) -> PeerState:
-        """Return the state of a peer that wants to reach us, perhaps from `source`."""
+        """Return the state of a peer that wants to reach us, apparently from `source`."""
         prefix = prefix_of(source[0])
         state = self._make(now, peer)
         if len(self._strangers) >= self.limits.strangers_max:
-            # The oldest: an honest one completes its handshake before it is the oldest.
+            # Evict the oldest: an honest stranger completes its handshake before it becomes the oldest.
             members = self._strangers.greedier(prefix) or self._strangers.equals(prefix)
             self.drop(self.peers[next(iter(members))])
             self._counters["sessions_dropped_stranger"] += 1
@@ -139,8 +148,8 @@ class SessionTable:
         return state
 
     def settle(self, now: float, state: PeerState, source: Source) -> bool:
-        """Settle a peer that has used a session from `source`. False: there is no room for it, and it is
-        dropped."""
+        """Settle a peer that has used a session from `source`. Return False if there is no room for it; the
+        peer is then dropped."""
         prefix = prefix_of(source[0])
         if state.peer in self._settled:
             return True
@@ -159,18 +168,18 @@ class SessionTable:
         return True
 
     def _least_recent(self, prefix: bytes) -> PeerState:
-        """Return the least recently used of the settled peers that have to make room for one more from this
-        source."""
+        """Return the least recently used of the settled peers from which one must make room for a peer of
+        this source."""
         members = self._settled.greedier(prefix) or self._settled.equals(prefix)
         return min((self.peers[peer] for peer in members), key=_used_at)
 
     def touch(self, now: float, state: PeerState) -> None:
-        """Mark a peer as used just now."""
+        """Mark a peer as just used."""
         state.used_at = now
         self.peers.move_to_end(state.peer)
 
     def drop(self, state: PeerState) -> None:
-        """Forget everything of a peer but its replay memory."""
+        """Remove a peer's state, except for its replay memory."""
         del self.peers[state.peer]
         self._strangers.remove(state.peer)
         self._wanted.pop(state.peer, None)
@@ -182,7 +191,7 @@ class SessionTable:
             self.sessions.pop(session.index, None)
         while state.queue:
             self.drop_oldest(state)
-        # A caller that still holds the state finds no session to send with.
+        # Code that still holds the state must find no session to send with.
         state.attempt = state.current = state.previous = state.next = None
 
     # --- queued messages --------------------------------------------------------------------------------
@@ -201,12 +210,12 @@ class SessionTable:
         self._queued_bytes -= state.queue.pop(0).size_bytes
 
     def drop_oldest(self, state: PeerState) -> None:
-        """Drop the oldest message unsent."""
+        """Discard the oldest message without sending it."""
         self.take(state)
         self._counters["datagrams_dropped_unsent"] += 1
 
     def fresh_index(self) -> int:
-        """Return an unpredictable number that names no session and no handshake yet."""
+        """Return an unpredictable number that no session and no handshake uses yet."""
         while True:
             index = int.from_bytes(self._entropy(INDEX_BYTES), "big")
             if index not in self.sessions and index not in self.attempts:
@@ -224,22 +233,22 @@ class SessionTable:
 
     @property
     def deadline(self) -> float:
-        """When the next alarm may be due."""
+        """The earliest time at which an alarm may be due."""
         return self._alarms[0][0] if self._alarms else NEVER
 
     def set_alarm(self, state: PeerState, at: float) -> None:
-        """Have `due` name this peer at `at`, if not sooner."""
+        """Make `due` yield this peer at `at`, or at its earlier alarm."""
         if at >= state.alarm_at:
             return
         state.alarm_at = at
         heapq.heappush(self._alarms, (at, state.peer))
         if len(self._alarms) > 4 * len(self.peers) + _ALARMS_SPARE:
-            # Those that were overtaken by an earlier one.
+            # Remove alarms that an earlier alarm of the same peer has replaced.
             self._alarms = [alarm for alarm in self._alarms if self._named(alarm) is not None]
             heapq.heapify(self._alarms)
 
     def due(self, now: float) -> Iterator[PeerState]:
-        """Yield the peers whose alarm has come; each needs a new one."""
+        """Yield the peers whose alarm is due; the caller must set a new alarm for each."""
         while self._alarms and self._alarms[0][0] <= now:
             state = self._named(heapq.heappop(self._alarms))
             if state is not None:
@@ -247,7 +256,7 @@ class SessionTable:
                 yield state
 
     def _named(self, alarm: tuple[float, PeerId]) -> PeerState | None:
-        """Return the peer of an alarm; None if an earlier one overtook it, or the peer was dropped."""
+        """Return the peer of an alarm; None if an earlier alarm replaced it, or if the peer was dropped."""
         state = self.peers.get(alarm[1])
         return state if state is not None and alarm[0] == state.alarm_at else None
 

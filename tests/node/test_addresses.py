@@ -93,7 +93,7 @@ def test_hosts_of_each_kind_may_be_given_without_a_port() -> None:
         ("PEERLOOM_KEY_FILE=k peerloom --join a", "'PEERLOOM_KEY_FILE=k' has to be typed apart"),
         ("peerloom --join", "want HOST:PORT"),
         (" \u200b", "want HOST:PORT"),
-        ("(" * 100_000, "an address has at most 200 letters"),
+        ("(" * 100_000, "an address has at most 200 characters"),
     ],
 )
 def test_an_unreadable_address_is_refused_with_its_reason(text: str, said: str) -> None:

@@ -131,7 +131,7 @@ async def test_a_wrong_guess_of_the_suite_still_yields_a_stream() -> None:
 
 
 def test_an_unknown_suite_is_a_local_error() -> None:
-    with pytest.raises(LocalProtocolError, match="no suite"):
+    with pytest.raises(LocalProtocolError, match="does not exist"):
         make_network("a", suites=["ROT13"])
 
 
