@@ -1,16 +1,16 @@
 """The all-reduce of one group, as a sans-IO machine: every member ends with the same bytes.
 
-Reduce-scatter, then all-gather, directly between all members: member j owns part j of the vector,
-the others send it their slices ("scatter"), it adds them up and sends the sum to all ("gather").
-Each member sends and receives 2 (m - 1) / m of the vector, whatever m is: the bandwidth optimum (Patarasu
-and Yuan 2009), in two steps instead of a ring's 2 (m - 1), which suits a few replicas of a stage.
+Reduce-scatter, then all-gather, directly between all members. Member j owns part j of the vector: the others
+send it their slices of that part ("scatter"), and it adds them up and sends the sum to all ("gather"). Each
+member sends and receives 2 (m - 1) / m of the vector for m members, which is the bandwidth optimum (Patarasu
+and Yuan 2009). It takes two steps instead of a ring's 2 (m - 1), which suits a few replicas of a stage.
 
-An owner adds in the order of `members`, never in the order of arrival, so the result does not
-depend on the network and equals the plain sum in member order, bit for bit.
+An owner adds in the order of `members`, never in the order of arrival. So the result does not depend on the
+network, and equals the plain sum in member order, bit for bit.
 
 Only the replicas of a stage use this all-reduce; peers that average parameters use `gossip.averaging`. It
-does not survive the loss of a member: restart with another key and without the `missing` ones. It does not
-detect false gradients.
+does not survive the loss of a member: in that case, restart with a new key and without the `missing` members.
+It does not detect false gradients.
 """
 
 from collections.abc import Iterator
@@ -25,13 +25,14 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 
 CHUNK_BYTES = 1 << 20
-"""Most data in one message: small enough to interleave, large enough that the frame's overhead is
-negligible."""
+"""Maximum size of the data in one message: small enough to interleave, large enough that the frame's overhead
+is negligible."""
 PART_BYTES_MAX = CHUNK_BYTES + 256
 """Size limit of one encoded Part: the data, a key of at most 64 bytes, and the small fields."""
 KEY_BYTES_MAX = 64
 GROUP_MAX = 256
-"""Members of one group. All members exchange data with all others, which is too costly beyond some dozens."""
+"""Maximum number of members of one group. All members exchange data with all others, which is too costly
+beyond a few dozen."""
 VECTOR_BYTES_MAX = 1 << 40
 
 Vector = NDArray[np.floating[Any]]
@@ -41,9 +42,9 @@ Position = Annotated[int, msgspec.Meta(ge=0, lt=VECTOR_BYTES_MAX)]
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """One chunk of one part of the vector.
 
-    `index` names the part by its owner's place in `members`. `offset` counts bytes from the part's beginning,
-    a multiple of `CHUNK_BYTES`; `data` is little-endian. Scatter carries the sender's summand, gather the
-    sum.
+    `index` identifies the part: it is its owner's position in `members`. `offset` counts bytes from the start
+    of the part and is a multiple of `CHUNK_BYTES`; `data` is little-endian. In scatter `data` is the sender's
+    summand, in gather the sum.
     """
 
     key: Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES_MAX)]
@@ -59,9 +60,9 @@ Sends = list[tuple[PeerId, Part]]
 class AllReduce:
     """One member's side of one all-reduce.
 
-    `members` is the same tuple for all, `me` among them; `key` names this attempt and is the same for
-    all; `vector` is one-dimensional, float32 or float64, of the same size for all, and must not change
-    before `start` has returned. Raises ValueError for arguments outside of that.
+    `members` is the same tuple for all and contains `me`; `key` names this attempt and is the same for all.
+    `vector` is one-dimensional, float32 or float64, of the same size for all, and must not change before
+    `start` has returned. Raises ValueError for invalid arguments.
     """
 
     def __init__(self, me: PeerId, members: tuple[PeerId, ...], key: bytes, vector: Vector) -> None:
@@ -80,15 +81,15 @@ class AllReduce:
         self._chunk_size = CHUNK_BYTES // vector.dtype.itemsize
         self._bounds = _split(vector.size, len(members))
         self._total = np.empty(vector.size, vector.dtype)
-        # Chunks of our part still to be added up: by their beginning in the vector, then by member.
+        # Chunks of our part still to be added up, keyed by their start in the vector, then by member.
         self._summands: dict[int, dict[int, Vector]] = {}
-        # Chunks of the total still unknown, with the place of their owner. A dict for its order.
+        # Chunks of the total still unknown, with the position of their owner. A dict, to keep the order.
         self._awaited: dict[int, int] = {}
         for place in range(len(members)):
             for begin, end in self._chunks(place):
                 self._awaited[begin] = place
                 if place == self._place:
-                    # A copy: the caller's vector may change once we have started.
+                    # A copy, because the caller may change its vector after `start`.
                     self._summands[begin] = {place: vector[begin:end].copy()}
         if len(members) == 1:
             self._total[:] = vector
@@ -96,25 +97,26 @@ class AllReduce:
 
     @property
     def done(self) -> bool:
-        """Whether `total` is complete. A member that is done may still have to send others what `start`
-        returns."""
+        """Whether `total` is complete. A member that is done may still have to send what `start` returned."""
         return not self._awaited
 
     @property
     def total(self) -> Vector:
-        """The sum of all vectors, once done."""
+        """The sum of all vectors; available once done."""
         if not self.done:
             raise LocalProtocolError("the all-reduce is not done")
         return self._total
 
     @property
     def digest(self) -> bytes:
-        """BLAKE3 of the total's little-endian bytes, once done: 32 bytes that all members must share."""
+        """BLAKE3 of the total's little-endian bytes, 32 bytes; available once done. It must be equal on all
+        members."""
         return blake3(self.total.astype(self._wire, copy=False).tobytes()).digest()
 
     @property
     def missing(self) -> tuple[PeerId, ...]:
-        """The awaited members, in the order of `members`: for a sum, or for a summand of our part."""
+        """The awaited members, in the order of `members`. Either their sum or their summand of our part is
+        missing."""
         waits = [place in self._awaited.values() for place in range(len(self._members))]
         waits[self._place] = False
         for summands in self._summands.values():
@@ -124,8 +126,8 @@ class AllReduce:
 
     @property
     def unsummed(self) -> tuple[PeerId, ...]:
-        """Return the awaited members whose summands of our part are missing; through us they delay others
-        too."""
+        """Return the awaited members whose summands of our part are missing. They delay the other members
+        too, who wait for our sum."""
         waits = [
             any(place not in summands for summands in self._summands.values())
             for place in range(len(self._members))
@@ -134,13 +136,13 @@ class AllReduce:
 
     @property
     def left(self) -> int:
-        """The number of chunks still to come."""
+        """The number of chunks still to be received."""
         return len(self._awaited) + sum(len(self._members) - len(row) for row in self._summands.values())
 
     def start(self) -> Sends:
         """Return our summands of all other members' parts. Call it once, before or after receiving."""
         if self._vector is None:
-            raise LocalProtocolError("an all-reduce starts once")
+            raise LocalProtocolError("an all-reduce can start only once")
         vector, self._vector = self._vector, None
         return [
             (self._members[place], self._part("scatter", place, begin, vector[begin:end]))
@@ -173,7 +175,8 @@ class AllReduce:
         summands = self._summands.pop(begin)
         total = self._total[begin:end]
         total[:] = summands[0]
-        # Others' numbers may overflow or be NaN; the caller judges that, without a warning here.
+        # Values of other members may overflow or be NaN. The caller checks for that, so numpy should not warn
+        # here.
         with np.errstate(all="ignore"):
             for place in range(1, len(self._members)):
                 total += summands[place]
@@ -187,13 +190,13 @@ class AllReduce:
 
     def _place_of(self, sender: PeerId) -> int:
         if sender == self._me or sender not in self._members:
-            raise RemoteProtocolError("a part from outside of the group")
+            raise RemoteProtocolError("a part from a peer outside the group")
         return self._members.index(sender)
 
     def _locate(self, message: Part) -> tuple[int, int]:
-        """Begin and end in the vector, in elements, of a chunk whose owner is checked already."""
+        """Return the start and end in the vector, in elements, of a chunk whose owner has been checked."""
         if message.offset % CHUNK_BYTES:
-            raise RemoteProtocolError("a part that begins inside of a chunk")
+            raise RemoteProtocolError("a part that does not begin at a chunk's start")
         begin = self._bounds[message.index] + message.offset // CHUNK_BYTES * self._chunk_size
         end = min(begin + self._chunk_size, self._bounds[message.index + 1])
         if len(message.data) != (end - begin) * self._wire.itemsize or begin >= end:
@@ -201,12 +204,12 @@ class AllReduce:
         return begin, end
 
     def _chunks(self, place: int) -> Iterator[tuple[int, int]]:
-        """Begin and end, in elements, of each chunk of a member's part."""
+        """Yield the start and end, in elements, of each chunk of a member's part."""
         last = self._bounds[place + 1]
         for begin in range(self._bounds[place], last, self._chunk_size):
             yield begin, min(begin + self._chunk_size, last)
 
 
 def _split(size: int, count: int) -> list[int]:
-    """Return where each of `count` almost equal parts begins, and the end of the last."""
+    """Return the start of each of `count` almost equal parts, and the end of the last part."""
     return [size * place // count for place in range(count + 1)]

@@ -1,9 +1,9 @@
-"""Measurements taken from the answers of probed members: round trips, places, clocks, lateness.
+"""Measurements taken from the answers of probed members: round trips, coordinates, clocks, lateness.
 
-Each ping has its own number, so an answer measures the ping that it answers. Only a target's own answers are
-measured. An answer by a stream, which may have been opened for it, yields the clock alone. Clocks are read
-only from members on their turn in a round of probes: this peer alone chooses that order, so no other peer can
-get many of its friends probed first.
+Each ping has its own number, so an answer measures exactly the ping that it answers. Only a target's own
+answers are measured. An answer over a stream only yields the clock, because the stream may have been opened
+just for it. Clocks are read only when a member is probed in its regular turn: this peer alone chooses that
+order, so no other peer can get many of its friends probed first.
 """
 
 from random import Random
@@ -21,7 +21,7 @@ from gossip.table import MemberTable
 
 
 class AnswerMeasures:
-    """The measurements of one peer; its table keeps punctuality and slow members."""
+    """The measurements of one peer. `table` keeps punctuality and slow members."""
 
     __slots__ = ("_settings", "_table", "clocks", "coordinates", "host_of")
 
@@ -33,7 +33,8 @@ class AnswerMeasures:
         self.host_of: HostOf | None = None
 
     def take(self, now: float, ack: Ack, probe: Probe, further: FurtherPing | None) -> None:
-        """Measure a probe whose target itself has answered, to its first ping or a further one."""
+        """Measure a probe whose target has answered by itself, either to its first ping or to a further
+        one."""
         target, seconds = probe.target, now - (probe.sent_at if further is None else further.sent_at)
         if ack.wall is not None and probe.is_in_turn:
             host = None if self.host_of is None else self.host_of(target)
@@ -51,13 +52,13 @@ class AnswerMeasures:
             self._table.trips.learn(now, target, seconds)
 
     def judge(self, now: float, sender: PeerId, probe: Probe) -> MemberDegraded | MemberRecovered | None:
-        """Record that the first ping of a probe was answered, by its target or by a relay; return an event if
-        the target's mark changes."""
+        """Record that the first ping of a probe was answered, by its target or by a relay. Return an event if
+        the target becomes, or is no longer, marked as degraded."""
         answer = ProbeAnswer.IN_TIME
         if sender != probe.target:
             answer = ProbeAnswer.RELAYED
         elif now - probe.sent_at >= self._settings.probe_timeout_seconds:
-            answer = ProbeAnswer.LATE  # even where it may take this long
+            answer = ProbeAnswer.LATE  # even if this target may take that long
         punctuality = self._table.punctuality
         if answer is ProbeAnswer.IN_TIME and not len(punctuality):
             return None

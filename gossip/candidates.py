@@ -1,8 +1,9 @@
-"""Strangers named by others, until they answer a ping themselves: only then are they listed.
+"""Peers named by others that have not answered a ping yet; a peer is listed as a member only after it has.
 
 A signature costs its author nothing, so one message can introduce thousands of invented peers. They wait
-here, apart from the list, bounded in number and probed at a bounded rate. Introducers take turns, so that an
-introducer of many only delays its own. A full table drops a candidate of the introducer with the most.
+here, apart from the member list, bounded in number and probed at a bounded rate. Introducers take turns, so
+an introducer of many peers only delays its own. When the table is full, a candidate of the introducer with
+the most candidates is dropped.
 
 Not here: probes (`gossip.swim`), and the member list (`gossip.state_table`).
 """
@@ -13,18 +14,19 @@ from crypto.identity import PeerId
 from gossip.messages import AliveFact
 
 PROBED_MAX = 32
-"""Candidates probed at once: an honest list of 600 takes 2 s at a round trip of 100 ms, and invented ones are
-dropped at 70 a second."""
+"""Maximum number of candidates probed simultaneously. An honest list of 600 takes 2 s at a round trip of 100
+ms, and invented peers are discarded at 70 per second."""
 PROBED_AT_ONCE_MAX = 8
-"""Candidates contacted in one step: each may take a handshake of 0.8 ms."""
+"""Maximum number of candidates contacted in one step: each may need a handshake of 0.8 ms."""
 TRIES_MAX = 3
-"""Probes of one candidate: at 10 % loss one live candidate in 150 is missed, and introduced again later."""
+"""Number of probes per candidate. At 10 % loss one live candidate in 150 is missed, and introduced again
+later."""
 
 
 @dataclass(slots=True)
 class Candidate:
-    """A stranger to probe. `said` is proved by its signature, though `said.peer` may not exist. `passed_on`:
-    others may be told of it."""
+    """An unknown peer to probe. `said` is proved by its signature, but `said.peer` may not exist.
+    `passed_on`: the peer may be announced to others."""
 
     said: AliveFact
     introducer: PeerId
@@ -38,7 +40,7 @@ class Candidate:
 
 
 class Candidates:
-    """At most `most` candidates: `rows` by peer id, `probed` of them in flight."""
+    """At most `most` candidates: `rows` has them by peer id, and `probed` of them are being probed."""
 
     __slots__ = ("_counts", "_most", "_waiting", "probed", "rows")
 
@@ -47,7 +49,7 @@ class Candidates:
         self._most = most
         self.rows: dict[PeerId, Candidate] = {}
         self._counts: dict[PeerId, int] = {}
-        # Candidates not in flight by introducer, in the order of turns.
+        # Candidates not being probed, by introducer, in the order of turns.
         self._waiting: dict[PeerId, dict[PeerId, None]] = {}
 
     def __len__(self) -> int:
@@ -65,12 +67,12 @@ class Candidates:
         return self.rows.get(peer)
 
     def takes(self, introducer: PeerId) -> bool:
-        """Return whether there is room for a candidate of this introducer, if necessary in place of
-        another."""
+        """Return whether there is room for a candidate of this introducer, if necessary by replacing a
+        different candidate."""
         return len(self.rows) < self._most or self._counts.get(introducer, 0) < max(self._counts.values())
 
     def put(self, candidate: Candidate) -> None:
-        """Add a new candidate that `takes` allows."""
+        """Add a new candidate for which `takes` returned True."""
         if len(self.rows) >= self._most:
             greediest = max(self._counts, key=self._counts.__getitem__)
             told = [row.peer for row in self.rows.values() if row.introducer == greediest]
@@ -80,8 +82,8 @@ class Candidates:
         self._waiting.setdefault(candidate.introducer, {})[candidate.peer] = None
 
     def next(self) -> Candidate | None:
-        """Return the next candidate to probe and mark it in flight; None while enough are in flight or none
-        waits."""
+        """Return the next candidate and mark it as being probed. Return None if enough are being probed or
+        none waits."""
         if not self.is_due:
             return None
         introducer = next(iter(self._waiting))
@@ -96,7 +98,7 @@ class Candidates:
         return candidate
 
     def retry(self, peer: PeerId) -> None:
-        """Let an unanswered candidate wait again, or drop it after TRIES_MAX."""
+        """Queue an unanswered candidate again, or drop it after TRIES_MAX."""
         candidate = self.rows.get(peer)
         if candidate is None or not candidate.is_probed:
             return
@@ -126,5 +128,5 @@ class Candidates:
         return candidate
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all candidates."""
         self.__init__(self._most)  # type: ignore[misc]  # as new

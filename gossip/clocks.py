@@ -1,14 +1,14 @@
-"""The clocks of peers, as their acks report them: the reference if this machine's own clock is wrong.
+"""The clocks of peers, as reported in their acks: the reference if this machine's own clock is wrong.
 
 Each ack of a ping carries the wall clock of its sender. It is stored as its offset from this node's
 *monotonic* clock, which corrections of the wall clock do not change. The time of a swarm is the lower median
-of all known clocks, including this machine's. A clock counts once, and only while its peer is a live member,
-so changing ids adds no clocks. The clocks of one host together count as PLACE_WEIGHT_MAX at most, so the
-invented ids of one machine cannot outvote others.
+of all known clocks, including this machine's. A peer's clock counts once, and only while the peer is a live
+member, so changing ids adds no clocks. The clocks of one host together count as at most PLACE_WEIGHT_MAX, so
+the invented ids of one machine cannot outvote others.
 
-A time outside of this release's possible years is discarded. A machine with such a clock is certainly wrong,
-and uses its peers' alone. Of two machines it is unknown which one is wrong: the earlier time counts if they
-differ by at most a day; otherwise each keeps its own.
+A time outside the plausible years of this release is discarded. If this machine's own clock shows such a
+time, it is certainly wrong, so only the peers' clocks count. If there are only two machines, it is unknown
+which one is wrong: the earlier time counts if they differ by at most a day; otherwise each keeps its own.
 
 Not here: the choice of acks (`gossip.answers`), and the consequences (`node.services.swarm_clock`).
 """
@@ -20,28 +20,29 @@ from typing import NamedTuple
 from crypto.identity import PeerId
 
 PEERS_MIN = 3
-"""Other members whose clocks are needed; in a smaller swarm all of them."""
+"""Number of other members whose clocks are needed; in a smaller swarm, all members are needed."""
 QUORUM_MAX = 32
-"""Half of the others, or this many, are needed before a correction: if a quarter of the members lie, one
-random sample in a thousand of this size has a majority of liars."""
+"""A correction requires the clocks of half of the other members, or of this many. If a quarter of the members
+lie, one random sample of this size in a thousand has a majority of liars."""
 PEERS_KEPT_MAX = 512
-"""Number of kept clocks, the latest ones; more do not improve the median."""
+"""Maximum number of clocks kept, the most recent ones; more would not improve the median."""
 PLACE_WEIGHT_MAX = 4
-"""The largest weight of all clocks of one host: a few nodes of one machine, or of a household."""
+"""Maximum total weight of the clocks of one host: that of a few nodes on one machine, or in a household."""
 KEPT_SECONDS = 600.0
-"""The lifetime of a reading: a clock that drifts by 100 in a million is off by 0.06 s after it."""
+"""How long a reading is kept. After this time, a clock that drifts by 100 ppm is off by 0.06 s."""
 ROUND_TRIP_SECONDS_MAX = 10.0
-"""The longest usable round trip: a clock is uncertain by half of it."""
+"""Maximum usable round trip: the uncertainty of a clock is half of it."""
 RELEASED_SECONDS = 1_767_225_600.0
-"""2026-01-01, in unix seconds: this release did not run before. Raise it with a release."""
+"""2026-01-01, in Unix seconds: this release did not exist before. Raise it with each release."""
 PLAUSIBLE_SECONDS_MAX = RELEASED_SECONDS + 30 * 365.25 * 86_400.0
-"""30 years on: no machine runs this release then, and a signature for that time would be valid forever."""
+"""30 years later: no machine will run this release then, and a signature for that time would in effect never
+expire."""
 PAIR_SKEW_SECONDS_MAX = 86_400.0
-"""How far a single other member may move this node's time: a wrong time zone or day, no more."""
+"""How far a single other member may shift this node's time: enough for a wrong time zone or a wrong day."""
 
 
 def is_plausible(wall: float) -> bool:
-    """Return whether a wall clock reading, in unix seconds, may be right."""
+    """Return whether a wall clock reading, in Unix seconds, is plausible."""
     return RELEASED_SECONDS <= wall <= PLAUSIBLE_SECONDS_MAX
 
 
@@ -52,7 +53,7 @@ class _Heard(NamedTuple):
 
 
 class PeerClocks:
-    """The clocks of peers, in monotonic seconds. A clock counts while its peer `is_live`."""
+    """The clocks of peers, relative to monotonic time. A clock counts as long as its peer `is_live`."""
 
     __slots__ = ("_heard", "_is_live")
 
@@ -72,7 +73,7 @@ class PeerClocks:
         place: Hashable = None,
     ) -> None:
         """Record an ack: the peer's clock showed `wall_milliseconds` during a round trip of
-        `round_trip_seconds`. `place` is the host of the answer, None if unknown."""
+        `round_trip_seconds`. `place` is the host that answered; None if unknown."""
         wall = wall_milliseconds / 1000
         if not 0 <= round_trip_seconds <= ROUND_TRIP_SECONDS_MAX or not is_plausible(wall):
             return
@@ -83,16 +84,16 @@ class PeerClocks:
             self._heard.popitem(last=False)
 
     def forget(self) -> None:
-        """Forget all clocks: this machine may have slept, which makes offsets meaningless."""
+        """Forget all clocks, because this machine may have slept, which makes the offsets meaningless."""
         self._heard.clear()
 
     def peers(self, now: float) -> list[float]:
-        """Return the offsets of recently heard clocks of live peers."""
+        """Return the offsets of recently received clocks of live peers."""
         return [heard.ahead for heard in self._known(now)]
 
     def swarm(self, now: float, own: float, others: int) -> float | None:
-        """Return the swarm's offset with `others` other members; None while too few clocks are known. `own`
-        is this machine's own."""
+        """Return the swarm's offset if there are `others` other members; None while too few clocks are known.
+        `own` is this machine's offset."""
         known = self._known(now)
         is_own_plausible = is_plausible(now + own)
         quorum = max(PEERS_MIN, min((others + 1) // 2, QUORUM_MAX)) if is_own_plausible else PEERS_MIN

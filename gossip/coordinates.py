@@ -1,11 +1,11 @@
-"""Network coordinates, whose distances are round trips: Vivaldi with a height, as in Serf.
+"""Network coordinates whose distances are round trips: Vivaldi with a height, as in Serf.
 
 Dabek, Cox, Kaashoek and Morris 2004 ("Vivaldi: A Decentralized Network Coordinate System"), sections 2.5 to
-2.7 and 5.4 (heights: the part of every path that a peer's own access adds). Each answered probe is a spring
-between two peers. A peer's claimed coordinate is unproved, so a sample moves us by STEP_MAX at most, and a
-peer's latest samples count by their median. So lies of a minority have little effect.
+2.7 and 5.4 (heights: the part of every path that a peer's own access adds). Each answered probe acts as a
+spring between two peers. A peer's claimed coordinate is unproved, so one sample moves us by at most STEP_MAX,
+and only the median of a peer's latest samples counts. So the lies of a minority have little effect.
 
-Pure arithmetic in seconds. On the wire a coordinate is whole tenths of a millisecond.
+Pure arithmetic in seconds. On the wire, a coordinate is in whole tenths of a millisecond.
 """
 
 import math
@@ -20,19 +20,19 @@ from crypto.identity import PeerId
 DIMENSIONS = 4
 UNIT_SECONDS = 1e-4
 FARTHEST = 100_000
-"""In units: 10 s from the origin, longer than any path on Earth."""
+"""Maximum distance from the origin, in units: 10 s, longer than any path on Earth."""
 ROUND_TRIP_SECONDS_MAX = 10.0
 ERROR_MAX = 1.5
-"""The relative error of a peer without samples; claimed errors count as ERROR_MIN at least."""
+"""The relative error of a peer without samples. A claimed error counts as at least ERROR_MIN."""
 ERROR_MIN = 0.05
 ADJUSTMENT = 0.25
 """The paper's c_c and c_e: the share of a spring's pull that is applied."""
 STEP_MAX = 0.02
-"""Largest move by one sample, in seconds."""
+"""Maximum move caused by one sample, in seconds."""
 HEIGHT_MIN = 1e-4
 SAMPLES_KEPT = 3
 PEERS_KEPT_MAX = 64
-"""Peers whose latest samples and places are kept, the most recent ones."""
+"""Number of peers whose latest samples and coordinates are kept, the most recent ones."""
 
 Length = Annotated[int, msgspec.Meta(ge=-FARTHEST, le=FARTHEST)]
 Height = Annotated[int, msgspec.Meta(ge=0, le=FARTHEST)]
@@ -40,7 +40,8 @@ Share = Annotated[int, msgspec.Meta(ge=0, le=int(ERROR_MAX * 100))]
 
 
 class Coordinate(msgspec.Struct, frozen=True, array_like=True):
-    """A place as a peer claims it: a point and a height in units, and its relative error in hundredths."""
+    """A coordinate that a peer claims: a point and a height in units, and its relative error in
+    hundredths."""
 
     point: Annotated[tuple[Length, ...], msgspec.Meta(min_length=DIMENSIONS, max_length=DIMENSIONS)]
     height: Height
@@ -79,12 +80,12 @@ class Coordinates:
         self.here = self._said()
 
     def round_trip_seconds_to(self, peer: PeerId) -> float | None:
-        """Return the recently measured round trip to `peer`, None if there is none."""
+        """Return the recently measured round trip to `peer`; None if there is none."""
         kept = self._samples.get(peer)
         return None if kept is None else sorted(kept[0])[(len(kept[0]) - 1) // 2]
 
     def places(self) -> dict[PeerId, Coordinate]:
-        """Return the claimed coordinates of the peers pinged lately."""
+        """Return the claimed coordinates of the peers pinged recently."""
         return {peer: place for peer, (_, place) in self._samples.items()}
 
     def round_trip_seconds(self, there: Coordinate) -> float:
@@ -93,11 +94,11 @@ class Coordinates:
         return math.dist(self._point, point) + self._height + there.height * UNIT_SECONDS
 
     def _move(self, point: list[float], apart: float, height: float, force: float) -> None:
-        """Move away from a point by `force`, or towards it if negative; the height takes a share of the
+        """Move away from a point by `force`, or towards it if negative. The height takes a share of the
         move."""
         if apart > UNIT_SECONDS:
             way = [(mine - other) / apart for mine, other in zip(self._point, point, strict=True)]
-        else:  # two peers at one point are moved apart in a random direction
+        else:  # two peers at the same point are moved apart in a random direction
             drawn = [self._rng.gauss(0.0, 1.0) for _ in range(DIMENSIONS)]
             length = math.hypot(*drawn) or 1.0
             way = [value / length for value in drawn]

@@ -4,17 +4,17 @@
 |---|---|---|
 | `mean` | the mean, by bounded weights | 0 |
 | `median` | the coordinate-wise median | (n - 1) // 2 |
-| `trimmed-mean` | the mean without the f largest and f smallest numbers, by bounded weights | f |
+| `trimmed-mean` | the mean without the f largest and f smallest values, by bounded weights | f |
 | `centered-clipping` | from the median, steps of a bounded length | f |
 | `geometric-median` | the least sum of distances | f |
-| `krum`, `multi-krum` | the vector nearest to its neighbours; the mean of such | f |
+| `krum`, `multi-krum` | the vector nearest to its neighbours; the mean of several such vectors | f |
 | `nnm-...` | each of the above but the mean, after nearest-neighbour mixing | f |
 
-f is (n - 1) // 3, and 1 of 3. An owner holds its part of every member's vector, and applies the rule to each
-chunk of it alone. That keeps what a rule promises of whole vectors: if for each chunk the squared distance of
-the result from the mean of any n - f members is at most k times their mean squared distance from it, which is
-(f, k)-robustness (Allouah et al. 2023), then the sums over all chunks are, with the same k. Nobody checks how
-an owner reduces its own part.
+f is (n - 1) // 3, or 1 if n is 3. An owner holds its part of every member's vector, and applies the rule to
+each chunk of it separately. What a rule guarantees for whole vectors still holds. (f, k)-robustness (Allouah
+et al. 2023) says that the squared distance of the result from the mean of any n - f members is at most k
+times those members' mean squared distance from their mean. If that holds for each chunk, it holds for the
+sums over all chunks, with the same k. Nobody checks how an owner reduces its own part.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,8 +39,8 @@ RULES: tuple[Aggregate, ...] = get_args(Aggregate)
 MIXED = "nnm-"
 """Prefix of the name of a rule that is applied after nearest-neighbour mixing."""
 DEFAULT: Aggregate = "nnm-trimmed-mean"
-"""The meaning of "auto" where strangers may join. No common lie of `benchmarks/liars.py` costs it more than a
-point of accuracy, it loses 0.3 without liars, and it works in groups of three."""
+"""The meaning of "auto" if strangers may join. None of the common lies in `benchmarks/liars.py` costs this
+rule more than one point of accuracy, it loses 0.3 without liars, and it works in groups of three."""
 WEIGHTED: tuple[Aggregate, ...] = (
     "mean",
     "trimmed-mean",
@@ -48,12 +48,13 @@ WEIGHTED: tuple[Aggregate, ...] = (
     "multi-krum",
     "nnm-multi-krum",
 )
-"""Rules that use bounded claimed weights; in the others every member counts once."""
+"""Rules that use bounded claimed weights. In the other rules every member counts equally."""
 TRIMMED_SHARE = 3
-"""Rules assume that less than one in this many members lies. Cutting a third at either end leaves a third of
-each number's values, so honest values from different data are still averaged. With a quarter, five liars of
-16 took a run on digits from an accuracy of 0.91 to 0.10. In a group of three one may lie too: groups form of
-the ready members, and a lie in a small group would be passed on to all. In a group of two none may."""
+"""Rules assume that fewer than one in this many members lie. Cutting a third at either end leaves the middle
+third of the values, so honest values from different data are still averaged. With a quarter, five liars of 16
+reduced the accuracy of a run on digits from 0.91 to 0.10. In a group of three, one member may lie too,
+because groups form from the ready members and a lie in a small group would spread to all. In a group of two,
+none may."""
 _RULES: Mapping[str, Rule] = {
     "median": median,
     "trimmed-mean": trimmed_mean,
@@ -65,7 +66,7 @@ _RULES: Mapping[str, Rule] = {
 
 
 def liars_max(aggregate: Aggregate, members: int) -> int:
-    """Return how many of `members` may lie without moving the result far from the honest one."""
+    """Return how many of `members` may lie without moving the result far from the honest result."""
     match aggregate:
         case "mean":
             return 0
@@ -76,18 +77,18 @@ def liars_max(aggregate: Aggregate, members: int) -> int:
 
 
 def counted_weights(aggregate: Aggregate, weights: Sequence[float]) -> tuple[float, ...]:
-    """Return what each claimed weight counts for."""
+    """Return how much each claimed weight counts."""
     return bounded_weights(weights) if aggregate in WEIGHTED else (1.0,) * len(weights)
 
 
 def reduction_of(aggregate: Aggregate) -> Reduction:
-    """Return the reduction of parts that follows the rule of this name."""
+    """Return the reduction of parts for the rule with this name."""
     return weighted_mean if aggregate == "mean" else partial(_by_chunk, aggregate)
 
 
 def _by_chunk(aggregate: Aggregate, parts: Sequence[PartContribution]) -> Iterator[Vector]:
-    """Yield the reduced chunks of a robust rule. A chunk of every member is decoded at once: 64 MiB of
-    float32 in the largest group, and as much for those that are mixed."""
+    """Yield the reduced chunks of a robust rule. One chunk of every member is decoded simultaneously: 64 MiB
+    of float32 in the largest group, and the same again for mixed vectors."""
     f = liars_max(aggregate, len(parts))
     if not f:
         yield from weighted_mean(parts)
@@ -99,13 +100,13 @@ def _by_chunk(aggregate: Aggregate, parts: Sequence[PartContribution]) -> Iterat
 
 
 def rule_of(aggregate: Aggregate) -> Rule:
-    """Return a robust rule over stacked vectors, with its mixing; not the mean's."""
+    """Return a robust rule (not the mean) over stacked vectors, including its mixing."""
     is_mixed = aggregate.startswith(MIXED)
     found = _RULES[aggregate.removeprefix(MIXED)]
     is_krum = found in (krum, multi_krum)
 
     def reduce(vectors: Vectors, weights: Weights, f: int) -> Vector:
-        # Krum says nothing in groups of three and four.
+        # Krum is not defined in groups of three and four.
         rule = trimmed_mean if is_krum and len(vectors) < krum_members_min(f) else found
         return rule(*mix_nearest(vectors, weights, f)) if is_mixed else rule(vectors, weights, f)
 
@@ -113,10 +114,10 @@ def rule_of(aggregate: Aggregate) -> Rule:
 
 
 def chosen(choice: str, *, is_private: bool, obstacle: str = "") -> Aggregate:
-    """Return the rule for a choice: "auto" is DEFAULT where any peer may join the swarm, and the mean in a
-    swarm with a key. So all members of a swarm choose alike.
+    """Return the rule for a choice. "auto" is DEFAULT if any peer may join the swarm, and the mean in a swarm
+    with a key, so all members of a swarm choose the same rule.
 
-    `obstacle` says why only the mean is possible, empty where any rule is. Raises ValueError.
+    `obstacle` says why only the mean is possible; it is empty if any rule is. Raises ValueError.
     """
     if choice == "auto":
         return "mean" if is_private or obstacle else DEFAULT
@@ -125,17 +126,21 @@ def chosen(choice: str, *, is_private: bool, obstacle: str = "") -> Aggregate:
             if obstacle and rule != "mean":
                 raise ValueError(f"aggregate {choice}: {obstacle}")
             return rule
-    raise ValueError(f"aggregate {choice!r}: there are auto, {', '.join(RULES)}")
+    raise ValueError(f"unknown aggregate {choice!r}; use auto or one of {', '.join(RULES)}")
 
 
 def obstacle_of(strategy: str, codec: str) -> str:
-    """Return why a strategy or codec allows only the mean, empty if it allows any rule."""
+    """Return why a strategy or codec allows only the mean; empty if it allows any rule."""
     for name, is_sparse in (
         (f"codec {codec}", codec.startswith("topk")),
         (f"strategy {strategy}", strategy == "sparseloco"),
     ):
         if is_sparse:
-            return f"{name} sends few numbers of each vector, which cannot be compared one by one"
+            return (
+                f"{name} sends only a few values of each vector, so vectors cannot be compared value by value"
+            )
     if strategy == "gossip":
-        return "strategy gossip averages in pairs, and of two members nobody can say which lies"
+        return (
+            "strategy gossip averages in pairs, and between two members it cannot be decided which one lies"
+        )
     return ""

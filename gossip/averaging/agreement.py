@@ -1,4 +1,4 @@
-"""The results that the members of an attempt say they hold."""
+"""The results that the members of an attempt declare."""
 
 from collections.abc import Collection, Sequence
 from math import inf
@@ -9,8 +9,9 @@ from crypto.errors import RemoteProtocolError
 class Agreement:
     """This member's result, once it holds all parts, and the results that the others declare.
 
-    `others` are their places; members in `unawaited` are not waited for. A declared difference proves
-    nothing; the facts behind it do, and the two members send each other theirs.
+    `others` are the positions of the other members; members in `unawaited` are not waited for. A declared
+    difference proves nothing. The facts behind a result can be proof, so two members that differ send each
+    other their facts.
     """
 
     def __init__(self, others: Sequence[int], unawaited: Collection[int]) -> None:
@@ -19,23 +20,23 @@ class Agreement:
         self._told: dict[int, bytes] = {}
         self._answered: set[int] = set()
         self.digest = b""
-        """The digest of what this member holds; empty before it holds all."""
+        """The digest of this member's result; empty until the member holds all parts."""
         self.until = inf
-        """The time to stop waiting for other declarations."""
+        """The time at which to stop waiting for other declarations."""
 
     def declare(self, digest: bytes, until: float) -> list[int]:
-        """Declare this member's result; return the places of members that declared another one. Each of them
-        must be sent, once, the facts behind this member's result."""
+        """Declare this member's result. Return the positions of members that declared a different one: each
+        of them must be sent, once, the facts behind this member's result."""
         self.digest, self.until = digest, until
         others = [place for place, told in self._told.items() if told != digest]
         self._answered.update(others)
         return others
 
     def take(self, place: int, digest: bytes) -> bool:
-        """Keep a member's declared digest; return whether it differs and the member must now be sent the
-        facts behind this result.
+        """Keep a member's declared digest. Return whether it differs and the member must now be sent the
+        facts behind this member's result.
 
-        Raises RemoteProtocolError if the member declared something else before.
+        Raises RemoteProtocolError if the member declared a different digest before.
         """
         if self._told.setdefault(place, digest) != digest:
             raise RemoteProtocolError("two digests of one member's result")
@@ -45,7 +46,7 @@ class Agreement:
         return True
 
     def undeclared(self, lost: Collection[int]) -> list[int]:
-        """Return the members, without the lost ones, that have not declared the same result."""
+        """Return the members, except lost ones, that have not declared the same result."""
         return [
             place
             for place in self._others

@@ -1,9 +1,10 @@
 """The upload rate of each member of an attempt, measured by the receivers of its data.
 
-An owner reports to each sender how many of its bytes arrived, and the time of the last one since the
-attempt's beginning (`Arrived`). So socket buffers, which take megabytes at once, do not distort the
-measurement, and no peer's claim about itself is needed. Both times are by the receiver's clock. The estimate
-counts latency and the sender's computing as sending: for little data it is too low, for all members alike.
+An owner reports to each sender how many of its bytes arrived, and when the last one arrived since the
+beginning of the attempt (`Arrived`). So socket buffers, which accept megabytes instantly, do not distort the
+measurement, and no peer's claim about itself is needed. Both times come from the receiver's clock. The
+estimate counts latency and the sender's computing as sending, so it is too low for small amounts of data, but
+for all members alike.
 """
 
 from math import exp2, log2
@@ -12,9 +13,10 @@ from gossip.averaging.group import RATE_MAX, RATE_UNKNOWN
 from gossip.averaging.messages import Arrived
 
 STEPS_PER_OCTAVE = 4
-"""Rates are rounded to these values: members of about the same rate get equal parts despite noise."""
+"""Rates are rounded to this many values per factor of two, so that members with similar rates get equal parts
+despite noise."""
 GAIN = 0.5
-"""The weight of a new measurement in the kept value."""
+"""The weight of a new measurement in the moving average."""
 SECONDS_MIN = 1e-4
 
 
@@ -46,14 +48,15 @@ class Arrivals:
         }
 
     def take(self, place: int, message: Arrived, sent_bytes_max: int) -> None:
-        """Apply an owner's report of this member's bytes. Bytes beyond those sent do not count."""
+        """Apply an owner's report about this member's bytes. Reported bytes beyond those sent do not
+        count."""
         if message.size_bytes <= sent_bytes_max:
             self._told.setdefault(place, message)
 
     @property
     def upload_rate(self) -> float | None:
-        """Return this member's bytes a second; None without reports. Of three or more reports the slowest is
-        ignored, since its author may be slow itself, or lie."""
+        """Return this member's upload rate in bytes per second; None without reports. Of three or more
+        reports the slowest is ignored, because its author may be slow itself, or lie."""
         seconds = sorted(each.microseconds / 1e6 for each in self._told.values())
         if not seconds:
             return None
@@ -62,20 +65,20 @@ class Arrivals:
 
 
 class UploadRate:
-    """The upload rate that a peer claims, from the attempts it was in."""
+    """The upload rate that a peer claims, based on its previous attempts."""
 
     def __init__(self) -> None:
         self._mean: float | None = None
 
     @property
     def claimed(self) -> int:
-        """Bytes a second, rounded; RATE_UNKNOWN while nothing was measured."""
+        """The rate in bytes per second, rounded; RATE_UNKNOWN until something has been measured."""
         if self._mean is None:
             return RATE_UNKNOWN
         step = round(log2(max(self._mean, 2.0)) * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE
         return max(RATE_UNKNOWN + 1, min(RATE_MAX, round(exp2(step))))
 
     def measured(self, rate: float | None) -> None:
-        """Take the rate that an attempt measured, or None."""
+        """Add the rate that an attempt measured; None is ignored."""
         if rate is not None:
             self._mean = rate if self._mean is None else self._mean + GAIN * (rate - self._mean)

@@ -69,20 +69,22 @@ from gossip.averaging.statements import Statements
 
 Sends = list[tuple[PeerId, AttemptMessage]]
 STALL_SECONDS = 1.0
-"""A wake this long after its deadline means that this machine stalled, so others are not late."""
+"""If `wake` comes this long after its deadline, this machine has stalled, so the others are not to blame for
+lateness."""
 
 
 class Attempt:
     """One member's side of one attempt.
 
-    `vector` is flat and of the group's type and size, or None for a member without tensors; it must not
+    `vector` is flat and has the group's type and size, or is None for a member without tensors; it must not
     change before `result` is set. `start`, `receive`, `wake`, `lost` and `cancel` return small messages.
-    Chunks are pulled, one a call, as fast as the stream to that peer takes them (`pull`, `ready`). `codecs`
-    are the user's own, besides those of `gossip.averaging.codecs`. No member waits for `silent` peers to
-    declare their result, since they did not last time. Raises ValueError for a group or vector that does not
-    fit.
+    Chunks are pulled, one per call, as fast as the stream to that peer accepts them (`pull`, `ready`).
+    `codecs` are the user's own codecs, in addition to those of `gossip.averaging.codecs`. No member waits for
+    `silent` peers to declare their result, because they did not declare one in the previous attempt. Raises
+    ValueError if the group or vector is invalid.
 
-    Long because it is one state machine: every message may come in every phase, and each phase handles it.
+    The class is long because it is one state machine: every message may arrive in every phase, and each phase
+    handles it.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class Attempt:
         self._silent: set[int] = set()
         self._begun: set[int] = set()
         self._unsent: tuple[int, ...] = ()
-        # Chunks to send to each place, as (is it reduced, owner, number); dictionaries keep their order.
+        # Chunks to send to each place, as (is it reduced, owner, number). Dictionaries keep their order.
         self._queues: dict[int, dict[tuple[bool, int, int], None]] = {place: {} for place in self._others}
         self._statements = Statements(signer, self._peers, self._place)
         self._haves: dict[int, HaveBody] = {}
@@ -128,7 +130,7 @@ class Attempt:
         self.result: Averaged | NotAveraged | None = None
         self.is_closed = False
         self.has_stood_still = False
-        """Whether this machine was stopped meanwhile, as by a debugger or by suspend."""
+        """Whether this machine was stopped during the attempt, for example by a debugger or by suspend."""
         self.received_bytes = self.sent_bytes = 0
         self._now = self._progress_at = now
         self._scatter_until = now + self._patience.scatter_seconds
@@ -136,7 +138,7 @@ class Attempt:
         self._ask_at = self._close_at = inf
         self._arrivals = Arrivals(self.id, now)
 
-    # Queries of the shell
+    # Queries
 
     @property
     def deadline(self) -> float:
@@ -160,7 +162,7 @@ class Attempt:
 
     @property
     def awaited(self) -> tuple[PeerId, ...]:
-        """The peers that this member waits for, for a status line."""
+        """The peers that this member waits for, for display."""
         if self.result is not None:
             return ()
         if self._is_scattering:
@@ -175,17 +177,17 @@ class Attempt:
 
     @property
     def upload_rate(self) -> float | None:
-        """Measured upload of this member in bytes a second, None if no member has reported it."""
+        """Measured upload of this member in bytes per second; None if no member has reported it."""
         return self._arrivals.upload_rate
 
     @property
     def came(self) -> Mapping[PeerId, int]:
-        """The bytes of tensors from each member."""
+        """The number of tensor bytes received from each member."""
         return {self._peers[place]: size for place, size in self._arrivals.sizes.items()}
 
     @property
     def undeclared(self) -> tuple[PeerId, ...]:
-        """The members that have not declared a result, without lost ones."""
+        """The members that have not declared a result, except lost ones."""
         return tuple(self._peers[place] for place in self._agreement.undeclared(self._lost))
 
     @property
@@ -195,7 +197,7 @@ class Attempt:
 
     @property
     def excluded(self) -> tuple[PeerId, ...]:
-        """Members with tensors that the commit leaves out, once it is known."""
+        """The members with tensors that the commit leaves out; empty until the commit is known."""
         if not self._gather.commit:
             return ()
         held = [entry.place for entry in self._set]
@@ -204,15 +206,15 @@ class Attempt:
     @property
     def unsent(self) -> tuple[PeerId, ...]:
         """The members with tensors whose part did not arrive here in time. A member that reduces nothing
-        returns those that are not in the commit and whose commitment did not arrive. Only arrivals here are
-        evidence; what others hold of a member is only their claim."""
+        returns those that are not in the commit and whose commitment did not arrive. Only arrivals at this
+        member count as evidence, because what others hold is only their claim."""
         return tuple(self._peers[place] for place in self._unsent)
 
     def has_begun(self, peer: PeerId) -> bool:
         """Return whether this member sent any tensor data."""
         return self._place_of(peer) in self._begun
 
-    # Input from the shell
+    # Input
 
     def start(self, now: float) -> Sends:
         """Start sending. Call it once."""
@@ -279,13 +281,13 @@ class Attempt:
         return self._advance()
 
     def opened(self, now: float, peer: PeerId) -> Sends:
-        """Note that this peer has opened a stream for this attempt, so it is present."""
+        """Record that this peer has opened a stream for this attempt, so it is present."""
         self._now = now
         self._signs.note(self._place_of(peer), now)
         return []
 
     def lost(self, now: float, peer: PeerId) -> Sends:
-        """Stop waiting for a peer that cannot be reached, is dead, or has withdrawn."""
+        """Stop waiting for a peer that is unreachable or dead, or has withdrawn."""
         self._now = now
         place = self._place_of(peer)
         if self.is_closed or place in self._lost:
@@ -295,10 +297,10 @@ class Attempt:
         if self.result is not None:
             return []
         if place in self._owners and self._is_scattering:
-            # It cannot have reduced anything without this member's have-set.
+            # The lost owner cannot have reduced anything without this member's have-set.
             return self._fail(Reason.OWNER_LOST, place, *self._overdue)
         if place in self._owners:
-            # Others may hold its last messages: ask them at once, and do not wait long.
+            # Others may hold the lost peer's last messages. So ask them immediately, and do not wait long.
             self._ask_at = now
             if place not in self._haves:
                 self._phase_until = min(self._phase_until, now + 3 * self._patience.ask_seconds)
@@ -308,7 +310,7 @@ class Attempt:
         return sends + self._advance()
 
     def cancel(self, now: float) -> Sends:
-        """Withdraw; once there is a result, only stop handing it on."""
+        """Withdraw. If there is a result already, only stop passing it on."""
         self._now = now
         if self.result is None:
             return self._fail(Reason.CANCELLED)
@@ -316,7 +318,7 @@ class Attempt:
         return []
 
     def wake(self, now: float) -> Sends:
-        """Do whatever is due at `now`."""
+        """Do everything that is due at `now`."""
         self._now = now
         if self.is_closed or now < self.deadline:
             return []
@@ -339,8 +341,8 @@ class Attempt:
         return self._ask() + self._advance()
 
     def _make_up_for(self, seconds: float) -> None:
-        """Extend the deadlines by a stall, once an attempt: otherwise it might never end on a slow
-        machine."""
+        """Extend the deadlines by a stall, at most once per attempt: otherwise an attempt might never end on
+        a slow machine."""
         self.has_stood_still = True
         self._scatter_until += seconds
         self._phase_until += seconds
@@ -366,7 +368,8 @@ class Attempt:
 
     @property
     def _stall_at(self) -> float:
-        """The time to stop waiting for a chunk; sooner once an owner is lost and all others were asked."""
+        """The time at which to stop waiting for a chunk. It is earlier once an owner is lost, when there was
+        time to ask all others."""
         seconds = self._patience.stall_seconds
         if self._gather.commit and any(place in self._lost for place in self._gather.incomplete):
             seconds = min(seconds, self._patience.ask_seconds * (len(self._others) + 1))
@@ -374,12 +377,13 @@ class Attempt:
 
     @property
     def _gone(self) -> set[int]:
-        """The lost members that cannot be reached. A silent member may be late, and still gets messages."""
+        """The lost members that cannot be reached. A lost member that was only silent may be late, so it
+        still gets messages."""
         return self._lost.keys() - self._silent
 
     @property
     def _overdue(self) -> list[int]:
-        """Return the members that this one waits for, once half of their time is over."""
+        """Return the members that this one waits for, if more than half of their time is over."""
         now, patience = self._now, self._patience
         found = self._signs.overdue(self._lost, now)
         if self._is_scattering:
@@ -404,7 +408,7 @@ class Attempt:
         author = self._statements.author_of(COMMITMENT_PURPOSE, fact)
         body: CommitmentBody = decode(fact.body, CommitmentBody, bytes_max=FACT_BODY_BYTES_MAX)
         if author != place:
-            raise RemoteProtocolError("a commitment of somebody else")
+            raise RemoteProtocolError("a commitment whose author is a different member")
         self._scatter.check(author, body)
         if self._statements.is_new(COMMITMENT_PURPOSE, author, fact):
             self._scatter.take_commitment(author, body, fact.body)
@@ -455,7 +459,7 @@ class Attempt:
         return sends
 
     def _decide(self) -> Sends:
-        """Compute the set S and the commit, once all have-sets are here."""
+        """Compute the set S and the commit, once all have-sets have arrived."""
         bodies = [self._haves[place] for place in self._owners]
         common = tuple(entry for entry in bodies[0].held if all(entry in body.held for body in bodies[1:]))
         if len(common) < 2:
@@ -502,7 +506,7 @@ class Attempt:
                 self._moved(size)
             return
         if message.place not in self._gather.parts or message.place == self._place:
-            raise RemoteProtocolError("a reduced chunk of a member that does not reduce it")
+            raise RemoteProtocolError("a reduced chunk from a member that does not reduce that part")
         if place != message.place and not self._questions.has_asked(message.place, place):
             raise RemoteProtocolError("a reduced chunk that was not asked for")
         if self.result is None:
@@ -521,7 +525,8 @@ class Attempt:
     # Agree
 
     def _say_holding(self) -> Sends:
-        """Declare this member's result; send the facts behind it to members that declared another one."""
+        """Declare this member's result. Send the facts behind it to members that declared a different
+        result."""
         if not self._gather.parts and not np.isfinite(self._gather.vector).all():
             return self._fail(Reason.NOT_FINITE)
         digest = self._gather.digest()
@@ -531,7 +536,7 @@ class Attempt:
         return sends
 
     def _contradicting(self) -> list[int]:
-        """Return the owners proved to have equivocated: members may hold different bytes."""
+        """Return the owners that are proved to have equivocated, so that members may hold different bytes."""
         return [place for purpose, place in self._statements.equivocations if purpose != COMMITMENT_PURPOSE]
 
     def _succeed(self) -> Sends:
@@ -545,7 +550,8 @@ class Attempt:
     # Missing chunks and facts
 
     def _ask(self) -> Sends:
-        """Ask all for facts. Ask for chunks of each slow part: its owner first, then others in turn."""
+        """Ask all members for facts. Ask for the chunks of each slow part: first its owner, then the others
+        in turn."""
         self._ask_at = self._now + self._patience.ask_seconds
         alive = [place for place in self._others if place not in self._lost]
         if not self._gather.commit:
@@ -582,7 +588,7 @@ class Attempt:
 
     def _place_of(self, peer: PeerId) -> int:
         if peer not in self._peers or peer == self._signer.peer:
-            raise RemoteProtocolError("a peer from outside of the group")
+            raise RemoteProtocolError("a peer from outside the group")
         return self._peers.index(peer)
 
     def _moved(self, count: int) -> None:
@@ -604,7 +610,7 @@ class Attempt:
             tuple(self._peers[place] for place in found if place in self._gone),
         )
         if reason is Reason.INCOMPLETE:
-            # This member's parts may still help others.
+            # Other members may still need this member's parts.
             self._close_at = self._now + self._patience.linger_seconds
             return []
         sends = self._to_all(Withdraw(self.id))

@@ -3,18 +3,20 @@
 Everything here is this peer's own experience. It is never sent, so no peer can be excluded by what others
 say. It decides three things:
 
-- The peers that this peer leaves out of its proposed groups: those whose silence made an attempt fail.
-- The peers that are waited for: those that came in time when last awaited, for as long as they usually take
-  (`gossip.averaging.lateness`); newcomers and peers with another chance, for as long as their contribution is
-  worth. Others still enter a group if they are ready when it forms.
-- The peer that should propose a group: peers that completed a round first, those that failed to propose last.
+- Which peers this peer leaves out of the groups that it proposes: those whose silence made an attempt fail.
+- Which peers are waited for. Peers that came in time when last awaited are waited for as long as they usually
+  take (`gossip.averaging.lateness`). Newcomers and peers that get a new chance are waited for as long as
+  their contribution is worth. Other peers still enter a group if they are ready when it forms.
+- Which peer should propose a group: first the peers that have completed a round, last those that failed to
+  propose.
 
-Each delay that a peer causes is followed by a time without it, `COST_FACTOR` times as long and doubled with
-each repetition, so a silent or slow peer costs a bounded share of the time. A completed round forgives
-failures, and coming in time forgives lateness. A peer that completed a round before is excused once in a
-while: an honest machine stalls now and then, and two members that exclude each other train apart.
+After each delay that a peer causes, the group does without it for `COST_FACTOR` times as long, doubled with
+each repetition. So a silent or slow peer costs a bounded share of the time. A completed round forgives
+failures, and coming in time forgives lateness. A peer that has completed a round before is excused
+occasionally, because an honest machine stalls now and then, and two members that exclude each other train
+apart.
 
-Not here: who may take part (`gossip.roster`), and the agreement on a group (`gossip.matchmaking`).
+Not here: which peers may take part (`gossip.roster`), and the agreement on a group (`gossip.matchmaking`).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -26,38 +28,44 @@ from gossip.averaging.lateness import ROUNDS_MIN, Lateness, middle_of
 from gossip.claims import VOICES_MIN
 
 COST_FACTOR = 8.0
-"""A peer that cost a second is left out, or not waited for, for this many seconds."""
+"""A peer is left out, or not waited for, for this many times as long as the delay that it caused."""
 DOUBLINGS_MAX = 6
 BACKOFF_SECONDS_MAX = 600.0
-"""The longest exclusion: a recovered peer is in again after ten minutes, whatever it cost before."""
+"""Maximum length of an exclusion: a recovered peer takes part again after ten minutes, regardless of the
+delays it caused before."""
 LEFT_OUT_SECONDS_MIN = 10.0
-"""The cost of a first failure: an attempt that ends at once, by a broken stream, is not retried at once."""
+"""Minimum cost of a first failure, so that an attempt that ends at once because a stream broke is not retried
+at once."""
 TRIAL_SHARE = 0.25
-"""The share of an exclusion after which a peer that failed again is tried. It proposes groups as often as it
-likes, so otherwise the next trial would follow each failed one at once."""
+"""After this share of an exclusion, a peer that failed again is tried. A peer may propose groups as often as
+it likes, so without this limit the next trial would follow each failed one immediately."""
 EXCUSE_SECONDS = 600.0
-"""Time between two excused failures of a peer that has completed a round before. So a malicious peer costs
-one more attempt in ten minutes."""
+"""Time between two excused failures of a peer that has completed a round before. So a malicious peer can cost
+one additional attempt in ten minutes."""
 WITHDRAWALS_MAX = 3
-"""Withdrawals in a row, without a completed round between them, that count as a failure. A member withdraws
-when its attempt failed by another's silence, and declines if it is already in another group."""
+"""Number of consecutive withdrawals, without a completed round in between, that count as a failure. A
+member withdraws if another member's silence made its attempt fail, and declines if it is already in
+another group."""
 LATE_SECONDS_MIN = 0.25
-"""Less does not count as lateness: rounds of equal peers drift by as much, and a busy machine takes that
-long."""
+"""Minimum delay that counts as lateness. Rounds of equally fast peers drift apart by this much, and a busy
+machine takes this long."""
 HABIT_SECONDS_MIN = 0.03
-"""A peer that is usually late by less counts as punctual: its message takes that long to arrive."""
+"""A peer that is usually late by less than this counts as punctual, because its message takes this long to
+arrive."""
 COST_SECONDS_MIN = 0.05
-"""A round that begins this much later than the last awaited peer was ready has waited for another peer."""
+"""If a round begins this much later than the last awaited peer was ready, its convener waited for a different
+peer."""
 ABSENT_ROUNDS_MIN = 10
-"""Completed rounds in a row without a peer that show that it is away: a slow peer misses only a few."""
+"""A peer that is missing from this many consecutive completed rounds counts as away; a slow peer misses only
+a few."""
 RECORDS_MAX = 2_048
-"""Peers that are remembered: twice as many as a roster lists."""
+"""Maximum number of peers remembered: twice as many as a roster lists."""
 
 
 @dataclass
 class _Record:
-    """One peer's record. `misses` count since it last came in time while awaited, `rounds_without` the rounds
-    that were completed here since it contributed to one."""
+    """One peer's record. `misses` counts since the peer last came in time while awaited; `rounds_without`
+    counts the rounds completed here since the peer contributed to one."""
 
     has_completed: bool = False
     is_known: bool = False
@@ -75,10 +83,11 @@ class _Record:
     lateness: Lateness = field(default_factory=Lateness)
 
     def missed(self, now: float, seconds: float) -> None:
-        """Record that the peer was awaited in vain for `seconds`, or delayed the others that long."""
+        """Record that the peer was awaited in vain for `seconds`, or delayed the others by that time."""
         self.misses += 1
         self.is_back = False
-        # After the first miss it is awaited again as soon as it comes, since any peer is late once.
+        # After the first miss, the peer is awaited again as soon as it returns, because any peer is late
+        # once.
         again = 0.0 if self.misses == 1 else backoff_seconds(seconds, self.misses - 1)
         self.wait_again_at = now + again
 
@@ -90,7 +99,8 @@ class _Record:
     def cost(self, now: float, seconds: float) -> None:
         """Record that the peer delayed the others by `seconds`, as it usually does."""
         self.misses += 1
-        seconds = ROUNDS_MIN * max(HABIT_SECONDS_MIN, seconds)  # the rounds that showed it
+        # the number of rounds that showed the lateness
+        seconds = ROUNDS_MIN * max(HABIT_SECONDS_MIN, seconds)
         self.wait_again_at = max(self.wait_again_at, now + backoff_seconds(seconds, self.misses))
 
     def is_waited_for(self, now: float) -> bool:
@@ -98,7 +108,8 @@ class _Record:
 
 
 def backoff_seconds(cost_seconds: float, times: int) -> float:
-    """Return how long to do without a peer that cost `cost_seconds`, for the `times`-th time in a row."""
+    """Return how long to do without a peer after it has caused a delay of `cost_seconds` for the `times`-th
+    consecutive time."""
     return float(min(BACKOFF_SECONDS_MAX, COST_FACTOR * cost_seconds * 2 ** min(times - 1, DOUBLINGS_MAX)))
 
 
@@ -112,16 +123,16 @@ class Attendance:
     def __init__(self) -> None:
         self._records: dict[PeerId, _Record] = {}
         self._newcomers = _Record()
-        """Peers that have not come yet share one back-off, since a new id costs nothing."""
+        """Peers that have never come share one back-off, because a new id costs nothing."""
         self._rounds = 0
-        """Rounds completed here."""
+        """Number of rounds completed here."""
         self.middle = Lateness()
         """The lateness of the median of the awaited peers, relative to this peer."""
 
     # Input
 
     def completed(self, peers: Iterable[PeerId]) -> None:
-        """Record a completed round that these peers contributed to."""
+        """Record a completed round to which these peers contributed."""
         self._rounds += 1
         for record in self._records.values():
             record.rounds_without += 1
@@ -134,7 +145,7 @@ class Attendance:
             record.is_tried = False
 
     def failed(self, now: float, peers: Iterable[PeerId], seconds: float) -> None:
-        """Record an attempt of `seconds` that failed, or took longer, because these peers did not send."""
+        """Record an attempt of `seconds` that failed, or took longer, because these peers sent nothing."""
         for peer in peers:
             record = self._record(peer)
             record.withdrawals = 0
@@ -150,8 +161,8 @@ class Attendance:
 
     def disputed(self, now: float, peers: Iterable[PeerId], seconds: float) -> None:
         """Record an attempt of `seconds` that failed, or took longer, because of a dispute between one of
-        these and another member; this peer cannot tell which is at fault. Those that have never completed a
-        round are left out, each time for as long as for a first failure."""
+        these peers and another member. This peer cannot tell which of the two is at fault. Only those that
+        have never completed a round are left out, each time as long as after a first failure."""
         for peer in peers:
             record = self._record(peer)
             if not record.is_known:
@@ -174,12 +185,12 @@ class Attendance:
         interval_seconds: float,
         worth: Mapping[PeerId, float] | None = None,
     ) -> None:
-        """Record the peers that came while this peer, ready since `begun_at`, waited for a group; `ready_at`
-        has the times at which others were ready.
+        """Record which peers came while this peer, ready since `begun_at`, waited for a group. `ready_at` has
+        the times at which others were ready.
 
-        Rounds follow each other by about `interval_seconds`. In a numbered round members stand still while
-        they wait. Then `worth` is the value of each peer's contribution in seconds of all members, and a peer
-        that is usually later than that is not awaited.
+        Rounds are about `interval_seconds` apart. In a numbered round members stand still while they wait. In
+        that case `worth` is the value of each peer's contribution, in seconds of all members, and a peer that
+        is usually later than its worth is not awaited.
         """
         for peer in ready_at:
             self.came(peer)
@@ -191,7 +202,8 @@ class Attendance:
             self.middle.note(base - begun_at if middle < inf else now - begun_at)
             self._measure(base, {**dict.fromkeys(awaited, now), **ready_at})
             self._postpone(now, awaited, ready_at)
-        # Without one of n a round does 1 / (n - 1) less work: this bounds the wait for it.
+        # Without one of n members a round does 1 / (n - 1) less work. This bounds how long waiting for it is
+        # worthwhile.
         late = max(LATE_SECONDS_MIN, interval_seconds / len(awaited))
         was_new = missed_new = False
         for peer in awaited:
@@ -208,13 +220,15 @@ class Attendance:
                 record.misses = 0
         if missed_new:
             self._newcomers.missed(now, max(0.0, now - base))
-            self._newcomers.is_back = True  # the back-off ends by itself: the next newcomers are others
+            # the back-off ends by itself, because the next newcomers are different peers
+            self._newcomers.is_back = True
         elif was_new:
             self._newcomers.misses = max(0, self._newcomers.misses - 1)
 
     def _postpone(self, now: float, awaited: Collection[PeerId], ready_at: Mapping[PeerId, float]) -> None:
-        """Postpone the next trial if all awaited peers were ready and the round still began later: its
-        convener waited for a peer that has missed others, so this peer need not try that one."""
+        """Postpone the next trial of a peer if the round began later although all awaited peers were ready.
+        Its convener was then waiting for a peer that has missed other rounds, so this peer need not try that
+        one."""
         seconds = now - max((ready_at.get(peer, now) for peer in awaited), default=now)
         if seconds <= COST_SECONDS_MIN:
             return
@@ -231,41 +245,42 @@ class Attendance:
         self._record(peer).is_back = True
 
     def passed_over(self, peers: Iterable[PeerId]) -> None:
-        """Record that these peers did not propose a group on their turn."""
+        """Record that these peers did not propose a group when it was their turn."""
         for peer in peers:
             self._record(peer).is_passed_over = True
 
     def proposed(self, peer: PeerId) -> None:
-        """This peer proposed a group."""
+        """Record that this peer proposed a group."""
         self._record(peer).is_passed_over = False
 
     # Decisions
 
     @property
     def has_completed_any(self) -> bool:
-        """Whether a round was completed here with a peer that has not failed since."""
+        """Whether any peer has completed a round with this one and not failed since."""
         return any(record.has_completed for record in self._records.values())
 
     def has_completed(self, peer: PeerId) -> bool:
-        """Return whether this peer was in a round that was completed here, and has not failed since."""
+        """Return whether this peer took part in a round completed here, and has not failed since."""
         record = self._records.get(peer)
         return record is not None and record.has_completed
 
     def is_known(self, peer: PeerId) -> bool:
-        """Return whether this peer was ever in a round that was completed here."""
+        """Return whether this peer ever took part in a round completed here."""
         record = self._records.get(peer)
         return record is not None and record.is_known
 
     def absent(
         self, peers: Collection[PeerId], *, is_strict: bool, abreast: Collection[PeerId] = ()
     ) -> frozenset[PeerId]:
-        """Return which of these peers are listed and do not average here. Once rounds have been completed, or
-        where that is to be told more strictly, all but those that contributed to one lately; before, and
-        where none of these did, those by whose silence an attempt failed.
+        """Return which of these peers are listed but do not average with this one. Once enough rounds have
+        been completed, or if `is_strict`, these are all peers that have not recently contributed to a round.
+        Before that, and if no peer has contributed recently, they are the peers whose silence made an attempt
+        fail.
 
-        `abreast` say that they are as far as this peer, or further. Where several of them contributed here
-        once, they may be the other half of a run that was parted, so they are not absent; a single one may be
-        silent. More strictly they are."""
+        `abreast` are the peers that claim to be at least as far as this one. If several of them contributed
+        to a round earlier, they may be the other half of a run that was split, so they are not absent; a
+        single one may just be silent. With `is_strict` they are absent too."""
         records = {peer: self._records[peer] for peer in peers if peer in self._records}
         partners = {p for p, record in records.items() if record.rounds_without < ABSENT_ROUNDS_MIN}
         if partners and (is_strict or self._rounds >= ROUNDS_MIN):
@@ -276,19 +291,19 @@ class Attendance:
         return frozenset(p for p, record in records.items() if record.failures and not record.is_known)
 
     def is_passed_over(self, peer: PeerId) -> bool:
-        """Return whether this peer failed to propose a group when it last was its turn."""
+        """Return whether this peer failed to propose a group when it last had the turn."""
         record = self._records.get(peer)
         return record is not None and record.is_passed_over
 
     def is_left_out(self, now: float, peer: PeerId) -> bool:
-        """Return whether this peer is to be in no group that is proposed here."""
+        """Return whether this peer is to be left out of all groups that are proposed here."""
         record = self._records.get(peer)
         return record is not None and now < record.left_out_until
 
     def declines(self, now: float, peer: PeerId) -> bool:
-        """Return whether to decline a group that this peer proposes. A left-out peer's group is still
-        accepted at times: it is there, and may not be at fault. Two peers that leave each other out would
-        never meet."""
+        """Return whether to decline a group that this peer proposes. A left-out peer's group is accepted
+        occasionally, because the peer is alive and may not be at fault. Otherwise two peers that leave each
+        other out would never average together again."""
         if not self.is_left_out(now, peer):
             return False
         record = self._record(peer)
@@ -305,9 +320,9 @@ class Attendance:
         return now >= record.left_out_until and record.is_waited_for(now)
 
     def is_reliable(self, peer: PeerId) -> bool:
-        """Return whether this peer has completed a round and came in time when it was last waited for; while
-        none has, any may. Once others have come to some rounds, a peer that completed none is not
-        reliable."""
+        """Return whether this peer has completed a round and came in time when it was last waited for. If no
+        peer has completed a round, all count as reliable. Once some peers have come to several rounds, the
+        others must have come to several too."""
         if not self.has_completed_any:
             return True
         record = self._records.get(peer)
@@ -318,13 +333,13 @@ class Attendance:
         )
 
     def is_usually_late(self, peer: PeerId) -> bool:
-        """Return whether this peer usually comes so long after the others that waiting for it is in vain."""
+        """Return whether this peer usually comes so long after the others that waiting for it is useless."""
         record = self._records.get(peer)
         return record is not None and record.is_slow(0.0)
 
     def likely_lateness_seconds(self, peer: PeerId) -> float:
-        """Return how long after the median of others this peer comes at most, but for rare cases; 0 where
-        that is not known."""
+        """Return how long after the median of the others this peer comes at most, except in rare cases; 0 if
+        unknown."""
         record = self._records.get(peer)
         if record is None or not record.lateness.has_habit:
             return 0.0
@@ -332,7 +347,7 @@ class Attendance:
 
     def _record(self, peer: PeerId) -> _Record:
         record = self._records.pop(peer, None) or _Record()
-        self._records[peer] = record  # the newest comes last
+        self._records[peer] = record  # keep the most recent last
         if len(self._records) > RECORDS_MAX:
             usual = (each for each, kept in self._records.items() if not kept.has_completed)
             del self._records[next(usual, next(iter(self._records)))]

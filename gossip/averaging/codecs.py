@@ -1,8 +1,8 @@
-"""The encodings of an averaging attempt's numbers: one chunk of float32 or float64 to bytes and back.
+"""The encodings of an averaging attempt's values: one chunk of float32 or float64 to bytes and back.
 
-A chunk is coded alone, so that it can be checked, reduced and handed on alone. Coding is deterministic.
-Decoding checks all that a stranger can send: it returns exactly `count` finite numbers or raises
-RemoteProtocolError.
+Each chunk is coded separately, so that it can be checked, reduced and passed on separately. Coding is
+deterministic. Decoding validates everything that an untrusted peer can send: it returns exactly `count`
+finite values or raises RemoteProtocolError.
 """
 
 from collections.abc import Mapping
@@ -16,15 +16,16 @@ from crypto.errors import RemoteProtocolError
 from gossip.averaging.robust.reduction import Vector
 
 BLOCK_ITEMS = 64
-"""Numbers that share a scale: its 4 bytes over 64 numbers are 6.25 % of int8."""
+"""Number of values that share a scale. The scale's 4 bytes add 6.25 % to 64 values of int8."""
 TOP_BLOCK_ITEMS = 4_096
 TOPS = (64, 128, 256, 512, 1_024)
-"""Share of a block's numbers that are sent: 1.56 % as in SparseLoCo, up to 25 % for very small models."""
+"""How many values of a block are sent: from 1.56 %, as in SparseLoCo, to 25 % for very small models."""
 PLACE_BITS = 12
 SAMPLE_ITEMS = 1 << 14
-"""Sample size for the estimate of a codec's rounding error."""
+"""Number of values in the sample that estimates a codec's rounding error."""
 CHUNK_ITEMS = 1 << 18
-"""Numbers in one chunk: a MiB of float32. Its frame is negligible, and chunks to several peers interleave."""
+"""Number of values in one chunk: 1 MiB of float32. Its frame is negligible, and chunks to several peers
+interleave."""
 
 
 class Codec(Protocol):
@@ -32,17 +33,18 @@ class Codec(Protocol):
 
     name: str
     is_exact: bool
-    """Whether decoding gives back the same bits."""
+    """Whether decoding restores the same bits."""
 
     def encode(self, values: Vector) -> memoryview:
-        """Return the bytes of a flat chunk. Raises ValueError for numbers that are not finite."""
+        """Return the bytes of a flat chunk. Raises ValueError if a value is not finite."""
 
     def decode(self, data: memoryview, count: int) -> Vector:
-        """Return exactly `count` finite numbers; a view if the codec is exact. Raises RemoteProtocolError."""
+        """Return exactly `count` finite values, as a view if the codec is exact. Raises
+        RemoteProtocolError."""
 
 
 class Exact:
-    """The unchanged numbers, little-endian."""
+    """The unchanged values, little-endian."""
 
     is_exact = True
 
@@ -63,7 +65,7 @@ class Exact:
 
 
 class Bfloat16:
-    """The upper half of a float32, rounded to the nearest, ties to even."""
+    """The upper half of each float32, rounded to nearest, ties to even."""
 
     name = "bfloat16"
     is_exact = False
@@ -71,7 +73,7 @@ class Bfloat16:
     def encode(self, values: Vector) -> memoryview:
         bits = _narrow(values).view(np.uint32)
         halves = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
-        # Rounding up the very largest numbers would make them infinite.
+        # Rounding up would make the very largest values infinite.
         np.copyto(halves, (halves & 0x8000) | 0x7F7F, where=(halves & 0x7FFF) > 0x7F7F)
         return view_of(halves)
 
@@ -84,7 +86,8 @@ class Bfloat16:
 
 
 class Float16:
-    """IEEE half precision after one power of two for the chunk, so that no chunk overflows or vanishes."""
+    """IEEE half precision, after scaling the chunk by a power of two, so that no chunk overflows or
+    vanishes."""
 
     name = "float16"
     is_exact = False
@@ -109,7 +112,7 @@ class Float16:
 
 
 class Blocks:
-    """Whole numbers from -top to top, times a float32 scale for each block of 64 (blockwise absmax)."""
+    """Integers from -top to top, times a float32 scale for each block of 64 values (blockwise absmax)."""
 
     is_exact = False
 
@@ -155,12 +158,12 @@ class Blocks:
 
 
 class TopK:
-    """The `top` largest numbers of each block of 4,096, with a 12-bit position and a 2-bit value each.
+    """The `top` largest values of each block of 4,096, with a 12-bit position and a 2-bit value each.
 
-    The value is a sign, and whether the number is nearer to the mean of the larger or of the smaller
-    magnitudes of its block, each a float32: 120 bytes for 16,384 (SparseLoCo, Sarfi et al. 2025: 1.56 % and 2
-    bit). Where many are sent, a bitmap of the block replaces the positions. The other numbers are lost
-    without error feedback.
+    The 2-bit value is a sign, and whether the original is nearer to the mean of the larger or of the smaller
+    magnitudes of its block. Both means are float32. With 64 values sent, the 16,384 bytes of a block
+    become 120 (SparseLoCo, Sarfi et al. 2025: 1.56 % and 2 bits). If many values are sent, a
+    bitmap of the block replaces the positions. Without error feedback, the other values are lost.
     """
 
     is_exact = False
@@ -191,12 +194,12 @@ class TopK:
         return decoded[0] if len(decoded) == 1 else np.concatenate(decoded)
 
     def _top_of(self, size: int) -> int:
-        """Return how many numbers of a block of this size are sent."""
+        """Return how many values of a block of this size are sent."""
         return -(-size * self._top // TOP_BLOCK_ITEMS)
 
     def _encode_blocks(self, blocks: NDArray[np.float32], top: int) -> bytes:
         sizes = np.abs(blocks)
-        # Sorted places, so that the same numbers always give the same bytes.
+        # Positions are sorted, so that the same values always give the same bytes.
         places = np.sort(
             np.argpartition(sizes, blocks.shape[1] - top, axis=1)[:, blocks.shape[1] - top :], axis=1
         )
@@ -219,20 +222,20 @@ class TopK:
         top = self._top_of(size)
         rows = np.frombuffer(data, np.uint8).reshape(blocks, -1)
         scales = np.ascontiguousarray(rows[:, :8]).view("<f4")
-        # Ordered scales, neither negative nor infinite nor too large to add up.
+        # The scales must be ordered, not negative, finite, and small enough to add up.
         if not ((scales >= 0) & (scales < 1e38)).all():
             raise RemoteProtocolError("a chunk with a scale that no encoder writes")
         bits = np.unpackbits(rows[:, 8:], axis=1)
         is_negative, is_upper, bits = bits[:, :top], bits[:, top : 2 * top], bits[:, 2 * top :]
         if _is_dense(top, size):
             if (bits[:, :size].sum(axis=1, dtype=np.int64) != top).any():
-                raise RemoteProtocolError("a chunk with another number of places")
+                raise RemoteProtocolError("a chunk with a wrong number of positions")
             places = np.nonzero(bits[:, :size])[1].reshape(blocks, top)
         else:
             bits = bits[:, : top * PLACE_BITS].reshape(blocks, top, PLACE_BITS)
             places = (bits.astype(np.int64) << np.arange(PLACE_BITS)).sum(axis=2)
             if (places >= size).any() or (np.diff(places, axis=1) <= 0).any():
-                raise RemoteProtocolError("a chunk with places out of order")
+                raise RemoteProtocolError("a chunk with positions out of order")
         magnitudes = np.where(is_upper == 1, scales[:, 1:], scales[:, :1])
         values = np.zeros((blocks, size), np.float32)
         np.put_along_axis(values, places, np.where(is_negative == 1, -magnitudes, magnitudes), axis=1)
@@ -249,7 +252,7 @@ def _block_bytes(top: int, size: int) -> int:
 
 
 def roundtrip(codec: Codec, vector: Vector) -> Vector:
-    """Return the vector that receivers decode, chunk by chunk."""
+    """Return the vector that receivers would decode, chunk by chunk."""
     if codec.is_exact:
         return vector
     decoded = np.empty_like(vector)
@@ -260,7 +263,7 @@ def roundtrip(codec: Codec, vector: Vector) -> Vector:
 
 
 def rounding_of(codec: Codec, vector: Vector) -> float:
-    """Return the relative error that a codec adds to a vector, estimated from its first numbers."""
+    """Return the relative error that a codec adds to a vector, estimated from the vector's first values."""
     if codec.is_exact or not vector.size:
         return 0.0
     sample = vector[:SAMPLE_ITEMS]
@@ -269,7 +272,7 @@ def rounding_of(codec: Codec, vector: Vector) -> float:
 
 
 def coded_bytes(codec: Codec, items: int) -> int:
-    """Return the size in bytes of a coded vector of `items` numbers."""
+    """Return the size in bytes of an encoded vector of `items` values."""
     whole, rest = divmod(items, CHUNK_ITEMS)
     sizes = [(whole, CHUNK_ITEMS), (1, rest)]
     return sum(
@@ -278,10 +281,11 @@ def coded_bytes(codec: Codec, items: int) -> int:
 
 
 def codec_of(name: str, dtype: str, own: Mapping[str, Codec] | None = None) -> Codec:
-    """Return the codec of this name for vectors of float32 or float64; `own` are the caller's, by name.
+    """Return the codec with this name for vectors of float32 or float64. `own` are the caller's codecs, by
+    name.
 
     Raises:
-        ValueError: an unknown name. Names that strangers send choose among these and load nothing.
+        ValueError: the name is unknown. A name received from a peer selects one of these and loads no code.
     """
     if own and name in own:
         return own[name]
@@ -295,7 +299,7 @@ def codec_of(name: str, dtype: str, own: Mapping[str, Codec] | None = None) -> C
         **{f"topk{top}": partial(TopK, top) for top in TOPS},
     }
     if name not in codecs:
-        raise ValueError(f"no codec {name!r}: there are float32, {', '.join(codecs)}")
+        raise ValueError(f"unknown codec {name!r}; use float32 or one of {', '.join(codecs)}")
     codec: Codec = codecs[name]()
     return codec
 
@@ -310,15 +314,15 @@ def _narrow(values: Vector) -> NDArray[np.float32]:
     with np.errstate(over="ignore", under="ignore"):
         narrow = np.ascontiguousarray(values, np.float32)
     if values.dtype != np.float32 and not np.isfinite(narrow).all():
-        raise ValueError("numbers beyond float32, and a codec of float32")
+        raise ValueError("values beyond the range of float32, which the codec needs")
     return narrow
 
 
 def _check_finite(values: Vector) -> None:
     if not np.isfinite(values).all():
-        raise ValueError("numbers that are not finite are not averaged")
+        raise ValueError("only finite values can be averaged")
 
 
 def _check_size(data: memoryview, size: int) -> None:
     if data.nbytes != size:
-        raise RemoteProtocolError(f"a chunk of {data.nbytes} bytes, not {size}")
+        raise RemoteProtocolError(f"a chunk of {data.nbytes} bytes instead of {size}")

@@ -1,8 +1,8 @@
-"""Proof that a member of an averaging attempt lied: two facts of one kind that it signed, which differ.
+"""Proof that a member of an averaging attempt lied: two different facts of the same kind that it signed.
 
-Any member of the run can check it, even one outside of the attempt: the group names the run and the attempt,
-and the signatures name the author. An honest member signs one commitment, one have-set and one seal in an
-attempt, and a restarted process has no part in the attempts of its former life.
+Any member of the run can check the proof, even one outside the attempt: the group names the run and the
+attempt, and the signatures identify the author. An honest member signs one commitment, one have-set and one
+seal per attempt, and after a restart its process no longer takes part in earlier attempts.
 """
 
 from typing import Literal
@@ -26,7 +26,7 @@ from gossip.averaging.messages import (
 
 PROTOCOL = "/peerloom/proofs/1"
 EVIDENCE_BYTES_MAX = 32 * 1024
-"""A full group takes 5 KiB, two of its have-sets 8 KiB."""
+"""Maximum size of a proof. A full group takes 5 KiB, and two of its have-sets 8 KiB."""
 Statement = CommitmentBody | HaveBody | SealBody
 BODIES: dict[str, type[Statement]] = {
     COMMITMENT_PURPOSE: CommitmentBody,
@@ -36,7 +36,7 @@ BODIES: dict[str, type[Statement]] = {
 
 
 class Evidence(msgspec.Struct, frozen=True, array_like=True, tag="evidence"):
-    """Two facts for one `purpose` by one member of this group's attempt."""
+    """Two facts with the same `purpose` by one member of this group's attempt."""
 
     group: Group
     purpose: Literal["averaging-commitment", "averaging-have", "averaging-seal"]
@@ -45,16 +45,17 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, tag="evidence"):
 
 
 def liar_of(evidence: Evidence, signer: Signer) -> PeerId:
-    """Return the member proved to have lied. Raises RemoteProtocolError if there is no proof."""
+    """Return the member that is proved to have lied. Raises RemoteProtocolError if the evidence proves
+    nothing."""
     author = PeerId(evidence.first.author)
     if evidence.second.author != evidence.first.author or author not in evidence.group.peers:
-        raise RemoteProtocolError("evidence of two authors, or of one outside of the group")
+        raise RemoteProtocolError("evidence by two different authors, or by an author outside the group")
     if evidence.first.body == evidence.second.body:
-        raise RemoteProtocolError("evidence of two facts that say the same")
+        raise RemoteProtocolError("evidence whose two facts are identical")
     attempt = evidence.group.id
     for fact in (evidence.first, evidence.second):
         body: Statement = decode(fact.body, Statement, bytes_max=FACT_BODY_BYTES_MAX)
         if body.attempt != attempt or not isinstance(body, BODIES[evidence.purpose]):
-            raise RemoteProtocolError("evidence from another attempt")
+            raise RemoteProtocolError("evidence from a different attempt")
         signer.check(evidence.purpose, fact)
     return author

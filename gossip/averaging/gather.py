@@ -1,4 +1,4 @@
-"""The second half of an attempt: this owner's reduced part, and those of the others."""
+"""The second half of an attempt: this owner's reduced part, and the reduced parts of the others."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ class Gather:
         self.parts = {} if self._is_exchange else {p: ReducedPart(owner) for p, owner in owners.items()}
         self.vector: Vector = np.empty(group.terms.items, group.terms.dtype)
         self.commit = b""
-        """Hash of the commit, once it is known."""
+        """Hash of the commit; empty until the commit is known."""
 
     @property
     def is_whole(self) -> bool:
@@ -39,7 +39,7 @@ class Gather:
         return tuple(place for place, part in self.parts.items() if not part.is_whole)
 
     def begin(self, commit: bytes, mine: Owner | None, sources: list[Contributed], reduce: Reduction) -> None:
-        """Begin to gather: the commit is known, and so is what this member reduces."""
+        """Begin to gather, now that the commit is known, and thereby the parts that this member reduces."""
         self.commit = commit
         if mine is not None:
             self._sources, self._chunks = sources, reduce(sources)
@@ -59,7 +59,7 @@ class Gather:
             part.commit = commit
 
     def reduce_to(self, number: int) -> bool:
-        """Reduce this member's part up to and including a chunk; return False if the mean is not finite."""
+        """Reduce this member's part up to and including a chunk. Return False if the mean is not finite."""
         part = self.parts[self._place]
         while self._reduced_count <= number:
             begin, end = chunk_range(part.owner, self._reduced_count)
@@ -95,13 +95,13 @@ class Gather:
         return Chunk(self._attempt, "gather", place, number, self.commit, part.checksums[number], data)
 
     def take_chunk(self, message: Chunk) -> int:
-        """Keep a reduced chunk; return its bytes, 0 for a repeat. Raises RemoteProtocolError."""
+        """Keep a reduced chunk. Return its size in bytes, or 0 for a repeat. Raises RemoteProtocolError."""
         part = self.parts[message.place]
         begin, end = chunk_range(part.owner, message.number)
         if part.is_whole or message.number in part.checksums:
             return 0
         if message.commit != (self.commit or part.commit or message.commit):
-            raise RemoteProtocolError("a reduced chunk under another commit")
+            raise RemoteProtocolError("a reduced chunk under a different commit")
         data = checked_chunk(message)
         values = self._codec.decode(data, end - begin)
         part.commit = message.commit
@@ -113,16 +113,16 @@ class Gather:
         return data.nbytes
 
     def check(self, body: SealBody, place: int) -> None:
-        """Check that the member at `place` may send this seal. Raises RemoteProtocolError if not."""
+        """Check that the member at `place` may send this seal. Raises RemoteProtocolError otherwise."""
         part = self.parts.get(place)
         if part is None or place == self._place or body.attempt != self._attempt:
             raise RemoteProtocolError("a seal of a member that reduces nothing, or of another attempt")
 
     def take_seal(self, body: SealBody, place: int) -> None:
-        """Keep a checked seal. Raises RemoteProtocolError if it is under another commit."""
+        """Keep a checked seal. Raises RemoteProtocolError if it belongs to a different commit."""
         part = self.parts[place]
         if body.commit != (self.commit or part.commit or body.commit):
-            raise RemoteProtocolError("a seal under another commit")
+            raise RemoteProtocolError("a seal under a different commit")
         part.commit, part.root = body.commit, body.root
 
     def digest(self) -> bytes:
@@ -132,7 +132,7 @@ class Gather:
         return blake3(self.commit + b"".join(part.root or b"" for part in self.parts.values())).digest()
 
     def close(self) -> None:
-        """Release all memory but the result."""
+        """Release all memory except the result."""
         self._sources.clear()
         self.parts.clear()
 

@@ -1,14 +1,14 @@
-"""Moshpit's grid (Ryabinin et al. 2021, algorithm 1), which decides who averages together, for any number of
-peers.
+"""Moshpit's grid (Ryabinin et al. 2021, algorithm 1), which decides which peers average together, for any
+number of peers.
 
-Peers stand in the cells of a grid of d axes. In round t those that agree in all coordinates but that of
-axis t mod d are one group; afterwards its members change their places on that axis among themselves, so
-peers that have just averaged with each other meet others next. In a full grid d rounds give everybody the
+Peers occupy the cells of a grid with d axes. In round t, the peers that agree in all coordinates except that
+of axis t mod d form one group. Afterwards the members exchange their coordinates on that axis, so peers that
+have just averaged together next average with different peers. In a full grid, d rounds give everybody the
 exact mean.
 
-A half-filled grid mixes worse than random groups, so the grid follows the number of peers: in each epoch all
+A half-filled grid mixes worse than random groups, so the grid follows the number of peers. In each epoch all
 peers compute its axes and cells again, from the epoch's number and their known members. Peers with slightly
-different lists are placed in cells that others hold too, which costs some rounds and no correctness.
+different lists may share a cell, which costs some rounds but no correctness.
 
 Pairwise gossip is a grid whose groups have two members.
 
@@ -31,10 +31,11 @@ FILLED = 0.75
 
 
 def axes_of(count: int, group_size: int) -> tuple[int, ...]:
-    """Return the sides of the grid for `count` peers, in groups of at most `group_size`: the fewest possible
-    axes, then the fewest empty cells, then the most even sides. Raises ValueError for an invalid size.
+    """Return the sides of the grid for `count` peers, in groups of at most `group_size`. It chooses the
+    fewest possible axes, then the fewest empty cells, then the most even sides. Raises ValueError for an
+    invalid size.
 
-    For example, 1,024 peers in groups of 32 stand in 32 x 32, 512 in 16 x 32, 509 in 17 x 30.
+    For example, 1,024 peers in groups of 32 occupy 32 x 32 cells, 512 peers 16 x 32, 509 peers 17 x 30.
     """
     if not GROUP_SIZE_MIN <= group_size <= GROUP_MEMBERS_MAX:
         raise ValueError(f"a group has {GROUP_SIZE_MIN}-{GROUP_MEMBERS_MAX} members, not {group_size}")
@@ -52,7 +53,7 @@ def axes_of(count: int, group_size: int) -> tuple[int, ...]:
 
 
 def _sides(count: int, axes: int, side_max: int) -> Iterable[tuple[int, ...]]:
-    """Yield all ascending sides, the last of them as short as the others allow."""
+    """Yield all ascending combinations of sides; the last side is as short as the others allow."""
     if axes == 1:
         if count <= side_max:
             yield (count,)
@@ -64,13 +65,14 @@ def _sides(count: int, axes: int, side_max: int) -> Iterable[tuple[int, ...]]:
 
 
 class Grid:
-    """One epoch's grid from one peer's known members. The same members give the same grid."""
+    """One epoch's grid, computed from the members that one peer knows. The same members give the same
+    grid."""
 
     def __init__(
         self, name: bytes, epoch: int, members: Iterable[PeerId], group_size: int, count: int = 0
     ) -> None:
-        """`count` is the number of participants if `members` are only some of them: every cell is then known
-        by hash only."""
+        """`count` is the number of participants if `members` are only some of them. In that case every cell
+        is determined by hash only."""
         if len(name) > NAME_BYTES_MAX:
             raise ValueError(f"a name has at most {NAME_BYTES_MAX} bytes")
         self.name = name
@@ -82,11 +84,12 @@ class Grid:
         ranked = sorted(dict.fromkeys(members), key=self._rank)
         self.axes = axes_of(len(ranked), group_size)
         cells = prod(self.axes)
-        # Spread over all cells, so that empty ones do not lie together.
+        # Spread the peers over all cells, so that the empty cells are not adjacent.
         self._cells = {peer: place * cells // len(ranked) for place, peer in enumerate(ranked)}
 
     def start(self, peer: PeerId) -> tuple[int, ...]:
-        """Return a peer's coordinates in the first round of the epoch; those of a non-member are hashed."""
+        """Return a peer's coordinates in the first round of the epoch. The coordinates of a peer that is not
+        a member come from a hash."""
         cells = prod(self.axes)
         cell = self._cells.get(peer)
         if cell is None:
@@ -98,11 +101,11 @@ class Grid:
         return tuple(reversed(coordinates))
 
     def axis(self, round_number: int) -> int:
-        """Return the axis of the groups in a round; rounds of an epoch count from 0."""
+        """Return the axis along which groups form in a round; rounds are counted from 0 in each epoch."""
         return round_number % len(self.axes)
 
     def key(self, round_number: int, coordinates: Sequence[int]) -> bytes:
-        """Return the name of the group at these coordinates, equal for all of its members."""
+        """Return the name of the group at these coordinates, which is equal for all its members."""
         axis = self.axis(round_number)
         rest = [str(at) for place, at in enumerate(coordinates) if place != axis]
         text = f"{self.epoch}/{round_number}/{'x'.join(map(str, self.axes))}/{','.join(rest)}"
@@ -113,9 +116,9 @@ class Grid:
     ) -> dict[PeerId, tuple[int, ...]]:
         """Return the coordinates of all members after a round in this group.
 
-        `held` gives each member's place on the round's axis. They exchange these places by hash, so an absent
-        member stays alone in its cell, and a full grid stays full. Members that share a place take free ones.
-        A group that fills less than three quarters of its side spreads evenly.
+        `held` gives each member's coordinate on the round's axis. Members exchange these coordinates by hash,
+        so an absent member stays alone in its cell, and a full grid stays full. Members that shared a
+        coordinate take free ones. A group that fills less than three quarters of its side spreads evenly.
         """
         axis = self.axis(round_number)
         side = self.axes[axis]

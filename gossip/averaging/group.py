@@ -1,8 +1,8 @@
-"""The group of one averaging attempt: its members, what they average, and who reduces which part.
+"""The group of one averaging attempt: its members, what they average, and which member reduces which part.
 
-Every member of an attempt holds the same `Group`, to the byte. Its hash names the attempt, so peers that
-disagree about anything in it never mix their numbers. A peer draws a new nonce for each attempt that it
-joins. A restarted process has lost its nonce and can never answer for the interrupted attempt.
+Every member of an attempt holds the same `Group`, byte for byte. Its hash names the attempt, so peers that
+disagree about anything in it never mix their values. A peer draws a new nonce for each attempt that it joins.
+A restarted process has lost its nonce, so it can never take part in the interrupted attempt again.
 
 Not here: the agreement on a group (`gossip.matchmaking`), and the choice of its members
 (`gossip.averaging.grid`).
@@ -19,27 +19,28 @@ from crypto.identity import PEER_ID_BYTES, PeerId
 from gossip.claims import Count
 
 GROUP_MEMBERS_MAX = 64
-"""All members talk to all others: beyond this size, smaller groups over more rounds cost less (Moshpit)."""
+"""Maximum number of members of a group. All members exchange data with all others, so beyond this size,
+smaller groups over more rounds cost less (Moshpit)."""
 NAME_BYTES_MAX = 64
 NONCE_BYTES = 16
 HASH_BYTES = 32
 ITEMS_MAX = 1 << 34
-"""Numbers in one vector: 64 GiB of float32, far beyond a realistic average."""
+"""Maximum number of values in one vector: 64 GiB of float32, far beyond realistic use."""
 CODEC_LENGTH_MAX = 64
 RATE_MAX = 1 << 40
-"""Bytes a second: a claim beyond a terabyte is no measurement."""
+"""Maximum valid rate, in bytes per second: a claim beyond a terabyte cannot be a measurement."""
 RATE_UNKNOWN = 1
-"""The claim of a peer that has not measured its bandwidth yet; it counts as the median."""
+"""The rate that a peer claims before it has measured its bandwidth; it counts as the median."""
 GRANULE_ITEMS = 4_096
-"""Parts begin at multiples of this, so that no block of a codec spans two parts."""
+"""Parts begin at multiples of this number of values, so that no block of a codec spans two parts."""
 WEIGHT_MIN, WEIGHT_MAX = 1e-12, 1e12
-"""Bounds of valid weights; products with larger or smaller ones may overflow or vanish."""
+"""Bounds of valid weights. Products with weights outside them may overflow or vanish."""
 
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Mode = Literal["butterfly", "exchange"]
-"""`butterfly`: each reducing member sums one part and sends the mean to all. `exchange`: every member gets
-every payload and sums all of it, which suits sparse payloads, since their sum is not sparse."""
+"""`butterfly`: each reducing member sums one part and sends the mean to all. `exchange`: every member
+receives every payload and sums all of it. This suits sparse payloads, because their sum is not sparse."""
 
 
 Aggregate = Literal[
@@ -57,16 +58,16 @@ Aggregate = Literal[
     "nnm-krum",
     "nnm-multi-krum",
 ]
-"""The rule by which a part is reduced: `gossip.averaging.aggregates`."""
+"""The rule by which a part is reduced; see `gossip.averaging.aggregates`."""
 
 
 class GroupMember(msgspec.Struct, frozen=True, array_like=True):
     """One peer in one attempt.
 
-    `rate` is its measured upload in bytes a second, RATE_UNKNOWN before the first measurement; 0 for a peer
-    that only sends (behind a NAT, or with little upload) and reduces nothing. A member without tensors is a
-    helper: it only reduces. `coordinate` is its place on the round's axis (`gossip.averaging.grid`), which
-    the others need afterwards.
+    `rate` is the peer's measured upload in bytes per second, or RATE_UNKNOWN before the first measurement. It
+    is 0 for a peer that only sends and reduces nothing, because it is behind a NAT or has little upload. A
+    member without tensors is a helper: it only reduces. `coordinate` is the peer's coordinate on the round's
+    axis (`gossip.averaging.grid`), which the others need afterwards.
     """
 
     peer: Subject
@@ -77,8 +78,8 @@ class GroupMember(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
-    """The tensors to average, and the way to average them. `signature` is the hash of the tensors' names,
-    shapes and types (`gossip.averaging.tensors`), `items` and `dtype` are those of the vector."""
+    """The tensors to average, and how to average them. `signature` is the hash of the tensors' names, shapes
+    and types (`gossip.averaging.tensors`); `items` and `dtype` describe the vector."""
 
     mode: Mode
     codec: Annotated[str, msgspec.Meta(max_length=CODEC_LENGTH_MAX)]
@@ -91,7 +92,8 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
 class Group(msgspec.Struct, frozen=True, array_like=True):
     """Everything that the members of one attempt must agree on.
 
-    `name` is the caller's: a run, a stage. `round` counts up; `number` counts the attempts of one round.
+    `name` is chosen by the caller: a run, or one of its stages. `round` increases by one per round; `number`
+    counts the attempts of one round.
     """
 
     name: Annotated[bytes, msgspec.Meta(max_length=NAME_BYTES_MAX)]
@@ -102,7 +104,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def id(self) -> bytes:
-        """The attempt's name: a hash over all of this."""
+        """The attempt's name: a hash of all fields."""
         return blake3(encode(self)).digest()
 
     @property
@@ -119,16 +121,16 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 def fault_of(group: Group) -> str | None:
-    """Return why an attempt in this group is impossible, or None."""
+    """Return why an attempt in this group is impossible; None if it is possible."""
     peers = group.peers
     if len(set(peers)) != len(peers):
-        return "a peer stands in the group twice"
+        return "a peer occurs twice in the group"
     if sum(member.has_tensors for member in group.members) < 2:
         return "fewer than two members have tensors"
     if group.terms.mode == "butterfly" and not any(member.rate for member in group.members):
         return "no member reduces"
     if group.terms.mode == "exchange" and group.terms.aggregate != "mean":
-        return f"{group.terms.aggregate} compares whole vectors, and an exchange sends sparse ones"
+        return f"{group.terms.aggregate} compares whole vectors, but an exchange sends sparse ones"
     return None
 
 
@@ -138,8 +140,8 @@ def is_weight(weight: float) -> bool:
 
 
 def owners_of(group: Group) -> tuple[Owner, ...]:
-    """Return which member reduces which items, in the order of members. Members with nothing to reduce are
-    left out."""
+    """Return which member reduces which items, in the order of members. Members that reduce nothing are left
+    out."""
     if group.terms.mode == "exchange":
         return tuple(Owner(place, 0, group.terms.items) for place in range(len(group.members)))
     ends = _cumulated(_fractions(group), group.terms.items)
@@ -151,7 +153,7 @@ def owners_of(group: Group) -> tuple[Owner, ...]:
 
 
 def _cumulated(fractions: list[float], items: int) -> list[int]:
-    """Return the end of each part, at multiples of a granule; the last part that is not empty ends with the
+    """Return the end of each part, at multiples of a granule. The last part that is not empty ends with the
     vector."""
     ends: list[int] = []
     total = 0.0
@@ -164,11 +166,12 @@ def _cumulated(fractions: list[float], items: int) -> list[int]:
 
 
 def _fractions(group: Group) -> list[float]:
-    """Return each member's part of the vector, chosen so that all finish at the same time.
+    """Return each member's share of the vector, chosen so that all members finish at the same time.
 
-    A member that owns the fraction f uploads (1 - f) of its own vector and f to each of the others: of all
-    f the largest time is the smallest at the T where the f(T) add up to one. Plain IEEE arithmetic in one
-    order, so all members get the same bits (after hivemind's load balancing, Ryabinin et al. 2021).
+    A member that owns the fraction f uploads (1 - f) of its own vector, and f to each of the others. The
+    largest upload time is minimal at the time T at which the fractions f(T) of all members add up to one. The
+    arithmetic is plain IEEE in a fixed order, so all members get the same bits (after hivemind's load
+    balancing, Ryabinin et al. 2021).
     """
     others = len(group.members) - 1
     known = sorted(member.rate for member in group.members if member.rate > RATE_UNKNOWN)

@@ -1,8 +1,8 @@
 """The lateness of peers at rounds, and how long a round waits for each: pure.
 
-Lateness is measured against the median of the awaited peers. So peers of one speed average zero however their
-steps interleave, and a slower one is above it. The wait for a peer follows its measurements, as a
-retransmission timer does (RFC 6298): mean and four deviations.
+Lateness is measured relative to the median of the awaited peers. So equally fast peers have an average
+lateness of zero no matter how their steps interleave, and a slower peer is above zero. The wait for a peer
+follows its measurements like a retransmission timer (RFC 6298): the mean plus four deviations.
 
 Not here: the choice of awaited peers (`gossip.averaging.attendance`).
 """
@@ -15,19 +15,19 @@ from statistics import fmean
 from crypto.identity import PeerId
 
 ROUNDS_MIN, ROUNDS_MAX = 3, 8
-"""Rounds that establish a habit (a wrong one costs a round's time for each), and rounds that are
-remembered."""
+"""Number of rounds that establish a habit (a wrongly established habit costs the duration of a round for
+each), and number of rounds that are remembered."""
 DEVIATIONS = 4.0
 
 
 class Lateness:
-    """One peer's lateness at its last rounds, in seconds; negative if it is early."""
+    """One peer's lateness at its latest rounds, in seconds; negative if it was early."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=ROUNDS_MAX)
 
     def note(self, seconds: float) -> None:
-        """Record the lateness at another round."""
+        """Record the lateness at one more round."""
         self._recent.append(seconds)
 
     @property
@@ -37,7 +37,8 @@ class Lateness:
 
     @property
     def usual_seconds(self) -> float:
-        """The mean without the latest time, since one stall of a busy machine is no habit."""
+        """The mean, leaving out the single latest arrival, because one stall of a busy machine is not a
+        habit."""
         usual = sorted(self._recent)[: max(1, len(self._recent) - 1)]
         return fmean(usual) if usual else 0.0
 
@@ -51,16 +52,17 @@ class Lateness:
 
 
 def middle_of(begun_at: float, ready_at: Mapping[PeerId, float], awaited: Collection[PeerId]) -> float:
-    """Return when the median of these and a peer ready at `begun_at` was ready; inf: not yet."""
+    """Return when the median of these peers and a peer ready at `begun_at` was ready; inf if the median peer
+    is not ready yet."""
     times = sorted([begun_at, *(ready_at.get(peer, inf) for peer in awaited)])
     return times[(len(times) - 1) // 2]
 
 
 class RoundWaits:
-    """How long one round waits for each expected peer, from the time at which the median of the `usual` ones
-    is ready, or from `middle_seconds` after its beginning if that is earlier.
+    """How long one round waits for each expected peer. Waiting is counted from the time at which the median
+    of the `usual` peers is ready, but at the latest from `middle_seconds` after the beginning.
 
-    `seconds` has the wait for each, `others_seconds` the wait for peers that become known later.
+    `seconds` has the wait for each peer; `others_seconds` is the wait for peers that become known later.
     """
 
     def __init__(
@@ -81,11 +83,11 @@ class RoundWaits:
         self._base = min(self._latest, middle_of(begun_at, {}, usual))
 
     def came(self, now: float, peer: PeerId) -> None:
-        """Note that this peer is ready."""
+        """Record that this peer is ready."""
         if peer in self._usual and peer not in self._ready_at:
             self._ready_at[peer] = now
             self._base = min(self._latest, middle_of(self._begun_at, self._ready_at, self._usual))
 
     def until(self, peer: PeerId) -> float:
-        """Return the present deadline for this peer, which may become earlier."""
+        """Return the current deadline for this peer; a later call may return an earlier one."""
         return self._base + self._seconds.get(peer, self._others_seconds)

@@ -1,8 +1,8 @@
 """Messages between the members of an averaging attempt.
 
-Commitments, have-sets and seals are facts, signed by their author over the exact body. Others pass them on,
-and two of one kind that differ prove a lie. Chunks are not signed: a chunk counts only once the hashes of all
-chunks of its part make up the root in a signed fact.
+Commitments, have-sets and seals are facts, signed by their author over the exact body. Other members pass
+them on, and two different facts of one kind prove a lie. Chunks are not signed: a chunk counts only once the
+hashes of all chunks of its part match the root in a signed fact.
 """
 
 from typing import Annotated, Literal
@@ -23,13 +23,13 @@ from gossip.claims import Count
 
 PROTOCOL = "/peerloom/averaging/3"
 CHUNK_BYTES_MAX = CHUNK_ITEMS * 8 + 4_096
-"""Size limit of a chunk's data: float64, or any codec with its scales."""
+"""Maximum size of a chunk's data: float64, or any codec with its scales."""
 CHUNKS_ASKED_MAX = 1_024
-"""Chunks named in one Ask; a member that misses more asks again."""
+"""Maximum number of chunks named in one request; a member that lacks more asks again."""
 MESSAGE_BYTES_MAX = CHUNK_BYTES_MAX + 4_096
-"""The largest message: a chunk. A have-set of a full group takes under 4 KiB."""
+"""Maximum size of a message, which is a chunk. The have-set of a full group takes under 4 KiB."""
 OPENING_BYTES_MAX = 256
-"""An opening, with room for fields of later versions."""
+"""Maximum size of an opening, including room for fields of later versions."""
 COMMITMENT_PURPOSE = "averaging-commitment"
 HAVE_PURPOSE = "averaging-have"
 SEAL_PURPOSE = "averaging-seal"
@@ -40,8 +40,8 @@ FACT_BODY_BYTES_MAX = 8_192
 
 
 class CommitmentBody(msgspec.Struct, frozen=True, array_like=True, tag="commitment"):
-    """By a member with tensors: the roots of its parts for each owner, in the order of owners (one root in an
-    exchange), and its weight."""
+    """Signed by a member with tensors: the roots of its parts for each owner, in the order of owners (a
+    single root in an exchange), and its weight."""
 
     attempt: Hash
     weight: float
@@ -49,7 +49,7 @@ class CommitmentBody(msgspec.Struct, frozen=True, array_like=True, tag="commitme
 
 
 class HeldPart(msgspec.Struct, frozen=True, array_like=True):
-    """The whole part of the member at `place`, under the commitment of this hash and weight."""
+    """The complete part of the member at `place`, under the commitment with this hash and weight."""
 
     place: Place
     weight: float
@@ -57,14 +57,14 @@ class HeldPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HaveBody(msgspec.Struct, frozen=True, array_like=True, tag="have"):
-    """By an owner: the members whose parts it holds and has checked, in the order of places."""
+    """Signed by an owner: the members whose parts it holds and has checked, in the order of places."""
 
     attempt: Hash
     held: Annotated[tuple[HeldPart, ...], msgspec.Meta(max_length=GROUP_MEMBERS_MAX)]
 
 
 class SealBody(msgspec.Struct, frozen=True, array_like=True, tag="seal"):
-    """By an owner: the root of its reduced part, under the commit of this hash."""
+    """Signed by an owner: the root of its reduced part, under the commit with this hash."""
 
     attempt: Hash
     commit: Hash
@@ -89,8 +89,8 @@ class Seal(msgspec.Struct, frozen=True, array_like=True, tag="seal"):
 class Chunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     """Chunk `number` of the part of the owner at `place`.
 
-    Scatter carries the sender's contribution, gather the mean under `commit`. `checksum` is the BLAKE3 of
-    `data`, which is a view of the received message: those bytes must not change afterwards.
+    In scatter it holds the sender's contribution, in gather the mean under `commit`. `checksum` is the BLAKE3
+    of `data`. `data` is a view of the received message, whose bytes must not change afterwards.
     """
 
     attempt: Hash
@@ -103,7 +103,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
 
 
 class ChunkRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """A request for missing chunks: these gather chunks of the owner at `place`, and all known facts."""
+    """A request for missing data: the given gather chunks of the owner at `place`, and all known facts."""
 
     attempt: Hash
     place: Place
@@ -111,22 +111,23 @@ class ChunkRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True, tag="holding"):
-    """The sender holds all parts, with this digest of the commit and their bytes. The receiver succeeds once
-    all reachable members hold the same. If it holds something else, it sends the facts behind that."""
+    """A declaration that the sender holds all parts; the digest covers the commit and the bytes. The receiver
+    succeeds once all reachable members have declared the same digest. If its own differs, it sends the facts
+    behind its result."""
 
     attempt: Hash
     digest: Hash
 
 
 class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
-    """The sender leaves this attempt; do not wait for it."""
+    """The sender leaves this attempt; the others should not wait for it."""
 
     attempt: Hash
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
-    """The bytes of the receiver's chunks that arrived, and the time of the last one since the sender's
-    start."""
+    """A report of how many bytes of the receiver's chunks arrived, and when the last one arrived since the
+    sender's start."""
 
     attempt: Hash
     size_bytes: Count
@@ -134,10 +135,10 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True, tag="opening"):
-    """The first message of every stream, without a payload: it names the attempt of all that follows.
+    """The first message of every stream, without a payload: it names the attempt of all later messages.
 
-    So a receiver outside of the attempt stores a hash rather than a chunk, and a member shows at once that it
-    is present, however long its first chunk takes.
+    So a receiver that is not in the attempt only has to store a hash instead of a chunk. Also, a member shows
+    immediately that it is present, even if its first chunk takes long.
     """
 
     attempt: Hash
@@ -148,10 +149,10 @@ Message = AttemptMessage | Opening
 
 
 def checked_chunk(message: Chunk) -> memoryview:
-    """Return the data of a chunk, bounded and equal to its checksum.
+    """Return the data of a chunk, after checking its size and checksum.
 
     Raises:
-        RemoteProtocolError: it is not.
+        RemoteProtocolError: the data is too long or does not match its checksum.
     """
     if message.data.nbytes > CHUNK_BYTES_MAX:
         raise RemoteProtocolError(f"a chunk of {message.data.nbytes} bytes")
@@ -161,5 +162,5 @@ def checked_chunk(message: Chunk) -> memoryview:
 
 
 def root_of(checksums: list[bytes]) -> bytes:
-    """Return the hash that names a part: BLAKE3 over the checksums of its chunks, in order."""
+    """Return the hash that identifies a part: BLAKE3 over the checksums of its chunks, in order."""
     return blake3(b"".join(checksums)).digest()

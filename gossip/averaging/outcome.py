@@ -12,13 +12,14 @@ from gossip.averaging.robust.reduction import Vector
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a member waits, in seconds. `gossip.averaging.pace` makes these from what was measured.
+    """How long a member waits, in seconds. `gossip.averaging.pace` computes these times from measurements.
 
     `scatter_seconds`: for all senders, from the start. `commit_seconds`: additional time for the other
     owners' have-sets. `gather_seconds`: for all parts, once the commit is known. `stall_seconds`: for the
     next chunk of any sender or owner. `ask_seconds`: between requests for missing data. `agree_seconds`: for
-    the others to declare the same result, or their evidence. `linger_seconds`: for handing on data, once done
-    here. `unheard_seconds`: for the first message of each member, however much it has to send.
+    the others to declare the same result, or send their evidence. `linger_seconds`: for passing on data after
+    this member is done. `unheard_seconds`: for the first message of each member, no matter how much data it
+    has to send.
     """
 
     scatter_seconds: float = 30.0
@@ -32,7 +33,7 @@ class Patience:
 
 
 class Reason(StrEnum):
-    """The reason why nothing was averaged here."""
+    """The reason why this member averaged nothing."""
 
     OWNER_LOST = "a member that reduces was lost"
     TOO_FEW = "fewer than two members' tensors arrived everywhere"
@@ -47,10 +48,10 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Averaged:
-    """Success. `shares` gives each contributor's part of the weight; they add up to 1.
+    """Success. `shares` gives each contributor's fraction of the total weight; the shares add up to 1.
 
-    A member that came too late gets the mean of the others, and `shares` lacks it. `digest` names the commit
-    and the bytes, equal at all members that succeed. `vector` is read-only.
+    A member that came too late gets the mean of the others, and is missing in `shares`. `digest` identifies
+    the commit and the bytes, and is equal on all members that succeed. `vector` is read-only.
     """
 
     vector: Vector
@@ -61,8 +62,8 @@ class Averaged:
 @dataclass(frozen=True)
 class NotAveraged:
     """Nothing was averaged, and the old tensors stay. `suspects` are the peers to leave out of the next
-    attempts: their data did not arrive here in time. `withdrew` are those that withdrew or became
-    unreachable; each may have been failed by another member."""
+    attempts, because their data did not arrive here in time. `withdrew` are the peers that withdrew or became
+    unreachable; another member may have caused that."""
 
     reason: Reason
     suspects: tuple[PeerId, ...] = ()
@@ -74,7 +75,7 @@ class NotAveraged:
 
 @dataclass(frozen=True)
 class Equivocation:
-    """Two facts of one author for one purpose in one attempt: proof of a lie."""
+    """Two different facts of one author with the same purpose in one attempt: proof of a lie."""
 
     author: PeerId
     purpose: str

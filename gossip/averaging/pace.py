@@ -1,7 +1,7 @@
-"""The waiting times of an averaging attempt, from the durations of earlier ones.
+"""The waiting times of an averaging attempt, computed from the durations of earlier attempts.
 
-As in a retransmission timer (RFC 6298, after Jacobson 1988): the mean of seconds per byte plus four
-deviations, with a floor. A failure doubles it, a success restores it.
+The method is that of a retransmission timer (RFC 6298, after Jacobson 1988): the mean of the seconds per byte
+plus four deviations, with a minimum. A failure doubles the time, a success restores it.
 """
 
 from gossip.averaging.outcome import Patience
@@ -10,18 +10,19 @@ GAIN = 1 / 8
 DEVIATION_GAIN = 1 / 4
 DEVIATIONS = 4
 FLOOR_SECONDS = 2.0
-"""Below this, the start of the others dominates the transfer."""
+"""Minimum waiting time. For shorter transfers, the time until the others start dominates."""
 BACKOFF_MAX = 8.0
 UNHEARD_SECONDS = 3.5
-"""A member opens its streams when its group is formed: half a second later after a lost datagram, and after
-four round trips on a slow link. It is shorter than a scatter's floor: otherwise silent members would be
-noticed only at its failure, and others blamed with them."""
+"""Minimum wait for a member's first message. A member opens its streams when its group is formed. The first
+message arrives half a second later if a datagram is lost, and after four round trips on a slow link. The wait
+must be shorter than the minimum time for a scatter; otherwise silent members would be noticed only when the
+scatter fails, and other members would be blamed with them."""
 AGREE_SECONDS = 2.0
-"""Twice the longest one-way delay for which two honest members never hold different bytes."""
+"""Twice the maximum one-way delay up to which two honest members never hold different bytes."""
 
 
 class AttemptPace:
-    """The measured pace of this peer's attempts. `bytes_per_second` is a first guess."""
+    """The measured pace of this peer's attempts. `bytes_per_second` is the initial guess."""
 
     def __init__(self, bytes_per_second: float = 1e6, floor_seconds: float = FLOOR_SECONDS) -> None:
         self._mean = 1 / bytes_per_second
@@ -46,7 +47,7 @@ class AttemptPace:
         self._backoff = min(2 * self._backoff, BACKOFF_MAX)
 
     def patience(self, size_bytes: int) -> Patience:
-        """Return the patience for an attempt on vectors of this coded size."""
+        """Return the waiting times for an attempt on vectors of this encoded size."""
         expected = size_bytes * (self._mean + DEVIATIONS * self._deviation)
         seconds = self._backoff * max(expected, self._floor_seconds)
         stall = max(seconds / 2, self._floor_seconds)

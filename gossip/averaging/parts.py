@@ -1,4 +1,4 @@
-"""Buffers of one averaging attempt: the sender's own vector, an owner's parts of each sender, a member's
+"""Buffers of one averaging attempt: the sender's own vector, an owner's received parts, and a member's
 reduced parts."""
 
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ def chunk_count(owner: Owner) -> int:
 
 
 def chunk_range(owner: Owner, number: int) -> tuple[int, int]:
-    """Return begin and end in the vector, in items. Raises RemoteProtocolError for a chunk that does not
-    exist."""
+    """Return the start and end of a chunk in the vector, in items. Raises RemoteProtocolError if the chunk
+    does not exist."""
     begin = owner.begin + number * CHUNK_ITEMS
     if begin >= owner.end:
         raise RemoteProtocolError(f"chunk {number} of a part of {chunk_count(owner)} chunks")
@@ -28,10 +28,10 @@ def chunk_range(owner: Owner, number: int) -> tuple[int, int]:
 
 
 class OutgoingParts:
-    """The coded parts of this member's own vector.
+    """The encoded parts of this member's own vector.
 
-    Chunks are coded when sent, and only their checksums are kept. In an exchange, where every member gets the
-    same bytes, the chunks are kept too.
+    Chunks are encoded when they are sent, and only their checksums are kept. In an exchange, where every
+    member gets the same bytes, the chunks are kept too.
     """
 
     def __init__(self, vector: Vector, codec: Codec, owners: tuple[Owner, ...], is_exchange: bool) -> None:
@@ -42,7 +42,7 @@ class OutgoingParts:
         self._checksums: dict[tuple[int, int], bytes] = {}
 
     def chunk(self, owner: Owner, number: int) -> tuple[memoryview, bytes]:
-        """Return the coded bytes of a chunk, and their checksum."""
+        """Return the encoded bytes of a chunk, and their checksum."""
         begin, end = chunk_range(owner, number)
         if self._kept is not None and number in self._kept:
             return self._kept[number], self._checksums[owner.begin, number]
@@ -62,7 +62,7 @@ class OutgoingParts:
         return self._codec.decode(self.chunk(owner, number)[0], end - begin)
 
     def roots(self) -> tuple[bytes, ...]:
-        """Return the root of each part, in the order of owners; in an exchange one root for all."""
+        """Return the root of each part, in the order of owners; in an exchange, a single root for all."""
         owners = self._owners if self._kept is None else self._owners[:1]
         return tuple(self._root(owner) for owner in owners)
 
@@ -76,7 +76,7 @@ class OutgoingParts:
 
 
 class Incoming:
-    """The coded chunks of an owner's part that one sender has sent."""
+    """The encoded chunks of an owner's part that one sender has sent."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -85,13 +85,13 @@ class Incoming:
 
     @property
     def root(self) -> bytes | None:
-        """The root of the received chunks, None while some are missing."""
+        """The root of the received chunks; None while some are missing."""
         if len(self._checksums) < chunk_count(self._owner):
             return None
         return root_of([self._checksums[number] for number in range(len(self._checksums))])
 
     def put(self, number: int, data: memoryview, checksum: bytes, codec: Codec) -> bool:
-        """Keep a chunk; False for a repeat. Raises RemoteProtocolError for one that cannot be decoded."""
+        """Keep a chunk. Return False for a repeat. Raises RemoteProtocolError if it cannot be decoded."""
         begin, end = chunk_range(self._owner, number)
         if number in self._checksums:
             return False
@@ -105,13 +105,13 @@ class Incoming:
         return codec.decode(self._data[number], end - begin)
 
     def drop(self, number: int) -> None:
-        """Forget a reduced chunk."""
+        """Release a chunk that has been reduced."""
         self._data.pop(number, None)
 
 
 @dataclass
 class ReducedPart:
-    """One owner's reduced part, as far as this member holds it.
+    """One owner's reduced part, as far as this member has received it.
 
     `commit` is the commit of its chunks. Chunks that arrive before this member knows the commit wait in
     `early`.
@@ -122,9 +122,10 @@ class ReducedPart:
     checksums: dict[int, bytes] = field(default_factory=dict)
     early: dict[int, memoryview] = field(default_factory=dict)
     coded: dict[int, memoryview] = field(default_factory=dict)
-    """Chunks of a lossy codec, kept for others: coding the decoded numbers again may give other bytes."""
+    """Chunks of a lossy codec, kept for other members: encoding the decoded values again may give different
+    bytes."""
     root: bytes | None = None
-    """The root sealed by the owner."""
+    """The root that the owner has sealed."""
     is_whole: bool = False
 
     @property
@@ -133,17 +134,17 @@ class ReducedPart:
 
     @property
     def computed_root(self) -> bytes:
-        """Return the root of the chunks, all of which must be here."""
+        """Return the root of the chunks, all of which must be present."""
         return root_of([self.checksums[number] for number in range(chunk_count(self.owner))])
 
     def check(self) -> None:
-        """Set `is_whole` if all chunks are here. Raises RemoteProtocolError, and forgets the chunks, if they
-        differ from what the owner sealed."""
+        """Set `is_whole` if all chunks are present. If they differ from what the owner sealed, discard them
+        and raise RemoteProtocolError."""
         if self.is_whole or self.root is None or len(self.checksums) < chunk_count(self.owner):
             return
         if self.computed_root != self.root:
             self.forget()
-            raise RemoteProtocolError("a reduced part that is not what its owner sealed")
+            raise RemoteProtocolError("a reduced part that differs from what its owner sealed")
         self.is_whole = True
 
     def forget(self) -> None:
@@ -155,7 +156,7 @@ class ReducedPart:
 
 @dataclass(frozen=True)
 class Contributed:
-    """One member's part in a reduction: `gossip.averaging.robust.reduction.PartContribution`."""
+    """One member's part in a reduction; implements `gossip.averaging.robust.reduction.PartContribution`."""
 
     peer: PeerId
     weight: float

@@ -1,8 +1,9 @@
 """The proofs of lies that a node keeps, bounded in number: pure.
 
-An identity costs nothing, so a liar could make many that each prove themselves liars, to push out its own
-proof. Proofs are therefore evicted by how well this node knows their authors (`ProofStanding`), and only
-among equals by age. So only as many proofs against
+An identity costs nothing, so a liar could create many identities that prove themselves liars, in order to
+push out its own proof. So the first proofs to be evicted are those whose authors this node knows least
+(`ProofStanding`); only among equals the oldest goes first. Therefore, only equally many proofs against other
+members that completed rounds with this node can push out the proof against one that did.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +15,7 @@ from crypto.identity import PeerId
 from gossip.averaging.evidence import Evidence
 
 KEPT_MAX = 256
-"""Proofs of all runs."""
+"""Maximum number of proofs, of all runs together."""
 
 
 class ProofStanding(IntEnum):
@@ -22,20 +23,21 @@ class ProofStanding(IntEnum):
 
     UNKNOWN = 0
     LISTED = 1
-    """It is in the run's roster, admitted or not."""
+    """The peer is in the run's roster, admitted or not."""
     COMPLETED = 2
-    """It was in rounds that this node completed."""
+    """The peer took part in rounds that this node completed."""
 
 
 class KeptProof(msgspec.Struct, frozen=True, array_like=True):
-    """A proof; `standing` is its author's when the proof came."""
+    """A proof, and the `standing` of its author when the proof was received."""
 
     evidence: Evidence
     standing: ProofStanding
 
 
 class ProofTable:
-    """Kept proofs. `standing` returns a peer's standing in the run of a key."""
+    """The proofs that are kept. `standing` is a function that returns a peer's standing in the run with the
+    given key."""
 
     def __init__(self, standing: Callable[[bytes, PeerId], ProofStanding], kept_max: int = KEPT_MAX) -> None:
         self._standing = standing
@@ -46,16 +48,16 @@ class ProofTable:
         return len(self._kept)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether (run, peer) has a proof here."""
+        """Return whether there is a proof for (run, peer)."""
         return key in self._kept
 
     @property
     def kept(self) -> tuple[KeptProof, ...]:
-        """All kept proofs, the oldest first."""
+        """All proofs, the oldest first."""
         return tuple(self._kept.values())
 
     def of_run(self, run: bytes) -> list[tuple[PeerId, Evidence]]:
-        """Return the proofs against liars of one run, by standing, among equals the newest first."""
+        """Return the proofs against liars of one run, ordered by standing; among equals the newest first."""
         rows = [(liar, kept) for (each, liar), kept in self._kept.items() if each == run]
         rows.sort(key=lambda row: self._rank((run, row[0]), row[1]))
         return [(liar, kept.evidence) for liar, kept in reversed(rows)]
@@ -66,8 +68,8 @@ class ProofTable:
             self._kept[kept.evidence.group.name, liar] = kept
 
     def add(self, liar: PeerId, evidence: Evidence) -> bool:
-        """Keep a proof. If the table is full, it replaces one whose author has a lower standing, or the same
-        and an older proof. Return whether it is kept."""
+        """Keep a proof, and return whether it was kept. If the table is full, it replaces the oldest of those
+        with the lowest standing, unless that standing is higher than its author's."""
         run = evidence.group.name
         newest = KeptProof(evidence, self._standing(run, liar))
         if len(self._kept) >= self._kept_max and (run, liar) not in self._kept:
@@ -79,5 +81,5 @@ class ProofTable:
         return True
 
     def _rank(self, key: tuple[bytes, PeerId], kept: KeptProof) -> ProofStanding:
-        """Return the highest standing that an author was seen to have: when the proof came, or now."""
+        """Return the higher of an author's two standings: when the proof was received, and now."""
         return max(kept.standing, self._standing(*key))

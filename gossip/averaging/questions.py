@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from math import inf
 
 ANSWER_SECONDS_MIN = 0.05
-"""Interval between two answers to one member's requests for facts."""
+"""Minimum interval between two answers to one member's requests for facts."""
 RELAYS_MAX = 4
-"""How often a member may request the whole vector again, chunk by chunk."""
+"""How many times a member may request the equivalent of the whole vector again."""
 
 
 class Questions:
-    """Requests among members, given by their places. `chunks` is the number of chunks of the whole vector."""
+    """Requests among members, which are identified by their places. `chunks` is the number of chunks of the
+    whole vector."""
 
     def __init__(self, chunks: int) -> None:
         self._relays_max = RELAYS_MAX * chunks
@@ -20,11 +21,11 @@ class Questions:
         self._answered: dict[int, float] = {}
 
     def begin(self) -> None:
-        """Begin another turn of requests, which go to the next members."""
+        """Begin a new round of requests, which go to the next members in turn."""
         self._turn += 1
 
     def choose(self, place: int, candidates: Sequence[int]) -> int:
-        """Return the member to ask for the part of the owner at `place` in this turn."""
+        """Return the member to ask, in this round of requests, for the part of the owner at `place`."""
         asked = candidates[self._turn % len(candidates)]
         self._asked.add((place, asked))
         return asked
@@ -34,13 +35,13 @@ class Questions:
         return (place, asked) in self._asked
 
     def may_relay(self, asker: int) -> bool:
-        """Return whether another chunk may be handed on to this member."""
+        """Return whether one more chunk may be passed on to this member."""
         count = self._relayed.get(asker, 0)
         self._relayed[asker] = min(count + 1, self._relays_max)
         return count < self._relays_max
 
     def may_answer(self, asker: int, now: float) -> bool:
-        """Return whether this member's request for facts is answered now."""
+        """Return whether to answer this member's request for facts now."""
         if now < self._answered.get(asker, -inf) + ANSWER_SECONDS_MIN:
             return False
         self._answered[asker] = now

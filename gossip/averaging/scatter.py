@@ -1,4 +1,4 @@
-"""The first half of an attempt: the parts that this member sends, and those that it holds of others."""
+"""The first half of an attempt: the parts that this member sends, and those that it has received."""
 
 from collections.abc import Mapping
 
@@ -15,30 +15,30 @@ from gossip.averaging.parts import Contributed, Incoming, OutgoingParts, chunk_c
 from gossip.averaging.robust.reduction import Vector
 
 LARGEST = 1e38
-"""Beyond this magnitude a lossy codec of float32 has no room to round."""
+"""Beyond this magnitude, rounding in a lossy float32 codec could overflow."""
 
 
 def check_vector(group: Group, place: int, codec: Codec, vector: Vector | None, weight: float) -> None:
-    """Check the contribution of the member at `place`. Raises ValueError."""
+    """Check the contribution of the member at `place`. Raises ValueError if it is invalid."""
     if (vector is not None) != group.members[place].has_tensors:
-        raise ValueError("a member with tensors averages a vector, and no other does")
+        raise ValueError("a member needs a vector if and only if it has tensors")
     if vector is None:
         return
     if vector.shape != (group.terms.items,) or vector.dtype != group.terms.dtype:
         raise ValueError(
-            f"want {group.terms.items} of {group.terms.dtype}, not {vector.shape} of {vector.dtype}"
+            f"want {group.terms.items} values of {group.terms.dtype}, not {vector.shape} of {vector.dtype}"
         )
     if not is_weight(weight):
         raise ValueError(f"not a weight: {weight}")
     if not np.isfinite(vector).all():
-        raise ValueError("the vector holds numbers that are not finite")
+        raise ValueError("the vector has values that are not finite")
     if not codec.is_exact and max(vector.max(), -vector.min()) > LARGEST:
-        raise ValueError(f"the vector holds numbers beyond {LARGEST}, for a codec of float32")
+        raise ValueError(f"the vector has values beyond {LARGEST}, the limit of a float32 codec")
 
 
 class Scatter:
-    """Commitments, and the parts of the senders. `place` is this member's; `vector` is None for a member
-    without tensors."""
+    """Commitments, and the parts of the senders. `place` is this member's position; `vector` is None for a
+    member without tensors."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Scatter:
 
     @property
     def is_committed(self) -> bool:
-        """Whether this member has sent its commitment, or has nothing to commit."""
+        """Whether this member has sent its commitment, or has nothing to commit to."""
         return self._outgoing is None or self._place in self._commitments
 
     def chunk(self, place: int, number: int) -> Chunk:
@@ -83,7 +83,7 @@ class Scatter:
         return Chunk(self._attempt, "scatter", place, number, b"", checksum, data)
 
     def commit(self) -> bytes:
-        """Return the body of this member's commitment, which holds from now on."""
+        """Return the body of this member's commitment, which is binding from now on."""
         assert self._outgoing is not None
         body = CommitmentBody(self._attempt, self._weight, self._outgoing.roots())
         data = encode(body)
@@ -91,7 +91,7 @@ class Scatter:
         return data
 
     def check(self, place: int, body: CommitmentBody) -> None:
-        """Check a commitment of the member at `place`. Raises RemoteProtocolError: no correct member makes
+        """Check a commitment of the member at `place`. Raises RemoteProtocolError if no correct member makes
         it."""
         roots = 1 if self._is_exchange else len(self._owners)
         if place not in self.senders or body.attempt != self._attempt:
@@ -104,10 +104,10 @@ class Scatter:
         self._commitments[place] = (body, blake3(data).digest())
 
     def take_chunk(self, place: int, message: Chunk) -> int:
-        """Keep a chunk from the member at `place`; return its bytes, 0 for a repeat. Raises
+        """Keep a chunk from the member at `place`. Return its size in bytes, or 0 for a repeat. Raises
         RemoteProtocolError."""
         if self._mine is None or message.place != self._place or place not in self.senders:
-            raise RemoteProtocolError("a chunk for somebody else, or from a member without tensors")
+            raise RemoteProtocolError("a chunk for another owner, or from a member without tensors")
         if place in self._refused:
             return 0
         data = checked_chunk(message)
@@ -115,7 +115,7 @@ class Scatter:
         return data.nbytes if incoming.put(message.number, data, message.checksum, self._codec) else 0
 
     def holds(self, place: int) -> bool:
-        """Return whether this owner holds and has checked its part of a sender."""
+        """Return whether this owner holds, and has checked, its part of this sender's vector."""
         if self._mine is None or place not in self._commitments:
             return False
         if place == self._place:
@@ -128,15 +128,15 @@ class Scatter:
         return root == committed
 
     def has_begun(self, place: int) -> bool:
-        """Return whether any tensor data of this sender came."""
+        """Return whether any tensor data of this sender has arrived."""
         return place in self._incoming or place in self._commitments
 
     def unsettled(self) -> list[int]:
-        """Return the senders whose part this owner may still get."""
+        """Return the senders whose part this owner may still receive."""
         return [p for p in self.senders if not self.holds(p) and p not in self._refused]
 
     def have(self) -> HaveBody:
-        """Return the have-set of this owner as of now."""
+        """Return the have-set of this owner at this moment."""
         held = (
             HeldPart(place, self._commitments[place][0].weight, self._commitments[place][1])
             for place in self.senders
@@ -145,8 +145,8 @@ class Scatter:
         return HaveBody(self._attempt, tuple(held))
 
     def spoilers(self, haves: Mapping[int, HaveBody]) -> list[int]:
-        """Return the owners that prevent a common set: their have-sets name almost nobody, or name another
-        commitment of this member than the one it made."""
+        """Return the owners that prevent a common set. Their have-sets name almost no members, or name a
+        commitment of this member that differs from the one it made."""
         own = self._commitments.get(self._place)
         mine = None if own is None else HeldPart(self._place, own[0].weight, own[1])
         return [
@@ -156,7 +156,7 @@ class Scatter:
         ]
 
     def sources(self, held: tuple[HeldPart, ...]) -> list[Contributed]:
-        """Return the parts that this owner reduces, in the order of members; the others are forgotten."""
+        """Return the parts that this owner reduces, in the order of members; the other parts are released."""
         assert self._mine is not None
         incoming, self._incoming = self._incoming, {}
         sources = []

@@ -1,13 +1,13 @@
 """Strategies for the parameters between two rounds of averaging: one small class for each paper.
 
 A strategy turns the parameters theta after some local steps into the vector to average (`offer`), and the
-round's result into the parameters to go on with (`take`). All work on flat vectors of one layout; nothing
-here knows of groups, peers or torch. A failed round changes nothing: training goes on, and the next round
-offers all changes since. If training went on while a round ran (delayed averaging), `Delayed` adds the
-difference.
+round's result into the parameters to continue with (`take`). All strategies work on flat vectors of one
+layout; nothing here knows of groups, peers or torch. A failed round changes nothing: training continues, and
+the next round offers all changes since the last successful one. If training continued while a round ran
+(delayed averaging), `Delayed` adds the difference.
 
-Members of a strategy with outer steps agree on `phi`, or nearly: a peer that joins late loads it from another
-(`state`, `load`).
+Members of a strategy with outer steps agree on `phi`, at least approximately: a peer that joins late loads it
+from another peer (`state`, `load`).
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ Grouping = Literal["all", "moshpit", "pairs"]
 
 @dataclass(frozen=True)
 class Mean:
-    """The result of a round. `is_included` says whether this peer's own offer is in it; `stale_steps` counts
-    the local steps since the offer."""
+    """The result of a round. `is_included` says whether this peer's own offer is part of it; `stale_steps`
+    counts the local steps since the offer."""
 
     vector: Vector
     is_included: bool = True
@@ -35,44 +35,44 @@ class Mean:
 
 
 class Strategy(Protocol):
-    """One strategy of training together."""
+    """A strategy for training together."""
 
     local_steps: int
-    """Steps between two rounds."""
+    """Number of steps between two rounds."""
     grouping: Grouping
     mode: Mode
     codec: str
 
     def offer(self, theta: Vector) -> Vector:
-        """Return the vector to average now: a new one of the same size."""
+        """Return the vector to average now: a new vector of the same size."""
 
     def take(self, theta: Vector, mean: Mean | None) -> Vector:
-        """Return the parameters to continue with, as a new vector. `theta` is that of the offer; `mean` is
-        None if the round failed."""
+        """Return the parameters to continue with, as a new vector. `theta` is the vector passed to `offer`;
+        `mean` is None if the round failed."""
 
     def state(self) -> dict[str, Vector]:
-        """Return the state that a peer joining late needs beside theta."""
+        """Return the state that a peer joining late needs in addition to theta."""
 
     def load(self, state: Mapping[str, Vector]) -> None:
-        """Take over such a state."""
+        """Load a state that another peer's `state` returned."""
 
 
 class _Stateless:
-    """No memory between rounds."""
+    """A strategy without memory between rounds."""
 
     def state(self) -> dict[str, Vector]:
         return {}
 
     def load(self, state: Mapping[str, Vector]) -> None:
         if state:
-            raise ValueError(f"this strategy has no state, not {', '.join(sorted(state))}")
+            raise ValueError(f"this strategy has no state, but was given {', '.join(sorted(state))}")
 
 
 class ParameterMean(_Stateless):
     """The mean of parameters every H steps (local SGD, Stich 2019); in pairs, gossip (Lian et al. 2017).
 
-    The rounding error of an int8 or int4 codec is sent with the next round (error feedback), so errors do not
-    add up.
+    The rounding error of an int8 or int4 codec is added to the next round's vector (error feedback), so
+    errors do not accumulate.
     """
 
     mode: Mode = "butterfly"
@@ -93,10 +93,10 @@ class ParameterMean(_Stateless):
 
 
 class Asynchronous(_Stateless):
-    """Mix in a mean, weighted by its freshness (FedAsync, Xie et al. 2019, polynomial staleness).
+    """Mixes in a mean, weighted by its freshness (FedAsync, Xie et al. 2019, polynomial staleness).
 
-    theta <- theta + a (1 + s)^(-1/2) (mean - offered), where s counts the local steps since the offer; a mean
-    older than `stale_steps_max` steps is dropped. No peer waits for another.
+    theta <- theta + a (1 + s)^(-1/2) (mean - offered), where s counts the local steps since the offer. A mean
+    older than `stale_steps_max` steps is discarded. No peer waits for another.
     """
 
     mode: Mode = "butterfly"
@@ -131,7 +131,7 @@ class DiLoCo:
     """Outer Nesterov steps on the mean of H local steps (Douillard et al. 2023, algorithm 1).
 
     delta = mean(phi - theta); m <- mu m + delta; phi <- phi - a (delta + mu m); theta <- phi. All peers
-    average in one group and hold the same phi. A lossy codec's errors are fed back.
+    average in one group and hold the same phi. The errors of a lossy codec are fed back.
     """
 
     grouping: Grouping = "all"
@@ -163,7 +163,8 @@ class DiLoCo:
             self._feedback.settle(is_included=mean is not None and mean.is_included)
         if mean is None:
             return theta.copy()
-        if not mean.vector.any():  # nobody has made a step: momentum alone must not move what all agree on
+        # no peer has made a step: momentum alone must not move the phi that all agree on
+        if not mean.vector.any():
             return self._phi.copy()
         self._m = self._momentum * self._m + mean.vector
         self._phi = self._phi - self._rate * (mean.vector + self._momentum * self._m)
@@ -180,14 +181,15 @@ class NoLoCo:
     """Outer steps in small groups; a correction pulls the copies of phi together (Kolehmainen et al. 2025).
 
     g = mean(theta - phi) + mean(phi) - phi_i, m <- mu m + g, phi <- phi + a (g + mu m), theta <- phi, means
-    over the group. g is mean(theta) - phi_i, so averaging theta is enough: half the bytes of averaging both.
-    Plain momentum of 0.9 pulls a phi too far; Nesterov's form is stable.
+    over the group. g equals mean(theta) - phi_i, so averaging theta is enough: half the bytes of averaging
+    both. Plain momentum of 0.9 pulls a phi too far; Nesterov's form is stable.
 
-    A peer that has made no local step since its last round takes the mean unchanged: further rounds at the
-    end only pull the copies together (the tightening of Factored Gossip DiLoCo). After one round along one
-    axis of the grid a copy still carries the noise of its own group. A peer that misses a round counts as a
-    group of its own: else it falls behind the momentum of the others, and their next mean, as far ahead as
-    that, goes into its own momentum. Its parameters stay as they are; its next offer is moved.
+    A peer that has made no local step since its previous round takes the mean unchanged: additional rounds at
+    the end only pull the copies together (the tightening of Factored Gossip DiLoCo). After one round along
+    one axis of the grid, a copy still carries the noise of its own group. A peer that misses a round counts
+    as a group of its own. Otherwise it would fall behind the momentum of the others, and their next mean
+    would add that lag to its own momentum. Its parameters stay as they are; its next offer is shifted
+    instead.
     """
 
     mode: Mode = "butterfly"
@@ -209,7 +211,7 @@ class NoLoCo:
         self._phi = theta.copy()
         self._m = np.zeros_like(theta)
         self._before = self._phi
-        """The parameters after the last round: if they are unchanged, no local step was made."""
+        """The parameters after the previous round. If they are unchanged, no local step was made."""
         self._missed: Vector | None = None
         self._ahead: Vector | None = None
 
@@ -247,10 +249,11 @@ class NoLoCo:
 
 
 class SparseLoCo:
-    """Chunked top-k of 2 bit with error feedback in place of outer momentum (Sarfi et al. 2025).
+    """Chunked top-k with 2 bits per value, and error feedback in place of outer momentum (Sarfi et al. 2025).
 
     e <- b e + (phi - theta); s = topk(e); e <- e - s; phi <- phi - a mean(s); theta <- phi. Payloads are
-    exchanged whole, since a sum of sparse parts is not sparse. A few outer steps gain by Nesterov momentum.
+    exchanged whole, because a sum of sparse parts is not sparse. Nesterov momentum helps if there are only a
+    few outer steps.
     """
 
     grouping: Grouping = "all"
@@ -281,7 +284,8 @@ class SparseLoCo:
         self._feedback.settle(is_included=mean is not None and mean.is_included)
         if mean is None:
             return theta.copy()
-        if not mean.vector.any():  # nobody has made a step: momentum alone must not move what all agree on
+        # no peer has made a step: momentum alone must not move the phi that all agree on
+        if not mean.vector.any():
             return self._phi.copy()
         self._m = self._momentum * self._m + mean.vector
         self._phi = self._phi - self._rate * (mean.vector + self._momentum * self._m)
@@ -296,16 +300,16 @@ class SparseLoCo:
 
 
 def damped(theta: Vector, taken: Vector, damping: float) -> Vector:
-    """Return theta + damping (taken - theta): take this share of a round's change.
+    """Return theta + damping (taken - theta): apply only this share of a round's change.
 
-    `theta` is that of the offer, `taken` is the result of `Strategy.take` for it. For strategies without
-    outer steps: outer steps are computed from a phi that has to equal theta.
+    `theta` is the vector passed to `offer`, `taken` is what `Strategy.take` returned for it. This is only for
+    strategies without outer steps, because outer steps are computed from a phi that must equal theta.
     """
     return taken if damping == 1 else theta + theta.dtype.type(damping) * (taken - theta)
 
 
 class Delayed:
-    """Any strategy, with training going on while the round runs (delayed parameter averaging).
+    """Any strategy, with training continuing while the round runs (delayed parameter averaging).
 
     theta <- take(theta at the offer) + the local steps since.
     """
@@ -316,15 +320,15 @@ class Delayed:
         self._damping = 1.0
 
     def offer(self, theta: Vector, damping: float = 1.0) -> Vector:
-        """Return the vector to average; `take` then takes the share `damping` of the round's change."""
+        """Return the vector to average. `take` then applies the share `damping` of the round's change."""
         self._offered = theta.copy()
         self._damping = damping
         return self.strategy.offer(theta)
 
     def take(self, theta: Vector, mean: Mean | None) -> Vector:
-        """`theta` is the present one."""
+        """Return the parameters to continue with; `theta` is the current one."""
         offered, self._offered = self._offered, None
         if offered is None:
-            raise ValueError("take comes after offer")
+            raise ValueError("take must be called after offer")
         taken = damped(offered, self.strategy.take(offered, mean), self._damping)
         return taken + (theta - offered)

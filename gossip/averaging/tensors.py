@@ -1,10 +1,10 @@
 """The layout of named tensors in one flat vector, and the hash by which two peers check that they average the
-same.
+same tensors.
 
-Floating tensors of one layout are laid one after another, sorted by name, so the order in which a caller
-names them has no effect. bfloat16 has no numpy type: it travels as the uint16 of its bits, declared by name.
-Integer and boolean tensors (a counter of batches, a mask) are in the signature and never averaged: each peer
-keeps its own. Their mean has no general meaning, and a codec would corrupt them.
+Floating-point tensors are placed one after another, sorted by name, so the order in which a caller passes
+them has no effect. bfloat16 has no numpy type: it is represented as uint16 with the same bits, and declared
+by name. Integer and boolean tensors (a counter of batches, a mask) are in the signature but are never
+averaged: each peer keeps its own. Their mean has no general meaning, and a codec would corrupt them.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ WHOLE = ("int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor. `dtype` is one of `FLOATING` or `WHOLE`."""
+    """The name, shape and type of one tensor. `dtype` is one of `FLOATING` or `WHOLE`."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,13 +47,13 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 class TensorLayout:
     """The positions of named tensors in one vector.
 
-    The vector is float64 if any tensor is, else float32. Raises ValueError for names, types or shapes that
-    cannot be averaged.
+    The vector is float64 if any tensor is, otherwise float32. Raises ValueError for names, types or shapes
+    that cannot be averaged.
     """
 
     def __init__(self, specs: tuple[TensorSpec, ...]) -> None:
         if len({spec.name for spec in specs}) != len(specs) or not 0 < len(specs) <= TENSORS_MAX:
-            raise ValueError(f"want 1-{TENSORS_MAX} tensors of different names")
+            raise ValueError(f"want 1-{TENSORS_MAX} tensors with different names")
         for spec in specs:
             if spec.dtype not in (*FLOATING, *WHOLE):
                 raise ValueError(f"{spec.name}: {spec.dtype} is not averaged")
@@ -63,7 +63,7 @@ class TensorLayout:
         self.averaged = tuple(spec for spec in self.specs if spec.is_averaged)
         self.items = sum(spec.items for spec in self.averaged)
         if not self.items:
-            raise ValueError("no tensor of a floating type: nothing to average")
+            raise ValueError("no tensor has a floating-point type, so there is nothing to average")
         self.dtype = "float64" if any(spec.dtype == "float64" for spec in self.averaged) else "float32"
         self.signature = blake3(encode(self.specs)).digest()
 
@@ -81,7 +81,7 @@ class TensorLayout:
         return vector
 
     def unflatten(self, vector: Vector, tensors: Mapping[str, Array]) -> None:
-        """Write a vector back into the tensors, in place; whole numbers stay as they are."""
+        """Write a vector back into the tensors, in place. Integer and boolean tensors stay unchanged."""
         at = 0
         for spec in self.averaged:
             tensor = self._checked(spec, tensors)
@@ -106,7 +106,7 @@ class TensorLayout:
 
 
 def layout_of(tensors: Mapping[str, Array], kind: Kind = "parameter") -> TensorLayout:
-    """Return the layout of numpy arrays by name. An array of uint16 counts as bfloat16."""
+    """Return the layout of numpy arrays by name. A uint16 array counts as bfloat16."""
     return TensorLayout(
         tuple(
             TensorSpec(

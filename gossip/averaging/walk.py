@@ -1,14 +1,15 @@
 """One peer's walk over Moshpit's grid: the cell of its next group, and its cell afterwards.
 
-Peers count their turns by themselves, so they drift apart: a peer that failed a round, or joined late, is
-behind. A group's `round` is its convener's turn, and its members go on from there. A key names the axis and
-not the turn, so peers a whole cycle apart still meet. When the number of peers asks for other axes, each peer
-starts anew from its cell in that grid: sizes are derived, never negotiated. A peer whose view differs may be
-alone in its cell; it joins the next group that forms under the run's common key. If more peers take part than
-a peer knows, sizes follow from estimates, which differ: then two grids with differently rounded sizes take
-turns.
+Each peer counts its own turns, so counts drift apart: a peer that failed a round, or joined late, is behind.
+A group's `round` is its convener's turn, and its members continue from there. A key names the axis and not
+the turn, so peers that are a whole cycle apart still meet. When the number of peers requires different axes,
+each peer starts again from its cell in the new grid: sizes are derived, never negotiated. A peer whose view
+differs may be alone in its cell; it joins the next group that forms under the run's common key. If more peers
+take part than a peer knows, sizes follow from estimates, which differ among peers. In that case, two grids
+with differently rounded sizes are used in alternation.
 
-Not here: the grid itself (`gossip.averaging.grid`), and how those under one key meet (`gossip.matchmaking`).
+Not here: the grid itself (`gossip.averaging.grid`), and how the peers under one key meet
+(`gossip.matchmaking`).
 """
 
 from collections.abc import Iterable
@@ -20,13 +21,13 @@ from gossip.averaging.grid import Grid
 from gossip.averaging.group import Group
 
 TURNS_AHEAD_MAX = 1_024
-"""A convener's turn that is further ahead than this is refused: turns stay far below their limit."""
+"""A convener's turn is rejected if it is further ahead than this, so turns stay far below their limit."""
 
 
 @dataclass(frozen=True)
 class Spot:
-    """The spot of a peer's next group: its `key`, and its `size` in a full grid. `coordinate` is the peer's
-    place on the axis along which the group lies."""
+    """The position of a peer's next group: its `key`, and its `size` in a full grid. `coordinate` is the
+    peer's coordinate on the axis along which the group lies."""
 
     key: bytes
     size: int
@@ -34,10 +35,10 @@ class Spot:
 
 
 class GridWalk:
-    """One peer in one run's grid; or in two that take turns, if the number of peers is only estimated."""
+    """One peer in one run's grid, or in two alternating grids if the number of peers is only estimated."""
 
     def __init__(self, name: bytes, peer: PeerId) -> None:
-        """`name` is the run's, of at most `group.NAME_BYTES_MAX` bytes."""
+        """`name` is the run's name, at most `group.NAME_BYTES_MAX` bytes."""
         self._name = name
         self._peer = peer
         self._grids: list[Grid | None] = [None, None]
@@ -47,13 +48,13 @@ class GridWalk:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The sides of the grid that this peer stands in."""
+        """The sides of the grid in which this peer currently is."""
         grid = self._grids[self._which(self.turn)]
         return () if grid is None else grid.axes
 
     def spot(self, others: Iterable[PeerId], size_max: int, estimated: int = 0) -> Spot | None:
-        """Return the spot of the next group, of at most `size_max` members; None if all fit in one.
-        `estimated` is the approximate number of peers if `others` are not all."""
+        """Return the spot of the next group, of at most `size_max` members; None if all peers fit into one
+        group. `estimated` is the approximate number of peers if `others` are not all of them."""
         self._is_estimated = estimated > 0
         which = self._which(self.turn)
         count = _rounded(estimated, which) if estimated else 0
@@ -66,8 +67,9 @@ class GridWalk:
         return Spot(grid.key(axis, cell), grid.axes[axis], cell[axis])
 
     def averaged(self, group: Group, spot: Spot | None) -> None:
-        """Advance after a round: from the place drawn in the group of a spot, or from the same cell after any
-        other group. The members' places on the axis are those that they declared."""
+        """Advance after a round. If the group was formed at `spot`, the next cell follows from the exchange
+        in it; after any other group the cell stays the same. The members' coordinates on the axis are those
+        that they declared."""
         turn, which = self.turn, self._which(self.turn)
         grid, cell = self._grids[which], self._cells[which]
         agreed = group.round if turn <= group.round <= turn + TURNS_AHEAD_MAX else turn
@@ -84,23 +86,23 @@ class GridWalk:
         self.turn = agreed + 1
 
     def failed(self) -> None:
-        """Stay in the cell and take the next axis, since the group of this axis did not form."""
+        """Stay in the cell and take the next axis, because the group along this axis did not form."""
         self.turn += 1
 
     def _which(self, turn: int) -> int:
-        """Return which grid a turn is in."""
+        """Return which grid a turn belongs to."""
         return turn % 2 if self._is_estimated else 0
 
     def _round(self, turn: int) -> int:
-        """Return the number of a turn among those in its grid."""
+        """Return the number of a turn among the turns of its grid."""
         return turn // 2 if self._is_estimated else turn
 
 
 def _rounded(estimated: int, which: int) -> int:
-    """Return the size of a grid for about this many peers: a power of two, or in the middle between two.
+    """Return the size of a grid for about this many peers: a power of two, or the middle between two.
 
     If slightly different estimates lead to different sizes in one grid, they lead to the same size in the
-    other. Averaging alternates between both, so that no peers stay apart.
+    other. Averaging alternates between the two grids, so no peers stay apart.
     """
     exponent = log2(max(2, estimated))
     return round(2 ** floor(exponent + 0.5)) if not which else round(2 ** (floor(exponent) + 0.5))

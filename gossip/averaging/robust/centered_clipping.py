@@ -8,17 +8,19 @@ from gossip.averaging.robust.median import median
 from gossip.averaging.robust.reduction import Vector
 
 ITERATIONS = 3
-"""The paper takes one from a good centre; from a poor one each comes nearer by about half."""
+"""Number of iterations. The paper uses one from a good centre; from a poor centre, each iteration halves the
+distance."""
 
 
 def centered_clipping(
     vectors: Vectors, weights: Weights, f: int = 0, centre: Vector | None = None, iterations: int = ITERATIONS
 ) -> Vector:
-    """Return v after v <- v + mean(clip(x - v)) from `centre`: the last round's value, None the median.
+    """Return v after repeating v <- v + mean(clip(x - v)). It starts from `centre`, the previous round's
+    result; if that is None, from the median.
 
-    Each difference is clipped to the lower median of all their lengths, which is that of an honest member at
-    most. So one iteration moves no further than an honest member is away, and `iterations` of them no further
-    than 2**iterations - 1 times the largest honest distance from the centre. Every member counts once.
+    Each difference is clipped to the lower median of all their lengths, which is at most that of an honest
+    member. So one iteration moves no further than an honest member is away, and all `iterations` together at
+    most 2**iterations - 1 times the largest honest distance from the centre. Every member counts equally.
     """
     vectors, weights, f = usable(vectors, weights, f, 2 * f + 1, "centered clipping")
     vectors, weights = in_order(vectors, weights)

@@ -1,4 +1,4 @@
-"""Code that rules share: checked inputs, one order of members, distances in bounded memory."""
+"""Code that the rules share: validated inputs, one order of members, distances in bounded memory."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,41 +9,44 @@ from numpy.typing import NDArray
 from gossip.averaging.robust.reduction import BLOCK_ITEMS, Vector
 
 Vectors = NDArray[np.floating[Any]]
-"""[members, numbers]"""
+"""[members, values]"""
 Weights = NDArray[np.float64]
 """[members]"""
 DOT_ITEMS = 1 << 13
 PRODUCTS = 1 << 18
-"""Numbers of a dot product, and products of a matrix product, that BLAS computes in the calling thread. With
-more it has a thread on each core, and they wait for each other where several nodes share the cores: eight
-nodes took twice as long for a round."""
+"""Maximum size of a dot product, in values, and of a matrix product, in multiplications, that BLAS computes
+in the calling thread. For larger ones BLAS uses a thread on each core, and these threads wait for each other
+if several nodes share the cores: a round with eight nodes took twice as long."""
 
 
 def usable(
     vectors: Vectors, weights: Weights, f: int, members_min: int, rule: str
 ) -> tuple[Vectors, Weights, int]:
-    """Return the inputs of a rule: finite vectors, their weights, and how many of them may still be lies.
+    """Return the inputs of a rule: the finite vectors, their weights, and how many of the vectors may still
+    be lies.
 
-    Raises ValueError: fewer than `members_min`, a weight that is none, or more than `f` vectors that are not
-    finite.
+    Raises ValueError if there are fewer than `members_min` members, an invalid weight, or more than `f`
+    vectors that are not finite.
     """
     if vectors.ndim != 2 or weights.shape != (len(vectors),):
         raise ValueError(f"{rule}: {weights.shape} weights for vectors of shape {vectors.shape}")
     if not (np.isfinite(weights) & (weights > 0)).all():
-        raise ValueError(f"{rule}: a weight is finite and above 0")
+        raise ValueError(f"{rule}: every weight must be finite and above 0")
     if f < 0 or len(vectors) < members_min:
-        raise ValueError(f"{rule}: {f} liars need a group of {members_min} at least; this has {len(vectors)}")
+        raise ValueError(
+            f"{rule}: {f} liars need a group of at least {members_min}; this one has {len(vectors)}"
+        )
     finite = np.array([np.isfinite(vector).all() for vector in vectors])
     left_out = len(vectors) - int(finite.sum())
     if left_out > f:
-        raise ValueError(f"{rule}: {left_out} vectors are not finite, and {f} liars are to be survived")
+        raise ValueError(f"{rule}: {left_out} vectors are not finite, but only {f} liars can be survived")
     if left_out:
         vectors, weights = vectors[finite], weights[finite]
     return vectors, weights, f - left_out
 
 
 def in_order(vectors: Vectors, weights: Weights) -> tuple[Vectors, Weights]:
-    """Sort members by their values, so that sums round alike in any order of arrival."""
+    """Sort the members by their values, so that sums round the same way in any order of arrival."""
     keys = [(v.tobytes(), w) for v, w in zip(vectors, weights, strict=True)]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     if order == list(range(len(order))):
@@ -58,7 +61,7 @@ def blocks_of(items: int) -> Iterator[slice]:
 
 
 def distances_from(vectors: Vectors, centre: Vector) -> Weights:
-    """Return the Euclidean distance of each vector from a centre, in float64; inf where that overflows."""
+    """Return the Euclidean distance of each vector from a centre, in float64; inf if it overflows."""
     squares = np.zeros(len(vectors))
     with np.errstate(over="ignore"):
         for block in blocks_of(vectors.shape[1]):
@@ -71,8 +74,8 @@ def distances_from(vectors: Vectors, centre: Vector) -> Weights:
 def squared_distances(vectors: Vectors) -> NDArray[np.float64]:
     """Return the squared distance of each pair of vectors, [members, members].
 
-    It computes in the vectors' own precision within a block, and not by products of vectors: honest ones are
-    near each other and far from zero, and rounding would lose their distance.
+    Within a block it computes in the vectors' own precision. It does not use products of vectors: honest
+    vectors are near each other and far from zero, so rounding would lose their distance.
     """
     squares = np.zeros((len(vectors), len(vectors)))
     spare = np.empty((len(vectors), DOT_ITEMS), vectors.dtype)
@@ -84,13 +87,13 @@ def squared_distances(vectors: Vectors) -> NDArray[np.float64]:
                 np.subtract(rows[number + 1 :], rows[number], out=apart)
                 squares[number, number + 1 :] += np.vecdot(apart, apart)
     if vectors.dtype != np.float64 and not np.isfinite(squares).all():
-        # Differences beyond 1e19, whose squares float32 does not hold.
+        # There are differences beyond 1e19, whose squares float32 cannot represent.
         return squared_distances(vectors.astype(np.float64))
     return squares + squares.T
 
 
 def mix(vectors: Vectors, factors: Weights, base: Vector | None = None) -> Vector:
-    """Return sum(factor (vector - base)) in float64, member after member; those of factor 0 do not enter."""
+    """Return sum(factor (vector - base)) in float64, member by member; vectors with factor 0 are left out."""
     total = np.zeros(vectors.shape[1])
     for block in blocks_of(vectors.shape[1]):
         for vector, factor in zip(vectors, factors, strict=True):
@@ -102,10 +105,10 @@ def mix(vectors: Vectors, factors: Weights, base: Vector | None = None) -> Vecto
 
 
 def mixes(vectors: Vectors, factors: NDArray[np.float64], near: Vector) -> Vectors:
-    """Return `factors` @ `vectors`, [rows of factors, numbers], for factors of which each row adds up to 1.
+    """Return `factors` @ `vectors`, [rows of factors, values]. Each row of `factors` must add up to 1.
 
-    It computes in the vectors' own precision, by differences from `near`: so a mix of equal vectors is exact,
-    and rounding loses little if most are near it.
+    It computes in the vectors' own precision, using differences from `near`. So a mix of equal vectors is
+    exact, and rounding loses little if most vectors are near it.
     """
     found = np.empty((len(factors), vectors.shape[1]), vectors.dtype)
     step = max(PRODUCTS // vectors.shape[0] // len(factors), 1)
@@ -116,6 +119,6 @@ def mixes(vectors: Vectors, factors: NDArray[np.float64], near: Vector) -> Vecto
             apart = vectors[:, block] - near[block]
             if np.isfinite(apart).all():
                 found[:, block] = narrow @ apart + near[block]
-            else:  # of factor 0, and infinite times 0 is no number
+            else:  # skip factor 0, because infinity times 0 is not a number
                 found[:, block] = factors @ vectors[:, block].astype(np.float64)
     return found

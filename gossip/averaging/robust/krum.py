@@ -9,7 +9,7 @@ from gossip.averaging.robust.reduction import Vector
 
 
 def krum_members_min(f: int) -> int:
-    """Return the smallest group of which `f` may lie."""
+    """Return the size of the smallest group in which `f` members may lie."""
     return 2 * f + 3
 
 
@@ -22,8 +22,8 @@ def krum(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
 
 
 def multi_krum(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
-    """Return the weighted mean of the n - f - 2 vectors with the least such sums: the most for which its
-    proof holds (El Mhamdi, Guerraoui and Rouault 2018)."""
+    """Return the weighted mean of the n - f - 2 vectors with the smallest such sums. That is the largest
+    number for which its proof holds (El Mhamdi, Guerraoui and Rouault 2018)."""
     vectors, weights, f = usable(vectors, weights, f, krum_members_min(f), "multi-Krum")
     vectors, weights = in_order(vectors, weights)
     chosen = np.sort(np.argsort(_scores(vectors, f), kind="stable")[: len(vectors) - f - 2])
@@ -32,7 +32,7 @@ def multi_krum(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
 
 def _scores(vectors: Vectors, f: int) -> NDArray[np.float64]:
     squares = squared_distances(vectors)
-    np.fill_diagonal(squares, np.inf)  # a vector is none of its neighbours
+    np.fill_diagonal(squares, np.inf)  # a vector is not its own neighbour
     nearest = np.sort(squares, axis=1)[:, : len(vectors) - f - 2]
     scores: NDArray[np.float64] = nearest.sum(axis=1)
     return scores

@@ -7,11 +7,11 @@ from gossip.averaging.robust.inputs import Vectors, Weights, in_order, mixes, sq
 
 
 def mix_nearest(vectors: Vectors, weights: Weights, f: int = 0) -> tuple[Vectors, Weights, int]:
-    """Return the vectors, each replaced by the mean of the n - f that are nearest to it, itself among them;
-    with their weights and `f`, as the next rule takes them.
+    """Return the vectors, each replaced by the mean of the n - f vectors nearest to it, including itself,
+    together with their weights and `f`, as inputs of the next rule.
 
-    Honest vectors that differ since their data does come nearer to each other, so that fewer lies fit between
-    them. Every member counts once.
+    Honest vectors differ because their data differ. Mixing brings them closer to each other, so that fewer
+    lies fit between them. Every member counts equally.
     """
     vectors, weights, f = usable(vectors, weights, f, 2 * f + 1, "nearest-neighbour mixing")
     vectors, weights = in_order(vectors, weights)

@@ -9,9 +9,9 @@ from gossip.averaging.robust.sorting import sorted_rows, sorted_with
 
 
 def trimmed_mean(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
-    """Return the weighted mean of each number without the f smallest and the f largest.
+    """Return the weighted mean of each coordinate, without its f smallest and its f largest values.
 
-    The cut counts members, not weight. So with f liars each remaining number lies between two honest ones,
+    The cut counts members, not weight. So with f liars each remaining value lies between two honest values,
     and so does their mean, with any weights.
     """
     vectors, weights, f = usable(vectors, weights, f, 2 * f + 1, "trimmed mean")
@@ -32,6 +32,6 @@ def trimmed_mean(vectors: Vectors, weights: Weights, f: int = 0) -> Vector:
                 sums += row * weight
                 total += weight
             sums /= total
-        # Rounding must not leave the range either. Adding 0 makes of -0 the 0 it equals.
+        # Rounding must not leave the range either. Adding 0 turns -0 into 0.
         found[block] = np.clip(sums, rows[f], rows[last - 1]) + 0.0
     return found

@@ -152,5 +152,7 @@ def test_auto_is_robust_where_strangers_may_join(
 def test_an_impossible_rule_is_refused_by_name(strategy: str, codec: str, named: str) -> None:
     with pytest.raises(ValueError, match=f"aggregate median: {named}"):
         chosen("median", is_private=False, obstacle=obstacle_of(strategy, codec))
-    with pytest.raises(ValueError, match="aggregate 'mode': there are auto, mean, median, trimmed-mean, "):
+    with pytest.raises(
+        ValueError, match="unknown aggregate 'mode'; use auto or one of mean, median, trimmed-mean, "
+    ):
         chosen("mode", is_private=False)

@@ -59,7 +59,9 @@ async def test_nodes_withstand_a_liar_and_name_peers_of_another_rule(tmp_path: P
 
 async def test_an_impossible_rule_is_a_usage_error(tmp_path: Path) -> None:
     async with nodes(tmp_path, 1) as (me,):
-        with pytest.raises(UsageError, match="average: aggregate 'best': there are auto, mean, median"):
+        with pytest.raises(
+            UsageError, match="average: unknown aggregate 'best'; use auto or one of mean, median"
+        ):
             await me.average({"w": LIE}, "x", aggregate="best")
         with pytest.raises(UsageError, match="average: aggregate median: codec topk64 sends few numbers"):
             await me.average({"w": LIE}, "x", codec="topk64", aggregate="median")
