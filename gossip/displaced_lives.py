@@ -1,9 +1,10 @@
-"""Facts of member lives that newer lives displaced, to be sent to the processes that answer as that member.
+"""Facts of member lives that were displaced by newer lives, to be sent to the processes that answer as that
+member.
 
-A member list holds one alive fact of each peer, the newest. Facts of a few earlier lives are kept here and
-sent for a while, so that a copy of a data folder learns of its original, and the original of the copy. A
-restarted process receives facts of its own past lives, which have ended. Not here: its conclusions
-(`gossip.other_lives`).
+A life is one start of a process with an identity. A member list holds one alive fact of each peer, the
+newest. Facts of a few earlier lives are kept here and sent for a while, so that a copy of a data folder
+learns of its original, and the original of the copy. A restarted process also receives facts of its own past
+lives, which have ended. Not here: what the process concludes from them (`gossip.other_lives`).
 """
 
 from collections.abc import Mapping
@@ -15,21 +16,23 @@ from gossip.messages import FACT_BYTES_MAX, LIFE_BYTES, AliveBody, AliveFact, Go
 from gossip.table import MemberRow
 
 DISPLACED_MAX = 64
-"""Members whose displaced lives are kept."""
+"""Maximum number of members whose displaced lives are kept."""
 DISPLACED_LIVES_MAX = 4
-"""Displaced lives kept of one member, the latest. An original displaces each copy, so it stays among them."""
+"""Maximum number of displaced lives kept per member, the latest ones. An original displaces each of its
+copies, so it stays among them."""
 TOLD_INTERVALS = 10
-"""Probe intervals for which displaced lives are sent: a message may be lost, or reach the wrong process."""
+"""Number of probe intervals during which displaced lives are sent: a message may be lost, or reach the wrong
+process."""
 
 WRITTEN_MAX = 6.0
 WRITTEN_INTERVALS = 3.0
-"""Extra messages about lives sent at once, and the probe intervals per further one. A peer that changes its
-life with each message would otherwise make all others write to it. Beyond the limit lives are sent only with
-other messages."""
+"""Limit on extra messages about lives: the burst size, and the number of probe intervals after which one more
+is allowed. Otherwise a peer that changes its life with each message would make all others write to it. Beyond
+the limit, lives are sent only along with other messages."""
 
 
 class DisplacedLives:
-    """Facts of displaced lives, and how long they are sent; `waits` says whether any are."""
+    """Facts of displaced lives, and how long to send them; `waits` says whether there are any to send."""
 
     __slots__ = ("_facts", "_left", "_met", "_turn", "_written", "waits")
 
@@ -38,20 +41,21 @@ class DisplacedLives:
         self._facts: dict[PeerId, dict[bytes, Fact]] = {}
         # Remaining probe intervals by peer.
         self._left: dict[PeerId, int] = {}
-        # Peers that have contacted this peer directly; it writes to them. Others receive facts only with
-        # other messages: otherwise the whole swarm would write to each life.
+        # Peers that have contacted this peer directly. Only to these does it send extra messages about lives;
+        # other peers receive facts only with other messages. Otherwise the whole swarm would write to each
+        # life.
         self._met: set[PeerId] = set()
         self._turn = 0
         self.waits = False
 
     def note(self, held: AliveFact, said: AliveFact, *, speaks: bool) -> None:
-        """Note the life in which a member speaks, new or the one held: to this peer itself (`speaks`), or
-        through others."""
+        """Compare the life in a member's new fact `said` with that in the fact `held`, and keep the held fact
+        if the lives differ. `speaks`: the member sent the fact directly to this peer."""
         before, now = read_body(held.fact), read_body(said.fact)
         if not (isinstance(before, AliveBody) and isinstance(now, AliveBody)) or before.life == now.life:
             return
         if len(before.life) != LIFE_BYTES or len(now.life) != LIFE_BYTES:
-            return  # a fact without a life reveals no other life
+            return  # a fact without a life says nothing about other lives
         facts = self._facts.pop(said.peer, {})
         for life in (before.life, now.life):
             facts.pop(life, None)
@@ -71,8 +75,8 @@ class DisplacedLives:
         return tuple(self._facts[peer].values()) if peer in self._left else ()
 
     def next(self, held: AliveFact) -> Fact | None:
-        """Return one fact for a message to the peer whose fact `held` is. Its lives take turns, since any of
-        them may receive the message."""
+        """Return one fact to add to a message to the peer that `held` describes. The lives take turns,
+        because any of them may receive the message."""
         facts = self.of(held.peer)
         if not facts:
             return None
@@ -86,12 +90,12 @@ class DisplacedLives:
         self._left = {peer: left - 1 for peer, left in self._left.items() if left > 1}
         self._met.intersection_update(self._left)
         self.waits = bool(self._left)
-        # New ones first: this peer has written to the others before.
+        # Members with the newest displaced lives first: this peer has already written to the others.
         met = sorted((peer for peer in self._left if peer in self._met), key=lambda peer: -self._left[peer])
         return [(peer, Gossip(self._message(rows[peer]))) for peer in met if self._written.take(now)]
 
     def _message(self, row: MemberRow) -> tuple[Fact, ...]:
-        """Return as many lives of a peer as fit a message, the present one first."""
+        """Return as many life facts of a peer as fit into a message, the current one first."""
         held = row.said.fact
         facts, room = [held], FACT_BYTES_MAX - fact_bytes(held)
         for fact in reversed(self.of(row.peer)):
@@ -101,7 +105,7 @@ class DisplacedLives:
         return tuple(facts)
 
     def forget(self, peer: PeerId) -> None:
-        """Drop what is kept of `peer`."""
+        """Discard the facts about `peer`."""
         self._facts.pop(peer, None)
         self._left.pop(peer, None)
         self._met.discard(peer)

@@ -1,8 +1,9 @@
 """The queue of facts to be passed on, each a bounded number of times (SWIM section 4.1).
 
-Facts with the fewest sends go first, the newest first among equals, so that news overtakes known facts. A
-newer fact about a member replaces older ones. But suspicions of one member by several accusers coexist, as
-independent confirmations (Lifeguard). Broadcasts of users take the room that membership leaves.
+Facts with the fewest sends go first, among equals the newest, so that news overtakes known facts. A newer
+fact about a member replaces older ones. The exception is suspicions of one member by several accusers, which
+are kept together because they confirm it independently (Lifeguard). Users' broadcasts get the room that
+membership facts leave.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,35 +14,38 @@ from crypto.token_buckets import Buckets, TokenBucket
 from gossip.messages import FACTS_MAX, fact_bytes
 
 _SMALLEST_BYTES = 110
-"""The size of the smallest Ed25519 fact; with less room left the search ends."""
+"""The size of the smallest Ed25519 fact. The search ends when less room than this is left."""
 _MISFITS_MAX = 16
-"""Facts too large for the remaining room after which a message counts as full."""
+"""A message counts as full after this many facts were too large for the remaining room."""
 
 DEAD_SENDS = 6
-"""Sends of a dead fact: peers that held a suspicion reach its end at about the same time, by their own
-probes."""
+"""Number of sends of a dead fact. It can be low, because the suspicions that peers hold end at about the same
+time, confirmed by their own probes."""
 REFUTATION_SENDS = 4
-"""Sends of a refutation: only peers that suspect us need it, and they pass it on."""
+"""Number of sends of a refutation. It can be low, because only peers that suspect us need it, and they pass
+it on."""
 CHANGES_MAX = 2.0
 CHANGE_INTERVALS = 300.0
-"""Changes of one member (a new profile, a return, a goodbye) that are passed on at once, and the probe
-intervals per further one, since each costs every member some sends. The rest spreads by Syncs."""
+"""Limit on passing on changes of one member (a new profile, a return, a goodbye), because each costs every
+member some sends: the burst size, and the number of probe intervals after which one more is allowed. Further
+changes spread only by Syncs."""
 CHANGED_SENDS = 4
-"""Sends of a change soon after another one. With four sends each, one in fifty spreads only by Syncs."""
+"""Number of sends of a change that follows another one soon. With four sends each, one change in fifty
+spreads only by Syncs."""
 ALL_CHANGES_MAX = 4.0
 ALL_CHANGE_INTERVALS = 10.0
-"""Changes of all members that are sent in full at once, and the probe intervals per further one. Beyond them
-a member's first change is sent CHANGED_SENDS times and its second not at all, so that a minority that changes
-constantly costs others little."""
+"""Limit on changes of all members that are sent in full: the burst size, and the number of probe intervals
+after which one more is allowed. Beyond it a member's first change is sent CHANGED_SENDS times, and its second
+not at all. So a minority that changes constantly costs the others little."""
 SENDS_MAX = 1_000
 """Upper bound of `Settings.retransmits`."""
 OWN_SENDS_MIN = 12
-"""Minimum of our own sends: where few members are told at random, a received fact says little about how
-widely it is known."""
+"""Minimum number of our own sends. If facts are sent to a few random members, a received fact says little
+about how widely it is known."""
 
 
 class Changes:
-    """The rate at which changes that members make to themselves are passed on."""
+    """Limits the rate at which changes of members' own descriptions are passed on."""
 
     __slots__ = ("_all", "_of")
 
@@ -52,7 +56,7 @@ class Changes:
         self._all = TokenBucket(rate, ALL_CHANGES_MAX, ALL_CHANGES_MAX, now)
 
     def sends(self, member: PeerId, now: float) -> int:
-        """Return how often to send a change of `member`; 0 for never."""
+        """Return how many times to send a change of `member`; 0 if it must not be sent."""
         bucket = self._of.of(member, now)
         is_first = bucket.left(now) >= CHANGES_MAX
         if not bucket.take(now):
@@ -63,8 +67,9 @@ class Changes:
 
 
 class _Item:
-    """A waiting fact: `size` is its size in a message, `sent` the number of sends, `heard` those by others.
-    It is small, since at the start of a swarm the facts of all members wait at all members."""
+    """A queued fact. `size` is its size in a message, `sent` the number of sends, `heard` the number of
+    sends by others. It is kept small, because at the start of a swarm every member queues the facts of all
+    members."""
 
     __slots__ = ("fact", "heard", "is_later", "sends", "sent", "size", "subject")
 
@@ -80,9 +85,9 @@ class _Item:
 
 class Dissemination:
     """A queue in tiers: tier t holds the facts sent t times, oldest first. Facts are identified by their
-    signatures. A fact received from another peer counts as one send, since that peer knows it and spreads it.
-    But at least half of all sends, and OWN_SENDS_MIN, are our own, so that no peer can suppress a fact by
-    sending it to us.
+    signatures. A fact received from another peer counts as one send, because that peer knows it and spreads
+    it. But at least half of all sends, and OWN_SENDS_MIN, must be our own, so that no peer can suppress a
+    fact by sending it to us.
 
     `waits` says whether any fact is queued.
     """
@@ -109,8 +114,8 @@ class Dissemination:
         sends: int = SENDS_MAX,
         is_later: bool = False,
     ) -> None:
-        """Queue `fact` about `subject` for at most `sends` sends; it replaces older ones unless it stands
-        `beside` them. A fact that `is_later` takes only the room left by others."""
+        """Queue `fact` about `subject` for at most `sends` sends. It replaces older facts about the subject,
+        unless `beside` is set. A fact that `is_later` gets only the room left by other facts."""
         if not beside:
             self.drop(subject)
         others = self._about.get(subject, ())
@@ -124,22 +129,22 @@ class Dissemination:
         self.waits = True
 
     def heard(self, fact: Fact, transmits_max: int) -> None:
-        """Count a send of this fact by another peer, if it waits here."""
+        """Count a send of this fact by another peer, if the fact is queued here."""
         item = self._items.get(fact.signature)
         if item is not None and item.heard < min(transmits_max // 2, transmits_max - OWN_SENDS_MIN):
             item.heard += 1
             self._sent(item, transmits_max)
 
     def drop(self, subject: PeerId) -> None:
-        """Drop all facts about `subject`."""
+        """Remove all facts about `subject`."""
         for item in self._about.get(subject, ()):
             self._remove(item)
 
     def take(self, transmits_max: int, bytes_max: int, first: Sequence[Fact] = ()) -> tuple[Fact, ...]:
-        """Return the facts for one message of at most `bytes_max`: `first`, then those due. Count them as
-        sent.
+        """Return the facts for one message of at most `bytes_max`, and count them as sent. `first` comes
+        first, followed by the queued facts that are due.
 
-        A fact sent `transmits_max` times is dropped.
+        A fact that has been sent `transmits_max` times is removed.
         """
         if not self.waits:
             return tuple(first)
@@ -187,6 +192,6 @@ class Dissemination:
             self._about[item.subject] = rest
         del self._items[item.fact.signature]
         if not self._items:
-            # Fresh ones: a dict keeps its size when it is emptied, and is slow to walk where it was.
+            # New containers, because an emptied dict keeps its size and is slow to iterate over.
             self._tiers, self._later_tiers, self._about = [], [], {}
             self.waits = False

@@ -1,6 +1,6 @@
-"""Wishes for a group that peers announced before this one had its own: pure.
+"""Wishes for a group that peers announced before this peer had its own wish: pure.
 
-They decide which answers a wish of this peer briefly awaits; `gossip.matchmaking` does the waiting.
+They determine which answers a new wish of this peer briefly waits for; `gossip.matchmaking` does the waiting.
 """
 
 from collections.abc import Iterable
@@ -9,13 +9,14 @@ from typing import TypeVar
 from crypto.identity import PeerId
 
 EARLY_MAX = 1_024
-"""Peers whose early wish, or missing answer, is remembered: as many as receive a wish of a node."""
+"""Maximum number of peers whose early wish, or missing answer, is remembered: the number of peers that
+receive a node's wish."""
 
 V = TypeVar("V")
 
 
 class EarlyWishes:
-    """The last early wish of each peer, kept for a bounded time."""
+    """The latest early wish of each peer, kept for a limited time."""
 
     def __init__(self, good_seconds: float) -> None:
         self._good_seconds = good_seconds
@@ -23,11 +24,12 @@ class EarlyWishes:
         self._unanswered: dict[PeerId, None] = {}
 
     def heard(self, now: float, peer: PeerId, key: bytes) -> None:
-        """Note that this peer wants a group under this key."""
+        """Record that this peer wants a group under this key."""
         _keep(self._heard, peer, (now, key))
 
     def of(self, now: float, key: bytes) -> list[PeerId]:
-        """Return the peers that want a group under this key, except those that did not answer last time."""
+        """Return the peers that want a group under this key, except those that did not answer the previous
+        time."""
         return [
             peer
             for peer, (at, wanted) in self._heard.items()
@@ -35,17 +37,17 @@ class EarlyWishes:
         ]
 
     def answered(self, peer: PeerId) -> None:
-        """Count this peer again, since it answers wishes."""
+        """Count this peer again, because it answers wishes."""
         self._unanswered.pop(peer, None)
 
     def unanswered(self, peers: Iterable[PeerId]) -> None:
-        """Do not count these peers until they answer a wish."""
+        """Ignore these peers until they answer a wish."""
         for peer in peers:
             _keep(self._unanswered, peer, None)
 
 
 def _keep(table: dict[PeerId, V], peer: PeerId, value: V) -> None:
-    """Insert an entry as the last one; the oldest makes room."""
+    """Insert an entry at the end; evict the oldest if the table is full."""
     table.pop(peer, None)
     table[peer] = value
     if len(table) > EARLY_MAX:

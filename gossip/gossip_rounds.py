@@ -1,6 +1,7 @@
-"""The gossip timer: each interval, while facts wait, a few random members receive them (memberlist's).
+"""The gossip timer: in each interval, while facts are queued, a few random members receive them (as in
+memberlist).
 
-`gossip.dissemination` decides which facts are sent, and how often.
+`gossip.dissemination` decides which facts are sent, and how many times.
 """
 
 from crypto.facts import Fact
@@ -12,7 +13,8 @@ from gossip.state_table import MembershipState
 
 
 class GossipRounds:
-    """The rounds of one core. The next one is at `due`, in monotonic seconds; inf: no facts wait."""
+    """The gossip rounds of one core. The next one is at `due`, in monotonic seconds; inf if no facts are
+    queued."""
 
     __slots__ = ("_beliefs", "_settings", "_table", "due")
 
@@ -28,7 +30,7 @@ class GossipRounds:
             self.due = now + self._settings.gossip_interval_seconds
 
     def send(self, now: float) -> Sends:
-        """Send the facts to a few members, including recently dead ones, which may live."""
+        """Send the facts to a few members, including recently dead ones, which may still be alive."""
         self.due = float("inf")
         fresh = now - self._settings.gossip_to_dead_seconds
         listeners = self._table.pick(
@@ -39,6 +41,6 @@ class GossipRounds:
         return [(peer, Gossip(facts)) for peer, facts in news if facts]
 
     def say_goodbye(self, fact: Fact) -> Sends:
-        """Send a fact at once to as many members as it would be passed on to."""
+        """Send a fact immediately, to as many members as it would otherwise be passed on to."""
         count = self._settings.retransmits(self._table.live)
         return [(peer, Gossip((fact,))) for peer in self._table.pick(count, lambda row: row.live)]

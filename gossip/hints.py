@@ -1,11 +1,11 @@
-"""Accusations by others, until this peer's own probe confirms or refutes them.
+"""Accusations by others, kept until this peer's own probe confirms or refutes them.
 
-An accusation is a hint: it makes its receiver probe the accused. Only if that probe fails is the accused
-suspected here, and the accusation passed on. So an accusation spreads as far as the accused is unreachable,
-and a lie ends at its first receivers. An author whose accusations are refuted too often
-(`gossip.suspicion.Credit`) is ignored for a while. For some time after a refutation its other accusations are
-doubted: the accused replaces another member in this peer's round of probes, which costs no extra message, and
-is not told.
+An accusation is a hint: it makes its receiver probe the accused member. Only if that probe fails is the
+accused suspected here, and the accusation passed on. So an accusation spreads only among peers that cannot
+reach the accused, and a lie ends at its first receivers. An author whose accusations are refuted too often
+(`gossip.suspicion.Credit`) is ignored for a while. For some time after a refutation, the author's other
+accusations are doubted: the accused is not informed, and its probe takes the place of a regular one in this
+peer's round, so it costs no additional message.
 
 Not here: probes (`gossip.swim`), and the effect of a failed one (`gossip.state_table`).
 """
@@ -19,24 +19,26 @@ from gossip.suspicion import Credit
 from gossip.table import MemberRow
 
 HINTS_MAX = 256
-"""Accused members that wait for a probe; further accusations are repeated later."""
+"""Maximum number of accused members that wait for a probe. Further accusations are ignored, because they will
+be repeated."""
 HINTS_PROBED_MAX = 16
-"""Accused members probed at once: a message with 32 lies costs no more."""
+"""Maximum number of accused members probed simultaneously, so that a message with 32 lies costs no more."""
 DOUBTED_MAX = 32
-"""Accused members that wait for a place in the round, counted in HINTS_MAX."""
+"""Maximum number of accused members that wait for a place in the round; they are also counted in
+HINTS_MAX."""
 DOUBTED_INTERVALS = 3
-"""At most one probe of the round in this many goes to a doubted member, so that the round progresses."""
+"""At most one probe of the round in this many goes to a doubted member, so that the round makes progress."""
 HINT_FACTS_MAX = 9
-"""Waiting accusations of one member: as many accusers as `Settings.confirmations` can ask for, and one."""
+"""Maximum number of waiting accusations of one member: the maximum of `Settings.confirmations`, plus one."""
 SPARED_INTERVALS = 2.0
-"""Probe intervals without another hint's probe after an answer: the same accusation arrives from several
-peers."""
+"""Number of probe intervals after an answer in which no further hint causes a probe, because the same
+accusation arrives from several peers."""
 
 
 @dataclass(slots=True)
 class AccusedMember:
-    """One accused member. `facts` by author; `culprits` lose credit if the accused lives; `is_doubted` while
-    each of them has erred recently."""
+    """One accused member. `facts` are keyed by author; `culprits` lose credit if the accused is alive;
+    `is_doubted` is set while all of them have recently been wrong."""
 
     facts: dict[PeerId, Fact] = field(default_factory=dict)
     culprits: list[PeerId] = field(default_factory=list)
@@ -44,7 +46,7 @@ class AccusedMember:
 
 
 class Hints:
-    """The accused members, in the order in which the accusations came."""
+    """The accused members, in the order in which the accusations arrived."""
 
     __slots__ = (
         "_credit", "_doubted", "_interval_seconds", "_pauses", "_pending", "_spared", "_spared_at",
@@ -58,9 +60,9 @@ class Hints:
         self._pauses = 0
         self._credit = credit
         self._interval_seconds = interval_seconds
-        # Accusations that wait for a verdict, by the peer that loses credit for a false one.
+        # Number of undecided accusations, keyed by the peer that loses credit if they are false.
         self._pending: dict[PeerId, int] = {}
-        # The peers that answered in this period of SPARED_INTERVALS, and in the last one.
+        # The peers that answered in the current period of SPARED_INTERVALS, and in the previous one.
         self._spared: tuple[set[PeerId], set[PeerId]] = (set(), set())
         self._spared_at = 0.0
 
@@ -68,7 +70,7 @@ class Hints:
         return len(self.rows)
 
     def takes(self, now: float, subject: PeerId, accuser: PeerId, culprit: PeerId) -> bool:
-        """Return whether an accusation deserves a probe; `culprit` loses credit if it is false."""
+        """Return whether an accusation deserves a probe. `culprit` loses credit if it is false."""
         self._age(now)
         hint = self.rows.get(subject)
         is_spared = subject in self._spared[0] or subject in self._spared[1]
@@ -81,7 +83,7 @@ class Hints:
         return not self._credit.is_spent(culprit, now, self._pending.get(culprit, 0))
 
     def put(self, now: float, subject: PeerId, accuser: PeerId, culprit: PeerId, fact: Fact) -> None:
-        """Add an accusation with a valid signature that `takes` allows."""
+        """Add an accusation that has a valid signature and for which `takes` returned True."""
         hint = self.rows.get(subject)
         if hint is None:
             hint = self.rows[subject] = AccusedMember()
@@ -96,7 +98,7 @@ class Hints:
         self._pending[culprit] = self._pending.get(culprit, 0) + 1
 
     def next(self) -> PeerId | None:
-        """Return the next accused member to probe; None while enough are, or none waits."""
+        """Return the next accused member to probe. Return None if enough are being probed or none waits."""
         waiting = len(self._waiting) + len(self._doubted)
         if not self._waiting or len(self.rows) - waiting >= HINTS_PROBED_MAX:
             return None
@@ -124,13 +126,14 @@ class Hints:
         return [] if hint is None else list(hint.facts.values())
 
     def about(self, subject: PeerId) -> tuple[Fact, ...]:
-        """Return the first accusation, to be sent to the accused itself."""
+        """Return the latest accusation, to be sent to the accused itself; empty if there is none or if it is
+        doubted."""
         hint = self.rows.get(subject)
         return () if hint is None or hint.is_doubted else tuple(hint.facts.values())[-1:]
 
     def refute(self, now: float, subject: PeerId) -> list[Fact]:
-        """Remove the accusations of a member that has answered; their culprits lose credit. Return those
-        whose authors must be told."""
+        """Remove the accusations of a member that has answered. Their culprits lose credit. Return the
+        accusations whose authors must be informed."""
         self._age(now)
         self._spared[0].add(subject)
         hint = self._pop(subject)
@@ -141,7 +144,7 @@ class Hints:
         return [] if hint.is_doubted else list(hint.facts.values())
 
     def drop(self, subject: PeerId) -> None:
-        """Forget the accusations of a member without a verdict."""
+        """Remove the accusations of a member without a verdict."""
         self._pop(subject)
 
     def _pop(self, subject: PeerId) -> AccusedMember | None:

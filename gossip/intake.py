@@ -1,5 +1,4 @@
-"""Incoming facts of large messages, processed in slices, so that no message blocks the loop that drives the
-core.
+"""Processes the facts of large messages in slices, so that no message blocks the loop that drives the core.
 
 A Sync may hold thousands of facts, and a signature check takes 0.1 ms. Facts beyond one slice wait for the
 next wakes; senders take turns. Not here: the meaning of a fact (`gossip.state_table`).
@@ -14,19 +13,21 @@ from crypto.facts import Fact
 from crypto.identity import PeerId
 
 READ_COST = 1
-"""Cost of reading a fact, some 5 us, and of checking its signature, 105 us."""
+"""Relative costs of reading a fact, about 5 us, and of checking its signature, 105 us."""
 CHECK_COST = 20
 SLICE_COST_MAX = 32 * CHECK_COST
-"""Length of a slice: 3.5 ms, or 10 on a machine a third as fast, far below the limit of 50 ms a step."""
+"""Maximum cost of a slice: 3.5 ms, or 10 ms on a machine a third as fast, far below the limit of 50 ms per
+step."""
 SLICE_PAUSE_SECONDS = 0.005
-"""Pause between two slices, so that other work gets more than half of the time under any load."""
+"""Pause between two slices, which leaves more than half of the time to other work under any load."""
 JOBS_MAX = 8
-"""Large messages at once, one per sender: at most 13 MB of facts. The largest makes room."""
+"""Maximum number of large messages being processed, one per sender: at most 13 MB of facts. If there are too
+many, the largest is discarded."""
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One message's facts. `now` is the time of the present slice."""
+    """The facts of one message. `now` is the time of the current slice."""
 
     sender: PeerId
     facts: Sequence[Fact]
@@ -36,7 +37,8 @@ class Job:
 
 
 class Intake:
-    """Unfinished `jobs`. `begin` returns a job's steps: a generator of the cost of each."""
+    """The unfinished `jobs`. `begin` returns the steps of a job, as a generator that yields the cost of
+    each."""
 
     __slots__ = ("_begin", "jobs")
 
@@ -48,13 +50,13 @@ class Intake:
         return len(self.jobs)
 
     def do(self, job: Job) -> bool:
-        """Process a job, a large one for one slice only; return whether it is finished. Raises
+        """Process a job; of a large job, only one slice. Return whether it is finished. Raises
         RemoteProtocolError."""
         steps = self._begin(job)
         if _slice(steps):
             return True
         if any(other.sender == job.sender for other, _ in self.jobs):
-            return False  # it waits its turn behind the sender's earlier facts
+            return False  # it must wait for the sender's earlier facts
         self.jobs.append((job, steps))
         if len(self.jobs) > JOBS_MAX:
             self.jobs.remove(max(self.jobs, key=lambda row: len(row[0].facts)))
@@ -75,12 +77,12 @@ class Intake:
         return None, None
 
     def clear(self) -> None:
-        """Drop all jobs."""
+        """Discard all jobs."""
         self.jobs.clear()
 
 
 def _slice(steps: Generator[int]) -> bool:
-    """Process one slice; return whether it was the last."""
+    """Process one slice. Return whether it was the last one."""
     left = SLICE_COST_MAX
     for cost in steps:
         left -= cost

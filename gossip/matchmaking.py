@@ -1,15 +1,16 @@
-"""Agreement of peers that want to average now on a group: a sans-IO core, one for each wish.
+"""How peers that want to average now agree on a group: a sans-IO core, one for each wish.
 
-1. Ready: a peer that wants a group tells all known peers, twice a second, with a nonce drawn for this wish.
-2. Propose: the ready peer nearest to the hash of the key convenes; peers that completed a round precede
-others (`rank`). Once all expected peers are ready, or its window is over, it sends the group to its members.
-It does nothing else, and the next in order replaces it if it is silent.
+1. Ready: a peer that wants a group announces it to all known peers, twice a second, with a nonce drawn for
+this wish.
+2. Propose: the ready peer nearest to the hash of the key is the convener; peers that completed a round take
+precedence (`rank`). Once all expected peers are ready, or its window is over, the convener sends the group to
+its members. It has no other task, and if it is silent, the next peer in order replaces it.
 3. A peer in a proposed group with its own nonce accepts it, once, and declines any other. In a numbered
 round it answers later wishes with `Closed`, so that late peers do not form a second group.
 
 The group's hash names the attempt (`gossip.averaging.group`). Members with different groups never mix their
-numbers, so a lie or a lost message here costs only an attempt. With too few peers there is no group, and a
-reason. After hivemind's matchmaking, without its chains of followers.
+values, so a lie or a lost message here costs only an attempt. With too few peers there is no group, and a
+reason is reported. Based on hivemind's matchmaking, without its chains of followers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,32 +31,33 @@ from gossip.matchmaking_messages import Closed, Decline, Message, Propose, Ready
 
 PROTOCOL = "/peerloom/matchmaking/2"
 MESSAGE_BYTES_MAX = 16_384
-"""Size limit: a full group takes some 5 KiB."""
+"""Maximum size of a message; a full group takes about 5 KiB."""
 READY_SECONDS = 0.5
 """Interval between two announcements of an open wish."""
 SILENT_SECONDS = 2.0
-"""A convener's time after its window, before the next in order replaces it."""
+"""How long a convener may take after its window, before the next peer in order replaces it."""
 NEXT_SECONDS = 1.0
-"""The time for each further convener. It is short, since that peer is already ready and only sends a
-datagram."""
+"""How long each further convener may take. It is short, because that peer is already ready and only has to
+send a datagram."""
 WISHES_MAX = 64
-"""Simultaneous wishes of one node."""
+"""Maximum number of simultaneous wishes of one node."""
 CLOSED_VOICES = 2
-"""Peers that must report a closed group before this wish ends, if more than one is known."""
+"""Number of peers that must report a closed group before this wish ends, if more than one peer is known."""
 READY_MAX = 1_024
 DISTANCES_MAX = 8 * READY_MAX
-"""Cached distances: hashing all ready peers at each message would dominate the cost."""
+"""Maximum number of cached distances. Without the cache, hashing all ready peers at each message would
+dominate the cost."""
 ANSWER_SECONDS = 0.25
-"""How long a wish waits for the answer of an earlier peer: a round trip on a busy machine."""
+"""How long a wish waits for the answer of a peer that was ready earlier: a round trip on a busy machine."""
 OTHERS_MAX = 1_024
-"""Limit of unexpected peers that are told of a wish: the size of a roster."""
+"""Maximum number of unexpected peers to which a wish is announced: the size of a roster."""
 
 Sends = list[tuple[PeerId, Message]]
 
 
 @dataclass(frozen=True)
 class Formed:
-    """A group was formed with this peer in it."""
+    """A group with this peer in it was formed."""
 
     key: bytes
     group: Group
@@ -63,7 +65,7 @@ class Formed:
 
 @dataclass(frozen=True)
 class NotFormed:
-    """No group was formed; `reason` is for display: alone, late, silence."""
+    """No group was formed; `reason` says why, for display: alone, late, silence."""
 
     key: bytes
     reason: str
@@ -80,7 +82,7 @@ class GroupDeclined:
 
 @dataclass(frozen=True)
 class CameLate:
-    """A peer is ready under a key whose wish has ended here without that peer."""
+    """A peer announced that it is ready under a key whose wish has ended here without that peer."""
 
     key: bytes
     peer: PeerId
@@ -93,19 +95,20 @@ Make = Callable[[tuple[GroupMember, ...]], Group]
 class GroupWish:
     """One peer's wish for a group under one key.
 
-    `expected` are the peers that should come; once all of them are ready the window ends early. `others` may
-    come, and are told too. If only the number of comers is known, `size_hoped` is that number, including this
-    peer: with fewer ready peers the window runs to its end.
+    `expected` are the peers that should come. Once all of them are ready, the window ends early. `others` may
+    come, and the wish is announced to them too. If only the number of peers to come is known, `size_hoped` is
+    that number, including this peer: with fewer ready peers the window runs to its end.
 
     `make` returns this peer's group for given members, including what it averages. A proposed group must
     equal `make` of its members, except in round and number. Groups of fewer than `size_min` or more than
     `size_max` are not proposed. If `is_exclusive`, there is one group under the key, and late peers get none;
     otherwise leftover peers form the next one.
 
-    Peers that `admits` rejects are skipped, and a group with one of them is declined. Peers that `leaves_out`
-    names are not proposed, and groups that they propose are declined. A group that another peer proposes with
-    them is accepted, since that peer does not know who is left out here. One peer of the lowest `rank`
-    convenes. `waits` returns the deadline of each expected peer; without it, that is the whole window.
+    Peers that `admits` rejects are skipped, and a group with one of them is declined. Peers for which
+    `leaves_out` holds are not proposed, and groups that they propose are declined. But a group with such a
+    peer is accepted if a different peer proposes it, because the proposer does not know which peers are left
+    out here. A peer with the lowest `rank` convenes. `waits` returns the deadline of each expected peer;
+    without it, the deadline is the end of the window.
     """
 
     def __init__(
@@ -140,9 +143,9 @@ class GroupWish:
         self._rank = rank
         self.begun_at = now
         self.ready_at: dict[PeerId, float] = {}
-        """The times at which others were first ready, up to the end of this wish."""
+        """The times at which other peers were first ready, until the end of this wish."""
         self.convener: PeerId | None = None
-        """The peer that proposed the formed group."""
+        """The peer that proposed the group that was formed."""
         self.key = key
         self._me = me
         self._peer = PeerId(me.peer)
@@ -184,13 +187,13 @@ class GroupWish:
 
     @property
     def passed_over(self) -> tuple[PeerId, ...]:
-        """The peers that did not propose a group on their turn."""
+        """The peers that did not propose a group when it was their turn."""
         return tuple(self._passed_over)
 
     def heard_early(self, now: float, peer: PeerId) -> None:
-        """Note that this peer was ready just before this wish was made. If it has completed a round, wait for
-        its answer even if it is not expected: otherwise it would wait for a group that has formed without
-        it."""
+        """Record that this peer was ready just before this wish was made. If the peer has completed a round,
+        wait for its answer even if it is not expected: otherwise this peer would wait for a group that has
+        formed without it."""
         is_proven = self._rank is None or self._rank(peer) == 0
         if is_proven and self._admitted([peer]) and not (self._leaves_out and self._leaves_out(peer)):
             self._early[peer] = now + ANSWER_SECONDS
@@ -204,14 +207,14 @@ class GroupWish:
         return [(peer, self._wish()) for peer in new] + self._advance(now)
 
     def introduce(self, peers: Iterable[PeerId]) -> Sends:
-        """Tell these peers too, up to the limit: they may come."""
+        """Announce the wish to these peers too, up to the limit, because they may come."""
         new = [peer for peer in self._admitted(peers) if peer != self._peer and peer not in self._others]
         new = new[: max(0, OTHERS_MAX - len(self._others))]
         self._others.update(dict.fromkeys(new))
         return [] if self.group is not None or self.is_over else [(peer, self._wish()) for peer in new]
 
     def lost(self, now: float, peer: PeerId) -> Sends:
-        """Expect this peer no longer."""
+        """Stop expecting this peer."""
         self._expected.pop(peer, None)
         self._ready.pop(peer, None)
         self._early.pop(peer, None)
@@ -253,7 +256,7 @@ class GroupWish:
         return sends + self._advance(now)
 
     def withdraw(self) -> None:
-        """End this wish; a group proposed later is declined."""
+        """End this wish; groups that are proposed later are declined."""
         if self.group is None and not self.is_over:
             self._end("withdrawn")
 
@@ -266,7 +269,7 @@ class GroupWish:
 
     def _take_ready(self, now: float, sender: PeerId, message: Ready) -> Sends:
         if self.group is not None:
-            if _member(sender, message) in self.group.members:  # it has not received its group yet
+            if _member(sender, message) in self.group.members:  # the sender has not received its group yet
                 return [(sender, Propose(self.key, self.group))]
             self.events.append(CameLate(self.key, sender))
             return [(sender, Closed(self.key))]
@@ -280,13 +283,13 @@ class GroupWish:
         if self._waits is not None:
             self._waits.came(now, sender)
         self._ready[sender] = _member(sender, message)
-        # It may have ignored this wish before it had its own.
+        # The sender may have ignored this wish, because it had none of its own then.
         answer: Sends = [(sender, self._wish())] if is_new else []
         return answer + self._advance(now)
 
     def _take_closed(self, sender: PeerId) -> None:
-        """Note a report that the group is closed. One report does not end this wish, though in a numbered
-        round there is no other group."""
+        """Record a report that the group is closed. A single report does not end this wish, even though a
+        numbered round has only one group."""
         known = self._expected.keys() | self._others.keys()
         if self.is_exclusive and self.group is None and not self.is_over and sender in known:
             self._closed_by.add(sender)
@@ -304,7 +307,7 @@ class GroupWish:
         own = msgspec.structs.replace(self._make(group.members), round=group.round, number=group.number)
         is_sound = sender in group.peers and not fault_of(group) and len(group.members) >= self._size_min
         if not is_sound or own != group:
-            raise RemoteProtocolError("a group that differs from what is averaged here")
+            raise RemoteProtocolError("the proposed group differs from what this peer averages")
         self._form(group, sender)
         return []
 
@@ -312,8 +315,8 @@ class GroupWish:
         return self._declines is not None and self._declines(sender)
 
     def _is_trial_too_dear(self, sender: PeerId, group: Group) -> bool:
-        """Return whether a left-out peer proposes a group that lacks a peer this one wants to average with.
-        The missing peer would have to wait for the end of this trial, and then for its own."""
+        """Return whether a left-out peer proposes a group that lacks a peer with which this one wants to
+        average. The missing peer would have to wait for the end of this trial, and then for its own trial."""
         if self._leaves_out is None or not self._leaves_out(sender):
             return False
         missing = (self._expected.keys() | self._ready.keys()).difference(group.peers)
@@ -325,8 +328,8 @@ class GroupWish:
             return []
         ready = self._candidates()
         if not self._is_open:
-            # A lone peer does not know who will come: the first arrival must not exclude those right behind
-            # it.
+            # A peer that is alone does not know how many will come, so the first arrival must not exclude the
+            # ones right behind it.
             is_whole = self._is_whole(now) and bool(ready)
             if now < self._window_ends_at and not (is_whole and len(ready) + 1 >= self._size_hoped):
                 return []
@@ -356,7 +359,7 @@ class GroupWish:
         return [peer for peer in ready if self._leaves_out is None or not self._leaves_out(peer)]
 
     def _is_whole(self, now: float) -> bool:
-        """Return whether all awaited peers are ready, and note the deadline of a missing one."""
+        """Return whether all awaited peers are ready. If not, record the deadline of a missing one."""
         self._held_up_until = inf
         for peer in self._expected:
             if peer in self._ready:
@@ -399,7 +402,8 @@ class Matchmaking:
     def __init__(self, me: PeerId) -> None:
         self._me = me
         self._wishes: dict[bytes, GroupWish] = {}
-        self._early = EarlyWishes(1.5 * READY_SECONDS)  # a lasting wish is announced again within this time
+        # a peer whose wish continues announces it again within this time
+        self._early = EarlyWishes(1.5 * READY_SECONDS)
         self.events: list[Event] = []
 
     @property
@@ -407,9 +411,10 @@ class Matchmaking:
         return min((wish.deadline for wish in self._wishes.values()), default=inf)
 
     def begin(self, now: float, wish: GroupWish) -> Sends:
-        """Begin a wish for a group. An earlier wish under the same key ends. Raises ValueError: too many."""
+        """Begin a wish for a group; an earlier wish under the same key ends. Raises ValueError if there are
+        too many."""
         if wish.key not in self._wishes and len(self._wishes) >= WISHES_MAX:
-            raise ValueError(f"a node wishes for {WISHES_MAX} groups at once at most")
+            raise ValueError(f"a node can have at most {WISHES_MAX} simultaneous wishes for a group")
         self._wishes[wish.key] = wish
         for peer in self._early.of(now, wish.key):
             wish.heard_early(now, peer)
@@ -418,7 +423,7 @@ class Matchmaking:
         return sends
 
     def end(self, key: bytes) -> Sends:
-        """Drop a wish, fulfilled or not."""
+        """Remove a wish, whether it was fulfilled or not."""
         wish = self._wishes.pop(key, None)
         if wish is not None:
             wish.withdraw()
@@ -429,13 +434,13 @@ class Matchmaking:
         return self._wishes.get(key)
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """Handle one message. Without a wish under its key, only note that the sender is ready."""
+        """Handle one message. If there is no wish under its key, only record that the sender is ready."""
         wish = self._wishes.get(message.key)
         if wish is None:
             if isinstance(message, Ready):
                 self._early.heard(now, sender, message.key)
             if isinstance(message, Propose):
-                # All of its members would wait for this peer, which has dropped the wish.
+                # All its members would wait for this peer, which has ended the wish.
                 group = message.group
                 if sender in group.peers and self._me in group.peers:
                     return [
@@ -466,12 +471,12 @@ class Matchmaking:
         return sends
 
     def introduce(self, key: bytes, peers: Iterable[PeerId]) -> Sends:
-        """Tell these peers too: they may come."""
+        """Announce the wish to these peers too, because they may come."""
         wish = self._wishes.get(key)
         return [] if wish is None else wish.introduce(peers)
 
     def lost(self, now: float, peer: PeerId) -> Sends:
-        """Stop expecting a peer that membership or the roster reports gone."""
+        """Stop expecting a peer that membership or the roster reports as gone."""
         sends: Sends = []
         for wish in self._wishes.values():
             sends += wish.lost(now, peer)

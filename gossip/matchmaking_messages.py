@@ -12,7 +12,7 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_B
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The sender wants a group under this key. `rate`, `has_tensors` and `coordinate` as in
+    """The sender wants a group under this key. `rate`, `has_tensors` and `coordinate` are those of
     `group.GroupMember`."""
 
     key: Hash
@@ -30,14 +30,14 @@ class Propose(msgspec.Struct, frozen=True, array_like=True, tag="propose"):
 
 
 class Decline(msgspec.Struct, frozen=True, array_like=True, tag="decline"):
-    """The sender is in another group, or wants none: leave it out of this attempt."""
+    """The sender is in a different group, or wants none. Leave it out of this attempt."""
 
     key: Hash
     attempt: Hash
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
-    """The sender is in a group under this key without the receiver. In a numbered round there is no other."""
+    """The sender is in a group under this key, without the receiver. A numbered round has only one group."""
 
     key: Hash
 

@@ -1,6 +1,6 @@
 """A member as this peer sees it, and the events about its changes.
 
-Only frozen values that a shell shows, stores or acts on. `gossip.table` is the table behind them.
+Only frozen values, for the caller to show, store or act on. `gossip.table` is the table behind them.
 """
 
 import enum
@@ -10,11 +10,13 @@ from crypto.contact import NAME_LENGTH_MAX, Address
 from crypto.identity import PeerId
 
 METADATA_BYTES_MAX = 300
-"""Size limit of opaque metadata, such as a capacity or a version, that travels with every alive fact."""
+"""Maximum size of the opaque metadata, such as a capacity or a version, that travels with every alive
+fact."""
 
 
 class Status(enum.StrEnum):
-    """The status held of a member. At one incarnation a later value in this list overrides an earlier one."""
+    """The status of a member. At the same incarnation, a later value in this list overrides an earlier
+    one."""
 
     ALIVE = "alive"
     SUSPECT = "suspect"
@@ -24,10 +26,11 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Profile:
-    """A member's description of itself: a name (40 letters), addresses, and opaque metadata (300 bytes).
+    """A member's description of itself: a name (up to 40 characters), addresses, and opaque metadata (up to
+    300 bytes).
 
-    All of it travels in one signed fact of a datagram's size. Addresses that do not fit are left out from the
-    end (about 240 bytes, four or more, always fit). Put the best first.
+    All of it travels in one signed fact that fits into a datagram. Addresses that do not fit are left out
+    from the end, so put the best ones first. About 240 bytes of addresses, four or more, always fit.
 
     Raises ValueError: the name is too long or unprintable, or the metadata too large.
     """
@@ -38,7 +41,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         if len(self.name) > NAME_LENGTH_MAX or not self.name.isprintable():
-            raise ValueError(f"a member name has at most {NAME_LENGTH_MAX} printable letters")
+            raise ValueError(f"a member name has at most {NAME_LENGTH_MAX} printable characters")
         if len(self.metadata) > METADATA_BYTES_MAX:
             raise ValueError(f"metadata of {len(self.metadata)} bytes, at most {METADATA_BYTES_MAX} allowed")
 
@@ -47,9 +50,10 @@ class Profile:
 class SwarmMember:
     """One member at one moment.
 
-    `since` is the time of its last status change (monotonic seconds of this peer). `reason` says why it is
-    suspect, dead or left ("no ack for 1.1 s, says lab-3"), empty for alive; `accuser` signed that verdict.
-    `found_through` first told us of it, None for this peer itself.
+    `since` is the time of its latest status change (monotonic seconds of this peer). `reason` says why it is
+    suspect, dead or left ("no ack for 1.1 s, says lab-3"); it is empty if the member is alive. `accuser`
+    signed that verdict. `found_through` is the peer that first named the member to us; None for this peer
+    itself.
     """
 
     peer: PeerId
@@ -65,7 +69,7 @@ class SwarmMember:
 
     @property
     def live(self) -> bool:
-        """Whether it is alive, or suspect and not yet declared dead."""
+        """Whether the member is alive, or suspect and not yet declared dead."""
         return self.status in (Status.ALIVE, Status.SUSPECT)
 
 
@@ -94,7 +98,7 @@ class MemberChanged:
 
 @dataclass(frozen=True)
 class MemberSuspected:
-    """A member did not answer `accuser`; it has time to refute."""
+    """A member did not answer `accuser`; it still has time to refute."""
 
     peer: PeerId
     accuser: PeerId
@@ -103,7 +107,7 @@ class MemberSuspected:
 
 @dataclass(frozen=True)
 class MemberRefuted:
-    """A suspected member refuted by a higher incarnation."""
+    """A suspected member has refuted the suspicion with a higher incarnation."""
 
     peer: PeerId
     incarnation: int
@@ -111,7 +115,7 @@ class MemberRefuted:
 
 @dataclass(frozen=True)
 class MemberDown:
-    """A member is declared dead; it stays listed, with the reason."""
+    """A member was declared dead. It stays listed, with the reason."""
 
     peer: PeerId
     accuser: PeerId
@@ -128,7 +132,7 @@ class Condition(enum.StrEnum):
 @dataclass(frozen=True)
 class MemberDegraded:
     """A live member answers this peer late, or only through others. `rate` is the share of the latest probes
-    that it answered in time, `seconds` the time of an answer."""
+    that it answered in time, `seconds` the time that it usually takes to answer."""
 
     peer: PeerId
     condition: Condition
@@ -139,7 +143,7 @@ class MemberDegraded:
 
 @dataclass(frozen=True)
 class MemberRecovered:
-    """A degraded member itself answers in time again."""
+    """A degraded member answers directly and in time again."""
 
     peer: PeerId
 
@@ -153,22 +157,22 @@ class MemberLeft:
 
 @dataclass(frozen=True)
 class MemberForgotten:
-    """A member is no longer listed: it was dead or had left long ago, or is now outside of the scope."""
+    """A member is no longer listed: it died or left long ago, or is now outside the scope."""
 
     peer: PeerId
 
 
 @dataclass(frozen=True)
 class NeighbourhoodLookupWanted:
-    """This peer may miss neighbours. Only in swarms of neighbourhoods: the driver of this core should look up
-    the peers nearest to `key`, as a DHT does, and `join` through them."""
+    """This peer may lack neighbours; only in swarms that are divided into neighbourhoods. The driver of this
+    core should look up the peers nearest to `key`, as in a DHT, and `join` through them."""
 
     key: bytes
 
 
 @dataclass(frozen=True)
 class CandidateFound:
-    """A stranger that a member named must be probed, at these addresses, before it is listed."""
+    """An unknown peer that a member named must be probed at these addresses before it is listed."""
 
     peer: PeerId
     addresses: tuple[Address, ...]
@@ -185,7 +189,8 @@ class FactsRefused:
 
 @dataclass(frozen=True)
 class BroadcastHeard:
-    """A broadcast by a user of `author`; of two under a topic the higher `sequence` is newer."""
+    """A broadcast by a user of `author`. Of two broadcasts under the same topic, the one with the higher
+    `sequence` is newer."""
 
     author: PeerId
     topic: bytes
@@ -195,7 +200,8 @@ class BroadcastHeard:
 
 @dataclass(frozen=True)
 class SelfAccused:
-    """`accuser` suspected this peer or declared it dead; `incarnation` is the new one that refutes it."""
+    """`accuser` suspected this peer or declared it dead; `incarnation` is the new incarnation that refutes
+    this."""
 
     accuser: PeerId
     reason: str
@@ -204,8 +210,8 @@ class SelfAccused:
 
 @dataclass(frozen=True)
 class OtherLifeHeard:
-    """A fact of this peer's own key names another life: an earlier one, or a concurrent one. The driver of
-    this core may check whether it lives at these addresses."""
+    """A fact signed with this peer's own key names a different life (start of a process): an earlier one, or
+    a concurrent one. The driver of this core may check whether a process lives at these addresses."""
 
     addresses: tuple[Address, ...]
 
@@ -213,8 +219,8 @@ class OtherLifeHeard:
 @dataclass(frozen=True)
 class RivalFound:
     """Another process runs with this peer's key, as after copying a data folder: it has named this life.
-    `started_milliseconds` is the unix time of its start by its own clock. If it `is_younger` it must stop.
-    Otherwise this peer must, and no longer announces itself."""
+    `started_milliseconds` is the Unix time of its start, by its own clock. If it `is_younger`, it must stop.
+    Otherwise this peer must stop, and it no longer announces itself."""
 
     started_milliseconds: int
     name: str
@@ -224,8 +230,8 @@ class RivalFound:
 
 @dataclass(frozen=True)
 class RivalOutlived:
-    """This peer announces itself beside a younger process with its key, or after it. The driver of this core
-    begins new sessions with each peer, since their packets may go to the other process."""
+    """This peer announces itself although a younger process with its key runs, or has just ended. The driver
+    of this core must begin new sessions with each peer, because their packets may go to the other process."""
 
 
 Event = (

@@ -1,13 +1,15 @@
-"""The choice of the state that is nearest to the others, if no two are equal: pure.
+"""The choice of the state that is nearest to the others, if no two states are equal: pure.
 
-Members that train apart and average periodically have states that differ a little. An invented state differs
-from all of them by more. In each array a state is scored by its distance to the nearest others that form a
-majority with it (after Krum: Blanchard et al. 2017). The state with the lowest worst score is taken.
+Members that train apart and average periodically have states that differ slightly. An invented state differs
+from all of them by more. In each array, a state's score is its distance to the nearest others that form a
+majority together with it (after Krum: Blanchard et al. 2017). The state with the lowest worst score is
+chosen.
 
-If fewer than half of the members lie, every majority has an honest member, and the honest ones are a
-majority. So with one array, the chosen state is as near to an honest one as the honest are to one another.
-With several arrays that is not exact: scores are in units of their median, which a liar lowers by copying
-arrays of different honest members; UNIT_SHARE bounds that gain. A liar within these distances may be chosen.
+If fewer than half of the members lie, every majority includes an honest member, and the honest members are a
+majority. So with one array, the chosen state is as near to an honest one as the honest states are to one
+another. With several arrays this is not exact: scores are in units of their median, which a liar can lower by
+copying arrays of different honest members; UNIT_SHARE bounds what this gains. A liar within these distances
+may be chosen.
 """
 
 from collections.abc import Mapping
@@ -19,17 +21,18 @@ from numpy.typing import NDArray
 from crypto.identity import PeerId
 
 STATES_MIN = 3
-"""With fewer states there is no comparison: of two that differ, either may be invented."""
+"""Minimum number of states. With two different states there is no comparison, because either may be
+invented."""
 UNIT_SHARE = 0.1
-"""Lower bound of the unit of an array's scores, as a share of the median length: honest members that drifted
-by a tenth then score no worse than one that a liar has copied."""
+"""Lower bound for the unit of an array's scores, as a share of the median length. With it, honest members
+that drifted apart by a tenth do not score worse than a member whose array a liar has copied."""
 
 Numbers = NDArray[np.float32]
 
 
 def nearest_first(states: Mapping[PeerId, Mapping[str, Numbers]]) -> list[PeerId]:
     """Return the holders of the states, the nearest to the others first. `states` has the arrays of each
-    holder by name, with equal names and lengths. Numbers that are not finite count as infinitely far away."""
+    holder by name, with equal names and lengths. Values that are not finite count as infinitely far away."""
     owners = list(states)
     majority = len(owners) // 2
     if not majority:

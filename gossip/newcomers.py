@@ -1,7 +1,7 @@
-"""The evidence for other members' steps in runs where members train apart between rounds: pure.
+"""The evidence for other members' steps, in runs whose members train apart between rounds: pure.
 
-For runs in which members train apart between rounds: they are at steps that differ, and any one may claim any
-step. Not here: the transfer of a state.
+In such runs the members are at different steps, and any of them may claim any step. Not here: the transfer of
+a state.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,7 +12,7 @@ from gossip.claims import ClaimedCount, LikelySteps, agreed_count, newcomer_step
 from gossip.roster import Report
 
 LIKELY_ROUNDS = 10
-"""Rounds that a member may credibly be ahead of most others."""
+"""Number of rounds that a member may credibly be ahead of most others."""
 
 Reports = Mapping[PeerId, Report]
 
@@ -20,8 +20,9 @@ Reports = Mapping[PeerId, Report]
 def likely_steps(
     reports: Reports, local_steps: int, passed_over: Collection[PeerId] = (), *, are_tried: bool = False
 ) -> LikelySteps:
-    """Return the credible steps of the others, except those `passed_over`: the lower half of them, and some
-    rounds of `local_steps` around it. `are_tried`: the state is tried before use."""
+    """Return the credible steps of the other members, except those in `passed_over`: the steps of the lower
+    half of them, and a range of some rounds of `local_steps` around these. `are_tried`: the state is tested
+    before use."""
     steps = _steps({peer: report for peer, report in reports.items() if peer not in passed_over})
     return replace(newcomer_steps(steps, LIKELY_ROUNDS * local_steps, are_equal=False), is_newest=are_tried)
 
@@ -33,7 +34,8 @@ def is_another_further(reports: Reports, step: int, local_steps: int) -> bool:
 
 
 def is_behind(reports: Reports, rounds: int) -> bool:
-    """Return whether others held a round that a member with `rounds` averages should have been in."""
+    """Return whether the others have held a round in which a member with `rounds` averages should have taken
+    part."""
     return agreed_count([report.rounds for report in reports.values() if report.has_state]) > rounds
 
 

@@ -1,10 +1,10 @@
 """Other lives of this peer's own key: earlier ones, and concurrent ones.
 
 A life is one start of a process. Its alive facts carry its name (`gossip.messages.life_of`) and the name of
-another known life. An earlier life cannot name a later one, so a fact that names this life proves that its
-author lives now, as after copying a data folder. The younger of two, with the greater name, stops announcing
-itself; the driver of its core ends it. The elder announces itself again once the other has ended.
-`gossip.displaced_lives` spreads the facts.
+one other known life. An earlier life cannot name a later one. So a fact that names this life proves that its
+author runs concurrently, as after copying a data folder. The younger of the two, with the greater name, stops
+announcing itself, and the driver of its core ends it. The elder announces itself again once the younger has
+ended. `gossip.displaced_lives` spreads the facts.
 """
 
 from collections.abc import Callable
@@ -15,17 +15,18 @@ from gossip.member import Event, OtherLifeHeard, RivalFound, RivalOutlived
 from gossip.messages import LIFE_BYTES, AliveBody, Body, LeftBody, read_alive, started_of
 
 LIVES_MAX = 16
-"""Other lives that are remembered, the latest ones; each start of a copy is another life."""
+"""Maximum number of other lives remembered, the latest ones; each start of a copy is a new life."""
 AGAIN_SECONDS = (1.0, 2.0)
-"""Pauses before the elder announces itself again. The younger runs for 0.6 s after it has met the elder,
-longer under load, and may take others' sessions meanwhile."""
+"""Pauses before the elder announces itself again. The younger runs for 0.6 s after it has found the elder,
+longer under load, and may meanwhile take over others' sessions."""
 AGAIN_LISTENERS_MAX = 32
-"""Members to which the elder itself sends each of these announcements."""
+"""Maximum number of members to which the elder itself sends each of these announcements."""
 
 
 class OtherLives:
-    """The other lives known here. `life` is this one. `announce(above, rival)` announces it, in a higher
-    incarnation and naming another life. `check` checks a signature, and `events` takes what is found."""
+    """The other lives known here. `life` is this process's own. `announce(above, rival)` announces this life
+    in an incarnation higher than `above`, naming the life `rival`. `check` checks a signature, and `events`
+    receives what is found."""
 
     __slots__ = (
         "_announce",
@@ -49,9 +50,9 @@ class OtherLives:
     ) -> None:
         self.life = life
         self.is_silent = False
-        """Whether an older life of this key runs now, so that this one must stop."""
+        """Whether an older life of this key is running now, so that this one must stop."""
         self.again_at = inf
-        """When this life, as the elder of two, is announced again."""
+        """The time at which this life, as the elder of two, is announced again."""
         self._announce = announce
         self._check = check
         self._events = events
@@ -60,11 +61,11 @@ class OtherLives:
         self._rivals: dict[bytes, None] = {}
 
     def hear(self, now: float, fact: Fact, body: AliveBody | LeftBody, incarnation: int) -> None:
-        """Handle a fact about another life of this key. Name that life, and rise above its incarnation if
-        that is as high as ours.
+        """Handle a fact about a different life of this key. Announce the name of that life. If its
+        incarnation is at least as high as ours, rise above it.
 
-        An earlier life has such an incarnation if its clock was set back since. A life that names ours is
-        concurrent.
+        An earlier life has such an incarnation if its clock has since been set back. A life that names ours
+        is concurrent.
         """
         life = body.life if isinstance(body, AliveBody) and len(body.life) == LIFE_BYTES else b""
         is_other = bool(life) and life != self.life
@@ -79,7 +80,7 @@ class OtherLives:
             self._events.append(OtherLifeHeard(read_alive(fact, body).profile.addresses))
         if is_rival and isinstance(body, AliveBody):
             if life < self.life:
-                # the last announcement: the elder must learn of this life
+                # the final announcement, so that the elder learns of this life
                 self._announce(body.incarnation, life)
             self.meet(now, life, body.incarnation)
             profile = read_alive(fact, body).profile
@@ -91,8 +92,8 @@ class OtherLives:
             self._announce(body.incarnation, life if is_other else b"")
 
     def meet(self, now: float, life: bytes, incarnation: int) -> None:
-        """Handle another life of this key that runs now, in this incarnation: the elder announces itself
-        above it, the younger stops announcing itself."""
+        """Handle a different life of this key that runs now, in this incarnation. The elder announces itself
+        with a higher incarnation; the younger stops announcing itself."""
         _remember(self._rivals, life)
         if life > self.life:
             self._outlive(now, incarnation, life)
@@ -101,7 +102,7 @@ class OtherLives:
             self.again_at = inf
 
     def announce_again(self, now: float) -> None:
-        """Announce this life again: the other one should have ended."""
+        """Announce this life again, because the other life should have ended by now."""
         self._announce(0, b"")
         self._events.append(RivalOutlived())
         self._plan(now)

@@ -1,4 +1,5 @@
-"""The facts that this peer signs, and the check of others' signatures. Nothing here decides what to sign."""
+"""The facts that this peer signs, and the check of others' signatures. The decision what to sign is
+elsewhere."""
 
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
@@ -19,7 +20,7 @@ from gossip.messages import (
 
 
 class OwnFacts:
-    """Signs for one peer. `checks` counts the signatures of others that were checked."""
+    """Signs for one peer. `checks` counts the checked signatures of other peers."""
 
     __slots__ = ("_signer", "checks", "life", "rival")
 
@@ -27,12 +28,12 @@ class OwnFacts:
         self._signer = signer
         self.checks = 0
         self.life = life
-        # Another life of this identity, named in our facts from then on.
+        # A different life of this identity. Once it is set, our facts name it.
         self.rival = b""
 
     def alive(self, profile: Profile, incarnation: int) -> AliveFact:
-        """Return this peer's alive fact as kept here, with all addresses, some of which may not fit the
-        fact."""
+        """Return this peer's alive fact for its own list. It has all addresses, some of which may not fit the
+        signed fact."""
         body = alive_body(profile, incarnation, self.life, self.rival)
         return announced(sign_body(self._signer, body), profile, body)
 
@@ -53,6 +54,6 @@ class OwnFacts:
         return sign_body(self._signer, body)
 
     def check(self, fact: Fact, body: Body) -> None:
-        """Check another's signature. Raises RemoteProtocolError."""
+        """Check another peer's signature. Raises RemoteProtocolError if it is wrong."""
         self.checks += 1
         check_body(self._signer, fact, body)

@@ -1,9 +1,10 @@
 """Locations of peers: their owners' claims, checked against measured round trips. Pure.
 
-A location is a word that owners agree on (`eu-west`); it means the place of the peers that claim it. A claim
-is doubted if the peer is much farther, in the space of round trips (`gossip.coordinates`), from others with
-this claim than from those of another location; then that other one counts. Distances to a location are lower
-medians over at least two peers, so false claims of a minority move no other peer.
+A location is a word that owners agree on (`eu-west`). It stands for the position of the peers that claim it,
+in the space of round trips (`gossip.coordinates`). A claim is doubted if the peer is much farther from the
+others with this claim than from the peers of a different location; in that case the different location
+counts. The distance to a location is the lower median over at least two peers, so false claims of a minority
+move no other peer.
 """
 
 import math
@@ -14,19 +15,19 @@ from crypto.identity import PeerId
 from gossip.coordinates import UNIT_SECONDS, Coordinate
 
 ERROR_TRUSTED = 60
-"""Hundredths: coordinates with a larger error are ignored."""
+"""Coordinates with a larger relative error than this, in hundredths, are ignored."""
 DOUBT_FACTOR = 2.0
 DOUBT_SECONDS = 0.01
-"""A claim is doubted if the peer is this many times, and this much, farther from it than from another
-location."""
+"""A claim is doubted if the peer is farther from the claimed location than from another one, both by this
+factor and by this difference."""
 UNCLAIMED_SECONDS = 0.025
-"""A peer without a claim gets the location of others this near."""
+"""A peer without a claim is assigned the location of other peers within this distance."""
 ANCHORS_MIN = 2
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A peer's claimed location; `coordinate` is None if unknown."""
+    """A peer's claimed location; `coordinate` is None if it is unknown."""
 
     location: str
     coordinate: Coordinate | None = None
@@ -34,7 +35,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Located:
-    """A peer's accepted location; `is_doubted` if that is not its claim."""
+    """A peer's accepted location; `is_doubted` is set if it differs from the claim."""
 
     claimed: str
     location: str
@@ -42,7 +43,7 @@ class Located:
 
 
 def distance_seconds(one: Coordinate, other: Coordinate) -> float:
-    """Return the round trip between two places."""
+    """Return the round trip between two coordinates."""
     apart = math.dist(one.point, other.point) + one.height + other.height
     return float(apart * UNIT_SECONDS)
 

@@ -1,7 +1,7 @@
-"""The probes of a membership core: pings directly, through relays, and by stream.
+"""The probes of a membership core: direct pings, pings through relays, and pings over streams.
 
-SWIM section 3.1, with Lifeguard's Nacks: the course of one probe from its ping to its answer or failure, and
-its target. `gossip.swim` decides when.
+This follows SWIM section 3.1, with Lifeguard's Nacks: the course of one probe from its ping to its answer or
+failure, and the choice of its target. `gossip.swim` decides when to probe.
 """
 
 from crypto.identity import PeerId
@@ -17,7 +17,7 @@ from gossip.state_table import MembershipState
 from gossip.table import MemberRow
 
 DEAD_PROBED = 4
-"""Dead members that are probed once one of them has answered."""
+"""Number of dead members to probe once one of them has answered."""
 DEAD_PROBED_MAX = 32
 
 
@@ -45,23 +45,24 @@ class Prober:
         """The time at which the next candidates may be probed."""
 
     def wake(self, now: float) -> Sends:
-        """Drop expired relayed pings, ask relays, and fail unanswered probes, as due."""
+        """Do what is due: discard expired relayed pings, ask relays, and fail unanswered probes."""
         return self._wake_relays(now) + self._wake_probes(now)
 
     def relay(self, now: float, sender: PeerId, request: PingRequest) -> Sends:
-        """Ping a member for another one, or report at once that it does not answer."""
+        """Ping a member for another one, or report immediately that the member does not answer."""
         target = PeerId(request.target)
         if target == self._beliefs.peer or target not in self._table.rows:
             return []
         if not self._table.is_live(target):
-            # It is likely silent, so say so at once: a mute relay makes its prober doubt itself.
+            # The target is probably silent, so report that immediately: if a relay says nothing, its prober
+            # doubts itself.
             return [(sender, Nack(request.number, self._beliefs.facts_for(sender)))]
         patience = RELAY_PATIENCE * self._settings.probe_timeout_seconds
         number = self.flight.add_relay(Relay(sender, request.number, target, now + patience))
         return [] if number is None else [(target, Ping(number, self._beliefs.facts_for(target)))]
 
     def take_ack(self, now: float, sender: PeerId, ack: Ack) -> Sends:
-        """Handle an answer: to a probe, to its copy or to a relayed ping."""
+        """Handle an answer to a probe, to a further ping of it, or to a relayed ping."""
         number = ack.number
         copy = self.flight.copies.get(number)
         if copy is not None:
@@ -94,7 +95,8 @@ class Prober:
         return self._take_late(now, sender, number) if self.flight.overdue else []
 
     def _take_late(self, now: float, sender: PeerId, number: int) -> Sends:
-        """Handle an answer to a failed probe: the member lives, and this is its distance."""
+        """Handle an answer to a failed probe: the member is alive, and the answer shows how far away it
+        is."""
         late = self.flight.overdue.get(number)
         if late is None or late.target != sender:
             return []
@@ -107,7 +109,7 @@ class Prober:
         return [(peer, Gossip((fact,))) for peer, fact in told]
 
     def take_nack(self, sender: PeerId, nack: Nack) -> None:
-        """Note a relay's report that it was reached, and the member was not."""
+        """Record a relay's report that it was reached itself, but could not reach the member."""
         probe = self.flight.probes.get(nack.number)
         if probe is not None and sender in probe.relays and sender not in probe.nacked:
             probe.nacked += (sender,)
@@ -130,10 +132,10 @@ class Prober:
                 probe.relays = self._pick_relays(probe)
                 facts = self._beliefs.facts_for(probe.target)
                 if probe.kind != "candidate":
-                    # Ping once more directly: a lost datagram is no reason to rely on others alone.
+                    # Ping directly once more: after a lost datagram, this peer need not rely on relays alone.
                     again = self.flight.add_copy(number, now)
                     sends.append((probe.target, Ping(again, facts)))
-                # Some networks pass no datagrams, but streams.
+                # Some networks pass streams but no datagrams.
                 again = self.flight.add_copy(number, now, by_stream=True)
                 sends.append((probe.target, ByStream(StreamPing(again, facts))))
                 for relay in probe.relays:
@@ -156,19 +158,20 @@ class Prober:
             return
         row = self._table.rows.get(probe.target)
         if probe.kind == "round":
-            # Relays that sent a Nack prove that we are reachable; mute ones are a reason to doubt ourselves.
+            # A relay that sent a Nack proves that we are reachable. Relays that sent nothing are a reason to
+            # doubt ourselves.
             self._beliefs.health.worsen(len(probe.relays) - len(probe.nacked) if probe.relays else 1)
         if row is not None:
             self._table.unanswered(probe.target, probe.sent_at)
-        # A higher incarnation since then is a sign of life.
+        # If the incarnation has risen since the ping, the member is alive.
         if row is not None and row.live and row.incarnation == probe.incarnation:
             self._beliefs.accuse(now, row, sent_at=probe.sent_at)
         else:
             self._beliefs.hints.drop(probe.target)
 
     def probe_dead(self, now: float, count: int, peer: PeerId | None = None) -> Sends:
-        """Probe some dead members, or `peer`, since the network may have healed. If one answers others may
-        too, so they are found ever faster."""
+        """Probe some dead members, or `peer`, because the network may have healed. If one of them answers,
+        others may too, so the next ones are probed faster."""
         sends: Sends = []
         in_flight = sum(probe.kind == "dead" for probe in self.flight.probes.values())
         for _ in range(min(count, DEAD_PROBED_MAX - in_flight)):
@@ -187,7 +190,7 @@ class Prober:
         relayed: bool = False,
         is_in_turn: bool = False,
     ) -> Sends:
-        """Ping a member; `relayed`: do not ask relays if it does not answer."""
+        """Ping a member. With `relayed`, do not ask relays if it does not answer."""
         peer = row.peer
         patience = self._beliefs.health.multiplier * self._table.trips.stretch(peer)
         end_seconds = self._settings.probe_interval_seconds * patience
@@ -198,21 +201,21 @@ class Prober:
         return [(peer, Ping(number, self._beliefs.facts_for(peer)))]
 
     def probe_next(self, now: float) -> Sends:
-        """Probe the next member of the round, and a dead one."""
+        """Probe the next member of the round, and a dead member."""
         row = self._table.next_target(self.flight.probing)
         sends = [] if row is None else self.probe(now, row, is_in_turn=True)
         return [*sends, *self.probe_dead(now, 1)]
 
     def probe_accused(self, now: float) -> Sends | None:
-        """Probe the accused member that replaces the next one, and a dead one; None if no member is
-        accused."""
+        """Probe the accused member that replaces the next one of the round, and a dead member. Return None if
+        no member is accused."""
         accused = self._beliefs.hints.next_in_round(self._table.rows)
         if accused is None:
             return None
         return [*self.probe(now, accused, "hint"), *self.probe_dead(now, 1)]
 
     def probe_told(self, now: float) -> Sends:
-        """Probe the members that others named: candidates and accused."""
+        """Probe the members that others named: candidates and accused members."""
         sends: Sends = []
         if self._beliefs.candidates.rows and self.candidates_at <= now:
             sends = self._probe_candidates(now)
@@ -232,7 +235,8 @@ class Prober:
         return sends
 
     def _probe_candidates(self, now: float) -> Sends:
-        """Probe as many candidates as allowed; each learns our identity, and so lists us without asking."""
+        """Probe as many candidates as allowed. Each learns our identity from the probe, so it can list us
+        without asking."""
         sends: Sends = []
         for _ in range(PROBED_AT_ONCE_MAX):
             candidate = self._beliefs.candidates.next()
@@ -242,7 +246,7 @@ class Prober:
             if candidate.tries == 1:
                 self._events.append(CandidateFound(peer, said.profile.addresses, candidate.introducer))
             timeout_seconds = self._settings.probe_timeout_seconds
-            # Use relays only if it does not answer: its introducer may have a path that we lack.
+            # Use relays only if the first try gets no answer: the introducer may have a path that we lack.
             is_direct = candidate.tries == 1
             end_seconds = timeout_seconds if is_direct else self._settings.probe_interval_seconds
             times = now, now + timeout_seconds, now + end_seconds, end_seconds

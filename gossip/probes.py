@@ -1,8 +1,8 @@
 """Pings in flight: our own probes, and the pings we relay for others (SWIM section 3.1).
 
-A probe is a ping. Unanswered at `timeout_at` it continues through relays, and unanswered at `end_at` it has
-failed. A relay that cannot reach the target says so (Lifeguard's Nack); mute relays tell a prober that the
-fault may be its own.
+A probe begins with a ping. If it is unanswered at `timeout_at`, relays are asked; if it is still unanswered
+at `end_at`, it has failed. A relay that cannot reach the target reports it (Lifeguard's Nack). If the relays
+are silent too, the fault may be the prober's own.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ from typing import Literal
 from crypto.identity import PeerId
 
 RELAYS_MAX = 256
-"""Relayed pings at one time. An honest peer has one or two; further requests are not answered."""
+"""Maximum number of relayed pings in flight. An honest peer has one or two; further requests are not
+answered."""
 OVERDUE_MAX = 256
-"""Pings of failed probes whose answers may still come: those of minutes for a single slow member, of seconds
-in a swarm where no member answers."""
+"""Maximum number of pings of failed probes whose answers may still come. They cover minutes if a single
+member is slow, and seconds in a swarm in which no member answers."""
 RELAY_PATIENCE = 0.8
 """A relay sends a Nack after this share of the probe timeout, so that it reaches the prober in time."""
 
@@ -39,13 +40,13 @@ class Probe:
     copies: tuple[int, ...] = ()
     """The numbers of further pings of the same probe."""
     kind: Kind = "round"
-    """The reason of the probe. hint: others accuse the target. suspect: it is suspected here. candidate: it
-    may not exist. dead: it is held for dead, and the network may have healed."""
+    """The reason for the probe. hint: others accuse the target. suspect: the target is suspected here.
+    candidate: the target may not exist. dead: the target counts as dead, but the network may have healed."""
     is_in_turn: bool = False
     """Whether the target was the next of the round, an order that no other peer can influence."""
 
     def excuse(self, seconds: float) -> None:
-        """Extend the probe by this peer's stall, by at most `excusable_seconds` in all."""
+        """Extend the probe by the time of this peer's stall, but in total by at most `excusable_seconds`."""
         given = min(seconds, self.excusable_seconds)
         self.excusable_seconds -= given
         self.timeout_at += given
@@ -54,7 +55,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """A ping of `target` for `requester`, whose probe has `number`."""
+    """A ping of `target` on behalf of `requester`, whose probe has `number`."""
 
     requester: PeerId
     number: int
@@ -64,7 +65,7 @@ class Relay:
 
 @dataclass(frozen=True, slots=True)
 class FurtherPing:
-    """A further ping of the probe `number`; an answer to it measures this ping's time."""
+    """A further ping of the probe `number`. An answer to it measures the time of this ping."""
 
     number: int
     sent_at: float
@@ -73,16 +74,16 @@ class FurtherPing:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """A ping of a failed probe. Its answer may still come, from a distant member."""
+    """A ping of a failed probe. Its answer may still come from a distant member."""
 
     target: PeerId
     sent_at: float
 
 
 class InFlightProbes:
-    """All probes and relayed pings, by the number of the ping we sent.
+    """All probes and relayed pings, keyed by the number of the ping we sent.
 
-    An answer counts only with the right number from the right peer.
+    An answer counts only if it has the right number and comes from the right peer.
     """
 
     __slots__ = ("_number", "copies", "overdue", "probes", "relays")
@@ -91,7 +92,7 @@ class InFlightProbes:
         self.probes: dict[int, Probe] = {}
         self.copies: dict[int, FurtherPing] = {}
         self.overdue: dict[int, Overdue] = {}
-        self.relays: dict[int, Relay] = {}  # in the order of nack_at, since the patience is constant
+        self.relays: dict[int, Relay] = {}  # in the order of nack_at, because all have the same patience
         self._number = first_number
 
     @property
@@ -106,20 +107,20 @@ class InFlightProbes:
         return deadline
 
     def add_probe(self, probe: Probe) -> int:
-        """Add a probe; return the number for its ping."""
+        """Add a probe. Return the number for its ping."""
         number = self._next_number()
         self.probes[number] = probe
         return number
 
     def add_copy(self, number: int, now: float, *, by_stream: bool = False) -> int:
-        """Add another ping to the probe `number`; return the number for that ping."""
+        """Add a further ping to the probe `number`. Return the number for that ping."""
         probe, again = self.probes[number], self._next_number()
         probe.copies += (again,)
         self.copies[again] = FurtherPing(number, now, by_stream)
         return again
 
     def take(self, number: int) -> Probe:
-        """Remove a finished probe, with all of its pings."""
+        """Remove a finished probe, with all its pings."""
         probe = self.probes.pop(number)
         for again in probe.copies:
             del self.copies[again]
@@ -147,7 +148,7 @@ class InFlightProbes:
             each.clear()
 
     def add_relay(self, relay: Relay) -> int | None:
-        """Add a relayed ping; return its number, or None with too many of them."""
+        """Add a relayed ping. Return its number; None if there are too many."""
         if len(self.relays) >= RELAYS_MAX:
             return None
         number = self._next_number()

@@ -1,8 +1,8 @@
-"""Marks of members that answer this peer's probes late, or only through others. A mark is no accusation.
+"""Marks of members that answer this peer's probes late, or only through others. A mark is not an accusation.
 
-A member that answers late is degraded, and one that only relays can reach has no path from here. Both live,
-and no other peer is told. Unanswered probes lead to suspicion (`gossip.suspicion`). Nothing is counted while
-this peer doubts itself (Lifeguard's local health), since it may be late itself.
+A member that answers late is degraded, and one that only relays can reach has no path from here. Both are
+alive, and no other peer is informed. Unanswered probes lead to suspicion (`gossip.suspicion`). Nothing is
+counted while this peer doubts itself (Lifeguard's local health), because it may be late itself.
 """
 
 import enum
@@ -11,12 +11,13 @@ from crypto.identity import PeerId
 from gossip.member import Condition, MemberDegraded, MemberRecovered
 
 RECENT = 8
-"""Latest probes of a member that count."""
+"""Number of a member's latest probes that count."""
 LATE_MIN = 4
-"""Late answers among these that degrade a member; as many punctual answers in a row restore it."""
+"""Number of late answers among these that degrade a member. The same number of consecutive punctual answers
+restores it."""
 RELAYED_MIN = 4
-"""Successive probes answered only by relays after which a path counts as lost. With 10 % loss each way four
-probes in a million do so by chance."""
+"""Number of consecutive probes answered only by relays after which the direct path counts as lost. With 10 %
+loss each way, this happens by chance to four probes in a million."""
 
 
 class ProbeAnswer(enum.IntEnum):
@@ -28,7 +29,7 @@ class ProbeAnswer(enum.IntEnum):
 
 
 class Punctuality:
-    """Marks of members that recently did not answer in time; nothing is kept of others."""
+    """Marks of members that recently did not answer in time. Other members take no memory."""
 
     __slots__ = ("_recent", "marks")
 

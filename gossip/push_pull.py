@@ -1,10 +1,10 @@
 """Joining, and the comparison and exchange of whole member lists: memberlist's push-pull.
 
-News travels by gossip; this is for peers without a list, or after a partition. Each sync period a digest of
-our list goes to one member, which answers with its list if its own digest differs. In swarms of
-neighbourhoods (`gossip.view`), only members that both list are compared and sent, and a scope is widened or
-narrowed here. A newcomer whose seed is outside of its neighbourhood is told so. Then, and whenever we may
-miss neighbours, `NeighbourhoodLookupWanted` asks for a search.
+News travels by gossip; this exchange is for peers without a list, and for the time after a partition. Each
+sync period, a digest of our list goes to one member, which answers with its list if its own digest differs.
+In swarms that are divided into neighbourhoods (`gossip.view`), only members that both peers list are compared
+and sent, and scopes are widened or narrowed here. A newcomer whose seed is outside its neighbourhood is told
+so. In that case, and whenever we may lack neighbours, `NeighbourhoodLookupWanted` asks for a search.
 
 Not here: the meaning of facts (`gossip.state_table`), probes and the gossip timer (`gossip.swim`).
 """
@@ -23,20 +23,23 @@ from gossip.state_table import MembershipState
 from gossip.view import KeyRegion, Scope
 
 ASKED_MAX = 16
-"""The most strangers asked for their facts in one probe interval; more may be a flood, and honest ones ping
-again."""
+"""Maximum number of unknown peers that are asked for their facts per probe interval. More may be a flood, and
+honest peers ping again."""
 SERVED_MAX = 64
-"""Peers answered with a Sync in one probe interval: it may be a megabyte, and a join needs only one."""
+"""Maximum number of peers answered with a Sync per probe interval: a Sync may be a megabyte, and a join needs
+only one."""
 SEEDS_MAX = 16
-"""Peers one join tries."""
+"""Maximum number of peers that one join tries."""
 NEIGHBOURS_ASKED = 2
-"""Seeds asked at a time in a swarm of neighbourhoods, since all would send the same."""
+"""Number of seeds asked simultaneously if the swarm is divided into neighbourhoods, because all would send
+the same."""
 JOIN_RETRY_INTERVALS = 5
-"""Probe intervals before an unanswered join is retried; they double each time."""
+"""Number of probe intervals before an unanswered join is retried, doubled each time."""
 SEARCH_SYNCS_MIN = 2
 SEARCH_SYNCS_MAX = 16
-"""Sync periods between searches for neighbours when none are known to be missing. They double after each
-search without a result, since hundreds of others search too and pass on what they find."""
+"""Maximum number of sync periods between two searches for neighbours when none are known to be missing. The
+interval doubles after each search without a result, because hundreds of other peers search too and pass on
+what they find."""
 
 Sends = list[tuple[PeerId, Message | ByStream]]
 
@@ -68,20 +71,21 @@ class Exchange:
         self._events = events
         self._seeds: tuple[PeerId, ...] = ()
         self._retry_seconds = 0.0
-        # In the present probe interval: strangers asked, and peers answered with a list.
+        # In the current probe interval: unknown peers that were asked, and peers that were answered with a
+        # list.
         self._asked: list[PeerId] = []
         self._served: list[PeerId] = []
         self._searched = False
         self._syncs = 0
         self._search_syncs = SEARCH_SYNCS_MIN
-        # The scope grows by one step at a time, so that the new half is known before it is judged.
+        # The scope grows one step at a time, so that its new half is known before the scope is judged again.
         self._rested_at = due
         self._fitted = 0
-        # The last correct depth, and the digest of the list for which it was correct.
+        # The latest correct depth, and the digest of the list for which it was correct.
         self._right_depth, self._right_for = 0, b""
 
     def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
-        """Exchange lists with `peers`; retry, at growing intervals, until one answers."""
+        """Exchange lists with `peers`. Retry, at growing intervals, until one of them answers."""
         seeds = [peer for peer in peers if peer != self._beliefs.peer]
         if not self._scope.whole:
             seeds = [peer for peer in seeds if not self._table.is_live(peer)]
@@ -96,8 +100,8 @@ class Exchange:
         return list(self._ask_seeds())
 
     def greet(self, sender: PeerId) -> Sends:
-        """Ask a stranger for its facts; send a peer that we list as gone all our facts about it, so that it
-        refutes."""
+        """Ask an unknown peer for its facts. Send a peer that we list as gone all our facts about it, so that
+        it refutes them."""
         if self._table.is_live(sender) or sender in self._asked or len(self._asked) >= ASKED_MAX:
             return []
         if not (self._scope.joining or self._scope.holds(sender)):
@@ -126,13 +130,13 @@ class Exchange:
         return [(sender, self._list(True, self._facts(region)))]
 
     def check_scope(self, message: Sync | ScopedSync | Compare | ScopedCompare) -> None:
-        """Raise RemoteProtocolError where a message is of a swarm of another scope."""
+        """Raise RemoteProtocolError if a message belongs to a swarm with a different kind of scope."""
         if isinstance(message, Sync | Compare) != self._scope.whole:
             kind = "of everybody" if self._scope.whole else "of neighbourhoods"
             raise RemoteProtocolError(f"{type(message).__name__} in a swarm {kind}")
 
     def receive_sync(self, now: float, sender: PeerId, message: Sync | ScopedSync) -> Sends:
-        """Take in a list, and answer with the facts that it lacks."""
+        """Process a list, and answer with the facts that the sender lacks."""
         region = None
         # A newcomer knows at most the sender, and its first list is no news to the swarm.
         known = len(self._table.rows) - 1 - (sender in self._table.rows)
@@ -162,7 +166,8 @@ class Exchange:
         period = self._settings.sync_period_seconds(self._table.live)
         if self._seeds:
             period = self._retry_seconds = min(2 * self._retry_seconds, period)
-        # Give or take a quarter: peers that began together must not sync together for ever.
+        # Vary the period by up to a quarter, because peers that started together must not sync simultaneously
+        # forever.
         self.due = now + period * self._rng.uniform(0.75, 1.25)
         live = self._table.pick(1, lambda row: row.live)
         sends: Sends = [(peer, self._comparison(peer)) for peer in live]
@@ -175,7 +180,7 @@ class Exchange:
             if self._scope.joining:
                 self._search(self._scope.own_key())
             elif self._scope.lopsided(self._table.live_peers()):
-                # The peers nearest to us do not list them, and cannot name them.
+                # The peers nearest to us may not list these peers, so they cannot name them.
                 self._search(self._scope.key_beyond())
             elif self._syncs >= self._search_syncs:
                 # All the peers that we know may lack the same member that we lack.
@@ -187,8 +192,8 @@ class Exchange:
         return sends + [(peer, ByStream(asked)) for peer, asked in self._ask_seeds()]
 
     def announce_again(self, now: float) -> Sends:
-        """Announce at once that this life replaces another one, which others may still list: few pass on news
-        of a member that changes often."""
+        """Announce immediately that this life replaces another one that others may still list. Few peers pass
+        on news of a member that changes often."""
         self._beliefs.lives.announce_again(now)
         news = Gossip((self._beliefs.me.said.fact,))
         return [(peer, news) for peer in self._table.pick(AGAIN_LISTENERS_MAX, lambda row: row.live)]
@@ -203,11 +208,11 @@ class Exchange:
             self._fit(now)
 
     def narrow_if_crowded(self, now: float) -> None:
-        """Narrow the scope if it is too full. Call it whenever members may have been added."""
+        """Narrow the scope if it has too many members. Call this whenever members may have been added."""
         if self._scope.crowded(self._table.live) and self._table.live != self._fitted:
             self._fit(now)
 
-    # Helpers.
+    # Helpers
 
     def _list(self, reply_wanted: bool, facts: tuple[Fact, ...]) -> Sync | ScopedSync:
         if self._scope.whole:
@@ -231,7 +236,7 @@ class Exchange:
         return self._table.digest(self._inside(region))
 
     def _inside(self, region: KeyRegion | None) -> list[PeerId] | None:
-        # Everybody listed is in our own scope.
+        # All listed members are in our own scope.
         if region is None or region.depth <= self._scope.depth:
             return None
         return region.among(self._table.rows)
@@ -248,13 +253,13 @@ class Exchange:
         self._seeds = self._seeds[count:] + asked
         return [(peer, self._list(True, self._table.facts())) for peer in asked]
 
-    # Swarms of neighbourhoods only.
+    # Only in swarms that are divided into neighbourhoods
 
     def _settle(self, sender: PeerId, message: ScopedSync) -> bool:
-        """Take on the neighbourhood of `sender` if it is ours too, while we have none."""
+        """Adopt the neighbourhood of `sender` if it is also ours, and we have none yet."""
         if message.depth is None:
-            # It wants to join through us, and we have found no peer ourselves: a swarm begins with two such
-            # peers.
+            # The sender wants to join through us, and we have found no peer ourselves: a swarm begins with
+            # two such peers.
             self._scope.joining = not message.reply_wanted
         elif self._scope.held_by(sender, message.depth):
             self._scope.depth = message.depth
@@ -264,7 +269,7 @@ class Exchange:
         return not self._scope.joining
 
     def _region(self, sender: PeerId, depth: int | None) -> KeyRegion | None:
-        """Return the region to send to `sender`, which has a scope of this depth, or none yet."""
+        """Return the region whose members to send to `sender`; `depth` is that of its scope, or None."""
         if depth is not None:
             return self._scope.common(sender, depth)
         return self._scope.around(sender, self._scope.depth) if self._scope.holds(sender) else None
@@ -275,7 +280,7 @@ class Exchange:
             self._events.append(NeighbourhoodLookupWanted(key))
 
     def _fit(self, now: float) -> bool:
-        """Widen or narrow the scope if that is due. Return whether it was correct."""
+        """Widen or narrow the scope if that is due. Return whether the scope was already correct."""
         depth = self._scope.fit(self._table.live_peers())
         is_right = depth == self._scope.depth
         if not is_right:

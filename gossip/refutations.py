@@ -1,21 +1,22 @@
 """The rate at which this peer takes a new incarnation to refute accusations.
 
-Each new incarnation costs others a fact to check, and an accuser nothing. Beyond these bounds a peer refutes
-by its answers to probes alone. Not here: which accusations are heard at all (`gossip.state_table`).
+Each new incarnation costs the others a fact to check, but costs an accuser nothing. Beyond these limits, a
+peer refutes only by answering probes. Not here: which accusations are processed at all
+(`gossip.state_table`).
 """
 
 from crypto.token_buckets import TokenBucket
 
 REFUTATIONS_MAX = 4.0
 REFUTATION_INTERVALS = 30.0
-"""A burst of refutations, then one in this many probe intervals."""
+"""Limit on refutations: the burst size, and the number of probe intervals after which one more is allowed."""
 OUTSIDERS_REFUTED_MAX = 2
-"""Refutations in one probe interval for accusers that we do not list, but which may list us; and for those
-that accuse too often."""
+"""Number of refutations per probe interval for accusers that we do not list (but which may list us), and for
+accusers that accuse falsely too often."""
 
 
 class Refutations:
-    """The bounds, in probe intervals of `interval_seconds`."""
+    """The limits, in probe intervals of `interval_seconds`."""
 
     __slots__ = ("_bucket", "_outsiders")
 
@@ -29,7 +30,7 @@ class Refutations:
         self._outsiders = 0
 
     def allow(self, now: float, *, is_trusted: bool) -> bool:
-        """Return whether another accusation may be refuted, by a trusted accuser or another."""
+        """Return whether one more accusation may be refuted. `is_trusted` refers to its accuser."""
         is_usual = is_trusted or self._outsiders < OUTSIDERS_REFUTED_MAX
         return is_usual and self._bucket.left(now) >= 1.0
 

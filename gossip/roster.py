@@ -1,15 +1,15 @@
 """The participants of a named averaging run, and the progress of each: a sans-IO core.
 
-Each participant tells all others once a second, and at once when it has something new to say. A newcomer
+Each participant reports to all others once a second, and immediately when it has something new. A newcomer
 greets peers that may take part (members of the swarm, publishers of a DHT record); a participant answers with
-its own report and the names of others. No peer keeps the list for the rest, and it needs no agreement: it
-shows which peers to ask into a group, and how full a global batch is. A report's counts are its author's
-claims, which `gossip.claims` bounds.
+its own report and the names of others. No peer keeps the list for the rest, and the list needs no agreement:
+it shows which peers to ask into a group, and how full a global batch is. The counts in a report are its
+author's claims, which `gossip.claims` bounds.
 
-If more take part than a peer keeps, its list is not whole: it keeps those whose hashes are nearest to its
-own, names to others those nearest to them (as Kademlia does), and estimates the total from the distances. A
-network that crowds such a list makes room first. Groups then form by declarations in the DHT
-(`node.averaging.participation`).
+If more peers take part than a peer keeps, its list is incomplete. In that case it keeps those whose hashes
+are nearest to its own, names to others the peers nearest to them (as in Kademlia), and estimates the total
+from the distances. A network that crowds such a list loses participants first. Groups then form by
+declarations in the DHT (`node.averaging.participation`).
 
 In a closed run, a peer that is not admitted gets only a greeting, neither reports nor names, and its own
 messages are ignored.
@@ -35,48 +35,50 @@ from gossip.claims import ClaimedCount, Count
 PROTOCOL = "/peerloom/roster/1"
 MESSAGE_BYTES_MAX = 1_232
 PARTICIPANTS_MAX = 1_024
-"""The participants of one run that a peer keeps: more than it averages with in a day of small groups."""
+"""Maximum number of participants of one run that a peer keeps: more than it averages with in a day of small
+groups."""
 NAMES_MAX = 24
-"""Peers named in one answer: they fit a datagram."""
+"""Maximum number of peers named in one answer, which must fit into a datagram."""
 CANDIDATES_MAX = 2_048
 CLAIMANTS_MAX = 64
-"""Peers of a closed run that claim to take part and are not admitted: each is asked for its tickets at its
-first message, and greeted again once it is admitted."""
+"""Maximum number of peers that claim to take part in a closed run without being admitted. Each is asked for
+its tickets at its first message, and greeted again once it is admitted."""
 GREETED_AT_ONCE = 32
-"""Candidates greeted in one interval; the rest wait for the next ones."""
+"""Maximum number of candidates greeted in one interval; the rest wait for the next intervals."""
 GREETINGS = 3
-"""How often a silent candidate is greeted before it is forgotten: a datagram may be lost."""
+"""How often a silent candidate is greeted before it is forgotten, because a datagram may be lost."""
 INTERVAL_SECONDS = 1.0
 PEERS_PER_SECOND = 64
-"""The most reports that a peer sends a second: with more participants the interval grows."""
+"""Maximum number of reports that a peer sends per second. With more participants the interval grows."""
 SOON_SECONDS = 0.05
-"""The least time between two reports, whatever has changed."""
+"""Minimum time between two reports, no matter what has changed."""
 DISTANCE_BITS = 64
 """The length of the hashes that define how near participants are to each other."""
 NETWORK_MIN = 16
-"""Participants of one network that always stay in a full list. Beyond that, the largest network makes room
-for others, however near its ids are: ids cost nothing, addresses do."""
+"""Number of participants of one network that always stay in a full list. Beyond that, the largest network
+loses participants first, however near their ids are, because ids cost nothing but addresses do."""
 WHOLE_SHARE = 0.75
-"""A list that was full counts as whole again once it is no fuller than this."""
+"""A list that was full counts as whole again once it is at most this full."""
 SILENT_SECONDS = 8.0
-"""A participant that is silent for this long, or eight intervals, has gone."""
+"""A participant that is silent for this long, or for eight intervals, counts as gone."""
 
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Settings = Annotated[bytes, msgspec.Meta(max_length=16)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
-"""The limit of report numbers, which start at the wall clock in milliseconds: enough for 6,900 years."""
+"""The number of a report. Numbers start at the wall clock in milliseconds; the limit is enough for 6,900
+years."""
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """One participant's own report.
 
-    `signature` is the hash of the averaged tensors, `claimed_step` its global step, `claimed_samples` the
-    samples gathered for the next one, `claimed_rounds` the number of averaged rounds. `lineage` is a hash
-    over the history of its state: peers at one step with other lineages have drifted apart. `has_state`:
-    others may fetch it. `number` counts its reports, so that a late one changes nothing. `asks`: send me
-    yours, and names. `settings`: short hashes of the hyperparameters of that step, for people; empty where
-    peers may differ.
+    `signature` is the hash of the averaged tensors, `claimed_step` the global step, `claimed_samples` the
+    samples gathered for the next step, `claimed_rounds` the number of averaged rounds. `lineage` is a hash
+    over the history of the state: peers at the same step with different lineages have drifted apart.
+    `has_state`: others may fetch it. `number` counts the author's reports, so that a late one changes
+    nothing. `asks` requests the receiver's report, and names. `settings` are short hashes of the
+    hyperparameters of that step, for people; empty if peers may differ.
     """
 
     run: Hash
@@ -92,17 +94,17 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
 
     @property
     def step(self) -> ClaimedCount:
-        """The global step that it claims."""
+        """The global step that the author claims."""
         return ClaimedCount(self.claimed_step)
 
     @property
     def samples(self) -> ClaimedCount:
-        """The samples that it claims to have gathered for the next step."""
+        """The samples that the author claims to have gathered for the next step."""
         return ClaimedCount(self.claimed_samples)
 
     @property
     def rounds(self) -> ClaimedCount:
-        """The number of rounds that it claims to have averaged."""
+        """The number of rounds that the author claims to have averaged."""
         return ClaimedCount(self.claimed_rounds)
 
 
@@ -134,8 +136,8 @@ class Entered:
 
 @dataclass(frozen=True)
 class Left:
-    """A peer no longer takes part; `reason` is for people. If it `is_far` it still does, but others are kept
-    in its place."""
+    """A peer was removed; `reason` is for people. If it `is_far`, it still takes part, but nearer peers are
+    kept in its place."""
 
     run: bytes
     peer: PeerId
@@ -153,7 +155,7 @@ class _Participant:
     distance: int
     """The distance from this peer, by hash."""
     network: bytes | None
-    """The network that it sends from; None: it counts alone."""
+    """The network from which the peer sends; None if the peer counts alone."""
 
 
 class Roster:
@@ -171,9 +173,9 @@ class Roster:
         participants_max: int = PARTICIPANTS_MAX,
         network_of: NetworkOf = lambda _peer: None,
     ) -> None:
-        """`number` is above that of any report of an earlier life, such as the wall clock in milliseconds. In
-        a closed run `admits` decides. `network_of` returns the network that a peer sends from, None if the
-        peer counts alone."""
+        """`number` must be above that of any report before a restart, such as the wall clock in milliseconds.
+        In a closed run `admits` decides which peers may take part. `network_of` returns the network from
+        which a peer sends; None if the peer counts alone."""
         self._admits = admits
         self._network_of = network_of
         self._networks: Counter[bytes | None] = Counter()
@@ -195,12 +197,12 @@ class Roster:
 
     @property
     def reports(self) -> Mapping[PeerId, Report]:
-        """The last report of each other participant that averages the same tensors, and is admitted."""
+        """The latest report of each other participant that averages the same tensors and is admitted."""
         return {peer: report for peer, report in self.claims.items() if self.admits(peer)}
 
     @property
     def claims(self) -> Mapping[PeerId, Report]:
-        """The last report of each other peer that averages the same tensors, admitted or not."""
+        """The latest report of each other peer that averages the same tensors, admitted or not."""
         return {
             p: known.report for p, known in self._peers.items() if known.report.signature == self.signature
         }
@@ -212,8 +214,8 @@ class Roster:
 
     @property
     def count(self) -> int:
-        """The number of participants, this peer included: counted if the list is whole, else estimated from
-        its distances."""
+        """The number of participants, including this peer: counted if the list is whole, otherwise estimated
+        from the distances in it."""
         counted = len(self._admitted) + 1
         if not self._is_crowded or not self._peers:
             return counted
@@ -229,7 +231,7 @@ class Roster:
         return self._peers.keys() if self._admits is None else [p for p in self._peers if self._admits(p)]
 
     def admitted(self, now: float, peer: PeerId) -> Sends:
-        """Greet a peer that was admitted: send it this one's report, and ask for its own."""
+        """Greet a peer that was just admitted: send it this peer's report, and ask for its own."""
         if peer not in self._peers:
             return self.introduce(now, [peer])
         return [(peer, self._next_report(asks=True))]
@@ -250,12 +252,12 @@ class Roster:
 
     @property
     def strangers(self) -> int:
-        """The number of participants under this run's name that average other tensors."""
+        """The number of participants under this run's name that average different tensors."""
         return len(self._peers) - len(self.claims)
 
     @property
     def stranger_signatures(self) -> list[bytes]:
-        """Return the hashes of what those participants average."""
+        """Return the signatures of the tensors that those participants average."""
         signatures = (known.report.signature for known in self._peers.values())
         return [signature for signature in signatures if signature != self.signature]
 
@@ -266,7 +268,7 @@ class Roster:
 
     @property
     def own_step(self) -> int:
-        """The global step that this peer is at."""
+        """The global step of this peer."""
         return self._own.claimed_step
 
     @property
@@ -296,8 +298,8 @@ class Roster:
         has_state: bool,
         settings: bytes = b"",
     ) -> Sends:
-        """Update this peer's report. Changes that others may wait for are sent at once, the rest with the
-        next report."""
+        """Update this peer's report. Changes that others may be waiting for are sent immediately, the rest
+        with the next report."""
         before = self._own
         self._own = msgspec.structs.replace(
             before,
@@ -313,7 +315,7 @@ class Roster:
         return self.wake(now)
 
     def introduce(self, now: float, peers: Iterable[PeerId]) -> Sends:
-        """Greet these peers, which may take part. Known ones are passed over."""
+        """Greet these peers, which may take part. Known peers are skipped."""
         for peer in peers:
             if peer == self._me or peer in self._peers or len(self._candidates) >= CANDIDATES_MAX:
                 continue
@@ -324,9 +326,9 @@ class Roster:
         return self.wake(now)
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """Take one message. Raises RemoteProtocolError for one of another run."""
+        """Handle one message. Raises RemoteProtocolError if it belongs to a different run."""
         if message.run != self.run:
-            raise RemoteProtocolError("a message of another run")
+            raise RemoteProtocolError("a message of a different run")
         match message:
             case Report():
                 return self._heard(now, sender, message)
@@ -341,7 +343,7 @@ class Roster:
                 assert_never(message)
 
     def lost(self, peer: PeerId) -> None:
-        """Remove a peer that membership calls dead."""
+        """Remove a peer that membership reports as dead."""
         self._forget(peer, "lost")
         self._candidates.pop(peer, None)
 
@@ -350,7 +352,7 @@ class Roster:
         return [(peer, Leave(self.run)) for peer in self._admitted]
 
     def wake(self, now: float) -> Sends:
-        """Report, greet and expire, whatever is due."""
+        """Send reports and greetings, and remove silent peers, as due."""
         sends: Sends = []
         if now >= self._expires_at:
             silence = self._silence_seconds
@@ -361,7 +363,7 @@ class Roster:
             # One of them is asked for names, so that two peers that missed each other meet in the end.
             told = list(self._admitted)
             asked = {self._rng.choice(told)} if told else set()
-            # Peers that have been silent for a while are asked too, since they may not list this peer.
+            # Peers that have been silent for a while are asked too, because they may not list this peer.
             quiet = now - self._silence_seconds / 2
             asked |= {peer for peer, known in self._peers.items() if known.heard_at < quiet}
             asking = msgspec.structs.replace(report, asks=True)
@@ -394,7 +396,7 @@ class Roster:
             if report.number > known.report.number:
                 known.report = report
         elif len(self._peers) >= self._participants_max and not self._make_room(sender):
-            # It may list this peer; it gets the names of nearer ones.
+            # The sender may list this peer. It gets the names of nearer ones.
             is_asked = report.asks and self.admits(sender)
             return [(sender, self._next_report()), *self._names(sender)] if is_asked else []
         else:
@@ -414,7 +416,7 @@ class Roster:
         return sends
 
     def _names(self, asker: PeerId) -> Sends:
-        """Name other participants: any, or those nearest to the asker if the list is not whole."""
+        """Name other participants to `asker`: any, or the nearest to it if the list is not whole."""
         others = [peer for peer in self._admitted if peer != asker]
         if not others:
             return []
@@ -427,8 +429,8 @@ class Roster:
         return [(asker, Names(self.run, tuple(named)))]
 
     def _make_room(self, newcomer: PeerId) -> bool:
-        """Forget a peer that is not admitted, if there is one; else one of the largest network, or the
-        farthest if it is farther away than the newcomer."""
+        """Remove a peer that is not admitted, if there is one. Otherwise remove the peer that `_loser`
+        chooses. Return whether there is room."""
         found = next((peer for peer in self._peers if not self.admits(peer)), None)
         if found is not None:
             self._forget(found, "not admitted")
@@ -444,7 +446,7 @@ class Roster:
         return True
 
     def _limit_claimants(self, newcomer: PeerId) -> None:
-        """Forget the oldest claimant that is not admitted, where there are too many."""
+        """Remove the oldest claimant that is not admitted, if there are too many."""
         if self._admits is None or self.admits(newcomer):
             return
         claimants = [peer for peer in self._peers if not self.admits(peer)]
@@ -456,7 +458,7 @@ class Roster:
         return len(self._peers) < self._participants_max or self._loser(peer) is not None
 
     def _loser(self, newcomer: PeerId) -> PeerId | None:
-        """Return the peer that makes room in a full list for a newcomer; None: the newcomer stays out."""
+        """Return the peer that a newcomer replaces in a full list; None if the newcomer stays out."""
         network, is_nearer = self._network_of(newcomer), False
         size = self._networks[network] + 1 if network is not None else 1
         sizes = ((count, each) for each, count in self._networks.items() if each is not None)
@@ -493,5 +495,5 @@ class Roster:
 
 
 def _place(run: bytes, peer: PeerId) -> int:
-    """Return the place of a peer among the participants of a run."""
+    """Return the position of a peer, by hash, among the participants of a run."""
     return int.from_bytes(blake3(run + peer).digest()[: DISTANCE_BITS // 8], "big")

@@ -1,4 +1,4 @@
-"""The averaging runs that one node takes part in, behind one protocol: a roster for each."""
+"""The averaging runs in which one node takes part, behind one protocol: a roster for each run."""
 
 from collections.abc import Callable
 from math import inf
@@ -8,7 +8,7 @@ from crypto.identity import PeerId
 from gossip.roster import PARTICIPANTS_MAX, Event, Message, NetworkOf, Roster, Sends
 
 RUNS_MAX = 64
-"""Runs that one node takes part in at once."""
+"""Maximum number of simultaneous runs of one node."""
 
 
 class Rosters:
@@ -22,7 +22,8 @@ class Rosters:
         participants_max: int = PARTICIPANTS_MAX,
         network_of: NetworkOf = lambda _peer: None,
     ) -> None:
-        """`participants_max` limits the kept participants of one run; for `network_of` see `Roster`."""
+        """`participants_max` limits how many participants of one run are kept; for `network_of` see
+        `Roster`."""
         self._me = me
         self._network_of = network_of
         self._rng = rng
@@ -42,11 +43,12 @@ class Rosters:
         number: int,
         admits: Callable[[PeerId], bool] | None = None,
     ) -> Roster:
-        """Join a run: see `Roster`. Raises ValueError: this node is in it already, or in too many."""
+        """Join a run, see `Roster`. Raises ValueError if this node is already in the run, or in too many
+        runs."""
         if run in self._rosters:
-            raise ValueError("this node takes part in it already; close that first, or use another name")
+            raise ValueError("this node already takes part in this run; close it first, or use another name")
         if len(self._rosters) >= RUNS_MAX:
-            raise ValueError(f"this node takes part in {RUNS_MAX} runs already; close one first")
+            raise ValueError(f"this node already takes part in {RUNS_MAX} runs; close one first")
         roster = self._rosters[run] = Roster(
             self._me, run, signature, self._rng, now, number, admits, self._participants_max, self._network_of
         )
@@ -62,7 +64,7 @@ class Rosters:
         return self._rosters.get(run)
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """Handle one message; ignore one of an unknown run."""
+        """Handle one message. A message of an unknown run is ignored."""
         roster = self._rosters.get(message.run)
         if roster is None:
             return []
@@ -80,7 +82,7 @@ class Rosters:
         return sends
 
     def lost(self, peer: PeerId) -> Sends:
-        """Remove a peer that membership calls dead from all runs."""
+        """Remove a peer that membership reports as dead from all runs."""
         for roster in self._rosters.values():
             roster.lost(peer)
             self._drain(roster)

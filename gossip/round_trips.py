@@ -1,24 +1,25 @@
-"""Round trips of slow members, which lengthen their probes: RFC 6298's mean and deviation.
+"""Round trips of slow members, used to lengthen their probes: mean and deviation as in RFC 6298.
 
-Members whose usual answer fits the preset's timeout have no entry, so this costs nothing on a network as fast
-as its preset expects. A member behind a slow link has its probes stretched, up to the preset's bound: its
-ping has more time before relays are asked, and these before it is suspected. A lost ping measures nothing,
-since each copy of a ping has a number of its own.
+Members whose usual answer fits the preset's timeout have no entry, so this costs nothing on a network that is
+as fast as the preset expects. The probes of a member behind a slow link are stretched, up to the preset's
+limit: there is more time before relays are asked, and more time before the member is suspected. A lost ping
+measures nothing, because each ping has its own number.
 
-A member that stalled also answers late, several pings at once, and is as near as before. So one late answer
-has no effect before a second one at another time, and an answer that took longer than any path has none at
-all.
+A member that stalled also answers late, several pings together, although its distance has not changed. So a
+single late answer has no effect until a second one at a different time, and an answer that took longer than
+any path has no effect at all.
 """
 
 from crypto.identity import PeerId
 from gossip.settings import SwimSettings
 
 FIRST_DEVIATION = 0.25
-"""The deviation of a first measurement, as a share of it: with DEVIATIONS of them, twice the measurement."""
+"""The deviation assumed for a first measurement, as a share of it. With DEVIATIONS of them, the estimate is
+twice the measurement."""
 DEVIATIONS = 4.0
-"""Deviations above the mean: the 99th percentile of most paths (RFC 6298)."""
+"""Number of deviations added to the mean: the 99th percentile of most paths (RFC 6298)."""
 STALL_TIMES = 2.0
-"""An answer that took this many times the longest timeout shows that its member stalled."""
+"""An answer that took this many times the longest timeout shows that the member stalled."""
 
 
 class RoundTrips:
@@ -29,14 +30,14 @@ class RoundTrips:
     def __init__(self, settings: SwimSettings) -> None:
         self._settings = settings
         self._slow: dict[PeerId, tuple[float, float]] = {}
-        # The time of a late answer of a member that is not slow.
+        # The time of a late answer of a member that does not count as slow.
         self._late: dict[PeerId, float] = {}
 
     def __len__(self) -> int:
         return len(self._slow) + len(self._late)
 
     def learn(self, now: float, peer: PeerId, seconds: float) -> None:
-        """Record that a ping was answered by its target after `seconds`."""
+        """Record that the target of a ping answered after `seconds`."""
         if seconds > STALL_TIMES * self._settings.probe_timeout_max_seconds:
             return
         known = self._slow.get(peer)
@@ -58,7 +59,7 @@ class RoundTrips:
             del self._slow[peer]
 
     def stretch(self, peer: PeerId) -> float:
-        """Return the factor by which a probe of this member is longer than the preset's; at least 1."""
+        """Return the factor by which to lengthen this member's probes relative to the preset; at least 1."""
         known = self._slow.get(peer)
         if known is None:
             return 1.0

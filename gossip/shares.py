@@ -1,6 +1,7 @@
-"""The share of a filling list that one source may have: an introducer, or the network a member came from.
+"""The share of a filling member list that one source may have: an introducer, or the network a member came
+from.
 
-The network is the one that the member's packets really come from; a claimed address proves nothing.
+The network is the one from which the member's packets really come; a claimed address proves nothing.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,17 +13,18 @@ from gossip.messages import MEMBERS_MAX, AliveFact
 from gossip.table import MemberRow
 
 SHARES = 4
-"""Once the list is half full, one source has at most one part in this many: one introducer, or one network
-(an IPv4 address, a /64) of members without one. Until then an honest first seed may name a thousand."""
+"""Once the list is half full, one source may have at most one part in this many. A source is an introducer,
+or a network (an IPv4 address, a /64) of members without an introducer. Before that, an honest first seed may
+name a thousand members."""
 SHARE_MIN = 64
-"""The members that one machine may always have, however short the list."""
+"""Minimum number of members that one source may have, however short the list is."""
 
 HostOf = Callable[[PeerId], str | None]
 
 
 class Shares:
-    """The sources of at most `most` members. `host_of` returns the host that a peer's packets come from, None
-    where it is not known; without it, as in simulators, claims are believed."""
+    """The sources of at most `most` members. `host_of` returns the host from which a peer's packets come,
+    None if it is unknown. Without `host_of`, as in simulators, claimed addresses are believed."""
 
     __slots__ = ("_most", "host_of")
 
@@ -31,8 +33,8 @@ class Shares:
         self.host_of: HostOf | None = None
 
     def allow(self, rows: Iterable[MemberRow], listed: int, said: AliveFact, introducer: PeerId) -> bool:
-        """Return whether the source of a newcomer has less than its share of `rows`; `listed` is their
-        number."""
+        """Return whether the source of a newcomer has less than its share of `rows`. `listed` is the number
+        of rows."""
         if listed < self._most // 2:
             return True
         source = self._source(said, introducer)

@@ -1,16 +1,15 @@
 """This peer's beliefs about every member: facts in; member list, events and facts to pass on out.
 
-The order of belief is SWIM's (section 4.2): a higher incarnation overrides a lower one, and at one
+The order of belief is SWIM's (section 4.2): a higher incarnation overrides a lower one, and at the same
 incarnation alive < suspect < dead < left. Signed facts add two rules:
 
-- An accuser must be a known member, or accuse us from outside of our scope. That excludes strangers.
-- An accusation is a hint (`gossip.hints`): we probe the accused, and suspect it, or pass that on, only if our
-  own probe fails. Then other accusers shorten the suspicion, and a dead fact shortens it further, never below
-  the time to refute; at the end one more probe must fail. Any answer to our probes ends the suspicion. So a
-  lying member can make no other dead, however widely its facts are passed on.
+- An accuser must be a known member, or accuse us from outside our scope. That excludes unknown peers.
+- An accusation is a hint (`gossip.hints`): we probe the accused, and suspect it or pass that on only if our
+  own probe fails. Then other accusers shorten the suspicion, and a dead fact shortens it further, but never
+  below the time to refute; at the end one more probe must fail. Any answer to our probes ends the suspicion.
+  So a lying member cannot make others dead, however widely its facts are passed on.
 
-
-An incarnation rises when a peer restarts (to unix milliseconds), changes its profile, or refutes; one that
+An incarnation rises when a peer restarts (to Unix milliseconds), changes its profile, or refutes; one that
 exceeds any clock error is refused. An alive fact is passed on if it changes what is held, so a refutation
 reaches every peer that holds the suspicion.
 
@@ -119,7 +118,7 @@ class MembershipState:
         self.broadcasts = Broadcasts(settings, incarnation, now)
         # The rate at which we pass on changes of members: joins, departures and profiles.
         self._changes = news.Changes(settings.probe_interval_seconds, settings.members_max, now)
-        # The last peer that sent us an already refuted accusation of us.
+        # The latest peer that sent us an already refuted accusation of us.
         self.misled: PeerId | None = None
         # Our own fact that we have left.
         self._farewell: Fact | None = None
@@ -139,8 +138,8 @@ class MembershipState:
     def announce(
         self, profile: Profile, *, above: int = 0, refutes: bool = False, rival: bytes = b""
     ) -> None:
-        """Announce this peer under a new incarnation, above the present one and `above`. With `refutes`
-        nothing else changes; the fact names the newest `rival`, another life of this key."""
+        """Announce this peer under a new incarnation, higher than the current one and `above`. With `refutes`
+        nothing else changes; the fact names the newest `rival`, a different life of this key."""
         if self.lives.is_silent:
             return
         self._own.rival = rival or self._own.rival
@@ -153,7 +152,7 @@ class MembershipState:
         self.announce(self.me.profile, above=above, rival=rival)
 
     def leave(self, now: float) -> Fact:
-        """Mark this peer as gone; return the fact that says so."""
+        """Mark this peer as gone. Return the fact that announces it."""
         left = self._own.left(self.me.incarnation)
         self.table.judge(self.me, now, MemberVerdict(Status.LEFT, self.me.incarnation, left, "left"))
         self.queue.put(self.peer, left)
@@ -174,7 +173,8 @@ class MembershipState:
         if suspicion is None:
             suspicion = self._begin_suspicion(now, row, hints)
         elif suspicion.is_silent and not suspicion.is_confirmed:
-            # No other peer has said it meanwhile. If all said what they see, most would say it in vain.
+            # No other peer has announced this suspicion in the meantime. If all peers announced theirs, most
+            # announcements would be wasted.
             suspicion.is_silent = False
             self.queue.put(row.peer, self._accusation(now, row), beside=True)
         suspicion.miss(now, sent_at)
@@ -185,7 +185,7 @@ class MembershipState:
 
     def clear(self, now: float, peer: PeerId, *, is_direct: bool) -> list[tuple[PeerId, Fact]]:
         """Clear a member that has answered a probe. An answer through a relay is doubted if enough others
-        accuse. Return the facts to tell each accuser, which may lack a path of its own."""
+        accuse. Return the facts to send to each accuser, which may itself lack a path to the member."""
         row = self.table.rows.get(peer)
         hints = self.hints.refute(now, peer)
         if row is None:
@@ -216,7 +216,7 @@ class MembershipState:
             self._events.append(member_up(row.said, peer))
 
     def close(self, now: float, peer: PeerId) -> None:
-        """Note that a suspect's machine reports no process there."""
+        """Record that a suspect's machine reports that its process is gone."""
         suspicion = self.suspicions.get(peer)
         if suspicion is not None:
             suspicion.close(now)
@@ -239,7 +239,7 @@ class MembershipState:
         return probed
 
     def excuse(self, seconds: float) -> None:
-        """Extend every suspicion by the time in which this peer stalled."""
+        """Extend every suspicion by the time for which this peer stalled."""
         for suspicion in self.suspicions.values():
             suspicion.excuse(seconds)
         self._reckon()
@@ -255,18 +255,18 @@ class MembershipState:
             self.queue.put(queue_key(self.peer, body.topic), self._own.broadcast(body), is_later=True)
 
     def forget_gone(self, now: float) -> None:
-        """Drop members that were dead or gone for `dead_kept_seconds`."""
+        """Remove members that have been dead or gone for `dead_kept_seconds`."""
         for peer in self.table.gone_before(now - self._settings.dead_kept_seconds):
             self._forget(peer)
 
-    # Facts out and in
+    # Facts in and out
 
     def facts_for(self, peer: PeerId) -> tuple[Fact, ...]:
         """Return facts for a message to `peer`, the most urgent first.
 
         Our own departure comes first, once we have left. A peer with an outdated accusation of us gets our
-        alive fact, since the refutation may have been lost on every path to it. Then come the accusations of
-        the receiver, so that it can refute them (Lifeguard's buddy system), and its other lives.
+        alive fact, because the refutation may have been lost on every path to it. Next come the accusations
+        of the receiver, so that it can refute them (Lifeguard's buddy system), and facts of its other lives.
         """
         row = self.table.rows.get(peer)
         accusation = None if row is None or row.verdict is None else row.verdict.fact
@@ -296,7 +296,7 @@ class MembershipState:
         synced: bool = False,
         passed_on: bool = True,
     ) -> None:
-        """Learn facts that `sender` passed on; RemoteProtocolError for a malformed or forged one.
+        """Learn facts that `sender` passed on. Raises RemoteProtocolError if one is malformed or forged.
 
         In a Sync (`synced`) a dead fact may be old, from the other side of a split, so it is a hint like any
         accusation. Facts beyond one slice are left to `learn_on`.
@@ -312,13 +312,13 @@ class MembershipState:
             self._events.append(FactsRefused(job.sender, str(error)))
 
     def _steps(self, job: Job) -> Generator[int]:
-        """Read all facts, then apply them; yield the cost of each."""
+        """Read all facts, then apply them. Yield the cost of each step."""
         claims: list[tuple[Fact, Body]] = []
         rows, limit = self.table.rows, self._retransmits
         for fact in job.facts:
             if self.queue.waits:
                 self.queue.heard(fact, limit)
-            # Most facts that arrive are known byte for byte, and change nothing.
+            # Most facts that arrive are already known byte for byte, and change nothing.
             known = rows.get(PeerId(fact.author))
             if known is None or known.said.fact != fact:
                 claims.append((fact, read_body(fact)))
@@ -330,12 +330,11 @@ class MembershipState:
             self.misled = job.sender
         over = ((subject_of(fact, body), body) for fact, body in claims)
         buried = {peer: body.incarnation for peer, body in over if isinstance(body, DeadBody | LeftBody)}
-        # Alive facts first: they make accusers known, and set the accused incarnation.
+        # Alive facts come first: they make accusers known, and set the incarnation of the accused.
         for fact, body in claims:
             if isinstance(body, AliveBody):
                 subject, before = PeerId(fact.author), self._own.checks
-                # A member that was dead before we joined is not news.
-                # A false claim only undoes its sender's own facts.
+                # A member dead before we joined is not news. A false claim only hurts its sender's own facts.
                 if subject in rows or body.incarnation > buried.get(subject, -1):
                     self._hear_alive(job.now, job.sender, fact, body, job.passed_on)
                     yield READ_COST + CHECK_COST * (self._own.checks - before)
@@ -345,7 +344,7 @@ class MembershipState:
             yield READ_COST + CHECK_COST * (self._own.checks - before)
 
     def _hear(self, job: Job, fact: Fact, body: Body) -> None:
-        """Learn a fact that is not about a life."""
+        """Process a fact that is not about a life."""
         match body:
             case LeftBody():
                 self._hear_left(job.now, fact, body)
@@ -355,8 +354,8 @@ class MembershipState:
                 self._hear_broadcast(job.now, fact, body)
 
     def acquaint(self, now: float, teller: PeerId, facts: Sequence[Fact]) -> None:
-        """List all subjects of these facts at once, since local code vouches for them. They are not passed on
-        as news."""
+        """List all subjects of these facts immediately, because local code vouches for them. The facts are
+        not passed on as news."""
         for fact in facts:
             body = read_body(fact)
             if isinstance(body, AliveBody) and fact.author not in self.table.rows:
@@ -398,7 +397,8 @@ class MembershipState:
     def _hear_of_stranger(
         self, now: float, sender: PeerId, fact: Fact, body: AliveBody, passed_on: bool
     ) -> None:
-        """List a stranger that sends its own fact; one named by another peer must answer a ping first."""
+        """List an unknown peer that sends its own fact. An unknown peer that is named by another must answer
+        a ping first."""
         peer = PeerId(fact.author)
         known = self.candidates.get(peer)
         if known is not None and body.incarnation <= known.said.incarnation:
@@ -420,7 +420,7 @@ class MembershipState:
             self.candidates.put(Candidate(said, sender, passed_on))
 
     def _hear_again(self, now: float, sender: PeerId, row: MemberRow, said: AliveFact) -> bool:
-        """Learn a listed member's own fact; return whether more than the incarnation is new."""
+        """Process a listed member's own fact. Return whether more than the incarnation is new."""
         changed = said.profile != row.profile
         status = row.status
         if status is not Status.LEFT:
@@ -470,7 +470,7 @@ class MembershipState:
         row = self.table.rows.get(PeerId(body.subject))
         if row is None or accuser == row.peer or not row.live:
             return
-        # An accuser with a wider scope lists us though we do not list it, and could declare us dead.
+        # An accuser with a wider scope may list us although we do not list it, and could declare us dead.
         known = accuser in self.table.rows
         is_outside = not self.scope.holds(accuser) and self.scope.may_list(accuser)
         if not (known or (row.peer == self.peer and is_outside)):
@@ -486,8 +486,8 @@ class MembershipState:
                 self._hear_of_suspect(now, row, fact, body, synced=synced)
 
     def _hear_of_me(self, now: float, fact: Fact, body: SuspectBody | DeadBody) -> None:
-        """Refute an accusation of us; an accuser that errs too often gets as few refutations as an
-        outsider."""
+        """Refute an accusation of us. An accuser that is wrong too often gets as few refutations as one
+        outside our scope."""
         accuser = PeerId(fact.author)
         is_trusted = accuser in self.table.rows and not self._credit.is_spent(accuser, now)
         if not self.refutations.allow(now, is_trusted=is_trusted):
@@ -504,8 +504,8 @@ class MembershipState:
     def _hear_hint(
         self, now: float, sender: PeerId, row: MemberRow, fact: Fact, body: SuspectBody | DeadBody
     ) -> None:
-        """Let the accused be probed. An accusation of another incarnation than the held one may be right and
-        old; its sender loses credit if the accused answers."""
+        """Have the accused probed. An accusation for an incarnation other than the held one may be correct
+        but old, so its sender loses credit if the accused answers."""
         accuser = PeerId(fact.author)
         culprit = accuser if body.incarnation == row.incarnation else sender
         if self.hints.takes(now, row.peer, accuser, culprit):
@@ -547,7 +547,7 @@ class MembershipState:
             self.lives.hear(now, fact, body, self.me.incarnation)
 
     def _begin_suspicion(self, now: float, row: MemberRow, hints: Sequence[Fact]) -> Suspicion:
-        """Begin a suspicion: our probe and those of the authors of `hints` have failed."""
+        """Begin a suspicion, because our probe and those of the authors of `hints` have failed."""
         first = next((fact for fact in hints if incarnation_of(fact) == row.incarnation), None)
         fact = first or self._accusation(now, row)
         accuser, silence = PeerId(fact.author), silence_of(fact)
@@ -574,7 +574,7 @@ class MembershipState:
         self.queue.put(peer, fact, beside=True)
 
     def _bury(self, now: float, row: MemberRow, told: Fact | None) -> None:
-        """Declare a suspect dead, by the fact `told` of another member, or by our own."""
+        """Declare a suspect dead, using another member's fact `told`, or our own."""
         silence = milliseconds(self.table.silence_seconds(row, now))
         if told is not None and incarnation_of(told) == row.incarnation:
             fact, silence = told, silence_of(told)
@@ -602,7 +602,7 @@ class MembershipState:
             self._forget(longest)
 
     def forget_outside(self) -> None:
-        """Drop members outside of our scope, which has become narrower."""
+        """Remove members outside our scope, which has become narrower."""
         for peer in self.table.keep(self.scope.holds):
             self.suspicions.pop(peer, None)
             self.hints.drop(peer)

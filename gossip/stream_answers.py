@@ -1,8 +1,8 @@
-"""The pings that are answered by a stream: those of members that ask for it, at most as often as a member
-probes.
+"""Decides which pings are answered over a stream: those of members that ask for it, at most as often as a
+member probes.
 
-Opening a stream costs more than asking for one, and it goes to an address that the asker claims. So a
-stranger is answered by a datagram, and so is a member that asks more often.
+Opening a stream costs more than requesting one, and the stream goes to an address that the asker claims. So a
+peer that is not a member is answered by a datagram, and so is a member that asks more often.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from crypto.token_buckets import Buckets
 from gossip.messages import Ack, ByStream, Ping, StreamPing
 
 BURST = 2.0
-"""Answers to one member at once, one more each probe interval: it probes in its round, and again where others
-suspect us."""
+"""Burst of answers to one member; one more is allowed per probe interval. A member probes us in its round,
+and again if others suspect us."""
 ASKERS_MAX = 512
-"""Members whose recent answers by stream are counted."""
+"""Maximum number of members whose recent answers over streams are counted."""
 
 
 class StreamAnswers:
-    """Chooses how this peer answers pings; `is_live` returns whether a peer is a live member."""
+    """Chooses how this peer answers pings. `is_live` returns whether a peer is a live member."""
 
     __slots__ = ("_buckets", "_is_live")
 
@@ -31,7 +31,7 @@ class StreamAnswers:
         return len(self._buckets)
 
     def choose(self, now: float, sender: PeerId, ping: Ping | StreamPing, ack: Ack) -> Ack | ByStream:
-        """Return the ack of a ping, to be sent by a datagram or a stream."""
+        """Return the ack of a ping, marked for a stream or as a plain datagram."""
         if isinstance(ping, Ping) or not self._is_live(sender):
             return ack
         return ByStream(ack, is_answer=True) if self._buckets.of(sender, now).take(now) else ack

@@ -1,6 +1,6 @@
 """The duration of suspicions, and the local health of this peer.
 
-Lifeguard (Dadgar, Phillips and Currey 2018): section IV-B for the suspicion that independent
+This follows Lifeguard (Dadgar, Phillips and Currey 2018): section IV-B for the suspicion that independent
 accusers shorten, IV-A for the local health multiplier.
 """
 
@@ -12,25 +12,25 @@ from crypto.identity import PeerId
 from gossip.settings import SwimSettings
 
 REFUTED_MAX = 3.0
-"""Refuted accusations after which an accuser is no longer believed. At 10 % loss an honest one errs once in
-some 3,500 probe intervals, and LEAK_INTERVALS take one back."""
+"""Number of refuted accusations after which an accuser is no longer believed. At 10 % loss an honest accuser
+is wrong once in about 3,500 probe intervals, and after every LEAK_INTERVALS one error is forgotten."""
 LEAK_INTERVALS = 100.0
 ACCUSERS_MAX = 256
-"""Accusers whose errors are counted: more than those that err in one leak period among 2,000 members at 10 %
-loss."""
+"""Maximum number of accusers whose errors are counted: more than are wrong in one leak period among 2,000
+members at 10 % loss."""
 CLOSED_INTERVALS = 4.0
-"""The least probe intervals of a suspicion although the subject's host reports that its process is gone: one
-that has moved or restarted announces itself meanwhile."""
+"""Minimum duration of a suspicion in probe intervals, even if the subject's host reports that its process is
+gone: a process that has moved or restarted announces itself in this time."""
 CHECK_FRESH_INTERVALS = 2.0
-"""A member is given up only by a probe of this peer that began at most this many probe intervals ago."""
+"""A member is given up only after a probe by this peer that began at most this many probe intervals ago."""
 
 
 class Suspicion:
-    """One running suspicion, which began with a failed probe of this peer. It ends at `deadline` unless the
+    """One running suspicion, which began with a failed probe of this peer. It ends at `deadline`, unless the
     suspect refutes it before, or answers one of the probes in between.
 
-    With c confirmations out of `wanted` it lasts
-    max(shortest, longest - (longest - shortest) * log(c + 1) / log(wanted + 1)) seconds.
+    With c confirmations out of `wanted` it lasts max(shortest, longest - (longest - shortest) * log(c + 1) /
+    log(wanted + 1)) seconds.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Suspicion:
         interval_seconds: float = 1.0,
     ) -> None:
         """`interval_seconds` is the pause before the suspect is probed again, doubled each time. A member
-        that calls the suspect dead may end the suspicion at most this much ahead of its shortest time."""
+        that declares the suspect dead may end the suspicion at most this long before its shortest time."""
         self._interval_seconds = interval_seconds
         self._pause_seconds = interval_seconds
         self._started_at = now
@@ -56,29 +56,29 @@ class Suspicion:
         self._excused_seconds = 0.0
         self._condemned_at = inf
         self.condemnation: Fact | None = None
-        """The first Dead fact heard of the suspect."""
+        """The first dead fact received about the suspect."""
         self.is_probed = False
-        """Whether a probe of this peer is under way; the suspicion does not end before it."""
+        """Whether a probe by this peer is in progress; the suspicion does not end before it."""
         self.is_silent = False
-        """Whether this peer is an accuser that has not announced that."""
+        """Whether this peer is an accuser that has not announced its accusation."""
         self._missed_at = -inf
         self._probe_at = now + interval_seconds
         self._closed_at = inf
 
     @property
     def accusers(self) -> tuple[PeerId, ...]:
-        """The accusers, including the author of a Dead fact."""
+        """The accusers, including the author of a dead fact."""
         condemned = () if self.condemnation is None else (PeerId(self.condemnation.author),)
         return tuple(dict.fromkeys((*self._accusers, *condemned)))
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether as many accuse as are wanted."""
+        """Whether there are as many accusers as wanted."""
         return len(self._accusers) > self._wanted
 
     @property
     def deadline(self) -> float:
-        """When the suspect is given up, in monotonic seconds, if a probe of this peer has failed by then."""
+        """When the suspect is given up, in monotonic seconds, if a probe by this peer has failed by then."""
         told_at = max(self.confirmed_by - self._interval_seconds, self._condemned_at)
         lasts = min(self._started_at + self._lasts_seconds(), told_at) + self._excused_seconds
         return min(lasts, self._closed_at)
@@ -90,7 +90,7 @@ class Suspicion:
 
     @property
     def due(self) -> float:
-        """When something is due: the next probe, the last one, or the end."""
+        """The time of the next event: the next probe, the last probe, or the end."""
         if self.is_probed:
             return inf
         deadline = self.deadline
@@ -100,12 +100,12 @@ class Suspicion:
         return max(min(self._probe_at, last_at), self._probe_at - self._pause_seconds)
 
     def is_over(self, now: float) -> bool:
-        """Return whether to give the suspect up now: its time is over, and a last probe was in vain."""
+        """Return whether to give the suspect up now: its time is over, and a last probe has failed."""
         return self.deadline <= now and self.is_checked
 
     @property
     def confirmed_by(self) -> float:
-        """When the suspicion would have ended if all had confirmed it."""
+        """The time at which the suspicion would have ended if all wanted accusers had confirmed it."""
         return self._started_at + self._shortest_seconds
 
     def wants(self, accuser: PeerId) -> bool:
@@ -113,22 +113,22 @@ class Suspicion:
         return not self.is_confirmed and accuser not in self._accusers
 
     def confirm(self, accuser: PeerId) -> None:
-        """Count one more independent accuser; only after `wants` said so."""
+        """Count one more independent accuser. Call this only if `wants` returned True."""
         self._accusers.append(accuser)
 
     def condemn(self, now: float, fact: Fact) -> None:
-        """Take a member's fact that the suspect is dead: the suspicion ends as if all had confirmed it, or a
-        little earlier, since that member has heard of it before us."""
+        """Accept a member's fact that the suspect is dead. The suspicion ends as if all had confirmed it, or
+        a little earlier, because that member learned of it before us."""
         self.condemnation = fact
         self._condemned_at = now
 
     def miss(self, now: float, sent_at: float) -> None:
-        """Record that the suspect did not answer a probe of this peer that began at `sent_at`."""
+        """Record that the suspect did not answer a probe by this peer that began at `sent_at`."""
         self._missed_at = max(self._missed_at, sent_at)
         self.wait(now)
 
     def wait(self, now: float) -> None:
-        """Record that a probe of this peer has ended without an answer of the suspect itself."""
+        """Record that a probe by this peer has ended without an answer of the suspect itself."""
         self.is_probed = False
         self._pause_seconds *= 2
         self._probe_at = now + self._pause_seconds
@@ -139,7 +139,8 @@ class Suspicion:
         self._closed_at = min(self._closed_at, max(now, least))
 
     def excuse(self, seconds: float) -> None:
-        """Give back the time in which this peer stalled; in all at most the longest suspicion."""
+        """Extend the suspicion by the time for which this peer stalled, in total by at most the longest
+        suspicion."""
         self._excused_seconds = min(self._excused_seconds + seconds, self._longest_seconds)
 
     def _lasts_seconds(self) -> float:
@@ -151,7 +152,7 @@ class Suspicion:
 
 
 def suspect(now: float, accuser: PeerId, settings: SwimSettings, live: int) -> Suspicion:
-    """Begin a suspicion among `live` members."""
+    """Begin a suspicion in a swarm with `live` members."""
     # With too few others to confirm, waiting for them is useless (memberlist does the same).
     wanted = settings.confirmations if live - 2 >= settings.confirmations else 0
     shortest, longest = settings.suspicion_bounds_seconds(live)
@@ -160,14 +161,14 @@ def suspect(now: float, accuser: PeerId, settings: SwimSettings, live: int) -> S
 
 
 class Credit:
-    """False accusations, by accuser: one that errs too often is ignored for a while. It keeps a leaking count
-    for each of the ACCUSERS_MAX that erred last."""
+    """Counts false accusations by accuser: one that is wrong too often is ignored for a while. It keeps a
+    leaking count for each of the ACCUSERS_MAX accusers that were wrong most recently."""
 
     __slots__ = ("_counts", "_leak_seconds")
 
     def __init__(self, leak_seconds: float) -> None:
         self._leak_seconds = leak_seconds
-        # By accuser: its count, and the time.
+        # Keyed by accuser: its count, and the time of that count.
         self._counts: dict[PeerId, tuple[float, float]] = {}
 
     def __len__(self) -> int:
@@ -182,12 +183,12 @@ class Credit:
             del self._counts[next(iter(self._counts))]
 
     def is_spent(self, accuser: PeerId, now: float, pending: int = 0) -> bool:
-        """Return whether the accuser has erred too often lately, if `pending` more of its accusations are
-        false as well."""
+        """Return whether the accuser has recently been wrong too often, assuming that `pending` more of its
+        accusations are false as well."""
         return self._count(accuser, now) + pending > REFUTED_MAX - 1
 
     def is_doubted(self, accuser: PeerId, now: float) -> bool:
-        """Return whether the accuser has erred at all lately."""
+        """Return whether the accuser has recently been wrong at all."""
         return bool(self._counts) and self._count(accuser, now) > 0.0
 
     def _count(self, accuser: PeerId, now: float) -> float:
@@ -196,8 +197,8 @@ class Credit:
 
 
 class LocalHealth:
-    """Lifeguard's local health. 0 is healthy; at `score` s this peer probes 1 + s times more slowly and
-    patiently."""
+    """Lifeguard's local health. 0 is healthy; with a `score` of s this peer probes 1 + s times more slowly
+    and patiently."""
 
     __slots__ = ("_score_max", "score")
 
@@ -210,11 +211,11 @@ class LocalHealth:
         return self.score + 1
 
     def worsen(self, by: int = 1) -> None:
-        """Raise the score: a probe failed, a relay stayed mute, or we had to refute. The fault may be
-        ours."""
+        """Raise the score, because a probe failed, a relay stayed silent, or we had to refute. The fault may
+        be ours."""
         self.score = min(self.score + by, self._score_max)
 
     def better(self) -> None:
-        """Lower the score: a probe was answered."""
+        """Lower the score, because a probe was answered."""
         if self.score:
             self.score -= 1

@@ -1,21 +1,21 @@
 """SWIM membership with Lifeguard, as a sans-IO core: messages and timers in, messages and events out.
 
 Papers: Das, Gupta and Motivala 2002 (SWIM); Dadgar, Phillips and Currey 2018 (Lifeguard). The separate gossip
-timer, the push-pull sync and the numbers are memberlist's. `gossip.state_table` defines what facts mean,
-`gossip.settings` the numbers.
+timer, the push-pull sync and the default values come from memberlist. `gossip.state_table` defines what facts
+mean, `gossip.settings` the values.
 
-Each probe interval one member is pinged, all in turn, in a new random order each round. A member that does
-not answer is pinged again directly, by a stream (as in memberlist, for networks that pass no datagrams), and
-through relays. If all fail it is suspected, and gossip spreads that to peers whose probes fail too. A suspect
-that answers, or refutes by a higher incarnation, is alive; otherwise it is declared dead. A stranger or a
-dead member that sends something is asked for its facts. A stranger that others name is pinged before it is
-listed (`gossip.candidates`).
+Each probe interval one member is pinged. All members are pinged in turn, in a new random order each round. A
+member that does not answer is pinged again directly, over a stream (as in memberlist, for networks that pass
+no datagrams), and through relays. If all of these fail the member is suspected, and gossip spreads the
+suspicion to peers whose probes fail too. A suspect that answers, or refutes with a higher incarnation, is
+alive; otherwise it is declared dead. An unknown peer or a dead member that sends something is asked for its
+facts. An unknown peer that others name is pinged before it is listed (`gossip.candidates`).
 
-With `place`, the function from peers to the key space, it lists only the neighbourhood of its own key, as in
-a public swarm. It then answers probes from outside, and passes on only facts from inside.
+With `place`, a function from peers to the key space, the core lists only the neighbourhood of its own key, as
+in a public swarm. In that case it answers probes from outside, but passes on only facts from inside.
 
-Not here: admission (the swarm key is the network's, tickets are the run's), and the comparison and exchange
-of lists (`gossip.push_pull`).
+Not here: admission (the swarm key belongs to the network, tickets to the run), and the comparison and
+exchange of lists (`gossip.push_pull`).
 """
 
 from collections.abc import Sequence
@@ -62,12 +62,13 @@ _COMPARISONS = (Compare, ScopedCompare)
 
 
 class Swim:
-    """One peer's membership core. `receive`, `wake`, `deadline` and `events` have the shape of every core;
-    messages that other methods return must be sent too.
+    """One peer's membership core. `receive`, `wake`, `deadline` and `events` work as in every core; messages
+    that other methods return must be sent too.
 
-    `incarnation` must be higher than in any earlier life of this peer id (unix milliseconds are). If it is
+    `incarnation` must be higher than before any restart of this peer id (Unix milliseconds are). If it is
     not, the core rises above the old one once it learns of it. Together with the random bytes `instance`, the
-    first incarnation names this life, so that two processes with one key can tell (`RivalFound`).
+    first incarnation names this life (start of the process), so that two processes with one key can notice
+    each other (`RivalFound`).
     """
 
     __slots__ = (
@@ -113,7 +114,8 @@ class Swim:
         self._measures = AnswerMeasures(self._table, settings, rng)
         self.coordinates, self.clocks = self._measures.coordinates, self._measures.clocks
         self.wall_offset: float | None = None
-        """How far this machine's wall clock is ahead of `now`, set by the shell. None: acks carry no time."""
+        """How far this machine's wall clock is ahead of `now`; set by the caller. None: acks carry no
+        time."""
         self.punctuality = self._table.punctuality
         self._prober = Prober(self._beliefs, self._measures, settings, self.events, rng.getrandbits(31))
         self._flight = self._prober.flight
@@ -132,7 +134,7 @@ class Swim:
 
     @property
     def members(self) -> tuple[SwarmMember, ...]:
-        """All listed members by peer id, including this peer, the dead and the left."""
+        """All listed members by peer id, including this peer and the members that are dead or have left."""
         return self._table.snapshot()
 
     @property
@@ -141,7 +143,7 @@ class Swim:
         return {row.peer: row.status for row in self._table.rows.values()}
 
     def member(self, peer: PeerId) -> SwarmMember | None:
-        """Return the listed member, None where it is not listed."""
+        """Return the listed member; None if it is not listed."""
         row = self._table.rows.get(peer)
         return None if row is None else row.snapshot()
 
@@ -157,7 +159,7 @@ class Swim:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """The tables that others can make grow: size and limit of each."""
+        """The tables that other peers can make grow: the size and limit of each."""
         most = self._settings.members_max
         return {
             "members": (len(self._table.rows), most),
@@ -177,21 +179,22 @@ class Swim:
     # Calls of this node
 
     def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
-        """Exchange lists with `peers` (at most 16); retry, at growing intervals, until one answers."""
+        """Exchange lists with `peers` (at most 16). Retry, at growing intervals, until one of them
+        answers."""
         self._refuse_if_left("join")
         sends = self._exchange.join(now, peers)
         self._plan()
         return sends
 
     def acquaint(self, now: float, teller: PeerId, facts: Sequence[Fact]) -> None:
-        """List the subjects of these facts at once, as if `teller` had named them, since local code knows
-        that they exist. Raises RemoteProtocolError."""
+        """List the subjects of these facts immediately, as if `teller` had named them, because local code
+        knows that they exist. Raises RemoteProtocolError."""
         self._beliefs.acquaint(now, teller, facts)
         self._exchange.narrow_if_crowded(now)
         self._plan()
 
     def update(self, now: float, profile: Profile) -> Sends:
-        """Announce another name, address or metadata."""
+        """Announce a new name, new addresses or new metadata."""
         self._refuse_if_left("update")
         self._beliefs.announce(profile)
         self._gossip.arm(now)
@@ -199,8 +202,8 @@ class Swim:
         return []
 
     def meet_life(self, now: float, life: bytes, incarnation: int) -> Sends:
-        """Handle local code's report of another life of this key, with its incarnation: the elder announces
-        itself above it, the younger stops announcing itself."""
+        """Handle local code's report that a different life of this key runs, with its incarnation. The elder
+        announces itself with a higher incarnation; the younger stops announcing itself."""
         self._refuse_if_left("meet_life")
         self._beliefs.lives.meet(now, life, incarnation)
         self._gossip.arm(now)
@@ -208,9 +211,10 @@ class Swim:
         return []
 
     def broadcast(self, now: float, topic: bytes, data: bytes) -> Sends:
-        """Broadcast data to all members, replacing the last broadcast of this topic (`gossip.broadcasts`).
+        """Broadcast data to all members, replacing the previous broadcast with this topic
+        (`gossip.broadcasts`).
 
-        Raises LocalProtocolError: a topic or data too long, or too many topics wait.
+        Raises LocalProtocolError: the topic or the data is too long, or too many topics are queued.
         """
         self._refuse_if_left("broadcast")
         self._beliefs.broadcast(now, topic, data)
@@ -220,8 +224,8 @@ class Swim:
         return []
 
     def leave(self, now: float) -> Sends:
-        """Announce this peer's departure to as many members as a fact is sent to. Drive the core a moment
-        longer, so that gossip reaches the others; it then only answers pings."""
+        """Announce this peer's departure to as many members as receive a fact. Drive the core a moment
+        longer, so that gossip reaches the others; from now on it only answers pings."""
         if self._left:
             return []
         fact = self._beliefs.leave(now)
@@ -235,7 +239,7 @@ class Swim:
         return self._gossip.say_goodbye(fact)
 
     def hint_suspect(self, now: float, peer: PeerId) -> Sends:
-        """Probe `peer` at once, for example because a stream to it broke. A hint is not a verdict."""
+        """Probe `peer` immediately, for example because a stream to it broke. A hint is not a verdict."""
         row = self._table.rows.get(peer)
         if self._left or row is None or not row.live or peer == self.peer or self._flight.probing(peer):
             return []
@@ -248,7 +252,8 @@ class Swim:
         self._beliefs.shares.host_of = self._measures.host_of = host_of
 
     def hint_closed(self, now: float, peer: PeerId) -> None:
-        """Note that the host of `peer` reports no process there: a suspicion of it may end soon."""
+        """Record that the host of `peer` reports that the process is gone, so a suspicion of the peer may end
+        soon."""
         if not self._left:
             self._beliefs.close(now, peer)
             self._plan()
@@ -267,13 +272,13 @@ class Swim:
                 return [(sender, self._stream_answers.choose(now, sender, message, ack))]
             return []
         if not (self._beliefs.queue.waits or self._beliefs.displaced.waits or self._candidates.rows):
-            # The most common case by far: no news on either side.
+            # The most common case by far: neither side has news.
             if type(message) is Ping and not message.facts:
                 self._beliefs.misled = None
                 row = self._table.rows.get(sender)
                 if row is not None and row.verdict is None:  # otherwise it must receive facts or be asked
                     return [(sender, Ack(message.number, (), self.coordinates.here, self._wall(now)))]
-                return self._answer(now, sender, message)  # this makes nothing due
+                return self._answer(now, sender, message)  # nothing becomes due by this
             if type(message) is Ack and not message.facts:
                 self._beliefs.misled = None
                 sends = self._prober.take_ack(now, sender, message)
@@ -312,7 +317,7 @@ class Swim:
             case Ack():
                 return self._prober.take_ack(now, sender, message)
             case PingRequest():
-                # We do not ping for strangers; but the peer may list us nevertheless.
+                # We do not ping for peers that are not members, but such a peer may list us nevertheless.
                 is_known = self._table.is_live(sender) or not self.scope.holds(sender)
                 relayed = self._prober.relay(now, sender, message) if is_known else []
                 return relayed or self._greet(now, sender)
@@ -323,19 +328,19 @@ class Swim:
         return []
 
     def _greet(self, now: float, sender: PeerId) -> Sends:
-        """Greet a peer that is not listed as alive and that asked something."""
+        """Greet a peer that is not listed as alive and has asked something."""
         if self._table.status(sender) is Status.DEAD:
             return self._prober.probe_dead(now, 1, sender)
         return self._exchange.greet(sender)
 
     def _wall(self, now: float) -> int | None:
-        """Return this machine's wall clock, in unix milliseconds."""
+        """Return this machine's wall clock, in Unix milliseconds."""
         return None if self.wall_offset is None else max(0, int((now + self.wall_offset) * 1000))
 
     # Timers
 
     def wake(self, now: float) -> Sends:
-        """Do what has become due."""
+        """Do everything that has become due."""
         late = now - self.deadline
         if late > self._settings.stall_seconds:
             # We stalled ourselves: answers may be unread, so no member is at fault for that time.
@@ -368,7 +373,7 @@ class Swim:
         return sends
 
     def _probe_told(self, now: float) -> Sends:
-        """Probe the members that others named: candidates and accused."""
+        """Probe the members that others named: candidates and accused members."""
         sends = self._prober.probe_told(now)
         self._gossip.arm(now)
         return sends
@@ -386,8 +391,9 @@ class Swim:
         return [*told, *self._prober.probe_next(now)]
 
     def _plan(self) -> None:
-        """Compute the deadline at the end of every call, since it is read far more often than it changes."""
-        # Compared one by one, which is several times faster than min() or a loop.
+        """Compute the deadline at the end of every call, because it is read far more often than it
+        changes."""
+        # Comparing one by one is several times faster than min() or a loop.
         due, exchange, beliefs, flight = self._tick_at, self._exchange, self._beliefs, self._flight
         if exchange.due < due:
             due = exchange.due
@@ -409,4 +415,4 @@ class Swim:
 
     def _refuse_if_left(self, order: str) -> None:
         if self._left:
-            raise LocalProtocolError(f"{order} after leave; a new life needs a new core")
+            raise LocalProtocolError(f"{order} after leave; create a new core to join again")

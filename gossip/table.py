@@ -1,7 +1,7 @@
 """The member list: the state of every member, the round of probes, and random choice among members.
 
-`gossip.state_table` decides the *meaning* of a fact. All orders are defined by arrival and `rng`, so a trace
-repeats from its seed.
+`gossip.state_table` decides what a fact *means*. All orders are defined by arrival and `rng`, so a trace can
+be reproduced from its seed.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ DIGEST_BYTES = 16
 
 
 class MemberVerdict(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Why a member is not simply alive: the fact that proves it, of the member's `incarnation`."""
+    """Why a member is not simply alive: the proving fact, with the member's `incarnation`."""
 
     status: Status
     incarnation: int
@@ -32,9 +32,9 @@ class MemberVerdict(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class MemberRow(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The state held of one member; another row takes its place when that changes. Rows are small, since
-    there are many, and a member's description is one object shared by all peers of a process. No row is part
-    of a cycle, so the garbage collector need not track it."""
+    """The state held about one member; when it changes, a new row replaces it. Rows are small because there
+    are many, and a member's description is one object shared by all peers of a process. No row is part of a
+    cycle, so the garbage collector need not track it."""
 
     said: AliveFact
     since: float
@@ -83,7 +83,7 @@ class MemberRow(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class MemberTable:
-    """Rows by peer id, this peer's own among them."""
+    """Rows by peer id, including this peer's own."""
 
     __slots__ = (
         "_cursor",
@@ -106,16 +106,17 @@ class MemberTable:
         self.trips = RoundTrips(settings)
         self._me = me.peer
         self._rng = rng
-        # All other members, in the order of this round of probes; it may name forgotten rows.
+        # All other members, in the order of this round of probes. It may still name members that were
+        # forgotten.
         self._ring: list[PeerId] = []
         self._cursor = 0
         self._dead: list[PeerId] = []
-        # When the first ping of a member's present silence was sent: a failed one of ours, or of an accuser.
+        # When the first ping of a member's current silence was sent: a failed ping of ours, or of an accuser.
         self._unanswered: dict[PeerId, float] = {}
         self._digest = b""
 
     def insert(self, row: MemberRow) -> None:
-        """Add a live member, at a random place of the round (SWIM section 4.3)."""
+        """Add a live member, at a random position in the round (SWIM section 4.3)."""
         self.rows[row.peer] = row
         self.live += 1
         self._digest = b""
@@ -125,7 +126,7 @@ class MemberTable:
             self._cursor += 1
 
     def renew(self, row: MemberRow, said: AliveFact) -> MemberRow:
-        """Take a member's new description of itself; return its row from now on."""
+        """Store a member's new description of itself. Return its new row."""
         self._unanswered.pop(said.peer, None)
         return self._put(MemberRow(said, row.since, row.found_through, row.verdict))
 
@@ -137,8 +138,8 @@ class MemberTable:
         *,
         found_through: PeerId | None = None,
     ) -> MemberRow:
-        """Give a member another status with its proof and reason (None is alive); return its row from now on.
-        A member that came back counts as found anew."""
+        """Give a member a new status with its proof and reason (None is alive). Return its new row. A member
+        that came back counts as newly found."""
         if verdict is not None and verdict.status is not Status.SUSPECT:
             self.punctuality.forget(row.peer)
             self.trips.forget(row.peer)
@@ -151,7 +152,8 @@ class MemberTable:
         return row
 
     def unanswered(self, peer: PeerId, at: float) -> None:
-        """Record that a ping sent to `peer` at this moment got no answer, as earlier ones may have."""
+        """Record that a ping sent to `peer` at this time got no answer. Earlier pings may be unanswered
+        too."""
         self._unanswered.setdefault(peer, at)
 
     def answered(self, peer: PeerId) -> None:
@@ -162,7 +164,7 @@ class MemberTable:
         return now - self._unanswered.get(row.peer, row.since)
 
     def next_target(self, busy: Callable[[PeerId], bool]) -> MemberRow | None:
-        """Return the next live member of the round, skipping the busy; each round has a new random order."""
+        """Return the next live member of the round, skipping busy ones. Each round has a new random order."""
         for _ in range(len(self._ring) + 1):
             if self._cursor >= len(self._ring):
                 self._ring = [peer for peer in self.rows if peer != self._me]
@@ -180,8 +182,8 @@ class MemberTable:
     def pick(self, count: int, fits: Callable[[MemberRow], bool]) -> list[PeerId]:
         """Return at most `count` different random members that fit, never this peer.
 
-        In a large table this tries a bounded number, so that the cost does not grow; it may then find fewer
-        where few fit.
+        In a large table this tries only a bounded number, so that the cost does not grow. If few members fit,
+        it may then return fewer than exist.
         """
         if len(self._ring) <= 16 * count:
             candidates = [peer for peer in self._ring if peer in self.rows and fits(self.rows[peer])]
@@ -197,12 +199,12 @@ class MemberTable:
         return chosen
 
     def forget(self, peer: PeerId) -> None:
-        """Drop a member that is not live."""
+        """Remove a member that is not live."""
         del self.rows[peer]
         self._unanswered.pop(peer, None)
         self.punctuality.forget(peer)
         self.trips.forget(peer)
-        # A member may come back, and must then stand in the ring once.
+        # A member may come back, and must then be in the ring only once.
         place = self._ring.index(peer) if peer in self._ring else None
         if place is not None:
             del self._ring[place]
@@ -214,8 +216,8 @@ class MemberTable:
         return [row.peer for row in self.rows.values() if not row.live and row.since < moment]
 
     def may_have_room(self, most: int) -> bool:
-        """Return whether another member may be listed among `most`, if necessary in place of one that is
-        gone."""
+        """Return whether one more member may be listed among at most `most`, if necessary in place of one
+        that is gone."""
         return len(self.rows) < most or self.live < len(self.rows)
 
     def longest_gone(self) -> PeerId | None:
@@ -242,7 +244,7 @@ class MemberTable:
         return None
 
     def keep(self, fits: Callable[[PeerId], bool]) -> list[PeerId]:
-        """Drop all members that do not fit, live or not; return them. This peer always stays."""
+        """Remove all members that do not fit, live or not, and return them. This peer always stays."""
         dropped = [peer for peer in self.rows if peer != self._me and not fits(peer)]
         for peer in dropped:
             self.live -= self.rows.pop(peer).live
@@ -272,14 +274,14 @@ class MemberTable:
         return [row.peer for row in self.rows.values() if row.live]
 
     def facts(self, peers: Iterable[PeerId] | None = None) -> tuple[Fact, ...]:
-        """Return every fact that a newcomer needs, about all members or about these."""
+        """Return every fact that a newcomer needs, about all members or about the given ones."""
         return tuple(fact for row in self._of(peers) for fact in row.facts)
 
     def digest(self, peers: Iterable[PeerId] | None = None) -> bytes:
         """Return 16 bytes that are equal for two peers exactly if they list the same live members, of all or
-        of these.
+        of the given ones.
 
-        The dead are left out, since each peer forgets them at its own time.
+        Dead members are left out, because each peer forgets them at a different time.
         """
         if peers is None and self._digest:
             return self._digest
@@ -294,7 +296,7 @@ class MemberTable:
         return self.rows.values() if peers is None else map(self.rows.__getitem__, peers)
 
     def reason(self, accuser: PeerId, silence_milliseconds: int) -> str:
-        """Return why `accuser` suspects or buries a member, for people."""
+        """Return why `accuser` suspects a member or declares it dead, for people."""
         row = self.rows.get(accuser)
         name = (row.profile.name if row is not None else "") or short_peer(accuser)
         said = "" if accuser == self._me else f", says {name}"

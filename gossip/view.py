@@ -1,10 +1,10 @@
 """The part of a swarm that one peer lists: all members, or the neighbourhood of its own key.
 
-Every peer has a key (the DHT's, whose function is an argument). A neighbourhood is all peers whose keys begin
-with the same bits as ours. Each peer chooses its depth, the number of these bits, so that a few hundred peers
-are in it, however large the swarm. The bounds are farther apart than one step changes the number, so that the
-depth settles. Two peers may have different depths: then one scope contains the other, and both list the
-smaller one.
+Every peer has a key (that of the DHT, whose function is an argument). A neighbourhood is all peers whose keys
+begin with the same bits as ours. Each peer chooses its depth, the number of these bits, so that its
+neighbourhood has a few hundred peers, however large the swarm is. The limits on the number are farther apart
+than the change caused by one step, so that the depth settles. If two peers have different depths, one scope
+contains the other, and both list the smaller one.
 
 Pure arithmetic on keys. The consequences of a scope are in `gossip.state_table` and `gossip.push_pull`.
 """
@@ -19,14 +19,15 @@ from crypto.identity import PeerId
 KEY_BITS = 160
 """The width of the DHT's keys."""
 DEPTH_MAX = 128
-"""The most bits of a prefix, beyond any swarm's size; a message with more is refused while decoding."""
+"""Maximum number of bits in a prefix, beyond any swarm's size. A message with more is refused while
+decoding."""
 
 LOPSIDED_SHARE = 8
 """A half with less than one part in this many of a scope's members counts as unknown."""
 
 Place = Callable[[PeerId], int]
-"""Returns the key of a peer as a number of KEY_BITS bits, spread as evenly as a hash. It is called often, for
-all listed peers, so it should cache."""
+"""A function that returns the key of a peer as a number of KEY_BITS bits, as evenly spread as a hash. It is
+called often, for all listed peers, so it should cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,8 @@ class KeyRegion:
 class Scope:
     """The scope of the peer `me`. Without `place` it is always the whole swarm.
 
-    `joining`: it has found no peer of its neighbourhood yet, so it lists only itself. `admits` decides which
-    ids may be listed at all.
+    `joining`: the peer has found no other peer of its neighbourhood yet, so it lists only itself. `admits`
+    decides which ids may be listed at all.
     """
 
     __slots__ = (
@@ -78,7 +79,7 @@ class Scope:
         return self.admits is None or self.admits(peer)
 
     def holds(self, peer: PeerId) -> bool:
-        """Return whether we list `peer`, if it lives."""
+        """Return whether `peer` is in our scope, so that we list it if it is alive."""
         if not self.may_list(peer):
             return False
         if self.joining:
@@ -86,11 +87,11 @@ class Scope:
         return self.depth == 0 or self._shared(peer) >= self.depth
 
     def held_by(self, peer: PeerId, depth: int) -> bool:
-        """Return whether `peer` lists us, if its scope has this depth."""
+        """Return whether we are in the scope of `peer`, if that scope has this depth."""
         return self._shared(peer) >= depth
 
     def common(self, peer: PeerId, depth: int) -> KeyRegion | None:
-        """Return the region in our scope and in that of `peer`, which has this depth; None if they do not
+        """Return the region shared by our scope and that of `peer`, which has this depth; None if they do not
         overlap."""
         if self._shared(peer) < min(depth, self.depth):
             return None
@@ -103,21 +104,21 @@ class Scope:
     def fit(self, live: Iterable[PeerId]) -> int:
         """Return the depth for these `live` members: deeper, unchanged, or one step less deep.
 
-        Deeper if there are too many, or if nearly all are in our own half, which shows that most of the other
-        half is unknown. In both cases only if enough are left.
+        It is deeper if there are too many members, or if nearly all are in our own half, which shows that
+        most of the other half is unknown. In both cases enough members must be left.
         """
         place, key = self._place, self._key
         shared = [KEY_BITS - (key ^ place(peer)).bit_length() for peer in live]
         inside = [bits for bits in shared if bits >= self.depth]
         if len(inside) < self._members_min:
             return max(self.depth - 1, 0)
-        # Half way between the least and half of the most, so that one step deeper is not too deep.
+        # Half way between the minimum and half of the maximum, so that one step deeper is not too deep.
         enough = (self._members_min + self._members_max / 2) / 2
         depth = self.depth
         while depth < DEPTH_MAX:
             nearer = [bits for bits in inside if bits > depth]
             farther = len(inside) - len(nearer)
-            # The halves differ by chance, but not by four standard deviations.
+            # The halves may differ by chance, but not by four standard deviations.
             fits = len(inside) <= self._members_max and farther >= len(inside) / 2 - 2 * math.sqrt(
                 len(inside)
             )
@@ -127,8 +128,8 @@ class Scope:
         return depth
 
     def lopsided(self, live: Iterable[PeerId]) -> bool:
-        """Return whether far too few of the `live` members are in the other half of the scope: by chance, one
-        in a thousand such lists of eight, and none of two hundred."""
+        """Return whether far too few of the `live` members are in the other half of the scope. By chance,
+        this happens to one in a thousand such lists of eight, and to none of two hundred."""
         shared = [KEY_BITS - (self._key ^ self._place(peer)).bit_length() for peer in live]
         inside = sum(bits >= self.depth for bits in shared)
         farther = sum(bits == self.depth for bits in shared)
@@ -141,7 +142,7 @@ class Scope:
         return self.depth > 0 and live < self._members_min
 
     def own_key(self) -> bytes:
-        """Return the key whose neighbours are our nearest."""
+        """Return the key whose neighbours are nearest to us."""
         return _as_bytes(self._key)
 
     def key_beyond(self) -> bytes:

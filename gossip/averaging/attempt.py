@@ -69,8 +69,7 @@ from gossip.averaging.statements import Statements
 
 Sends = list[tuple[PeerId, AttemptMessage]]
 STALL_SECONDS = 1.0
-"""If `wake` comes this long after its deadline, this machine has stalled, so the others are not to blame for
-lateness."""
+"""If `wake` comes this long after its deadline, this machine has stalled, so the others are not late."""
 
 
 class Attempt:
@@ -83,8 +82,7 @@ class Attempt:
     `silent` peers to declare their result, because they did not declare one in the previous attempt. Raises
     ValueError if the group or vector is invalid.
 
-    The class is long because it is one state machine: every message may arrive in every phase, and each phase
-    handles it.
+    Long because it is one state machine: every message may arrive in every phase, which must handle it.
     """
 
     def __init__(
@@ -377,8 +375,7 @@ class Attempt:
 
     @property
     def _gone(self) -> set[int]:
-        """The lost members that cannot be reached. A lost member that was only silent may be late, so it
-        still gets messages."""
+        """The lost members that cannot be reached. Others were only silent, so they still get messages."""
         return self._lost.keys() - self._silent
 
     @property
@@ -525,8 +522,7 @@ class Attempt:
     # Agree
 
     def _say_holding(self) -> Sends:
-        """Declare this member's result. Send the facts behind it to members that declared a different
-        result."""
+        """Declare this member's result, and send the facts behind it to members with a different one."""
         if not self._gather.parts and not np.isfinite(self._gather.vector).all():
             return self._fail(Reason.NOT_FINITE)
         digest = self._gather.digest()
@@ -550,8 +546,7 @@ class Attempt:
     # Missing chunks and facts
 
     def _ask(self) -> Sends:
-        """Ask all members for facts. Ask for the chunks of each slow part: first its owner, then the others
-        in turn."""
+        """Ask all for facts. Ask for each slow part's chunks: first its owner, then the others in turn."""
         self._ask_at = self._now + self._patience.ask_seconds
         alive = [place for place in self._others if place not in self._lost]
         if not self._gather.commit:

@@ -320,7 +320,7 @@ def _narrow(values: Vector) -> NDArray[np.float32]:
 
 def _check_finite(values: Vector) -> None:
     if not np.isfinite(values).all():
-        raise ValueError("only finite values can be averaged")
+        raise ValueError("values that are not finite cannot be averaged")
 
 
 def _check_size(data: memoryview, size: int) -> None:

@@ -1,7 +1,8 @@
-"""The choice of the pieces to request of a peer: the most urgent, then the rarest, then its own share.
+"""The choice of the pieces to request from a peer: first the most urgent, then the rarest, then the
+requesting peer's own share.
 
-Among equally rare pieces each peer begins with its own share, given by a hash of the piece's number. So peers
-that know little of each other's requests seldom ask a source for the same piece.
+Among equally rare pieces, each peer begins with its own share, which is determined by a hash of the piece's
+number. So peers that know little of each other's requests seldom ask a source for the same piece.
 """
 
 from random import Random
@@ -18,7 +19,7 @@ _NOISE = 1 << 16
 
 
 class Choice:
-    """The order of preference of one peer over `count` pieces."""
+    """One peer's order of preference over `count` pieces."""
 
     def __init__(self, count: int, rng: Random) -> None:
         # A multiplicative hash (Knuth), the same for all peers.
@@ -39,8 +40,8 @@ class Choice:
     ) -> list[int]:
         """Return at most `limit` of the `possible` pieces, best first.
 
-        Lower `urgency` is needed sooner; `holders` counts the holders of a piece. This peer is number `place`
-        of the `shares` that fetch.
+        A piece with a lower `urgency` is needed sooner; `holders` counts the holders of each piece. This peer
+        is number `place` of the `shares` peers that fetch.
         """
         found = np.flatnonzero(possible)
         if not len(found) or limit <= 0:

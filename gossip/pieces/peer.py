@@ -11,16 +11,16 @@ from gossip.pieces.messages import PIECE_BYTES
 
 WINDOW_MIN = 2
 WINDOW_MAX = 16
-"""Open requests to one peer: 4 MiB cover 100 ms at 40 MB/s."""
+"""Maximum number of open requests to one peer: 4 MiB, which cover 100 ms at 40 MB/s."""
 WINDOW_SECONDS = 1.5
-"""Open requests in seconds of the peer's rate, so that a slow peer owes little."""
+"""Maximum amount of open requests, in seconds at the peer's rate, so that a slow peer never owes much."""
 UPLOADS_MAX = 2 * WINDOW_MAX
-"""Pieces that one peer may wait for."""
+"""Maximum number of pieces that one peer may be waiting for."""
 _SMOOTHING = 0.3
 
 
 class SwarmPeer:
-    """One peer. `retry_at` is when a piece that it refused may be requested again."""
+    """One peer. `retry_at` is the time from which a refused piece may be requested from it again."""
 
     def __init__(self, peer: PeerId, count: int, now: float) -> None:
         self.peer = peer
@@ -38,18 +38,18 @@ class SwarmPeer:
         self.question_at = now
         self.answered = False
         self.moved_at = now
-        """The last time when the peer sent or took a new piece."""
+        """The time when the peer last sent or took a new piece."""
         self._rate = 0.0
         self._last_at = now
 
     @property
     def silent_since(self) -> float:
-        """The time for `crypto.registers.PlaceHolder`: an exchange waits for its peers all the time."""
+        """Implements `crypto.registers.PlaceHolder`: an exchange always waits for its peers."""
         return self.moved_at
 
     @property
     def window(self) -> int:
-        """The number of pieces to request at once."""
+        """The number of pieces to have requested simultaneously."""
         return min(WINDOW_MAX, max(WINDOW_MIN, 1 + ceil(self._rate * WINDOW_SECONDS / PIECE_BYTES)))
 
     def ask(self, now: float, number: int) -> None:
@@ -60,7 +60,7 @@ class SwarmPeer:
         self.cancelled.discard(number)
 
     def arrived(self, now: float, number: int, size_bytes: int) -> None:
-        """Count an answer, and measure the rate by it."""
+        """Count an answer, and use it to measure the peer's rate."""
         del self.asked[number]
         self.delivered += 1
         seconds = max(1e-3, now - self._last_at)
@@ -69,5 +69,5 @@ class SwarmPeer:
         self._rate = rate if not self._rate else self._rate + _SMOOTHING * (rate - self._rate)
 
     def is_stuck(self, now: float, seconds: float) -> bool:
-        """Return whether nothing came for `seconds` while requests were open."""
+        """Return whether nothing arrived for `seconds` although requests were open."""
         return bool(self.asked) and now - max(self._last_at, min(self.asked.values())) > seconds

@@ -1,12 +1,13 @@
 """The exchange of one data set among the peers that want or have it: a sans-IO core.
 
-Each peer announces its pieces and requests what it lacks, of several peers at once: the most urgent pieces
-first, then the rarest (as in BitTorrent; Cohen 2003). The shell verifies a piece, which is then offered to
-the others at once. A peer that sends a wrong piece is asked for nothing more, and a silent one is skipped. An
-overdue piece is requested of another peer as well, so that the last pieces do not wait for the slowest peer.
+Each peer announces its pieces and requests those that it lacks from several peers simultaneously: first the
+most urgent pieces, then the rarest (as in BitTorrent; Cohen 2003). The caller verifies a piece, which is then
+immediately offered to the others. A peer that sends a wrong piece gets no more requests, and a silent peer is
+skipped. An overdue piece is requested from a second peer as well, so that the last pieces do not wait for the
+slowest peer.
 
 Not here: uploads (`gossip.pieces.uploads`); hashes, disks and streams. `have` lists the pieces on disk at the
-start, so that an exchange resumes.
+start, so that an exchange can resume.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -36,24 +37,24 @@ from gossip.pieces.peer import SwarmPeer
 from gossip.pieces.uploads import UploadDue, Uploads
 
 PEERS_MAX = 32
-"""The peers of one exchange. A newcomer replaces one that has moved nothing for a while; otherwise it gets
-the answer Unknown."""
+"""Maximum number of peers in one exchange. A newcomer replaces a peer that has moved nothing for a while; if
+there is none, the newcomer gets the answer Unknown."""
 PATIENCE_SECONDS = 60.0
-"""How long a peer that has sent or taken a piece may be idle before it makes room."""
+"""How long a peer that has sent or taken a piece may be idle before a newcomer may replace it."""
 PLACES = Budget(PEERS_MAX, 1, PEERS_MAX, PATIENCE_SECONDS)
-"""A peer's network is unknown here, so each counts as one of its own."""
+"""The limits on peers. A peer's network is unknown here, so each peer counts as a network of its own."""
 TICK_SECONDS = 0.5
 RETRY_SECONDS = 2.0
-"""Interval before a refused piece is requested of the same peer again."""
+"""How long to wait before requesting a refused piece from the same peer again."""
 HEDGE_SECONDS = 3.0
-"""Age of a request after which it is sent to another idle peer as well."""
+"""Age of a request after which the piece is requested from a second, idle peer as well."""
 STALL_SECONDS = 60.0
 """Silence after which a peer is skipped: it is slower than 35 kbit/s for each piece."""
 PAUSE_SECONDS = 60.0
 MISSES_MAX = 64
-"""Falsely claimed pieces after which a peer is asked for nothing more."""
+"""Number of falsely claimed pieces after which a peer gets no more requests."""
 QUESTION_SECONDS = 5.0
-"""Interval before a peer that has not announced its pieces is asked again."""
+"""How long to wait before asking a peer again that has not announced its pieces."""
 URGENCY_USUAL = 1
 
 Sends = list[tuple[PeerId, Message]]
@@ -61,7 +62,7 @@ Sends = list[tuple[PeerId, Message]]
 
 @dataclass(frozen=True)
 class PieceArrived:
-    """Verify and store these bytes, then call `stored`."""
+    """An instruction to verify and store these bytes, and then to call `stored`."""
 
     UNREAD: ClassVar = ("body",)
 
@@ -72,7 +73,7 @@ class PieceArrived:
 
 @dataclass(frozen=True)
 class PeerDropped:
-    """The peer broke the protocol, or sent wrong bytes: it is asked for nothing more."""
+    """The peer broke the protocol or sent wrong bytes, so it gets no more requests."""
 
     peer: PeerId
     reason: str
@@ -82,7 +83,7 @@ Event = PieceArrived | UploadDue | PeerDropped
 
 
 class PieceSwarm:
-    """One data set of `count` pieces at one peer, which has those in `have` already."""
+    """The exchange of one data set of `count` pieces on one peer, which already has those in `have`."""
 
     def __init__(self, me: PeerId, data: bytes, count: int, have: Collection[int], rng: Random) -> None:
         self.me = me
@@ -94,7 +95,7 @@ class PieceSwarm:
         self.deadline = inf
         self.uploaded_pieces = 0
         self.wasted_pieces = 0
-        """Pieces that arrived when they were already here."""
+        """Number of pieces that arrived although they were already present."""
         self.peers: dict[PeerId, SwarmPeer] = {}
         self._places: Register[SwarmPeer] = Register(PLACES)
         self._wanted: Bits = np.zeros(count, np.bool_)
@@ -106,10 +107,10 @@ class PieceSwarm:
         self._choice = Choice(count, rng)
         self._dropped: set[PeerId] = set()
 
-    # Input from the shell
+    # Input
 
     def meet(self, now: float, peers: Iterable[PeerId]) -> Sends:
-        """Ask these peers for their pieces: they may have the data, or want it."""
+        """Ask these peers which pieces they have: they may have the data, or want it."""
         sends: Sends = []
         for peer in peers:
             if peer != self.me and peer not in self.peers and peer not in self._dropped:
@@ -121,7 +122,7 @@ class PieceSwarm:
         return sends
 
     def want(self, now: float, numbers: Sequence[int] | Bits, urgency: int = URGENCY_USUAL) -> Sends:
-        """Fetch these pieces too. A lower urgency goes first."""
+        """Fetch these pieces too. Pieces with a lower urgency go first."""
         was_complete = self.is_complete
         self._wanted[numbers] = True
         self._urgency[numbers] = np.minimum(self._urgency[numbers], urgency)
@@ -132,10 +133,10 @@ class PieceSwarm:
         return sends + self._fill_all(now)
 
     def stored(self, now: float, sender: PeerId, number: int, *, is_right: bool) -> Sends:
-        """Record whether an arrived piece was verified and stored, or is wrong."""
+        """Record the result for an arrived piece: it was verified and stored, or it is wrong."""
         self._verifying.discard(number)
         if not is_right:
-            return self._drop(now, sender, f"piece {number} is not what its hash says")
+            return self._drop(now, sender, f"piece {number} does not match its hash")
         sends: Sends = []
         if sender in self.peers:
             self._places.credit(self.peers[sender])
@@ -152,22 +153,22 @@ class PieceSwarm:
         return sends + self._fill_all(now)
 
     def not_stored(self, now: float, number: int) -> Sends:
-        """Record that an arrived piece could not be stored: it may be requested again."""
+        """Record that an arrived piece could not be stored, so that it may be requested again."""
         self._verifying.discard(number)
         self._schedule(now)
         return []
 
     def found(self, number: int) -> None:
-        """Record a piece that is already kept here."""
+        """Record that a piece is already stored here."""
         self.have[number] = True
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Record that these pieces are damaged or removed."""
+        """Record that these pieces are damaged or were removed."""
         for number in numbers:
             self.have[number] = False
 
     def uploaded(self, now: float, peer: PeerId, number: int, *, was_sent: bool) -> Sends:
-        """Record that an UploadDue was carried out, or that the piece is not here."""
+        """Record that an UploadDue was carried out, or that the piece is missing."""
         found = self.peers.get(peer)
         if found is None:
             return []
@@ -182,26 +183,26 @@ class PieceSwarm:
         return self._uploading(peer, refusals)
 
     def lost(self, now: float, peer: PeerId) -> Sends:
-        """Remove a peer that is dead, left, or unreachable: its pieces are requested of others."""
+        """Remove a peer that is dead, left, or unreachable. Its pieces are requested from other peers."""
         self._remove(peer)
         return self._fill_all(now)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all wanted pieces are here."""
+        """Whether all wanted pieces are stored here."""
         return not bool(np.any(self._wanted & ~self.have))
 
     def lacks(self, numbers: Sequence[int] | Bits) -> bool:
-        """Return whether one of these is not here."""
+        """Return whether any of these pieces is missing."""
         return not bool(np.all(self.have[numbers]))
 
     def is_sourceless(self, numbers: Sequence[int] | Bits) -> bool:
-        """Return whether a missing one of these has no known holder."""
+        """Return whether any of these pieces is missing and has no known holder."""
         mask = np.zeros(self.count, np.bool_)
         mask[numbers] = True
         return bool(np.any(mask & ~self.have & (self._holders == 0)))
 
-    # Messages of peers
+    # Messages of other peers
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
         """Handle a message of a peer. Raises RemoteProtocolError."""
@@ -211,7 +212,7 @@ class PieceSwarm:
         if isinstance(message, PiecesHeld):
             return self._on_have(now, sender, message)
         if peer is None:
-            return []  # dropped meanwhile
+            return []  # the peer was dropped before
         match message:
             case Unknown():
                 self._remove(sender)
@@ -232,7 +233,7 @@ class PieceSwarm:
                 assert_never(message)
 
     def wake(self, now: float) -> Sends:
-        """Drop silent peers' requests, and send new ones."""
+        """Withdraw requests from silent peers, and send new ones."""
         sends: Sends = []
         self.deadline = inf
         for peer in list(self.peers.values()):
@@ -248,12 +249,12 @@ class PieceSwarm:
         sends += self._fill_all(now)
         return sends
 
-    # Inside
+    # Internal
 
     def _on_have(self, now: float, sender: PeerId, message: PiecesHeld) -> Sends:
         has = np.unpackbits(np.frombuffer(message.pieces, np.uint8), bitorder="little")
         if len(message.pieces) != -(-self.count // 8) or has[self.count :].any():
-            raise RemoteProtocolError("a have-set of another length than the data set's")
+            raise RemoteProtocolError("a have-set whose length differs from the data set's")
         peer = self.peers.get(sender)
         sends: Sends = []
         if peer is None:
@@ -294,7 +295,7 @@ class PieceSwarm:
                 peer.has[number] = False
                 self._holders[number] -= 1
             if peer.misses >= MISSES_MAX and peer.misses > peer.delivered:
-                return self._drop(now, peer.peer, "it has not what it says that it has")
+                return self._drop(now, peer.peer, "it does not have pieces that it announced")
         else:
             if len(peer.retry_at) > 4 * NUMBERS_MAX:
                 peer.retry_at = {each: at for each, at in peer.retry_at.items() if at > now}
@@ -311,7 +312,7 @@ class PieceSwarm:
                 return []
             peer.asked.setdefault(number, now)
         if number not in peer.asked:
-            raise RemoteProtocolError("a piece that was not asked for")
+            raise RemoteProtocolError("a piece that was not requested")
         peer.arrived(now, number, len(message.body))
         peer.moved_at = now
         self._release(peer, number)
@@ -324,7 +325,7 @@ class PieceSwarm:
 
     def _checked(self, numbers: Sequence[int]) -> Sequence[int]:
         if any(number >= self.count for number in numbers):
-            raise RemoteProtocolError("a piece that the data set does not have")
+            raise RemoteProtocolError("a piece number beyond the end of the data set")
         return numbers
 
     def _have_set(self, *, is_question: bool) -> PiecesHeld:
@@ -332,19 +333,20 @@ class PieceSwarm:
         return PiecesHeld(self.data, bits, is_question, self.is_complete)
 
     def _uploading(self, peer: PeerId, refusals: Iterable[PieceRefused]) -> Sends:
-        """Queue uploads for the shell, and send the peer its refusals."""
+        """Queue uploads for the caller, and send the peer its refusals."""
         self.events += self._uploads.due
         self._uploads.due.clear()
         return [(peer, refusal) for refusal in refusals]
 
     def _release(self, peer: SwarmPeer, number: int) -> None:
-        """Record that `peer` no longer owes this piece; if no peer does, it may be requested of any."""
+        """Record that `peer` no longer owes this piece. If no peer does, it may be requested from any
+        peer."""
         peer.asked.pop(number, None)
         if not any(number in other.asked for other in self.peers.values()):
             self._in_flight[number] = False
 
     def _enter(self, now: float, peer: PeerId) -> Sends | None:
-        """Enter a peer; return the messages to the peer that it replaces. None: there is no room."""
+        """Add a peer. Return the messages to the peer that it replaces; None if there is no room."""
         found = SwarmPeer(peer, self.count, now)
         evicted = self._places.admit(now, found, peer, peer)
         if evicted is None:
@@ -373,14 +375,14 @@ class PieceSwarm:
 
     def _fill_all(self, now: float) -> Sends:
         sends: Sends = []
-        # The peer with the fewest requests is asked first.
+        # The peer with the fewest open requests is asked first.
         for peer in sorted(self.peers.values(), key=lambda each: len(each.asked)):
             sends += self._fill(now, peer)
         self._schedule(now)
         return sends
 
     def _fill(self, now: float, peer: SwarmPeer) -> Sends:
-        """Ask a peer for as much as its window allows."""
+        """Request as many pieces from a peer as its window allows."""
         room = peer.window - len(peer.asked)
         if room <= 0 or peer.paused_until > now:
             return []
@@ -407,7 +409,7 @@ class PieceSwarm:
         return [(peer.peer, PieceRequest(self.data, tuple(numbers)))] if numbers else []
 
     def _overdue(self, now: float, peer: SwarmPeer, open_: Bits) -> list[int]:
-        """Return a piece that another peer has owed for long, to be requested of this one as well."""
+        """Return a piece that another peer has owed for too long, to be requested from this peer as well."""
         for number in map(int, np.flatnonzero(open_)):
             owing = [each.asked[number] for each in self.peers.values() if number in each.asked]
             if len(owing) == 1 and owing[0] + HEDGE_SECONDS < now and peer.retry_at.get(number, 0.0) <= now:

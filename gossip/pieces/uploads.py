@@ -1,10 +1,10 @@
 """The sending side of an exchange: the choice and order of uploads.
 
-A source that alone has pieces sends each once before it sends any twice (super-seeding), so that one copy of
-a data set is out after little more than one copy was sent. While there are unsent pieces, a request for a
-piece that another peer has or is being sent is referred elsewhere.
+A source that alone has some pieces sends each of them once before it sends any twice (super-seeding). So one
+copy of a data set is in the swarm after little more than one copy was sent. As long as there are unsent
+pieces, a request for a piece that another peer has, or is being sent, is referred elsewhere.
 
-Not here: reading the piece and its stream. The shell carries out an `UploadDue` and calls `done`.
+Not here: reading the piece, and its stream. The caller carries out an `UploadDue` and calls `done`.
 """
 
 from collections.abc import Sequence
@@ -18,34 +18,35 @@ from gossip.pieces.messages import PieceRefused
 from gossip.pieces.peer import UPLOADS_MAX, SwarmPeer
 
 GIVEN_SECONDS = 60.0
-"""Time limit for a peer that was sent a piece to announce it."""
+"""How long a peer that was sent a piece may take to announce it."""
 PUT_OFF_MAX = 4
-"""Referrals of one piece to other peers before it is sent after all."""
+"""Maximum number of times that a request for a piece is referred elsewhere before the piece is sent after
+all."""
 
 
 @dataclass(frozen=True)
 class UploadDue:
-    """Send this piece to the peer, then call `uploaded`."""
+    """An instruction to send this piece to the peer, and then to call `uploaded`."""
 
     peer: PeerId
     number: int
 
 
 class Uploads:
-    """The uploads of the data set `data`. `have` and `holders` are the exchange's: the pieces here, and the
-    number of other holders of each. `due` is for the shell."""
+    """The uploads of the data set `data`. `have` and `holders` belong to the exchange: the pieces stored
+    here, and the number of other holders of each. `due` is for the caller."""
 
     def __init__(self, data: bytes, have: Bits, holders: Counts) -> None:
         self.due: list[UploadDue] = []
         self._data = data
         self._have = have
         self._holders = holders
-        # Receivers of each piece under way, and since when: until that peer announces it.
+        # The receiver of each piece in transit, and the start time, until that receiver announces the piece.
         self._given: dict[int, tuple[PeerId, float]] = {}
         self._was_given: Bits = np.zeros(len(have), np.bool_)
 
     def ask(self, now: float, peer: SwarmPeer, numbers: Sequence[int]) -> list[PieceRefused]:
-        """Queue the requested pieces; return the refusals of those that are not sent."""
+        """Queue the requested pieces. Return the refusals of those that will not be sent."""
         refusals = []
         for number in numbers:
             if not self._have[number]:
@@ -66,7 +67,7 @@ class Uploads:
         return refusals
 
     def cancel(self, peer: SwarmPeer, numbers: Sequence[int]) -> None:
-        """Drop requests that the peer has cancelled."""
+        """Remove requests that the peer has cancelled."""
         for number in numbers:
             if number in peer.uploads:
                 peer.uploads.remove(number)
@@ -74,8 +75,8 @@ class Uploads:
                     self._take_back(number)
 
     def done(self, peer: SwarmPeer, number: int, *, was_sent: bool) -> list[PieceRefused]:
-        """Record that an UploadDue was carried out, or that the piece is not here; start the peer's next
-        one."""
+        """Record that an UploadDue was carried out, or that the piece is missing. Start the peer's next
+        upload."""
         peer.sending = None
         refusals = []
         if not was_sent:
@@ -90,7 +91,7 @@ class Uploads:
             del self._given[number]
 
     def forget(self, peer: PeerId) -> None:
-        """Count no more pieces as under way to this peer."""
+        """Stop counting pieces as in transit to this peer."""
         for number in [each for each, given in self._given.items() if given[0] == peer]:
             self._take_back(number)
 
@@ -100,7 +101,8 @@ class Uploads:
             self.due.append(UploadDue(peer.peer, peer.sending))
 
     def _goes_elsewhere(self, now: float, peer: SwarmPeer, number: int) -> bool:
-        """Return whether another peer has this piece or is being sent it, while there are unsent pieces."""
+        """Return whether to refer this request elsewhere: another peer has this piece or is being sent it,
+        and there are unsent pieces."""
         if peer.put_off.get(number, 0) >= PUT_OFF_MAX:
             return False
         given = self._given.get(number)
@@ -114,6 +116,6 @@ class Uploads:
         return given is not None and given[0] == peer
 
     def _take_back(self, number: int) -> None:
-        """Stop counting this piece as under way to any peer."""
+        """Stop counting this piece as in transit."""
         self._given.pop(number, None)
         self._was_given[number] = False
