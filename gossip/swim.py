@@ -66,9 +66,8 @@ class Swim:
     that other methods return must be sent too.
 
     `incarnation` must be higher than before any restart of this peer id (Unix milliseconds are). If it is
-    not, the core rises above the old one once it learns of it. Together with the random bytes `instance`, the
-    first incarnation names this life (start of the process), so that two processes with one key can notice
-    each other (`RivalFound`).
+    not, the core rises above the old one once it learns of it. With the random bytes `instance`, the first
+    incarnation names this start of the process, so that two processes with one key notice (`RivalFound`).
     """
 
     __slots__ = (
@@ -114,8 +113,7 @@ class Swim:
         self._measures = AnswerMeasures(self._table, settings, rng)
         self.coordinates, self.clocks = self._measures.coordinates, self._measures.clocks
         self.wall_offset: float | None = None
-        """How far this machine's wall clock is ahead of `now`; set by the caller. None: acks carry no
-        time."""
+        """How far this machine's wall clock is ahead of `now`. None: acks carry no time."""
         self.punctuality = self._table.punctuality
         self._prober = Prober(self._beliefs, self._measures, settings, self.events, rng.getrandbits(31))
         self._flight = self._prober.flight
@@ -179,8 +177,7 @@ class Swim:
     # Calls of this node
 
     def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
-        """Exchange lists with `peers` (at most 16). Retry, at growing intervals, until one of them
-        answers."""
+        """Exchange lists with `peers` (at most 16). Retry, at growing intervals, until one answers."""
         self._refuse_if_left("join")
         sends = self._exchange.join(now, peers)
         self._plan()
@@ -211,8 +208,7 @@ class Swim:
         return []
 
     def broadcast(self, now: float, topic: bytes, data: bytes) -> Sends:
-        """Broadcast data to all members, replacing the previous broadcast with this topic
-        (`gossip.broadcasts`).
+        """Broadcast data to all members, in place of the previous one with this topic (`gossip.broadcasts`).
 
         Raises LocalProtocolError: the topic or the data is too long, or too many topics are queued.
         """
@@ -252,8 +248,7 @@ class Swim:
         self._beliefs.shares.host_of = self._measures.host_of = host_of
 
     def hint_closed(self, now: float, peer: PeerId) -> None:
-        """Record that the host of `peer` reports that the process is gone, so a suspicion of the peer may end
-        soon."""
+        """Record that the process of `peer` is gone, as its host reports: a suspicion may end soon."""
         if not self._left:
             self._beliefs.close(now, peer)
             self._plan()
@@ -391,8 +386,7 @@ class Swim:
         return [*told, *self._prober.probe_next(now)]
 
     def _plan(self) -> None:
-        """Compute the deadline at the end of every call, because it is read far more often than it
-        changes."""
+        """Compute the deadline after every call, because it is read far more often than it changes."""
         # Comparing one by one is several times faster than min() or a loop.
         due, exchange, beliefs, flight = self._tick_at, self._exchange, self._beliefs, self._flight
         if exchange.due < due:
