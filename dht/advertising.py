@@ -1,9 +1,10 @@
-"""A node's own adverts: the shards they go to, and when they are signed anew.
+"""A node's own adverts: which shards hold them, and when they are signed again.
 
-A class starts at a depth where its shards are empty. It uses one bit less if a key has fewer than
-SHARD_ADVERTS_MIN adverts and one more if it has more than SHARD_ADVERTS_MAX, in one direction at a time.
-Every class thus finds the depth for its size without a count. Adverts are signed anew every
-`advert_renew_seconds` and expire soon after: those of a dead node are gone in minutes.
+The search for a class's depth starts where its shards should be empty. It uses one bit less if a key has
+fewer than SHARD_ADVERTS_MIN adverts and one bit more if it has more than SHARD_ADVERTS_MAX, and it never
+turns back. So each class finds the depth that fits its size, and nobody has to count the class. Adverts are
+signed again every `advert_renew_seconds` and expire soon after, so the adverts of a dead node are gone within
+minutes.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,17 +70,17 @@ class Advertising:
         self._depths: dict[str, int] = {}
         self._keys: dict[str, Key] = {}
         self._timer: Timer | None = None
-        # A pass for an earlier advert is out of date.
+        # Number of the current renewal. Results of searches that an earlier renewal started are ignored.
         self._turn = 0
 
     def advertise(self, now: float, advert: Advert | None) -> None:
-        """Advertise this from now on, in place of the last advert; None stops advertising."""
+        """Advertise `advert` from now on, in place of the previous one; None stops advertising."""
         self._advert = advert if advert is not None and advert.device in DEVICES else None
         self._renew(now)
 
     @property
     def depths(self) -> dict[str, int]:
-        """The depth of each class that this node stands in, in bits."""
+        """The depth, in bits, of each class in which this node advertises itself."""
         return dict(self._depths)
 
     def _renew(self, now: float) -> None:
@@ -105,12 +106,13 @@ class Advertising:
         def is_crowded(records: Mapping[PeerId, Record]) -> bool:
             return self._others(now, records) + 1 > SHARD_ADVERTS_MAX
 
-        # When all of a large swarm start at once they all read one key: its holders need not send each of
-        # them all its records.
+        # When a large swarm starts, all nodes read the same key simultaneously. So the search stops once it
+        # has seen that the key is crowded, and the holders need not send all their records.
         self._ground.search(now, key, then, values=True, enough=is_crowded)
 
     def _settle(self, name: str, depth: int, direction: int, turn: int, now: float, search: Search) -> None:
-        """Adverts under one key beyond which a search looks one bit further."""
+        """Publish the advert at this depth, or try one bit more or less, depending on how many adverts the
+        key holds."""
         if turn != self._turn:
             return
         others = self._others(now, search.lookup.records)
@@ -124,7 +126,7 @@ class Advertising:
     def _others(self, now: float, records: Mapping[PeerId, Record]) -> int:
         """Return how many of these records are other nodes' adverts that still offer something."""
         wall, own = self._ground.wall(now), self._ground.peer
-        # `expired` allows for wrong clocks and would count dead nodes for another ten minutes.
+        # `expired` allows for wrong clocks, so it would count dead nodes for another ten minutes.
         return sum(each.publisher != own and wall < each.expires for each in records.values())
 
     def _publish(self, now: float, name: str, depth: int) -> None:

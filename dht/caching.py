@@ -1,7 +1,7 @@
-"""Copies of records that lookups leave behind on their way, for a short time (Kademlia section 4.1).
+"""Short-lived copies of records that lookups leave on nodes they pass (Kademlia section 4.1).
 
-These copies are not replicas: they are not counted, handed over or stored again. They answer lookups that
-pass by, and are gone within minutes, so that an old sequence does not outlive a new one.
+These copies are not replicas: they are not counted, handed over or stored again. They answer passing lookups.
+They are gone within minutes, so an old sequence number does not outlive a new one.
 """
 
 from crypto.identity import PeerId
@@ -9,7 +9,7 @@ from dht.keys import Key
 from dht.records import Record
 
 CACHED_PER_KEY_MAX = 8
-"""Publishers under one key; longer lists are read from the key's own holders."""
+"""Maximum number of cached publishers per key. Longer lists must be read from the key's own holders."""
 
 
 class RecordCache:
@@ -31,7 +31,7 @@ class RecordCache:
         if known is None and len(kept) >= CACHED_PER_KEY_MAX:
             return False
         if known is not None and record.rank <= known[0].rank:
-            return record.rank == known[0].rank  # a repeat does not extend its time
+            return record.rank == known[0].rank  # storing the same copy again does not extend its lifetime
         self._order.pop((record.key, record.publisher), None)
         self._order[record.key, record.publisher] = None
         self._by_key.setdefault(record.key, {})[record.publisher] = (record, now + self._cache_seconds)

@@ -1,10 +1,11 @@
-"""Adverts of what nodes offer, and the DHT keys under which they are found: classes and shards.
+"""Adverts of what nodes offer, and the DHT keys under which adverts are found (classes and shards).
 
-An advert is a record, signed by the node it describes and valid for minutes. It stands under a key made of a
-class (kind of device, size of memory, perhaps a region) and a shard of that class: the first bits of the
-node's own key. The number of bits depends on the number of adverts, so no key is asked by all nodes or holds
-more than a page or two. The first guess follows from the network's size, estimated from the density of ids
-near ours. This file has what both sides share; `advertising` writes adverts and `hunt` reads them.
+An advert is a record, signed by the node it describes and valid for minutes. Its key consists of a class
+(kind of device, size of memory, optionally a region) and a shard of that class: the first bits of the node's
+own key. The number of these bits grows with the number of adverts, so no key is queried by all nodes, and no
+key holds more than a page or two. The first guess follows from the size of the network, which is estimated
+from the density of ids near ours. This module has the code shared by the writer of adverts (`advertising`)
+and their reader (`hunt`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,18 +26,20 @@ from dht.routing import Contact
 ADVERT_VERSION = 1
 PURPOSE = "capability"
 DEVICES = ("cpu", "cuda", "mps")
-"""Kinds of devices that are classes; a device of another kind is not advertised."""
+"""The kinds of devices that have classes. A device of any other kind is not advertised."""
 NAME_LENGTH_MAX = 32
 COORDINATES_MAX = 9
-"""Dimensions and height of a network coordinate."""
+"""Maximum number of elements of a network coordinate: its dimensions and its height."""
 MEMORY_CLASSES_BYTES = (0, 4 * 10**9, 16 * 10**9, 64 * 10**9, 256 * 10**9)
-"""The least memory of each class: four times that of the class before, so that a search reads few classes."""
+"""The least memory of each class. Each value is about four times the previous one, so a search reads few
+classes."""
 
 SHARD_ADVERTS_MAX = 12
-"""A class with more adverts than this under one key is split by one more bit: three pages of replies."""
+"""Maximum number of adverts under one key (three pages of replies). Beyond it, the class is split by one more
+bit."""
 SHARD_ADVERTS_MIN = 3
-"""A class with fewer is merged with its neighbour. A split leaves six, so that classes do not flip back and
-forth."""
+"""A shard with fewer adverts is merged with its neighbour. A split leaves six in each half, so classes do not
+flip back and forth."""
 DEPTH_MAX = 24
 
 Name = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
@@ -46,8 +49,8 @@ Span = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 
 
 class Advert(msgspec.Struct, frozen=True, array_like=True):
-    """A node's offer. `device` is a kind (`cuda`), `region` is the owner's name for the place; `coordinates`
-    is its place in the space of round trips, in seconds, empty where that is not known."""
+    """A node's offer. `device` is a kind (`cuda`). `region` is its owner's name for its location.
+    `coordinates` is its network coordinate, in seconds of round-trip time; empty if unknown."""
 
     version: int
     device: Name
@@ -61,8 +64,8 @@ class Advert(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Query:
-    """A search for `count` nodes with at least these resources, those nearest to us first. `near` is a
-    region, empty for anywhere; `needs_slot` leaves out nodes whose slots are taken."""
+    """A search for `count` nodes with at least these resources, the nearest to us first. `near` is a region,
+    or empty for all regions. `needs_slot` excludes nodes that have no free slot."""
 
     device: str = ""
     memory_bytes: int = 0
@@ -83,7 +86,7 @@ class Query:
 
     @property
     def classes(self) -> list[str]:
-        """Return the classes that may hold such adverts, the one with the least memory first."""
+        """Return the classes that may hold matching adverts, the one with the least memory first."""
         devices = (self.device,) if self.device else DEVICES
         first = memory_class(self.memory_bytes)
         return [
@@ -95,7 +98,7 @@ class Query:
 
 @dataclass(frozen=True)
 class CapabilityOffer:
-    """A node that was found: its advert, and the round trip of its ping."""
+    """A node that was found: its advert, and the round-trip time of its ping."""
 
     peer: PeerId
     advert: Advert
@@ -103,12 +106,12 @@ class CapabilityOffer:
 
 
 def device_kind(device: str) -> str:
-    """Return the class of a device as torch names it: `cuda:0` is `cuda`."""
+    """Return the kind of a torch device: `cuda` for `cuda:0`."""
     return device.partition(":")[0].lower()
 
 
 def memory_class(memory_bytes: int) -> int:
-    """Return the class for this much memory."""
+    """Return the class for this amount of memory."""
     return max(place for place, least in enumerate(MEMORY_CLASSES_BYTES) if memory_bytes >= least)
 
 
@@ -118,14 +121,15 @@ def class_name(device: str, memory: int, region: str) -> str:
 
 
 def classes_of(advert: Advert) -> list[str]:
-    """Return the classes that an advert stands in: that of all regions, and that of its own."""
+    """Return the classes under which an advert is stored: one without a region, and one with its own
+    region."""
     memory = memory_class(advert.memory_bytes)
     regions = ("", advert.region) if advert.region else ("",)
     return [class_name(advert.device, memory, region) for region in regions]
 
 
 def shard_key(name: str, depth: int, prefix: int) -> Key:
-    """Return the key of one shard of a class: those nodes whose keys begin with the `depth` bits `prefix`."""
+    """Return the key of one shard of a class: the nodes whose keys begin with the `depth` bits `prefix`."""
     return record_key(PURPOSE, f"{name}/{depth}/{prefix:x}".encode())
 
 
@@ -135,9 +139,10 @@ def prefix_of(key: Key, depth: int) -> int:
 
 
 def estimate_nodes(own: Key, nearest: Sequence[Contact], k: int) -> float:
-    """Return the number of nodes in the network, estimated from the density of those nearest to `own`.
+    """Estimate the number of nodes in the network from the density of the nodes nearest to `own`.
 
-    With m of them the error is about 1/sqrt(m). A table with fewer than k contacts knows them all.
+    With m nodes the error is about 1/sqrt(m). A table with fewer than k contacts holds all nodes of its
+    network.
     """
     if len(nearest) < k:
         return len(nearest) + 1.0
@@ -147,7 +152,7 @@ def estimate_nodes(own: Key, nearest: Sequence[Contact], k: int) -> float:
 
 
 def first_depth(nodes: float) -> int:
-    """Return a depth at which no class of a network of this size needs another split."""
+    """Return a depth at which no class needs a further split in a network with this many nodes."""
     return min(max(0, ceil(log2(max(nodes, 1.0) / SHARD_ADVERTS_MIN)) + 1), DEPTH_MAX)
 
 
@@ -157,7 +162,7 @@ def encode_advert(advert: Advert) -> bytes:
 
 
 def read_advert(record: Record) -> Advert | None:
-    """Return the advert in a record, None where this version cannot read it."""
+    """Return the advert in a record; None if this version cannot read it."""
     try:
         advert: Advert = decode(record.value, Advert, bytes_max=VALUE_BYTES_MAX)
     except RemoteProtocolError:
@@ -166,7 +171,7 @@ def read_advert(record: Record) -> Advert | None:
 
 
 def newest(records: Iterable[Record]) -> dict[PeerId, Record]:
-    """Return each publisher's newest record of those found under several keys."""
+    """Return the newest record of each publisher among records found under several keys."""
     found: dict[PeerId, Record] = {}
     for record in records:
         if record.publisher not in found or found[record.publisher].rank < record.rank:

@@ -1,8 +1,8 @@
-"""How a peer gets into the routing table, stays there, and leaves it.
+"""How a peer enters the routing table, stays there, and leaves it.
 
-A peer is a contact once it has answered. A peer that sends a request, or is named by others or by local code,
-is pinged first if the table has room for it. The newest address claim of a verified contact counts. Not here:
-the buckets (`dht.routing`) and periodic upkeep (`dht.upkeep`).
+A peer becomes a contact once it has answered. A peer that sends a request, or that other peers or local code
+name, is pinged first if the table has room for it. A verified contact's newest claim of its addresses
+replaces the older one. Not here: the buckets (`dht.routing`) and periodic upkeep (`dht.upkeep`).
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from dht.upkeep import Upkeep
 
 
 class ContactsCore(Protocol):
-    """The parts of the core that its contacts use."""
+    """The parts of the core that `Contacts` uses."""
 
     events: list[Event]
     origins: Origins
@@ -38,34 +38,34 @@ class ContactsCore(Protocol):
 
 
 class Contacts:
-    """The part of a core that decides who is in its table. At most `checks_max` peers are pinged at once
-    outside lookups, and none twice."""
+    """The part of a core that decides which peers are in its table. Outside lookups, at most `checks_max`
+    pings are in flight, and at most one per peer."""
 
     def __init__(self, core: ContactsCore) -> None:
         self._core = core
         self._table = core.table
-        # Peers with a ping in flight outside lookups.
+        # The peers with a ping in flight outside lookups.
         self._checking: dict[PeerId, Contact] = {}
 
     def __len__(self) -> int:
         return len(self._checking)
 
     def add(self, now: float, peer: PeerId, texts: tuple[str, ...]) -> None:
-        """Consider a peer that another part of the node watches."""
+        """Consider a peer that another part of the node monitors."""
         core, known = self._core, self._table.get(peer)
         if (asked := self._checking.get(peer)) is not None:
             asked.watched = True
         if known is not None:
             known.watched = True
             if known.silence is not None or (texts and texts != known.addresses):
-                self.check(now, known)  # the peer itself must say where it is now
+                self.check(now, known)  # the peer itself must confirm its new addresses
         elif self._table.wants(peer, waiting=False, group=(group := core.origins.group(peer, texts))):
             contact = Contact(peer, texts, group)
             contact.watched = True
             self.check(now, contact)
 
     def unwatch(self, peer: PeerId) -> None:
-        """Watch `peer` ourselves from now on: no other part does."""
+        """Monitor `peer` here from now on, because no other part of the node does."""
         for contact in (self._table.get(peer), self._checking.get(peer)):
             if contact is not None:
                 contact.watched = False
@@ -75,8 +75,8 @@ class Contacts:
         self._verify(now, self._table.remove(peer))
 
     def meet(self, now: float, sender: PeerId, texts: tuple[str, ...]) -> None:
-        """Note a request of `sender`: a known contact is alive, a stranger is worth a ping, and a client
-        nothing."""
+        """Handle the sender of a request: refresh a known contact, ping an unknown peer if there is room,
+        ignore a client."""
         if texts == CLIENT_ADDRESSES:
             self.remove(now, sender)
             return
@@ -84,7 +84,7 @@ class Contacts:
         if contact is not None:
             self._take_claim(contact, texts)
             if contact.silence is not None:
-                self.check(now, contact)  # it is alive, and may be reachable again
+                self.check(now, contact)  # the contact is alive, and may be reachable again
         elif not core.upkeep.is_liar(now, sender) and self._table.wants(
             sender, group=(group := core.origins.group(sender, texts))
         ):
@@ -98,17 +98,17 @@ class Contacts:
         self._core.ask(now, contact, self._core.ping_message(), None)
 
     def end_check(self, peer: PeerId) -> None:
-        """Note that a ping was answered."""
+        """Record that a ping was answered."""
         self._checking.pop(peer, None)
 
     def fail_check(self, contact: Contact) -> None:
-        """Note that a ping was not answered in time."""
+        """Record that a ping was not answered in time."""
         self._checking.pop(contact.peer, None)
         if self._table.get(contact.peer) is None:
-            contact.watched = False  # its answer may still come after the watch has ended
+            contact.watched = False  # a late answer may arrive after the other part stopped monitoring
 
     def welcome(self, now: float, contact: Contact, texts: tuple[str, ...], token: bytes) -> None:
-        """Enter a contact that answered into the table, unless it is a client."""
+        """Add a contact that answered to the table, unless it is a client."""
         if texts == CLIENT_ADDRESSES:
             self.remove(now, contact.peer)
             return
@@ -121,7 +121,8 @@ class Contacts:
         oldest = table.answered(now, contact)
         kept = table.get(contact.peer)
         if kept is not None:
-            kept.watched = kept.watched or contact.watched  # it may have come by another way meanwhile
+            # the contact may meanwhile have been added by another path
+            kept.watched = kept.watched or contact.watched
             if token:
                 kept.token, kept.answered = token, now
             self._take_claim(kept, texts)
@@ -131,7 +132,7 @@ class Contacts:
         core.upkeep.begin(now)
 
     def fail(self, now: float, pending: PendingRequest) -> bool:
-        """Note that a request was not answered in time; return whether the table is unaffected."""
+        """Record that a request was not answered in time; return whether the table is unaffected."""
         core, peer = self._core, pending.contact.peer
         known = self._table.get(peer)
         concerned = self._table.failed(now, peer, pending.started)
@@ -150,16 +151,16 @@ class Contacts:
             self.check(now, contact)
 
     def _verify(self, now: float, contact: Contact | None) -> None:
-        """Ping a contact, if there is one, that was silent for a while."""
+        """Ping a contact, if there is one, that has been silent for a while."""
         if contact is not None and contact.heard + self._core.settings.fresh_seconds <= now:
             self.check(now, contact)
 
     def _take_claim(self, contact: Contact, texts: tuple[str, ...]) -> None:
-        """Take a verified contact's claim of its addresses."""
+        """Replace a verified contact's addresses with those that it claims."""
         if not texts:
             return
         if texts == contact.addresses:
-            contact.addresses = texts  # one object shared by all receivers, if messages are not copied
+            contact.addresses = texts  # if messages are not copied, all receivers share one object
             return
         addresses = readable_addresses(texts, contact.peer)
         readable = address_texts(addresses)

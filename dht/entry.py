@@ -1,4 +1,4 @@
-"""The entry of a node into the DHT, and its return once its table has run empty."""
+"""How a node enters the DHT, and enters again once its table has become empty."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -13,11 +13,12 @@ from dht.settings import KademliaSettings
 from dht.upkeep import Upkeep
 
 SEEDS_MAX = 32
-"""Peers of the last `begin`, asked again when the table has run empty."""
+"""Maximum number of peers of the latest `begin` that are kept, to ask them again if the table becomes
+empty."""
 
 
 class NetworkEntryCore(Protocol):
-    """The parts of the core that its entry uses."""
+    """The parts of the core that `NetworkEntry` uses."""
 
     events: list[Event]
     key: Key
@@ -39,9 +40,9 @@ class NetworkEntryCore(Protocol):
 
 
 class NetworkEntry:
-    """The part of a core that enters the network by the peers it was given last. It tries again at `due`, in
-    monotonic seconds, unless a peer has answered. `due` is inf once it has entered, or if it knows no
-    peer."""
+    """The part of a core that enters the network through the peers passed to the latest `begin`. It tries
+    again at `due`, in monotonic seconds, unless a peer has answered. `due` is inf once the node has entered,
+    or if it knows no peer."""
 
     def __init__(self, core: NetworkEntryCore) -> None:
         self._core = core
@@ -49,17 +50,17 @@ class NetworkEntry:
         self.due = inf
 
     def begin(self, now: float, peers: Sequence[PeerId]) -> None:
-        """Enter by `peers`. Ends in `Joined`."""
+        """Enter the network through `peers`. Ends in `Joined`."""
         self._seeds = tuple(peers[:SEEDS_MAX])
         self._enter(now)
 
     def hurry(self, now: float) -> None:
-        """Enter again soon: the table has run empty."""
+        """Schedule a new entry soon, because the table has become empty."""
         if self._seeds:
             self.due = min(self.due, now + self._core.settings.rejoin_seconds)
 
     def wake(self, now: float) -> None:
-        """Do what is due."""
+        """Enter again if it is time."""
         if self.due <= now:
             self._enter(now)
 
@@ -67,7 +68,7 @@ class NetworkEntry:
         core = self._core
         others = (peer for peer in self._seeds if peer != core.peer and core.may_ask(now, peer))
         seeds = [Contact(peer) for peer in others]
-        # Tried again then, unless somebody answers.
+        # The time of the next try, unless a peer answers.
         self.due = now + core.settings.rejoin_seconds if seeds else inf
         core.search(now, core.key, self._entered, seeds=seeds)
 

@@ -11,7 +11,7 @@ from dht.records import Record, Refusal
 
 @dataclass(frozen=True)
 class PeerHeard:
-    """A peer is said to be reachable at these addresses: a hint that the network may try."""
+    """A peer was reported to be reachable at these addresses. This is a hint that the network may try."""
 
     peer: PeerId
     addresses: tuple[Address, ...]
@@ -19,15 +19,15 @@ class PeerHeard:
 
 @dataclass(frozen=True)
 class Joined:
-    """The lookup of our own key that `join` began has ended; with 0 `contacts`, nobody answered."""
+    """The lookup of our own key that `join` began has ended; `contacts` is 0 if nobody answered."""
 
     contacts: int
 
 
 @dataclass(frozen=True)
 class RecordsFound:
-    """The end of a `find`: the newest record of each publisher, in the order of their ids. `rounds`: the
-    longest chain of hints that it followed; `holders`: how many of those that answered handed out a
+    """The end of a `find`, with the newest record of each publisher in the order of their ids. `rounds` is
+    the length of the longest chain of hints followed; `holders` is the number of peers that handed out a
     record."""
 
     request: int
@@ -39,7 +39,7 @@ class RecordsFound:
 
 @dataclass(frozen=True)
 class NodesFound:
-    """The end of a `locate`: the k nearest that answered, nearest first, without ourselves."""
+    """The end of a `locate`: the k nearest nodes that answered, nearest first, excluding this node."""
 
     request: int
     key: Key
@@ -48,8 +48,8 @@ class NodesFound:
 
 @dataclass(frozen=True)
 class RecordStored:
-    """The end of a `store`: `acknowledged` of the `tried` nodes keep the record, ourselves included. With 0
-    no node has it; with fewer than `wanted` it may be lost. `refusals` are the reasons given, each once.
+    """The end of a `store`: `acknowledged` of the `tried` nodes (this one included) keep the record. If 0, no
+    node has it; below `wanted`, it may get lost. `refusals` lists each reason given, once.
     """
 
     request: int
@@ -67,7 +67,7 @@ class RecordStored:
 
 @dataclass(frozen=True)
 class PeerPinged:
-    """The end of a `ping`: how long the answer took, None if none came in time."""
+    """The end of a `ping`: how long the answer took; None if none came in time."""
 
     request: int
     peer: PeerId
@@ -76,7 +76,7 @@ class PeerPinged:
 
 @dataclass(frozen=True)
 class CapabilitiesFound:
-    """The end of a search by capability: nodes that answered, the nearest first."""
+    """The end of a search by capability: the nodes that answered, nearest first."""
 
     request: int
     offers: tuple[CapabilityOffer, ...]

@@ -1,10 +1,9 @@
-"""Address groups, whose peers one owner of addresses may have invented, and a choice that relies on no single
-group.
+"""Address groups: limits on how much any one owner of addresses can influence a choice of peers.
 
-Ids are free, addresses are not: an attacker computes 20 ids next to a key in a fraction of a second, but has
-them all in one network. A group is a network as it is assigned, a /24 of IPv4 or a /48 of IPv6. The limit is
-a preference, not a ban: in a swarm within one network all peers count. Peers of local networks, where
-neighbours are many and honest, have no group unless the settings say so.
+Ids are free but addresses are not. An attacker computes 20 ids next to a key in a fraction of a second, but
+they all have addresses in one network. A group is a network as it is assigned to one owner: a /24 of IPv4 or
+a /48 of IPv6. The limit is a preference, not a ban, so in a swarm within one network all peers count. Peers
+of local networks, where many honest neighbours share a network, have no group unless the settings say so.
 """
 
 import ipaddress
@@ -27,11 +26,11 @@ _LOCAL = tuple(
         "::1/128", "fc00::/7", "fe80::/10",
     )
 )  # fmt: skip
-"""Loopback, private (RFC 1918, RFC 4193), link-local, and behind a provider's translator (RFC 6598)."""
+"""Loopback, private (RFC 1918, RFC 4193), link-local, and carrier-grade NAT (RFC 6598) networks."""
 
 
 class Grouped(Protocol):
-    """Any object with a group; None: it counts alone."""
+    """Any object with a group; None means that the object is in no group and is never limited."""
 
     @property
     def group(self) -> bytes | None: ...
@@ -42,7 +41,7 @@ Member = TypeVar("Member", bound=Grouped)
 
 @lru_cache(maxsize=HOSTS_MAX)
 def source_of(host: str | None) -> bytes:
-    """Return the network of a host, as assigned to one owner; b"" for an unknown host or a name."""
+    """Return the network of a host, as assigned to one owner; b"" for an unknown host or a host name."""
     if host is None:
         return b""
     try:
@@ -53,7 +52,7 @@ def source_of(host: str | None) -> bytes:
 
 @lru_cache(maxsize=HOSTS_MAX)
 def is_local(host: str) -> bool:
-    """Return whether a host is in a network that is reachable only from inside it."""
+    """Return whether a host is in a network that can be reached only from inside."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
@@ -81,25 +80,25 @@ def _group_of(host: str | None, groups_local: bool) -> bytes | None:
 
 @dataclass(slots=True)
 class Origins:
-    """The addresses of peers. `host_of`, set by the shell, returns the host at which a peer was seen. If it
-    is absent (peers are reached by ids alone) or returns None, the peer's own claim counts.
+    """The addresses of peers. The shell sets `host_of`, which returns the host at which a peer was seen. If
+    `host_of` is absent (peers are reached by ids alone) or returns None, the peer's own claim counts.
     """
 
     groups_local: bool
     host_of: Callable[[PeerId], str | None] = lambda _peer: None
 
     def group(self, peer: PeerId, texts: tuple[str, ...]) -> bytes | None:
-        """Return the address group of a peer that claims to be at `texts`; None if it counts alone."""
+        """Return the address group of a peer that claims to be at `texts`; None if it has none."""
         return _group_of(self.host_of(peer) or _claimed_host(texts), self.groups_local)
 
     def source(self, peer: PeerId, texts: tuple[str, ...]) -> tuple[bytes, bool]:
-        """Return the source of a peer, b"" if unknown, and whether it has a quota."""
+        """Return a peer's source (its network; b"" if unknown), and whether that source has a quota."""
         source = source_of(host := self.host_of(peer) or _claimed_host(texts))
         return source, not source or _group_of(host, self.groups_local) is not None
 
 
 def is_crowded(members: Collection[Grouped], group_max: int) -> bool:
-    """Return whether a group has more than `group_max` of these members."""
+    """Return whether any group has more than `group_max` of these members."""
     groups = [member.group for member in members if member.group is not None]
     if len(groups) <= group_max or len({*groups}) == len(groups):
         return False  # the usual case, and five times faster than counting
@@ -107,8 +106,8 @@ def is_crowded(members: Collection[Grouped], group_max: int) -> bool:
 
 
 def spread(members: Sequence[Member], count: int, group_max: int) -> list[Member]:
-    """Return the first `count` members in their order, at most `group_max` of each group. If these are too
-    few, add as many again of each group until there are enough.
+    """Return the first `count` members in their order, at most `group_max` from each group. If that yields
+    too few, allow `group_max` more from each group until there are enough.
     """
     seen: Counter[bytes] = Counter()
     ranked = []
@@ -122,11 +121,12 @@ def spread(members: Sequence[Member], count: int, group_max: int) -> list[Member
 
 
 def crowding_one(members: Collection[Member], group: bytes | None, group_max: int) -> Member | None:
-    """Return the last member of the largest group, if that has more than `group_max` and would stay, without
-    it, as large as the group of a newcomer of `group`; else None."""
+    """Return the last member of the largest group if it should make room for a newcomer of `group`, else
+    None. The largest group must have more than `group_max` members, and after the loss still be at least as
+    large as the newcomer's group."""
     groups = [member.group for member in members if member.group is not None]
     if len(groups) <= group_max or len({*groups}) == len(groups):
-        return None  # as above
+        return None  # the usual case, checked before the slower count
     sizes = Counter(groups)
     largest, size = max(sizes.items(), key=itemgetter(1), default=(b"", 0))
     if size <= group_max or size <= (0 if group is None else sizes[group]) + 1:

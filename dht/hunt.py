@@ -1,14 +1,14 @@
-"""A search by capability: from a query to nodes that answer, the nearest first.
+"""A search by capability: from a query to nodes that answer, nearest first.
 
-1. In each of a few suitable classes, read one path of shards from a random prefix, at all likely depths at
-once. This reveals the class's depth and spreads askers over its shards.
-2. More shards of the depth that was found, some at a time, until there are twice as many candidates as
-   wanted, the class is exhausted or time is up; then the next class.
-3. Candidates estimated to be near (by coordinates, where both sides have some) are pinged, and those that
-   answer are the result: an advert may be minutes older than its node's death.
+1. In each of a few suitable classes, read one path of shards from a random prefix, at all likely depths
+   simultaneously. This reveals the class's depth and spreads the queries of different nodes over its shards.
+2. Read more shards at the depth that was found, a few at a time, until there are twice as many candidates as
+   wanted, the class is exhausted or time is up. Then continue with the next classes.
+3. Ping the candidates that are estimated to be near (by coordinates, if both sides have them). The result is
+   the nodes that answer, because an advert may outlive its node by minutes.
 
-A pure part of the core, as `replication` is. It trusts no advert beyond its signature: the code that places
-work at a node checks its claims.
+A pure part of the core, like `replication`. It verifies only the signature of an advert; the code that places
+work on a node checks the node's claims.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,23 +38,25 @@ from dht.settings import KademliaSettings
 from dht.timers import Timer, Timers
 
 SHARDS_AT_ONCE = 8
-"""Shards read at one time beyond the first path: some 250 requests under way."""
+"""Maximum number of shards read in parallel after the first path: some 250 requests in flight."""
 CLASSES_AT_ONCE = 5
-"""Classes whose paths are read at one time: all sizes of memory of one kind of device."""
+"""Maximum number of classes whose first paths are read in parallel: all sizes of memory for one kind of
+device."""
 WIDTH = 6
-"""How many of the nearest to a shard's key have to answer; each of the k nearest should hold the whole
+"""How many of the nodes nearest to a shard's key must answer. Each of the k nearest should hold the whole
 shard."""
 WIDTH_PROBED = 3
-"""The same on the first path, where most shards are empty: half the requests of a search go there."""
+"""The same on the first path, where most shards are empty: half the requests of a search are spent there."""
 UNLIKELY_DEPTHS = 2
-"""The deepest levels, where only the most common classes have adverts, and those have more above. They are
-read last, if at all."""
+"""Number of deepest levels that are read last, if at all. Only the most common classes have adverts there,
+and those classes have more adverts at shallower levels."""
 HUNT_SECONDS_MAX = 2.0
-"""After this no further shard is read: the candidates found are pinged."""
+"""How long shards are read. After this time the candidates found so far are pinged."""
 CANDIDATES_FACTOR = 2
-"""Candidates collected per peer asked for: the spares let us choose near ones and replace dead ones."""
+"""Number of candidates collected per wanted peer. The surplus lets us choose near peers and replace dead
+ones."""
 HUNTS_MAX = 64
-"""Searches of one node at a time; each is some hundred requests."""
+"""Maximum number of simultaneous searches of one node; each needs some hundred requests."""
 
 Estimate = Callable[[Sequence[float]], float | None]
 
@@ -111,14 +113,14 @@ class Hunt:
         self._limit: Timer | None = None
 
     def begin(self, now: float) -> None:
-        """Ask the first shards."""
+        """Begin to read the first shards."""
         self._limit = self._ground.timers.at(now + HUNT_SECONDS_MAX, self._stop_reading)
         self._next_classes(now)
 
     # Reading shards.
 
     def _paths(self) -> Iterator[list[tuple[str, int]]]:
-        """The classes and depths of each first path: all likely depths before the others."""
+        """Yield the classes and depths of each batch of first paths: all likely depths before the others."""
         deepest = first_depth(self._ground.network_size)
         likely = max(deepest + 1 - UNLIKELY_DEPTHS, 1)
         for depths in (range(likely), range(likely, deepest + 1)):
@@ -171,7 +173,7 @@ class Hunt:
         return len(self._fitting) >= CANDIDATES_FACTOR * self._query.count
 
     def _go_on(self, now: float) -> None:
-        """Read the next shards, once a place is free or the first path has been read."""
+        """Read the next shards, once a read has ended or the first path is complete."""
         if self._is_probing:
             self._is_probing = False
             self._shards = self._others()
@@ -182,8 +184,8 @@ class Hunt:
             self._next_classes(now)
 
     def _others(self) -> Iterator[tuple[str, int, int]]:
-        """All other shards of the depths at which adverts were met, the fullest depth first, in random
-        order."""
+        """Yield all remaining shards at the depths where adverts were found: the fullest depth first, in
+        random order."""
         rng = self._ground.rng
         for name, depth in sorted(self._met, key=lambda place: -self._met[place]):
             mask = rng.getrandbits(depth) if depth else 0
@@ -203,7 +205,7 @@ class Hunt:
         if self._limit is not None:
             self._limit.call_off()
         for search in self._reading:
-            search.lookup.stop()  # it asks no further peer, and ends with the next answer
+            search.lookup.stop()  # the lookup asks no further peer, and ends with the next answer
         guessed = {
             peer: self._ground.estimate(advert.coordinates) if advert.coordinates else None
             for peer, advert in self._fitting.items()
@@ -243,7 +245,7 @@ class Hunt:
 
 
 class Hunts:
-    """The searches of one core that are under way."""
+    """The searches of one core that are in progress."""
 
     def __init__(self, ground: HuntCore) -> None:
         self._ground = ground
@@ -251,11 +253,11 @@ class Hunts:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """The number of searches under way, and its limit."""
+        """The number of searches in progress, and its limit."""
         return {"searches by capability": (len(self._hunts), HUNTS_MAX)}
 
     def begin(self, now: float, query: Query) -> int:
-        """Begin a search; return its number. A search beyond the limit finds nothing, at once."""
+        """Begin a search; return its number. A search beyond the limit immediately ends without a result."""
         number = self._ground.new_id()
         if len(self._hunts) < HUNTS_MAX:
             self._hunts[number] = Hunt(self._ground, number, query, lambda done: self._hunts.pop(done, None))
@@ -266,6 +268,6 @@ class Hunts:
 
 
 def unknown(coordinates: Sequence[float]) -> float | None:
-    """Estimate no round trip to peers that were never pinged: return None."""
+    """Return None: there is no estimate of the round trip to a peer that was never pinged."""
     del coordinates
     return None

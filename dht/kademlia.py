@@ -1,9 +1,9 @@
-"""The Kademlia core: answers peers, keeps the table, runs lookups, stores and finds records.
+"""The Kademlia core: it answers peers, maintains the table, runs lookups, and stores and finds records.
 
-A pure state machine with the shape of every core, after Maymounkov & Mazieres 2002. The docstrings of
-`routing` and `lookup` list the differences from the paper. The core opens no session and knows senders only
-by the session beneath. It promises no consistency between publishers, only that a find returns the highest
-sequence it found of each publisher.
+A pure state machine with the methods of every core, after Maymounkov & Mazieres 2002. The docstrings of
+`routing` and `lookup` list the differences from the paper. The core opens no session; it knows the sender of
+a message only from the session beneath. It promises no consistency between publishers: a find only returns
+the highest sequence number that it found for each publisher.
 """
 
 from collections.abc import Sequence
@@ -41,11 +41,11 @@ Sends = list[tuple[PeerId, Message]]
 class Kademlia:
     """One node of the DHT.
 
-    `wall_offset` is the wall clock minus the monotonic one, in seconds; the shell sets it and may correct it
-    at any time. `own_wall_offset` is that of the machine's own clock, None if that is unusable. Records are
-    dropped once they have expired by both clocks. The shell sets these as it sets `origins.host_of`, and
-    `estimate`, which returns the round trip to given coordinates. Events are to be drained after each call,
-    before its messages are sent: they tell the network where the receivers are.
+    The shell sets `wall_offset`, the wall clock minus the monotonic one in seconds, and may correct it at any
+    time. It also sets `own_wall_offset`, the same for the machine's own clock (None if that clock is
+    unusable), `origins.host_of`, and `estimate`, which returns the round-trip time to given coordinates.
+    Records are dropped once they have expired by both clocks. Drain the events after each call and before
+    sending its messages, because the events tell the network where the receivers are.
     """
 
     __slots__ = (
@@ -77,7 +77,7 @@ class Kademlia:
         self.rng = rng
         self.is_client = False
         self.signer = signer
-        # The shell replaces these from its entropy; they suffice for an experiment.
+        # The shell replaces these with tokens from its own entropy; in an experiment they suffice.
         self.tokens = WriteTokens(rng.randbytes(SECRET_BYTES))
         self.addresses = address_texts(addresses)
         self._sends: Sends = []
@@ -99,12 +99,12 @@ class Kademlia:
 
     @property
     def deadline(self) -> float:
-        """When `wake` wants to be called, in monotonic seconds; inf for never."""
+        """When `wake` must be called, in monotonic seconds; inf for never."""
         return min(self.timers.due, self.upkeep.deadline, self._entry.due)
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """The tables that others can make grow here: the size and limit of each."""
+        """The size and limit of each table whose growth other peers can cause."""
         waiting = sum(len(bucket.replacement_nodes) for bucket in self.table.buckets)
         return {
             "contacts": (len(self.table) + waiting, (self.settings.k + WAITING_MAX) * KEY_BITS),
@@ -116,7 +116,8 @@ class Kademlia:
         }
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """Take one message. Raises RemoteProtocolError, without effect, if no correct peer sends it."""
+        """Handle one message. Raises RemoteProtocolError, without effect, if no correct peer would send
+        it."""
         if sender == self.peer:
             raise RemoteProtocolError("a message from ourselves")
         if not has_work(sender, self.settings.work_bits):
@@ -129,7 +130,7 @@ class Kademlia:
         return self._drain()
 
     def wake(self, now: float) -> Sends:
-        """Do what is due."""
+        """Run the timers that are due."""
         self.timers.run(now)
         self._entry.wake(now)
         self.upkeep.wake(now)
@@ -138,22 +139,22 @@ class Kademlia:
     # Requests of local code.
 
     def appear(self, addresses: Sequence[Address], *, client: bool = False) -> None:
-        """Announce this node at `addresses` from now on. A `client` cannot be reached, so it only asks: it is
-        in no routing table and keeps no records for others."""
+        """Announce this node at `addresses` from now on. A `client` cannot be reached, so it only sends
+        requests: it is in no routing table and keeps no records for others."""
         self.is_client = client
         self.addresses = CLIENT_ADDRESSES if client else address_texts(addresses)
 
     def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
-        """Enter the network by `peers`, whose addresses the network knows. Ends in `Joined`."""
+        """Enter the network through `peers`, whose addresses the network knows. Ends in `Joined`."""
         self._entry.begin(now, peers)
         return self._drain()
 
     def add(self, now: float, peer: PeerId, addresses: Sequence[Address]) -> Sends:
-        """Consider a peer that another part of the node watches and will `remove` if it dies or `unwatch`. It
-        is pinged if there is room, and is a contact once it answers.
+        """Consider a peer that another part of the node monitors, and for which it will call `remove` on its
+        death or `unwatch`. The peer is pinged if there is room, and is a contact once it answers.
 
-        It does not join the waiting contacts: a node that hears of all peers would exchange pings with half
-        of them to prepare for a loss that the next hint repairs.
+        It is not added to the waiting contacts. A node that hears of all peers would otherwise exchange pings
+        with half of them, to prepare for a loss that the next hint repairs anyway.
         """
         if not has_work(peer, self.settings.work_bits):
             return []
@@ -161,11 +162,11 @@ class Kademlia:
         return self._drain()
 
     def unwatch(self, peer: PeerId) -> None:
-        """Watch `peer` ourselves from now on: no other part does."""
+        """Monitor `peer` here from now on, because no other part of the node does."""
         self._contacts.unwatch(peer)
 
     def remove(self, now: float, peer: PeerId) -> Sends:
-        """Remove a dead peer: it loses its place at once, and no lookup waits for it."""
+        """Remove a dead peer immediately from the table and from all lookups."""
         self.unwatch(peer)
         self.upkeep.lose(now, self.table.get(peer))
         self._contacts.remove(now, peer)
@@ -173,7 +174,7 @@ class Kademlia:
         return self._drain()
 
     def restore(self, now: float, contacts: Sequence[tuple[PeerId, Sequence[Address]]]) -> Sends:
-        """Ping the contacts of an earlier life (`saved`), the nearest to us first."""
+        """Ping the contacts of an earlier process (`saved`), the nearest to us first."""
         nearest = sorted(contacts, key=lambda each: distance(node_key(each[0]), self.key))
         for peer, addresses in nearest:
             self.add(now, peer, addresses)
@@ -182,38 +183,40 @@ class Kademlia:
 
     @property
     def saved(self) -> list[tuple[PeerId, tuple[str, ...]]]:
-        """Return the contacts to begin the next life with: those that answered last."""
+        """Return the contacts to store for the next start: those that answered our latest request."""
         return [(contact.peer, contact.addresses) for contact in self.table if contact.silence is None]
 
     def find(
         self, now: float, key: Key, *, paths: int = 1, first: bool = False, all_holders: bool = False
     ) -> tuple[int, Sends]:
-        """Look for the records under `key`, over `paths` disjoint paths; `first`: one record is enough, as
-        for an immutable value; `all_holders`: go on until the k nearest have answered. Ends in
-        `RecordsFound`, at once if we are alone."""
+        """Look for the records under `key`, over `paths` disjoint paths. `first`: stop at the first record,
+        which suffices for an immutable value. `all_holders`: go on until the k nearest have answered. Ends in
+        `RecordsFound`, immediately if this node knows no other."""
         width = self.settings.k if all_holders else None
         then, enough = self._searches.report_records, bool if first else None
         search = self.search(now, key, then, values=True, paths=paths, enough=enough, width=width)
         return search.number, self._drain()
 
     def locate(self, now: float, key: Key) -> tuple[int, Sends]:
-        """Look for the nodes nearest to `key`. Ends in `NodesFound`, at once if we are alone."""
+        """Look for the nodes nearest to `key`. Ends in `NodesFound`, immediately if this node knows no
+        other."""
         search = self.search(now, key, self._searches.report_nodes)
         return search.number, self._drain()
 
     def store(self, now: float, fact: Fact) -> tuple[int, Sends]:
-        """Store a signed record with the k nearest alive, ourselves among them if we are.
+        """Store a signed record on the k nearest live nodes, including this one if it is among them.
 
         Ends in `RecordStored`. A record of our own, or an immutable value, is stored again every
-        `republish_seconds` until it expires, a newer one of ours comes, or `forget`.
+        `republish_seconds` until it expires, a newer one replaces it, or `forget` is called.
 
         Raises:
-            RemoteProtocolError: the record is malformed or its signature does not hold.
+            RemoteProtocolError: the record is malformed or its signature is invalid.
         """
         return self.replication.store(now, check_record(self.signer, fact)), self._drain()
 
     def adopt(self, now: float, record: Record) -> None:
-        """Hold a checked record of an earlier life; our own is stored again in time."""
+        """Hold a checked record of an earlier process; a record of our own is also scheduled for
+        republishing."""
         if not self.may_publish(record.publisher):
             return
         if record.publisher == self.peer:
@@ -222,7 +225,7 @@ class Kademlia:
             self.replication.own(now, record)
 
     def advertise(self, now: float, advert: Advert | None) -> Sends:
-        """Advertise what this node offers from now on, in place of its last advert."""
+        """Advertise what this node offers from now on, in place of its previous advert."""
         self._advertising.advertise(now, advert)
         return self._drain()
 
@@ -236,7 +239,7 @@ class Kademlia:
         return estimate_nodes(self.key, self.table.nearest(self.key, self.settings.k), self.settings.k)
 
     def forget(self, key: Key) -> None:
-        """Stop storing our own records under `key`; the replicas go when they expire."""
+        """Stop republishing our own records under `key`; the replicas disappear when they expire."""
         self.replication.forget(key)
 
     def ping(self, now: float, peer: PeerId, addresses: Sequence[Address] = ()) -> tuple[int, Sends]:
@@ -271,7 +274,7 @@ class Kademlia:
                 texts = purpose.lookup.places(contact.peer) or texts
             addresses = readable_addresses(texts, contact.peer)
             readable = address_texts(addresses)
-            contact.addresses = texts if readable == texts else readable  # one object, as above
+            contact.addresses = texts if readable == texts else readable  # one shared object, see `Contacts`
             if addresses:
                 self.events.append(PeerHeard(contact.peer, addresses))
         self._requests.open(PendingRequest(contact, message, purpose, page, started=now))
@@ -301,7 +304,7 @@ class Kademlia:
         pending = self._requests.answered(sender, answer)
         if pending is None:
             return
-        # All checks come before the first effect: a bad answer counts as a timeout.
+        # All checks come before the first change of state. A bad answer counts as a timeout.
         records = self._checked(now, sender, pending, answer)
         self._requests.close(now, pending)
         self._contacts.welcome(now, pending.contact, answer.addresses, answer.token)
@@ -314,7 +317,7 @@ class Kademlia:
             case Inquiry() as inquiry if not pending.passed_over:
                 inquiry.then(now, answer.token, now - pending.started)
             case Search() as search if answer.addresses == CLIENT_ADDRESSES:
-                # It may have become a client since it was named; nothing must be stored there.
+                # The peer may have become a client since it was named, so nothing must be stored there.
                 search.lookup.passed_over(sender)
                 self._searches.advance(now, search)
             case Search() as search if search in self._searches:
@@ -328,7 +331,8 @@ class Kademlia:
     def _checked(
         self, now: float, sender: PeerId, pending: PendingRequest, answer: messages.Answer
     ) -> list[Record]:
-        """Return the records of an answer. A bad one costs its sender its place and ends the request."""
+        """Return the records of an answer. If the answer is bad, remove its sender from the table and end the
+        request."""
         if not isinstance(answer, messages.Values):
             return []
         try:
@@ -338,24 +342,25 @@ class Kademlia:
             self.upkeep.distrust(now, sender)
             raise
 
-    # Small things.
+    # Helper functions.
 
     def may_ask(self, now: float, peer: PeerId) -> bool:
-        """Return whether a peer may be asked: it has the swarm's work, and gave no bad answer lately."""
+        """Return whether a peer may be asked: its id has the required proof of work, and it gave no bad
+        answer lately."""
         return not self.upkeep.is_liar(now, peer) and has_work(peer, self.settings.work_bits)
 
     def may_publish(self, publisher: PeerId) -> bool:
-        """Return whether records of this publisher are kept and shown: its id has the swarm's work, or they
-        are immutable values, which have none."""
+        """Return whether records of this publisher are kept and returned: its id has the required proof of
+        work, or the records are immutable values, which need none."""
         return publisher == NOBODY or has_work(publisher, self.settings.work_bits)
 
     def wall(self, now: float) -> float:
-        """The wall clock at the monotonic time `now`."""
+        """The wall-clock time at the monotonic time `now`."""
         return now + self.wall_offset
 
     def next_sequence(self, now: float) -> int:
-        """Return the sequence of this node's next record: unix milliseconds, and above all earlier ones, so
-        that records stay new after a clock is set back."""
+        """Return the sequence number of this node's next record: the unix time in milliseconds, or more if
+        that is needed to exceed all earlier numbers. So records stay new even after a clock is set back."""
         self._sequence = max(self._sequence + 1, int(self.wall(now) * 1000))
         return self._sequence
 

@@ -1,8 +1,8 @@
-"""The key space: 160 bits, shared by nodes and records, under the xor distance (Kademlia section 2.1).
+"""The key space of nodes and records: 160 bits under the xor distance (Kademlia section 2.1).
 
-160 bits because that is the width of the `kademlia` package this DHT is built on. A node does not
-choose its key: it is a hash of its public key, so a place near a record costs as many new
-identities as the network has nodes.
+The width is that of the `kademlia` package on which this DHT is built. A node does not choose its key, which
+is a hash of its public key. To get a key near a record, an attacker must make about as many identities as the
+network has nodes.
 """
 
 import hashlib
@@ -18,27 +18,27 @@ Key = NewType("Key", bytes)
 KEY_BYTES = 20
 KEY_BITS = 8 * KEY_BYTES
 KEYS_MAX = 32_768
-"""Nodes whose keys are remembered: the same few are named again and again. 5 MB."""
+"""Number of nodes whose keys are cached, because the same few nodes are named again and again. Takes 5 MB."""
 KEY_MAX = 2**KEY_BITS - 1
 
 
 @lru_cache(maxsize=KEYS_MAX)
 def node_key(peer: PeerId) -> Key:
-    """Return where a node stands: SHA-256 of its public key, cut to 160 bits."""
+    """Return a node's key: SHA-256 of its public key, cut to 160 bits."""
     return Key(hashlib.sha256(peer).digest()[:KEY_BYTES])
 
 
 @lru_cache(maxsize=KEYS_MAX)
 def node_number(peer: PeerId) -> int:
-    """The same as a number."""
+    """Return a node's key as a number."""
     return int.from_bytes(node_key(peer), "big")
 
 
 def record_key(purpose: str, name: bytes) -> Key:
-    """Return where a record stands: SHA-256 of `purpose`, a zero byte and `name`, cut to 160 bits.
+    """Return a record's key: SHA-256 of `purpose`, a zero byte and `name`, cut to 160 bits.
 
-    The zero byte separates purposes of which one is a prefix of the other. Raises ValueError for a purpose
-    with a zero byte.
+    The zero byte separates two purposes if one is a prefix of the other. Raises ValueError for a purpose with
+    a zero byte.
     """
     if "\0" in purpose:
         raise ValueError("a purpose must not hold a zero byte")
@@ -46,7 +46,7 @@ def record_key(purpose: str, name: bytes) -> Key:
 
 
 def content_key(value: bytes) -> Key:
-    """Return where an immutable value stands: a hash of what it is."""
+    """Return the key of an immutable value: a hash of the value."""
     return record_key("immutable", value)
 
 
@@ -56,5 +56,5 @@ def distance(one: bytes, other: bytes) -> int:
 
 
 def random_key(rng: Random, lower: int, upper: int) -> Key:
-    """A key anywhere from `lower` to `upper`, both included: the target of a bucket's refresh."""
+    """Return a random key from `lower` to `upper`, both included: the target of a bucket's refresh."""
     return Key(rng.randint(lower, upper).to_bytes(KEY_BYTES, "big"))

@@ -1,17 +1,18 @@
 """One iterative lookup: from the nearest known peers to the nearest existing ones (Kademlia section 2.3).
 
 A pure state machine without time: its driver asks the peers that `next` names and reports the answers. It
-differs from the paper where the paper fails on a real network:
-- There are no rounds. Each answer, and each peer that takes longer than usual, lets the lookup ask one more
-at once. A silent peer is passed over; its late answer is still taken.
-- If all the nearest known peers were heard from lately, all are asked at once: no step would lead nearer.
-- When `alpha` answers in a row brought nobody nearer, all the nearest are asked at once (the paper's last
+differs from the paper in these points, for real networks:
+- There are no rounds. After each answer, and for each peer that is slower than usual, the lookup immediately
+  asks one more peer. A silent peer is passed over, but its late answer still counts.
+- If we have recently heard from all of the nearest known peers, they are probably the final ones, so all of
+  them are asked immediately.
+- When `alpha` answers in a row brought no nearer peer, all the nearest are asked together (the paper's last
   round).
-- Hints are unverified. If the peers that one peer names do not answer, the remaining hints that it alone gave
-are dropped, so a liar cannot keep a lookup busy with ghosts near the key.
-- Requests and the peers named in each reply are limited, so memory is bounded.
-- Among the nearest, an address group (`groups`) counts up to a limit while there are others: 20 ids made in
-  one network do not surround a key.
+- Hints are unverified. If the peers named by one peer do not answer, the other hints that came only from that
+  peer are dropped. So a liar cannot keep a lookup busy with invented peers near the key.
+- The number of requests, and of peers taken from each reply, is limited, so memory is bounded.
+- At most `group_max` of the nearest may share an address group (`groups`), unless there are no others. So an
+  attacker cannot surround a key with 20 ids from one network.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,14 +28,16 @@ from dht.routing import Contact
 from dht.settings import KademliaSettings
 
 UNANSWERED_HINTS_MAX = 4
-"""Unanswering peers that one peer may name at first, and for each good one, before its hints are dropped.
-More than half of an honest peer's contacts would have to be dead."""
+"""How many dead peers a peer may name before its hints are dropped. Each named peer that answers raises
+its allowance by this number. An honest peer would be affected only if more than half of its contacts were
+dead."""
 
 ADDRESSES_MAX = 4
-"""Addresses kept for one candidate; one wrong hint must not hide a peer."""
+"""Maximum number of addresses kept for one candidate. Several are kept, so that one wrong hint cannot hide a
+peer."""
 
 Enough = Callable[[Mapping[PeerId, Record]], bool]
-"""Returns whether these records, by publisher, are all that is wanted."""
+"""Returns whether these records, keyed by publisher, suffice to end the lookup."""
 
 
 class CandidateState(Enum):
@@ -48,14 +51,14 @@ class CandidateState(Enum):
 
 
 class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hints
-    """The package's heap by distance, with a set so that membership needs no walk over the heap."""
+    """The package's heap by distance, plus a set so that a membership test does not scan the heap."""
 
     def __init__(self, key: Key, width: int, group_max: int) -> None:
         super().__init__(Node(key), width)
         self._ids: set[Key] = set()
         self._sorted: list[Contact] | None = None
         self._group_max = group_max
-        # The last result of `nearest`, and its count.
+        # The cached result of `nearest`, and its count.
         self._near: tuple[int, list[Contact]] | None = None
 
     def __contains__(self, contact: Contact) -> bool:
@@ -63,7 +66,7 @@ class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hint
 
     def nearest(self, count: int) -> list[Contact]:
         """Return the `count` nearest, nearest first, spread over address groups."""
-        if self._sorted is None:  # asked for more often than it changes
+        if self._sorted is None:  # reads are more frequent than changes
             self._sorted = [contact for _, contact in sorted(self.heap)]
             self._near = None
         if self._near is None or self._near[0] != count:
@@ -86,7 +89,7 @@ class Shortlist(NodeHeap):  # type: ignore[misc]  # the package has no type hint
 class Lookup:
     """The state of one lookup of `key`, begun with `seeds`. With `values` it collects records.
 
-    It ends when the k nearest alive have answered.
+    It ends when the k nearest live peers have answered.
     """
 
     def __init__(
@@ -103,14 +106,14 @@ class Lookup:
         counts_own: bool = False,
         taken: "dict[PeerId, Lookup] | None" = None,
     ) -> None:
-        """`width`: how many of the nearest have to answer; unless said, `find_width` of them once there are
-        records, and k before. `enough`: whether the records met so far end it. `at_once`: how many are asked
-        from the beginning, where they seem to be the nearest already; at least alpha. `counts_own`: this node
-        may be one of the nearest, without being asked. `taken`: the peers that other paths of one lookup have
-        asked."""
+        """`width`: how many of the nearest must answer; by default k, or `find_width` once a record has been
+        found. `enough`: returns whether the records found so far end the lookup. `at_once`: how many peers to
+        ask in parallel from the start (at least alpha), if the seeds are probably the nearest already.
+        `counts_own`: count this node among the nearest; it is not asked. `taken`: the peers already asked on
+        other paths of a disjoint lookup."""
         self.key = key
         self.values = values
-        # From peers that answered: a token to store with, and their records.
+        # From peers that answered: their write tokens, and their records.
         self.tokens: dict[PeerId, bytes] = {}
         self.shown: dict[PeerId, dict[PeerId, Rank]] = {}
         self.requests = 0
@@ -127,8 +130,8 @@ class Lookup:
         self._taken = taken
         self._shortlist = Shortlist(key, settings.k, settings.group_max)
         self._standing: dict[PeerId, CandidateState] = {}
-        # The length of the chain of hints that first led to a candidate; `rounds` is the longest such chain
-        # to a peer that answered, the counterpart of the paper's rounds.
+        # The length of the chain of hints that first led to a candidate. `rounds` is the longest such chain
+        # to a peer that answered; it corresponds to the paper's rounds.
         self._depth: dict[PeerId, int] = {}
         self.rounds = 0
         self._answered: list[Contact] = []
@@ -137,7 +140,8 @@ class Lookup:
         self._stopped = False
         self._barren = 0
         self._nearest: int | None = None
-        # The peers that named each candidate, and how each peer's candidates did: (answered, ghosts).
+        # The peers that named each candidate, and for each peer the fate of the candidates it named:
+        # (answered, ghosts).
         self._named_by: dict[PeerId, list[PeerId]] = {}
         self._word: dict[PeerId, tuple[int, int]] = {}
         for contact in seeds:
@@ -148,7 +152,7 @@ class Lookup:
         if self.done:
             return []
         settings = self._settings
-        # Near the end there is nothing to gain from waiting: all of the nearest are asked.
+        # Near the end, waiting gains nothing, so all of the nearest are asked.
         places = settings.k if self._barren >= settings.alpha or self.records else self._at_once
         places = min(places - self._asked, settings.lookup_requests_max - self.requests)
         near = self._shortlist.nearest(self._width + self._slow)
@@ -163,7 +167,7 @@ class Lookup:
         return chosen
 
     def named(self, source: PeerId, hints: Iterable[Contact]) -> None:
-        """Take the `hints` of `source`, which was asked, at most HINTS_MAX of them."""
+        """Add the hints from `source`, a peer that was asked. The caller ensures at most HINTS_MAX."""
         before = self._nearest
         self._word.setdefault(source, (0, 0))
         for hint in hints:
@@ -171,7 +175,7 @@ class Lookup:
         self._barren = self._barren + 1 if self._nearest == before else 0
 
     def answered(self, contact: Contact) -> None:
-        """Record a full answer; it may come late, after the contact was passed over."""
+        """Record a full answer, even if it comes after the contact was passed over."""
         standing = self._standing.get(contact.peer)
         if standing in (None, CandidateState.HEARD, CandidateState.ANSWERED):
             return
@@ -185,21 +189,20 @@ class Lookup:
             self._word[source] = (good + 1, ghosts)
 
     def exclude(self, peer: PeerId) -> None:
-        """Exclude a peer that another path has asked."""
+        """Exclude a peer that was asked on another path."""
         if self._standing.get(peer) is CandidateState.HEARD:
             self._standing[peer] = CandidateState.PASSED_OVER
             self._shortlist.remove([node_key(peer)])
 
     def slow(self, peer: PeerId) -> None:
-        """Record that `peer` takes longer than usual: its answer is awaited, and another one asked
-        meanwhile."""
+        """Record that `peer` is slow: keep waiting for it, but let the lookup ask one more peer meanwhile."""
         if self._standing.get(peer) is CandidateState.ASKED:
             self._leave_flight(peer)
             self._standing[peer] = CandidateState.SLOW
             self._slow += 1
 
     def passed_over(self, peer: PeerId) -> None:
-        """Pass over a peer that took too long, or is known to be dead."""
+        """Pass over a peer that took too long or is known to be dead."""
         if self._standing.get(peer) in (None, CandidateState.ANSWERED, CandidateState.PASSED_OVER):
             return
         self._leave_flight(peer)
@@ -220,11 +223,11 @@ class Lookup:
         self.tokens[peer] = token
 
     def candidate(self, peer: PeerId) -> Contact | None:
-        """Return a candidate as it was named last."""
+        """Return the contact of a candidate, as most recently named."""
         return self.candidates.get(peer)
 
     def places(self, peer: PeerId) -> tuple[str, ...] | None:
-        """Return the addresses that a candidate was named with."""
+        """Return the addresses under which a candidate was named."""
         return self.addresses.get(peer)
 
     def show(self, peer: PeerId, record: Record) -> None:
@@ -241,12 +244,12 @@ class Lookup:
             self.records[record.publisher] = record
 
     def stop(self) -> None:
-        """End with the results so far: time is up."""
+        """End the lookup with the results so far, because time is up."""
         self._stopped = True
 
     @property
     def done(self) -> bool:
-        """Whether the nearest live ones have all answered, or a limit was reached."""
+        """Whether the nearest live peers have all answered, or a limit was reached."""
         if self._stopped or (self._enough is not None and self._enough(self.records)):
             return True
         if self.requests >= self._settings.lookup_requests_max and not (self._asked or self._slow):
@@ -256,12 +259,12 @@ class Lookup:
 
     @property
     def nearest(self) -> list[Contact]:
-        """The k nearest of those that answered, nearest first, spread over address groups."""
+        """The k nearest of the peers that answered, nearest first, spread over address groups."""
         return nearest_spread(self.answers, self._settings.k, self._settings.group_max)
 
     @property
     def _width(self) -> int:
-        """How many of the nearest have to answer before the end: fewer, once there are records."""
+        """How many of the nearest must answer before the lookup ends: fewer once it has found records."""
         if self._wanted_width is not None:
             return self._wanted_width
         width = self._settings.find_width if self.records else self._settings.k
@@ -273,7 +276,7 @@ class Lookup:
 
     @property
     def answers(self) -> list[Contact]:
-        """All that answered, nearest first."""
+        """All peers that answered, nearest first."""
         return sorted(self._answered, key=Node(self.key).distance_to)
 
     def _push(self, contact: Contact, source: PeerId | None = None) -> None:
@@ -299,7 +302,7 @@ class Lookup:
             self._nearest = distance
 
     def _note_source(self, peer: PeerId, source: PeerId, *, new: bool) -> bool:
-        # Seeds have no sources, so they are never dropped with a distrusted peer's hints.
+        # Seeds have no sources, so they are never dropped together with the hints of a distrusted peer.
         sources = self._named_by.setdefault(peer, []) if new else self._named_by.get(peer)
         if sources is None:
             return False

@@ -3,11 +3,12 @@
     Ping      -> Pong
     FindNode  -> Nodes      the nearest contacts to a key
     FindValue -> Values     a page of records under a key, and the nearest contacts
-    Store     -> Stored     kept, or the reason why not; and the nearest contacts, where that is asked
+    Store     -> Stored     kept, or the reason why not; and the nearest contacts, if requested
 
-Answers carry a write token (`tokens`), which a Store to that node has to show. Every message carries its
-request's id and the sender's own addresses, so that the address a node passes on is the peer's own claim and
-not a third party's. The sender of a message is known from the session beneath, never from the message.
+Answers carry a write token (`tokens`), which a Store to the answering node must include. Every message
+carries its request's id and the sender's own addresses. So the address that a node passes on is the peer's
+own claim, not a third party's. The sender of a message is known from the session beneath, never from the
+message.
 """
 
 from collections.abc import Iterable
@@ -25,29 +26,33 @@ from dht.keys import KEY_BYTES
 PROTOCOL = "/peerloom/dht/1"
 
 MESSAGE_BYTES_MAX = 8_192
-"""Before decoding. The largest honest message is a Store of about 1,200 bytes; payload_bytes_max
-may be set a little higher."""
+"""Maximum size of a message, checked before decoding. The largest honest message is a Store of about 1,200
+bytes; payload_bytes_max may be set a little higher."""
 
 HINTS_MAX = 32
-"""Hints in one reply: no less than any k in use."""
+"""Maximum number of hints in one reply: at least any k in use."""
 
 HINT_ADDRESSES_MAX = 2
-"""One per address family is enough to reach a peer, which then sends its other addresses itself."""
+"""Maximum number of addresses in a hint. One per address family suffices to reach a peer, which then sends
+its other addresses itself."""
 
 HINT_ADDRESS_LENGTH_MAX = 64
-"""An IPv6 multiaddr needs at most 54 letters; longer names are left out of hints."""
+"""Maximum length of an address in a hint. An IPv6 multiaddr needs at most 54 characters; longer host names
+are left out of hints."""
 
 RECORDS_MAX = 32
-"""Records in one page; payload_bytes_max cuts it long before."""
+"""Maximum number of records in one page; payload_bytes_max sets a much lower limit in practice."""
 
 REASON_LENGTH_MAX = 24
 
 TOKEN_BYTES = 8
-"""A token lives ten minutes and each guess costs a message: 64 bits are plenty."""
+"""Size of a write token. It is valid for ten minutes and each guess costs a message, so 64 bits are
+plenty."""
 
 CLIENT_ADDRESSES = ("-",)
-"""In place of addresses: the sender is unreachable, only asks, and must not enter a routing table. No version
-can read it as an address; a version that does not know it takes it for a later kind of address."""
+"""Sent in place of addresses by a client: it is unreachable, only sends requests, and must not enter a
+routing table. No version can read this as an address; a version that does not know it treats it as a future
+kind of address."""
 
 AddressText = Annotated[str, msgspec.Meta(max_length=HINT_ADDRESS_LENGTH_MAX)]
 AddressTexts = Annotated[tuple[AddressText, ...], msgspec.Meta(max_length=HINT_ADDRESSES_MAX)]
@@ -91,7 +96,7 @@ class FindNode(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Nodes(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The nearest contacts first; fewer than k where they did not fit."""
+    """The contacts nearest to the key, nearest first; fewer than k if they did not fit."""
 
     id: RequestId
     addresses: AddressTexts
@@ -100,7 +105,8 @@ class Nodes(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class FindValue(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Ask for the records under `key` of publishers after `after`, and for the contacts nearest to it."""
+    """Ask for the records under `key` whose publishers come after `after`, and for the contacts nearest to
+    `key`."""
 
     id: RequestId
     addresses: AddressTexts
@@ -120,9 +126,9 @@ class Values(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Keep this record. `token` is from the receiver's own answer; `cached`: a copy from a lookup, which a
-    node that is not near the key may keep for a short time; `seeking`: name the contacts nearest to its key
-    too, as to a FindNode."""
+    """Ask the receiver to keep a record. `token` is from the receiver's own answer. `cached`: a copy from a
+    lookup, which a node that is not near the key may keep for a short time. `seeking`: also return the
+    contacts nearest to the record's key, like a FindNode."""
 
     id: RequestId
     addresses: AddressTexts
@@ -134,7 +140,7 @@ class Store(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """`refused` is empty if the record is kept, else one of `dht.records.Refusal`. Contacts and a token are
-    only for a sender that was `seeking`."""
+    sent only if the Store was `seeking`."""
 
     id: RequestId
     addresses: AddressTexts
@@ -153,7 +159,7 @@ ANSWER_OF: dict[type[Request], type[Answer]] = {
     FindValue: Values,
     Store: Stored,
 }
-"""The answer to each kind of request."""
+"""The type of answer to each type of request."""
 
 Item = TypeVar("Item")
 
@@ -161,7 +167,7 @@ _HINT_HEAD_BYTES = len(encode(Hint(bytes(PEER_ID_BYTES), ()))) - len(encode(()))
 
 
 def cut_to_fit(items: Iterable[Item], room_bytes: int) -> tuple[Item, ...]:
-    """Return as many of `items`, from the first, as fit `room_bytes` when encoded."""
+    """Return as many of `items`, from the first on, as fit into `room_bytes` when encoded."""
     fitting: list[Item] = []
     for item in items:
         room_bytes -= len(encode(item))
@@ -172,7 +178,7 @@ def cut_to_fit(items: Iterable[Item], room_bytes: int) -> tuple[Item, ...]:
 
 
 def hints_to_fit(hints: Iterable[Hint], room_bytes: int) -> tuple[Hint, ...]:
-    """Do the same for hints, which are many: each has the same number of bytes before its addresses."""
+    """Do the same for hints, but faster: each hint has the same number of bytes before its addresses."""
     fitting: list[Hint] = []
     for hint in hints:
         room_bytes -= _HINT_HEAD_BYTES + _texts_bytes(hint.addresses)
@@ -188,14 +194,14 @@ def _texts_bytes(addresses: tuple[str, ...]) -> int:
 
 
 def encoded_bytes(message: Any) -> int:
-    """The size of a message on the wire."""
+    """Return the encoded size of a message, in bytes."""
     return len(encode(message))
 
 
 def address_texts(addresses: Iterable[Address]) -> tuple[str, ...]:
-    """Return addresses as they stand in messages: `host:port` where that says all, else the multiaddr.
+    """Return addresses in the form used in messages: `host:port` if that says everything, else the multiaddr.
 
-    Cut to the first HINT_ADDRESSES_MAX that are short enough.
+    Only the first HINT_ADDRESSES_MAX that are short enough are returned.
     """
     return _address_texts(tuple(addresses))
 
@@ -214,10 +220,10 @@ def _address_texts(addresses: tuple[Address, ...]) -> tuple[str, ...]:
 
 
 def readable_addresses(texts: Iterable[str], peer: PeerId) -> tuple[Address, ...]:
-    """Return the addresses among `texts` that this version can read and that may be `peer`'s.
+    """Return the addresses among `texts` that this version can read and that may belong to `peer`.
 
-    Others are left out and not refused: a later version may know other kinds of address, and a link-local
-    address means nothing on our links.
+    Others are skipped without an error: a later version may know other kinds of address, and a link-local
+    address is meaningless on our links.
     """
     return _readable_addresses(tuple(texts), peer)
 

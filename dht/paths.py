@@ -1,8 +1,8 @@
 """A lookup over disjoint paths (Baumgart & Mies 2007, S/Kademlia section 4.4).
 
-Several lookups of one key start from different contacts, and no peer is asked on two of them. A liar can
-mislead only the path it is on, so a record is found while one path has met only honest peers. Each path is a
-whole lookup and costs as many requests. It has the methods of `lookup.Lookup`.
+Several lookups of one key start from different contacts, and no peer is asked on more than one path. A liar
+can mislead only the path it is on, so a record is found as long as one path meets only honest peers. Each
+path costs as many requests as a whole lookup. The class has the methods of `lookup.Lookup`.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from dht.settings import KademliaSettings
 
 
 class DisjointLookup:
-    """`count` lookups of one key with nobody in common. The nearest seeds are dealt to them in turn."""
+    """`count` lookups of one key that share no peer. The nearest seeds are dealt to them in turn."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class DisjointLookup:
         return chosen
 
     def named(self, source: PeerId, hints: Iterable[Contact]) -> None:
-        """Take the `hints` of `source`, on its own path alone."""
+        """Add the hints of `source`, only on the path that asked it."""
         if (path := self._asked.get(source)) is not None:
             path.named(source, hints)
 
@@ -67,7 +67,7 @@ class DisjointLookup:
             path.slow(peer)
 
     def passed_over(self, peer: PeerId) -> None:
-        """Pass over a peer that took too long, or is known to be dead, on all paths that have heard of it."""
+        """Pass over a peer that took too long or is known to be dead, on all paths that have heard of it."""
         for path in self._paths:
             path.passed_over(peer)
 
@@ -81,13 +81,13 @@ class DisjointLookup:
         self._paths[0].learn(record)
 
     def stop(self) -> None:
-        """End with the results so far: time is up."""
+        """End the lookup with the results so far, because time is up."""
         for path in self._paths:
             path.stop()
 
     @property
     def done(self) -> bool:
-        """Whether all paths have come to their ends."""
+        """Whether all paths have ended."""
         return all(path.done for path in self._paths)
 
     @property
@@ -100,7 +100,7 @@ class DisjointLookup:
 
     @property
     def records(self) -> dict[PeerId, Record]:
-        """The newest record of each publisher, of all paths."""
+        """The newest record of each publisher, over all paths."""
         newest: dict[PeerId, Record] = {}
         for path in self._paths:
             for publisher, record in path.records.items():
@@ -110,13 +110,13 @@ class DisjointLookup:
 
     @property
     def answers(self) -> list[Contact]:
-        """All that answered, nearest first."""
+        """All peers that answered, nearest first."""
         found = [contact for path in self._paths for contact in path.answers]
         return sorted(found, key=Node(self.key).distance_to)
 
     @property
     def nearest(self) -> list[Contact]:
-        """The k nearest of those that answered, nearest first, spread over address groups."""
+        """The k nearest of the peers that answered, nearest first, spread over address groups."""
         return nearest_spread(self.answers, self._settings.k, self._settings.group_max)
 
     @property
@@ -128,11 +128,11 @@ class DisjointLookup:
         return {peer: ranks for path in self._paths for peer, ranks in path.shown.items()}
 
     def candidate(self, peer: PeerId) -> Contact | None:
-        """Return a candidate as it was named last."""
+        """Return the contact of a candidate, as most recently named."""
         return next(filter(None, (path.candidate(peer) for path in self._paths)), None)
 
     def places(self, peer: PeerId) -> tuple[str, ...] | None:
-        """Return the addresses that a candidate was named with on the path that asks it."""
+        """Return the addresses under which a candidate was named on the path that asks it."""
         path = self._asked.get(peer)
         return None if path is None else path.places(peer)
 

@@ -1,9 +1,9 @@
 """Records: signed, expiring, sequence-numbered values, one per publisher under each key.
 
-A record is a `crypto.facts.Fact` of purpose "dht-record", so any holder may pass it on and no holder can
-alter it. The key's publishers are its sub-keys: nobody can overwrite another's record. An immutable value has
-no publisher: its key is the hash of its value, so any holder proves it, and anybody may store it again, with
-a later expiry. Not for values above 900 bytes (publish their hash), and not a lock.
+A record is a `crypto.facts.Fact` of purpose "dht-record", so any holder can pass it on and none can alter it.
+Each publisher has its own entry under a key, so nobody can overwrite another publisher's record. An immutable
+value has no publisher: its key is the hash of its value, so anybody can verify it and may store it again with
+a later expiry. Records are not meant for values above 900 bytes (publish their hash instead), nor as locks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,25 +26,26 @@ from dht.settings import KademliaSettings
 RECORD_PURPOSE = "dht-record"
 
 VALUE_BYTES_MAX = 900
-"""With key, publisher and signature this makes a message that still fits one datagram or nearly."""
+"""Maximum size of a value. With key, publisher and signature, such a message still fits roughly into one
+datagram."""
 
 BODY_BYTES_MAX = VALUE_BYTES_MAX + 64
-"""Key, sequence, expiry and the encoding's own bytes."""
+"""Maximum size of a record's body: the value plus key, sequence number, expiry and encoding overhead."""
 
 CLOCK_SLACK_SECONDS = 600.0
-"""How far two honest wall clocks may stand apart (ARCHITECTURE law 2)."""
+"""How far apart the wall clocks of two honest nodes may be (ARCHITECTURE law 2)."""
 
 LIFETIME_SECONDS_MAX = 48 * 3600.0
-"""The longest validity; publishers that still want a record publish it again."""
+"""Maximum validity. A publisher that needs a record for longer publishes it again."""
 
 
 Rank = tuple[int, int, bytes]
-"""The order of two records of one publisher: sequence, expiry, and the bytes themselves."""
+"""Sort key of one publisher's records: sequence number, expiry, and the bytes themselves."""
 
 
 class RecordBody(msgspec.Struct, frozen=True, array_like=True):
-    """The body that the publisher signs. `expires` is in unix seconds; a higher `sequence` replaces a
-    lower."""
+    """The body that the publisher signs. `expires` is in unix seconds; a higher `sequence` replaces a lower
+    one."""
 
     key: KeyBytes
     value: Annotated[bytes, msgspec.Meta(max_length=VALUE_BYTES_MAX)]
@@ -56,10 +57,10 @@ NOBODY = PeerId(bytes(PEER_ID_BYTES))
 """The publisher of immutable values. No key pair has this public key."""
 
 OWN_SOURCE = b"own"
-"""The source of our own records, which have no network address."""
+"""The source name of our own records, which have no network address."""
 
 EVICTION_CANDIDATES_MAX = 32
-"""The number of oldest records that are compared to find the farthest one, which is evicted."""
+"""Number of oldest records considered for eviction; the one farthest from us is evicted."""
 
 _ZERO = Key(bytes(KEY_BYTES))
 
@@ -79,7 +80,7 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True)
 class Record:
-    """A record whose signature holds. `fact` is what to pass on."""
+    """A record whose signature was verified. `fact` is the signed form, to be passed on."""
 
     publisher: PeerId
     key: Key
@@ -90,20 +91,21 @@ class Record:
 
     @property
     def rank(self) -> Rank:
-        """The order between two records of one publisher: the higher rank wins, on every node alike.
+        """The order of one publisher's records: on every node, the record with the higher rank wins.
 
-        Under one sequence that is the later expiry; two values under one sequence are the publisher's fault,
-        and the last element only makes all nodes choose the same.
+        With the same sequence number, the later expiry wins. Two values with the same sequence number are the
+        publisher's fault; the last element only makes all nodes choose the same one.
         """
         return (self.sequence, self.expires, self.fact.body)
 
     def expired(self, wall: float) -> bool:
-        """Return whether it has expired at the wall clock `wall`, with slack for clocks that differ."""
+        """Return whether the record has expired at the wall-clock time `wall`, allowing for clocks that
+        differ."""
         return wall > self.expires + CLOCK_SLACK_SECONDS
 
 
 def sign_record(signer: Signer, key: Key, value: bytes, *, sequence: int, expires: int) -> Fact:
-    """A record of this peer, ready for `Kademlia.store`; `expires` in unix seconds.
+    """Return a record signed by this peer, ready for `Kademlia.store`; `expires` is in unix seconds.
 
     Raises:
         LocalProtocolError: a key, value or number out of bounds.
@@ -127,8 +129,8 @@ def make_immutable(value: bytes, *, expires: int) -> Fact:
 
 
 def check_record(signer: Signer, fact: Fact) -> Record:
-    """The record in `fact`, if its form and signature (or, of an immutable value, its key) hold; else
-    RemoteProtocolError."""
+    """Return the record in `fact`. Raises RemoteProtocolError if its form, or its signature (for an immutable
+    value its key), is invalid."""
     body: RecordBody = decode(fact.body, RecordBody, bytes_max=BODY_BYTES_MAX)
     if fact.author == NOBODY:
         if fact.signature or body.sequence or body.key != content_key(body.value):
@@ -139,10 +141,10 @@ def check_record(signer: Signer, fact: Fact) -> Record:
 
 
 class RecordStore:
-    """The records one node holds: bounded in all, per key, per publisher and per source.
+    """The records that one node holds, limited in total, per key, per publisher and per source.
 
-    A source is the address that a record came from: publishers can be invented, and addresses cannot. Where
-    there is no room, the source with most records loses one that is far from `own`, the node's key.
+    A source is the network that a record came from: publishers can be invented, but addresses cannot. If the
+    store is full, the source with the most records loses one that is far from `own`, the node's key.
     """
 
     def __init__(self, settings: KademliaSettings, own: Key = _ZERO) -> None:
@@ -152,18 +154,18 @@ class RecordStore:
         self._by_key: dict[Key, dict[PeerId, Record]] = {}
         self._of_publisher: dict[PeerId, int] = {}
         self._count = 0
-        # Changes since the last `take_changes`, once they are watched.
+        # The changes since the latest `take_changes`; None until `watch_changes` is called.
         self._changed: dict[tuple[Key, PeerId], None] | None = None
 
     def __len__(self) -> int:
         return self._count
 
     def holds(self, record: Record) -> bool:
-        """Return whether a record of this key and publisher is kept."""
+        """Return whether any record with this key and publisher is kept."""
         return record.publisher in self._by_key.get(record.key, {})
 
     def __iter__(self) -> Iterator[Record]:
-        """All records, in the order in which their keys came."""
+        """Iterate over all records, in the order in which their keys were first stored."""
         for records in self._by_key.values():
             yield from records.values()
 
@@ -176,7 +178,7 @@ class RecordStore:
         self._changed = {}
 
     def take_changes(self) -> dict[tuple[Key, PeerId], Record | None]:
-        """Return the changes since the last call: the record as it is now, None where it is gone."""
+        """Return the changes since the previous call: the current record, or None if it was removed."""
         changed, self._changed = self._changed, None if self._changed is None else {}
         return {place: self.kept(*place) for place in changed or ()}
 
@@ -189,8 +191,8 @@ class RecordStore:
         is_publisher: bool = False,
         has_quota: bool = False,
     ) -> Refusal | None:
-        """Keep `record`, which came from `source`, or return why not. A record that is held already counts as
-        kept. `has_quota`: at most `records_per_source_max` are kept of that source.
+        """Keep `record`, which came from `source`, or return why not. A record that is already held counts as
+        kept. With `has_quota`, at most `records_per_source_max` records of that source are kept.
         """
         if record.expired(wall):
             return Refusal.EXPIRED
@@ -203,7 +205,7 @@ class RecordStore:
             self._by_key[record.key][record.publisher] = record
             if record.rank > kept.rank:
                 self._note(record)
-            # A peer that passes on another's record does not become its source.
+            # A peer that passes on another publisher's record does not become its source.
             if is_publisher:
                 self._sources.add((record.key, record.publisher), source)
             return None
@@ -223,7 +225,7 @@ class RecordStore:
         return [records[publisher] for publisher in sorted(records) if not records[publisher].expired(wall)]
 
     def expire(self, wall: float) -> int:
-        """Drop expired records; return how many."""
+        """Drop expired records; return how many were dropped."""
         over = [
             record for records in self._by_key.values() for record in records.values() if record.expired(wall)
         ]
@@ -234,7 +236,7 @@ class RecordStore:
     def _make_room(self, record: Record, source: bytes, *, has_quota: bool) -> Refusal | None:
         """Drop records to make room for a new one, or return why there is no room for it."""
         settings = self._settings
-        # Immutable values have no publisher with a quota; their source has one.
+        # Immutable values have no publisher with a quota; the quota of their source limits them.
         of_publisher = 0 if record.publisher == NOBODY else self._of_publisher.get(record.publisher, 0)
         if of_publisher >= settings.records_per_publisher_max:
             return Refusal.PUBLISHER_FULL
@@ -258,8 +260,8 @@ class RecordStore:
     def _displace(
         self, record: Record, candidates: Iterable[tuple[Key, PeerId]], *, must_be_farther: bool
     ) -> Refusal | None:
-        """Drop the farthest of the oldest candidates; if requested, only for a record that is nearer to
-        us."""
+        """Drop the record farthest from us among the oldest candidates. With `must_be_farther`, do so only if
+        the new record is nearer to us than that one."""
         oldest = islice(candidates, EVICTION_CANDIDATES_MAX)
         key, publisher = max(oldest, key=lambda each: distance(each[0], self._own))
         if must_be_farther and distance(key, self._own) <= distance(record.key, self._own):

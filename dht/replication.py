@@ -1,15 +1,18 @@
-"""Replication: records reach the nodes that are to hold them, and stay there while nodes come and go.
+"""Replication: how records reach the nodes that should hold them, and stay there while nodes come and go.
 
-- A store looks for the k nearest alive, gives each a copy with the token it has just handed out, counts the
-  holders, and has failed below `holders_min`. Where all the nearest that are known have been heard of within
-  minutes, and so have given tokens, the stores themselves serve as the lookup: each holder names the nearest
-  contacts too, and only where they name somebody nearer does a lookup go on. Mostly that is one round trip.
-- The publisher stores its own records again every `republish_seconds`. A holder with which nobody stored a
-  record for longer than that does so in the publisher's place, so records outlive their publishers until they
-  expire. The first to do so spares the others the work, since it stores with all of them (Kademlia 2.5).
-- The node nearest to each key hands a newcomer to the neighbourhood, once, the records that it is to hold.
-- A find leaves its newest records with the nearest that answered without them: future holders keep them,
-  other nodes cache them for a short time.
+- A store looks for the k nearest live nodes, gives each a copy with the write token from its latest answer,
+  and counts the holders. It has failed if there are fewer than `holders_min`. If all the nearest known nodes
+  gave us tokens within the last minutes, the Store requests themselves serve as the lookup: each holder also
+  names the nearest contacts, and a lookup follows only if it names nearer ones. Usually one round trip is
+  enough.
+- The publisher stores its own records again every `republish_seconds`. If nobody has stored a record with a
+  holder for longer than that, the holder does so in the publisher's place. So records outlive their
+  publishers until they expire. The first holder to do so spares the others the work, since it stores with all
+  of them (Kademlia 2.5).
+- When a node is new to the neighbourhood of a key, the node nearest to the key sends it, once, the records
+  that it should hold.
+- A find leaves its newest records with the nearest nodes that answered without them. Future holders keep
+  them; other nodes cache them for a short time.
 
 Not here: quotas (`records`) and sending (`kademlia`).
 """
@@ -35,19 +38,21 @@ from dht.settings import KademliaSettings
 from dht.timers import Timer, Timers
 
 HOLDERS_SLACK = 2
-"""A record is kept for others if this node knows fewer than this many times k nodes nearer to its key. Its
-publisher looks for the k nearest alive; half of those that stand in a table may be dead or passed over."""
+"""This node keeps a record for others if it knows fewer than this many times k nodes that are nearer to the
+record's key. The factor is above 1 because the publisher looks for live nodes, and half of the nodes in a
+table may be dead or passed over."""
 HANDED_MAX = 1_024
-"""Newcomers remembered as having received their share."""
+"""Maximum number of remembered newcomers that have already received their records."""
 REPAIRED_RECORDS_MAX = 4
-"""A find of more publishers than this repairs nothing: it would send more copies than it got answers."""
+"""Maximum number of publishers in a find that is still repaired. Beyond it, a repair would send more copies
+than the find got answers."""
 
 Place = tuple[Key, PeerId]
 """A record's key and publisher."""
 
 
 class ReplicationCore(Protocol):
-    """The parts of the core that replication uses."""
+    """The parts of the core that `Replication` uses."""
 
     peer: PeerId
     key: Key
@@ -82,13 +87,14 @@ class ReplicationCore(Protocol):
 
 
 class Replication:
-    """The part of a core that stores records with others."""
+    """The part of a core that stores records on other nodes."""
 
     def __init__(self, ground: ReplicationCore) -> None:
         self._ground = ground
         self._own: dict[Place, tuple[Record, Timer]] = {}
         self._handed: dict[PeerId, None] = {}
-        # When each held record is stored again, unless somebody does it first; the queue may be early.
+        # When each held record is stored again, unless another node does it first. The queue may have an
+        # earlier time.
         self._due: dict[Place, float] = {}
         self._queue: list[tuple[float, Key, PeerId]] = []
         self._timer: Timer | None = None
@@ -98,13 +104,13 @@ class Replication:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """The tables that others can make grow here: the size and limit of each."""
+        """The size and limit of each table whose growth other peers can cause."""
         return {"cached records": (len(self._cache), self._ground.settings.cache_max)}
 
     # Storing.
 
     def store(self, now: float, record: Record, *, quiet: bool = False) -> int:
-        """Store a record; return the number of the request, which ends in `RecordStored` unless it is
+        """Store a record; return the number of the request. It ends in `RecordStored` unless it is
         `quiet`."""
         if record.publisher in (self._ground.peer, NOBODY):
             self.own(now, record)
@@ -113,13 +119,13 @@ class Replication:
         ).number
 
     def forget(self, key: Key) -> None:
-        """Stop storing our own records under `key`; the replicas go when they expire."""
+        """Stop republishing our own records under `key`; the replicas disappear when they expire."""
         for publisher in (self._ground.peer, NOBODY):
             if (key, publisher) in self._own:
                 self._own.pop((key, publisher))[1].call_off()
 
     def count(self, publication: Publication, refused: str | None) -> None:
-        """Count one node's answer to a store, None for silence."""
+        """Count one node's answer to a store; `refused` is None if the node was silent."""
         publication.count(refused)
         if publication.waiting == 0 and not publication.quiet:
             self._ground.events.append(
@@ -145,7 +151,7 @@ class Replication:
         )
         told: list[str] = []
         for contact in nearest:
-            # An old token is the one reason for another try, with the token of its last answer.
+            # Only an outdated token justifies another try, with the token from the node's latest answer.
             if (refused := search.told.get(contact.peer, Refusal.UNPROVEN)) != Refusal.UNPROVEN:
                 told.append(refused)
                 continue
@@ -156,11 +162,12 @@ class Replication:
         if here:
             self.count(publication, self.keep(now, record))
         elif not tried:
-            publication.waiting = 1  # no node at all: reported as a silence, so that the store ends
+            publication.waiting = 1  # there is no node at all; a reported silence ends the store
             self.count(publication, None)
 
     def others(self, key: Key, nearest: list[Contact]) -> list[Contact]:
-        """Return those of the k `nearest` to a key that hold its records beside this node, if it does."""
+        """Return which of the k `nearest` to a key hold its records. If this node is a holder too, it takes
+        one of the k places."""
         ground, k = self._ground, self._ground.settings.k
         if ground.is_client or len(nearest) < k:
             return nearest
@@ -168,11 +175,11 @@ class Replication:
         return nearest[: k - is_holder]
 
     def own(self, now: float, record: Record) -> None:
-        """Remember our own record, to store it again."""
+        """Remember a record of our own, to store it again later."""
         place = record.key, record.publisher
         if place in self._own:
             self._own.pop(place)[1].call_off()
-        # A tenth of jitter: records stored together must not be republished together for ever.
+        # A tenth of jitter keeps records that were stored together from being republished together for ever.
         seconds = self._ground.settings.republish_seconds * self._ground.rng.uniform(0.9, 1.1)
         timer = self._ground.timers.at(now + seconds, partial(self._republish, record))
         self._own[place] = (record, timer)
@@ -186,8 +193,8 @@ class Replication:
     # Holding.
 
     def take(self, now: float, sender: PeerId, message: messages.Store) -> tuple[Key, str]:
-        """Keep a record that a peer with a valid token wants stored; return its key and "", or why not.
-        Raises RemoteProtocolError."""
+        """Keep a record for a peer with a valid token; return its key and "", or its key and the reason for a
+        refusal. Raises RemoteProtocolError."""
         ground = self._ground
         if not ground.may_publish(PeerId(message.record.author)):
             raise RemoteProtocolError("a record by an id without the swarm's proof of work")
@@ -200,7 +207,8 @@ class Replication:
     def keep(
         self, now: float, record: Record, sender: PeerId | None = None, texts: tuple[str, ...] = ()
     ) -> str:
-        """Keep our own record, or one of `sender`, which claims to be at `texts`; return "", or why not."""
+        """Keep our own record, or one of `sender`, which claims to be at `texts`; return "", or the reason
+        for a refusal."""
         ground = self._ground
         source, has_quota = (OWN_SOURCE, False) if sender is None else ground.origins.source(sender, texts)
         refusal = ground.records.put(
@@ -215,18 +223,19 @@ class Replication:
         return refusal or ""
 
     def copies(self, now: float, key: Key) -> list[Record]:
-        """Return the short-lived copies under `key`, which no holder keeps."""
+        """Return the short-lived copies under `key`, held in addition to the replicas."""
         return self._cache.get(now, self._ground.wall(now), key)
 
     def _is_near(self, key: Key) -> bool:
-        """Return whether this node may be one of the k nearest to a key, as far as it knows."""
+        """Return whether this node may be one of the k nearest to a key, as far as it can tell from its
+        table."""
         count = HOLDERS_SLACK * self._ground.settings.k
         nearer = self._ground.table.nearest(key, count)
         return len(nearer) < count or distance(self._ground.key, key) < distance(nearer[-1].id, key)
 
     def _sweep(self, now: float) -> None:
-        """Drop records that have expired by both clocks: the swarm's may be wrong, and moves only one of
-        them."""
+        """Drop records that have expired by both clocks. The swarm's clock may be wrong, and it moves only
+        one of the two."""
         wall, own_offset = self._ground.wall(now), self._ground.own_wall_offset
         self._ground.records.expire(wall if own_offset is None else min(wall, now + own_offset))
         pause = self._ground.settings.expiry_check_seconds
@@ -235,7 +244,7 @@ class Replication:
         )
 
     def _hold(self, now: float, record: Record) -> None:
-        """Note that `record` was just stored with us, and so with the other holders."""
+        """Record that `record` was just stored with us, and so with the other holders too."""
         if self._sweeping is None:
             pause = self._ground.settings.expiry_check_seconds
             self._sweeping = self._ground.timers.at(now + pause, self._sweep)
@@ -280,8 +289,8 @@ class Replication:
     # Handing over.
 
     def welcome(self, now: float, newcomer: Contact, token: bytes) -> None:
-        """Send a contact that is new to the table, once, the records that it has to hold and to which we are
-        the nearest."""
+        """Send a contact that is new to the table the records that it should hold and to which we are the
+        nearest. This happens once per contact."""
         ground, settings = self._ground, self._ground.settings
         if ground.is_client or not len(ground.records) or not settings.handover_max:
             return
@@ -289,7 +298,7 @@ class Replication:
             return
         near = ground.table.nearest(ground.key, 2 * settings.k)
         if newcomer not in near:
-            return  # too far from us to hold any of our records
+            return  # the newcomer is too far from us to hold any of our records
         self._handed[newcomer.peer] = None
         while len(self._handed) > HANDED_MAX:
             del self._handed[next(iter(self._handed))]
@@ -299,8 +308,8 @@ class Replication:
             ground.ask(now, newcomer, message, Inquiry(_ignore))
 
     def _shares(self, newcomer: Contact, others: Sequence[Contact], now: float) -> list[Record]:
-        """The live records of which we are the nearest holder and the newcomer one of the k nearest, those
-        nearest to it first."""
+        """Return the live records of which this node is the nearest holder and the newcomer one of the k
+        nearest, those nearest to the newcomer first."""
         ground = self._ground
         wall, own = ground.wall(now), int.from_bytes(ground.key, "big")
         shares = []
@@ -316,7 +325,7 @@ class Replication:
     # Copies left by a find.
 
     def repair(self, now: float, search: Search) -> None:
-        """Give the newest records of a find to the nearest that answered without them."""
+        """Give the newest records of a find to the nearest nodes that answered without them."""
         ground, lookup = self._ground, search.lookup
         records = lookup.records
         if not records or len(records) > REPAIRED_RECORDS_MAX:
@@ -337,5 +346,5 @@ class Replication:
 
 
 def _ignore(now: float, token: bytes | None, seconds: float) -> None:
-    """Do nothing: the next republishing replaces lost copies."""
+    """Ignore the outcome: the next republishing replaces lost copies."""
     del now, token, seconds

@@ -1,4 +1,4 @@
-"""Replies to the four requests; those with contacts are cut to the nearest that fit one payload."""
+"""Replies to the four requests. A reply with contacts names as many of the nearest as fit one payload."""
 
 from typing import Protocol
 
@@ -28,14 +28,16 @@ from dht.settings import KademliaSettings
 from dht.tokens import WriteTokens
 
 HINTS_ROOM_BYTES = 200
-"""The room that a reply with records keeps for hints: some three, so that the asker's lookup goes on."""
+"""Bytes that a reply with records reserves for hints: enough for about three, so that the asker's lookup can
+go on."""
 
 ARRAY_HEADS_BYTES = 4
-"""The head of an array grows by up to two bytes when it is filled, and a reply has at most two."""
+"""Bytes reserved for array heads. The head of an array grows by up to two bytes when it is filled, and a
+reply has at most two arrays."""
 
 
 class ReplyCore(Protocol):
-    """The parts of the core that replies use."""
+    """The parts of the core that `reply` uses."""
 
     addresses: tuple[str, ...]
     is_client: bool
@@ -72,7 +74,7 @@ def reply(core: ReplyCore, now: float, sender: PeerId, message: Request) -> Answ
             )
         case Store():
             if core.is_client or not core.tokens.holds(now, sender, message.token):
-                # Before the signature is verified, which costs a hundred times as much.
+                # Refused before the signature is verified, which costs a hundred times as much.
                 return Stored(message.id, ours, Refusal.UNPROVEN, (), token if message.seeking else b"")
             key, refusal = core.replication.take(now, sender, message)
             if not message.seeking:
@@ -85,7 +87,7 @@ def reply(core: ReplyCore, now: float, sender: PeerId, message: Request) -> Answ
 def nearest_hints(
     key: Key, sender: PeerId, head_bytes: int, *, table: Table, settings: KademliaSettings
 ) -> tuple[Hint, ...]:
-    """Return the contacts nearest to `key` without `sender`, as many as fit behind a head of `head_bytes`."""
+    """Return the contacts nearest to `key` except `sender`, as many as fit after a head of `head_bytes`."""
     room = settings.payload_bytes_max - head_bytes - ARRAY_HEADS_BYTES
     contacts = table.nearest(key, settings.k, without=sender)
     return hints_to_fit((contact.hint for contact in contacts), room)
@@ -100,7 +102,7 @@ def nodes_reply(
     table: Table,
     settings: KademliaSettings,
 ) -> Nodes:
-    """Return the contacts nearest to the key, without `sender` itself."""
+    """Return the contacts nearest to the key, except `sender` itself."""
     empty = Nodes(message.id, addresses, (), token)
     hints = nearest_hints(Key(message.key), sender, encoded_bytes(empty), table=table, settings=settings)
     return Nodes(message.id, addresses, hints, token)
@@ -118,8 +120,8 @@ def values_reply(
     records: RecordStore,
     settings: KademliaSettings,
 ) -> Values:
-    """Return a page of the records under the key, with `copies` that are kept for a short time; the first
-    page names the nearest contacts too."""
+    """Return a page of the records under the key, including short-lived `copies`. The first page also names
+    the nearest contacts."""
     held = records.get(wall, Key(message.key))
     known = {record.publisher: record for record in copies}
     for record in held:
@@ -128,7 +130,7 @@ def values_reply(
     facts = [record.fact for record in held if record.publisher > message.after]
     empty = Values(message.id, addresses, (), False, (), token)
     room = settings.payload_bytes_max - encoded_bytes(empty) - ARRAY_HEADS_BYTES
-    # At least one record is sent; otherwise one of full size could never be returned.
+    # At least one record is sent. Otherwise a record of the maximum size could never be returned.
     page = cut_to_fit(facts[:RECORDS_MAX], room - HINTS_ROOM_BYTES) or tuple(facts[:1])
     hints: tuple[Hint, ...] = ()
     if not message.after:

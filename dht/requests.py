@@ -1,7 +1,7 @@
-"""The requests a node has in flight: the peer asked, the purpose, and until when an answer is welcome.
+"""The requests that a node has in flight: the peer asked, the purpose, and how long an answer is accepted.
 
-An answer is taken only for a request that was made, from the peer it was made to, and of the kind that fits
-it; everything else is refused before it can change anything.
+An answer is accepted only if it fits a request that was made, in its kind and in the peer that was asked.
+Every other answer is refused before it can change anything.
 """
 
 from collections.abc import Callable, Collection
@@ -21,20 +21,23 @@ from dht.settings import KademliaSettings
 from dht.timers import Timer, Timers
 
 PATIENCE_SECONDS_MIN = 0.02
-"""On a local network answers come in a millisecond, but a busy Python process may pause for ten."""
+"""Minimum time before a request is repeated. On a local network answers come within a millisecond, but a busy
+Python process may pause for ten."""
 
 PATIENCE_TRIPS = 3
-"""Usual round trips after which a peer is passed over: the first request, the second, and some room."""
+"""A peer is passed over after this many of its usual round trips: one for the first request, one for the
+second, and one as a margin."""
 SILENCE_SECONDS_MIN = 0.15
-"""No peer is passed over sooner: a process that trains, or collects garbage, may pause for 0.1 s."""
+"""Minimum time before a peer is passed over: a process that trains, or collects garbage, may pause for 0.1
+s."""
 
 
 @dataclass(eq=False)
 class Search:
     """A lookup and its continuation: `then(now, search)`.
 
-    `gives`: a record, and the peers with which the lookup itself stores it; `told`: their replies, "" for
-    kept.
+    `gives`: a record, and the peers on which the lookup itself stores it. `told`: the replies of those peers,
+    "" for kept.
     """
 
     number: int
@@ -47,10 +50,10 @@ class Search:
 
 @dataclass(eq=False)
 class Publication:
-    """The second half of a store: the peers that still have to answer, and the count of holders.
+    """The second half of a store: the peers that have not answered yet, and the number of holders.
 
-    `quiet` if it is upkeep, and nobody waits for its event; `wanted` are the holders without which it has
-    failed; `rounds` are those of its lookup.
+    `quiet`: it is upkeep, so no event reports its end. `wanted`: the minimum number of holders for success.
+    `rounds`: the number of rounds of its lookup.
     """
 
     number: int
@@ -63,19 +66,19 @@ class Publication:
     refusals: tuple[Refusal, ...] = ()
 
     def count(self, refused: str | None) -> None:
-        """Count one node's answer: "" for kept, a reason, or None for no answer at all."""
+        """Count one node's answer: "" for kept, a reason for a refusal, or None for no answer."""
         self.waiting -= 1
         if refused == "":
             self.acknowledged += 1
         elif refused in tuple(Refusal):
-            # Only known reasons: text from strangers is not shown to people.
+            # Keep only known reasons, so that text from unknown peers is never shown to people.
             self.refusals = tuple(dict.fromkeys((*self.refusals, Refusal(refused))))
 
 
 @dataclass(frozen=True)
 class Inquiry:
-    """A question to one peer that local code, or upkeep, asks: `then(now, token or None, seconds)`, None if
-    it stays silent."""
+    """A question to one peer from local code or upkeep. `then(now, token, seconds)` receives its outcome;
+    `token` is None if the peer was silent."""
 
     then: Callable[[float, bytes | None, float], None]
 
@@ -94,9 +97,10 @@ class PendingRequest:
 
 
 def learn_trip(trip: Trip | None, seconds: float) -> Trip:
-    """Return the smoothed mean and deviation of round trips after one more (RFC 6298).
+    """Return the smoothed mean and deviation of round-trip times after one more measurement (RFC 6298).
 
-    Measured from the first sending even where the second was answered: an overestimate is the safe side.
+    The time counts from the first transmission even if the second was answered, because an overestimate is on
+    the safe side.
     """
     if trip is None:
         return seconds, seconds / 2
@@ -105,7 +109,7 @@ def learn_trip(trip: Trip | None, seconds: float) -> Trip:
 
 
 class AnswerPatience:
-    """The usual answer time: of one peer where it has answered before, else of all peers."""
+    """The usual answer time: of the peer itself if it has answered before, else of all peers."""
 
     __slots__ = ("_settings", "_trip")
 
@@ -114,12 +118,12 @@ class AnswerPatience:
         self._trip: Trip | None = None
 
     def learn(self, contact: Contact, seconds: float) -> None:
-        """Take one round trip of a contact into account."""
+        """Include one round-trip time of a contact in the averages."""
         self._trip = learn_trip(self._trip, seconds)
         contact.trip = learn_trip(contact.trip, seconds)
 
     def repeat_seconds(self, contact: Contact) -> float:
-        """Return the time after which this peer is slower than usual, and is asked once more."""
+        """Return the time after which this peer counts as slow and is sent the request once more."""
         settings = self._settings
         if contact.trip is not None:
             return _bounded(contact.trip, settings.request_seconds_max / 2)
@@ -128,7 +132,8 @@ class AnswerPatience:
         return _bounded(self._trip, settings.request_seconds / 2)
 
     def silence_seconds(self, contact: Contact) -> float:
-        """Return the time after which it is passed over: the second request has had its time as well."""
+        """Return the time after which this peer is passed over; it leaves time for an answer to the second
+        request."""
         longest = (
             self._settings.request_seconds if contact.trip is None else self._settings.request_seconds_max
         )
@@ -141,10 +146,10 @@ def _bounded(trip: Trip, seconds_max: float) -> float:
 
 
 class Requests:
-    """Requests in flight by id. Ids are counted up from a random start, so a restart repeats none.
+    """The requests in flight, by id. Ids count up from a random start, so they do not repeat after a restart.
 
-    A request is sent with `send`; `slow` is called when its answer takes longer than usual (it has
-    just been sent again, for it or its answer may be lost), `silent` when its time is up.
+    `send` sends a request. `slow` is called when its answer takes longer than usual; the request has then
+    just been sent again, because it or its answer may be lost. `silent` is called when its time is up.
     """
 
     __slots__ = ("_last", "_patience", "_pending", "_send", "_settings", "_silent", "_slow", "_timers")
@@ -176,7 +181,7 @@ class Requests:
         return self._last
 
     def open(self, pending: PendingRequest) -> None:
-        """Send a request, and again if its answer takes longer than usual."""
+        """Send a request, and send it again if its answer takes longer than usual."""
         pending.timer = self._timers.at(
             pending.started + self._patience.repeat_seconds(pending.contact), partial(self._repeat, pending)
         )
@@ -184,10 +189,10 @@ class Requests:
         self._send(pending.contact.peer, pending.message)
 
     def answered(self, sender: PeerId, answer: messages.Answer) -> PendingRequest | None:
-        """Return the request that `answer` belongs to; None if it came too late. It stays open.
+        """Return the request that `answer` belongs to, which stays open; None if the answer came too late.
 
         Raises:
-            RemoteProtocolError: from another peer than the one asked, or of another kind.
+            RemoteProtocolError: the answer is of the wrong kind, or from a peer that was not asked.
         """
         pending = self._pending.get(answer.id)
         if pending is None:
@@ -208,7 +213,7 @@ class Requests:
         del self._pending[pending.message.id]
 
     def spoil(self, now: float, pending: PendingRequest) -> None:
-        """End a request whose answer was bad: its time is up at the next wake, which is due at once."""
+        """End a request whose answer was bad: it times out at the next wake, which is due immediately."""
         if pending.passed_over:
             return
         if pending.timer is not None:
@@ -232,10 +237,10 @@ class Requests:
 
 
 def checked_page(signer: Signer, pending: PendingRequest, answer: messages.Values) -> list[Record]:
-    """Return the records of a page, all of them valid and of the requested key.
+    """Return the records of a page. All of them are valid and have the requested key.
 
     Raises:
-        RemoteProtocolError: one of them is not, or the page is out of order.
+        RemoteProtocolError: a record is invalid or has a different key, or the page is out of order.
     """
     search = pending.purpose
     if not isinstance(search, Search) or not isinstance(pending.message, messages.FindValue):
@@ -248,7 +253,7 @@ def checked_page(signer: Signer, pending: PendingRequest, answer: messages.Value
         if fact.author <= last:
             raise RemoteProtocolError("a page of records out of order")
         last = fact.author
-        # Most holders hold the same records: each is checked only once.
+        # Most holders hold the same records, so each record is verified only once.
         known = search.lookup.records.get(PeerId(fact.author))
         record = known if known and known.fact == fact else check_record(signer, fact)
         if record.key != search.lookup.key:

@@ -1,18 +1,21 @@
-"""The routing table: contacts by their place in the key space (Kademlia sections 2.2, 2.4 and 4.1).
+"""The routing table: contacts sorted into buckets by their keys (Kademlia sections 2.2, 2.4 and 4.1).
 
-Built on `KBucket` of the `kademlia` package; its RoutingTable is left aside, because it
-splits buckets that a flood of ids chose, stops a search for the nearest early and needs asyncio.
-Mended here by subclass: time comes in as an argument, and a split keeps our own kind of bucket.
+Built on `KBucket` of the `kademlia` package. The package's RoutingTable is not used, because it splits
+buckets that a flood of ids chose, stops a search for the nearest contacts early, and needs asyncio. `Bucket`
+changes `KBucket` in two points: the time is passed as an argument, and a split creates our own kind of
+bucket.
 
 The rules:
-- Only peers that answered us stand here; hearsay lives in lookups until then.
-- Only the bucket that holds our own key is split, so that nobody can make us hold more than k contacts per
+- The table holds only peers that answered us. Peers known by hearsay exist only in lookups until they answer.
+- Only the bucket that holds our own key is split, so nobody can make us hold more than k contacts per
   doubling of the distance.
-- In a bucket the least recently heard contact comes first. A newcomer to a full bucket waits in its
-  replacement cache, and the first is pinged: a contact that has been up for long is likely to stay up.
+- The least recently heard contact of a bucket comes first. A newcomer to a full bucket waits in its
+  replacement cache, and the first contact is pinged, because a contact that has been up for long is likely to
+  stay up.
 - An address group (`groups`) has at most `group_max` contacts in the table and BUCKET_GROUP_MAX in a bucket,
-  as in go-libp2p, once k contacts of other groups are known: a swarm within one network has only its own.
-  Until then it makes room for others in a full bucket, and gives way among the nearest.
+  as in go-libp2p. This holds only once k contacts of other groups are known, because a swarm within one
+  network has only its own group. Until then, contacts of a crowding group make room for others in a full
+  bucket, and rank behind others among the nearest.
 """
 
 from bisect import bisect_left
@@ -30,10 +33,11 @@ from dht.keys import KEY_MAX, Key, node_key, node_number
 from dht.messages import Hint
 
 WAITING_MAX = 8
-"""Candidates that wait for a place in a full bucket. Long-lived contacts stay, so places come free a few
-times an hour; each candidate costs memory, and a ping to be known."""
+"""Maximum number of candidates that wait for a full bucket. Long-lived contacts stay, so only a few places an
+hour become free, and each candidate costs memory and a ping."""
 BUCKET_GROUP_MAX = 2
-"""Contacts of one address group that a full bucket keeps where others want their places, as in go-libp2p."""
+"""Number of contacts per address group that a full bucket keeps if other groups need the room, as in
+go-libp2p."""
 
 
 Trip = tuple[float, float]
@@ -41,15 +45,15 @@ Trip = tuple[float, float]
 
 
 class Contact:
-    """A peer with its key, and where it may be reached; verified once it stands in a Table.
+    """A peer with its key and its addresses; it is verified once it is in a Table.
 
-    To the package's structures it is a Node with `id`, `long_id` and `distance_to`; a Node itself would take
-    three times the memory, and there are hundreds at each of thousands of simulated peers.
+    The package's structures use it as a Node, through `id`, `long_id` and `distance_to`. A real Node would
+    take three times the memory, and each of thousands of simulated peers has hundreds of contacts.
 
-    `watched`: another part of the node reports its death, so its silence is no reason for a ping. `silence`,
-    if our last request is unanswered: how many in a row, and when the last of them was given up. `group`: its
-    address group, None if it counts alone. `trip`: its answer time, once known. `token`: the write token it
-    gave last, and `answered`, when that was.
+    `watched`: another part of the node reports its death, so its silence is no reason for a ping. `silence`:
+    None, or, if our latest request is unanswered, how many in a row are and when the newest of them timed
+    out. `group`: its address group, None if it is never limited. `trip`: its usual answer time, once known.
+    `token`: the write token from its latest answer; `answered`: the time of that answer.
     """
 
     __slots__ = (
@@ -77,7 +81,7 @@ class Contact:
 
     @property
     def hint(self) -> Hint:
-        """Return the hint that tells others of it."""
+        """The hint that names this contact to other peers."""
         return Hint(self.peer, self.addresses)
 
 
@@ -85,11 +89,12 @@ _HEARD = attrgetter("heard")
 
 
 class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
-    """A k-bucket that takes the time as an argument. `last_updated` is when a key in its range was looked up,
-    or there was no need to.
+    """A k-bucket that takes the time as an argument. `last_updated` is when a key in its range was last
+    looked up, or when such a lookup was found unnecessary.
 
-    The first contact is searched for on demand, by `heard`, among equals the one that came in first: moving a
-    contact at each of its messages would cost more, and twice the memory of a dict that stays as it is.
+    The least recently heard contact is searched for on demand, by `heard`; among equals it is the one added
+    first. To move a contact to the end at each of its messages would cost more time, and twice the memory of
+    a dict that keeps its order.
     """
 
     nodes: dict[Key, Contact]
@@ -104,13 +109,13 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
         self.replacement_nodes = {}
 
     def touch_last_updated(self, now: float | None = None) -> None:
-        """The package calls this without a time from its constructor; then nothing changes."""
+        """Set `last_updated`. The package's constructor calls this without a time; then nothing changes."""
         if now is not None:
             self.last_updated = now
 
     def add_node(self, node: Contact) -> bool:
-        """Add a node as the package does; at most k or WAITING_MAX wait for a place. A group that crowds a
-        full bucket loses a contact to a newcomer of another group."""
+        """Add a node like the package does; at most k or WAITING_MAX nodes wait, whichever is less. If one
+        group crowds a full bucket, a contact of that group makes room for a newcomer of another group."""
         key = node.id
         if key not in self.nodes and self.full and (crowding := self.crowding(node.group)) is not None:
             del self.nodes[crowding.id]
@@ -126,17 +131,19 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
         return False
 
     def crowding(self, group: bytes | None) -> Contact | None:
-        """Return the contact whose group crowds out a newcomer of `group`, if there is one."""
+        """Return a contact of a crowding group that should make room for a newcomer of `group`, if there is
+        one."""
         return crowding_one(self.nodes.values(), group, BUCKET_GROUP_MAX)
 
     def wants_to_know(self, group: bytes | None) -> bool:
-        """Return whether a newcomer of `group` would find a place, in the bucket or among those who wait."""
+        """Return whether a newcomer of `group` would get a place in the full bucket or among the waiting
+        contacts."""
         waiting = self.replacement_nodes.values()
         return self.crowding(group) is not None or crowding_one(waiting, group, BUCKET_GROUP_MAX) is not None
 
     def remove_node(self, node: Contact) -> None:
-        """Remove a node as the package does: the waiting contact heard of last takes its place, preferably
-        one of another group than those in the bucket."""
+        """Remove a node like the package does. The most recently heard waiting contact replaces it,
+        preferably one whose group is not in the bucket yet."""
         key = node.id
         self.replacement_nodes.pop(key, None)
         if self.nodes.pop(key, None) is not None and self.replacement_nodes:
@@ -150,11 +157,11 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
         return min(self.nodes.values(), key=_HEARD)
 
     def get_nodes(self) -> list[Contact]:
-        """Return all contacts that are not waiting, least recently heard first."""
+        """Return all contacts in the bucket, without the waiting ones, least recently heard first."""
         return sorted(self.nodes.values(), key=_HEARD)
 
     def split(self) -> tuple["Bucket", "Bucket"]:
-        """Split into two halves; each takes as many replacements as it has room for."""
+        """Split into two halves; each takes as many waiting contacts as it has room for."""
         lower, upper = self.range
         middle = (lower + upper) // 2
         one = Bucket(lower, middle, self.ksize, self.last_updated)
@@ -183,27 +190,28 @@ class Bucket(KBucket):  # type: ignore[misc]  # the package has no type hints
 
 
 class Table:
-    """The buckets of one node. It changes only by what peers themselves sent us, or failed to."""
+    """The buckets of one node. Only messages from peers themselves, or missing answers, change it."""
 
     __slots__ = ("_ends", "_failures_max", "_group_max", "_has_groups", "_k", "_own", "_sizes", "buckets")
 
     def __init__(self, own: Key, *, k: int, failures_max: int, group_max: int = 3) -> None:
         self._group_max = group_max
-        # Without any group, as in a local network, nobody needs to be counted.
+        # Without any group, as in a local network, nothing needs to be counted.
         self._has_groups = False
         self._sizes: Counter[bytes | None] | None = None
         self._own = Node(own)
         self._k = k
         self._failures_max = failures_max
         self.buckets: list[Bucket] = [Bucket(0, KEY_MAX, k, -inf)]
-        # The upper end of each bucket's range, to find one fast.
+        # The upper end of each bucket's range, for a binary search.
         self._ends = [KEY_MAX]
 
     def __len__(self) -> int:
         return sum(len(bucket) for bucket in self.buckets)
 
     def __iter__(self) -> Iterator[Contact]:
-        """All contacts but replacements, from the lowest bucket, least recently heard first."""
+        """Iterate over all contacts except waiting ones, from the lowest bucket, least recently heard
+        first."""
         for bucket in self.buckets:
             yield from bucket.get_nodes()
 
@@ -216,8 +224,8 @@ class Table:
         return self._bucket(peer).find(node_key(peer))
 
     def wants(self, peer: PeerId, *, waiting: bool = True, group: bytes | None = None) -> bool:
-        """Return whether a stranger is worth a ping: there would be a place for it, or, if `waiting`, among
-        those who wait for one."""
+        """Return whether an unknown peer is worth a ping: it would get a place in the bucket or, with
+        `waiting`, among the waiting contacts."""
         key = node_key(peer)
         if key == self._own.id:
             return False
@@ -229,9 +237,9 @@ class Table:
         return bool(bucket.has_in_range(self._own)) or (self._has_groups and bucket.wants_to_know(group))
 
     def heard(self, now: float, peer: PeerId) -> Contact | None:
-        """Record a request of a known contact: it is the most recently heard of its bucket.
+        """Record a request from a known contact, which becomes the most recently heard of its bucket.
 
-        Only an answer ends its silence: a peer that asks and never answers is useless.
+        Only an answer ends its silence: a peer that sends requests but never answers is useless.
         """
         key = node_key(peer)
         bucket = self._bucket(peer)
@@ -241,9 +249,9 @@ class Table:
         return contact
 
     def answered(self, now: float, contact: Contact) -> Contact | None:
-        """Record an answer of `contact`, which may thereby stand here.
+        """Record an answer of `contact`, which may add the contact to the table.
 
-        Return the contact to ping, if this one has to wait for another to fail, else None.
+        If the contact has to wait for a place, return the contact to ping in its bucket, else None.
         """
         if contact.id == self._own.id:
             return None
@@ -261,7 +269,7 @@ class Table:
             if not bucket.has_in_range(self._own):
                 self._sizes = None if is_new else self._sizes
                 return bucket.head()
-            # It waits among the replacements now, and the split deals those out with the rest.
+            # The contact is now among the waiting ones, which the split distributes along with the others.
             index = self.buckets.index(bucket)
             self.buckets[index : index + 1] = bucket.split()
             self._ends.insert(index, self.buckets[index].range[1])
@@ -274,8 +282,9 @@ class Table:
     def failed(self, now: float, peer: PeerId, asked: float) -> Contact | None:
         """Record that `peer` left a request unanswered that was sent at `asked`.
 
-        Return it if that counts and it still has its place; if not, return its replacement. Several requests
-        within one silence count once, or a short outage of our own would empty the table.
+        Return the contact if the failure counts and it keeps its place; otherwise return its replacement.
+        Several requests within one silence count once, because otherwise a short outage of our own would
+        empty the table.
         """
         contact = self.get(peer)
         if contact is None:
@@ -289,7 +298,7 @@ class Table:
         return self.remove(peer)
 
     def remove(self, peer: PeerId) -> Contact | None:
-        """Forget a peer; return the replacement that takes its place, the one added last."""
+        """Remove a peer; return the waiting contact that replaces it."""
         key = node_key(peer)
         bucket = self._bucket(peer)
         contact = bucket.find(key)
@@ -311,17 +320,17 @@ class Table:
         failing: bool = False,
         waiting_since: float = inf,
     ) -> list[Contact]:
-        """Return the `count` contacts nearest to `key`, nearest first: exactly these, over all buckets,
-        unless too many of them are of one address group.
+        """Return the `count` contacts nearest to `key` over all buckets, nearest first. The result is exact
+        unless too many of them share an address group.
 
-        Contacts that left our last request unanswered are passed over unless `failing`: nobody should be sent
-        to the dead. Contacts that wait for a place count as well if they have answered after `waiting_since`.
+        Contacts that left our latest request unanswered are excluded unless `failing`, because they are
+        probably dead. Waiting contacts are included if they have answered after `waiting_since`.
         """
         target = int.from_bytes(key, "big")
         wanted = count + (without is not None)
         found: list[tuple[int, Contact]] = []
-        # The range of a bucket is an aligned power of two: of two buckets, all of one are nearer than any of
-        # the other. Sorting these few contacts is faster than making a heap.
+        # The range of a bucket is an aligned power of two. So for any two buckets, all contacts of one are
+        # nearer than any contact of the other. For so few contacts, sorting is faster than a heap.
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.nearest_possible(target)):
             if len(found) >= wanted:
                 break
@@ -359,24 +368,23 @@ class Table:
         return of_group < self._group_max and inside < BUCKET_GROUP_MAX
 
     def _trim(self, newcomer: Contact) -> None:
-        """Drop contacts of the newcomer's group beyond its limit, from before other groups were known."""
+        """Drop contacts of an address group that exceeds its limit now that enough other groups are known."""
         sizes = self._group_sizes
         if max(sizes.values()) <= self._group_max and None not in sizes:
             return
         for group, size in list(sizes.items()):
             if group is not None and size > self._group_max and sizes.total() - size >= self._k:
                 of_group = [contact for contact in self if contact.group == group and contact is not newcomer]
-                # The fullest bucket first: there it stands in the way of most.
+                # From the fullest bucket first, where most newcomers need the room.
                 crowds = Counter(id(self._bucket(contact.peer)) for contact in of_group)
                 of_group.sort(key=lambda contact: (-crowds[id(self._bucket(contact.peer))], contact.heard))
                 self.remove(of_group[0].peer)
 
     @property
     def _group_sizes(self) -> Counter[bytes | None]:
-        """Return how many contacts of each group stand in buckets; counted anew only when they have
-        changed."""
+        """The number of contacts of each group in the buckets, cached until they change."""
         if self._sizes is None:
-            # From a list: to count what a generator yields takes twice as long.
+            # A list, because counting the items of a generator takes twice as long.
             self._sizes = Counter(
                 [contact.group for bucket in self.buckets for contact in bucket.nodes.values()]
             )

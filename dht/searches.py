@@ -1,6 +1,6 @@
-"""Lookups under way, as a part of the Kademlia core: whom they ask, and what they take from answers.
+"""Lookups in progress, as a part of the Kademlia core: which peers they ask, and what they take from answers.
 
-`dht.lookup` and `dht.paths` choose whom to ask next. As with `replication`, this is pure.
+`dht.lookup` and `dht.paths` choose the next peer to ask. Like `replication`, this is pure.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from dht.upkeep import Upkeep
 
 
 class SearchingCore(Protocol):
-    """The parts of the core that lookups use."""
+    """The parts of the core that `Searches` uses."""
 
     peer: PeerId
     settings: KademliaSettings
@@ -70,7 +70,7 @@ class Searches:
         return search.number in self._open
 
     def pass_over(self, now: float, peer: PeerId) -> None:
-        """Wait for this peer in no lookup."""
+        """Stop waiting for this peer in all lookups."""
         for search in list(self._open.values()):
             search.lookup.passed_over(peer)
             self.advance(now, search)
@@ -88,12 +88,14 @@ class Searches:
         width: int | None = None,
         record: Record | None = None,
     ) -> Search:
-        """Begin a lookup that ends in `then`; `width`, `enough` as in `Lookup`. `record`: what it stores."""
+        """Begin a lookup that calls `then` at its end. `width` and `enough` are as in `Lookup`. `record` is
+        the record that the lookup itself stores, if any."""
         self._core.upkeep.touch(now, self._core.table.bucket_of(key))
-        # More than k, for answers name only the k nearest, and half of these may be dead.
+        # More than k, because answers name only the k nearest, and half of those may be dead.
         known = self._core.table.nearest(key, 2 * self._core.settings.k, waiting_since=now - TOKEN_SECONDS)
         if len(known) < self._core.settings.alpha:
-            # After an outage of our own all contacts seem to fail; asking them is better than asking none.
+            # After an outage of our own, all contacts seem to have failed. To ask them anyway is better than
+            # to ask nobody.
             known = self._core.table.nearest(key, self._core.settings.k, failing=True)
         seeded = (*known, *seeds)
         lookup: Lookup | DisjointLookup
@@ -142,7 +144,7 @@ class Searches:
             search.then(now, search)
 
     def _question(self, search: Search, contact: Contact) -> messages.Request:
-        """Return the request to send to a contact in a lookup."""
+        """Return the request that a lookup sends to a contact."""
         key = search.lookup.key
         if search.lookup.values:
             return messages.FindValue(self._core.new_id(), self._core.addresses, key, b"")
@@ -163,7 +165,7 @@ class Searches:
         answer: messages.Nodes | messages.Values | messages.Stored,
         records: list[Record],
     ) -> None:
-        """Take the contacts and checked records of an answer."""
+        """Take the contacts and the verified records of an answer."""
         lookup = search.lookup
         for record in records:
             if not record.expired(self._core.wall(now)) and self._core.may_publish(record.publisher):
@@ -182,7 +184,7 @@ class Searches:
 
     def _hinted(self, lookup: Lookup | DisjointLookup, hint: messages.Hint) -> Contact:
         peer = PeerId(hint.peer)
-        known = lookup.candidate(peer)  # the same few are named again and again
+        known = lookup.candidate(peer)  # the same few peers are named again and again
         if known is None or known.addresses != hint.addresses:
             known = self._core.table.get(peer)
             known = known or Contact(peer, hint.addresses, self._core.origins.group(peer, hint.addresses))

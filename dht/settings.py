@@ -1,4 +1,4 @@
-"""The DHT's settings: what each does, its bounds against its siblings, and a good value."""
+"""The DHT's settings: the effect, the bounds and a good default of each."""
 
 from dataclasses import dataclass
 
@@ -6,143 +6,148 @@ from dht.messages import HINTS_MAX, MESSAGE_BYTES_MAX
 from dht.work import WORK_BITS_MAX
 
 PAYLOAD_BYTES_MIN = 300
-"""Room for a reply's head and a few hints; less would make lookups blind."""
+"""Minimum for `payload_bytes_max`: room for a reply's head and a few hints. With less, lookups could not make
+progress."""
 
 
 @dataclass(frozen=True)
 class KademliaSettings:
-    """Frozen, checked at construction (ValueError). The defaults suit a swarm over the internet."""
+    """Frozen settings, checked at construction (ValueError). The defaults suit a swarm on the internet."""
 
     k: int = 20
-    """Contacts in a bucket and replicas of a record; 1 to HINTS_MAX. 20 outlives an hour of churn."""
+    """Number of contacts in a bucket, and of replicas of a record; 1 to HINTS_MAX. 20 replicas outlast an
+    hour of churn."""
 
     group_max: int = 3
-    """Contacts of one address group among the nearest, while there are others; 1 or more. As in go-libp2p: a
-    higher value helps attackers with many ids in one network, a lower one hurts honest nodes that share
-    one."""
+    """Number of contacts of one address group among the nearest, if there are others; 1 or more. As in
+    go-libp2p. A higher value helps attackers with many ids in one network, a lower one hurts honest nodes
+    that share a network."""
 
     groups_local: bool = False
-    """Whether loopback and private networks are address groups as well. Their nodes are many and at few
-    addresses, so a swarm that is partly there would find them worse."""
+    """Whether loopback and private networks are address groups too. Many honest nodes share their few
+    addresses, so this makes them harder to find in a swarm that is partly on such networks."""
 
     alpha: int = 3
-    """Requests that a lookup keeps in flight; 1 to `k`. More is faster and costs more messages.
-    In its last round, when nobody nearer turns up, it asks all of the `k` nearest."""
+    """Number of requests that a lookup keeps in flight; 1 to `k`. More is faster and costs more messages. In
+    its last round, when no nearer peer turns up, a lookup asks all of the `k` nearest."""
 
     find_width: int = 8
-    """A find that holds a record ends when this many of the nearest alive have answered; 1 to `k`.
-    More finds fresher sequences and more publishers. A find that holds none always asks `k`."""
+    """A find that has found a record ends when this many of the nearest live nodes have answered; 1 to `k`. A
+    higher value finds newer records and more publishers. A find without a record always asks `k`."""
 
     request_seconds: float = 0.5
-    """A silent peer of which nothing is known is passed over this long after it was asked, at the latest;
-    over 0. A request is sent a second time after the usual round trip, half of this at the latest."""
+    """How long at most to wait for a silent peer of which nothing is known before passing it over; over 0. A
+    request is sent a second time after the usual round trip, at the latest after half of this."""
 
     request_seconds_max: float = 3.0
-    """The same for a peer that is known to be far or slow: up to twice its usual time, and no longer than
-    this; at least `request_seconds`."""
+    """The same for a peer that is known to be far or slow: twice its usual time, but at most this; at least
+    `request_seconds`."""
 
     paths: int = 4
-    """Disjoint paths of a lookup that matters (S/Kademlia); 1 or more. A liar can spoil only the path it is
-    on, and each path costs about as many requests as a lookup of its own."""
+    """Number of disjoint paths of an important lookup (S/Kademlia); 1 or more. A liar can spoil only the path
+    it is on, and each path costs about as many requests as a whole lookup."""
 
     work_bits: int = 0
-    """Proof of work that an id needs to be asked, met or answered (`work`), 0 for none to WORK_BITS_MAX. The
-    same in the whole swarm."""
+    """Proof of work, in bits, that an id needs to be asked, pinged or answered (`work`); 0 (none) to
+    WORK_BITS_MAX. All nodes of a swarm need the same value."""
 
     late_seconds: float = 2.0
-    """How long an answer is still welcome after that; 0 or more."""
+    """How long after a request was given up its answer is still accepted; 0 or more."""
 
     failures_max: int = 3
-    """Requests in a row a contact may leave unanswered before it loses its place; 1 or more."""
+    """Number of requests in a row that a contact may leave unanswered before it is removed; 1 or more."""
 
     recheck_seconds: float = 5.0
     """How long after a failure the contact is pinged again; above `request_seconds`."""
 
     checks_max: int = 64
-    """Pings in flight to contacts that are not yet, or no longer, trusted; 1 or more. A flood of
-    strangers beyond this is answered but not met."""
+    """Number of pings in flight to peers that are not verified, or failed; 1 or more. Unknown peers beyond
+    this are answered, but not pinged."""
 
     fresh_seconds: float = 60.0
-    """A contact heard from within this time is not pinged to make room for another; 0 or more."""
+    """A contact heard from within this time is not pinged to make room for a newcomer; 0 or more."""
 
     refresh_seconds: float = 600.0
-    """A bucket in which nothing was looked up for so long is refreshed, give or take a quarter; above
+    """A bucket is refreshed if nothing in it was looked up for this long, plus or minus a quarter; above
     `refresh_gap_seconds`."""
 
     refresh_gap_seconds: float = 2.0
-    """The least time between two refreshes, so that they do not come in a burst; above 0."""
+    """Minimum time between two refreshes, so that they do not come in a burst; above 0."""
 
     rejoin_seconds: float = 10.0
-    """How long after a `join` that nobody answered, or after the table ran empty, the peers of the
-    last `join` are asked again; above `request_seconds`."""
+    """How long to wait after a `join` that nobody answered, or after the table became empty, before the peers
+    of the latest `join` are asked again; above `request_seconds`."""
 
     republish_seconds: float = 1_800.0
-    """How often a node stores its own records again, give or take a tenth; above 0. 30 minutes
-    keeps 19 of 20 replicas alive at a median session of an hour."""
+    """How often a node stores its own records again, plus or minus a tenth; above 0. 30 minutes keeps 19 of
+    20 replicas alive at a median session of an hour."""
 
     republish_gap_seconds: float = 0.5
-    """The least time between two records that a node stores again for others; above 0. Records of a publisher
-    that is gone survive by it: the first holder that finds them overdue stores them again."""
+    """Minimum time between two records that a node stores again for others; above 0. This republishing keeps
+    the records of a publisher that is gone: the first holder that finds them overdue stores them again."""
 
     advert_seconds: float = 900.0
-    """How long an advert stays valid; above `advert_renew_seconds`, for holders go as well."""
+    """How long an advert stays valid; above `advert_renew_seconds`, because its holders may leave too."""
 
     advert_renew_seconds: float = 300.0
-    """How often an advert is signed anew, up to a fifth sooner; above 0."""
+    """How often an advert is signed again, up to a fifth sooner; above 0."""
 
     holders_min: int = 3
-    """A store that reaches fewer has failed, unless the network or `k` is smaller; 1 or more."""
+    """A store that reaches fewer holders has failed, unless the network or `k` is smaller; 1 or more."""
 
     handover_max: int = 64
-    """Records handed to one newcomer, the nearest to it; 0 or more."""
+    """Maximum number of records sent to one newcomer, the nearest to it first; 0 or more."""
 
     repairs_max: int = 2
-    """Copies stored on the way of a find that met nodes without the record; 0 or more."""
+    """Maximum number of copies that a find leaves on nodes that answered without the record; 0 or more."""
 
     cache_seconds: float = 300.0
-    """How long such a copy is kept by a node that is not near the key; 0 or more."""
+    """How long a node that is not near the key keeps such a copy; 0 or more."""
 
     cache_max: int = 256
-    """Such copies kept; 0 or more."""
+    """Maximum number of such copies that a node keeps; 0 or more."""
 
     lost_max: int = 64
-    """Contacts that fell silent and are tried again now and then, so that a network that was split grows
-    together; 0 or more."""
+    """Maximum number of silent contacts that are occasionally tried again, so that a network that was split
+    can merge; 0 or more."""
 
     lost_retry_seconds: float = 60.0
-    """Between two such tries; above 0."""
+    """Minimum time between two such tries; above 0."""
 
     lookup_requests_max: int = 128
-    """Requests of one lookup; at least `k`. An honest one needs about `k` + 10."""
+    """Maximum number of requests in one lookup; at least `k`. An honest lookup needs about `k` + 10."""
 
     lookup_seconds_max: float = 20.0
-    """A lookup ends after this with what it has; above `request_seconds`. Only liars make it so long."""
+    """A lookup ends after this time with the results so far; above `request_seconds`. Only liars can make a
+    lookup take this long."""
 
     pages_max: int = 16
-    """Pages of records asked of one holder in a find; 1 or more."""
+    """Maximum number of pages of records that a find requests from one holder; 1 or more."""
 
     found_max: int = 256
-    """Publishers collected by one find; 1 or more. Beyond it, new ones are passed over."""
+    """Maximum number of publishers that one find collects; 1 or more. Any further ones are ignored."""
 
     payload_bytes_max: int = 1_000
-    """Size of a reply, encoded; PAYLOAD_BYTES_MIN to half of MESSAGE_BYTES_MAX. The default fits a
-    datagram with its envelope. A reply always has room for one record, be it larger."""
+    """Maximum encoded size of a reply; PAYLOAD_BYTES_MIN to half of MESSAGE_BYTES_MAX. With the default, a
+    reply and its envelope fit a datagram. A reply may contain one record even if that exceeds this size."""
 
     records_max: int = 10_000
-    """Records this node holds for others and itself; 1 or more. About 1.5 kB each."""
+    """Maximum number of records that this node holds, its own included; 1 or more. Each takes about 1.5
+    kB."""
 
     records_per_source_max: int = 2_000
-    """How many of these may come from one address that is not local; 1 or more. A fifth: many nodes behind
-    one translator store less with one node, and nobody fills it alone."""
+    """Maximum number of these that may come from one non-local address; 1 or more. With a fifth of
+    `records_max`, nobody can fill the store alone, but many nodes behind one NAT can store less on one
+    node."""
 
     records_per_key_max: int = 64
-    """Publishers under one key; 1 to `records_max`."""
+    """Maximum number of publishers under one key; 1 to `records_max`."""
 
     records_per_publisher_max: int = 256
-    """Keys of one publisher; 1 to `records_max`."""
+    """Maximum number of keys of one publisher; 1 to `records_max`."""
 
     expiry_check_seconds: float = 60.0
-    """How often expired records are swept out; above 0. They are not handed out in between."""
+    """How often expired records are removed; above 0. They are not handed out in the meantime."""
 
     def __post_init__(self) -> None:
         wrong = [name for name, holds in self._bounds().items() if not holds]

@@ -1,6 +1,6 @@
-"""Actions that a core does later: a heap by due time; a timer may be cancelled.
+"""Actions that a core performs later: a heap by due time, from which a timer can be cancelled.
 
-It holds no clock; its owner passes the time.
+It has no clock; its owner passes the time.
 """
 
 import heapq
@@ -8,11 +8,12 @@ from collections.abc import Callable
 from math import inf
 
 Action = Callable[[float], None]
-"""Called with the present time."""
+"""An action is called with the current time."""
 
 
 class Timer:
-    """One future action. A cancelled timer stays in the heap, empty, until it reaches the top."""
+    """One future action. A cancelled timer stays in the heap, without its action, until it reaches the
+    top."""
 
     __slots__ = ("action",)
 
@@ -24,7 +25,7 @@ class Timer:
 
 
 class Timers:
-    """All future actions, by due time and then in the order they were added."""
+    """All future actions, sorted by due time and then by the order in which they were added."""
 
     __slots__ = ("_heap", "_made")
 
@@ -33,7 +34,7 @@ class Timers:
         self._made = 0
 
     def at(self, due: float, action: Action) -> Timer:
-        """Do `action` at `due`, in monotonic seconds."""
+        """Schedule `action` for `due`, in monotonic seconds."""
         timer = Timer(action)
         self._made += 1
         heapq.heappush(self._heap, (due, self._made, timer))
@@ -47,7 +48,7 @@ class Timers:
         return self._heap[0][0] if self._heap else inf
 
     def run(self, now: float) -> None:
-        """Do every action that is due."""
+        """Call every action that is due."""
         while self.due <= now:
             timer = heapq.heappop(self._heap)[2]
             if timer.action is not None:

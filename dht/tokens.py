@@ -1,8 +1,8 @@
-"""Write tokens: proof that a peer that stores has asked this node itself within the last minutes (BEP 5).
+"""Write tokens: proof that a storing peer has sent this node a request within the last minutes (BEP 5).
 
-A token is a keyed hash of the asker and of a period of time, so nothing is kept for peers that never store.
-It is no permission: `records` and its quotas decide what is kept. A token makes each store cost its sender an
-answered question, and makes a captured Store worthless after ten minutes.
+A token is a keyed hash of the asking peer and a period of time, so nothing is kept for peers that never
+store. It is not a permission: `records` and its quotas decide what is kept. Because of it, each store costs
+its sender a request that was answered, and a captured Store is worthless after ten minutes.
 """
 
 import hashlib
@@ -11,10 +11,11 @@ from crypto.identity import PeerId
 from dht.messages import TOKEN_BYTES
 
 PERIOD_SECONDS = 300.0
-"""A token holds in the period it was made in and in the next: at least five minutes, at most ten."""
+"""Length of a period. A token is valid in the period in which it was made and in the next one: at least five
+minutes, at most ten."""
 TOKEN_SECONDS = 240.0
-"""A token of another node is used for this long after its answer: less than its validity, to allow for the
-way there."""
+"""How long another node's token is used after its answer: less than its validity, to allow for the travel
+time."""
 
 SECRET_BYTES = 32
 
@@ -33,7 +34,7 @@ class WriteTokens:
         return self._of(int(now // PERIOD_SECONDS), peer)
 
     def holds(self, now: float, peer: PeerId, token: bytes) -> bool:
-        """Return whether `token` was given to `peer` lately."""
+        """Return whether `token` was recently given to `peer`."""
         period = int(now // PERIOD_SECONDS)
         return token in (self._of(period, peer), self._of(period - 1, peer))
 

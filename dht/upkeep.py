@@ -1,8 +1,8 @@
 """Upkeep of a routing table: refreshes, retries of lost contacts, and exclusion of liars.
 
 A bucket in which nothing was looked up for long is refreshed by a lookup, and its silent contacts are pinged.
-A contact that fell silent is tried again for about an hour, so that a network that was split grows together.
-A peer that sent an answer that no correct peer sends is neither asked nor met for a while.
+A contact that fell silent is tried again for about an hour, so that a network that was split can merge. A
+peer whose answer no correct peer would send is neither asked nor pinged for a while.
 """
 
 from collections.abc import Callable
@@ -17,19 +17,20 @@ from dht.routing import Bucket, Contact, Table
 from dht.settings import KademliaSettings
 
 WATCHED_PATIENCE = 4
-"""Peers that SWIM already monitors are pinged this many times less often: they live, but may have become
-clients, or their DHT may be mute. A bucket whose contacts are all monitored is also refreshed this many times
-less often, since any further contact in its range would have been named too."""
+"""Peers that SWIM already monitors are pinged this many times less often. Pings are still needed, because
+a live peer may have become a client, or its DHT may have stopped. A bucket whose contacts are all
+monitored is also refreshed this many times less often, since any further contact in its range would have
+been named too."""
 LOST_TRIES_MAX = 60
-"""Pings to a contact that fell silent, at most one every `lost_retry_seconds`."""
+"""Maximum number of pings to a contact that fell silent; they are sent at most every `lost_retry_seconds`."""
 LIARS_MAX = 256
-"""Peers remembered for a bad answer, the newest."""
+"""Maximum number of peers remembered for a bad answer; the newest are kept."""
 LIAR_SECONDS = 600.0
 """How long such a peer is neither asked nor pinged."""
 
 
 class UpkeepCore(Protocol):
-    """The parts of the core that upkeep uses."""
+    """The parts of the core that `Upkeep` uses."""
 
     key: Key
     settings: KademliaSettings
@@ -40,13 +41,13 @@ class UpkeepCore(Protocol):
 
 
 class Upkeep:
-    """The part of a core that looks after its table. `check` pings a contact. Times are monotonic
+    """The part of a core that maintains its table. `check` pings a contact. Times are in monotonic
     seconds."""
 
     def __init__(self, ground: UpkeepCore, check: Callable[[float, Contact], None]) -> None:
         self._ground = ground
         self._check = check
-        # Contacts that fell silent, the longest lost first: how often each was tried since.
+        # Contacts that fell silent, the longest lost first, each with the number of tries since.
         self._lost: dict[PeerId, tuple[Contact, int]] = {}
         self._liars: dict[PeerId, float] = {}
         self._retry_due = inf
@@ -54,19 +55,19 @@ class Upkeep:
 
     @property
     def deadline(self) -> float:
-        """When `wake` wants to be called."""
+        """When `wake` must be called."""
         return min(self._retry_due, self._refresh_due)
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """The tables that others can make grow here: the size and limit of each."""
+        """The size and limit of each table whose growth other peers can cause."""
         return {
             "lost contacts": (len(self._lost), self._ground.settings.lost_max),
             "liars": (len(self._liars), LIARS_MAX),
         }
 
     def wake(self, now: float) -> None:
-        """Do what is due."""
+        """Retry lost contacts and refresh buckets if it is time."""
         if self._retry_due <= now:
             self._retry_lost(now)
         if self._refresh_due <= now:
@@ -75,7 +76,7 @@ class Upkeep:
     # Liars.
 
     def distrust(self, now: float, peer: PeerId) -> None:
-        """Remove a peer that sent an answer that no correct peer sends."""
+        """Remove a peer whose answer no correct peer would send."""
         self._ground.table.remove(peer)
         self._liars.pop(peer, None)
         self._liars[peer] = now + LIAR_SECONDS
@@ -83,7 +84,7 @@ class Upkeep:
             del self._liars[next(iter(self._liars))]
 
     def is_liar(self, now: float, peer: PeerId) -> bool:
-        """Return whether that happened lately."""
+        """Return whether a peer recently sent such an answer."""
         return self._liars.get(peer, -inf) > now
 
     # Lost contacts.
@@ -93,7 +94,7 @@ class Upkeep:
         self._lost.pop(peer, None)
 
     def lose(self, now: float, contact: Contact | None) -> None:
-        """Try a contact that fell silent again now and then: the network may be split."""
+        """Schedule occasional retries of a contact that fell silent, because the network may be split."""
         if contact is None or not self._ground.settings.lost_max:
             return
         self._lost.pop(contact.peer, None)
@@ -107,7 +108,7 @@ class Upkeep:
         return self._ground.settings.lost_retry_seconds * self._ground.rng.uniform(0.5, 1.5)
 
     def _retry_lost(self, now: float) -> None:
-        """Ping the contact that was lost, or tried, longest ago."""
+        """Ping the contact whose loss or latest try is longest ago."""
         self._retry_due = inf
         if not self._lost:
             return
@@ -122,12 +123,13 @@ class Upkeep:
     # Refreshes.
 
     def begin(self, now: float) -> None:
-        """Begin refreshing: somebody has answered."""
+        """Begin to refresh buckets, now that a peer has answered."""
         if self._refresh_due == inf:
             self._refresh_due = now + self._ground.settings.refresh_seconds
 
     def refresh_all(self, now: float) -> None:
-        """Refresh the far buckets one after the other: a lookup of our own key went past them."""
+        """Refresh the far buckets one after the other, because a lookup of our own key does not reach
+        them."""
         table = self._ground.table
         for bucket in table.buckets:
             if bucket is not table.bucket_of(self._ground.key):
@@ -135,14 +137,14 @@ class Upkeep:
         self._refresh_due = now + self._ground.settings.refresh_gap_seconds
 
     def touch(self, now: float, bucket: Bucket) -> None:
-        """Note that a bucket was looked into, or need not be."""
-        # Give or take a quarter: buckets filled together must not be refreshed together for ever.
+        """Record that a key in the bucket was looked up, or that a lookup was unnecessary."""
+        # The time varies by a quarter, so that buckets filled together are not refreshed together for ever.
         spread = self._ground.rng.uniform(-0.25, 0.25)
         bucket.touch_last_updated(now + self._ground.settings.refresh_seconds * spread)
 
     def _refresh(self, now: float) -> None:
-        """Refresh the bucket that was looked into least recently, if it is time, and ping those of its
-        contacts that were silent that long."""
+        """Refresh the bucket whose latest lookup is longest ago, if it is time, and ping its contacts that
+        were silent for that long."""
         settings = self._ground.settings
         stalest = self._stalest()
         if stalest.last_updated + settings.refresh_seconds <= now:
@@ -161,10 +163,10 @@ class Upkeep:
 
     def _is_worth_a_lookup(self, bucket: Bucket) -> bool:
         if bucket.full and bucket is not self._ground.table.bucket_of(self._ground.key):
-            return False  # there is no room for further contacts until one is lost
+            return False  # there is no room for more contacts until one is lost
         if not bucket.nodes or not all(contact.watched for contact in bucket.nodes.values()):
             return True
-        # As often on average: no bucket need remember when.
+        # A random choice gives the same average rate, and no bucket has to remember a time.
         return self._ground.rng.random() * WATCHED_PATIENCE < 1
 
     def _stalest(self) -> Bucket:
