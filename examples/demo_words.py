@@ -1,11 +1,11 @@
-"""Make the small model that answers at the end of the demo: the text that it is trained on, and its file.
+"""Make the small language model of the demo: write its training text, and pack the trained model into a file.
 
     python examples/demo_words.py text words.txt
     python examples/demo_words.py pack state.safetensors words.peerloom
 
-A run comes between the two (node/demo/words/RUN.toml). The text is prose of Python's own documentation, a
-paragraph in each window of the run: the model memorizes them and continues the beginning of any. The weights
-that ship were trained on those of Python 3.11.
+Between the two commands comes a training run (node/demo/words/RUN.toml). The text is prose of Python's own
+documentation, one paragraph per window of the run. The model memorizes the paragraphs and continues the
+beginning of any of them. The shipped weights were trained on the documentation of Python 3.11.
 """
 
 import pydoc_data.topics
@@ -19,20 +19,20 @@ from partition.capture.models.model_spec import capture_built_in
 from partition.model.graph import encode_graph
 
 ROUNDS = 12
-"""How often the paragraphs are repeated in the text; its end is held out."""
+"""How often the paragraphs are repeated in the text. The end of the text is held out."""
 PARAGRAPHS = 24
-"""Few, so that a small model memorizes them within minutes."""
+"""Number of paragraphs: few, so that a small model memorizes them within minutes."""
 LENGTHS = range(150, 256)
-"""Letters of a paragraph."""
+"""Allowed lengths of a paragraph, in characters."""
 LETTERS_MIN = 0.94
-"""The least share of letters and spaces: paragraphs with less are grammar, tables or code."""
+"""Minimum share of letters and spaces in a paragraph. Paragraphs with less are grammar, tables or code."""
 WINDOW, BYTES = 256, 256
 OPTIONS = {"layers": 4, "heads": 4, "width": 128}
-"""As in RUN.toml."""
+"""The same model options as in RUN.toml."""
 
 
 def paragraphs() -> list[str]:
-    """Return the prose of the topics that `help()` knows, a paragraph each."""
+    """Return the prose of the topics that `help()` knows, as a list of paragraphs."""
     found: dict[str, None] = {}
     for _, topic in sorted(pydoc_data.topics.topics.items()):
         for lines in (each.split("\n") for each in re.split(r"\n\s*\n", topic)):
@@ -53,7 +53,7 @@ def write_text(path: Path) -> None:
 
 
 def pack(state: Path, path: Path) -> None:
-    """Write the run's result as a captured file, with its values beside it."""
+    """Write the run's result as a captured file, with the parameter values next to it."""
     graph = capture_built_in("gpt", (WINDOW,), BYTES, options=OPTIONS).graph
     path.write_bytes(encode_graph(with_values(graph, state, path.with_suffix(".safetensors"))))
 

@@ -1,7 +1,7 @@
-"""Plan which peers would hold which layers, and the effect of other machines, without a node.
+"""Without running a node, plan which peers would hold which layers, and show the effect of other machines.
 
-python examples/plan.py                          # the built-in gpt over examples/peers.toml
-python examples/plan.py FOLDER peers.toml        # a Hugging Face folder over machines of yours
+python examples/plan.py                          # the built-in gpt on the machines of examples/peers.toml
+python examples/plan.py FOLDER peers.toml        # a Hugging Face folder on your own machines
 """
 
 import sys
@@ -15,7 +15,7 @@ PEERS = Path(__file__).with_name("peers.toml")
 
 def main(model: str = "gpt", peers: str | Path = PEERS) -> None:
     """Print a plan, draw it, and compare it with some changes."""
-    graph = graph_of(model)  # captured once; `node.plan` takes a model's name as well
+    graph = graph_of(model)  # captured once; `node.plan` also accepts a model's name
     report = node.plan(graph, peers, batch=64)
     print(report.explain())
     Path("plan.svg").write_text(report.to_svg(), encoding="utf-8")

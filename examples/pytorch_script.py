@@ -1,11 +1,12 @@
-"""An ordinary training script, with three lines changed: they are marked. Start it in several terminals.
+"""An ordinary training script in which only the three marked lines are changed. Start it in several
+terminals.
 
     python examples/pytorch_script.py                          # prints the address to join
     python examples/pytorch_script.py --join 127.0.0.1:9747    # in a second and a third terminal
 
-Each draws its own batches of scikit-learn's digits; every ten steps their weights are averaged. Kill one: the
-others go on. Restart it: it takes over the others' state. Accuracy is some 0.92 after 600 steps, which take a
-few seconds of one core.
+Each process draws its own batches of scikit-learn's digits, and every ten steps the processes average their
+weights. If you kill one, the others go on. If you restart it, it takes over the state of the others. The
+accuracy is about 0.92 after 600 steps, which take a few seconds on one core.
 """
 
 import argparse
@@ -29,7 +30,12 @@ def main() -> None:
     parser.add_argument("--data-dir")
     parser.add_argument("--no-lan", action="store_true")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps, to watch it")
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=0.0,
+        help=("seconds between two steps, so that you can watch the progress"),
+    )
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -40,13 +46,14 @@ def main() -> None:
     torch.manual_seed(options.seed)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     lan = False if options.no_lan else None
-    with node.sync(  # changed: a node of this script's own
+    with node.sync(  # changed: start a node for this script
         join=options.join, listen=options.listen, data_dir=options.data_dir, lan=lan
     ) as me:
         print(f"{me.addresses[0]}", flush=True)
         plain = torch.optim.AdamW(model.parameters(), 3e-3)
-        optimizer = me.optimizer(plain, run_id="digits", local_steps=10)  # changed: it averages with peers
-        schedule = optimizer.scheduler(CosineAnnealingLR, T_max=options.steps)  # changed: by the global step
+        optimizer = me.optimizer(plain, run_id="digits", local_steps=10)  # changed: average with peers
+        # changed: schedule by the global step
+        schedule = optimizer.scheduler(CosineAnnealingLR, T_max=options.steps)
         while (step := optimizer.stats.global_step) < options.steps:
             chosen = torch.randint(0, 1_440, (BATCH,))
             loss = torch.nn.functional.cross_entropy(model(images[train][chosen]), labels[train][chosen])

@@ -1,9 +1,8 @@
-"""A hundred SWIM members in virtual time, of which one dies: when does each of the others notice? Takes a
-second.
+"""Simulate a hundred SWIM members, kill one, and show when the others notice its death. Takes a second.
 
     python examples/simulated_swarm.py
 
-The cores are the ones a real node runs; only the network and the clock are simulated.
+The cores are the same as in a real node; only the network and the clock are simulated.
 """
 
 from functools import partial
@@ -26,7 +25,7 @@ END_SECONDS = 40.0
 
 
 def join(through: PeerId, core: Swim, now: float) -> Sends:
-    """Enter the swarm through an earlier member."""
+    """Join the swarm through an earlier member."""
     return list(core.join(now, [through]))
 
 
@@ -52,7 +51,7 @@ def main() -> None:
             now=0.0,
         )
         engine.add(peer, swim)
-        # Each joins through an earlier one; no member is special.
+        # Each peer joins through an earlier one, so no member is special.
         through = peers[index // 2]
         if index:
             engine.call(0.1 + index * 0.01, peer, partial(join, through))

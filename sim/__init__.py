@@ -1,6 +1,7 @@
-"""The simulator: real protocol code in virtual time, as bare cores (`engine`) or whole nodes (`seams`).
+"""The simulator: runs real protocol code in virtual time, as bare cores (`engine`) or as whole nodes
+(`seams`).
 
-sim.run("churn", seed=7).write("out")      a scenario, watched, checked and measured: `sim.experiment`
+sim.run("churn", seed=7).write("out") play a scenario, check it and measure it: `sim.experiment`
 """
 
 import os
@@ -16,9 +17,9 @@ __all__ = ["Result", "run"]
 
 
 def _check_node() -> None:
-    """Import `node`, which resolves all other names, and check that it is the package beside this one.
+    """Import `node`, which resolves all other names, and check that it is the package next to this one.
 
-    Raises ImportError, or for `python -m` SystemExit after two lines on stderr.
+    Raises ImportError. Under `python -m` it prints two lines on stderr and raises SystemExit.
     """
     found = find_spec("node")
     place = (
@@ -29,7 +30,7 @@ def _check_node() -> None:
     ):
         import node
 
-        assert node.__name__, "imported for what it checks, not for its name"
+        assert node.__name__, "importing node runs its own checks; its name is not needed"
         return
     what = f"{place} hides the package node, which the simulator needs"
     if sys.argv[:1] != ["-m"]:
@@ -42,7 +43,8 @@ _check_node()
 
 
 def __getattr__(name: str) -> Any:
-    # Code that imports a seed or an engine should not have to load what an experiment needs (PEP 562).
+    # Loaded lazily (PEP 562), so that code that imports only a seed or an engine does not load everything
+    # that an experiment needs.
     if name not in __all__:
         raise AttributeError(f"module 'sim' has no attribute '{name}'")
     from sim import experiment

@@ -1,4 +1,4 @@
-"""The entry of `sim` run as a module: see `sim.cli`."""
+"""The entry point of `python -m sim`; see `sim.cli`."""
 
 import sys
 

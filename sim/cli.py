@@ -1,7 +1,7 @@
-"""`peerloom sim`: play a scenario and report its results; the module `sim`, run by itself, is the same.
+"""`peerloom sim`, also started by `python -m sim`: plays a scenario and reports its results.
 
-Results go to stdout, messages to stderr. Exit codes are those of `node.errors`: 2 where a flag or a scenario
-is wrong, 6 where an invariant broke, 130 where it was stopped. Many runs at once are in `sim.sweep`.
+Results go to stdout, messages to stderr. Exit codes are those of `node.errors`: 2 if a flag or a scenario is
+wrong, 6 if an invariant broke, 130 if the run was stopped. Sweeps over many runs are in `sim.sweep`.
 """
 
 import sys
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sim.experiment import ExperimentProgress, InvariantViolation, Result
 
 DEFAULT = "lan"
-"""The scenario that is played when none is named: small, calm, and over within seconds."""
+"""The scenario that is played if none is named: small, calm, and over within seconds."""
 SEEDS_MAX = 10_000
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -34,33 +34,42 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 def main(
     context: typer.Context,
     scenario: Annotated[
-        str, typer.Argument(metavar="[NAME|FILE]", help="A built-in scenario, or a TOML file of one.")
+        str, typer.Argument(metavar="[NAME|FILE]", help="A built-in scenario, or a TOML file.")
     ] = DEFAULT,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Everything random follows from it.")] = 1,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of all random choices.")] = 1,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Another value, such as network.loss=0.1."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as network.loss=0.1."),
     ] = None,
-    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Write files and pictures here.")] = "",
+    out: Annotated[
+        str, typer.Option("--out", metavar="DIR", help=("Write files and pictures to this folder."))
+    ] = "",
     events: Annotated[
-        int | None, typer.Option("--events", metavar="N", min=0, help="Most lines of events.jsonl.")
+        int | None,
+        typer.Option("--events", metavar="N", min=0, help=("Maximum number of lines in events.jsonl.")),
     ] = None,
     plots: Annotated[
-        bool | None, typer.Option("--plots/--no-plots", help="Draw pictures (PNG); of a sweep, if asked.")
+        bool | None,
+        typer.Option("--plots/--no-plots", help=("Draw pictures (PNG). Default: yes, but not for a sweep.")),
     ] = None,
-    list_them: Annotated[bool, typer.Option("--list", help="The built-in scenarios.")] = False,
+    list_them: Annotated[bool, typer.Option("--list", help="List the built-in scenarios.")] = False,
     print_it: Annotated[
-        bool, typer.Option("--print", help="Print the scenario's file, to change it.")
+        bool, typer.Option("--print", help="Print the scenario's file, as a start for your own.")
     ] = False,
     sweep: Annotated[
         list[str] | None, typer.Option("--sweep", metavar="KEY=A,B,C", help="Play with each of these values.")
     ] = None,
     seeds: Annotated[
         int,
-        typer.Option("--seeds", metavar="N", min=1, max=SEEDS_MAX, help="Play this many seeds, from --seed."),
+        typer.Option(
+            "--seeds", metavar="N", min=1, max=SEEDS_MAX, help=("Play this many seeds, starting with --seed.")
+        ),
     ] = 1,
     jobs: Annotated[
-        int, typer.Option("--jobs", metavar="N", min=0, help="Play this many at once; 0: one per core.")
+        int,
+        typer.Option(
+            "--jobs", metavar="N", min=0, help=("Play this many runs in parallel; 0: one per core.")
+        ),
     ] = 0,
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
@@ -97,7 +106,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _chosen(arguments: Sequence[str], program: str) -> tuple[typer.Typer, list[str], str]:
-    """Return the command line to run, its arguments and its name: `replay` is not a scenario."""
+    """Return the command to run, its arguments and its name. `replay` is a command, not a scenario."""
     if arguments and arguments[0] == "replay":
         from sim.replay.cli import app as replaying
 
@@ -106,9 +115,9 @@ def _chosen(arguments: Sequence[str], program: str) -> tuple[typer.Typer, list[s
 
 
 def call(arguments: Sequence[str], program: str) -> int:
-    """Like `run`, for a command line that contains this one: errors are raised.
+    """Run a command line for a program that contains this one: like `run`, but errors are raised.
 
-    Raises PeerloomError, and typer's errors of usage.
+    Raises PeerloomError, and typer's usage errors.
     """
     chosen, rest, name = _chosen(arguments, program)
     code = chosen(rest, prog_name=name, standalone_mode=False)
@@ -131,7 +140,8 @@ def _list(*, as_json: bool) -> None:
 
 
 def _print(wanted: ExperimentRequest) -> None:
-    """Print a scenario: a built-in one with its comments, one with changed values as it would be played."""
+    """Print a scenario: a built-in one with its comments, or one with changed values as it would be
+    played."""
     from sim.scenario import load, text_of, to_toml, with_values
 
     if wanted.settings:
@@ -179,7 +189,7 @@ def _play(wanted: ExperimentRequest) -> None:
 
 
 def _tell(wanted: ExperimentRequest, folder: Path | None, result: "Result", pictures: Sequence[str]) -> None:
-    """Print the results. Raises CheckFailed where an invariant broke."""
+    """Print the results. Raises CheckFailed if an invariant broke."""
     from sim.report.text import summary_lines
 
     if wanted.as_json:
@@ -203,7 +213,7 @@ def broken_error(broken: "InvariantViolation") -> CheckFailed:
 
 
 def draw(folder: Path, result: "Result") -> list[str]:
-    """Draw the pictures and return their names; without matplotlib, a line that says so."""
+    """Draw the pictures and return their names. Without matplotlib, print a message and return no names."""
     try:
         from sim.report.plots import draw_all
 

@@ -9,7 +9,8 @@ from node.errors import UsageError
 
 @dataclass(frozen=True)
 class ExperimentRequest:
-    """A person's request. `scenario` and `settings` are kept as typed, so that they can be repeated."""
+    """A person's request. `scenario` and `settings` are kept as typed, so that the command can be
+    repeated."""
 
     program: str
     scenario: str
@@ -25,7 +26,8 @@ class ExperimentRequest:
         return assignments("--set", self.settings)
 
     def words(self, values: Iterable[tuple[str, str]] = (), seed: int | None = None) -> list[str]:
-        """Return the arguments that play this request, with these further values and this seed."""
+        """Return the command-line arguments that play this request, with additional values and a different
+        seed if given."""
         words = [self.scenario, "--seed", str(self.seed if seed is None else seed)]
         for setting in (*self.settings, *(f"{key}={value}" for key, value in values)):
             words += ["--set", setting]
@@ -37,11 +39,11 @@ class ExperimentRequest:
 
 
 def assignments(flag: str, texts: Sequence[str]) -> dict[str, str]:
-    """Parse `KEY=VALUE` of each text; the last of a key counts. Raises UsageError."""
+    """Parse `KEY=VALUE` in each text; if a key is repeated, its last value counts. Raises UsageError."""
     values = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not (key.strip() and equals):
-            raise UsageError(f"{flag} {text}: want KEY=VALUE, such as nodes=300")
+            raise UsageError(f"{flag} {text}: expected KEY=VALUE, such as nodes=300")
         values[key.strip()] = value.strip()
     return values

@@ -1,13 +1,13 @@
-"""A user's own protocol in a simulated swarm: any core, on the engine, without SWIM and the DHT.
+"""A user's own protocol in a simulated swarm: any core on the engine, without SWIM and the DHT.
 
     swarm = CustomSwarm(lambda seat: MyCore(seat.peers, seat.rng), nodes=20, seed=7)
     swarm.crash(3, at=10.0)
     swarm.run(until=60.0)
     assert len(swarm.of(MyEvent)) == 20
 
-A core has `receive(now, sender, message)` and `wake(now)`, which return what to send, a `deadline` and a list
-`events` (`node.services.driver.Core`). Messages and events are structs or dataclasses. To replace one of our
-cores see `sim.worlds.factories`.
+A core has the methods `receive(now, sender, message)` and `wake(now)`, which return the messages to send, a
+`deadline` and a list `events` (`node.services.driver.Core`). Messages and events are structs or dataclasses.
+To replace one of the product's own cores, see `sim.worlds.factories`.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,8 @@ LAN = NetworkModel(nearest_seconds=0.001, farthest_seconds=0.01)
 
 @dataclass(frozen=True)
 class PeerSlot:
-    """The place of a core: its number and name, the names of all, and a generator for its choices."""
+    """The inputs for making one core: its number and name, the names of all peers, and its random
+    generator."""
 
     number: int
     peer: PeerId
@@ -39,15 +40,15 @@ class PeerSlot:
 
 
 class CustomSwarm:
-    """A swarm of one protocol. `make(seat)` is called once for each of `nodes` peers; all begin at 0.
-    `network` is the scenario's [network]; equal `seed`, equal `digest()`."""
+    """A swarm of one protocol. `make(seat)` is called once for each of `nodes` peers; all start at time 0.
+    `network` is the scenario's [network]. Equal `seed`s give equal `digest()`s."""
 
     def __init__(
         self, make: Callable[[PeerSlot], Core], *, nodes: int = 20, network: NetworkModel = LAN, seed: int = 1
     ) -> None:
         self.peers = tuple(seeded_peer(seed, number) for number in range(nodes))
         self.events: list[Observation] = []
-        """The events of the cores, in order."""
+        """The events of all cores, in order."""
         self._trace = Trace()
         links = SimLinks(network, seed)
         self.engine = Engine(links, trace=self._trace, publish=self._learnt)
@@ -64,19 +65,19 @@ class CustomSwarm:
         return self.engine.now
 
     def run(self, *, until: float) -> None:
-        """Play all events up to and including this instant."""
+        """Play all events up to and including the instant `until`."""
         self.engine.run(until)
 
     def call(self, number: int, order: Order, *, at: float) -> None:
-        """Let local code act on a core at `at`: `order(core, now)` returns the messages to send."""
+        """Let local code act on a core at `at`. `order(core, now)` returns the messages to send."""
         self.engine.call(at, self.peers[number], order)
 
     def crash(self, number: int, *, at: float) -> None:
-        """Crash a core: it stops without a goodbye."""
+        """Stop a core at `at`, without a goodbye."""
         self.engine.kill(self.peers[number], at)
 
     def of(self, kind: type) -> list[Observation]:
-        """Return the events of one kind."""
+        """Return the events of one type."""
         return [observed for observed in self.events if isinstance(observed.event, kind)]
 
     def digest(self) -> str:

@@ -1,19 +1,20 @@
 """The engine: drives any number of sans-IO cores from one calendar of events, without trio.
 
-It does what `node.services.driver.Driver` does, many times cheaper; `tests/test_drivers_agree.py` holds that
-both give the same trace. Events are ordered by (time, port, kind, sender, number of the message). Within an
-instant a core therefore has one defined order: it is killed or started, frozen or thawed; it receives arrived
-messages (by sender, then number); it is called; it is woken if its deadline has come.
+It does the work of `node.services.driver.Driver` at a small part of the cost; `tests/test_drivers_agree.py`
+checks that both give the same trace. Events are ordered by (time, port, kind, sender, number of the message).
+So within an instant the order for each core is defined: it is killed or started; frozen or thawed; receives
+the messages that have arrived (by sender, then number); is called; and is woken if its deadline has come.
 
-A frozen peer is a stopped process: nothing runs and messages wait. At the thaw it receives them in the order
-of arrival, then finds its deadline long past. A slow peer is frozen for a while after each message.
+A frozen peer behaves like a stopped process: it runs nothing, and its messages wait. At the thaw it receives
+them in the order of arrival, then finds that its deadline has long passed. A slow peer is frozen for a while
+after each message.
 
-Sizes: limits and counters use the length of the message as the real codec encodes it, plus a datagram's
-envelope. A message that travels as a struct is encoded once for its length, at about a microsecond, far less
-than a core spends on it; a cheaper estimate would be wrong for some messages. Where bandwidth is unlimited
-and nobody counts bytes, sizes are not computed.
+Message sizes, for limits and counters, are the length of the message as encoded by the real codec plus a
+datagram's envelope. A message that travels as a struct is encoded once to find its length. This takes about a
+microsecond, far less than a core spends on it, and a cheaper estimate would be wrong for some messages. If
+bandwidth is unlimited and nobody counts bytes, sizes are not computed.
 
-Not here: streams, transports and whole nodes; those run on `sim.seams` under trio.
+Not here: streams, transports and whole nodes. They run on `sim.seams` under trio.
 """
 
 import math
@@ -37,19 +38,19 @@ from sim.network.sizes import SentTraffic
 from sim.ports import GONE, CorePort, Order, PortTable, Wire
 from sim.trace import Trace, TracedCore
 
-# The kinds of events, in their order within one instant of one port.
+# The kinds of events, in their order within one instant at one port.
 _CARRY, _KILL, _START, _FREEZE, _THAW, _DELIVER, _CALL, _WAKE = range(8)
 _NO_SENDER = PeerId(b"")
 _NOBODY = -1
-"""The port of events that concern no core; it sorts first within an instant."""
+"""The port of events that concern no core. It sorts before all others within an instant."""
 
 
 class Engine:
     """Runs cores over `links`.
 
-    `trace` records everything (slow). `wires` names the protocols whose messages are encoded and decoded by
-    the real codec; all others pass as structs. `publish(now, peer, event)` is called with every event of a
-    core. `count_bytes` makes `traffic` report bytes too.
+    `trace` records all inputs and outputs (slow). `wires` names the protocols whose messages are encoded and
+    decoded by the real codec; all other messages are passed as structs. `publish(now, peer, event)` is called
+    with every event of a core. With `count_bytes`, `traffic` reports bytes too.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class Engine:
         at: float = 0.0,
         clock: LocalClock = RIGHT,
     ) -> None:
-        """Run `core` for `peer` from the instant `at`; before that it receives nothing. The core's times and
-        deadlines are those of `clock`. A killed peer may be given a new core, which receives messages still
-        on their way.
+        """Run `core` for `peer` from the instant `at` on; it receives nothing before. The core's times and
+        deadlines are those of `clock`. A killed peer may be given a new core, which also receives messages
+        that were sent before it started and arrive later.
         """
         if self._trace is not None:
             core = TracedCore(core, peer, protocol, self._trace)
@@ -96,7 +97,7 @@ class Engine:
         self._push(at, self._ports.open(peer, protocol, self._links.sender), _START, core)
 
     def kill(self, peer: PeerId, at: float) -> None:
-        """Stop all cores of `peer` at `at`, without a goodbye. Messages sent before still arrive."""
+        """Stop all cores of `peer` at `at`, without a goodbye. Messages that it sent before still arrive."""
         for port in self._ports.of(peer):
             self._push(at, port, _KILL, None)
 
@@ -106,19 +107,19 @@ class Engine:
             self._push(at, port, _FREEZE, seconds)
 
     def slow(self, peer: PeerId, factor: float) -> None:
-        """From now on each message takes the cores of `peer` `factor` times the time of `sim.network.pace`;
-        at 1 no time, as usual."""
+        """Slow down `peer`: from now on each message takes its cores `factor` times the time of
+        `sim.network.pace`. The usual factor 1 takes no time."""
         for port in self._ports.of(peer):
             port.pace_ticks = handling_ticks(factor)
 
     def call(self, at: float, peer: PeerId, order: Order, *, protocol: str = "") -> None:
-        """Let local code of `peer` act on its core at `at`, or at the thaw if it is frozen then."""
+        """Let local code of `peer` act on its core at `at`, or at the thaw if the peer is frozen then."""
         self._push(at, self._ports.get(peer, protocol), _CALL, order)
 
     def command(self, peer: PeerId, order: Order, *, protocol: str = "") -> None:
-        """Let local code of `peer` act on its core now, before anything else happens, as
-        `node.services.driver.Driver.command` does; for example from within `publish`. A frozen peer acts at
-        the thaw, a stopped one never."""
+        """Let local code of `peer` act on its core now, before anything else happens, like
+        `node.services.driver.Driver.command`. It may be called from within `publish`, for example. A frozen
+        peer acts at the thaw, a stopped one never."""
         port = self._ports.get(peer, protocol)
         self._turn(self.now, port, _CALL, order)
         if port.is_open and port.core.deadline < port.wake_for:
@@ -126,11 +127,10 @@ class Engine:
 
     @property
     def counters(self) -> Counter[str]:
-        """Return the fates of messages. Each sent or duplicated message is delivered, lost (by chance), cut
-        (by a split or a block), filtered (by a translator), overflowed (a queue was full), missed (nobody was
-        there), or still on its way. refused counts those delivered for which the receiver raised
-        RemoteProtocolError. tied counts the events at the same instant as the one before them at the same
-        port."""
+        """Return the number of messages per fate. Each sent or duplicated message is delivered, lost (by
+        chance), cut (by a split or a block), filtered (by a NAT), overflowed (a queue was full), missed (no
+        core was there), or still in flight. refused counts delivered messages for which the receiver raised
+        RemoteProtocolError. tied counts events at the same instant and port as the event before them."""
         counters = self._links.counters + self._counts
         counters["delivered"], counters["tied"] = self._delivered, self._tied
         counters["sent"] = sum(self._sent)
@@ -139,19 +139,19 @@ class Engine:
 
     @property
     def under_way(self) -> int:
-        """Return how many copies have neither arrived nor been lost, or wait for a thaw. The cost grows with
-        their number."""
+        """Return the number of messages that are in flight or wait for a thaw. The cost grows with this
+        number."""
         waiting = sum(len(port.backlog) for port in self._ports.all)
         carried = 0 if self._carrier is None else self._carrier.under_way
         return sum(entry[2] == _DELIVER for entry in self._calendar) + waiting + carried
 
     def traffic(self, peer: PeerId | None = None) -> dict[str, SentTraffic]:
-        """Return what `peer`, in all its lives, or everybody sent by each protocol."""
+        """Return the traffic sent for each protocol by `peer`, over all its restarts, or by all peers."""
         return self._ports.traffic(peer)
 
     def run(self, until: float) -> None:
-        """Play all events up to and including the instant `until`, or up to an earlier one that `halt` sets
-        meanwhile."""
+        """Play all events up to and including the instant `until`, or up to an earlier one if `halt` sets it
+        during the run."""
         self._until = until
         take, ports = self._calendar.take, self._ports.all
         is_free = not self._links.has_translators
@@ -165,9 +165,9 @@ class Engine:
             port = ports[index]
             if kind == _WAKE:
                 if now != port.wake_at:
-                    continue  # superseded by an earlier deadline
+                    continue  # an earlier deadline has replaced this one
                 if port.is_open and (deadline := port.core.deadline) > now:
-                    port.wake_at = math.inf  # postponed meanwhile
+                    port.wake_at = math.inf  # the deadline was postponed meanwhile
                     self._plan_wake(now, port, deadline)
                     continue
             if now == last_time and index == last_index:
@@ -181,18 +181,18 @@ class Engine:
             else:
                 self._turn(now, port, kind, payload)
             if port.is_open:
-                # Asked once per event, because a core may need long for its answer.
+                # Read once per event, because a core may take long to compute it.
                 deadline = port.core.deadline
                 if deadline < port.wake_for:
                     self._plan_wake(now, port, deadline)
         self.now = self._until
 
     def halt(self, at: float) -> None:
-        """Let nothing after this instant happen in the present `run`: code beside the cores acts then."""
+        """End the current `run` after this instant, because code outside the cores acts then."""
         self._until = min(self._until, max(at, self.now))
 
     def carry(self, sender: PeerId, receiver: PeerId, size_bytes: int, land: Callable[[float], None]) -> None:
-        """Send part of a stream now. `land` is called with its arrival time, before that instant."""
+        """Send part of a stream now. `land` is called with the time of its arrival, before that time."""
         one, other = self._links.at(sender), self._links.at(receiver)
         trip = self._links.latency_ticks(one, other)
         carrier = self._carrier
@@ -208,7 +208,7 @@ class Engine:
             self._plan_carry(carrier.deadline)
 
     def _deliver_with_care(self, now: float, port: CorePort, sender: PeerId, payload: Any) -> None:
-        """Deliver a message that a fault may prevent."""
+        """Deliver a message, unless a fault prevents that."""
         links = self._links
         if not port.alive:
             self._counts["missed"] += 1
@@ -235,7 +235,7 @@ class Engine:
             self._pass_on(now, port, sends)
 
     def _turn(self, now: float, port: CorePort, kind: int, payload: Any) -> None:
-        """Handle any event but a delivery."""
+        """Handle any event other than a delivery."""
         if kind == _WAKE:
             port.wake_at = port.wake_for = math.inf
             if port.is_open and port.core.deadline <= now:
@@ -266,7 +266,7 @@ class Engine:
             if port.until > now:
                 port.is_open = False
                 self._push(port.until, port, _THAW, 0.0)
-        elif not port.is_open and port.until <= now:  # and it was not frozen again meanwhile
+        elif not port.is_open and port.until <= now:  # unless it was frozen again meanwhile
             port.is_open = True
             backlog, port.backlog = port.backlog, []
             for sender, payload in backlog:
@@ -276,7 +276,7 @@ class Engine:
                 self._push(now, port, _CALL, order)
 
     def _take_time(self, now: float, port: CorePort) -> None:
-        """Make the core busy with a message: after this instant it counts as frozen."""
+        """Make the core busy with a message: it counts as frozen after this instant."""
         busy_until = max(round(port.until * TICKS_PER_SECOND), round(now * TICKS_PER_SECOND))
         port.until = (busy_until + port.pace_ticks) / TICKS_PER_SECOND
         self._push(after(now, 0.0), port, _FREEZE, 0.0)
@@ -313,7 +313,7 @@ class Engine:
         self._number = number
 
     def _send_with_care(self, now: float, port: CorePort, sends: Sends) -> None:
-        """Send as the end of `_pass_on` does, for links with more effects than a delay."""
+        """Send messages over links that do more than delay; otherwise like the end of `_pass_on`."""
         peer, wire, carrier, add = port.peer, port.wire, self._carrier, self._calendar.add
         tick = round(now * TICKS_PER_SECOND)
         for receiver, sent in sends:
@@ -343,10 +343,10 @@ class Engine:
             self._plan_carry(carrier.deadline)
 
     def _carry(self, now: float) -> None:
-        """Handle what happens in the queues of some peers."""
+        """Advance the peers' queues."""
         carrier = self._carrier
         if carrier is None or now != self._carry_at:
-            return  # superseded by an earlier deadline
+            return  # an earlier deadline has replaced this one
         carrier.advance(now)
         self._carry_at = math.inf
         if carrier.deadline < math.inf:
@@ -358,14 +358,14 @@ class Engine:
         self._calendar.add((at, _NOBODY, _CARRY, _NO_SENDER, self._number, None))
 
     def _land(self, due: float, parcel: Parcel) -> None:
-        # A number of its own: two copies of a message may come out of a queue at one instant.
+        # A new number, because two copies of a message may leave a queue at the same instant.
         index, payload = parcel.item
         self._number += 1
         self._calendar.add((due, index, _DELIVER, parcel.sender, self._number, payload))
 
     def _plan_wake(self, now: float, port: CorePort, deadline: float) -> None:
-        # Only an earlier deadline is pushed. A later one is found when the earlier entry comes up, so a core
-        # that postpones its deadline with every message adds no entries.
+        # Only an earlier deadline is pushed. A later one is found when the entry for the earlier one is
+        # reached. So a core that postpones its deadline with every message adds no entries.
         port.wake_for = deadline
         at = instant(deadline if deadline > now else now)
         if at < port.wake_at:

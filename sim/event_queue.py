@@ -1,8 +1,8 @@
-"""Pending events in order: a priority queue that is as fast among a million events as among a few.
+"""Pending events in order: a priority queue that is as fast with a million events as with a few.
 
-A calendar queue (Brown, CACM 31(10), 1988) with slots of a fixed width: an event of a later slot is only
-appended, and a slot is sorted when its time comes. Each operation on a heap of all events would access memory
-far apart.
+A calendar queue (Brown, CACM 31(10), 1988) with slots of a fixed width. An event of a later slot is only
+appended to it, and a slot is sorted when its time comes. With one heap of all events, each operation would
+access memory locations that are far apart.
 """
 
 from collections.abc import Iterator
@@ -12,18 +12,19 @@ from typing import Any
 from crypto.identity import PeerId
 
 SLOTS_PER_SECOND = 128
-"""A slot is shorter than most latencies, so that few events fall into the present one, and long enough that
-there are many more events than slots."""
+"""Number of slots per second. A slot is shorter than most latencies, so that few events fall into the current
+one. It is long enough that there are many more events than slots."""
 
 Entry = tuple[float, int, int, PeerId, int, Any]
-"""An event begins with its time in seconds; the rest orders it within its instant."""
+"""An event: its time in seconds, followed by elements that order it within its instant."""
 
 
 class Calendar:
-    """Entries in order, whenever they were added. Equal entries come in any order."""
+    """Returns entries in order, whenever they were added. Equal entries come in any order."""
 
     def __init__(self) -> None:
-        # Entries of the present slot: those there when it began, in reverse order, and a heap of the others.
+        # Entries of the current slot: those that existed when it began, in reverse order, and a heap of those
+        # added since.
         self._present: list[Entry] = []
         self._added: list[Entry] = []
         self._number = -1
@@ -36,7 +37,7 @@ class Calendar:
             yield from entries
 
     def add(self, entry: Entry) -> None:
-        """Add an entry. Its time is finite, and not before that of the last entry taken."""
+        """Add an entry. Its time must be finite, and not before the time of the entry most recently taken."""
         number = int(entry[0] * SLOTS_PER_SECOND)
         slot = self._slots.get(number)
         if slot is not None:
@@ -48,7 +49,7 @@ class Calendar:
             heappush(self._added, entry)
 
     def take(self, until: float) -> Entry | None:
-        """Take the first entry, unless it comes after `until`."""
+        """Remove and return the first entry, unless its time is after `until`."""
         present, added = self._present, self._added
         if added and (not present or added[0] < present[-1]):
             return heappop(added) if added[0][0] <= until else None

@@ -1,8 +1,8 @@
 """Events of a simulated world that no core reports: frozen, in the past tense.
 
-A world publishes these beside its cores' events (`gossip.member`, `dht.events`), all through `sim.observers`.
-The subject is the peer under which an event is published; it is None where the event concerns the whole
-world.
+A world publishes these through `sim.observers`, together with the events of its cores (`gossip.member`,
+`dht.events`). "The peer" in a docstring is the peer under which an event is published. It is None if the
+event concerns the whole world.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from crypto.identity import PeerId
 
 @dataclass(frozen=True)
 class PeerStarted:
-    """The peer runs, for the first time or again. `remembers`: its disk is that of its earlier life."""
+    """The peer started, for the first time or again. `remembers`: it has the disk of its previous process."""
 
     region: str
     remembers: bool
@@ -20,29 +20,28 @@ class PeerStarted:
 
 @dataclass(frozen=True)
 class PeerStopped:
-    """The peer stopped; `why` is crash (without a word), leave (with a goodbye), or the cause."""
+    """The peer stopped. `why` is crash (without a goodbye), leave (with a goodbye), or another cause."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class PeerFrozen:
-    """The peer is frozen for so long: it sends nothing, messages wait, its timers fire late."""
+    """The peer is frozen for `seconds`: it sends nothing, messages wait, and its timers fire late."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class PeerSlowed:
-    """The peer's computing takes `factor` times as long from now on; 1 is the usual."""
+    """The peer's computing takes `factor` times as long from now on; 1 is normal."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class ReachabilityJudged:
-    """The peer judged by dial-backs of others whether it is reachable (None: not known yet), and of how
-    many."""
+    """The peer judged, from the dial-backs of `asked` peers, whether it is reachable (None: unknown)."""
 
     reachable: bool | None
     asked: int
@@ -50,19 +49,20 @@ class ReachabilityJudged:
 
 @dataclass(frozen=True)
 class NetworkSplit:
-    """No message passes between these sides any more; peers in none of them form one further side."""
+    """No message passes between these sides any more. All peers that are in none of them form one further
+    side."""
 
     sides: tuple[tuple[PeerId, ...], ...]
 
 
 @dataclass(frozen=True)
 class NetworkHealed:
-    """All can reach each other again."""
+    """All peers can reach each other again."""
 
 
 @dataclass(frozen=True)
 class RecordWanted:
-    """The peer began to store (`found` is None) or to look up a record of this key."""
+    """The peer began to store (`found` is None) or to look up a record with this key."""
 
     key: int
     storing: bool
@@ -70,7 +70,7 @@ class RecordWanted:
 
 @dataclass(frozen=True)
 class RecordPublished:
-    """The peer signed a record: now, and again with the same key and value before it expires."""
+    """The peer signed a record. It signs the same key and value again before the record expires."""
 
     key: bytes
     value: bytes
@@ -79,9 +79,10 @@ class RecordPublished:
 
 @dataclass(frozen=True)
 class RecordGot:
-    """The outcome of a store or a lookup: `copies` stored or records found, in these seconds and rounds.
+    """The outcome of a store or a lookup: the number of `copies` stored or records found, the seconds and the
+    rounds.
 
-    `expected`: whether a live publisher's unexpired record was there to be found.
+    `expected`: whether a live publisher had an unexpired record that could be found.
     """
 
     key: int
@@ -94,7 +95,7 @@ class RecordGot:
 
 @dataclass(frozen=True)
 class PlanAdopted:
-    """The peer, a member of `run`, takes the plan of this height to be in force."""
+    """The peer, a member of `run`, considers the plan of this height to be in force."""
 
     run: bytes
     height: int
@@ -104,14 +105,14 @@ class PlanAdopted:
 
 @dataclass(frozen=True)
 class BranchLeft:
-    """The peer leaves its branch of the run for another one."""
+    """The peer leaves its branch of the run for a different branch."""
 
     run: bytes
 
 
 @dataclass(frozen=True)
 class PathOpened:
-    """The peer has a path to another one: direct, punched, or relayed."""
+    """The peer has opened a path to a second peer: direct, punched, or relayed."""
 
     peer: PeerId
     way: str
@@ -119,26 +120,27 @@ class PathOpened:
 
 @dataclass(frozen=True)
 class PlaceFound:
-    """A relay grants the peer a place, where others reach it."""
+    """A relay has given the peer a place, through which other peers reach it."""
 
     relay: PeerId
 
 
 @dataclass(frozen=True)
 class PlaceLost:
-    """The place at a relay is lost."""
+    """The peer has lost its place at a relay."""
 
     relay: PeerId
 
 
 @dataclass(frozen=True)
 class RouterRebooted:
-    """The router before the peer has forgotten every mapping."""
+    """The router in front of the peer has forgotten all its mappings."""
 
 
 @dataclass(frozen=True)
 class SamplesCounted:
-    """The peer applied the committed step in its copy of this stage; its sums held these micro-batches."""
+    """The peer applied the committed step to its copy of this stage; its sums included these
+    micro-batches."""
 
     run: bytes
     plan: bytes
@@ -149,7 +151,7 @@ class SamplesCounted:
 
 @dataclass(frozen=True)
 class StepCommitted:
-    """The committer of a plan committed a step: per stage, which replica counts which micro-batches."""
+    """The committer of a plan committed a step. For each stage: which replica counts which micro-batches."""
 
     run: bytes
     plan: bytes
@@ -161,7 +163,7 @@ class StepCommitted:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The peer considers the run ended: done, failed or stopped, and why."""
+    """The peer considers the run ended (done, failed or stopped), for the reason `why`."""
 
     run: bytes
     outcome: str
@@ -170,7 +172,8 @@ class RunEnded:
 
 @dataclass(frozen=True)
 class ColumnStepped:
-    """The peer, a head in local mode, has made this step with its column: `holders` worked as its stages."""
+    """The peer, a head in local mode, has made this step with its column of `holders`, which served as its
+    stages."""
 
     run: bytes
     step: int
@@ -179,7 +182,7 @@ class ColumnStepped:
 
 @dataclass(frozen=True)
 class StageAveraged:
-    """The peer's copy of a stage in local mode is the mean of so many members."""
+    """The peer's copy of a stage in local mode became the mean of several members' copies."""
 
     run: bytes
     stage: int
@@ -188,7 +191,7 @@ class StageAveraged:
 
 @dataclass(frozen=True)
 class LocalRunEnded:
-    """A run in local mode is over for the peer: done, failed, or left; `weights` names its result."""
+    """A run in local mode ended for the peer: done, failed, or left. `weights` names its result."""
 
     run: bytes
     outcome: str
@@ -198,8 +201,9 @@ class LocalRunEnded:
 
 @dataclass(frozen=True)
 class AnswerEnded:
-    """An answer that the peer requested from a service is over: its number of tokens, whether each was right,
-    and over how many further routes (`moves`); `pause_seconds` is the longest time between two tokens."""
+    """An answer that the peer requested from a service has ended: its number of tokens, whether each was
+    right, and how often it moved to a new route (`moves`). `pause_seconds` is the longest time between two
+    tokens."""
 
     service: bytes
     outcome: str
@@ -213,8 +217,8 @@ class AnswerEnded:
 
 @dataclass(frozen=True)
 class Averaged:
-    """The peer reports that this attempt at averaging succeeded with exactly these members; `digest` is of
-    the result."""
+    """The peer reports that this averaging attempt succeeded with exactly these members. `digest` is the hash
+    of the result."""
 
     round: bytes
     attempt: int

@@ -1,7 +1,7 @@
-"""The Executor seam of the simulation: computes at once, then lets the modelled time pass.
+"""The Executor seam of the simulation: computes immediately, then lets the modelled time pass.
 
-In the other order a timeout of some virtual seconds could fire during a real computation. Stages run the real
-`partition.execute` in this process, on plain memory instead of shared arenas.
+In the reverse order, a timeout of some virtual seconds could fire during a real computation. Stages run the
+real `partition.execute` in this process, on plain memory instead of shared arenas.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,19 +42,19 @@ CODEC_COSTS: Mapping[Codec, Cost] = MappingProxyType(
         "int4+zstd": Cost(3e-4, 1.3e9, 2.8e9, 0.88),
     }
 )
-"""Seconds to begin, bytes per second to encode and to decode, and the share that zstd leaves: for GPT
-activations."""
+"""Costs per codec: seconds to begin, bytes per second to encode and to decode, and the share of the size that
+zstd leaves. Values for GPT activations."""
 
 
 def no_time(request: Request) -> float:
-    """Return no time: the cost model of a stage whose computing is free."""
+    """Return 0 seconds: the cost model of a stage whose computation is free."""
     del request
     return 0.0
 
 
 class SimExecutor:
-    """The executor of one peer. `stage_seconds(request)` models the time of one request to a stage; `pace` is
-    the peer's: it may be slow, or frozen, and later continues where it stopped."""
+    """The executor of one peer. `stage_seconds(request)` models the time of one request to a stage. `pace` is
+    the peer's pace: a peer may be slow, or frozen and later continue where it stopped."""
 
     def __init__(
         self, stage_seconds: Callable[[Request], float] = no_time, pace: PeerPace | None = None
@@ -63,25 +63,25 @@ class SimExecutor:
         self._pace = pace or PeerPace()
 
     async def run(self, function: Callable[[], T], *, seconds: float = 0.0, apart: bool = False) -> T:
-        del apart  # nothing waits for a thread here
+        del apart  # no caller waits for a thread here
         result = function()
         await compute_for(seconds, self._pace)
         return result
 
     async def calibrate(self, sample: "np.ndarray[Any, np.dtype[Any]]") -> Mapping[Codec, Cost]:
-        """Return costs measured on one core of 2024, the same on every machine."""
+        """Return codec costs measured on one core of 2024, the same on every machine."""
         del sample
         await trio.lowlevel.checkpoint()
         return CODEC_COSTS
 
     async def unpack(self, archive: IO[bytes], out: IO[bytes], *, allow_unfenced: bool) -> Arrays:
-        """Unpack in this process: a simulation's data is its own."""
+        """Unpack in this process, because the data of a simulation is its own."""
         del allow_unfenced
         await trio.lowlevel.checkpoint()
         return unpack_here(archive, out)
 
     def keep_stage_ready(self, machine: tuple[int, str] | None) -> None:
-        """Do nothing: a simulated stage opens at once."""
+        """Do nothing: a simulated stage opens immediately."""
 
     async def replace_stage(self, stage: Stage, specification: bytes) -> Stage:
         await stage.aclose()
@@ -96,7 +96,8 @@ class SimExecutor:
 
 
 class SimStage:
-    """A `node.seams.Stage` without a process of its own: calls queue, and all fail after one has failed."""
+    """A `node.seams.Stage` without a process of its own. Calls are queued, and after one has failed all
+    fail."""
 
     def __init__(
         self, specification: StageSpecification, stage_seconds: Callable[[Request], float], pace: PeerPace
@@ -113,14 +114,15 @@ class SimStage:
         self._failure: str | None = None
 
     async def call(self, request: object) -> Reply:
-        """One request, answered when the modelled time has passed; calls are served in order.
+        """Handle one request and return its reply once the modelled time has passed; calls are served in
+        order.
 
         Raises:
-            StageFailed: the stage refused the request, or is closed, or a call was cancelled before;
-                PayloadRefused where only a payload was wrong, StageDiverged where a number is not finite.
+            StageFailed: the stage refused the request, or is closed, or a previous call was cancelled;
+                PayloadRefused if only a payload was wrong, StageDiverged if a number is not finite.
         """
         if not isinstance(request, Request):
-            raise LocalProtocolError(f"a {type(request).__name__} is no request to a stage")
+            raise LocalProtocolError(f"a {type(request).__name__} is not a request to a stage")
         async with self._lock:
             self._check()
             seconds = self._stage_seconds(request)
@@ -151,7 +153,7 @@ class SimStage:
 
 
 async def compute_for(seconds: float, pace: PeerPace) -> None:
-    """Let the time of a computation pass that takes `seconds` at the usual pace."""
+    """Wait as long as the peer needs for a computation that takes `seconds` at the normal pace."""
     left = seconds * pace.factor
     await stand_still(pace)
     while True:
@@ -163,13 +165,13 @@ async def compute_for(seconds: float, pace: PeerPace) -> None:
 
 
 async def stand_still(pace: PeerPace) -> None:
-    """Wait while the peer is frozen. Not a checkpoint where it is not."""
+    """Wait while the peer is frozen. Not a checkpoint if it is not frozen."""
     while pace.still_until > nearest_instant(trio.current_time()):  # noqa: ASYNC110 - it may be moved
         await trio.sleep_until(pace.still_until)
 
 
 async def sleep_for(seconds: float) -> None:
-    """Sleep whole microseconds, so that others share the next instant."""
+    """Sleep for whole microseconds, so that several tasks can wake at the same instant."""
     if seconds <= 0:
         await trio.lowlevel.checkpoint()
     else:

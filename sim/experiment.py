@@ -1,10 +1,10 @@
-"""One experiment: a scenario played in a world and watched, with its outcome as a `Result`.
+"""One experiment: plays a scenario in a world, watches it, and returns the outcome as a `Result`.
 
     result = sim.run("churn", seed=7)
     assert result.broken is None
     result.write("out")
 
-Same scenario, same seed, same code: the same digest of all events. Not here: the worlds (`sim.worlds`),
+The same scenario, seed and code give the same digest of all events. Not here: the worlds (`sim.worlds`),
 measures (`sim.measures`), invariants (`sim.checkers`), the command line (`sim.cli`).
 """
 
@@ -35,8 +35,8 @@ SCHEMA = "peerloom.sim.summary/1"
 
 @dataclass(frozen=True)
 class InvariantViolation:
-    """An invariant that did not hold. `repeat` is the command (or the call) that shows it again; `recent` are
-    the last events before it, `lines` the same for a reader."""
+    """An invariant that did not hold. `repeat` is the command (or the call) that reproduces the violation.
+    `recent` are the last events before it, `lines` the same events as readable text."""
 
     invariant: str
     what: str
@@ -53,8 +53,8 @@ class InvariantViolation:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of an experiment. `events` counts them; `metrics` are rows in long form; `summary` is the
-    content of summary.json. `stopped`: it was ended early from outside."""
+    """The result of an experiment. `events` is the number of events of each kind, `metrics` are rows in long
+    form, `summary` is the content of summary.json. `stopped`: the experiment was ended early from outside."""
 
     scenario: Scenario
     seed: int
@@ -68,7 +68,7 @@ class Result:
     summary: Mapping[str, Any] = field(repr=False)
 
     def values(self, metric: str, label: str = "") -> list[tuple[float, float]]:
-        """Return (time, value) of one metric."""
+        """Return the (time, value) pairs of one metric."""
         return [
             (row.time_seconds, row.value)
             for row in self.metrics
@@ -76,10 +76,10 @@ class Result:
         ]
 
     def write(self, folder: str | Path, *, plots: bool = True) -> list[str]:
-        """Write summary.json, metrics.csv, scenario.toml and the pictures; return the pictures' names.
+        """Write summary.json, metrics.csv, scenario.toml and the pictures; return the names of the pictures.
 
-        Events are kept only where `run` was given the folder: they are too many for memory. Without
-        matplotlib there are no pictures.
+        Events are written only if `run` was given the folder, because they are too many to keep in memory.
+        Without matplotlib there are no pictures.
         """
         target = Path(folder)
         write_files(target, self.scenario, self.metrics, self.summary)
@@ -113,17 +113,17 @@ def run(
     progress: Callable[[ExperimentProgress], None] | None = None,
     repeat: str = "",
 ) -> Result:
-    """Play a scenario: a value, the name of a built-in one, or the path of a TOML file.
+    """Play a scenario, given as a value, the name of a built-in one, or the path of a TOML file.
 
-    `swim`, `kademlia`, `replica`, `committer`, `agreement` are constructors that replace ours
-    (`sim.worlds.factories`). `checkers` replaces those of the scenario, `watchers` are added. With `folder`
-    events are written there as they happen, the other files at the end. `progress` is called with every
-    sample; it may raise `Stopped` to end the experiment there. `repeat` is the command shown where an
-    invariant breaks, for callers that know a better one.
+    `swim`, `kademlia`, `replica`, `committer`, `agreement` are constructors that replace the product's own
+    (`sim.worlds.factories`). `checkers` replaces those of the scenario; `watchers` are added. With `folder`,
+    events are written there as they happen, and the other files at the end. `progress` is called with every
+    sample; it may raise `Stopped` to end the experiment. `repeat` is the command shown if an invariant
+    breaks, for callers that know a better one than the default.
 
     Raises:
         UsageError: there is no such scenario, or the file is wrong.
-        Exception: whatever a core raised, with a note saying when.
+        Exception: any exception of a core, with a note that says when it was raised.
     """
     given = {"swim": swim, "kademlia": kademlia, "replica": replica}
     given |= {"committer": committer, "agreement": agreement}
@@ -150,7 +150,7 @@ def run(
 
 
 class _Play:
-    """One world, its watchers, and how it ended."""
+    """One world with its watchers, and how the experiment ended."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class _Play:
         self._file: EventsFile | None = None
         if events_path is not None:
             self._file = EventsFile(events_path, scenario=scenario.name, seed=seed, events_max=events_max)
-        # Checkers come last, so that an event that breaks one is already measured and written.
+        # Checkers come last, so that an event that breaks an invariant has already been measured and written.
         files = (self._file,) if self._file is not None else ()
         self._watch = Watch((self._measures, *files, *watchers, *checkers))
         self._world = _world(scenario, seed, self._publish, cores)
@@ -197,7 +197,7 @@ class _Play:
             broken = inner if isinstance(inner, Broken) else None
             stopped = isinstance(inner, Stopped)
             if broken is None and not stopped:
-                inner.add_note(f"at {self._world.now:.6f} virtual seconds; again: {self._repeat}")
+                inner.add_note(f"at {self._world.now:.6f} virtual seconds; to repeat: {self._repeat}")
                 raise
         finally:
             if self._file is not None:
@@ -257,7 +257,7 @@ class _Play:
 
 
 def _world(scenario: Scenario, seed: int, publish: Callable[[Observation], None], cores: Cores) -> _Playable:
-    # Whole nodes need trio and more; bare cores start without them.
+    # Whole nodes need trio and more imports; bare cores start faster without them.
     if scenario.fidelity == "stack":
         from sim.worlds.stack import StackWorld
 
@@ -268,7 +268,7 @@ def _world(scenario: Scenario, seed: int, publish: Callable[[Observation], None]
 
 
 def _inner(error: BaseException) -> BaseException:
-    """Return the exception inside trio's groups; a broken invariant takes precedence."""
+    """Return the exception inside trio's exception groups; a broken invariant takes precedence."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     leaves = [_inner(each) for each in error.exceptions]
@@ -280,8 +280,8 @@ def _inner(error: BaseException) -> BaseException:
 
 
 def _repeat(scenario: Scenario | str | Path, seed: int, folder: Path | None, own: Mapping[str, Any]) -> str:
-    """Return the command that repeats the experiment, or a call where a program put its own cores in
-    place."""
+    """Return the command that repeats the experiment, or a Python call if the program supplied its own
+    cores."""
     place = str(scenario)
     if isinstance(scenario, Scenario):
         from sim.report.files import SCENARIO_NAME

@@ -1,4 +1,4 @@
-"""The Inbox seam of the simulation: datagrams on their way to one peer, delivered when they are due."""
+"""The Inbox seam of the simulation: datagrams in flight to one peer, delivered when they are due."""
 
 import math
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from sim.network.pace import PeerPace, handling_ticks
 from sim.wakeup import SimAlarm
 
 INBOX_MAX = 65_536
-"""Limit of datagrams on their way to one inbox; reaching it means that no code reads the inbox."""
+"""Maximum number of datagrams in flight to one inbox. If it is reached, no code reads the inbox."""
 
 Datagrams = list[tuple[float, PeerId, int, bytes]]
 
 
 class SimInbox:
-    """Datagrams of one protocol on their way to one peer, a heap by (due, sender, number).
+    """Datagrams of one protocol in flight to one peer, a heap by (due, sender, number).
 
-    Nothing is taken while the peer is frozen by `pace`; a slow peer lets time pass after each datagram.
-    `admit(sender, due)` decides about each datagram when it is taken.
+    A peer frozen by `pace` takes none, and a slow peer lets time pass after each datagram. `admit(sender,
+    due)` decides about each datagram when it is taken.
     """
 
     def __init__(self, pace: PeerPace, admit: Callable[[PeerId, float], bool]) -> None:
@@ -45,7 +45,7 @@ class SimInbox:
         return True
 
     def drop_before(self, time: float) -> int:
-        """Drop the messages that came before `time`, when nobody was there; return how many."""
+        """Drop the messages that arrived before `time`, when the peer was not running; return how many."""
         late = [entry for entry in self._heap if entry[0] >= time]
         dropped = len(self._heap) - len(late)
         self._heap = late
@@ -58,7 +58,7 @@ class SimInbox:
         return heap
 
     async def take(self, until: float) -> list[tuple[PeerId, bytes]]:
-        """Return all datagrams of the first instant that has any; none if `until` comes first."""
+        """Return all datagrams of the first instant that has any; an empty list if `until` comes first."""
         while True:
             due = self._heap[0][0] if self._heap else math.inf
             ready_at = max(self._pace.still_until, self._busy_until)
@@ -67,7 +67,8 @@ class SimInbox:
             ready_at = max(self._pace.still_until, self._busy_until)
             if now >= ready_at:
                 break
-            # A message or a new deadline may wake it while the peer is frozen: look again at the thaw.
+            # A message or a new deadline may wake this task while the peer is frozen, so check again at the
+            # thaw.
             until = min(until, ready_at)
         taken = []
         while self._heap and self._heap[0][0] <= now:
@@ -77,7 +78,7 @@ class SimInbox:
         if self._pace.factor > 1:
             busy_ticks = len(taken) * handling_ticks(self._pace.factor)
             self._busy_until = (round(now * TICKS_PER_SECOND) + busy_ticks) / TICKS_PER_SECOND
-        # Counted so that a test can show that simultaneous ticks were put in order.
+        # Counted so that a test can show that simultaneous datagrams were put in order.
         self.ties += max(0, len(taken) - 1) + (1 if taken and until <= now else 0)
         return taken
 

@@ -1,7 +1,7 @@
 """The simulated local network: the peers of one region hear each other's beacons.
 
-Each packet takes the latency of its link; none is lost and none crosses a split. Off unless a simulation asks
-for it, since local discovery would hide how peers find each other otherwise.
+Each packet takes the latency of its link; no packet is lost, and none crosses a split. It is off by default,
+because local discovery would hide how peers find each other without it.
 """
 
 import heapq
@@ -15,12 +15,12 @@ from sim.network.instants import nearest_instant
 from sim.wakeup import SimAlarm
 
 PACKETS_MAX = 256
-"""As in `node.transport.multicast`; here packets on their way count as well."""
+"""Maximum number of packets, as in `node.transport.multicast`; here packets in flight count as well."""
 
 
 class SimLocal:
-    """The `node.seams.LocalNetwork` of one simulated peer. `near()` yields the peers that hear it, each with
-    the seconds that a packet takes. One of the `counters` counts packets that found no room."""
+    """The `node.seams.LocalNetwork` of one simulated peer. `near()` yields the peers that hear this one, each
+    with the seconds that a packet takes. One of the `counters` is the number of packets that did not fit."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""One stream of all events of a simulated world, and its watchers.
+"""The single stream of all events of a simulated world, and its watchers.
 
 A world publishes each event once, with its instant and its subject. Watchers are functions of that stream:
-checkers that stop a run where an invariant breaks, measures, files. None of them can influence the world.
+checkers that stop a run if an invariant breaks, measures, and file writers. A watcher cannot influence the
+world.
 """
 
 from collections import deque
@@ -15,13 +16,13 @@ from crypto.identity import PeerId
 from gossip.member import Status
 
 RECENT_MAX = 50
-"""Events that are shown with a broken invariant."""
+"""Number of previous events that are shown with a broken invariant."""
 _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """An event that `peer` learnt of; the whole world if None. `time` is virtual seconds."""
+    """An event reported by `peer`, or by the whole world if None. `time` is in virtual seconds."""
 
     time: float
     peer: PeerId | None
@@ -29,7 +30,7 @@ class Observation:
 
 
 class World(Protocol):
-    """The part of a world that watchers may read, the same for cores and for whole nodes."""
+    """The part of a world that watchers may read; it is the same for bare cores and for whole nodes."""
 
     @property
     def now(self) -> float:
@@ -37,33 +38,34 @@ class World(Protocol):
 
     @property
     def peers(self) -> Sequence[PeerId]:
-        """Return every peer that ever takes part, by number."""
+        """Return every peer that takes part at any time, by number."""
 
     def name(self, peer: PeerId) -> str:
-        """Return a short readable name: n17."""
+        """Return a short readable name, such as n17."""
 
     def is_up(self, peer: PeerId) -> bool: ...
 
     def up_since(self, peer: PeerId) -> float:
-        """Return when the present life of a peer that is up began."""
+        """Return when the current process of a running peer started."""
 
     def region(self, peer: PeerId) -> str: ...
 
     def reaches(self, one: PeerId, other: PeerId) -> bool:
-        """Return whether a message that `one` sends now may reach `other`: no split lies between them."""
+        """Return whether a message that `one` sends now may reach `other`, that is, no split lies between
+        them."""
 
     def in_scope(self, one: PeerId, other: PeerId) -> bool:
         """Return whether `one` should list `other` as a member."""
 
     def believes(self, peer: PeerId) -> Mapping[PeerId, Status]:
-        """Return the member list of a peer that is up. The cost grows with its length: not for every
-        event."""
+        """Return the member list of a running peer. The cost grows with its length, so do not call this for
+        every event."""
 
     def sizes(self, peer: PeerId) -> Mapping[str, tuple[int, int]]:
-        """Return the sizes at this peer that a stranger could increase, each with its limit."""
+        """Return the sizes of this peer's tables that unknown peers could make grow, each with its limit."""
 
     def counters(self) -> Mapping[str, int]:
-        """Return totals since the beginning: messages and bytes by protocol, and messages lost, missed,
+        """Return totals since the start: messages and bytes by protocol, and messages lost, missed,
         refused."""
 
 
@@ -82,17 +84,17 @@ class Watcher(Protocol):
     def see(self, observed: Observation, world: World) -> None: ...
 
     def sample(self, world: World) -> None:
-        """Called at intervals of virtual time, for checks that are too costly for every event."""
+        """Check the world at intervals of virtual time, for checks that are too costly for every event."""
 
     def end(self, world: World) -> None:
-        """Called after the last event."""
+        """Finish, after the last event."""
 
 
 class Watch:
-    """Hands all events to the watchers; keeps the last events and a digest of all.
+    """Passes all events to the watchers; keeps the newest events and a digest of all.
 
-    Each peer has its own chain in the digest, which therefore does not depend on how peers are interleaved
-    within one instant; no driver promises that order.
+    The digest has a separate chain for each peer. So it does not depend on how peers are interleaved within
+    one instant, an order that no driver promises.
     """
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
@@ -102,7 +104,7 @@ class Watch:
         self._chains: dict[PeerId | None, Any] = {}
 
     def publish(self, observed: Observation, world: World) -> None:
-        """Hand an event to all watchers. Raises Broken, from a watcher."""
+        """Pass an event to all watchers. Raises Broken, from a watcher."""
         self.count += 1
         self.recent.append(observed)
         chain = self._chains.get(observed.peer)

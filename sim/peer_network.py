@@ -1,4 +1,4 @@
-"""The network of one simulated peer: its addresses, inboxes and streams on a fabric that all share."""
+"""The network of one simulated peer: its addresses, inboxes and streams, on a fabric shared by all peers."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,26 +28,27 @@ from sim.network.queues import Parcel
 from sim.streams import Line, SimStream, admit, stream_pair
 
 HANDSHAKE_TRIPS = 4
-"""One-way trips before a stream can be used: TCP's two, and two for Noise XX."""
+"""Number of one-way trips before a stream can be used: two for TCP, and two for Noise XX."""
 
 
 class SingleHomed:
-    """The part of `node.seams.Network` for machines on several networks: simulated ones are on one."""
+    """The methods of `node.seams.Network` for machines on several networks, with trivial answers: a simulated
+    machine is on one network."""
 
     def admits(self, address: Address) -> bool:  # noqa: ARG002
         """Return True: every simulated address is public."""
         return True
 
     def paths(self, peer: PeerId) -> tuple[Address, ...]:  # noqa: ARG002
-        """Return none, as on every machine of a single network."""
+        """Return an empty tuple, as on every machine with a single network."""
         return ()
 
     def prefer(self, peer: PeerId, address: Address) -> None:
-        """Do nothing: there is no other path."""
+        """Do nothing: there is no second path."""
 
 
 class Fabric(Protocol):
-    """The shared part of all simulated networks, as one of them uses it: `sim.seams`."""
+    """The part of all simulated networks that they share (see `sim.seams`), as one peer's network uses it."""
 
     links: SimLinks
     homes: Homes
@@ -67,7 +68,7 @@ class Fabric(Protocol):
 
 
 class SimNetwork(SingleHomed):
-    """`node.seams.Network` of one simulated peer. Made by `SimNetworkFabric.attach`; streams need `run`."""
+    """`node.seams.Network` of one simulated peer. `SimNetworkFabric.attach` makes it; streams need `run`."""
 
     def __init__(self, medium: Fabric, peer: PeerId, home: Home) -> None:
         self.alive = True
@@ -83,7 +84,7 @@ class SimNetwork(SingleHomed):
         self._handlers: Handlers[SimStream] = Handlers()
         self._known: dict[PeerId, None] = {}
         self._impostors: dict[PeerId, PeerId] = {}
-        self._streams: dict[SimStream, bool] = {}  # whether the other side opened it
+        self._streams: dict[SimStream, bool] = {}  # the value: whether the remote side opened it
         self._nursery: trio.Nursery | None = None
         self._local = SimLocal(home.own, partial(medium.near, peer), self._counters)
         self._has_local = medium.has_local
@@ -99,12 +100,13 @@ class SimNetwork(SingleHomed):
 
     @property
     def outside(self) -> Address:
-        """Return the address where others see it: one of `addresses`, or in front of a translator."""
+        """Return the address where other peers see this one: one of `addresses`, or the outer address of its
+        NAT."""
         return self._home.outside
 
     @property
     def reachable(self) -> bool | None:
-        """Return True for an address of its own without a translator, which others reach."""
+        """Return True for a peer without a NAT, whose address others can reach, else None."""
         return True if self._medium.links.at(self._peer).nat is None else None
 
     @property
@@ -121,7 +123,7 @@ class SimNetwork(SingleHomed):
         return self._counters
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve streams until cancelled; handlers get a moment, then the peer is dead."""
+        """Serve streams until cancelled. Handlers then get a moment to finish; after it the peer is dead."""
         leaving = trio.Event()
         try:
             async with trio.open_nursery() as outer:
@@ -149,7 +151,7 @@ class SimNetwork(SingleHomed):
                     stream.leave()
 
     def learn(self, peer: PeerId, addresses: Sequence[Address], *, is_hint: bool = False) -> None:  # noqa: ARG002
-        """Only an address that is really the peer's makes it reachable."""
+        """Learn addresses of a peer. It becomes reachable only if one of them is really its own."""
         there = [self._medium.homes.peer_at(address) for address in addresses]
         if peer != self._peer and peer in there:
             self._known[peer] = None
@@ -169,9 +171,11 @@ class SimNetwork(SingleHomed):
     def send(
         self, peer: PeerId, protocol: str, message: bytes, *, by_stream: bool = False, is_answer: bool = False
     ) -> None:
-        del is_answer  # a reply by a stream means that the request came by one
+        del is_answer  # a reply is sent by stream if the request came by stream
         if len(message) > ONE_SHOT_BYTES_MAX:
-            raise LocalProtocolError(f"{len(message)} bytes of {protocol}: open a stream for so much")
+            raise LocalProtocolError(
+                (f"{len(message)} bytes of {protocol} are too long for a message; open a stream")
+            )
         if not self.alive:
             return
         if peer not in self._known:
@@ -184,20 +188,20 @@ class SimNetwork(SingleHomed):
         self._post(peer, protocol, bytes(message), by_stream)
 
     def send_held(self) -> None:
-        """Send at the thaw the messages that were held back while the peer was frozen."""
+        """Send, at the thaw, the messages that were held back while the peer was frozen."""
         if self._held and self.pace.still_until <= now_seconds():
             held, self._held = self._held, []
             for each in held:
                 self._post(*each)
 
     def miss(self) -> None:
-        """Drop datagrams that came when nobody was there."""
+        """Drop datagrams that arrived while the peer was not running."""
         for inbox in self._inboxes.values():
             if not (self.alive and inbox.is_open):
                 self._refuse(inbox.drop_before(now_seconds()))
 
     def expect(self, sender: PeerId, protocol: str, due: float, number: int, data: bytes) -> None:
-        """Accept a datagram on its way from another network."""
+        """Accept a datagram in flight from the network of another peer."""
         inbox = self._inbox(protocol)
         if not (self.alive and inbox.is_open):
             self._refuse(inbox.drop_before(now_seconds()))
@@ -206,19 +210,19 @@ class SimNetwork(SingleHomed):
             self._medium.count("overflowed")
 
     def bequeath(self) -> dict[str, Datagrams]:
-        """Return the datagrams on their way to this dead network."""
+        """Return the datagrams in flight to this dead network."""
         self.miss()
         return {protocol: inbox.empty() for protocol, inbox in self._inboxes.items()}
 
     def inherit(self, inboxes: dict[str, Datagrams]) -> None:
-        """Take over the datagrams on their way to an earlier network of this peer."""
+        """Take over the datagrams in flight to an earlier network of this peer."""
         for protocol, datagrams in inboxes.items():
             for due, sender, number, data in datagrams:
                 self._inbox(protocol).put(due, sender, number, data)
 
     @property
     def waiting(self) -> int:
-        """Return how many datagrams lie in all inboxes."""
+        """Return how many datagrams are in all inboxes."""
         return sum(len(inbox) for inbox in self._inboxes.values())
 
     def inbox(self, protocol: str) -> SimInbox:
@@ -242,7 +246,7 @@ class SimNetwork(SingleHomed):
         if links.has_translators and not links.lets_in(sender, self._peer, due):
             return False
         self._medium.count("delivered")
-        # A peer that reaches us can be answered: the real transport has a session with it by then.
+        # We can answer any peer that reaches us: the real transport would have a session with it by now.
         self._known[sender] = None
         return True
 
@@ -253,7 +257,7 @@ class SimNetwork(SingleHomed):
         self._medium.post(sender, peer, protocol, message, by_stream=by_stream)
 
     def _refuse(self, number: int) -> None:
-        """Count `number` datagrams that came when nobody listened."""
+        """Count `number` datagrams that no code listened for."""
         if number:
             self._counters["messages_refused_protocol"] += number
             self._medium.count("missed", number)
@@ -297,7 +301,7 @@ class SimNetwork(SingleHomed):
         self._counters["streams_broken"] += 1
 
     async def _meet_impostor(self, peer: PeerId) -> None:
-        """Fail to connect to `peer`, which is not at its known address; another peer may be there."""
+        """Fail to connect to `peer`, which is not at its known address; an impostor may be there."""
         other = self._impostors.get(peer)
         if other is None:
             await trio.lowlevel.checkpoint()
@@ -331,9 +335,9 @@ class SimNetwork(SingleHomed):
                 stream.resume()
 
     def die(self, *, is_cut: bool = True) -> None:
-        """See `SimNetworkFabric.kill`; `is_cut`: without closing."""
+        """See `SimNetworkFabric.kill`. `is_cut`: break the streams without closing them."""
         self.alive = False
-        self.pace.still_until = 0.0  # a kernel closes what a stopped process had open
+        self.pace.still_until = 0.0  # when a process stops, its kernel closes what it had open
         for stream in list(self._streams):
             stream.close(is_cut=is_cut)
         self._streams.clear()
@@ -343,7 +347,7 @@ class SimNetwork(SingleHomed):
             self._scope.cancel()
 
     def _meets(self, peer: PeerId) -> bool:
-        """Return whether packets pass both ways."""
+        """Return whether packets pass in both directions."""
         reaches = self._medium.reaches
         return reaches(self._peer, peer) and reaches(peer, self._peer)
 
@@ -352,12 +356,12 @@ class SimNetwork(SingleHomed):
         stream.close(is_cut=True)
 
     def _give_up(self, stream: SimStream, stalls: int) -> None:
-        """Break a stream that is still in the same stall."""
+        """Break a stream if it is still in the stall number `stalls`."""
         if stream.is_stalled and stream.stalls == stalls:
             self._break(stream)
 
     def _join(self, target: "SimNetwork", protocol: str) -> tuple[SimStream, SimStream]:
-        """Open a stream; return this end and the other."""
+        """Open a stream to `target`; return the near end and the far end."""
         medium = self._medium
         links = medium.links
         places = links.at(self._peer), links.at(target._peer)
@@ -375,7 +379,7 @@ class SimNetwork(SingleHomed):
         return near, far
 
     async def _meet(self, peer: PeerId) -> "SimNetwork":
-        """Wait for the handshake; return the network at the other end."""
+        """Wait for the handshake; return the remote peer's network."""
         await stand_still(self.pace)
         links, begun = self._medium.links, now_seconds()
         there, back = links.latency_seconds(self._peer, peer), links.latency_seconds(peer, self._peer)
@@ -386,11 +390,11 @@ class SimNetwork(SingleHomed):
         target = self._medium.living(peer)
         if target is None:
             raise Unreachable("refused", "the peer is not running")
-        # The kernel of a stopped process accepts its connections, but makes no handshakes.
+        # The kernel of a stopped process accepts connections, but nothing answers the handshake.
         with trio.move_on_after(TRANSPORT.handshake_seconds) as scope:
             await stand_still(target.pace)
         if scope.cancelled_caught:
-            raise Unreachable("timeout", "the peer took the connection, but did not shake hands")
+            raise Unreachable("timeout", ("the peer accepted the connection, but did not shake hands"))
         return target
 
     async def _serve(self, handler: Handler, stream: SimStream) -> None:

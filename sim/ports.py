@@ -1,6 +1,6 @@
-"""Ports: each holds one core of one peer, and its queued input while it may not act.
+"""Ports: each holds one core of one peer, and queues the input that the core cannot take yet.
 
-Not here: the calendar and what happens at a port (`sim.engine`).
+Not here: the calendar and the events at a port (`sim.engine`).
 """
 
 import math
@@ -17,7 +17,8 @@ from sim.network.places import Place
 from sim.network.sizes import SentTraffic, envelope_bytes
 
 WAKES_AT_ONCE_MAX = 1_000
-"""A core that is woken more often within one microsecond never moves its deadline, which is a bug."""
+"""Maximum number of wakes of one core within one microsecond. A core that reaches it does not move its
+deadline, which is a bug."""
 
 Order = Callable[[Any, float], Sends]
 """An order of local code to a core: `order(core, now)` returns the messages to send."""
@@ -32,7 +33,7 @@ class Wire:
 
 
 class _Gone:
-    """The replacement of a killed core, so that nothing of that core stays in memory."""
+    """A stand-in for a killed core, so that nothing of that core stays in memory."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -49,10 +50,10 @@ GONE = _Gone()
 
 
 class CorePort:
-    """One core of one peer, and the next one after a kill. `is_open`: alive, and neither frozen nor busy;
-    otherwise, until the instant `until`, messages go to `backlog` and local calls to `orders`. `wake_at` is
-    the earliest planned wake that still counts, `wake_for` its deadline; `others` are all ports of the
-    protocol; `pace_ticks` is the time that a message takes."""
+    """One core of one peer and, after a kill, the new core. `is_open`: alive, and neither frozen nor busy. If
+    it is not open, messages go to `backlog` and local calls to `orders` until the instant `until`. `wake_at`
+    is the earliest planned wake that is still valid, `wake_for` its deadline. `others` are all ports of the
+    protocol. `pace_ticks` is the time that a message takes."""
 
     __slots__ = (
         "alive", "backlog", "core", "envelope_bytes", "index", "is_open", "orders", "others", "pace_ticks",
@@ -79,7 +80,7 @@ class CorePort:
         self.wakes = 0
 
     def count_wake(self, now: float) -> None:
-        """Note that the core is woken. Raises LocalProtocolError: its deadline stands still."""
+        """Count a wake of the core. Raises LocalProtocolError if its deadline does not move."""
         self.wakes = self.wakes + 1 if self.woken_at == now else 1
         self.woken_at = now
         if self.wakes > WAKES_AT_ONCE_MAX:
@@ -87,20 +88,20 @@ class CorePort:
 
 
 class PortTable:
-    """All ports, by their numbers, protocols and peers, and their counts of sent messages. A port is never
-    removed: a peer that returns after a kill has its former ports and counts.
+    """All ports, by number, protocol and peer, with counts of sent messages. A port is never removed, so a
+    peer that returns after a kill keeps its ports and counts.
     """
 
     def __init__(self, wires: "dict[str, Wire]") -> None:
         self.all: list[CorePort] = []
-        # Messages sent by each port, in arrays: boxed integers would be allocated anew each time.
+        # Messages sent by each port. In arrays, because boxed integers would be allocated for each message.
         self.sent, self.sent_bytes = array("Q"), array("Q")
         self._wires = wires
         self._by_protocol: dict[str, dict[PeerId, CorePort]] = {}
         self._by_peer: dict[PeerId, list[CorePort]] = {}
 
     def open(self, peer: PeerId, protocol: str, find_sender: Callable[[PeerId, str], Sender]) -> CorePort:
-        """Return the port of a peer for a protocol, a new one where it has none."""
+        """Return the port of a peer for a protocol; create it if needed."""
         others = self._by_protocol.setdefault(protocol, {})
         port = others.get(peer)
         if port is None:
@@ -113,7 +114,7 @@ class PortTable:
         return port
 
     def get(self, peer: PeerId, protocol: str) -> CorePort:
-        """Return the port of a peer for a protocol. Raises KeyError: it never had one."""
+        """Return the port of a peer for a protocol. Raises KeyError if there is none."""
         return self._by_protocol[protocol][peer]
 
     def of(self, peer: PeerId) -> Sequence[CorePort]:
@@ -121,7 +122,7 @@ class PortTable:
         return self._by_peer.get(peer, ())
 
     def traffic(self, peer: PeerId | None = None) -> dict[str, SentTraffic]:
-        """Return what `peer`, in all its lives, or everybody sent by each protocol."""
+        """Return the traffic sent for each protocol by `peer`, over all its restarts, or by all peers."""
         sums: dict[str, SentTraffic] = {}
         for port in self.all if peer is None else self.of(peer):
             own = SentTraffic(self.sent[port.index], self.sent_bytes[port.index])

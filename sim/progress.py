@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExperimentProgress:
-    """The progress of an experiment. `population`: how many peers are up."""
+    """The progress of an experiment. `population` is the number of running peers."""
 
     virtual_seconds: float
     scenario_seconds: float
@@ -15,7 +15,7 @@ class ExperimentProgress:
 
     @property
     def rate(self) -> float:
-        """Return virtual seconds per second so far."""
+        """Return the virtual seconds per real second so far."""
         return self.virtual_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
     @property

@@ -1,10 +1,10 @@
-"""Fixtures that test a user's code on a simulated swarm; pytest finds them by itself.
+"""Pytest fixtures that test a user's code on a simulated swarm; pytest finds them automatically.
 
     def test_my_swim_survives_churn(simulate):
         result = simulate("churn", nodes=50, seconds=300, seed=3, swim=MySwim)
         assert result.broken is None
 
-Where a scenario broke and the test fails, the report shows the last events and the command to repeat them.
+If an invariant broke and the test fails, the report shows the last events and the command to repeat them.
 """
 
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sim.experiment import Result
 
 _OF_RUN = ("seed", "swim", "kademlia", "replica", "committer", "agreement", "checkers", "watchers", "folder")
-"""Keywords for `sim.run`; every other keyword is a value of the scenario."""
+"""The keywords that are passed to `sim.run`; every other keyword is a value of the scenario."""
 _CORES = _OF_RUN[1:6]
 
 
@@ -26,12 +26,12 @@ _CORES = _OF_RUN[1:6]
 def simulate(request: pytest.FixtureRequest) -> "Callable[..., Result]":
     """`simulate(scenario="lan", *, values={}, **keywords) -> sim.Result`.
 
-    Keywords that `sim.run` knows go there (seed, swim, kademlia, checkers, ...); all others are values of
-    the scenario, such as nodes=50. `values` takes those with dots: {"network.loss": 0.1}.
+    Keywords of `sim.run` are passed to it (seed, swim, kademlia, checkers, ...). All others are values of the
+    scenario, such as nodes=50. Values whose names have dots go into `values`: {"network.loss": 0.1}.
     """
 
     def play(scenario: str = "lan", *, values: Mapping[str, Any] | None = None, **keywords: Any) -> "Result":
-        # Imported here, so that tests that do not simulate do not load the simulator.
+        # Imported here, so that tests without a simulation do not load the simulator.
         from node.invocation import simulator
         from sim.experiment import run
         from sim.scenario import load, with_values

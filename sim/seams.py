@@ -1,25 +1,25 @@
-"""The six seams of a simulated node, to run the real `node` under trio's MockClock.
+"""The six seams of a simulated node, which run the real `node` under trio's MockClock.
 
     clock = trio.testing.MockClock(autojump_threshold=0)
     medium = Medium(Links(NetworkModel(), seed))
     trio.run(scenario, clock=clock)
 
 Time is virtual: when every task waits, the clock jumps. A message enters its receiver's inbox when it is
-sent, with the instant it is due. The inbox and not the scheduler therefore decides the order within one
-instant: the same order as in `sim.engine`. Between tasks of one instant trio's scheduler decides, so local
-commands that must repeat exactly should not fall on the instant of a delivery. Where bandwidth is limited,
-one task of the medium's own moves the queues.
+sent, with the instant at which it is due. So the inbox, not the scheduler, decides the order within one
+instant, and it is the same order as in `sim.engine`. Trio's scheduler decides the order of tasks within one
+instant, so local commands that must repeat exactly should not be given at the instant of a delivery. If
+bandwidth is limited, a separate task moves the queues.
 
-A frozen peer is, seen from outside, a stopped process: it sends nothing, messages to it wait, its cores and
-stages do not run, and at the thaw they find their deadlines long past. Trio cannot stop the other tasks of
-the node: a sleep that ends meanwhile ends in time, and its effects show at the thaw. Clocks run on, as those
-of a stopped process do.
+From outside, a frozen peer behaves like a stopped process. It sends nothing, messages to it wait, its cores
+and stages do not run, and at the thaw they find that their deadlines have long passed. Trio cannot stop the
+other tasks of the node: a sleep that ends during the freeze ends on time, and its effects show at the thaw.
+Clocks run on, like those of a stopped process.
 
-A wrong clock shows in `wall`. A node sleeps by trio's clock, so `monotonic` is right for all;
-`sim.network.clocks.SkewedCore` makes a core live by a drifting clock.
+A wrong clock affects only `wall`. A node sleeps by trio's clock, so `monotonic` is right for all nodes;
+`sim.network.clocks.SkewedCore` makes a core run by a drifting clock.
 
-A peer's own network is `sim.peer_network`; streams are in memory (`sim.streams`). Not modelled: cookies,
-rekeying, and that a datagram too large for a packet travels by a stream.
+The network of one peer is in `sim.peer_network`; streams are in memory (`sim.streams`). Not modelled:
+cookies, rekeying, and the use of a stream for a datagram that is too large for a packet.
 """
 
 from collections import Counter
@@ -47,11 +47,11 @@ from sim.storage import MemoryStorage
 from sim.wakeup import SimAlarm
 
 EPOCH_SECONDS = 1_800_000_000.0
-"""The wall clock's time at the start of a simulation."""
+"""The wall-clock time at the start of a simulation."""
 
 
 class SimClock:
-    """Trio's clock in whole microseconds; the wall clock starts at `EPOCH_SECONDS` and is as wrong as
+    """Trio's clock in whole microseconds. The wall clock starts at `EPOCH_SECONDS`, with the error of
     `clock`."""
 
     def __init__(self, clock: LocalClock = RIGHT) -> None:
@@ -65,12 +65,12 @@ class SimClock:
 
 
 class SimNetworkFabric:
-    """The shared part of all simulated networks of one simulation: which peers exist, their addresses, and
+    """The part that all simulated networks of one simulation share: which peers exist, their addresses, and
     the queues.
 
-    A stream over a split stalls for `stall_seconds`, then breaks at both ends. By default it breaks at once:
-    a kernel would notice late, unless a node notices first. With `has_local`, the peers of a region share one
-    local network.
+    A stream over a split stalls for `stall_seconds`, then breaks at both ends. By default it breaks
+    immediately; a real kernel would notice late, unless a node notices first. With `has_local`, the peers of
+    a region share one local network.
     """
 
     def __init__(self, links: SimLinks, *, stall_seconds: float = 0.0, has_local: bool = False) -> None:
@@ -88,8 +88,8 @@ class SimNetworkFabric:
         self._is_carrying = False
 
     def attach(self, peer: PeerId) -> "SimNetwork":
-        """Return a network for `peer` at an address of its own; a killed peer gets its old address back, and
-        the datagrams on their way to it."""
+        """Return a network for `peer` at its own address. A killed peer gets its old address back, and the
+        datagrams in flight to it."""
         old = self._networks.get(peer)
         if old is not None and old.alive:
             raise LocalProtocolError("this peer has a network already")
@@ -100,7 +100,7 @@ class SimNetworkFabric:
         return network
 
     def kill(self, peer: PeerId) -> None:
-        """Kill `peer` without a goodbye: its streams break, messages to it are lost."""
+        """Kill `peer` without a goodbye: its streams break and messages to it are lost."""
         network = self._networks.get(peer)
         if network is not None:
             network.die()
@@ -110,11 +110,11 @@ class SimNetworkFabric:
             self.later(self.pace(peer).freeze(now_seconds(), seconds), lambda: self._thaw(peer))
 
     def slow(self, peer: PeerId, factor: float) -> None:
-        """From now on computing at `peer` takes `factor` times as long; 1 is the usual."""
+        """Slow down computing at `peer` to `factor` times the normal duration from now on; 1 is normal."""
         self.pace(peer).factor = factor
 
     def pace(self, peer: PeerId) -> PeerPace:
-        """Return the pace of a peer, in all its lives."""
+        """Return the pace of a peer, which is kept across restarts."""
         return self._paces.setdefault(peer, PeerPace())
 
     def split(self, *sides: Collection[PeerId]) -> int:
@@ -124,7 +124,7 @@ class SimNetworkFabric:
         return number
 
     def heal(self, number: int | None = None) -> None:
-        """Heal a split (`SimLinks.heal`); stalled streams go on."""
+        """Heal a split (`SimLinks.heal`); stalled streams continue."""
         self.links.heal(number)
         self.look_at_streams()
 
@@ -133,8 +133,8 @@ class SimNetworkFabric:
         return self.links.reaches(one, other)
 
     def look_at_streams(self) -> None:
-        """Stall or break streams over cut links, and resume the others; call it after `links.block`,
-        `links.deafen` and the like."""
+        """Stall or break streams over cut links, and resume the others. Call it after `links.block`,
+        `links.deafen` and similar calls."""
         for network in self._networks.values():
             network.look_at_streams(self._stall_seconds)
 
@@ -144,8 +144,8 @@ class SimNetworkFabric:
         return network if network is not None and network.alive else None
 
     def near(self, peer: PeerId) -> Iterator[tuple[SimLocal, float]]:
-        """Yield the local networks in the region of `peer` that it reaches now, with their latency; a peer
-        behind a translator is alone there."""
+        """Yield the local networks in the region of `peer` that it reaches now, with their latency. A peer
+        behind a NAT is alone there."""
         links = self.links
         for other, network in self._networks.items():
             if other == peer or network.local is None:
@@ -155,12 +155,13 @@ class SimNetworkFabric:
                 yield network.local, links.latency_seconds(peer, other)
 
     def address(self, peer: PeerId) -> Address | None:
-        """Return the outer address of a peer, or its last one if it was killed."""
+        """Return the outer address of a peer, or its previous one if it was killed."""
         return self.homes.outside(peer)
 
     @property
     def counters(self) -> Counter[str]:
-        """Return the fates of datagrams, by the names that `sim.engine.Engine.counters` explains."""
+        """Return the number of datagrams per fate, under the names that `sim.engine.Engine.counters`
+        explains."""
         for network in self._networks.values():
             network.miss()
         counters = self.links.counters + self._counts
@@ -169,14 +170,15 @@ class SimNetworkFabric:
 
     @property
     def under_way(self) -> int:
-        """Return how many datagrams are on their way, or lie in an inbox unread."""
+        """Return how many datagrams are in flight, or unread in an inbox."""
         for network in self._networks.values():
             network.miss()
         waiting = sum(network.waiting for network in self._networks.values())
         return self._carrier.under_way + waiting
 
     def traffic(self, peer: PeerId | None = None) -> dict[str, SentTraffic]:
-        """Return what `peer`, in all its lives, or everybody sent by each protocol, streams included."""
+        """Return the traffic sent for each protocol by `peer`, over all its restarts, or by all peers,
+        streams included."""
         sums: dict[str, SentTraffic] = {}
         for (sender, protocol), own in self._traffic.items():
             if peer in (None, sender):
@@ -184,7 +186,7 @@ class SimNetworkFabric:
         return sums
 
     def count(self, what: str, number: int = 1) -> None:
-        """Count a fate of datagrams."""
+        """Count the fate of `number` datagrams."""
         self._counts[what] += number
 
     def count_traffic(self, sender: PeerId, protocol: str, sent_bytes: int) -> None:
@@ -195,7 +197,7 @@ class SimNetworkFabric:
     def post(
         self, sender: Sender, peer: PeerId, protocol: str, data: bytes, *, by_stream: bool = False
     ) -> None:
-        """Send a datagram, or a message `by_stream`."""
+        """Send a datagram, or a message by a stream if `by_stream`."""
         now = now_seconds()
         own = sender.place
         self.count("sent")
@@ -254,7 +256,7 @@ class SimNetworkFabric:
 def simulated_seams(
     medium: SimNetworkFabric, peer: PeerId, seed: int, storage: MemoryStorage | None = None
 ) -> Seams:
-    """All six for one peer attached to `medium`. The caller runs `seams.network.run`."""
+    """Return all six seams for one peer attached to `medium`. The caller runs `seams.network.run`."""
     return Seams(
         network=medium.attach(peer),
         clock=SimClock(medium.links.clock(peer)),

@@ -1,7 +1,9 @@
-"""Everything random in a simulation, drawn from one seed by name and never by the order of asking.
+"""Random choices of a simulation: each is derived from one seed and a name, so the order of the draws does
+not matter.
 
-A draw is a keyed hash (BLAKE2b, RFC 7693) of its labels: the same labels give the same draw under every
-driver, in every process and whatever was drawn before. Not secret, not for keys of real nodes.
+A draw is a keyed hash (BLAKE2b, RFC 7693) of its labels. The same labels give the same draw under every
+driver and in every process, whatever was drawn before. The draws are not secret; do not use them for keys of
+real nodes.
 """
 
 from collections.abc import Callable
@@ -17,22 +19,22 @@ DRAW_BYTES = 64
 MARKS_MAX = 4_096
 _KEY_BYTES = 32
 _SHARE_BYTES = 6
-"""As many as a float holds without rounding up to 1."""
+"""Number of bytes in a share: as many as a float holds without rounding up to 1."""
 _SHARE_RANGE = 2.0 ** (8 * _SHARE_BYTES)
 
 
 def draw(seed: int, *labels: bytes | str | int) -> bytes:
-    """Return 64 bytes that depend on `seed` and the labels alone."""
+    """Return 64 bytes that depend only on `seed` and the labels."""
     return blake2b(b"".join(map(_label, labels)), key=_key(seed), digest_size=DRAW_BYTES).digest()
 
 
 def draw_share(seed: int, *labels: bytes | str | int) -> float:
-    """Return a number from 0 to below 1, uniform; the same for the same labels."""
+    """Return a uniform number from 0 to below 1; it is the same for the same labels."""
     return int.from_bytes(draw(seed, *labels)[:_SHARE_BYTES], "little") / _SHARE_RANGE
 
 
 def seeded_rng(seed: int, *labels: bytes | str | int) -> Random:
-    """Return a generator of choices for one core of one peer: the `rng` seam."""
+    """Return a random generator for one core of one peer: the `rng` seam."""
     return Random(int.from_bytes(draw(seed, "rng", *labels), "little"))  # noqa: S311 - choices, not keys
 
 
@@ -53,7 +55,7 @@ def seeded_entropy(seed: int, *labels: bytes | str | int) -> Callable[[int], byt
 
 
 def seeded_peer(seed: int, index: int) -> PeerId:
-    """Return a peer id for experiments without real keys: it can be named and compared, not verified."""
+    """Return a peer id for experiments without real keys: it can be named and compared, but not verified."""
     return PeerId(draw(seed, "peer", index)[:PEER_ID_BYTES])
 
 
@@ -63,10 +65,10 @@ def seeded_identity(seed: int, index: int) -> Identity:
 
 
 class HashSigner:
-    """A `crypto.facts.Signer` by keyed hash: about fifty times cheaper than Ed25519.
+    """A `crypto.facts.Signer` by keyed hash, about fifty times cheaper than Ed25519.
 
-    All signers of one seed share the key, so any of them could forge; an experiment about liars must use
-    `crypto.facts.IdentitySigner`.
+    All signers with the same seed share one key, so any of them could forge. An experiment about liars must
+    use `crypto.facts.IdentitySigner`.
     """
 
     def __init__(self, peer: PeerId, swarm: str, seed: int) -> None:
@@ -94,7 +96,8 @@ class HashSigner:
 
 @lru_cache(maxsize=MARKS_MAX)
 def _mark(secret: bytes, swarm: str, author: bytes, purpose: str, body: bytes) -> bytes:
-    # Every peer of the simulation checks the same fact, mostly within a few virtual seconds.
+    # The result is cached, because every peer of the simulation checks the same fact, mostly within a few
+    # virtual seconds.
     data = author + signed_bytes(purpose, swarm, body)
     return blake2b(data, key=secret, digest_size=SIGNATURE_BYTES).digest()
 
@@ -110,5 +113,5 @@ def _label(label: bytes | str | int) -> bytes:
         kind, part = b"s", label.encode()
     else:
         kind, part = b"i", str(label).encode()
-    # The length in front keeps ("ab", "c") and ("a", "bc") apart, the kind 1 and "1".
+    # The length prefix distinguishes ("ab", "c") from ("a", "bc"); the kind distinguishes 1 from "1".
     return kind + len(part).to_bytes(4, "little") + part

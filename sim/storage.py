@@ -1,4 +1,4 @@
-"""The Storage seam of the simulation: blobs in memory, which survive a restart if their holder does."""
+"""The Storage seam of the simulation: blobs in memory, which survive a restart if the storage object does."""
 
 import io
 import tempfile
@@ -11,7 +11,7 @@ from node.storage.folder import parts_of
 
 
 class _Blobs(dict[str, bytes]):
-    """Blobs by name; names that a folder would refuse are refused here too."""
+    """Blobs by name. Names that a real folder would refuse are refused here too."""
 
     def find(self, name: str) -> bytes | None:
         parts_of(name)
@@ -27,7 +27,7 @@ class _Blobs(dict[str, bytes]):
 
 
 class MemoryDraft:
-    """Bytes that become a blob when complete."""
+    """Bytes that become a blob once complete."""
 
     def __init__(self, blobs: _Blobs, name: str) -> None:
         self._blobs = blobs
@@ -45,7 +45,7 @@ class MemoryDraft:
 
 
 class MemoryStorage:
-    """Storage that lives as long as this object: keep it to restart a peer with its disk."""
+    """Storage with the lifetime of this object; to restart a peer with its disk, keep the object."""
 
     def __init__(self) -> None:
         self._blobs = _Blobs()
@@ -80,7 +80,7 @@ class MemoryStorage:
         return MemoryDraft(self._blobs, name)
 
     def sync(self, names: Iterable[str]) -> None:
-        """Do nothing: blobs survive as long as their holder does."""
+        """Do nothing: blobs survive as long as this object does."""
 
     def spill(self, data: Data) -> memoryview:
         return memoryview(bytes(data))

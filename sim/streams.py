@@ -1,15 +1,16 @@
 """Streams of the simulated network: in memory, ordered, with latency, bandwidth and back-pressure.
 
-A stream stands for TCP, which hides loss: it loses nothing and has no jitter. The other side notices a close,
-or an end of sending, one trip later, after all that was sent before.
+A stream stands for TCP, which hides loss: it loses nothing and has no jitter. The remote side notices a
+close, or an end of sending, one trip later, after everything that was sent before.
 
-Where the access of either peer is limited, a message travels as segments through the same queues as datagrams
-(`sim.network.queues`), and all streams of a peer share them. A stream keeps as much under way as fills its
-path and two segments more, like a congestion control that has found its rate; it waits where a datagram would
-be lost, and keeps queues short. Over a split a stream stalls: segments under way arrive, later ones wait.
+If the access of either peer is limited, a message travels as segments through the same queues as datagrams
+(`sim.network.queues`), and all streams of a peer share these queues. A stream keeps in flight only enough to
+fill its path, plus two segments, like a congestion control that has found its rate. Where a datagram would be
+lost, a stream waits, and it keeps queues short. Over a split a stream stalls: segments in flight arrive,
+later ones wait.
 
-The kernel of a frozen peer goes on: it sends what it was given and keeps what arrives, up to the window; the
-peer itself sends, takes and closes nothing before the thaw.
+The kernel of a frozen peer continues: it sends what it was given and keeps what arrives, up to the window.
+The peer itself sends, reads and closes nothing before the thaw.
 """
 
 import math
@@ -36,16 +37,19 @@ from sim.network.sizes import STREAM_OVERHEAD
 from sim.wakeup import SimAlarm
 
 WINDOW_BYTES_MAX = 4 * 1024 * 1024
-"""Bytes on their way or unread in one direction before `send` waits, as with a kernel's buffers."""
+"""Maximum number of bytes in flight or unread in one direction; beyond it `send` waits, as with a kernel's
+buffers."""
 SEGMENT_BYTES_MIN = 1_220
-"""A packet's worth of a stream."""
+"""Minimum size of a segment: one packet's worth of a stream."""
 SEGMENT_SECONDS = 0.01
-"""The time of a segment on the slower access: short beside a queue, long enough to keep segments few."""
+"""Duration of a segment on the slower access: short compared with a queue, but long enough that segments are
+few."""
 
 
 class Line:
-    """The path of one direction of a stream, between two places and their paces; `trips` are there and back.
-    `carry` sends a parcel, None where no bandwidth is limited; `later` runs an action at an instant."""
+    """The path of one direction of a stream, between two places with their paces. `trips` are the times to
+    the receiver and back. `carry` sends a parcel, and is None if bandwidth is unlimited; `later` runs an
+    action at an instant."""
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class Line:
         up = self.sender.up
         queues = (up.fifo if up is not None else None, self.receiver.down)
         rate = min((queue.bytes_per_second for queue in queues if queue is not None), default=math.inf)
-        # No bandwidth limit: a message is one segment, and any number may be under way.
+        # Without a bandwidth limit, a message is one segment and any number may be in flight.
         self.segment_bytes = self.segments_max = math.inf
         if rate < math.inf:
             self.segment_bytes = max(SEGMENT_BYTES_MIN, round(rate * SEGMENT_SECONDS))
@@ -77,8 +81,8 @@ _Message = tuple[bytes, bytes]
 
 
 class _Pipe:
-    """One direction of a stream. `_outbox` holds sent messages that are not on their way yet, None at the
-    end; `_queue` holds those on their way or unread, with the instants they are due."""
+    """One direction of a stream. `_outbox` holds messages that wait to be transmitted, and None at the end;
+    `_queue` holds those in flight or unread, with the instants at which they are due."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
@@ -104,7 +108,7 @@ class _Pipe:
         if self._is_ended or self.is_broken:
             raise StreamClosed("this side sends no more" if self._is_ended else "the other side closed it")
         if self._is_dropped:
-            return  # on its way to a reader that has gone, which the writer cannot know yet
+            return  # in flight to a reader that has gone, which the writer cannot know yet
         self._queued_bytes += len(message) + len(payload)
         self._outbox.append((message, payload))
         self._flow()
@@ -114,7 +118,7 @@ class _Pipe:
         pace = self._line.receiver_pace
         while True:
             due = self._queue[0][0] if self._queue else self._ends_at
-            # Always a checkpoint, even when a message already waits.
+            # Always a checkpoint, even if a message is already waiting.
             is_over = self._is_dropped or self._is_leaving
             await self._reader.sleep_until(max(-math.inf if is_over else due, pace.still_until))
             now = _now()
@@ -132,11 +136,11 @@ class _Pipe:
 
     @property
     def is_broken(self) -> bool:
-        """Return whether the writer knows by now that the reader has closed."""
+        """Return whether the writer can already know that the reader has closed."""
         return self._broken_at <= _now()
 
     def end(self, why: str, *, is_cut: bool = False) -> None:
-        """End sending: after the last message the reader learns why, and whether the stream was cut."""
+        """End sending. After the last message the reader learns `why`, and whether the stream was cut."""
         self._why, self._is_cut = why, self._is_cut or is_cut
         if not self._is_ended:
             self._is_ended = True
@@ -145,7 +149,7 @@ class _Pipe:
             self._flow()
 
     def drop(self) -> None:
-        """Close the reader's end: messages under way are lost; the writer finds out one trip later."""
+        """Close the reader's end. Messages in flight are lost; the writer finds out one trip later."""
         if not self._is_dropped:
             self._is_dropped = True
             self._outbox.clear()
@@ -156,7 +160,7 @@ class _Pipe:
             self._give_notice()
 
     def leave(self) -> None:
-        """Read no more, without closing."""
+        """Stop reading, without closing."""
         self._is_leaving = True
         self._reader.ring()
 
@@ -177,7 +181,7 @@ class _Pipe:
             self._broken_at = after(begin, self._line.trip_back / TICKS_PER_SECOND)
 
     def _flow(self) -> None:
-        """Send what the window allows."""
+        """Transmit what the window allows."""
         line = self._line
         while self._outbox and not self._is_stalled and self._segments < line.segments_max:
             item = self._outbox[0]
@@ -228,8 +232,8 @@ class _Pipe:
 
 
 class SimStream:
-    """The `node.seams.Stream` of the simulation: one end. `count` learns the traffic that each message adds
-    to its peer."""
+    """The `node.seams.Stream` of the simulation: one end. `count` is called with the traffic that each
+    message adds to its peer."""
 
     def __init__(
         self, peer: PeerId, protocol: str, incoming: _Pipe, outgoing: _Pipe, count: Callable[[int], None]
@@ -244,16 +248,16 @@ class SimStream:
         self._receiving = Turn()
         self._is_closed = False
         self.message_bytes_max = MESSAGE_BYTES_MAX
-        """The longest message accepted here."""
+        """Maximum length of a message accepted at this end."""
         self.offended: Callable[[], None] = lambda: None
-        """Called where the other side breaks the protocol."""
+        """Called if the remote side violates the protocol."""
         self.is_stalled = False
         self.stalls = 0
         self._silence = Silence()
 
     @property
     def silent_since(self) -> float:
-        """Return the time since which the other side has sent none of the awaited data: see
+        """Return the time since which the remote side has sent none of the data it owes; see
         `crypto.registers.PlaceHolder`."""
         return self._silence.since
 
@@ -313,31 +317,31 @@ class SimStream:
         await trio.lowlevel.checkpoint()
 
     def close(self, *, is_cut: bool = False) -> None:
-        """Close like `aclose`, without awaiting; `is_cut`: not in order, as when a peer dies."""
+        """Close like `aclose`, but without awaiting. `is_cut`: abruptly, as when a peer dies."""
         self._is_closed = True
         self._outgoing.end("the other side closed it", is_cut=is_cut)
         self._incoming.drop()
 
     def leave(self) -> None:
-        """Take no new message, but let the peer finish its answer: it is leaving."""
+        """Accept no new message, but let the peer finish its answer before it leaves."""
         self._incoming.leave()
 
     def stall(self) -> None:
-        """Stall: a split lies between both ends. `stalls` counts how often."""
+        """Stall the stream, because a split lies between its ends. `stalls` counts how often."""
         self.is_stalled = True
         self.stalls += 1
         self._incoming.stall()
         self._outgoing.stall()
 
     def resume(self) -> None:
-        """Resume after a stall."""
+        """Continue after a stall."""
         self.is_stalled = False
         self._incoming.resume()
         self._outgoing.resume()
 
 
 def admit(register: Register[SimStream], at: PeerId, stream: SimStream, counters: Counter[str]) -> None:
-    """Have the peer `at` serve a stream that another opens; silent streams are evicted for it. Raises
+    """Have the peer `at` serve a stream that another peer opens, and evict silent streams for it. Raises
     Unreachable."""
     now = _now()
     host = stream.source.host if stream.source is not None else ""
@@ -355,7 +359,7 @@ def admit(register: Register[SimStream], at: PeerId, stream: SimStream, counters
 def stream_pair(
     there: Line, back: Line, counts: tuple[Callable[[int], None], Callable[[int], None]]
 ) -> tuple[SimStream, SimStream]:
-    """Return both ends of a new stream: the one where `there` begins, and the one where it ends."""
+    """Return both ends of a new stream: the end at which `there` begins, then the end at which it arrives."""
     outgoing, incoming = _Pipe(there), _Pipe(back)
     return (
         SimStream(there.receiver.peer, there.protocol, incoming, outgoing, counts[0]),

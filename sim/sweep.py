@@ -1,9 +1,9 @@
-"""Many experiments: each combination of values with each of some seeds, several processes at once, resumable.
+"""Many experiments: each combination of values with each of several seeds, in parallel processes, resumable.
 
     peerloom sim churn --sweep nodes=100,300,1000 --seeds 5 --jobs 2 --out out
 
-Each run is the command `peerloom sim` in a process and a folder of its own, `out/nodes=300/seed=4`. A run
-with a complete summary of the same scenario is not repeated. The results are a table, also written as
+Each run is a `peerloom sim` process with its own folder, such as `out/nodes=300/seed=4`. A run whose folder
+has a complete summary of the same scenario is not repeated. The results are printed as a table and written as
 sweep.csv.
 """
 
@@ -35,7 +35,7 @@ SCHEMA = "peerloom.sim.sweep/1"
 TABLE_NAME = "sweep.csv"
 LOG_NAME = "log.txt"
 RUNS_MAX = 10_000
-"""A larger sweep is a typing error: at a second a run it takes hours."""
+"""Maximum number of runs. A larger sweep is probably a typing error: at a second per run it takes hours."""
 _FOLDER_NAME_MAX = 150
 _LOOK_SECONDS = 0.05
 
@@ -51,27 +51,29 @@ FIGURES = {
     "steps": ("steps", 1.0, ("runs", "0", "steps")),
     "times_real_time": ("x real time", 1.0, ("times_real_time",)),
 }
-"""Figures by column name in the file: heading and scale in the printed table, and path in a summary."""
+"""The figures by column name in the file: their heading and scale in the printed table, and their path in a
+summary."""
 
 Values = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One experiment of a sweep: `values` of the swept keys, and the folder of its files."""
+    """One experiment of a sweep: the `values` of the swept keys, and the folder of its files."""
 
     values: Values
     seed: int
     folder: Path
     text: str
-    """The resolved scenario; another scenario in the folder is a different run."""
+    """The scenario with all values. If the folder has the results of any other scenario, they do not
+    count."""
 
     @property
     def name(self) -> str:
         return " ".join((*(f"{key}={value}" for key, value in self.values), f"seed={self.seed}"))
 
     def summary(self) -> dict[str, Any] | None:
-        """Return its results; None if it has not ended."""
+        """Return the run's results; None if it has not ended."""
         try:
             if (self.folder / SCENARIO_NAME).read_text(encoding="utf-8") != self.text:
                 return None
@@ -86,7 +88,7 @@ def sweep(wanted: ExperimentRequest, sweeps: Sequence[str], *, seeds: int, jobs:
     """Run the missing experiments, and show the results of all.
 
     Raises:
-        UsageError: a value, or a combination of values, makes no scenario.
+        UsageError: a value, or a combination of values, makes no valid scenario.
         CheckFailed: an invariant broke in some run.
         PeerloomError: some run did not end.
     """
@@ -99,7 +101,7 @@ def sweep(wanted: ExperimentRequest, sweeps: Sequence[str], *, seeds: int, jobs:
     done = [(run, summary) for run in runs if (summary := run.summary()) is not None]
     _tell(wanted, done)
     if stopped:
-        show([f"stopped; the same command goes on with the other {len(runs) - len(done)}"], sys.stderr)
+        show([f"stopped; repeat the command to play the other {len(runs) - len(done)} runs"], sys.stderr)
         raise typer.Exit(EXIT_FORCED)
     _fail(wanted, runs, done)
 
@@ -109,12 +111,12 @@ def _runs(wanted: ExperimentRequest, sweeps: Sequence[str], seeds: int) -> Itera
     keys = [key for key, _ in axes]
     for key in keys:
         if keys.count(key) > 1:
-            raise UsageError(f"--sweep {key}: given twice; put all values into one")
+            raise UsageError(f"--sweep {key} is given twice. Put all its values into one --sweep.")
     count = seeds
     for _, choices in axes:
         count *= len(choices)
     if count > RUNS_MAX:
-        raise UsageError(f"--sweep: {count} runs, at most {RUNS_MAX}")
+        raise UsageError(f"--sweep: {count} runs are too many; the maximum is {RUNS_MAX}")
     scenario = with_values(load(wanted.scenario), wanted.values())
     for combination in itertools.product(*(choices for _, choices in axes)):
         values = tuple(zip(keys, combination, strict=True))
@@ -128,9 +130,9 @@ def _axis(text: str) -> tuple[str, list[str]]:
     key, _, rest = text.partition("=")
     parts = split_values(rest)
     if not (key.strip() and all(parts)):
-        raise UsageError(f"--sweep {text}: want KEY=A,B,C, such as nodes=100,300,1000")
+        raise UsageError(f"--sweep {text}: expected KEY=A,B,C, such as nodes=100,300,1000")
     if len(set(parts)) < len(parts):
-        raise UsageError(f"--sweep {text}: a value is there twice")
+        raise UsageError(f"--sweep {text}: a value is repeated")
     return key.strip(), parts
 
 
@@ -152,10 +154,11 @@ def split_values(text: str) -> list[str]:
 
 
 def folder_name(values: Values) -> str:
-    """Return `nodes=300,network.loss=0.05`; other characters of a value are escaped as in a URL."""
+    """Return a name such as `nodes=300,network.loss=0.05`; other characters of a value are escaped as in a
+    URL."""
     name = ",".join(f"{key}={quote(value, safe='.,-+=')}" for key, value in values)
     if len(name) > _FOLDER_NAME_MAX:
-        raise UsageError(f"--sweep: {name[:60]}...: too long to name a folder by")
+        raise UsageError(f"--sweep: {name[:60]}... is too long for the name of a folder")
     return name
 
 
@@ -167,8 +170,8 @@ def _folder(wanted: ExperimentRequest) -> Path:
 
 
 def _play_all(wanted: ExperimentRequest, missing: Sequence[SweepRun], jobs: int) -> bool:
-    """Run the missing experiments; return whether the user stopped them. Experiments under way at a stop are
-    ended and repeated next time."""
+    """Run the missing experiments; return whether the user stopped them. Experiments in progress at a stop
+    are ended, and are repeated next time."""
     stop = StopFlag()
     waiting = list(reversed(missing))
     running: dict[str, tuple[SweepRun, subprocess.Popen[bytes], IO[bytes], float]] = {}
@@ -218,7 +221,7 @@ def _start(wanted: ExperimentRequest, run: SweepRun) -> tuple[subprocess.Popen[b
     if wanted.events_max is not None:
         flags += ["--events", str(wanted.events_max)]
     words = ["-P", "-m", "sim", *wanted.words(run.values, run.seed), "--out", str(run.folder), *flags]
-    # The process imports this very code, wherever it is started from.
+    # The process imports the same copy of the code, from whatever folder it is started.
     path = os.pathsep.join(
         (str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
     )
@@ -227,7 +230,7 @@ def _start(wanted: ExperimentRequest, run: SweepRun) -> tuple[subprocess.Popen[b
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=log,
-        process_group=0,  # Ctrl-C is for this process, which tells the others once
+        process_group=0,  # only this process receives Ctrl-C; it stops each of the others once
         env=os.environ | {"PYTHONPATH": path.rstrip(os.pathsep)},
     )
     return process, log
@@ -256,7 +259,7 @@ def _tell(wanted: ExperimentRequest, done: Sequence[tuple[SweepRun, Mapping[str,
 
 
 Span = tuple[float, float, float]
-"""Median, least and most over the seeds."""
+"""Median, minimum and maximum over the seeds."""
 
 
 def _spans(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Span]:
@@ -289,7 +292,7 @@ def _lines(spans: Mapping[Values, Mapping[str, Span]], counts: Mapping[Values, i
         ]
         for values, figures in spans.items()
     ]
-    return [*table(header, rows), "each: the median, and the least and most over the seeds"]
+    return [*table(header, rows), "each value: the median, with the minimum and maximum over the seeds"]
 
 
 def _cell(span: Span | None, scale: float) -> str:

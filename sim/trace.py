@@ -1,8 +1,8 @@
-"""The actions of every core as one digest, which shows whether two drivers, or two runs, are the same.
+"""A digest of all actions of the cores, which shows whether two drivers, or two runs, behave the same.
 
-A core is wrapped in `TracedCore`, the same way under every driver. Each (peer, protocol) keeps a running hash
-in its own order; the digest takes them sorted by name. It therefore does not depend on how peers are
-interleaved within one instant, an order that no driver promises.
+A core is wrapped in `TracedCore`, in the same way under every driver. Each (peer, protocol) has a running
+hash over its actions in order; the digest combines these hashes, sorted by name. So it does not depend on how
+peers are interleaved within one instant, an order that no driver promises.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class TraceEntry:
 
 
 class Trace:
-    """Collects entries; with `keep` it also stores them, to find where two runs diverge."""
+    """Collects entries. With `keep` it also stores them, to find where two runs diverge."""
 
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
@@ -41,7 +41,7 @@ class Trace:
         self.count = 0
 
     def add(self, time: float, peer: PeerId, protocol: str, what: str, data: bytes) -> None:
-        """Append one entry to the chain of (peer, protocol). Times of one chain never go back."""
+        """Append one entry to the chain of (peer, protocol). The times within a chain must not decrease."""
         name = (peer, protocol)
         chain = self._chains.get(name)
         if chain is None:
@@ -66,7 +66,7 @@ class Trace:
 
 
 class TracedCore(Generic[C]):
-    """A core that behaves as `core` does and records all inputs and outputs."""
+    """A core that behaves like `core` and records all inputs and outputs."""
 
     def __init__(self, core: C, peer: PeerId, protocol: str, trace: Trace) -> None:
         self.core = core

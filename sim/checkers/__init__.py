@@ -1,6 +1,5 @@
 """Invariants of a whole simulated world, one small class each. A checker watches every event and raises
-`sim.observers.Broken` where its invariant does not hold. Checkers see all peers at once, which no peer
-can."""
+`sim.observers.Broken` if its invariant does not hold. Checkers see all peers, which no single peer can."""
 
 from sim.checkers.select import Checkers, checkers_for
 

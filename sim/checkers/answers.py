@@ -1,4 +1,5 @@
-"""The invariant of answers: each token equals that of the undisturbed answer, whatever dies meanwhile."""
+"""The invariant of answers: each token equals that of an undisturbed answer, whichever peers die
+meanwhile."""
 
 from sim.checkers.checker import Checker
 from sim.events import AnswerEnded
@@ -18,5 +19,5 @@ class AnswersAreRight(Checker):
         if not observed.event.is_right:
             assert observed.peer is not None
             raise self.broken(
-                f"{world.name(observed.peer)} was answered a wrong token among {observed.event.tokens}"
+                f"{world.name(observed.peer)} received a wrong token in the answer {observed.event.tokens}"
             )

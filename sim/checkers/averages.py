@@ -1,4 +1,5 @@
-"""The invariant of averaging: a peer that reports success names the members, and all report the same."""
+"""The invariant of averaging: each peer that reports success names the members, and all these reports
+agree."""
 
 from crypto.identity import PeerId
 from sim.checkers.checker import Checker
@@ -7,8 +8,8 @@ from sim.observers import Observation, World
 
 
 class AveragesAgree(Checker):
-    """Check that all peers that report success of one attempt took part in it, name the same set, each member
-    once, and hold the same bytes, and that nobody is named who never ran."""
+    """Check that all peers that report success for one attempt took part in it, name the same set with each
+    member once, and hold the same bytes. Check also that every named peer has run at some time."""
 
     name = "averages"
 
@@ -27,19 +28,19 @@ class AveragesAgree(Checker):
         if peer is None:
             return
         entered = frozenset(event.entered)
-        which = f"attempt {event.attempt} of round {event.round.hex()[:8]}, says {world.name(peer)}"
+        which = f"attempt {event.attempt} of round {event.round.hex()[:8]}, as reported by {world.name(peer)}"
         if len(entered) < len(event.entered):
-            raise self.broken(f"somebody entered twice in {which}")
+            raise self.broken(f"a member is named twice in {which}")
         if peer not in entered:
-            raise self.broken(f"one reports success that was not in {which}")
+            raise self.broken(f"the reporting peer is not a member in {which}")
         ghosts = [world.name(named) for named in event.entered if named not in self._ran]
         if ghosts:
-            raise self.broken(f"{ghosts[0]} never ran, and is in {which}")
+            raise self.broken(f"{ghosts[0]} never ran, but is a member in {which}")
         others, digest, first = self._reports.setdefault(
             (event.round, event.attempt), (entered, event.digest, peer)
         )
         if others != entered:
             odd = sorted(world.name(named) for named in others ^ entered)
-            raise self.broken(f"{world.name(first)} and another differ on {odd[0]} in {which}")
+            raise self.broken(f"{world.name(first)} and a second peer disagree about {odd[0]} in {which}")
         if digest != event.digest:
-            raise self.broken(f"{world.name(first)} holds other bytes after {which}")
+            raise self.broken(f"{world.name(first)} holds different bytes after {which}")

@@ -1,4 +1,4 @@
-"""The base of all checkers: each names the events it handles, and its handlers. Pure."""
+"""The base class of all checkers: each has a handler for each type of event that it needs. Pure."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ class Checker:
 
     def __init__(self) -> None:
         self.handlers: Mapping[type[Any], Handler] = {}
-        """Do nothing; checkers that look at intervals override it."""
+        """The handler for each type of event that the checker needs."""
 
     def see(self, observed: Observation, world: World) -> None:
         handler = self.handlers.get(type(observed.event))
@@ -23,10 +23,10 @@ class Checker:
             handler(observed, world)
 
     def sample(self, world: World) -> None:
-        """Do nothing; checkers that can judge only at the end override it."""
+        """Do nothing; checkers that check at intervals override this."""
 
     def end(self, world: World) -> None:
-        """Nothing, unless something is known only then."""
+        """Do nothing; checkers that can judge only at the end override this."""
 
     def broken(self, what: str) -> Broken:
         """Return the error to raise."""

@@ -1,4 +1,4 @@
-"""The invariant of limits: nothing that a stranger can make grow exceeds its limit."""
+"""The invariant of limits: nothing that an unknown peer can make grow exceeds its limit."""
 
 from crypto.identity import PeerId
 from sim.checkers.checker import Checker
@@ -8,7 +8,7 @@ _PEERS_PER_SAMPLE = 16
 
 
 class WithinLimits(Checker):
-    """Check queues, tables and memory of every peer: some peers at each sample, in turn, and all at the
+    """Check queues, tables and memory of every peer: of a few peers in turn at each sample, and of all at the
     end."""
 
     name = "limits"
@@ -32,4 +32,4 @@ class WithinLimits(Checker):
             return
         for what, (size, limit) in world.sizes(peer).items():
             if size > limit:
-                raise self.broken(f"{world.name(peer)} holds {size} of {what}; the limit is {limit}")
+                raise self.broken(f"{world.name(peer)} has a size of {size} for {what}; the limit is {limit}")

@@ -1,4 +1,5 @@
-"""Invariants of membership: views become right, no live peer is given up, accusations are refuted."""
+"""Invariants of membership: member lists become right, no live peer is declared dead, accusations are
+refuted."""
 
 from collections import deque
 
@@ -12,14 +13,14 @@ from sim.scenario import Scenario
 _LIVE = (Status.ALIVE, Status.SUSPECT)
 _PAIRS_PER_SAMPLE = 4_000
 _VIEWS_PER_SAMPLE = 4
-"""The cost of a view grows with its size, so each sample checks only this many, in turn."""
+"""Number of member lists checked at each sample, in turn, because the cost of a list grows with its size."""
 _VIEWS_AT_END = 256
 
 
 class ViewsConverge(Checker):
-    """Check that a peer that has been up and undisturbed for `converge_seconds` lists exactly the peers in
-    its scope and reach for which the same holds, and lists as live no peer that has been down for that
-    long."""
+    """Check that the member list of a peer is right once the peer has been up and undisturbed for
+    `converge_seconds`. It must list exactly the peers in its scope and reach for which the same holds, and
+    must not list as live a peer that has been down for that long."""
 
     name = "membership"
 
@@ -60,15 +61,17 @@ class ViewsConverge(Checker):
                 continue
             since = f"since {self._calm.since(peer):.3f} s"
             if listed:
-                raise self.broken(f"{world.name(viewer)} lists {world.name(peer)}, which is down {since}")
+                raise self.broken(
+                    (f"{world.name(viewer)} lists {world.name(peer)}, which has been down {since}")
+                )
             if world.in_scope(viewer, peer) and _connected(world, viewer, peer):
-                what = f"{world.name(peer)}, which is up and reachable {since}"
+                what = f"{world.name(peer)}, which has been up and reachable {since}"
                 raise self.broken(f"{world.name(viewer)} does not list {what}")
 
 
 class NoFalseDeaths(Checker):
-    """Check that no peer declares another dead that is up, reachable and undisturbed, and has been for so
-    long that the verdict cannot refer to an earlier life."""
+    """Check that no peer declares a peer dead that is up, reachable and undisturbed, and has been for so long
+    that the verdict cannot refer to an earlier process of it."""
 
     name = "false-death"
 
@@ -85,8 +88,8 @@ class NoFalseDeaths(Checker):
         since = self._calm.both_since(world, viewer, subject)
         if since <= observed.time - self._patience_seconds:
             raise self.broken(
-                f"{world.name(viewer)} gives up {world.name(subject)} ({observed.event.reason}), "
-                f"which is up and reachable since {since:.3f} s"
+                f"{world.name(viewer)} declares {world.name(subject)} dead ({observed.event.reason}), "
+                f"which has been up and reachable since {since:.3f} s"
             )
 
 
@@ -100,7 +103,7 @@ class DeathsAreRefuted(Checker):
         super().__init__()
         self._patience_seconds = refutation_seconds(scenario)
         self._calm = QuietPeriods(scenario)
-        # Wrong verdicts of death: (observer, subject) and since when. A queue by time holds all of them.
+        # Wrong verdicts of death: (observer, subject), and since when. The queue holds them by time.
         self._held: dict[tuple[PeerId, PeerId], float] = {}
         self._queue: deque[tuple[float, PeerId, PeerId]] = deque()
         self.handlers = {**self._calm.handlers, MemberDown: self._see_down, MemberUp: self._see_up}
@@ -123,14 +126,14 @@ class DeathsAreRefuted(Checker):
             if not (world.is_up(viewer) and world.is_up(subject) and _connected(world, viewer, subject)):
                 del self._held[viewer, subject]
             elif self._calm.both_since(world, viewer, subject) > since:
-                # A disturbance came between: restart the time allowed, or the time of the next life.
+                # There was a disturbance meanwhile, so start the allowed time again, from its end.
                 later = max(world.now, self._calm.both_since(world, viewer, subject))
                 self._held[viewer, subject] = later
                 self._queue.append((later, viewer, subject))
             elif world.in_scope(viewer, subject) and world.believes(viewer).get(subject) is Status.DEAD:
                 raise self.broken(
-                    f"{world.name(viewer)} holds {world.name(subject)} for dead since {since:.3f} s, "
-                    "though it is up and reachable all the time"
+                    f"{world.name(viewer)} has listed {world.name(subject)} as dead since {since:.3f} s, "
+                    "though it was up and reachable all the time"
                 )
 
     def end(self, world: World) -> None:

@@ -8,7 +8,7 @@ from sim.observers import Observation, World
 
 
 class OnePlanAHeight(Checker):
-    """Check that no two peers ever have different plans of one height in force. Not for runs that may
+    """Check that no two peers ever have different plans in force at one height. Not for runs that may
     fork."""
 
     name = "plans"
@@ -29,7 +29,8 @@ class OnePlanAHeight(Checker):
 
 
 class PlansFollow(Checker):
-    """Check that each plan follows one that was in force, of the height below; the first follows none."""
+    """Check that each plan follows a plan of the previous height that was in force; the first follows
+    none."""
 
     name = "chain"
 
@@ -43,9 +44,9 @@ class PlansFollow(Checker):
         known = self._heights.setdefault((event.run, event.plan), (event.height, event.parent))
         what = f"plan {event.plan.hex()[:8]} of height {event.height} at {_name(world, observed.peer)}"
         if known != (event.height, event.parent):
-            raise self.broken(f"{what} was of height {known[0]} elsewhere, or had another parent")
+            raise self.broken(f"{what} had height {known[0]} or a different parent on another peer")
         if (event.height == 0) != (event.parent == NO_HASH):
-            raise self.broken(f"{what} follows nothing, or is the first and follows something")
+            raise self.broken(f"{what} must have a parent, unless it is the first plan")
         if event.height:
             parent = self._heights.get((event.run, event.parent))
             if parent is None:
@@ -55,8 +56,8 @@ class PlansFollow(Checker):
 
 
 class SomeBranchGoesOn(Checker):
-    """Check that at least one branch of a run is never left: some peer remains under a plan in force. Peers
-    that are down count, because their disks bring the plan back."""
+    """Check that at least one branch of a run is never left, that is, some peer remains under a plan in
+    force. Peers that are down count, because their disks bring the plan back."""
 
     name = "branches"
 
@@ -73,8 +74,8 @@ class SomeBranchGoesOn(Checker):
         left.discard(observed.peer)
         if not left:
             raise self.broken(
-                f"{_name(world, observed.peer)} was the last to leave its branch of run "
-                f"{observed.event.run.hex()[:8]}, and no branch is left"
+                f"{_name(world, observed.peer)} was the last peer on its branch of run "
+                f"{observed.event.run.hex()[:8]} and left it, so no branch remains"
             )
 
 

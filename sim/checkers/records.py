@@ -1,4 +1,4 @@
-"""Invariants of the DHT's records: none is forged, and records that are stored are found."""
+"""Invariants of the DHT's records: no record is forged, and stored records are found."""
 
 from crypto.identity import PeerId
 from dht.events import RecordsFound
@@ -8,14 +8,15 @@ from sim.observers import Observation, World
 from sim.scenario import Scenario
 
 _MISSES_OF = 200
-"""Misses during a run are held against at least so many lookups: a few early ones mean nothing."""
+"""Minimum number of lookups against which the misses are counted during a run, so that a few early misses
+mean nothing."""
 _LOOKUPS_MIN = 20
-"""A share of fewer lookups is not meaningful."""
+"""Minimum number of lookups for a meaningful share at the end."""
 
 
 class RecordsAreGenuine(Checker):
-    """Check that each record found was published by its author with that sequence and value. Only for keys
-    that the world itself published under."""
+    """Check that each record found was published by its author with that sequence and value. It covers only
+    keys under which the world itself published."""
 
     name = "forged-record"
 
@@ -36,7 +37,7 @@ class RecordsAreGenuine(Checker):
             value = published.get((record.publisher, record.sequence))
             if value != record.value or record.key != observed.event.key:
                 who = "nobody" if observed.peer is None else world.name(observed.peer)
-                what = "never published" if value is None else "published with another value"
+                what = "never published" if value is None else "published with a different value"
                 raise self.broken(
                     f"{who} found a record of {world.name(record.publisher)} under "
                     f"{observed.event.key.hex()[:8]} with sequence {record.sequence}, which it {what}"
@@ -44,8 +45,8 @@ class RecordsAreGenuine(Checker):
 
 
 class RecordsAreFound(Checker):
-    """Check that at least the scenario's share of lookups finds its record where one was stored. Counting
-    begins once the swarm has started and all records were republished: each newcomer becomes responsible for
+    """Check that at least the scenario's share of lookups find a record that was stored. Counting begins once
+    the swarm has started and all records were republished, because each newcomer becomes responsible for
     records that only republishing brings to it."""
 
     name = "lost-records"
@@ -74,6 +75,6 @@ class RecordsAreFound(Checker):
     def _judge(self, of: int) -> None:
         if self._missed > (1 - self._share) * of + 1e-9:
             raise self.broken(
-                f"{self._missed} of {self._looked} lookups missed a record that was there; "
-                f"{self._share:g} of them are to find it"
+                f"{self._missed} of {self._looked} lookups missed an existing record; "
+                f"a share of {self._share:g} must find it"
             )

@@ -1,5 +1,4 @@
-"""The choice of invariants for a scenario, and a watcher that hands each event only to the checkers that
-handle it."""
+"""Selects the invariants for a scenario, and passes each event only to the checkers that handle it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +16,8 @@ from sim.scenario import Scenario
 
 
 class Checkers:
-    """Several checkers as one `sim.observers.Watcher`: a world of thousands of peers publishes millions of
-    events, and most concern no checker."""
+    """Several checkers as one `sim.observers.Watcher`. A world of thousands of peers publishes millions of
+    events, and most of them concern no checker."""
 
     def __init__(self, checkers: Sequence[Checker]) -> None:
         self.checkers = tuple(checkers)
@@ -41,7 +40,7 @@ class Checkers:
 
 
 def checkers_for(scenario: Scenario) -> tuple[Watcher, ...]:
-    """Return new checkers for all invariants that must hold in this scenario; each keeps state of its
+    """Return new checkers for all invariants that must hold in this scenario. They keep the state of one
     experiment."""
     checks = scenario.checks
     found: list[Checker] = [WithinLimits(), DeathsAreRefuted(scenario), RecordsAreGenuine(), AveragesAgree()]
@@ -63,7 +62,8 @@ def checkers_for(scenario: Scenario) -> tuple[Watcher, ...]:
 
 
 def _only_goodbyes(scenario: Scenario) -> bool:
-    """Return whether peers only ever leave with a goodbye, and those that stay have room for all stages."""
+    """Return whether peers only leave with a goodbye, and the remaining ones always have room for all
+    stages."""
     going = sum(round(event.share * scenario.nodes) for event in scenario.events)
     has_room = all(run.members - going >= run.stages * run.replicas for run in scenario.runs)
     churn, events = scenario.churn, scenario.events

@@ -1,4 +1,5 @@
-"""Invariants of committed steps: each micro-batch counts once, and sums hold what the commit says."""
+"""Invariants of committed steps: each micro-batch counts once, and a replica's sums hold exactly what the
+commit states."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -12,20 +13,20 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 _KEPT_MAX = 512
-"""Limit of the steps that are compared; no peer applies an older one under the same plan."""
+"""Maximum number of steps that are kept for comparison. No peer applies an older step under the same plan."""
 
 
 class SamplesOnce(Checker):
     """Check that within a committed step all stages count the same micro-batches, each once, and that no
-    micro-batch is in two committed steps of one chain of plans. A plan that goes back to a checkpoint
-    replaces the steps after it."""
+    micro-batch is in two committed steps of one chain of plans. If a plan goes back to a checkpoint, the
+    steps after it are replaced and do not count."""
 
     name = "samples"
 
     def __init__(self) -> None:
         super().__init__()
         self._parents: dict[bytes, bytes] = {}
-        # By plan: the step of each micro-batch, along the chain up to this plan.
+        # For each plan: the step of each micro-batch, along the chain up to this plan.
         self._owners: dict[bytes, dict[int, int]] = {}
         self.handlers = {PlanAdopted: self._see_adopted, StepCommitted: self._see_committed}
 
@@ -65,8 +66,8 @@ class SamplesOnce(Checker):
         return frozenset(found)
 
     def _of_plan(self, plan: bytes) -> dict[int, int]:
-        """Return the steps along the chain up to a plan; a new plan starts from its nearest ancestor that
-        committed."""
+        """Return the steps along the chain up to a plan. A new plan starts with those of its nearest ancestor
+        that committed."""
         if plan not in self._owners:
             ancestor = self._parents.get(plan)
             while ancestor is not None and ancestor not in self._owners:
@@ -76,8 +77,8 @@ class SamplesOnce(Checker):
 
 
 class GoodbyesLoseNothing(Checker):
-    """Check that no step is committed twice: a member that says goodbye hands over what it holds before it
-    goes. For scenarios in which nobody crashes and others have room for what is handed over."""
+    """Check that no step is committed twice, since a member that says goodbye first hands over what it holds.
+    For scenarios in which no peer crashes and the others have room for what is handed over."""
 
     name = "goodbyes"
 
@@ -96,9 +97,9 @@ class GoodbyesLoseNothing(Checker):
 
 
 class SumsAgree(Checker):
-    """Check that a replica applies a step once under a plan, that its sums hold no micro-batch twice and none
-    that another replica of its stage has, and that they hold exactly the micro-batches that the commit
-    assigns to it."""
+    """Check that a replica applies a step once under a plan, and that its sums contain exactly the
+    micro-batches that the commit assigns to it: none twice, and none that a second replica of its stage also
+    has."""
 
     name = "sums"
 
@@ -106,7 +107,7 @@ class SumsAgree(Checker):
         super().__init__()
         self._commits: dict[tuple[bytes, int], dict[tuple[int, PeerId], tuple[int, ...]]] = {}
         self._applied: dict[tuple[bytes, int], dict[tuple[int, PeerId], tuple[int, ...]]] = {}
-        # The steps each peer applied in its present life, and when.
+        # The steps that each peer applied since its latest start, and when.
         self._when: dict[PeerId, dict[tuple[bytes, int, int], float]] = {}
         self.handlers = {
             PeerStarted: self._see_started,
@@ -137,7 +138,7 @@ class SumsAgree(Checker):
         if len(set(numbers)) < len(numbers):
             twice = next(number for number in numbers if numbers.count(number) > 1)
             raise self.broken(
-                f"{world.name(peer)} has micro-batch {twice} in its sums twice, step {event.step}"
+                f"{world.name(peer)} has micro-batch {twice} twice in its sums of step {event.step}"
             )
         own, which = self._when.setdefault(peer, {}), (event.plan, event.step, event.stage)
         if which in own:
@@ -150,7 +151,9 @@ class SumsAgree(Checker):
             both = sorted(set(others) & set(numbers)) if stage == event.stage and other != peer else ()
             if both:
                 whose = f"{world.name(other)} and of {world.name(peer)}, both of stage {stage + 1}"
-                raise self.broken(f"micro-batch {both[0]} of step {event.step} is in the sums of {whose}")
+                raise self.broken(
+                    (f"micro-batch {both[0]} of step {event.step} is in the sums both of {whose}")
+                )
         applied[event.stage, peer] = numbers
         _put(self._applied, (event.plan, event.step), applied)
         rows = self._commits.get((event.plan, event.step))
@@ -168,7 +171,7 @@ class SumsAgree(Checker):
         named = rows.get(place)
         if named is not None and named != numbers:
             odd = sorted(set(named) ^ set(numbers))[0]
-            which = "its sums lack" if odd in named else "it was not named for"
+            which = "its sums lack" if odd in named else "that was not assigned to it:"
             raise self.broken(
                 f"{world.name(place[1])} applies step {step} in stage {place[0] + 1} with a sum that differs "
                 f"from the commit: {which} micro-batch {odd}"
@@ -176,7 +179,7 @@ class SumsAgree(Checker):
 
 
 def _put(kept: dict[_Key, _Value], key: _Key, value: _Value) -> None:
-    """Add to a bounded memory; the oldest entry goes."""
+    """Add an entry to a bounded dict; the oldest entry is dropped if it is full."""
     kept[key] = value
     if len(kept) > _KEPT_MAX:
         del kept[next(iter(kept))]

@@ -1,15 +1,15 @@
 """Distributions of sessions and absences: quantiles, means, and residual lifetimes. Pure.
 
-Lives are drawn by their quantile from a number between 0 and 1. The residual lifetime of a session under way
-(the equilibrium distribution of renewal theory) is a uniform share of a session drawn in proportion to its
-length: an observer meets long ones more often.
+A lifetime is drawn as the quantile of a number between 0 and 1. The residual lifetime of a session in
+progress (the equilibrium distribution of renewal theory) is a uniform share of a session drawn with a
+probability proportional to its length, because an observer meets long sessions more often.
 
 bathtub: preemptible machines, in the form that Kadupitiya, Jadhao and Sharma 2020 (HPDC, "Modeling the
 Temporally Constrained Preemptions of Transient Cloud VMs") fitted,
 
     F(t) = A (1 - exp(-t / a) + exp((t - b) / c)):
 
-many die young, few in the middle, many shortly before the stop at b, and all that are left at b.
+many machines stop early, few in the middle, many shortly before the hard stop at b, and all that remain at b.
 """
 
 import math
@@ -20,9 +20,9 @@ from sim.churn.model import Distribution
 
 _NORMAL = NormalDist()
 _SHARE_MIN = 2.0**-53
-"""Quantiles of 0 and 1 may be infinite; no draw goes beyond these."""
+"""Minimum distance of a drawn quantile from 0 and 1, whose values may be infinite."""
 
-# Parameters of the bathtub, as shares of its hard stop: within the range of the published fits.
+# Parameters of the bathtub, as shares of its hard stop; they are within the range of the published fits.
 _BATHTUB_SHARE = 0.47
 _BATHTUB_EARLY = 1.0 / 24
 _BATHTUB_LATE = 0.8 / 24
@@ -30,7 +30,8 @@ _BISECTIONS = 40
 
 
 def quantile_seconds(distribution: Distribution, share: float) -> float:
-    """Return the length that `share` (0 to 1) of all do not exceed; inf where it is forever."""
+    """Return the length that a `share` (0 to 1) of all lengths do not exceed; inf for the distribution
+    "forever"."""
     share = min(max(share, _SHARE_MIN), 1 - _SHARE_MIN)
     scale, shape = distribution.scale_seconds, distribution.shape
     match distribution.distribution:
@@ -48,7 +49,7 @@ def quantile_seconds(distribution: Distribution, share: float) -> float:
 
 
 def mean_seconds(distribution: Distribution) -> float:
-    """Return the mean; inf where it is forever."""
+    """Return the mean; inf for the distribution "forever"."""
     scale, shape = distribution.scale_seconds, distribution.shape
     match distribution.distribution:
         case "weibull":
@@ -63,11 +64,11 @@ def mean_seconds(distribution: Distribution) -> float:
 
 
 def rest_seconds(distribution: Distribution, rng: Random) -> float:
-    """Return the residual lifetime of a session or an absence that is met under way at a random moment."""
+    """Draw the residual lifetime of a session or an absence that is in progress at a random moment."""
     scale, shape = distribution.scale_seconds, distribution.shape
     match distribution.distribution:
         case "weibull":
-            # Weighted by its length, a Weibull variable is a power of a gamma variable.
+            # If its density is weighted by its length, a Weibull variable is a power of a gamma variable.
             whole = scale * math.pow(rng.gammavariate(1 + 1 / shape, 1.0), 1 / shape)
         case "lognormal":
             whole = scale * math.exp(shape**2 + shape * rng.gauss(0.0, 1.0))
@@ -76,7 +77,7 @@ def rest_seconds(distribution: Distribution, rng: Random) -> float:
         case "constant":
             whole = scale
         case "bathtub":
-            # No length exceeds the stop, so rejection samples in proportion to the length.
+            # No length exceeds the stop, so rejection sampling draws in proportion to the length.
             whole = scale * _bathtub_quantile(rng.random())
             while rng.random() * scale > whole:
                 whole = scale * _bathtub_quantile(rng.random())
@@ -86,7 +87,7 @@ def rest_seconds(distribution: Distribution, rng: Random) -> float:
 
 
 def _bathtub_share(time: float) -> float:
-    """Return the share that has ended at `time`, the stop being at 1."""
+    """Return the share of sessions that have ended at `time`, where the hard stop is at time 1."""
     if time >= 1:
         return 1.0
     early, late = math.exp(-time / _BATHTUB_EARLY), math.exp((time - 1) / _BATHTUB_LATE)

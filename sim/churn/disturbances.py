@@ -1,8 +1,9 @@
-"""The `[[events]]` of a scenario, resolved to beginnings, ends and peers by number. Pure.
+"""The `[[events]]` of a scenario, resolved to start times, end times and peer numbers. Pure.
 
-The peers hit are a keyed draw of (seed, the event's place in the list, its repetition, the peer's number), so
-another event does not change whom the others hit. Exactly the share is hit, rounded, and at least one peer
-where the share is above 0. Permanent peers are never stopped; they may be cut off, frozen or slowed.
+The affected peers are a keyed draw of (seed, the event's position in the list, its repetition, the peer's
+number), so an added event does not change which peers the others affect. Exactly the given share is affected,
+rounded, and at least one peer if the share is above 0. Permanent peers are never stopped, but they may be cut
+off, frozen or slowed.
 
 A disturbance also names peers that are down at that moment; a world skips them. Not here: sessions and
 absences (`sim.churn.schedule`).
@@ -18,17 +19,17 @@ from sim.network.instants import nearest_instant
 from sim.seeds import draw, draw_share
 
 ENDLESS = ("crash", "leave")
-"""Kinds that last for ever where `lasts_seconds` is 0."""
+"""The kinds that last for ever if `lasts_seconds` is 0."""
 _STOPPING = ("crash", "leave", "restart")
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """One event, for the peers `numbers` (ascending). `kind` as in `ChurnEvent`.
+    """One event, for the peers `numbers` (ascending). `kind` is as in `ChurnEvent`.
 
-    It lasts from `begins` to `ends` (inf for never); then peers start again, reach each other, or compute as
-    usual. join: `numbers` start at `starts`, one instant each. restart: `ends` is `begins`, and the peers
-    return under `version`.
+    It lasts from `begins` to `ends` (inf: for ever). Then its peers start again, can be reached again, or
+    compute at their normal pace. join: `numbers` start at `starts`, which has one instant for each. restart:
+    `ends` equals `begins`, and the peers return with `version`.
     """
 
     begins: float
@@ -42,7 +43,8 @@ class Disturbance:
 
 
 def late_numbers(nodes: int, late_share: float, permanent: int) -> range:
-    """Return the peers kept back for events of kind `join`: the last ones of the list, no permanent one."""
+    """Return the peers kept back for events of kind `join`: the last ones in the list, excluding permanent
+    ones."""
     return range(max(nodes - round(nodes * late_share), min(permanent, nodes)), nodes)
 
 
@@ -56,10 +58,11 @@ def disturbances(
     late_share: float = 0.0,
     region_of: Callable[[int], str],
 ) -> Iterator[Disturbance]:
-    """Yield all disturbances that begin before the instant `seconds`, by beginning, then by place in the
-    list."""
+    """Yield all disturbances that begin before the instant `seconds`, ordered by start time, then by position
+    in the list."""
     crowd = _Crowd(nodes, seed, churn, late_numbers(nodes, late_share, churn.permanent), region_of)
-    # Not merged from streams: the peers that an event hits depend on the events before it.
+    # One queue, not a merge of streams, because the peers that an event affects depend on the events before
+    # it.
     due = [(event.at_seconds, index, 0) for index, event in enumerate(events)]
     heapq.heapify(due)
     while due:
@@ -76,8 +79,8 @@ def disturbances(
 
 
 def version_of(churn: Churn, number: int, seed: int) -> str:
-    """Return the version of a peer at the beginning; "" where no versions are given, or for the remaining
-    share."""
+    """Return the version of a peer at the start; "" if no versions are given, or if the peer is in the share
+    without one."""
     share = draw_share(seed, "version", number)
     for version in churn.versions:
         share -= version.share
@@ -87,7 +90,8 @@ def version_of(churn: Churn, number: int, seed: int) -> str:
 
 
 class _Crowd:
-    """All peers, with the facts that an event may use: who has started so far, and who runs which version."""
+    """All peers, with the facts that select those of an event: which have started so far, and which version
+    each runs."""
 
     def __init__(
         self, nodes: int, seed: int, churn: Churn, late: range, region_of: Callable[[int], str]

@@ -10,10 +10,10 @@ Profile = Literal["none", "kad", "bittorrent", "spot", "lab"]
 
 
 class Distribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A distribution of the lengths of sessions or absences. `shape` and `scale_seconds` are those of the
-    textbooks for the Weibull distribution; sigma and median of the lognormal; `scale_seconds` is the mean of
-    the exponential and the value of the constant. bathtub: preemptible machines, with a hard stop at
-    `scale_seconds` (24 h)."""
+    """A distribution of the lengths of sessions or absences. `shape` and `scale_seconds` have their textbook
+    meaning for the Weibull distribution. They are sigma and median of the lognormal distribution;
+    `scale_seconds` is the mean of the exponential distribution and the value of the constant one. bathtub:
+    preemptible machines, with a hard stop at `scale_seconds` (24 h)."""
 
     distribution: Literal["weibull", "lognormal", "exponential", "constant", "bathtub", "forever"]
     scale_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 3600.0
@@ -21,7 +21,7 @@ class Distribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A version of the software that `share` of the peers run at the beginning."""
+    """A version of the software that a `share` of the peers run at the start."""
 
     name: str
     share: Share
@@ -29,12 +29,13 @@ class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Churn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sessions and absences. A profile fills in settings that are not given. `speedup` divides all times, so
-    that an hour of a profile fits a short experiment. The first `permanent` peers of the list never go. A
-    share `crash_share` of departures are crashes, the others say goodbye; `remembers` keeps their disks.
+    that an hour of a profile fits into a short experiment. The first `permanent` peers in the list never
+    leave. A share `crash_share` of departures are crashes, the others have a goodbye. `remembers`: peers that
+    return have their disks.
 
     `trace`: a file of arrivals and departures that replaces sessions and absences. `wave_depth`: how much the
-    rates of arrival and departure swing over a day of `wave_seconds`, which begins at noon. `versions`: the
-    versions that peers run, for events that concern one version.
+    rates of arrival and departure vary over a day of `wave_seconds`, which begins at noon. `versions`: the
+    versions that peers run, for events that affect one version.
     """
 
     profile: Profile = "none"
@@ -51,17 +52,18 @@ class Churn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChurnEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that happens at one instant, to `share` of the peers, or of those in `regions` and of
-    `versions` where these are given, chosen by the seed.
+    """An event at one instant that affects a `share` of the peers, chosen by the seed. If `regions` or
+    `versions` are given, it affects only peers in or with these.
 
-    partition: they are cut off from the others for `lasts_seconds`. one-way: others hear them, they hear
-    nobody. no-datagrams: datagrams to and from them are dropped for `lasts_seconds` while streams pass;
-    messages do not move to streams as a real node's do, so this is harsher. crash, leave: they stop, and
-    start again after `lasts_seconds` (0: never). join: this share of the peers kept back start within
-    `lasts_seconds` (a flash crowd). freeze: they are stopped for `lasts_seconds`. slow: computing takes
-    `factor` times as long for `lasts_seconds`. restart: a crash with an immediate return under `version`;
-    where it is given, only peers that run another. loss: this share of their messages is lost for
-    `lasts_seconds`. reboot: the routers before them forget every mapping.
+    partition: the peers are cut off from the others for `lasts_seconds`. one-way: others receive their
+    messages, but they receive none. no-datagrams: datagrams to and from them are dropped for `lasts_seconds`
+    while streams pass. This is harsher than in reality, because messages do not move to streams as a real
+    node's do. crash, leave: they stop, and start again after `lasts_seconds` (0: never). join: this share of
+    the peers kept back start within `lasts_seconds` (a flash crowd). freeze: they are stopped for
+    `lasts_seconds`. slow: computing takes `factor` times as long for `lasts_seconds`. restart: a crash and an
+    immediate return with `version`; if `version` is given, peers that already run it are not affected. loss:
+    this share of their messages is lost for `lasts_seconds`. reboot: the routers in front of them forget all
+    mappings.
     """
 
     at_seconds: Seconds
@@ -86,4 +88,4 @@ class ChurnEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loss: Share = 0.1
     version: str = ""
     every_seconds: Seconds = 0.0
-    """Repeated so often, until the end; 0: once."""
+    """Interval at which the event is repeated until the end; 0: it happens once."""

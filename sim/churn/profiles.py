@@ -1,17 +1,18 @@
 """Measured churn: the sessions and absences that each profile fills in. Pure.
 
-kad: Steiner, En-Najjary and Biersack 2009, a year of eMule's DHT. First sessions were fitted by a Weibull
-distribution of shape 0.545 and scale 357.7 minutes, later ones by 0.615 and 169.5; offline 0.476 and 413.7.
-Peers of a scenario come back again and again, so all their sessions are later ones. In the steady state a
-fifth of them is up.
+kad: Steiner, En-Najjary and Biersack 2009, a year of eMule's DHT. They fitted first sessions by a Weibull
+distribution of shape 0.545 and scale 357.7 minutes, later sessions by 0.615 and 169.5, and absences by 0.476
+and 413.7. The peers of a scenario come back again and again, so all their sessions are drawn as later ones.
+In the steady state a fifth of the peers is up.
 
-bittorrent: sessions Weibull, 0.63 and 287.9 minutes. Absences are not given there; ours are KAD's.
+bittorrent: sessions have a Weibull distribution of 0.63 and 287.9 minutes. That study has no absences; the
+profile uses those of KAD.
 
-spot: preemptible machines, the bathtub with its hard stop at 24 hours. Absences are not given: here another
-machine takes over after an exponential time with a mean of 10 minutes.
+spot: preemptible machines, with the bathtub and its hard stop at 24 hours. Absences were not measured; here a
+new machine takes over after an exponential time with a mean of 10 minutes.
 
-lab: nothing was measured. It is a timetable: on weekdays each peer comes about 9:00 and goes about 18:00, at
-its own minute each day, and stays away one day in ten; time begins on a Monday at noon.
+lab: a timetable without measured data. On weekdays each peer comes about 9:00 and leaves about 18:00, at a
+different minute each day, and stays away one day in ten. Time begins on a Monday at noon.
 """
 
 import math
@@ -30,7 +31,7 @@ PROFILES: dict[Profile, tuple[Distribution, Distribution]] = {
     "bittorrent": (Distribution("weibull", 287.9 * _MINUTE, 0.63), _KAD_ABSENCES),
     "spot": (Distribution("bathtub", 24 * _HOUR), Distribution("exponential", 10 * _MINUTE)),
 }
-"""Sessions and absences of each profile that defines them."""
+"""The sessions and absences of each profile that defines them."""
 
 _LAB_FROM, _LAB_UNTIL = 9 * _HOUR, 18 * _HOUR
 _LAB_SPREAD_SECONDS = 1 * _HOUR
@@ -40,14 +41,14 @@ _WORKDAYS, _WEEK = 5, 7
 
 
 def sessions_and_absences(churn: Churn) -> tuple[Distribution, Distribution]:
-    """Return the given distributions, else the profile's. Not for `lab`."""
+    """Return the given distributions; those of the profile replace missing ones. Not for `lab`."""
     sessions, absences = PROFILES[churn.profile]
     return churn.sessions or sessions, churn.absences or absences
 
 
 def lab_days(seed: int, number: int) -> Iterator[tuple[float, float]]:
-    """Yield (from, until) of each day that this peer works, in seconds since the beginning; the first may
-    have begun earlier."""
+    """Yield (from, until) for each day on which this peer works, in seconds since the start; the first day
+    may have begun before it."""
     day = 0
     while True:
         came = draw_share(seed, "lab came", number, day)
@@ -60,8 +61,8 @@ def lab_days(seed: int, number: int) -> Iterator[tuple[float, float]]:
 
 
 def wave_clock(now: float, depth: float, period_seconds: float) -> float:
-    """Return how much time has passed for absent peers: this clock runs fast at noon and slow at midnight,
-    where `depth` 1 stops it. Over a whole day it is right."""
+    """Return how much time has passed for absent peers. Their clock runs fast at noon and slow at midnight
+    (it stops there if `depth` is 1); over a whole day it is right."""
     if not depth:
         return now
     turn = math.tau / period_seconds
@@ -69,7 +70,7 @@ def wave_clock(now: float, depth: float, period_seconds: float) -> float:
 
 
 def when_wave_shows(reading: float, depth: float, period_seconds: float) -> float:
-    """Return the moment at which `wave_clock` shows `reading`."""
+    """Return the time at which `wave_clock` shows `reading`."""
     if not depth or math.isinf(reading):
         return reading
     swing = abs(depth) * period_seconds / math.tau

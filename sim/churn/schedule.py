@@ -1,13 +1,13 @@
-"""The schedule of arrivals and departures: one lazy stream of changes in order of time. Pure, but for
+"""The schedule of arrivals and departures: one lazy stream of changes, ordered by time. Pure, except for
 reading a trace file.
 
-Each peer has its own chain of lives, drawn by (seed, its number, the number of the life) and nothing else.
-Another peer or a longer experiment therefore changes nobody's sessions.
+Each peer has its own chain of sessions, drawn only from (seed, its number, the number of the session). So
+adding a peer or extending the experiment changes no other peer's sessions.
 
 At time 0 the swarm is in its steady state: a peer is up with the probability mean session / (mean session +
-mean absence), and its session or absence is already under way (`rest_seconds`). Where a session or an absence
-is forever there is no steady state: all peers begin a session. A wave takes full effect within a session's
-length.
+mean absence), and its session or absence is already in progress (`rest_seconds`). If sessions or absences
+last forever there is no steady state, and all peers begin a session. A wave takes full effect after about the
+length of a session.
 
 Not here: how a swarm starts up (`sim.scenario.SwarmStart`) and its events (`sim.churn.disturbances`).
 """
@@ -27,16 +27,17 @@ from sim.network.instants import nearest_instant
 from sim.seeds import draw_share, seeded_rng
 
 STAY_SECONDS_MIN = 0.001
-"""Lower bound of each session and absence. It also keeps a start from coinciding with the stop before it."""
+"""Minimum length of a session and an absence. It also keeps a start from coinciding with the previous
+stop."""
 ABSENT = "absent"
 
 
 class PopulationChange(NamedTuple):
     """An arrival or a departure of the peer `number` at `time` (virtual seconds, whole microseconds).
 
-    `why` is crash (without a word) or leave (with a goodbye) for a departure; return for an arrival; absent,
-    at time 0 before anything else, for a peer that is down at the beginning. `remembers`: whether it returns
-    with its disk.
+    For a departure, `why` is crash (without a goodbye) or leave (with a goodbye). For an arrival it is
+    return. For a peer that is down at the start it is absent, at time 0 before all other changes.
+    `remembers`: whether the peer returns with its disk.
     """
 
     time: float
@@ -47,10 +48,10 @@ class PopulationChange(NamedTuple):
 
 
 def changes(churn: Churn, nodes: int, seconds: float, seed: int) -> Iterator[PopulationChange]:
-    """Yield all changes among `nodes` peers before the instant `seconds`, by time, then by number.
+    """Yield all changes among `nodes` peers before the instant `seconds`, ordered by time, then by number.
 
     Raises:
-        UsageError: the trace file cannot be read, or has more peers than there is room for.
+        UsageError: the trace file cannot be read, or has more peers than may come and go.
     """
     numbers = range(min(churn.permanent, nodes), nodes)
     if churn.trace:
@@ -70,12 +71,12 @@ def changes(churn: Churn, nodes: int, seconds: float, seed: int) -> Iterator[Pop
     chains = [
         _explained(churn, number, seed, seconds, life) for number, life in zip(numbers, lives, strict=False)
     ]
-    # Instants may coincide; a named tuple is then ordered by its number.
+    # Instants may coincide; named tuples are then ordered by number.
     return heapq.merge(*chains)
 
 
 Life = Iterator[tuple[float, bool]]
-"""Pairs (when, whether up) in the profile's own time. Pairs at 0 or before give the initial state."""
+"""Pairs (time, whether up) in the profile's own time. Pairs at or before 0 give the initial state."""
 
 
 def _explained(
@@ -106,7 +107,7 @@ def _why(churn: Churn, number: int, seed: int, index: int, up: bool) -> str:
 
 
 def _renewed(churn: Churn, sessions: Distribution, absences: Distribution, number: int, seed: int) -> Life:
-    """Yield sessions and absences in turn."""
+    """Yield alternating sessions and absences."""
     depth, period = churn.wave_depth, churn.wave_seconds
     up, rest = _steady(sessions, absences, number, seed)
     yield 0.0, up

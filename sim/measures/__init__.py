@@ -1,1 +1,2 @@
-"""The measures of an experiment: watchers that turn the stream of events into rows and a few figures."""
+"""The measures of an experiment: watchers that turn the stream of events into rows and a few summary
+figures."""

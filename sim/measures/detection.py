@@ -1,8 +1,8 @@
-"""How soon the swarm notices that a peer is gone, and how often it suspects a live one.
+"""How soon the swarm notices that a peer is gone, and how often it suspects a live peer.
 
-A crash is timed from its instant to the first suspicion anywhere, to the first verdict of death, and until no
-watched peer lists the peer. A false suspicion counts once, at the peer that signed it, not at each that hears
-of it. Verdicts on one peer by many observers are one false death.
+For each crash, three times are measured: until the first suspicion by any peer, until the first verdict of
+death, and until no watched peer lists the crashed one. A false suspicion counts once, at the peer that signed
+it, not at each peer that hears of it. Verdicts on one peer by many observers count as one false death.
 """
 
 from collections import Counter
@@ -16,10 +16,10 @@ from sim.measures.views import Views
 from sim.observers import Observation, World
 
 SAME_DEATH_SECONDS = 30.0
-"""Verdicts on one peer within this time count as one mistake of several observers."""
+"""Verdicts on one peer within this time count as one mistake made by several observers."""
 JUST_BACK_SECONDS = 10.0
-"""For this long after a peer's return, a verdict about its earlier life is not a mistake about the new
-one."""
+"""For this long after a peer's return, a verdict of death is excused, because it may refer to its previous
+process."""
 
 
 @dataclass
@@ -31,9 +31,9 @@ class _Crash:
 
 
 class Detection:
-    """Metrics, one row a crash, labelled with the peer: `crash_suspected_seconds`, `crash_dead_seconds`,
-    `crash_known_to_all_seconds`. One row each: `false_suspicion`, `false_death`, labelled with its excuse
-    (`frozen`, `cut off`, `just back`) or nothing."""
+    """Metrics with one row per crash, labelled with the peer: `crash_suspected_seconds`,
+    `crash_dead_seconds`, `crash_known_to_all_seconds`. Metrics with one row per mistake, labelled with its
+    excuse (`frozen`, `cut off`, `just back`, or empty): `false_suspicion`, `false_death`."""
 
     def __init__(self, swarm: Swarm, world: World, rows: list[Row]) -> None:
         self._swarm = swarm
@@ -53,7 +53,7 @@ class Detection:
         }
 
     def follow(self, views: Views) -> None:
-        """Use `views` to ask which peers list which."""
+        """Use `views` to find out which peers list which."""
         self._views = views
 
     def follows(self, subject: int) -> bool:
@@ -63,7 +63,7 @@ class Detection:
         self._count(now, subject, self._open[subject].listing + change)
 
     def recount(self, now: float) -> None:
-        """Recount: where scopes move, the peers that should list each other change without an event."""
+        """Count again. If scopes move, the peers that should list each other change without an event."""
         assert self._views is not None
         for subject in list(self._open):
             self._count(now, subject, self._views.listing(subject))
@@ -100,7 +100,8 @@ class Detection:
 
     def _started(self, observed: Observation) -> None:
         assert observed.peer is not None
-        # The peer returned before all had noticed: what is not seen by now is never timed.
+        # The peer returned before all had noticed its crash. The times that are still missing are never
+        # measured.
         number = self._swarm.numbers[observed.peer]
         self._open.pop(number, None)
         self._back_at[number] = observed.time

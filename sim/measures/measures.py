@@ -1,4 +1,5 @@
-"""All measures of one experiment as one watcher: rows while it runs, a summary at the end."""
+"""All measures of one experiment as one watcher: it writes rows during the experiment and a summary at the
+end."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,12 @@ from sim.observers import Observation, World
 from sim.scenario import Scenario
 
 POINTS_MAX = 1_000
-"""Moments at which population and views are recorded: as many as a picture shows."""
+"""Maximum number of moments at which population and views are recorded: as many as a picture can show."""
 SETTLING_SECONDS = 30.0
-"""A swarm counts as settled this long after the last peer's first start."""
+"""A swarm counts as settled this long after the first start of its last peer."""
 WINDOWS_MAX = 60
 WINDOW_SECONDS_MIN = 10.0
-"""Counts by windows (traffic, lookups, steps) need several events in each window."""
+"""Minimum length of a window, so that each count (of traffic, lookups, steps) has several events in it."""
 
 Handler = Callable[[Observation], None]
 
@@ -57,14 +58,14 @@ class Measures:
             self._end_window(parts, world)
 
     def end(self, world: World) -> None:
-        """Add the rows of the last window."""
+        """Add the rows of the final window."""
         parts = self._parts or self._begin(world)
         self._now = world.now
         self._end_window(parts, world)
 
     @property
     def population(self) -> int:
-        """Return the number of live peers at this moment."""
+        """The number of peers that are up at this moment."""
         return self._parts.swarm.count if self._parts is not None else 0
 
     def summary(self, world: World) -> dict[str, Any]:
@@ -104,7 +105,7 @@ class _Parts:
         self.training = Training(rows)
         self.answers = AnswerFigures(rows)
         self.handlers: dict[type, list[Handler]] = {}
-        # Order matters: the population comes first, and a verdict is timed before the list forgets its
+        # The order matters: the population comes first, and a verdict is timed before the views forget its
         # subject.
         for part in (self.swarm, self.detection, self.views, self.records, self.training, self.answers):
             for kind, handler in part.handlers.items():

@@ -1,4 +1,4 @@
-"""Measures of the DHT by windows of time: whether lookups find stored records, how soon and in how many
+"""Measures of the DHT per window of time: whether lookups find stored records, how soon, and in how many
 rounds."""
 
 from sim.events import RecordGot, RecordWanted
@@ -7,9 +7,10 @@ from sim.observers import Observation
 
 
 class Records:
-    """Metrics of each window in which anything ended: `lookups` and `stores` that ended;
-    `lookups_found_share` of lookups whose record existed; `lookup_seconds`, `lookup_rounds`, `store_seconds`
-    by quantile (the rounds their mean too); `store_copies` on average."""
+    """Metrics of each window in which any lookup or store ended: `lookups` and `stores` count those that
+    ended; `lookups_found_share` is the share that succeeded of the lookups whose record existed;
+    `lookup_seconds`, `lookup_rounds` and `store_seconds` have quantiles (`lookup_rounds` also the mean);
+    `store_copies` is an average."""
 
     def __init__(self) -> None:
         self._lookups: list[RecordGot] = []
@@ -19,7 +20,7 @@ class Records:
         self.handlers = {RecordWanted: self._began, RecordGot: self._got}
 
     def sample(self, now: float, rows: list[Row]) -> None:
-        """Close the window that began with the last sample."""
+        """Close the window that began with the previous sample."""
         lookups = self._lookups[self._lookups_before :]
         stores = self._stores[self._stores_before :]
         self._lookups_before, self._stores_before = len(self._lookups), len(self._stores)
@@ -60,7 +61,8 @@ class Records:
 
 
 def found_share(lookups: list[RecordGot]) -> float | None:
-    """Return the share found of the lookups whose record existed; None if there was no such lookup."""
+    """Return the share of successful lookups among those whose record existed; None if there was no such
+    lookup."""
     expected = [lookup for lookup in lookups if lookup.expected]
     return known(mean(lookup.copies > 0 for lookup in expected)) if expected else None
 

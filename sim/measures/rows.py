@@ -1,4 +1,4 @@
-"""A row of a measurement in long form, and arithmetic that all measures share. Pure."""
+"""A row of a measurement in long form, and the arithmetic shared by all measures. Pure."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,8 +8,8 @@ QUANTILES = (("p50", 0.5), ("p95", 0.95), ("max", 1.0))
 
 
 class Row(NamedTuple):
-    """One figure at one moment of virtual time. `label` distinguishes rows of one metric: a protocol, a peer,
-    a quantile; empty where there is only one. The metric's name ends in its unit."""
+    """One figure at one moment of virtual time. `label` distinguishes the rows of one metric (by a protocol,
+    a peer, a quantile); it is empty if a metric has only one. The metric's name ends in its unit."""
 
     time_seconds: float
     metric: str
@@ -18,14 +18,15 @@ class Row(NamedTuple):
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the value that `share` of all do not exceed, by nearest rank; nan of none."""
+    """Return the value that a `share` of all values do not exceed, by nearest rank; nan if there are no
+    values."""
     if not ordered:
         return math.nan
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def mean(values: Iterable[float]) -> float:
-    """Return the mean; nan of none."""
+    """Return the mean; nan if there are no values."""
     total, count = 0.0, 0
     for value in values:
         total += value
@@ -34,11 +35,11 @@ def mean(values: Iterable[float]) -> float:
 
 
 def quantiles(values: Iterable[float]) -> dict[str, float | None]:
-    """Return `p50`, `p95` and `max`; None of no values."""
+    """Return `p50`, `p95` and `max`; each is None if there are no values."""
     ordered = sorted(values)
     return {name: known(quantile(ordered, share)) for name, share in QUANTILES}
 
 
 def known(value: float) -> float | None:
-    """Return None for nan, which JSON does not have."""
+    """Return the value, or None if it is nan, which JSON does not have."""
     return round(value, 6) if math.isfinite(value) else None

@@ -1,7 +1,7 @@
-"""The population: the peers that are up, and each one's side of a split. All measures use it; numbers stand
-for peers.
+"""The population: which peers are up, and on which side of a split each is. All measures use it; peers are
+numbers here.
 
-Events alone update it, so no measure asks the world about each peer each second.
+It is updated only by events, so no measure has to ask the world about each peer each second.
 """
 
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from sim.observers import Observation, World
 
 
 class Swarm:
-    """The population. Metric: `population_peers`, in all and by region."""
+    """The population. Metric: `population_peers`, in total and by region."""
 
     def __init__(self, world: World) -> None:
         self.peers = tuple(world.peers)
         self.numbers: Mapping[PeerId, int] = {peer: number for number, peer in enumerate(self.peers)}
         self.up = np.zeros(len(self.peers), dtype=bool)
         self.sides = np.zeros(len(self.peers), dtype=np.int32)
-        """Peers with the same number reach each other."""
+        """The side of each peer; peers with the same number reach each other."""
         self.frozen_until = [0.0] * len(self.peers)
         self.count = 0
         self.starts = self.restarts = self.crashes = self.leaves = 0
@@ -42,7 +42,7 @@ class Swarm:
         }
 
     def node_seconds(self, now: float) -> float:
-        """Return how long all peers together have been up until `now`."""
+        """Return the summed uptime of all peers until `now`."""
         self._node_seconds += self.count * (now - self._since)
         self._since = now
         return self._node_seconds
@@ -103,5 +103,5 @@ class Swarm:
             self.sides[[self.numbers[peer] for peer in peers]] = side
 
     def _number(self, observed: Observation) -> int:
-        assert observed.peer is not None, "what happens to a peer is published under it"
+        assert observed.peer is not None, "an event of a peer is published under that peer"
         return self.numbers[observed.peer]

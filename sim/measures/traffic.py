@@ -1,6 +1,7 @@
-"""A node's sent traffic, by protocol: the world's counters, divided by the summed uptime of all nodes.
+"""The traffic that a node sends, by protocol: the world's counters, divided by the summed uptime of all
+nodes.
 
-A world counts `messages PROTOCOL` and `bytes PROTOCOL`; its other counters (lost, missed, refused) are
+A world counts `messages PROTOCOL` and `bytes PROTOCOL`. Its other counters (lost, missed, refused) are
 reported by name, with their final values.
 """
 
@@ -22,7 +23,7 @@ class Traffic:
         self._node_seconds_before = 0.0
 
     def sample(self, now: float, world: World, rows: list[Row]) -> None:
-        """Close the window that began with the last sample."""
+        """Close the window that began with the previous sample."""
         node_seconds = self._swarm.node_seconds(now)
         took, self._node_seconds_before = node_seconds - self._node_seconds_before, node_seconds
         counted = by_protocol(world.counters())
@@ -48,7 +49,7 @@ class Traffic:
 
 
 def by_protocol(counters: Mapping[str, int]) -> dict[tuple[str, str], int]:
-    """Return the counters of (bytes or messages, protocol)."""
+    """Return the counters keyed by (bytes or messages, protocol)."""
     return {parts: counters[name] for name in counters if (parts := _parts(name)) is not None}
 
 
@@ -58,6 +59,6 @@ def _parts(name: str) -> tuple[str, str] | None:
 
 
 def short_protocol(name: str) -> str:
-    """Return the common name of a protocol: swim for `/peerloom/swim/1`."""
+    """Return the short name of a protocol: swim for `/peerloom/swim/1`."""
     parts = name.strip("/").split("/")
     return parts[1] if len(parts) == 3 else name

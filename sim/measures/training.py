@@ -7,7 +7,7 @@ from sim.measures.rows import Row, known, quantile
 from sim.observers import Observation
 
 _STALL_FACTOR = 5.0
-"""A step that takes so many times the usual time is a stall, not a slow step."""
+"""A step that takes more than this many times the usual time is a stall, not a slow step."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Training:
         }
 
     def sample(self, now: float, rows: list[Row]) -> None:
-        """Close the window that began with the last sample."""
+        """Close the window that began with the previous sample."""
         took, self._sampled_at = now - self._sampled_at, now
         for run, count in self._window.items():
             if took > 0:
@@ -102,5 +102,5 @@ class Training:
 
 
 def run_name(run: bytes) -> str:
-    """Return a run's id, shortened as on screens."""
+    """Return a run's id, shortened like on screens."""
     return run.hex()[:8]

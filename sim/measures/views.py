@@ -1,12 +1,13 @@
-"""Measures of member lists: each second every watched peer's list is compared with the peers that are up, in
-one matrix.
+"""Measures of member lists: every second, the list of each watched peer is compared with the peers that are
+up. Both are kept in one matrix.
 
-A row is a watched peer, a column a peer that may be listed. Rows follow the events of their peers; a peer
-that has just started is asked once for its initial list. Up to `ROWS_MAX` peers all are watched, in a larger
-or scoped swarm `SOME_ROWS` of them, evenly by number.
+A row is a watched peer, a column is a peer that may be listed. A row follows the events of its peer; a peer
+that has just started is asked once for its initial list. All peers are watched if there are at most
+`ROWS_MAX`; in a larger or scoped swarm it is `SOME_ROWS` of them, evenly spaced by number.
 
-An entry is right if it says live and the peer is up and reachable, with no split between. The share of right
-entries is |listed and up| / |listed or up|, so peers that are neither do not count as right.
+An entry is right if it says live and its peer is up and reachable, without a split between. The share of
+right entries is |listed and up| / |listed or up|, so peers that are neither listed nor up do not count as
+right.
 """
 
 from typing import Protocol
@@ -21,25 +22,26 @@ from sim.measures.swarm import Swarm
 from sim.observers import Observation, World
 
 ROWS_MAX = 4_096
-"""Beyond this, a row for each peer would cost more memory than the peers themselves."""
+"""Maximum number of rows. Beyond it, a row for each peer would cost more memory than the peers themselves."""
 SOME_ROWS = 128
 _SCOPE_QUESTIONS_MAX = 50_000
-"""Pairs whose scope is asked for in one sample; scopes move slowly, so pairs are asked in turn."""
+"""Maximum number of pairs whose scope is asked for in one sample. Scopes move slowly, so the pairs take
+turns."""
 
 Mask = npt.NDArray[np.bool_]
 
 
 class Listener(Protocol):
-    """A listener that learns how many watched live peers list a gone one: `detection` uses this."""
+    """A listener that is told how many watched live peers list a peer that is gone; `detection` uses this."""
 
     def follows(self, subject: int) -> bool: ...
     def listed(self, now: float, subject: int, change: int) -> None: ...
 
 
 class Views:
-    """Metrics: `views_right_share` of the lists that are wholly right; `entries_right_share` of entries;
-    `entries_missing_share` of those up that are not listed, `entries_stale_share` of those listed that are
-    gone."""
+    """Metrics: `views_right_share` is the share of lists that are entirely right, `entries_right_share` the
+    share of right entries, `entries_missing_share` the share of live peers that are not listed,
+    `entries_stale_share` the share of listed peers that are gone."""
 
     def __init__(self, swarm: Swarm, listener: Listener, *, scoped: bool, settled_seconds: float) -> None:
         size = len(swarm.peers)
@@ -50,7 +52,7 @@ class Views:
         self._size = size
         self._settled_seconds = settled_seconds
         self._rows = {swarm.peers[number]: row for row, number in enumerate(self._observers)}
-        # A flat bytearray sets a single entry fastest; numpy sees the same memory.
+        # A flat bytearray is the fastest for setting a single entry; numpy uses the same memory.
         self._flat = bytearray(watched * size)
         self._matrix = np.frombuffer(self._flat, dtype=np.uint8).reshape(watched, size).view(bool)
         self._scope: Mask | None = np.zeros((watched, size), dtype=bool) if scoped else None
@@ -130,7 +132,7 @@ class Views:
         self._set(observed, 0)
 
     def _set(self, observed: Observation, value: int) -> None:
-        assert observed.peer is not None, "a member list is somebody's"
+        assert observed.peer is not None, "a member list belongs to a peer"
         row = self._rows.get(observed.peer)
         subject = self._swarm.numbers.get(observed.event.peer)
         if row is None or subject is None:
@@ -165,8 +167,8 @@ class Views:
             self._note(now, row, int(subject), 0)
 
     def _ask_the_fresh(self, now: float, world: World) -> None:
-        """Ask peers that have just started: a life may begin with an earlier life's list, which no event
-        reports."""
+        """Ask peers that have just started for their lists: a process may begin with the list of an earlier
+        one, which no event reports."""
         for row in self._fresh:
             peer = self._swarm.peers[self._observers[row]]
             for other, status in world.believes(peer).items():

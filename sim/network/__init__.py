@@ -1,1 +1,1 @@
-"""The simulated network: instants, who is where and how well connected, and the fate of each message."""
+"""The simulated network: instants, the location and connection of each peer, and the fate of each message."""

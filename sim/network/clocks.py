@@ -1,7 +1,7 @@
 """Wrong clocks, with an offset and a drift, and a core that runs on such a clock. Pure.
 
-A core's deadlines are in the time of its own clock. Conversion rounds up: a core woken at the instant of its
-deadline always finds, by its own clock, that the deadline has passed.
+A core's deadlines are in the time of its own clock. Conversion rounds up. So a core that is woken at the
+instant of its deadline always finds, by its own clock, that the deadline has passed.
 """
 
 import math
@@ -17,28 +17,28 @@ from sim.trace import TracedCore
 
 @dataclass(frozen=True, slots=True)
 class LocalClock:
-    """Shows `offset_seconds` too much at the instant 0, and gains `drift` seconds each second."""
+    """A clock that is `offset_seconds` ahead at the instant 0, and gains `drift` seconds each second."""
 
     offset_seconds: float = 0.0
     drift: float = 0.0
 
     def local(self, time: float) -> float:
-        """Return what it shows at `time`."""
+        """Return the clock's reading at `time`."""
         return time + (self.offset_seconds + self.drift * time)
 
     def instant(self, local: float) -> float:
-        """The first instant at which it shows `local` or more; inf for never."""
+        """Return the first instant at which the clock shows `local` or more; inf for never."""
         if math.isinf(local):
             return local
         time = instant((local - self.offset_seconds) / (1.0 + self.drift))
-        # Rounding may have left it just short; one or two steps suffice.
+        # Because of rounding, the time may be slightly early; one or two steps correct that.
         while self.local(time) < local:
             time = (round(time * TICKS_PER_SECOND) + 1) / TICKS_PER_SECOND
         return time
 
 
 class SkewedCore:
-    """`core` with a driver's time converted by `clock`."""
+    """A wrapper of `core` that converts the driver's time by `clock`."""
 
     def __init__(self, core: Core, clock: LocalClock) -> None:
         self.core = core
@@ -55,7 +55,7 @@ class SkewedCore:
 
     @property
     def deadline(self) -> float:
-        """By the driver's time."""
+        """The core's deadline in the driver's time."""
         local = self.core.deadline
         if local != self._local_deadline:
             self._local_deadline, self._deadline = local, self._clock.instant(local)
@@ -68,7 +68,7 @@ class SkewedCore:
         return self.core.wake(self._clock.local(now))
 
     def call(self, now: float, order: Callable[[Any, float], Sends]) -> Sends:
-        """Let local code act on the core, by the core's own time."""
+        """Let local code act on the core, in the core's own time."""
         return act(self.core, self._clock.local(now), order)
 
 

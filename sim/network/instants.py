@@ -1,6 +1,6 @@
 """Instants: whole microseconds, written as the nearest float of seconds. Pure.
 
-The events of `sim.engine` and trio's clock under `sim.seams` thus have exactly the same instants.
+So the events of `sim.engine`, and trio's clock under `sim.seams`, have exactly the same instants.
 """
 
 import math
@@ -10,10 +10,10 @@ _NOISE_TICKS = 1e-6
 
 
 def instant(seconds: float) -> float:
-    """The first whole microsecond that is not before `seconds`; inf stays inf.
+    """Return the first whole microsecond that is not before `seconds`; inf stays inf.
 
-    Strict: the result is never below `seconds`, not even by a rounding error, so a core woken at
-    `instant(deadline)` always finds its deadline passed.
+    The result is never below `seconds`, not even by a rounding error. So a core woken at `instant(deadline)`
+    always finds that its deadline has passed.
     """
     if math.isinf(seconds):
         return seconds
@@ -24,19 +24,19 @@ def instant(seconds: float) -> float:
 
 
 def nearest_instant(seconds: float) -> float:
-    """The whole microsecond that a clock means which shows `seconds`, give or take float noise."""
+    """Return the whole microsecond nearest to a clock's reading `seconds`, which may have float noise."""
     return round(seconds * TICKS_PER_SECOND) / TICKS_PER_SECOND
 
 
 def after(now: float, seconds: float) -> float:
-    """The instant `seconds` after the instant `now`, at least one microsecond later.
+    """Return the instant `seconds` after the instant `now`, at least one microsecond later.
 
-    Added in whole microseconds, so that 0.1 + 0.2 is 0.3 and coinciding instants are equal.
+    The sum is computed in whole microseconds, so that 0.1 + 0.2 is 0.3 and coinciding instants are equal.
     """
     return (round(now * TICKS_PER_SECOND) + ticks(seconds)) / TICKS_PER_SECOND
 
 
 def ticks(seconds: float) -> int:
-    """A duration in whole microseconds, rounded up and never zero: a message must not arrive at the instant
-    at which it is sent."""
+    """Return a duration in whole microseconds, rounded up and never zero, because a message must not arrive
+    at the instant at which it is sent."""
     return max(1, math.ceil(seconds * TICKS_PER_SECOND - _NOISE_TICKS))

@@ -1,9 +1,9 @@
-"""All links of one simulation: each message's arrival time or loss. Pure: no trio, no clock.
+"""All links of one simulation: the arrival time or the loss of each message. Pure: no trio, no clock.
 
 The fate of a message is a keyed hash of (seed, sender, receiver, protocol, instant of sending, its number
-within that instant on this link). It is therefore independent of other links and of the order in which a
-driver asks. Pairs of peers cost no memory: a distance is computed from both ends. The scenario's player sets
-splits, blocks and temporary losses here; they affect messages sent from then on, while those on their way
+within that instant on this link). So it does not depend on other links, or on the order in which a driver
+asks. Pairs of peers cost no memory, because a distance is computed from both ends. The scenario's player sets
+splits, blocks and temporary losses here. These affect messages sent from then on; messages already in flight
 arrive.
 """
 
@@ -29,27 +29,27 @@ _RANGE = 2.0**32
 _SPREAD = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 STREAM_TRIPS = 7
-"""One-way trips of a single message by a stream: two of TCP's handshake, two of Noise's, the hello, its
-answer, and the message."""
+"""Number of one-way trips for a single message by stream: two for TCP's handshake, two for Noise's, then the
+hello, its answer, and the message."""
 _ANSWER_TICKS = round(ANSWER_SECONDS * TICKS_PER_SECOND)
 _ANSWERS_KEPT = 4_096
-"""The number of pairs of peers beyond which expired ones are dropped."""
+"""Number of pairs of peers beyond which expired entries are dropped."""
 _BITS = 32
-"""The bits of a drawn figure. `_SPREAD` is odd: multiplied by it, a random 64-bit number has a random upper
-half."""
+"""Number of bits in a drawn figure. `_SPREAD` is odd, so the upper half of its product with a random 64-bit
+number is random."""
 
 
 class Ways(Protocol):
-    """The passage of messages through routers (`sim.worlds.routed`)."""
+    """How messages pass through routers (`sim.worlds.routed`)."""
 
     def trips(self, own: Place, receiver: Place, tick: int, *, by_stream: bool) -> tuple[int, ...] | None:
-        """Return the travel time of each copy of a message in ticks, none if it is lost; None if no router
-        affects it."""
+        """Return the travel time of each copy of a message in ticks; an empty tuple if it is lost, None if no
+        router affects it."""
 
 
 class SimLinks:
-    """The links under one model and seed. `counters` counts the fates of messages: lost (by chance), cut (a
-    split or a block lay between), duplicated (copies that were made), filtered (by a translator)."""
+    """The links under one model and seed. `counters` counts the fates of messages: lost (by chance), cut (by
+    a split or a block), duplicated (extra copies that were made), filtered (by a NAT)."""
 
     def __init__(self, model: NetworkModel, seed: int) -> None:
         self.model = model
@@ -57,13 +57,14 @@ class SimLinks:
         self.is_limited = model.is_limited
         self.has_translators = any(access.nat != "none" for access in model.access)
         self.ways: Ways | None = None
-        """The peers' ways through the routers before them, where there are any."""
+        """How messages pass through the routers in front of the peers; None without routers."""
         self._internet = Internet() if model.has_routers else None
         self._seed = seed
         self._base, self._span = _distances(model)
         self._jitter_ticks = ticks(model.jitter_seconds) if model.jitter_seconds > 0 else 0
         self._reorder_ticks = ticks(model.reorder_seconds)
-        # An effect happens if the drawn figure is below its bound (for kept messages: not below).
+        # An effect happens if the drawn figure is below its bound; a message is kept if the figure is not
+        # below its bound.
         self._kept_range = (1.0 - model.loss) * _RANGE
         self._reordered_range = model.reordering * _RANGE
         self._copied_range = model.duplication * _RANGE
@@ -77,9 +78,9 @@ class SimLinks:
         self._lossy: dict[PeerId, float] = {}
         self._deaf: dict[PeerId, None] = {}
         self._mute: dict[PeerId, None] = {}
-        # The tick from which messages of one peer to another by a protocol go by a stream for a moment.
+        # The ticks between which messages from one peer to another by a protocol go by stream.
         self._answers: dict[tuple[PeerId, PeerId, str], tuple[int, ...]] = {}
-        # Messages that arrive by a stream at or from a peer behind a translator.
+        # Messages that arrive by stream, at or from a peer behind a NAT.
         self._by_stream: set[tuple[PeerId, PeerId, int]] = set()
         self._is_parted = False
         self.is_even = not self._fates_differ and not self.has_translators and self._internet is None
@@ -92,8 +93,8 @@ class SimLinks:
     # Places of peers.
 
     def place(self, peer: PeerId, number: int) -> None:
-        """Give a peer the region, the access and the clock of its number, before anything else is asked of
-        it. For a peer that was never placed they are drawn by its name."""
+        """Give a peer the region, the access and the clock of its number. This must come before all other
+        calls for that peer; a peer that was never placed gets values drawn from its name."""
         if peer in self._places:
             raise LocalProtocolError("this peer has a place already")
         place = self._settle(peer, number)
@@ -104,24 +105,24 @@ class SimLinks:
             place.machine = self._internet.machine(peer, number, router, access.behind_one)
 
     def at(self, peer: PeerId) -> Place:
-        """The place of a peer."""
+        """Return the place of a peer."""
         return self._places.get(peer) or self._settle(peer, peer)
 
     def region(self, peer: PeerId) -> str:
-        """The name of a peer's region; empty without regions."""
+        """Return the name of a peer's region; empty without regions."""
         regions = self.model.regions
         return regions[self.at(peer).region].name if regions else ""
 
     def clock(self, peer: PeerId) -> LocalClock:
-        """The error of a peer's clock."""
+        """Return the clock of a peer."""
         return self.at(peer).clock
 
     def latency_seconds(self, sender: PeerId, receiver: PeerId) -> float:
-        """The one-way latency in seconds, without jitter and queues."""
+        """Return the one-way latency in seconds, without jitter and queues."""
         return self.latency_ticks(self.at(sender), self.at(receiver)) / TICKS_PER_SECOND
 
     def latency_ticks(self, sender: Place, receiver: Place) -> int:
-        """The same in whole microseconds."""
+        """Return the one-way latency in whole microseconds, without jitter and queues."""
         base = self._base[sender.region][receiver.region]
         span = self._span[sender.region][receiver.region]
         if not span:
@@ -130,14 +131,14 @@ class SimLinks:
         return base + (share * span >> _BITS)
 
     def sender(self, peer: PeerId, protocol: str) -> "Sender":
-        """Return the `Sender` for messages of `peer` by `protocol`. The peer's driver keeps one."""
+        """Return the `Sender` for messages of `peer` by `protocol`. The peer's driver keeps it."""
         return Sender(self, self.at(peer), protocol, self._seed)
 
     # Temporary disturbances of links.
 
     def split(self, *sides: Collection[PeerId]) -> int:
-        """Let no message pass between sides until `heal`; peers in no side form one further side. Several
-        splits may be active at once: `heal` takes the number that this returns."""
+        """Let no message pass between the sides until `heal`. All peers that are in no side form one further
+        side. Several splits may be active; return the number of this one, for `heal`."""
         self._split_number += 1
         self._splits[self._split_number] = {
             peer: number for number, side in enumerate(sides) for peer in side
@@ -146,7 +147,7 @@ class SimLinks:
         return self._split_number
 
     def heal(self, number: int | None = None) -> None:
-        """End one split, or all of them."""
+        """End the split with this number, or all splits."""
         if number is None:
             self._splits.clear()
         else:
@@ -166,7 +167,7 @@ class SimLinks:
         self._look()
 
     def block_datagrams(self, peer: PeerId, *, blocked: bool = True) -> None:
-        """Drop all datagrams from and to the peer, but no streams; or undo that."""
+        """Drop all datagrams from and to the peer, but no streams; with `blocked=False`, undo that."""
         self.at(peer).has_datagrams = not blocked
         if blocked:
             self._mute[peer] = None
@@ -175,7 +176,8 @@ class SimLinks:
         self._look()
 
     def deafen(self, peer: PeerId, *, deaf: bool = True) -> None:
-        """Let the peer receive nothing while others receive its messages; or undo that."""
+        """Let the peer receive nothing, while others still receive its messages; with `deaf=False`, undo
+        that."""
         self.at(peer).deaf = deaf
         if deaf:
             self._deaf[peer] = None
@@ -184,7 +186,7 @@ class SimLinks:
         self._look()
 
     def disturb(self, peer: PeerId, loss: float) -> None:
-        """Lose this further share of the datagrams from and to `peer` from now on; 0 ends it."""
+        """From now on, lose this additional share of the datagrams from and to `peer`; 0 ends it."""
         place = self.at(peer)
         place.kept_share = (1.0 - place.access.loss) * (1.0 - loss)
         if loss:
@@ -194,20 +196,19 @@ class SimLinks:
         self._look()
 
     def reaches(self, one: PeerId, other: PeerId) -> bool:
-        """Return whether a message that `one` sends now may reach `other`: no split or block is between
-        them."""
+        """Return whether a message that `one` sends now may reach `other`, that is, no split or block is
+        between them."""
         return self.connects(self.at(one), self.at(other))
 
     def connects(self, one: Place, other: Place) -> bool:
-        """Like `reaches`."""
+        """Do the same as `reaches` for two places."""
         if one.sides != other.sides or other.deaf:
             return False
         blocked = self._blocked.get(one.peer)
         return blocked is None or other.peer not in blocked
 
     def may_open(self, other: PeerId, now: float) -> bool:
-        """Return whether streams may be opened to `other`: always to one with a public address, by
-        anybody."""
+        """Return whether any peer may open streams to `other`, which is always so at a public address."""
         place = self.at(other)
         if place.machine is not None and (card := place.machine.cards[4]).site is not None:
             return card.site.lets_in("tcp", card.inner, now)
@@ -215,8 +216,8 @@ class SimLinks:
         return nat is None or nat.lets_streams_in(now)
 
     def lets_in(self, one: PeerId, other: PeerId, now: float) -> bool:
-        """Return whether the translators pass a datagram of `one` that reaches `other` at the instant
-        `now`."""
+        """Return whether the NATs let a datagram pass that `one` sends and that reaches `other` at the
+        instant `now`."""
         arrival = (one, other, round(now * TICKS_PER_SECOND))
         if arrival in self._by_stream:
             self._by_stream.remove(arrival)
@@ -232,13 +233,13 @@ class SimLinks:
         return True
 
     def fate(self, name: bytes, sender: Place, receiver: Place, tick: int, count: int) -> tuple[int, ...]:
-        """Return the travel time of each copy of one message in ticks; none if it never arrives."""
+        """Return the travel time of each copy of one message in ticks; an empty tuple if it never arrives."""
         if self._is_parted and not (
             self.connects(sender, receiver) and sender.has_datagrams and receiver.has_datagrams
         ):
             self.counters["cut"] += 1
             return ()
-        # `latency_ticks` inlined, since this runs for every message.
+        # `latency_ticks` is inlined here, because this runs for every message.
         latency = self._base[sender.region][receiver.region]
         span = self._span[sender.region][receiver.region]
         if span:
@@ -259,13 +260,13 @@ class SimLinks:
         if twin >= self._copied_range:
             return (trip,)
         self.counters["duplicated"] += 1
-        # A copy takes its own path and another instant, so that each arrival is unique.
+        # A copy takes its own path and a different instant, so that each arrival is unique.
         other = latency + (twin_jitter * self._jitter_ticks >> _BITS)
         return (trip, other if other != trip else trip + 1)
 
     def by_stream(self, sender: Place, receiver: Place, tick: int) -> tuple[int, ...]:
-        """Return the travel time of one message by a stream in ticks; none if no stream can be opened, or
-        every packet is lost."""
+        """Return the travel time of one message by stream in ticks; an empty tuple if no stream can be
+        opened, or every packet is lost."""
         if not (
             self.connects(sender, receiver)
             and self.connects(receiver, sender)
@@ -281,8 +282,8 @@ class SimLinks:
         return (trip,)
 
     def expect_answer(self, sender: PeerId, receiver: PeerId, protocol: str, tick: int, arrival: int) -> None:
-        """From `arrival` on, for a moment, send messages of `sender` to `receiver` by a stream: they answer
-        one that came by a stream where datagrams are blocked."""
+        """Send messages of `sender` to `receiver` by stream for a moment from `arrival` on, because they
+        answer a message that came by stream while datagrams are blocked."""
         over = tick - _ANSWER_TICKS
         if len(self._answers) >= _ANSWERS_KEPT:
             self._answers = {key: begun for key, begun in self._answers.items() if begun[-1] >= over}
@@ -291,7 +292,7 @@ class SimLinks:
         self._answers[key] = (*kept, arrival)
 
     def answers_by_stream(self, sender: PeerId, receiver: PeerId, protocol: str, tick: int) -> bool:
-        """Return whether a message sent now answers one that came by a stream."""
+        """Return whether a message sent now answers a message that came by stream."""
         found = self._answers.get((sender, receiver, protocol), ())
         return any(0 <= tick - begun <= _ANSWER_TICKS for begun in found)
 
@@ -322,14 +323,14 @@ class Sender:
         self._links = links
         self._protocol = protocol
         self._name = draw(seed, "fate", place.peer, protocol)[:32]
-        # Receivers at the latest tick: the first one, and the number of messages to each of the others.
+        # The receivers at the latest tick: the first one, and the number of messages to each of the others.
         self._tick = -1
         self._first = place
         self._counts: dict[PeerId, int] | None = None
 
     def trips(self, tick: int, receiver: Place, *, by_stream: bool = False) -> tuple[int, ...]:
         """Send one message to `receiver` at this tick, as a datagram or `by_stream`. Return the travel time
-        of each copy in ticks; none if it never arrives."""
+        of each copy in ticks; an empty tuple if it never arrives."""
         links, own = self._links, self.place
         if links.ways is not None:
             found = links.ways.trips(own, receiver, tick, by_stream=by_stream)
@@ -357,7 +358,7 @@ class Sender:
 
 
 def _distances(model: NetworkModel) -> tuple[list[list[int]], list[list[int]]]:
-    """For each pair of regions the shortest latency in ticks, and the width of its range."""
+    """Return, for each pair of regions, the shortest latency in ticks, and the width of its range."""
     count = max(1, len(model.regions))
     everywhere = (model.nearest_seconds, model.farthest_seconds)
     bases, spans = [], []

@@ -1,4 +1,5 @@
-"""Machines on a simulated internet with routers: reachability between them, and TCP connections. Pure."""
+"""Machines on a simulated internet with routers: which can reach each other, and their TCP connections.
+Pure."""
 
 from dataclasses import dataclass
 
@@ -6,23 +7,24 @@ from crypto.identity import PeerId
 from sim.network.routers import FIREWALL, PRESETS, Endpoint, Preset, RoutedSite, Transport
 
 PORT = 9_747
-"""The port on which all listen."""
+"""The port on which all machines listen."""
 HAS_IPV6: tuple[Preset, ...] = ("none", "firewall6")
-"""Machines with a global address of IPv6: those with public addresses, and those behind a firewall of it."""
+"""The presets of machines with a global IPv6 address: those with public addresses, and those behind an IPv6
+firewall."""
 BEHIND_ONE_MAX = 200
-"""Machines behind one router."""
+"""Maximum number of machines behind one router."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """One address of a machine, and the site that it is in; none where it is on the internet itself."""
+    """One address of a machine, and the site that it is in; None if it is on the internet itself."""
 
     inner: Endpoint
     site: RoutedSite | None = None
 
 
 class RoutedMachine:
-    """A peer's machine, with one address for each of its families."""
+    """A peer's machine, with one address for each of its address families."""
 
     __slots__ = ("cards", "is_up", "peer")
 
@@ -33,35 +35,37 @@ class RoutedMachine:
 
     @property
     def site(self) -> RoutedSite | None:
-        """Its place by IPv4."""
+        """The machine's site by IPv4."""
         return self.cards[4].site
 
     def family(self, other: "RoutedMachine") -> int:
-        """Return the family by which the two reach each other best: no firewall of IPv6 gives other ports."""
+        """Return the address family by which the two machines reach each other best. IPv6 is better, because
+        its firewalls do not translate ports."""
         return 6 if 6 in self.cards and 6 in other.cards else 4
 
     def lets_in(self, other: "RoutedMachine", now: float) -> bool:
-        """Return whether it can be dialled by `other`."""
+        """Return whether `other` can dial this machine."""
         card = self.cards[self.family(other)]
         return card.site is None or card.site is other.cards[self.family(other)].site or (
             card.site.lets_in("tcp", card.inner, now)
         )  # fmt: skip
 
     def place_for(self, other: "RoutedMachine", transport: Transport, now: float) -> Endpoint | None:
-        """Return the address to which `other` sends a packet for it: its own address, or one at which its
-        router accepts packets from all; None if others know of none."""
+        """Return the address to which `other` sends a packet for this machine: its own address, or one at
+        which its router accepts packets from all; None if others know no such address."""
         family = self.family(other)
         card = self.cards[family]
         if card.site is None or card.site is other.cards[family].site:
             return card.inner
-        # An address that others have dialled with success: a router that drops inbound traffic confirms none.
+        # Others must have dialled the address successfully before; a router that drops inbound traffic never
+        # confirms one.
         return card.site.place(transport, card.inner, now) if self.lets_in(other, now) else None
 
 
 def carry(
     transport: Transport, one: RoutedMachine, other: RoutedMachine, to: Endpoint, now: float
 ) -> Endpoint | None:
-    """Send a packet of `one` to the place `to`. Return its apparent source if it reaches `other`, else
+    """Send a packet of `one` to the endpoint `to`. Return its apparent source if it reaches `other`, else
     None."""
     family = 6 if any(card.inner == to for card in (other.cards.get(6),) if card) else 4
     card, there = one.cards.get(family), other.cards.get(family)
@@ -82,7 +86,7 @@ def carry(
 
 @dataclass(frozen=True)
 class TcpLink:
-    """A connection of TCP that `one` has opened to `other` at `to`, which sees it come from `source`."""
+    """A TCP connection that `one` has opened to `other` at `to`; `other` sees it come from `source`."""
 
     one: RoutedMachine
     other: RoutedMachine
@@ -90,7 +94,7 @@ class TcpLink:
     source: Endpoint
 
     def passes(self, sender: RoutedMachine, now: float) -> bool:
-        """Send a packet on it; return whether it reaches the other end."""
+        """Send a packet on the connection; return whether it reaches the other end."""
         if not (self.one.is_up and self.other.is_up):
             return False
         if sender is self.one:
@@ -110,14 +114,15 @@ def connect(one: RoutedMachine, other: RoutedMachine, to: Endpoint | None, now: 
 
 
 class Internet:
-    """Gives machines their addresses: site N has the host 45.N, its machines 192.168.1.10 and so on."""
+    """Gives machines their addresses: site N has the host 45.N, and its machines have 192.168.1.10 and so
+    on."""
 
     def __init__(self) -> None:
         self._sites = 0
         self._filling: dict[tuple[Preset, int], tuple[RoutedSite, int]] = {}
 
     def machine(self, peer: PeerId, number: int, preset: Preset, behind_one: int) -> RoutedMachine:
-        """Return the machine of the peer of this number."""
+        """Return the machine of the peer with this number."""
         has_ipv6 = preset in HAS_IPV6
         inner6 = (f"2a0f:{number // 65_536 + 1:x}:{number % 65_536:x}::1", PORT)
         if preset == "none":

@@ -1,7 +1,7 @@
-"""The model of a simulated network, as the table `[network]` of a scenario file describes it. Only data.
+"""The model of a simulated network, as described by the table `[network]` of a scenario file. Only data.
 
-`sim.network.links` applies it, to bare cores and to whole nodes alike. A contradictory model is refused at
-construction: ValueError, which msgspec turns into its ValidationError while decoding.
+`sim.network.links` applies it to bare cores and to whole nodes. A contradictory model is refused at
+construction with a ValueError, which msgspec turns into its ValidationError while decoding.
 """
 
 import math
@@ -16,16 +16,17 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Mbit = Annotated[float, msgspec.Meta(gt=0)]
 Nat = Literal["none", "full-cone", "restricted", "symmetric", "blocked"]
-"""none: a public address. full-cone: anyone may send once a mapping is there. restricted: only whom it has
-sent to. symmetric: another mapping for each peer. blocked: UDP is dropped, streams go out only."""
+"""none: a public address. full-cone: every host may send to a mapping. restricted: only hosts that were
+sent to may send. symmetric: a different mapping for each peer. blocked: UDP is dropped, and streams only
+go out."""
 
 _SHARES_NOISE = 0.01
-"""So that three shares of 0.33 are a whole."""
+"""Tolerance for the sum of shares, so that three shares of 0.33 are a whole."""
 
 
 class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A place: `share` of all peers live there; `inside_seconds` is the one-way latency within it, drawn
-    evenly between the two figures for each pair of peers."""
+    """A region with a `share` of all peers. `inside_seconds` is the one-way latency within it, drawn evenly
+    between the two figures for each pair of peers."""
 
     name: str
     share: Share
@@ -33,14 +34,15 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Access(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a share of the peers is connected; the peers in no share have a public address and no limit.
+    """How a share of the peers is connected. Peers in no share have a public address and no limit.
 
-    Both directions are a queue with a rate. A datagram that would wait for more than `queue_seconds` is lost;
-    streams wait. `loss`: of what this peer sends and of what is sent to it.
+    Each direction is a queue with a rate. A datagram that would wait for more than `queue_seconds` is lost;
+    streams wait. `loss` is the lost share of the messages sent by this peer, and of those sent to it.
 
-    `nat` filters the messages of peers that do nothing about it. `router` is one of the laboratory's, and
-    peers behind it do what nodes do: they keep places at relays, punch, and speak on paths
-    (`sim.network.routers`); `behind_one` peers share each. A network has one of the two.
+    `nat` filters the messages of peers that do nothing about it. `router` is one of the laboratory's routers,
+    and peers behind it act like nodes: they keep places at relays, punch holes, and send on paths
+    (`sim.network.routers`). `behind_one` peers share each router. A network can use `nat` or `router`, but
+    not both.
     """
 
     share: Share
@@ -56,15 +58,16 @@ class Access(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class NetworkModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All links of a scenario.
 
-    Without regions each pair of peers has one one-way latency, drawn evenly between `nearest_seconds` and
-    `farthest_seconds`. With regions, `between_seconds` holds one row a region (from) with one figure a
-    region (to): asymmetric where the two figures of a pair differ. Within a region its own `inside_seconds`
-    hold, and without `between_seconds` the nearest and farthest hold between regions. `jitter_seconds`: each
-    message adds 0 to this much. `loss`, `duplication`, `reordering`: shares of datagrams that never arrive,
-    arrive twice, or are held back by up to `reorder_seconds`. Streams lose nothing.
+    Without regions, each pair of peers has one one-way latency, drawn evenly between `nearest_seconds` and
+    `farthest_seconds`. With regions, `between_seconds` has one row per region (from) with one figure per
+    region (to); links are asymmetric if the two figures of a pair differ. Within a region its own
+    `inside_seconds` apply. Without `between_seconds`, the nearest and farthest apply between regions.
+    `jitter_seconds`: each message takes from 0 to this much longer. `loss`, `duplication`, `reordering`:
+    shares of datagrams that never arrive, arrive twice, or are held back by up to `reorder_seconds`. Streams
+    lose nothing.
 
-    The clock of each peer is wrong by up to `clock_offset_seconds`, and gains or loses up to `clock_drift`
-    of each second.
+    The clock of each peer is wrong by up to `clock_offset_seconds`, and gains or loses up to `clock_drift` of
+    each second.
     """
 
     nearest_seconds: Seconds = 0.05
@@ -92,15 +95,15 @@ class NetworkModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("inside_seconds of a region: the first figure is above the second")
         rows = self.between_seconds
         if rows and (len(rows) != count or any(len(row) != count for row in rows)):
-            raise ValueError(f"between_seconds wants {count} rows of {count} figures, one a region")
+            raise ValueError(f"between_seconds must have {count} rows of {count} figures, one per region")
         if sum(access.share for access in self.access) > 1 + _SHARES_NOISE:
             raise ValueError("the shares of access sum up to more than 1")
         if any(access.nat != "none" for access in self.access) and self.has_routers:
-            raise ValueError("access with nat beside access with router: use one of them")
+            raise ValueError("access uses both nat and router: use only one of them")
 
     @property
     def has_routers(self) -> bool:
-        """Whether any peer is behind a router that it has to get through."""
+        """Whether any peer is behind a router that must be traversed."""
         return any(access.router != "none" for access in self.access)
 
     @property

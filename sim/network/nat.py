@@ -1,10 +1,11 @@
-"""Network address translators: who can reach a peer behind one, and when. Pure.
+"""Network address translators: which peers can reach a peer behind one, and when. Pure.
 
-Kinds as RFC 3489 names them (RFC 4787 says the same in two dimensions). A mapping is opened by sending and
-closes after `MAPPING_SECONDS` without sending. Two peers behind `restricted` ones reach each other once both
-have sent; a `symmetric` one has another port for each peer, which that peer learns only from a message that
-got through, so a symmetric peer is reached only by peers that it could reach first, and two of them never
-connect. Not modelled: hairpins, several peers behind one translator, ports that run out.
+The kinds have their names from RFC 3489 (RFC 4787 expresses the same in two dimensions). A mapping is opened
+by sending and closes after `MAPPING_SECONDS` without sending. Two peers behind `restricted` NATs reach each
+other once both have sent. A `symmetric` NAT uses a different port for each remote peer, and that peer learns
+the port only from a message that got through. So a symmetric peer is reached only by peers that it could
+reach first, and two symmetric peers never connect. Not modelled: hairpins, several peers behind one NAT,
+running out of ports.
 """
 
 from crypto.identity import PeerId
@@ -13,20 +14,20 @@ from sim.network.model import Nat
 MAPPING_SECONDS = 120.0
 """RFC 4787 REQ-5: a UDP mapping must not expire in less than two minutes."""
 MAPPINGS_KEPT = 512
-"""From this many mappings on, expired ones are dropped."""
+"""Number of mappings beyond which expired ones are dropped."""
 
 _ANYONE = PeerId(b"")
 
 
 class Translator:
-    """The translator before one peer. Times are instants; a mapping opened at one instant serves only later
+    """The NAT in front of one peer. Times are instants; a mapping opened at one instant is used only at later
     ones."""
 
     __slots__ = ("_is_forwarding", "_kind", "_mappings", "_room")
 
     def __init__(self, kind: Nat) -> None:
         self._kind = kind
-        self._mappings: dict[PeerId, tuple[float, float]] = {}  # since when, and when it was last used
+        self._mappings: dict[PeerId, tuple[float, float]] = {}  # opened at, last used at
         self._room = MAPPINGS_KEPT
         self._is_forwarding = False
 
@@ -35,14 +36,14 @@ class Translator:
         self._is_forwarding = True
 
     def sent(self, receiver: PeerId, now: float) -> None:
-        """Open or refresh the mapping by which the peer sends to `receiver`."""
+        """Open or refresh the mapping through which the peer sends to `receiver`."""
         if self._kind == "full-cone":
             self._use(_ANYONE, now)
         elif self._kind == "restricted":
             self._use(receiver, now)
 
     def got_through(self, receiver: PeerId, now: float) -> None:
-        """Open a mapping for `receiver`, at which a datagram of the peer has arrived."""
+        """Record that a datagram of the peer has arrived at `receiver`, which now knows the mapping."""
         if self._kind == "symmetric":
             self._use(receiver, now)
 
@@ -51,15 +52,15 @@ class Translator:
         return self._kind != "blocked"
 
     def lets_in(self, sender: PeerId, now: float) -> bool:
-        """Return whether a datagram of `sender` that comes now reaches the peer behind it."""
+        """Return whether a datagram of `sender` that arrives now reaches the peer behind the NAT."""
         if self._is_forwarding:
             return True
         since, used = self._mappings.get(_ANYONE if self._kind == "full-cone" else sender, (now, now))
         return since < now <= used + MAPPING_SECONDS
 
     def lets_streams_in(self, now: float) -> bool:
-        """Return whether others may open streams: only through a full cone, as long as its mapping is there,
-        unless it forwards."""
+        """Return whether others may open streams: only through a full cone while its mapping exists, or if
+        the NAT forwards."""
         return self._is_forwarding or (self._kind == "full-cone" and self.lets_in(_ANYONE, now))
 
     def _use(self, peer: PeerId, now: float) -> None:

@@ -15,17 +15,17 @@ from sim.seeds import draw
 
 BYTES_PER_MBIT = 125_000
 PLAIN_ACCESS = Access(share=1.0)
-"""The access of peers in no share: a public address, no limit."""
+"""The access of peers in no share: a public address and no limit."""
 RIGHT = LocalClock()
 
 _RANGE = 2.0**32
 _REST_MIN = 0.011
-"""A remaining share below this is a rounding error."""
+"""A remaining share below this is treated as a rounding error."""
 
 
 class Place:
-    """The place of one peer. `key` determines its distances to others; `sides` is its side in each active
-    split; `kept_share` the share of messages that its own connection does not lose."""
+    """The network location of one peer. `key` determines its distances to others; `sides` is its side in each
+    active split; `kept_share` is the share of messages that its own connection does not lose."""
 
     __slots__ = (
         "access", "clock", "deaf", "down", "has_datagrams", "kept_share", "key", "machine", "nat", "peer",
@@ -33,7 +33,7 @@ class Place:
     )  # fmt: skip
 
     def __init__(self, peer: PeerId, model: NetworkModel, seed: int, who: int | bytes) -> None:
-        """All values are drawn for `who`: a peer's number, or its name if it has none."""
+        """Draw all values for `who`: a peer's number, or its name if it has none."""
         drawn = draw(seed, "place", who)
         self.peer = peer
         self.key = int.from_bytes(drawn[:8], "little")
@@ -43,7 +43,7 @@ class Place:
         rest = max(0.0, 1.0 - sum(shares))
         classes = (*model.access, PLAIN_ACCESS)
         self.access = access = classes[_share_at([*shares, rest if rest > _REST_MIN else 0.0], drawn[12:16])]
-        self.kept_share = 1.0 - access.loss if access.loss else 1.0  # one object for most
+        self.kept_share = 1.0 - access.loss if access.loss else 1.0  # most places share one float object
         self.sides: tuple[int | None, ...] = ()
         self.deaf = False
         self.has_datagrams = True
@@ -63,7 +63,7 @@ def _clock(model: NetworkModel, drawn: bytes) -> LocalClock:
 
 
 def _share_at(shares: Sequence[float], drawn: bytes) -> int:
-    """Return which of the shares a drawn figure falls into; 0 where there are none."""
+    """Return the index of the share into which a drawn figure falls; 0 if there are no shares."""
     bounds = list(accumulate(shares))
     if not bounds or bounds[-1] <= 0:
         return 0

@@ -1,9 +1,9 @@
-"""Bandwidth: the queues before and behind the network, and their contents. Pure.
+"""Bandwidth: the queues at both ends of the network, and their contents. Pure.
 
-Each peer whose access is limited has one queue up and one down, for all its protocols. The order in them is
-the same under every driver. Up: by the instant of sending; within one by the name of the protocol, then in
-the order in which the protocol's core sent. Down: by the instant of arrival; within one by protocol, sender
-and the order of that sender's sending. The queue therefore accepts the messages of an instant one microsecond
+Each peer with limited access has one queue up and one down for all its protocols. The order in a queue is the
+same under every driver. Up: by the instant of sending; within one instant by the name of the protocol, then
+in the order in which the protocol's core sent. Down: by the instant of arrival; within one instant by
+protocol, sender and the sender's order. So the queue accepts the messages of an instant one microsecond
 later, when all of them are known.
 """
 
@@ -27,8 +27,8 @@ class Fifo:
         self.free_at = 0.0
 
     def enter(self, now: float, size_bytes: int, *, waits: bool = False) -> float:
-        """Return when the last byte of it is through, a later instant than `now`; inf if the queue is too
-        long for it, unless it `waits`. `now` must never go back."""
+        """Return when the last byte has passed, an instant after `now`; inf if the queue is too long for it,
+        unless it `waits`. `now` must never decrease."""
         begin = max(self.free_at, now)
         if begin - now > self.seconds_max and not waits:
             return math.inf
@@ -37,10 +37,10 @@ class Fifo:
 
 
 class Parcel:
-    """Something on its way through the queues of its sender and its receiver.
+    """A message or segment on its way through the queues of its sender and its receiver.
 
-    `trips`: how long each copy travels between the two queues, in ticks; none for what is lost there.
-    `land(due, parcel)` is told the instant when a copy will have arrived, before that instant.
+    `trips` is how long each copy travels between the two queues, in ticks; it is empty if the parcel is lost
+    there. `land(due, parcel)` is called with the arrival instant of a copy, before that instant.
     """
 
     __slots__ = ("down", "item", "land", "number", "protocol", "sender", "size_bytes", "trips", "waits")
@@ -69,7 +69,7 @@ class Parcel:
 
 
 class Uplink:
-    """The queue up of one peer, and what it sent at the present instant."""
+    """The queue up of one peer, and what the peer sent at the current instant."""
 
     __slots__ = ("fifo", "sent", "sent_at")
 
@@ -80,8 +80,8 @@ class Uplink:
 
 
 class LinkQueue:
-    """Carries parcels through queues. A driver hands them over with `send` and calls `advance` at `deadline`,
-    or later, but before it lets a later instant begin. `overflowed` counts the copies that found no room.
+    """Carries parcels through queues. A driver passes them to `send` and calls `advance` at `deadline` or
+    later, but before a later instant begins. `overflowed` counts copies that did not fit into a queue.
     """
 
     def __init__(self) -> None:
@@ -92,11 +92,11 @@ class LinkQueue:
 
     @property
     def deadline(self) -> float:
-        """When `advance` wants to be called, inf for never."""
+        """When `advance` must be called; inf for never."""
         return self._heap[0][0] if self._heap else math.inf
 
     def send(self, now: float, up: Uplink | None, parcel: Parcel) -> None:
-        """`parcel` leaves its sender, whose queue is `up`, at the instant `now`."""
+        """Send a `parcel` from its sender, whose queue is `up`, at the instant `now`."""
         self._number += 1
         parcel.number = self._number
         self.under_way += len(parcel.trips)
@@ -115,7 +115,7 @@ class LinkQueue:
         heappush(self._heap, (at, "", b"", self._number, action))
 
     def advance(self, now: float) -> None:
-        """Process all that happens in queues until `now`."""
+        """Process all queue events until `now`."""
         heap = self._heap
         while heap and heap[0][0] <= now:
             at, _, _, _, what = heappop(heap)

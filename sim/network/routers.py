@@ -1,11 +1,12 @@
-"""Routers that translate addresses, packet by packet, as those of the laboratory do (`tests.lab.nat`). Pure.
+"""Routers that translate addresses packet by packet, like those of the laboratory (`tests.lab.nat`). Pure.
 
-Mapping and filtering are named as in RFC 4787. A packet has a transport, a source and a destination, each a
-host and a port. `RoutedSite.leave` returns a packet's source as seen outside, `enter` its destination inside,
-if it arrives. A mapping closes after its time without traffic; a rebooted router drops all mappings and
-assigns other ports. A firewall of IPv6 filters and maps nothing.
+Mapping and filtering are named as in RFC 4787. A packet has a transport, a source and a destination; each of
+the last two is a host and a port. `RoutedSite.leave` returns a packet's source as seen outside, and `enter`
+its destination inside, if it arrives. A mapping closes after some time without traffic. A router that reboots
+drops all mappings and then assigns different ports. An IPv6 firewall filters packets but does not translate
+addresses.
 
-Not modelled: ports that run out, and connections that are closed in order.
+Not modelled: running out of ports, and the orderly closing of connections.
 """
 
 from collections.abc import Sequence
@@ -27,8 +28,8 @@ Preset = Literal[
     "two-hours",
     "half-minute",
 ]
-"""The sites of the laboratory by their names there; and homes whose mappings last as long as RFC 5382 and
-measured routers say: TCP two hours and UDP 60 s, or 30 s for both."""
+"""Types of sites, named as in the laboratory. In addition: homes with the timeouts of RFC 5382 and of
+measured routers (TCP two hours, UDP 60 s), and homes with 30 s for both."""
 
 HOME_SECONDS = 300.0
 SHORT_SECONDS = 50.0
@@ -36,23 +37,23 @@ CARRIER_SECONDS = 60.0
 TCP_SECONDS = 7_440.0
 """RFC 5382 REQ-5: two hours and four minutes."""
 PORTS = 20_000
-"""The number of ports that a router assigns from its base on, if it does not keep the inner port."""
+"""Number of ports that a router assigns, starting at its base, if it does not keep the inner port."""
 PORT_BASE = 20_000
 _KEPT_MAX = 4_096
-"""The number of mappings of one router beyond which expired ones are dropped."""
+"""Number of mappings of one router beyond which expired ones are dropped."""
 _SPREAD = 7_919
-"""A prime coprime to PORTS: ports assigned one after the other are not neighbours."""
+"""A prime that does not divide PORTS, so that ports assigned one after the other are not neighbours."""
 
 
 @dataclass(frozen=True)
 class RouterBehaviour:
-    """How a router translates; its mappings close after so long without traffic."""
+    """How a router translates. A mapping expires after `udp_seconds` or `tcp_seconds` without traffic."""
 
     mapping: Literal["independent", "dependent", "none"] = "independent"
-    """Whether one inner address and port has one outer port for every destination; none: they are kept, and
-    so is the host."""
+    """independent: an inner endpoint has one outer port for all destinations. dependent: it has one for each
+    destination. none: addresses and ports are not translated."""
     filtering: Literal["independent", "address and port"] = "address and port"
-    """Whether every host may send to a mapping, or only those that were sent to."""
+    """Whether every host may send to a mapping, or only endpoints that were sent to."""
     has_hairpin: bool = False
     has_udp: bool = True
     udp_seconds: float = HOME_SECONDS
@@ -74,19 +75,19 @@ PRESETS: dict[Preset, tuple[RouterBehaviour, ...]] = {
     "two-hours": (RouterBehaviour(udp_seconds=60.0, tcp_seconds=7_200.0),),
     "half-minute": (RouterBehaviour(udp_seconds=30.0, tcp_seconds=30.0),),
 }
-"""The translators of each, the machines' own first."""
+"""The routers of each type of site, the one nearest to the machines first."""
 
 
 @dataclass
 class _Mapping:
     inner: Endpoint
     remotes: dict[Endpoint, float]
-    """The hosts that were sent to, and when last."""
+    """The endpoints that were sent to, and the time of the latest packet to each."""
     used: float
 
 
 class SimRouter:
-    """One translator with the outer host `host`."""
+    """One router with the outer host `host`."""
 
     def __init__(self, translation: RouterBehaviour, host: str) -> None:
         self.translation = translation
@@ -100,7 +101,7 @@ class SimRouter:
         return len(self._mappings)
 
     def leave(self, transport: Transport, inner: Endpoint, to: Endpoint, now: float) -> Endpoint | None:
-        """Return the source of a packet outside; None where it does not get out."""
+        """Return a packet's translated source address; None if the router drops it."""
         if transport == "udp" and not self.translation.has_udp:
             return None
         outer = self._outer(transport, inner, to, now)
@@ -113,7 +114,7 @@ class SimRouter:
         return outer
 
     def enter(self, transport: Transport, source: Endpoint, to: Endpoint, now: float) -> Endpoint | None:
-        """Return a packet's destination inside; None if it is dropped."""
+        """Return the inner destination of a packet; None if it is dropped."""
         if transport == "udp" and not self.translation.has_udp:
             return None
         mapping = self._living((transport, *to), now)
@@ -128,7 +129,8 @@ class SimRouter:
         return mapping.inner
 
     def seen(self, transport: Transport, inner: Endpoint, now: float) -> Endpoint | None:
-        """Return the one outer place of an inner one; None where there is none now, or several."""
+        """Return the outer endpoint of an inner one; None if it has no mapping now, or a different one for
+        each destination."""
         if self.translation.mapping == "none":
             return inner
         port = self._ports.get((transport, inner, None))
@@ -137,7 +139,7 @@ class SimRouter:
         return self.host, port
 
     def reboot(self) -> None:
-        """Forget every mapping, and assign other ports."""
+        """Forget all mappings; later ones get different ports."""
         self._generation += 1
         self._ports.clear()
         self._mappings.clear()
@@ -173,8 +175,8 @@ class SimRouter:
 
 
 class RoutedSite:
-    """Where peers are: behind routers, the nearest first, or behind none. `hosts` are the outer hosts of the
-    routers; the last is where the internet sees the site."""
+    """A site of machines behind zero or more routers, the nearest first. `hosts` are the outer hosts of the
+    routers; the internet sees the site at the last of them."""
 
     def __init__(self, name: str, translations: Sequence[RouterBehaviour], hosts: Sequence[str]) -> None:
         self.name = name
@@ -182,11 +184,11 @@ class RoutedSite:
 
     @property
     def outside(self) -> str:
-        """The host at which the internet sees it."""
+        """The host at which the internet sees the site."""
         return self.routers[-1].host
 
     def leave(self, transport: Transport, inner: Endpoint, to: Endpoint, now: float) -> Endpoint | None:
-        """Return the source of a packet on the internet; None where it does not get there."""
+        """Return a packet's source address as seen from the internet; None if it is dropped on the way."""
         source: Endpoint | None = inner
         for router in self.routers:
             if source is not None:
@@ -194,7 +196,7 @@ class RoutedSite:
         return source
 
     def enter(self, transport: Transport, source: Endpoint, to: Endpoint, now: float) -> Endpoint | None:
-        """Return where a packet from the internet gets to; None where it is dropped."""
+        """Return the inner destination of a packet from the internet; None if it is dropped on the way."""
         place: Endpoint | None = to
         for router in reversed(self.routers):
             if place is not None:
@@ -209,18 +211,19 @@ class RoutedSite:
         return self.enter(transport, source, to, now)
 
     def place(self, transport: Transport, inner: Endpoint, now: float) -> Endpoint | None:
-        """Return where the internet sees a machine now; None where that is nowhere, or several places."""
+        """Return the endpoint at which the internet sees a machine now; None if it has no mapping, or no
+        single one."""
         place: Endpoint | None = inner
         for router in self.routers:
             place = None if place is None else router.seen(transport, place, now)
         return place
 
     def lets_in(self, transport: Transport, inner: Endpoint, now: float) -> bool:
-        """Return whether everybody may send to a machine now, where the internet sees it."""
+        """Return whether any host on the internet may now send to the machine's outer endpoint."""
         is_free = all(router.translation.filtering == "independent" for router in self.routers)
         return is_free and self.place(transport, inner, now) is not None
 
     def reboot(self) -> None:
-        """Its routers forget every mapping."""
+        """Reboot all routers of the site."""
         for router in self.routers:
             router.reboot()
