@@ -62,7 +62,7 @@ class ViewsConverge(Checker):
             since = f"since {self._calm.since(peer):.3f} s"
             if listed:
                 raise self.broken(
-                    (f"{world.name(viewer)} lists {world.name(peer)}, which has been down {since}")
+                    f"{world.name(viewer)} lists {world.name(peer)}, which has been down {since}"
                 )
             if world.in_scope(viewer, peer) and _connected(world, viewer, peer):
                 what = f"{world.name(peer)}, which has been up and reachable {since}"

@@ -152,7 +152,7 @@ class SumsAgree(Checker):
             if both:
                 whose = f"{world.name(other)} and of {world.name(peer)}, both of stage {stage + 1}"
                 raise self.broken(
-                    (f"micro-batch {both[0]} of step {event.step} is in the sums both of {whose}")
+                    f"micro-batch {both[0]} of step {event.step} is in the sums both of {whose}"
                 )
         applied[event.stage, peer] = numbers
         _put(self._applied, (event.plan, event.step), applied)
@@ -171,7 +171,7 @@ class SumsAgree(Checker):
         named = rows.get(place)
         if named is not None and named != numbers:
             odd = sorted(set(named) ^ set(numbers))[0]
-            which = "its sums lack" if odd in named else "that was not assigned to it:"
+            which = "its sums lack" if odd in named else "it was not assigned"
             raise self.broken(
                 f"{world.name(place[1])} applies step {step} in stage {place[0] + 1} with a sum that differs "
                 f"from the commit: {which} micro-batch {odd}"

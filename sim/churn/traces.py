@@ -81,7 +81,7 @@ def _take(found: dict[str, list[tuple[float, bool]]], cells: list[str], where: s
     changes = found.setdefault(peer, [])
     if changes and time <= changes[-1][0]:
         raise UsageError(
-            (f"{where}: {peer[:40]} at {time_text} s comes after its line for {changes[-1][0]:g} s")
+            f"{where}: {peer[:40]} at {time_text} s comes after its line for {changes[-1][0]:g} s"
         )
     if changes and up == changes[-1][1]:
         raise UsageError(f"{where}: {peer[:40]} is {state} already since {changes[-1][0]:g} s")

@@ -1,1 +1,1 @@
-"""Replay of a recorded node: the same cores, given the same turns, in virtual time."""
+"""Replay of a recorded node: the same cores get the same inputs again, in virtual time."""

@@ -1,7 +1,7 @@
-"""`peerloom sim replay FILE...`: replay recorded nodes and report where they diverge.
+"""`peerloom sim replay FILE...`: replays recorded nodes and reports where they diverge.
 
-The exit code is 0 if every turn came out as recorded, 6 if one did not, 2 if a file is not a record or was
-changed.
+The exit code is 0 if every call of a core came out as recorded, 6 if one did not, and 2 if a file is not a
+record or was changed.
 """
 
 import time
@@ -25,12 +25,17 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command()
 def main(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Records, played one by one.")],
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help=("Records, played one after the other."))
+    ],
     times: Annotated[
-        int, typer.Option("--times", metavar="N", min=1, max=TIMES_MAX, help="Play each this many times.")
+        int,
+        typer.Option(
+            "--times", metavar="N", min=1, max=TIMES_MAX, help=("Play each record this many times.")
+        ),
     ] = 1,
     events: Annotated[
-        bool, typer.Option("--events", help="Show what the nodes told people, by time.")
+        bool, typer.Option("--events", help="Show the events that the nodes reported, by time.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -42,10 +47,10 @@ def main(
         show([*(_timeline(rows) if events else ()), *(_line(*row) for row in rows)])
     damaged = next((f"{short_path(path)}: {each.damage}" for path, each, _ in rows if each.damage), None)
     if damaged is not None:
-        raise UsageError(damaged, "beyond that place a record that was cut off or changed says nothing")
+        raise UsageError(damaged, "a record is readable only up to the place where it was cut off or changed")
     wrong = next((f"{short_path(path)}: {each.diverged}" for path, each, _ in rows if each.diverged), None)
     if wrong is not None:
-        raise CheckFailed(f"the replay is another than the record: {wrong}")
+        raise CheckFailed(f"the replay differs from the record: {wrong}")
 
 
 Row = tuple[Path, Played, float]
@@ -67,7 +72,7 @@ def _line(path: Path, played: Played, seconds: float) -> str:
     name = played.about.get("name") or short_path(path)
     turns = played.turns.total()
     said = "as recorded" if played.is_same else "NOT as recorded"
-    end = f"; the record ends: {played.over}" if played.over else "; the record ends without its end"
+    end = f"; the record ends: {played.over}" if played.over else "; the record has no end entry"
     return (
         f"{name}: {turns} turns of {len(played.turns)} kinds of cores, {played.learnt} events of theirs and "
         f"{len(played.events)} for people, {said}: {played.seconds:.1f} s in {seconds:.1f} s{end}"
@@ -75,7 +80,7 @@ def _line(path: Path, played: Played, seconds: float) -> str:
 
 
 def _timeline(rows: Sequence[Row]) -> list[str]:
-    """Return the events for people of all records, by the times of their nodes."""
+    """Return the events for people from all records, ordered by the times of their nodes."""
     first = {path: played for path, played, _ in rows}
     lines = [
         (float(event.get("at_seconds", 0.0)), f"{played.about.get('name', path)}  {_text(event)}")

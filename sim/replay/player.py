@@ -1,10 +1,11 @@
-"""The player of records of `node.recording`: the same cores, given the same turns, must do the same.
+"""The player of records of `node.recording`: given the same calls (turns), the same cores must do the same.
 
-Only the file is consulted: it holds the time of each turn, signatures, and all other answers that a core was
-given. A record therefore shows on any machine whether these cores still do what they did. The player stops at
-the first turn that differs, because all later turns depend on it.
+A turn is one call of a core. Only the file is consulted: it holds the time of each turn, signatures, and all
+other answers that a core was given. So a record shows on any machine whether these cores still behave as they
+did. The player stops at the first turn that differs, because all later turns depend on it.
 
-A file may come from a stranger: only the cores named here are made, and only their public methods called.
+A file may come from an unknown person, so only the cores named here are made, and only their public methods
+are called.
 """
 
 from collections import Counter
@@ -37,7 +38,7 @@ CORES = {
     for kind in (Committer, Feeder, Kademlia, Member, PaxosChain, PieceSwarm, Replica, Swim)
 }
 LOADED = runtime
-"""The types of all values are looked up among loaded modules, so a whole node is loaded."""
+"""Loads a whole node, because the types of all values are looked up among loaded modules."""
 RAISED = {kind.__name__: kind for kind in (LocalProtocolError, ProtocolError, RemoteProtocolError)}
 ITEM_BYTES_MAX = 64 << 20
 TELLING = {
@@ -48,7 +49,7 @@ TELLING = {
     membership.MemberDown: "MemberLost",
     membership.MemberLeft: "MemberLeft",
 }
-"""The event for people that reports each event of membership."""
+"""The event for people that reports each membership event."""
 
 
 class ReplayDiverged(Exception):
@@ -56,12 +57,12 @@ class ReplayDiverged(Exception):
 
 
 class RecordingBroken(Exception):
-    """The file is not the output of a recorder."""
+    """The file was not written by a recorder."""
 
 
 @dataclass
 class Played:
-    """The outcome of one record. `diverged` and `damage` are empty where all went as recorded."""
+    """The outcome of one record. `diverged` and `damage` are empty if everything went as recorded."""
 
     about: dict[str, Any] = field(default_factory=dict)
     turns: Counter[str] = field(default_factory=Counter)
@@ -76,7 +77,7 @@ class Played:
 
     @property
     def seconds(self) -> float:
-        """Return how long the node was recorded, by its own clock."""
+        """Return how long the node was recorded, by the node's own clock."""
         return 0.0 if self.first is None else self.now - self.first
 
     @property
@@ -92,7 +93,7 @@ def play(path: Path, on_event: Callable[[dict[str, Any]], None] | None = None) -
 
 
 def _items(data: bytes) -> Iterator[Any]:
-    """Yield the records in order; a Damage ends them."""
+    """Yield the items of the file in order; a Damage ends them."""
     for block in read_blocks(data):
         if isinstance(block, Damage):
             yield block
@@ -105,7 +106,7 @@ def _items(data: bytes) -> Iterator[Any]:
             try:
                 item = values.decode(block[at + 4 : at + 4 + length])
             except ValueError as error:
-                raise RecordingBroken(f"an item that is no MessagePack: {error}") from None
+                raise RecordingBroken(f"an item is not MessagePack: {error}") from None
             at += 4 + length
             if not (isinstance(item, list) and item):
                 raise RecordingBroken("a malformed item")
@@ -165,7 +166,7 @@ class _Player:
             case ["over", str() as reason]:
                 played.over = reason
             case ["answer", int(), str() as name, _]:
-                raise ReplayDiverged(f"it does not ask for {name or 'what it asked for'} any more")
+                raise ReplayDiverged(f"the core does not ask for {name or 'what it asked for'} any more")
             case _:
                 raise RecordingBroken(f"an item of the unknown kind {str(item[0])[:40]!r}")
 
@@ -174,7 +175,7 @@ class _Player:
     def _make(self, number: int, name: str, given: Any, named: Any) -> None:
         kind = CORES.get(name)
         if kind is None:
-            raise RecordingBroken(f"this version replays no {name[:80]}")
+            raise RecordingBroken(f"this version cannot replay {name[:80]}")
         self._begin(kind.__name__, "made", given)
         arguments, by_name = self._read(given), self._read(named)
         core = self._cores[number] = kind(*arguments, **by_name)
@@ -206,7 +207,8 @@ class _Player:
         self._turn = f"{kind}.{name}{what} at {played.seconds:.3f} s"
 
     def _end(self, core: Any, returned: Any) -> None:
-        """Compare a turn's outcome with the record, and empty what its shell would have emptied."""
+        """Compare the outcome of a turn with the record, and empty the lists that the core's shell would have
+        emptied."""
         item = next(self._items, None)
         while item is not None and not isinstance(item, Damage) and item[0] != "end":
             self._do(item)
@@ -233,7 +235,7 @@ class _Player:
             core.asks.take()
 
     def _told(self, document: dict[str, Any]) -> None:
-        """Compare an event for people with what the cores learnt in this replay."""
+        """Compare an event for people with the events of the cores in this replay."""
         kind, played = str(document.get("kind")), self._played
         if kind == "RunPlanned":
             self._planned.add(str(document.get("run")))
@@ -246,7 +248,7 @@ class _Player:
                 self._to_tell[what] -= 1
                 played.derived += 1
             elif kind != "RunChanged" or not self._may_say(str(document.get("run")), what[1]):
-                raise ReplayDiverged(f"the node told of {kind} {what[1]}, which no core has learnt")
+                raise ReplayDiverged(f"the node reported {kind} {what[1]}, but no core has this event")
         played.events.append(document)
         if self._on_event is not None:
             self._on_event(document)
@@ -254,9 +256,9 @@ class _Player:
     def _may_say(self, run: str, state: str) -> bool:
         """Return whether a node's shell may report this state of a run without an event of a core.
 
-        Runs in local mode and runs that wait for a place have no plan, so no core knows their state. For a
-        run with a plan the shell reports reasons, such as a missed deadline: the state is then its core's, or
-        the requester paused the run.
+        Runs in local mode and runs that wait for a slot have no plan, so no core knows their state. For a run
+        with a plan the shell also reports reasons, such as a missed deadline; the state is then that of its
+        core, or paused if the requester paused the run.
         """
         if run not in self._planned:
             return True
@@ -269,11 +271,11 @@ class _Player:
     # Values
 
     def _find(self, number: int, path: str) -> tuple[Any, str]:
-        """Return the owner of a method or an attribute: the core, or a part of it that shells change."""
+        """Return the owner of a method or an attribute: the core, or a part of it that shells may change."""
         core: Any = self._cores[number]
         part, dot, name = path.rpartition(".")
         if name.startswith("_") or (dot and part not in PARTS):
-            raise RecordingBroken(f"nothing of a core that may be called or changed: {path[:80]}")
+            raise RecordingBroken(f"no part of a core that may be called or changed: {path[:80]}")
         return (getattr(core, part) if dot else core), name
 
     def _read(self, value: Any) -> Any:
@@ -297,21 +299,24 @@ class _Player:
         return None
 
     def answer(self, number: int, name: str) -> Any:
-        """Return the recorded answer to a core's question. Raises Diverged if the core asked another question
-        then."""
+        """Return the recorded answer to a core's question. Raises ReplayDiverged if the core asked a
+        different question in the record."""
         while True:
             item = next(self._items, None)
             if item is None or isinstance(item, Damage) or item[0] == "end":
                 if isinstance(item, Damage):
                     raise RecordingBroken(item.text)
-                raise ReplayDiverged(f"it asks for {name or 'something'}, and did not")
+                raise ReplayDiverged(
+                    f"the core asks for {name or 'something'}, which it did not do in the record"
+                )
             if item[0] == "answer":
                 break
             self._do(item)
         _, asked, found_name, found = item
         if (asked, found_name) != (number, name):
             raise ReplayDiverged(
-                f"it asks for {name or 'something'}, and asked for {found_name or 'something else'}"
+                f"the core asks for {name or 'something'}, but asked for "
+                f"{found_name or 'something else'} in the record"
             )
         if isinstance(found, list) and found[:1] == ["raised"]:
             raise RAISED[found[1]](found[2])
@@ -319,7 +324,7 @@ class _Player:
 
 
 class Replayed:
-    """A function that answers as recorded."""
+    """A function that returns the recorded answers."""
 
     def __init__(self, answer: Callable[[int, str], Any], number: int, name: str) -> None:
         self.asked_number = number
@@ -332,7 +337,7 @@ class Replayed:
 
 
 class ReplayedObject:
-    """An object that answers as recorded, such as a signer: its key was never written."""
+    """An object that gives the recorded answers, such as a signer, whose key was never written."""
 
     def __init__(self, answer: Callable[[int, str], Any], number: int, names: frozenset[str]) -> None:
         self.asked_number = number
@@ -348,7 +353,7 @@ class ReplayedObject:
 
 
 def _difference(recorded: tuple[list[Any], str], found: tuple[list[Any], str]) -> str:
-    """Describe how the outcome of a turn differs: events first, because the rest follows from them."""
+    """Describe how the outcome of a turn differs. Events come first, because the rest follows from them."""
     for number, (before, now) in enumerate(zip(recorded[0], found[0], strict=False)):
         if before != now:
             return f"event {number} was {_short(before)} and is {_short(now)}"
@@ -356,8 +361,8 @@ def _difference(recorded: tuple[list[Any], str], found: tuple[list[Any], str]) -
         longer, said = (recorded, "misses") if len(recorded[0]) > len(found[0]) else (found, "has also")
         return f"it {said} the event {_short(longer[0][min(len(recorded[0]), len(found[0]))])}"
     if recorded[1] != found[1]:
-        return f"it sent [{recorded[1]}] and sends [{found[1]}]"
-    return f"its messages or its answer differ: [{found[1]}]"
+        return f"the core sent [{recorded[1]}] and now sends [{found[1]}]"
+    return f"the core's messages or its answer differ: [{found[1]}]"
 
 
 def _short(value: Any) -> str:

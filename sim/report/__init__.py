@@ -1,1 +1,1 @@
-"""The report of an experiment: files, pictures and lines on a screen, all functions of its `Result`."""
+"""The report of an experiment: files, pictures and lines on a screen, all computed from its `Result`."""

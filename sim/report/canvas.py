@@ -1,4 +1,4 @@
-"""The common form of all pictures: one page, its time axes, its colours. Needs matplotlib (the extra
+"""The common layout of all pictures: one page, its time axes, its colours. Needs matplotlib (the extra
 `demo`)."""
 
 from collections.abc import Sequence
@@ -16,12 +16,13 @@ GREEN = "#4f8a5b"
 RED = "#b8473d"
 VIOLET = "#7a5c99"
 SERIES = (BLUE, AMBER, GREEN, VIOLET, RED, GREY)
-"""Colours of a series of like things, which never contrast red with green; the first six, then grey again."""
+"""Colours for a series of similar curves, without a contrast of red and green; after the first six it is grey
+again."""
 
 _PAGE_INCHES = (9.0, 1.6, 2.5)
-"""Width, height outside the panels, height of a panel of height 1."""
+"""Width, height outside the panels, and height of a panel of height 1."""
 _LEGEND_POINTS = 16
-"""Room between the axes and the text above them."""
+"""Space between the axes and the text above them."""
 _LEGEND_COLUMNS_MAX = 6
 _MARGIN = 1.08
 _BANDS_MAX = 60
@@ -29,7 +30,8 @@ _UNITS = ((3 * 3600.0, 3600.0, "hours"), (1200.0, 60.0, "minutes"), (0.0, 1.0, "
 
 
 class CanvasPage:
-    """Panels of one width, one below another; with `seconds` their x axis is the time of the experiment."""
+    """Panels of the same width, one below the other. With `seconds`, their x axis is the time of the
+    experiment."""
 
     def __init__(
         self, title: str, about: str, panels: Sequence[float] = (1,), *, seconds: float | None = None
@@ -75,13 +77,13 @@ class CanvasPage:
         self.panels[panel].plot(times, [value for _, value in points], label=label, color=colour, **style)
 
     def area(self, panel: int, points: Sequence[tuple[float, float]], label: str, colour: str) -> None:
-        """Fill the area of a less important quantity, pale."""
+        """Fill the area of a less important quantity in a pale colour."""
         times = [time / self.divisor for time, _ in points]
         heights = [value for _, value in points]
         self.panels[panel].fill_between(times, heights, label=label, color=colour, alpha=0.35, linewidth=0)
 
     def logarithmic(self, panel: int) -> None:
-        """Set a logarithmic y axis on a panel, with its numbers written out."""
+        """Give a panel a logarithmic y axis, with its numbers written out."""
         from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
         axes = self.panels[panel]
@@ -92,7 +94,7 @@ class CanvasPage:
         axes.yaxis.set_minor_formatter(NullFormatter())
 
     def name(self, panel: int, label: str, *, low: float | None = None, high: float | None = None) -> None:
-        """Name the y axis and set its range; with `low` alone, the axis ends a little above all values."""
+        """Label the y axis and set its range. With `low` alone, the axis ends slightly above all values."""
         axes = self.panels[panel]
         axes.set_ylabel(label, color=INK)
         if low is not None and high is None:
@@ -100,13 +102,13 @@ class CanvasPage:
         axes.set_ylim(bottom=low, top=high)
 
     def whole_numbers(self, panel: int) -> None:
-        """Have the y axis of a panel show whole numbers."""
+        """Show only whole numbers on the y axis of a panel."""
         from matplotlib.ticker import MaxNLocator
 
         self.panels[panel].yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
 
     def legend(self, panel: int) -> None:
-        """Place the legend above the panel at its right, where no data are."""
+        """Place the legend above the panel at its right, where there are no data."""
         axes = self.panels[panel]
         entries = axes.get_legend_handles_labels()[1]
         if entries:
@@ -122,7 +124,7 @@ class CanvasPage:
             )
 
     def bands(self, events: Sequence[ChurnEvent], seconds: float) -> None:
-        """Shade in grey when a disturbance lasted, with its name at its first occurrence."""
+        """Shade the time of each disturbance in grey, and write its name at its first occurrence."""
         named = set()
         for event in events:
             for begin in _beginnings(event, seconds):

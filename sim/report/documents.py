@@ -1,4 +1,5 @@
-"""Events as JSON and as lines. Peers go by their short names (n17), other bytes as hexadecimal."""
+"""Events as JSON and as lines of text. Peers appear with their short names (n17), other bytes in
+hexadecimal."""
 
 import dataclasses
 import enum
@@ -14,16 +15,16 @@ from sim.observers import Observation
 
 Name = Callable[[PeerId], str]
 _BYTES_SHOWN_MAX = 32
-"""A hash in full, a value or a signature by its beginning: nobody reads more of them."""
+"""Maximum number of bytes shown: all of a hash, but only the beginning of a value or a signature."""
 _ADDRESSES_KEPT_MAX = 4_096
 _FIELD_NAMES: dict[type, tuple[str, ...]] = {}
-"""The field names of each kind of event seen so far; kinds are few."""
+"""The field names of each type of event seen so far; there are only a few types."""
 _HEX_SHOWN_MAX = 12
 _LINE_LENGTH_MAX = 160
 
 
 class ShortNames:
-    """Short names of all peers, each looked up once; hexadecimal for bytes that are not a peer."""
+    """Short names of all peers, each looked up once. Bytes that are not a peer id become hexadecimal."""
 
     def __init__(self, name: Name, peers: Mapping[PeerId, int]) -> None:
         self._name = name
@@ -39,8 +40,8 @@ class ShortNames:
 
 
 def event_document(observed: Observation, names: ShortNames) -> dict[str, Any]:
-    """`time_seconds`, `peer` (None: the whole world), `kind`, and the event's own fields. A field with one of
-    these three names gets the kind's name in front."""
+    """Return an event as a dict: `time_seconds`, `peer` (None: the whole world), `kind`, and the event's own
+    fields. A field with one of these three names is prefixed with the name of the event."""
     event = observed.event
     document: dict[str, Any] = {
         "time_seconds": round(observed.time, 6),
@@ -53,7 +54,7 @@ def event_document(observed: Observation, names: ShortNames) -> dict[str, Any]:
 
 
 def event_line(observed: Observation, names: ShortNames) -> str:
-    """`  412.310 s  n17     MemberDown n4  accuser n9  reason no ack for 1.1 s`."""
+    """Return an event as text: ` 412.310 s n17 MemberDown n4 accuser n9 reason no ack for 1.1 s`."""
     event = observed.event
     peer = names.text(observed.peer) if observed.peer is not None else "all"
     parts = [f"{name} {_short(value, names)}" for name, value in _fields(event) if value not in ("", ())]
@@ -78,7 +79,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
 
 
 def _plain(value: Any, names: ShortNames) -> Any:
-    # The commonest types come first: this runs for every field of every event.
+    # The most common types come first, because this runs for every field of every event.
     if type(value) in (int, str, bool, type(None)):
         return value
     match value:
@@ -103,7 +104,7 @@ def _plain(value: Any, names: ShortNames) -> Any:
 
 @lru_cache(_ADDRESSES_KEPT_MAX)
 def _address_text(address: Address) -> str:
-    return str(address.of(None))  # the peer stands beside it
+    return str(address.of(None))  # the peer is shown in a separate field
 
 
 def _short(value: Any, names: ShortNames) -> str:

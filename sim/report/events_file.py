@@ -1,7 +1,8 @@
-"""events.jsonl: one line per event, written as it happens. Bounded.
+"""events.jsonl: one line per event, written as it happens, up to a limit.
 
-The first line describes the file. Most events are of peers that become known to each other, which readers
-seldom look for, so these kinds may fill half of the limit; the summary counts the events left out.
+The first line describes the file. Most events report that peers become known to each other, which readers
+seldom look for. So these kinds may fill at most half of the limit; the summary counts the events that were
+left out.
 """
 
 from collections import Counter
@@ -17,12 +18,12 @@ from sim.report.documents import ShortNames, event_document
 
 SCHEMA = "peerloom.sim.events/1"
 EVENTS_MAX = 200_000
-"""Lines, unless the caller sets a limit: some 30 MB."""
+"""Default maximum number of lines: some 30 MB."""
 _PLENTY = (MemberUp, MemberChanged, PeerHeard, NodesFound)
 
 
 class EventsFile:
-    """A `sim.observers.Watcher` that writes. `close` it."""
+    """A `sim.observers.Watcher` that writes the file. Call `close` at the end."""
 
     def __init__(self, path: Path, *, scenario: str, seed: int, events_max: int = EVENTS_MAX) -> None:
         self.left_out: Counter[str] = Counter()
@@ -43,7 +44,7 @@ class EventsFile:
         self._write(event_document(observed, self._named(world)))
 
     def sample(self, world: World) -> None:  # noqa: ARG002 - a watcher's shape
-        """Flush, so that a reader may follow a long experiment."""
+        """Flush the file, so that a reader can follow a long experiment."""
         self._file.flush()
 
     def end(self, world: World) -> None:
@@ -62,5 +63,5 @@ class EventsFile:
 
 
 def names_of(world: World) -> ShortNames:
-    """The names that a world gives its peers."""
+    """Return the names that a world gives its peers."""
     return ShortNames(world.name, {peer: number for number, peer in enumerate(world.peers)})

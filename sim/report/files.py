@@ -1,4 +1,4 @@
-"""The files of an experiment except events.jsonl, which is written while it runs (`events_file`)."""
+"""The files of an experiment except events.jsonl, which is written during the experiment (`events_file`)."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ FILE_NAMES = (SUMMARY_NAME, METRICS_NAME, EVENTS_NAME, SCENARIO_NAME)
 
 
 def write_files(folder: Path, scenario: Scenario, rows: Iterable[Row], summary: Mapping[str, Any]) -> None:
-    """Write the files. The summary comes last and whole: where it exists, the others do too."""
+    """Write the files. The summary is written last and atomically, so if it exists, the others do too."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SCENARIO_NAME).write_text(to_toml(scenario), encoding="utf-8")
     with (folder / METRICS_NAME).open("w", newline="", encoding="utf-8") as file:
@@ -31,7 +31,7 @@ def write_files(folder: Path, scenario: Scenario, rows: Iterable[Row], summary: 
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file atomically, so that nobody reads half of it."""
+    """Replace a file atomically, so that no reader sees half of it."""
     draft = path.with_name(path.name + ".part")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)

@@ -1,6 +1,6 @@
 """The pictures of an experiment, as PNG files. Needs matplotlib (the extra `demo`).
 
-Each picture is a function of the rows; where there are no rows for it, there is no picture.
+Each picture is computed from the rows. A picture without rows is not drawn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +14,14 @@ from sim.scenario import Scenario
 
 Points = list[tuple[float, float]]
 _LOG_FROM = 30.0
-"""Latencies and losses whose largest value is so many times the usual one get a logarithmic axis."""
+"""A latency or loss axis is logarithmic if the largest value is at least this many times the usual one."""
 _TAIL_QUANTILE = 0.99
 _BINS_MAX = 150
-"""The most points of a curve that the eye distinguishes."""
+"""Maximum number of points of a curve: more cannot be distinguished by eye."""
 
 
 class PlottedResult(Protocol):
-    """The part of an experiment's result that the pictures show."""
+    """The part of an experiment's result that is shown in the pictures."""
 
     @property
     def scenario(self) -> Scenario: ...
@@ -34,11 +34,11 @@ class PlottedResult(Protocol):
     @property
     def summary(self) -> Mapping[str, Any]: ...
     def values(self, metric: str, label: str = "") -> list[tuple[float, float]]:
-        """Return (time, value) of one metric."""
+        """Return the (time, value) pairs of one metric."""
 
 
 def draw_all(folder: Path, result: PlottedResult) -> list[str]:
-    """Draw all pictures with data into `folder`; return the names of the files."""
+    """Draw all pictures that have data into `folder`; return the names of the files."""
     drawn = []
     for name, picture in PICTURES.items():
         page = picture(result)
@@ -72,7 +72,7 @@ def views(result: PlottedResult) -> CanvasPage | None:
     page = _page(result, "Are the member lists right?", (1.3, 1))
     lowest, middle = _binned(result, entries)
     page.area(0, _binned(result, _percent(result.values("views_right_share")))[1], "lists wholly right", PALE)
-    page.line(0, lowest, "entries right, at the least", BLUE, linewidth=0.9, alpha=0.5)
+    page.line(0, lowest, "minimum of right entries", BLUE, linewidth=0.9, alpha=0.5)
     page.line(0, middle, "on average", BLUE)
     page.name(0, "share (%)", low=-2, high=103)
     page.legend(0)
@@ -102,7 +102,7 @@ def detection(result: PlottedResult) -> CanvasPage | None:
         if not seconds:
             continue
         longest = max(longest, seconds[-1])
-        # One step per crash, from none to all of those noticed in this way.
+        # The curve rises by one step per crash, from none to all crashes that were noticed in this way.
         shares = [100 * place / len(seconds) for place in range(len(seconds) + 1)]
         page.panels[0].step(
             [0.0, *seconds],
@@ -118,7 +118,7 @@ def detection(result: PlottedResult) -> CanvasPage | None:
         return None
     page.panels[0].set_xlabel("seconds since the crash (dots: the median)")
     page.panels[0].set_xlim(0, 1.03 * longest)
-    page.name(0, "of those so noticed (%)", low=0, high=103)
+    page.name(0, "share of the crashes noticed (%)", low=0, high=103)
     page.legend(0)
     return page
 
@@ -126,7 +126,7 @@ def detection(result: PlottedResult) -> CanvasPage | None:
 def lookups(result: PlottedResult) -> CanvasPage | None:
     if not result.values("lookups"):
         return None
-    page = _page(result, "Does the DHT find what is there?", (1, 1, 1))
+    page = _page(result, "Does the DHT find existing records?", (1, 1, 1))
     page.line(0, _percent(result.values("lookups_found_share")), "", GREEN, marker=".", markersize=5)
     page.name(0, "found (%)", low=_floor(result.values("lookups_found_share")), high=101)
     for panel, metric, usual, name in (
@@ -230,7 +230,7 @@ def _about(result: PlottedResult) -> str:
 
 
 def _labels(result: PlottedResult, metric: str) -> list[str]:
-    """Return all labels but the empty one, in the order of their first rows."""
+    """Return all labels except the empty one, in the order of their first rows."""
     return list(dict.fromkeys(row.label for row in result.metrics if row.metric == metric and row.label))
 
 
@@ -239,7 +239,7 @@ def _percent(points: Points) -> Points:
 
 
 def _binned(result: PlottedResult, points: Points) -> tuple[Points, Points]:
-    """Return the least and the mean of each of up to `_BINS_MAX` equal stretches of time."""
+    """Return the minimum and the mean of each of up to `_BINS_MAX` equal intervals of time."""
     width = result.scenario.seconds / _BINS_MAX
     bins: dict[int, Points] = {}
     for time, value in points:
@@ -249,24 +249,25 @@ def _binned(result: PlottedResult, points: Points) -> tuple[Points, Points]:
 
 
 def _settled(result: PlottedResult, metric: str) -> list[float]:
-    """Return the values after the start, where all peers still look for each other, without single peaks."""
+    """Return the values after the start, during which all peers still look for each other, without isolated
+    peaks."""
     begin = result.scenario.start.spread_seconds
     values = sorted(value for time, value in result.values(metric) if time >= begin)
     return [quantile(values, _TAIL_QUANTILE)] if values else []
 
 
 def _floor(points: Points) -> float:
-    """Return where an axis of percents begins: at 90 or 50 if no value lies below, so that differences
-    show."""
+    """Return the lower end of an axis of percentages: 90 or 50 if all values lie above it, so that
+    differences are visible."""
     least = 100 * min((value for _, value in points), default=0.0)
     return next(floor for floor in (90.0, 50.0, 0.0) if least >= floor)
 
 
 def _on_windows(result: PlottedResult, metric: str, label: str, scale: float) -> Points:
-    """Return a value for every window of the metric, 0 where a protocol was silent."""
+    """Return a value for every window of the metric; 0 if a protocol sent nothing in it."""
     times = dict.fromkeys(row.time_seconds for row in result.metrics if row.metric == metric)
     values = dict(result.values(metric, label))
-    # A window is named by its end; the first begins with the experiment.
+    # Each window is labelled with its end; the first one begins with the experiment.
     return [(0.0, 0.0), *((time, values.get(time, 0.0) / scale) for time in times)]
 
 

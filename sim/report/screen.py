@@ -1,4 +1,4 @@
-"""The progress of an experiment: one live line on a terminal, a plain line now and then elsewhere."""
+"""The progress of an experiment: one live line on a terminal, an occasional plain line elsewhere."""
 
 import os
 import time
@@ -13,7 +13,7 @@ _BAR_WIDTH = 24
 
 
 class ProgressScreen:
-    """The screen; `update` it often, it draws when due. Use `close` at the end."""
+    """The progress display. Call `update` often (it draws when due), and `close` at the end."""
 
     def __init__(self, stream: TextIO, title: str) -> None:
         self._stream = stream
@@ -48,7 +48,7 @@ class ProgressScreen:
 
 
 def progress_line(title: str, progress: ExperimentProgress) -> str:
-    """`churn  120 of 600 s  197 up  84x real time  6 s left`."""
+    """Return a line such as `churn 120 of 600 s 197 up 84x real time 6 s left`."""
     parts = [
         title,
         f"{progress.virtual_seconds:.0f} of {progress.scenario_seconds:.0f} s",

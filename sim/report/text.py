@@ -1,4 +1,4 @@
-"""The lines for a reader of an experiment: a function of its summary, so of a stored one too."""
+"""The lines of text about an experiment, computed from its summary, which may be a stored one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ _SHOWN_SHARE_MIN = 0.005
 
 
 def summary_lines(summary: Figures) -> list[str]:
-    """Return one line per subject; subjects without events have none."""
+    """Return one line per subject. A subject without events has no line."""
     head = (
         f"{summary['scenario']}  {summary['nodes']} nodes, {seconds_text(round(summary['virtual_seconds']))} "
         f"in {seconds_text(summary['wall_seconds'])} ({_times(summary['times_real_time'])} real time), "
@@ -64,8 +64,8 @@ def _views(figures: Figures) -> str:
         return ""
     return (
         f"{percent(figures['entries_right_share_mean'])} of entries right on average once settled, "
-        f"{percent(figures['entries_right_share_min'])} at the worst, "
-        f"{percent(figures['entries_right_share_end'])} in the end"
+        f"{percent(figures['entries_right_share_min'])} at worst, "
+        f"{percent(figures['entries_right_share_end'])} at the end"
     )
 
 
@@ -86,16 +86,16 @@ def _mistakes(figures: Figures) -> str:
     suspicions, deaths = figures["false_suspicions"], figures["false_deaths"]
     excused = figures["excused_suspicions"] + figures["excused_deaths"]
     told = f"{counted(suspicions, 'false suspicion')}, {counted(deaths, 'false death')}"
-    return told + (f"; {excused} more of peers that were frozen, cut off or just back" if excused else "")
+    return told + (f"; {excused} more about peers that were frozen, cut off or just back" if excused else "")
 
 
 def _lookups(figures: Figures) -> str:
     if not figures["lookups"]:
         return ""
     share, rounds = figures["lookups_found_share"], figures["lookup_rounds_mean"]
-    found = "none had anything to find"
+    found = "no record existed to be found"
     if share is not None:
-        found = f"{percent(share)} of the {figures['lookups_expected']} whose record was there found it"
+        found = f"{percent(share)} of the {figures['lookups_expected']} for an existing record found it"
     return f"{figures['lookups']}: {found}, in {span(figures['lookup_seconds'])}, {rounds:.1f} rounds"
 
 
@@ -103,7 +103,7 @@ def _stores(figures: Figures) -> str:
     if not figures["stores"]:
         return ""
     return (
-        f"{figures['stores']}: on {figures['store_copies_mean']:.1f} peers each, "
+        f"{figures['stores']}: each on {figures['store_copies_mean']:.1f} peers, "
         f"in {span(figures['store_seconds'])}"
     )
 
@@ -158,7 +158,7 @@ def span(figures: Figures) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a percentage with as many digits as distinguish it from 100 %, up to two."""
+    """Return a percentage with up to two decimals, as many as needed to distinguish it from 100 %."""
     if share in (0.0, 1.0):
         return f"{100 * share:.0f} %"
     for digits in (0, 1, 2):
@@ -169,5 +169,5 @@ def percent(share: float) -> str:
 
 
 def counted(count: int, name: str, plural: str = "") -> str:
-    """`1 step`, `2 steps`."""
+    """Return a count with its noun: `1 step`, `2 steps`."""
     return f"{count} {name if count == 1 else plural or name + 's'}"

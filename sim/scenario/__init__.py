@@ -1,4 +1,4 @@
-"""Scenarios: their parts, how they are read and written, and the values that contradict each other."""
+"""Scenarios: their parts, how they are read and written, and the checks for contradictory values."""
 
 from sim.scenario.loading import BUILT_IN, load, text_of, to_toml, with_values
 from sim.scenario.model import (

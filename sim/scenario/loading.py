@@ -1,7 +1,7 @@
-"""A scenario: everything about an experiment but its seed, as a TOML file and as a frozen value.
+"""A scenario: everything about an experiment except its seed, as a TOML file and as a frozen value.
 
-Reading is strict: an unknown key, a wrong type, a value out of range or one that contradicts another is one
-error with its line. Not here: the rules between values (`sim.scenario.rules`).
+Reading is strict. An unknown key, a wrong type, a value out of range, or a value that contradicts another is
+an error that names its line. Not here: the rules between values (`sim.scenario.rules`).
 """
 
 import json
@@ -22,16 +22,16 @@ from sim.scenario.model import Scenario
 from sim.scenario.rules import faults
 
 BUILT_IN = ("lan", "wan", "churn", "partition", "flapping", "spot", "serving", "nat")
-"""The scenarios that come with the simulator."""
+"""The scenarios included with the simulator."""
 
 
 def load(name_or_path: str | Path) -> Scenario:
-    """Load a built-in scenario by its name, or one from a file. Raises UsageError."""
+    """Load a built-in scenario by name, or a scenario from a file. Raises UsageError."""
     text, name, folder = _source(name_or_path)
     document = toml.parse(text, Scenario, name=name)
     scenario = document.value
     if scenario.churn.trace:
-        # Relative to the folder of the file, wherever the program was started.
+        # The path is relative to the folder of the scenario file, wherever the program was started.
         trace = str((folder / scenario.churn.trace).resolve())
         scenario = msgspec.structs.replace(
             scenario, churn=msgspec.structs.replace(scenario.churn, trace=trace)
@@ -47,13 +47,13 @@ def text_of(name_or_path: str | Path) -> str:
 
 
 def with_values(scenario: Scenario, values: Mapping[str, str], *, source: str = "--set") -> Scenario:
-    """Return the scenario with other values, as a person types them: `{"nodes": "300", "churn.speedup":
-    "10"}`.
+    """Return the scenario with changed values, given as a person types them: `{"nodes": "300",
+    "churn.speedup": "10"}`.
 
-    A number is a place in a list: `events.0.share`. Text needs no quotes. `source` is named in errors.
+    A number in a key is an index into a list: `events.0.share`. Text needs no quotes. Errors name `source`.
 
     Raises:
-        UsageError: as a file with these values would.
+        UsageError: the same errors as for a file with these values.
     """
     for key, text in values.items():
         where = f"{source} {key}={text}"
@@ -66,26 +66,26 @@ def with_values(scenario: Scenario, values: Mapping[str, str], *, source: str = 
 
 
 def to_toml(scenario: Scenario) -> str:
-    """Return the scenario as a file with all its values, from which `load` reads an equal one."""
+    """Return the scenario as a TOML file with all its values; `load` reads an equal scenario from it."""
     return "\n".join(_lines(_tree(scenario), ())).lstrip("\n") + "\n"
 
 
 def _source(name_or_path: str | Path) -> tuple[str, str, Path]:
-    """Return its text, its name for errors, and the folder to which its paths are relative."""
+    """Return the scenario's text, its name for errors, and the folder to which its paths are relative."""
     given = str(name_or_path)
     if given in BUILT_IN:
         file = files("sim") / "scenarios" / f"{given}.toml"
         return file.read_text(encoding="utf-8"), f"{given}.toml", Path()
     path = Path(name_or_path)
     if not (isinstance(name_or_path, Path) or given.endswith(".toml") or os.sep in given or path.is_file()):
-        hint = did_you_mean(given, BUILT_IN) or f"; there are {', '.join(BUILT_IN)}, or the path of a file"
-        raise UsageError(f"no scenario is called '{given}'{hint}")
+        hint = did_you_mean(given, BUILT_IN) or f"; use one of {', '.join(BUILT_IN)}, or the path of a file"
+        raise UsageError(f"there is no scenario '{given}'{hint}")
     return toml.read_text(path), str(path), path.parent
 
 
 def _tree(scenario: Scenario) -> dict[str, Any]:
-    """Return all values as plain dicts and lists. TOML has no null and no file may say inf; both are
-    defaults."""
+    """Return all values as plain dicts and lists. None and inf are left out: TOML has no null, no file may
+    contain inf, and both are defaults."""
     tree: dict[str, Any] = _without_defaults(msgspec.to_builtins(scenario))
     return tree
 
@@ -103,7 +103,7 @@ def _put(tree: Any, keys: Sequence[str], value: Any, where: str) -> None:
         if isinstance(tree, list):
             if not (key.isdecimal() and int(key) < len(tree)):
                 name = ".".join(keys[:place])
-                raise UsageError(f"{where}: {name} has {len(tree)} items: want {name}.0 or so")
+                raise UsageError(f"{where}: {name} has {len(tree)} items: use an index such as {name}.0")
             step = int(key)
         elif not isinstance(tree, dict):
             raise UsageError(f"{where}: {'.'.join(keys[:place])} is a value, not a table")
@@ -123,7 +123,7 @@ def _value(text: str) -> Any:
 
 
 def _lines(table: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
-    """Return the lines of a table's own values, then those of the tables in it."""
+    """Return the lines of a table's own values, followed by those of its subtables."""
     lines = [f"{key} = {_written(value)}" for key, value in table.items() if not _is_table(value)]
     for key, value in table.items():
         if not _is_table(value):

@@ -13,9 +13,9 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class SwarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The start of the swarm: peers start within `spread_seconds`, each through one that already runs. A
-    share `late_share` is kept back for an event of kind `join`. `acquainted`: nobody joins; the first peers
-    already know each other, so that the birth of a large swarm need not be played."""
+    """The start of the swarm: peers start within `spread_seconds`, and each joins through one that already
+    runs. A share `late_share` is kept back for an event of kind `join`. `acquainted`: no peer joins; the
+    first peers already know each other, so that the costly start of a large swarm need not be simulated."""
 
     spread_seconds: Seconds = 20.0
     late_share: Share = 0.0
@@ -23,7 +23,7 @@ class SwarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MembershipScenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """SWIM. `scope`: all, or the neighbourhood of the peer's id as in a public swarm."""
+    """SWIM settings. `scope`: all, or the neighbourhood of the peer's id as in a public swarm."""
 
     preset: Literal["local", "host", "lan", "wan"] = "lan"
     scope: Literal["all", "neighbourhood"] = "all"
@@ -40,10 +40,10 @@ class RecordsScenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrainingScenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One run: its members and its shape. The members are `members` peers, the permanent ones first.
+    """One run: its members and its shape. It has `members` members, the permanent peers first.
 
-    In a world of cores a stage sums integers, so that every sample can be traced; in a stack it is the named
-    model on the named data, with real arithmetic. `pass_seconds` is the time of a forward pass at a peer of
+    In a world of cores a stage sums integers, so that every sample can be traced. In a stack it is the named
+    model with the named data, with real arithmetic. `pass_seconds` is the time of a forward pass at a peer of
     speed 1; a backward pass takes twice that.
     """
 
@@ -61,15 +61,15 @@ class TrainingScenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: str = "digits"
     learning_rate: float = 0.005
     accuracy: Share = 0.0
-    """The accuracy below which the scenario's run counts as broken; 0: none."""
+    """The run breaks an invariant if its final accuracy is below this; 0: no check."""
 
 
 class ServedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model served in a world of cores by `members` peers, the permanent ones first, each of which may hold
-    a stage and sends prompts. A stage hashes tokens, so that each answer can be checked.
+    """A model served in a world of cores by `members` peers, the permanent ones first. Each may hold a stage
+    and sends prompts. A stage hashes tokens, so that each answer can be checked.
 
-    `pass_seconds` is what a token takes in a stage at a peer of speed 1, `prompt` the mean of prompts in
-    tokens, `tokens` what each answer has, `stages_each` how many stages a peer has room for.
+    `pass_seconds` is the time for a token in a stage at a peer of speed 1, `prompt` the mean length of
+    prompts in tokens, `tokens` the length of each answer, `stages_each` how many stages a peer has room for.
     """
 
     members: Annotated[int, msgspec.Meta(ge=1, le=64)] = 12
@@ -85,11 +85,12 @@ class ServedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run in local mode in a world of cores: columns of `stages` train apart and are averaged, among
-    `members` peers from the permanent ones on, each of which has one slot. Stages are counted steps.
+    """A run in local mode in a world of cores. Columns of `stages` train separately and are averaged. The
+    members are `members` peers, the permanent ones first, each with one slot. The state of a stage is its
+    number of steps.
 
-    `replicas` columns are wanted, 0 for as many as there can be. `step_seconds` is what a step takes at a
-    peer of speed 1, `open_seconds` how long it opens a stage.
+    `replicas` is the number of wanted columns, 0 for as many as possible. `step_seconds` is the time of a
+    step at a peer of speed 1, `open_seconds` the time to open a stage.
     """
 
     members: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
@@ -105,19 +106,19 @@ class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Checks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The bounds of the invariants. `converge_seconds`: at the latest this long after the last disturbance
-    all live peers list exactly each other; 0 turns this off, as in endless churn."""
+    """The bounds of the invariants. `converge_seconds`: the time after the latest disturbance within which
+    all live peers must list exactly each other; 0 turns this off, as under endless churn."""
 
     converge_seconds: Seconds = 0.0
     false_deaths: bool = False
     """Whether a peer that was up and reachable must never be declared dead."""
     found_share: Share = 0.0
-    """The least share of lookups that find an existing record."""
+    """Minimum share of lookups of an existing record that must find it."""
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`fidelity`: cores drives the protocol machines alone, thousands of peers; stack runs whole nodes, up to
-    about a hundred, with real arithmetic."""
+    """All tables of a scenario. `fidelity`: with cores, only the protocol cores run, for thousands of peers;
+    with stack, whole nodes run, up to about a hundred, with real arithmetic."""
 
     name: str
     about: str
@@ -126,7 +127,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     seconds: Annotated[float, msgspec.Meta(gt=0)] = 600.0
     signatures: Literal["hash", "ed25519"] = "hash"
     encoded: bool = False
-    """Whether messages of cores are really encoded, which costs a third of the speed."""
+    """Whether messages of cores are really encoded, which slows the simulation by a third."""
     sample_seconds: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     start: SwarmStart = SwarmStart()
     network: NetworkModel = NetworkModel()

@@ -1,1 +1,2 @@
-"""The two fidelities: `cores`, bare protocol cores on the engine; `stack`, whole nodes under trio."""
+"""The two kinds of simulated worlds: `cores` runs bare protocol cores on the engine, `stack` whole nodes
+under trio."""

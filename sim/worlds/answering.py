@@ -1,5 +1,5 @@
-"""A member's answers to requests in a world of cores: its cores decide on plans and slots, and its disk is
-here."""
+"""A member's answers to requests in a world of cores. Its cores decide about plans and slots; its disk
+answers here."""
 
 from typing import Protocol
 
@@ -29,7 +29,7 @@ from sim.worlds.streams import Answer
 
 
 class Answering(Protocol):
-    """The member that is asked."""
+    """The member that is asked, as `answer` uses it."""
 
     me: PeerId
     outcome: str
@@ -48,7 +48,7 @@ class Answering(Protocol):
 
 
 def answer(member: Answering, asker: PeerId, question: Question, reply: Answer) -> None:
-    """Answer now, later, or never if `asker` must not wait."""
+    """Answer a request now or later; never, if `asker` must not wait for an answer."""
     match question:
         case FetchCopy():
             reply(member.keeping.copy(question.step, question.unit))
@@ -115,7 +115,7 @@ def _end(member: Answering, asker: PeerId, question: EndRun, reply: Answer) -> N
     declined: Declined | None
     try:
         declined = answer_end(member.plan, asker, question.plan)
-    except RemoteProtocolError as error:  # a member admitted later is in no committee that is known here
+    except RemoteProtocolError as error:  # no committee known here contains a member that was admitted later
         declined = Declined(str(error))
     if declined is None:
         member.end(question.outcome, question.detail)
@@ -123,13 +123,13 @@ def _end(member: Answering, asker: PeerId, question: EndRun, reply: Answer) -> N
 
 
 def _answer_of_plan(member: Answering, question: FetchState | HandOverStage, reply: Answer) -> None:
-    """Answer a request that only a member under the same plan makes."""
+    """Answer a request that only members under the same plan make."""
     plan, hosted = member.plan, member.hosting.hosted
     asked = question.plan if isinstance(question, FetchState) else plan_hash(question.plan)
     if plan is None or asked != plan_hash(plan):
-        reply(Declined("no such plan here"))
+        reply(Declined("there is no such plan here"))
     elif isinstance(question, FetchState):
         state = None if hosted is None else hosted.state(question.step)
-        reply(state or Declined("the state is that of another step"))
+        reply(state or Declined("the state is that of a different step"))
     else:
         reply(Declined("no stage is open here") if hosted is None else hosted.stage.state)

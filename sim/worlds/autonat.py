@@ -1,9 +1,9 @@
-"""Reachability of bare cores, after `node.services.autonat`: a peer that others cannot reach becomes a DHT
+"""Reachability of bare cores, like `node.services.autonat`: a peer that others cannot reach becomes a DHT
 client.
 
-The node's own core judges. The links at that instant decide a dial-back: it takes as long as a node's, and
-succeeds where a stream would; no peer is too busy for one. As on the simulated network, a peer with a public
-address knows that it is reachable and asks no other peer.
+A node's own core makes the judgement. The links at that instant decide a dial-back: it takes as long as a
+node's, and succeeds if a stream could be opened; no peer is too busy for one. As on the simulated network, a
+peer with a public address knows that it is reachable and asks no other peer.
 """
 
 from typing import Any
@@ -53,7 +53,7 @@ class Reaching:
             self._ground.at(connected, self._connected, life, judge, other, after(now, CONNECT_SECONDS))
 
     def _connected(self, life: Life, judge: Reachability, other: PeerId, give_up: float) -> None:
-        """Handle the end of the asker's handshake, unless no answer came."""
+        """Handle the end of the asking peer's handshake, unless no answer came."""
         if not self._lives(life):
             return
         ground, links = self._ground, self._ground.links
@@ -67,7 +67,7 @@ class Reaching:
         ground.at(found, self._dialled, life, judge, other, after(asked, DIAL_SECONDS))
 
     def _dialled(self, life: Life, judge: Reachability, other: PeerId, give_up: float) -> None:
-        """Handle the end of a dial-back: it succeeded, or will time out."""
+        """Handle the end of a dial-back that succeeded or will time out."""
         ground = self._ground
         if not self._lives(life):
             return
@@ -81,10 +81,10 @@ class Reaching:
             return
         ground = self._ground
         if handshake(ground, life.peer, other) != "ok":
-            self._failed(life, judge, other)  # it has stopped meanwhile
+            self._failed(life, judge, other)  # the peer has stopped meanwhile
             return
         outside = outer_address(life.number, life.peer)
-        # The address does not matter: here a peer is reached by its id.
+        # The address does not matter, because here a peer is reached by its id.
         judge.answered(ground.now, other, DialReport(ground.now, None, ((outside, reason),)))
         is_client = judge.verdict is False
 

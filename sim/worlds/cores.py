@@ -1,12 +1,12 @@
-"""A world of bare cores: up to 10,000 peers, each with its SWIM and Kademlia core, on the engine.
+"""A world of bare cores: up to 10,000 peers on the engine, each with its SWIM and Kademlia core.
 
 A peer's two cores are connected as in `node.services` and `node.runtime`: Kademlia adds the peers that SWIM
-finds and drops those that it loses. A peer joins both through the first peer that answers, retries while it
-is alone, and says goodbye when it leaves. A peer behind a translator asks others to dial it back, and becomes
-a DHT client if none could. Every event is published once, through `sim.observers`.
+finds and drops those that it loses. A peer joins both networks through the first peer that answers, retries
+while it is alone, and says goodbye when it leaves. A peer behind a NAT asks others to dial it back, and
+becomes a DHT client if none of them could. Every event is published once, through `sim.observers`.
 
-Not here: streams, torch, disks, and addresses that a sender must learn first, since a peer is reached by its
-id. So two peers behind restricted translators meet once both have sent, while nodes need a third peer to
+Not here: streams, torch, disks, and addresses that a sender must learn first, since here a peer is reached by
+its id. So two peers behind restricted NATs connect once both have sent, while nodes need a third peer to
 learn each other's outside address. `sim.worlds.stack` has all of that.
 """
 
@@ -72,7 +72,7 @@ WIRES = {
 
 
 COLLECTIONS_MIN = 100
-"""Collections of the middle generation between two full ones."""
+"""Number of garbage collections of the middle generation between two full ones."""
 
 
 class CoresWorld:
@@ -195,7 +195,7 @@ class CoresWorld:
             counters[f"bytes {protocol}"] = sent.sent_bytes
         return counters
 
-    # For the world's parts
+    # For the parts of the world
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
         self._agenda.at(time, action, *arguments)
@@ -247,7 +247,7 @@ class CoresWorld:
         remembers = life.serial > 0 and self.scenario.churn.remembers
         self.tell(life, PeerStarted(self.region(life.peer), remembers))
         if self.scenario.start.acquainted and self.now == 0:
-            self._joining.watch(life)  # it learns its acquaintances once all such peers have started
+            self._joining.watch(life)  # acquainted peers learn of each other once all of them have started
         else:
             self._joining.begin(life, self._met_before.pop(number, ()))
         self._running.add(life)
@@ -296,7 +296,7 @@ class CoresWorld:
             self.tell(life, PeerSlowed(factor))
 
     def _begin(self, number: int) -> Life:
-        """Begin a life with its cores, as `node.services` make them."""
+        """Start a peer's cores, as `node.services` makes them, and return its new life."""
         life = Life(number, self._serials[number], self.now, self.roster.signer(number))
         now = self.links.clock(life.peer).local(self.now)
         self._serials[number] += 1
@@ -365,8 +365,8 @@ class CoresWorld:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Collect the oldest generation less often: it holds millions of objects, and only those of stopped peers
-    become garbage."""
+    """Collect the oldest generation less often. It has millions of objects, of which only those of stopped
+    peers become garbage."""
     thresholds = gc.get_threshold()
     gc.set_threshold(*thresholds[:2], max(thresholds[2], COLLECTIONS_MIN))
     try:

@@ -24,7 +24,8 @@ Latency = Callable[[PeerId, PeerId], float]
 
 
 class Traveller:
-    """One life of a peer: the state of its node's cores for routers, relays and peers."""
+    """One life of a peer (from a start to the next stop): its node's cores for routers, relays and peers, and
+    their state."""
 
     def __init__(self, machine: RoutedMachine, ledger: RelayLedger, budget: PunchBudget, number: int) -> None:
         self.machine = machine
@@ -37,16 +38,16 @@ class Traveller:
         self.datagrams = DatagramPaths()
         self.wants_places = False
         self.circuits: dict[PeerId, SimPath] = {}
-        """The connection that carries the place, by relay."""
+        """The connection on which a relay's place is kept, by relay."""
         self.heard: dict[PeerId, tuple[Endpoint, float]] = {}
-        """The source of a peer's last datagram, and its time."""
+        """The source of a peer's latest datagram, and its time."""
         self.observers: dict[PeerId, TcpLink] = {}
 
 
 @dataclass(eq=False)
 class SimPath:
-    """A path from `first`, which requested it, to `other`: one connection, or a connection of each to a
-    relay."""
+    """A path from `first`, which requested it, to `other`: one connection, or one connection from each of the
+    two to a relay."""
 
     first: Traveller
     other: Traveller
@@ -68,15 +69,16 @@ class SimPath:
 
     @property
     def deadline(self) -> float:
-        """Return the time when one of its ends must ping, or check for the answer."""
+        """Return the time when one of the path's ends must ping, or check for the answer."""
         return min(core.deadline for core in self.cores.values())
 
     def end_opposite(self, end: Traveller) -> Traveller:
-        """Return the other end."""
+        """Return the end opposite to `end`."""
         return self.other if end is self.first else self.first
 
     def arrives(self, sender: Traveller, now: float, latency: Latency) -> float | None:
-        """Send from one end: return the arrival time at the other, or None if it does not arrive."""
+        """Send from one end; return the arrival time at the opposite end, or None if the packet does not
+        arrive."""
         receiver = self.end_opposite(sender)
         if self.relay is None:
             if not self.connections[0].passes(sender.machine, now):
@@ -89,7 +91,7 @@ class SimPath:
 
 
 def dial(one: Traveller, other: Traveller, now: float) -> TcpLink | None:
-    """Connect one peer to another; None if that cannot be dialled."""
+    """Connect one peer to a second; None if the second cannot be dialled."""
     return connect(one.machine, other.machine, other.machine.place_for(one.machine, "tcp", now), now)
 
 

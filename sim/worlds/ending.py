@@ -1,4 +1,5 @@
-"""The result of a run in a world of cores: the states of its stages are compared with the truth."""
+"""The result of a run in a world of cores: the states of its stages are compared with those of an undisturbed
+run."""
 
 from partition.plan.plan import Plan
 from sim.observers import Broken
@@ -7,7 +8,7 @@ from sim.worlds.run_context import Setting
 
 
 class SimResult:
-    """The stages that were handed over to a committer under one plan."""
+    """The stages that replicas have handed over to a committer under one plan."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -15,19 +16,19 @@ class SimResult:
         self._found: dict[int, IntegerState] = {}
 
     def take(self, plan: Plan, stage: int, state: IntegerState) -> None:
-        """Note a stage that a replica handed over under this plan."""
+        """Add a stage that a replica handed over under this plan."""
         if plan != self._plan:
             self._plan, self._found = plan, {}
         self._found[stage] = state
 
     def check(self, plan: Plan) -> None:
-        """Compare all stages with the undisturbed run. Raises Broken if one is not exact."""
+        """Compare all stages with the undisturbed run. Raises Broken if one differs."""
         setting = self._setting
         for stage in range(len(plan.stages)):
             units = units_of(plan, stage, setting.training.stages)
             if self._found[stage] != setting.truth.state(setting.training.steps, units):
                 raise Broken(
                     "sums",
-                    f"run {setting.number} ends with other sums than the undisturbed run in stage"
+                    f"run {setting.number} ends with different sums from the undisturbed run in stage"
                     f" {stage + 1} of {len(plan.stages)}",
                 )

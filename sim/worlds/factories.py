@@ -1,7 +1,7 @@
 """The constructors of a world's cores, which a user may replace.
 
-Each is called like ours. Its product needs only the core shape and the methods named here; a subclass of ours
-has them all.
+A replacement is called like the product's own constructor. The core that it returns needs only the methods of
+every core and those named here; a subclass of the product's core has them all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from partition.steps.replica import Replica
 
 
 class MembershipCore(Core, Protocol):
-    """The interface of a membership core in a world. Its events are those of `gossip.member`."""
+    """The interface of a membership core in a world. It emits the events of `gossip.member`."""
 
     wall_offset: float | None
 
@@ -45,7 +45,7 @@ class MembershipCore(Core, Protocol):
 
 
 class DiscoveryCore(Core, Protocol):
-    """The interface of a core of records in a world. Its events are those of `dht.events`."""
+    """The interface of a record core in a world. It emits the events of `dht.events`."""
 
     wall_offset: float
 
@@ -63,8 +63,8 @@ class DiscoveryCore(Core, Protocol):
 
 
 class MakeMembership(Protocol):
-    """Makes a membership core. `place` is the peer's place in the key space, if it lists its
-    neighbourhood."""
+    """Makes a membership core. If the peer lists only its neighbourhood, `place` is its position in the key
+    space."""
 
     def __call__(
         self,

@@ -1,6 +1,6 @@
-"""A peer's stage of a run in a world of cores: the driver of a member's `partition.run.hosting.Hosting`.
+"""A peer's stage of a run in a world of cores: drives a member's `partition.run.hosting.Hosting`.
 
-Opening takes a while; an open stage is a `sim.worlds.sim_stage.Hosted`.
+Opening takes time; an open stage is a `sim.worlds.sim_stage.Hosted`.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ OPEN_SECONDS = 0.5
 
 
 class SimStageHost:
-    """At most one stage. `make(plan, step)` makes the stage to open."""
+    """Holds at most one stage. `make(plan, step)` makes the stage to open."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class SimStageHost:
                 self.hosted = None
 
     def prepare(self, plan: Plan, planner: PeerId, opened: Callable[[str], None]) -> None:
-        """Open the stage of a plan that is not in force yet, as `planner` asks. `opened` is called with the
-        reason of a failure, "" on success."""
+        """Open the stage of a plan that is not in force yet, at the request of `planner`. `opened` is called
+        with "" on success, or with the reason of a failure."""
         wanted = self.core.prepare(self._now(), plan, planner)
         if wanted is None:
             opened(NO_ROOM)
@@ -57,20 +57,20 @@ class SimStageHost:
             self._open(wanted, opened)
 
     def unprepare(self, plan: bytes) -> None:
-        """Close the stage opened early for this plan, which was not decided."""
+        """Close the stage that was opened early for this plan, because the plan was not decided."""
         self._close_if(self.core.unprepare(plan))
 
     def planner_lost(self, planner: PeerId) -> None:
-        """Close the stage opened early for a plan of `planner`, which is gone."""
+        """Close the stage that was opened early for a plan of `planner`, which is gone."""
         self._close_if(self.core.planner_lost(planner))
 
     def failed(self, hosted: Hosted) -> None:
-        """Note that a stage has failed."""
+        """Record that a stage has failed."""
         if self.hosted is hosted:
             self.core.closed()
 
     def abandon(self) -> None:
-        """Close the stage opened early for a plan that was not decided in time."""
+        """Close the stage that was opened early for a plan, because the plan was not decided in time."""
         self.hosted = None
 
     def _close_if(self, ended: StageEnded | None) -> None:

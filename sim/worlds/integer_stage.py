@@ -1,10 +1,10 @@
 """A stage that sums integers instead of gradients, and the true result of an undisturbed run of such stages.
 
 A micro-batch's summand depends on its number, its stage, the parameters, and all its inputs. So a sum shows
-whether each was counted once, in the right step and from the right frames. Whole numbers below 2^53 add up
-exactly in any order, also as the float64 of the real all-reduce. Pure.
+whether each micro-batch was counted once, in the right step and from the right frames. Whole numbers below
+2^53 add up exactly in any order, even as the float64 values of the real all-reduce. Pure.
 
-It sums everything it is told to sum; watchers of the world judge whether that is allowed.
+The stage sums everything that it is told to; watchers of the world judge whether that is allowed.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from partition.plan.plan import Plan
 from sim.observers import Broken
 
 WIDTH = 4
-"""Numbers in the vector of one stage."""
+"""Length of the vector of one stage."""
 BITS = 40
-"""The bits of each number; sums of 1,024 micro-batches stay far below 2^53."""
+"""Number of bits of each value; sums of 1,024 micro-batches stay far below 2^53."""
 _MASK = (1 << BITS) - 1
 _NUMBER_BYTES = BITS // 8
 
@@ -25,7 +25,7 @@ Vector = tuple[int, ...]
 
 
 def hashed(*parts: bytes) -> bytes:
-    """Return the 32-byte hash of parts of known lengths."""
+    """Return the 32-byte hash of parts with fixed lengths."""
     return blake2b(b"".join(parts), digest_size=32).digest()
 
 
@@ -40,18 +40,19 @@ def labels_of(run: bytes, microbatch: int, train: bool) -> bytes:
 
 
 def samples_of(microbatch: int) -> int:
-    """Return the number of samples of a micro-batch. It varies, so that a division by a wrong number
-    shows."""
+    """Return the number of samples in a micro-batch. It varies, so that a division by a wrong number is
+    detected."""
     return 2 + microbatch % 3
 
 
 def loss_of(output: bytes) -> float:
-    """Return the loss of one micro-batch, summed over its samples: sixteenths, which add up exactly."""
+    """Return the loss of one micro-batch, summed over its samples. Losses are multiples of a sixteenth, which
+    add up exactly."""
     return output[0] / 16
 
 
 def vector_of(data: bytes) -> Vector:
-    """Return the vector encoded by the beginning of these 32 bytes."""
+    """Return the vector that the first of these 32 bytes encode."""
     return tuple(
         int.from_bytes(data[place * _NUMBER_BYTES : (place + 1) * _NUMBER_BYTES], "big")
         for place in range(WIDTH)
@@ -65,7 +66,7 @@ def vector_bytes(vector: Vector) -> bytes:
 
 @dataclass(frozen=True)
 class IntegerState:
-    """The state of a stage after a number of steps: all that is copied, fetched and restored."""
+    """The state of a stage after a number of steps: everything that is copied, fetched and restored."""
 
     step: int
     parameters: Vector
@@ -77,13 +78,13 @@ class IntegerState:
 
 
 def joined(states: Sequence[IntegerState]) -> IntegerState:
-    """Return the state of a stage joined from several, all after the same step."""
+    """Return the state of a stage that is joined from several stages, all after the same step."""
     (step,) = {state.step for state in states}
     return IntegerState(step, tuple(number for state in states for number in state.parameters))
 
 
 def parted(state: IntegerState) -> list[IntegerState]:
-    """Return the states from which one is joined."""
+    """Return the states of the stages from which a state was joined."""
     numbers = state.parameters
     return [
         IntegerState(state.step, numbers[place : place + WIDTH]) for place in range(0, len(numbers), WIDTH)
@@ -91,8 +92,8 @@ def parted(state: IntegerState) -> list[IntegerState]:
 
 
 def units_of(plan: Plan, stage: int, units: int) -> range:
-    """Return which of the run's `units` original stages make up `stage` of `plan`: those of its layers, by
-    the nearest border, and at least one."""
+    """Return which of the run's `units` original stages make up `stage` of `plan`: those within its layers,
+    by the nearest border, and at least one."""
     layers, end = plan.stages[-1].last_layer, 0
     for number, row in enumerate(plan.stages[: stage + 1]):
         begin = end
@@ -123,7 +124,7 @@ class SummingStage:
     def forward(
         self, microbatch: int, train: bool, given: bytes, labels: bytes | None
     ) -> tuple[bytes, bytes | None]:
-        """Return the output and, on the last stage in training, the gradient for the stage before."""
+        """Return the output and, on the last stage in training, the gradient for the previous stage."""
         output = hashed(b"output", self._digest, given, labels or b"")
         if not train:
             return output, None
@@ -134,10 +135,13 @@ class SummingStage:
         return output, self._gradient(given, labels or b"")
 
     def backward(self, microbatch: int, gradient: bytes) -> bytes | None:
-        """Return the gradient for the stage before. Raises Broken if no forward pass of it ran here."""
+        """Return the gradient for the previous stage. Raises Broken if this micro-batch had no forward pass
+        here."""
         given = self.in_flight.pop(microbatch, None)
         if given is None:
-            raise Broken("sums", f"micro-batch {microbatch} went back through a stage without going forward")
+            raise Broken(
+                "sums", (f"micro-batch {microbatch} has a backward pass in a stage without a forward pass")
+            )
         self._add(microbatch, given, gradient, +1)
         return self._gradient(given, gradient)
 
@@ -148,31 +152,32 @@ class SummingStage:
     def remove(self, microbatch: int, given: bytes, after: bytes) -> None:
         """Subtract a micro-batch by a replay with negated sign. Raises Broken if it is not in the sums."""
         if microbatch not in self.counted:
-            raise Broken("sums", f"micro-batch {microbatch} is taken out of sums that do not hold it")
+            raise Broken("sums", f"micro-batch {microbatch} is removed from sums that do not contain it")
         self._add(microbatch, given, after, -1)
 
     def forget(self, microbatch: int) -> None:
-        """Drop the data held for a micro-batch between its passes."""
+        """Drop the data kept for a micro-batch between its two passes."""
         self.in_flight.pop(microbatch, None)
 
     def discard(self) -> None:
-        """Void all sums."""
+        """Reset all sums."""
         self.sums, self.counted = [0] * WIDTH, []
         self.in_flight.clear()
         self.total = None
 
     def restore(self, state: IntegerState) -> None:
-        """Take another replica's state, or a saved one."""
+        """Take over the state of another replica, or a saved one."""
         self.discard()
         self.state, self._digest = state, state.digest
 
     def squared_norm(self) -> float:
-        """Return the squared norm of the total: sixteenths, which add up exactly."""
+        """Return the squared norm of the total, a multiple of a sixteenth, which adds up exactly."""
         assert self.total is not None
         return sum(self.total) % 1024 / 16
 
     def apply(self, samples: int, squared_norm: float | None) -> bytes:
-        """Step on the total; return the digest of the parameters. Raises Broken if there is no total."""
+        """Apply a step with the total; return the digest of the parameters. Raises Broken if there is no
+        total."""
         if self.total is None:
             raise Broken("sums", f"step {self.state.step} is applied without a total")
         self.restore(stepped(self.state, self.total, samples, squared_norm))
@@ -191,7 +196,7 @@ class SummingStage:
 
 
 class SummingSpan:
-    """A replica's stage of one or more original stages of the run (`units_of`). `index` is its number by the
+    """A replica's stage of one or more original stages of the run (`units_of`). `index` is its number in the
     plan; its state is that of all its parts in order."""
 
     def __init__(self, plan: Plan, index: int, units: int, run: bytes) -> None:
@@ -210,7 +215,7 @@ class SummingSpan:
 
     @property
     def counted(self) -> list[int]:
-        """Return the micro-batches in the sums, equal in all parts once nothing is in flight."""
+        """Return the micro-batches in the sums; they are the same in all parts once nothing is in flight."""
         return self._parts[0].counted
 
     def forward(
@@ -292,12 +297,12 @@ class Truth:
         self._losses: list[float] = []
 
     def state(self, step: int, units: Sequence[int]) -> IntegerState:
-        """Return the state of a stage of these units after this step."""
+        """Return the state of a stage with these units after this step."""
         self._reach(step)
         return joined([self._states[step][unit] for unit in units])
 
     def loss(self, step: int) -> float:
-        """Return the mean over the step's samples."""
+        """Return the mean loss over the step's samples."""
         self._reach(step + 1)
         return self._losses[step]
 

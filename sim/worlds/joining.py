@@ -1,8 +1,8 @@
-"""The bootstrap of a simulated peer: `node.services.bootstrap` on the agenda of a world.
+"""The bootstrap of a simulated peer: the rules of `node.services.bootstrap`, on the agenda of a world.
 
-A peer dials one running peer, chosen by the seed, and those that it remembers from an earlier life: sixteen
-at once, each taking as long as a handshake. It joins through each that answers. While alone it retries, at
-growing intervals and through another running peer, as a user would.
+A peer dials one running peer, chosen by the seed, and those that it remembers from before a restart: sixteen
+at a time, each taking as long as a handshake. It joins through each peer that answers. While alone it
+retries, at growing intervals and through different running peers, as a user would.
 """
 
 from collections.abc import Sequence
@@ -42,17 +42,17 @@ class WorldBootstrap:
         self._ground = ground
 
     def begin(self, life: Life, met_before: tuple[PeerId, ...]) -> None:
-        """Begin a new life."""
+        """Begin to dial for a peer that has just started."""
         self._dial(life, met_before, RETRY_SECONDS_MIN)
 
     def watch(self, life: Life) -> None:
-        """Begin a life that already knows others: it dials if it is alone."""
+        """Watch a new peer that already knows others; it dials if it is alone."""
         self._ground.at(self._ground.now + RETRY_SECONDS_MAX, self._look, life, (), RETRY_SECONDS_MIN)
 
     def _dial(self, life: Life, met_before: tuple[PeerId, ...], pause_seconds: float) -> None:
         seed = first_to_dial(self._ground, life)
         dialled = tuple(dict.fromkeys((*(() if seed is None else (seed.peer,)), *met_before)))
-        # Without another peer, it is itself the network.
+        # If there is no other peer, this one is itself the network.
         life.entered = life.entered or not dialled
         due = self._end_of_dialling(life, dialled)
         self._ground.at(due, self._dialled, life, dialled, met_before, self._ground.now, pause_seconds)
@@ -74,7 +74,7 @@ class WorldBootstrap:
         begun: float,
         pause_seconds: float,
     ) -> None:
-        """Handle the end of all handshakes; those without an answer are given up later."""
+        """Handle the end of all handshakes. Those without an answer are given up later."""
         answers = {peer: handshake(self._ground, life.peer, peer) for peer in dialled}
         found = [peer for peer, answer in answers.items() if answer == "ok"]
         waves = -(-sum(answer == "timeout" for answer in answers.values()) // ATTEMPTS_MAX)
@@ -97,7 +97,7 @@ class WorldBootstrap:
         ground = self._ground
         if ground.lives.get(life.peer) is not life or life.leaving:
             return
-        if life.swim.live <= 1:  # no other peer
+        if life.swim.live <= 1:  # the peer knows no other live peer
             self._dial(life, met_before, pause_seconds)
         else:
             ground.at(ground.now + RETRY_SECONDS_MAX, self._look, life, met_before, RETRY_SECONDS_MIN)
@@ -106,8 +106,9 @@ class WorldBootstrap:
 def first_to_dial(ground: DialGround, life: Life) -> Life | None:
     """Return a running peer, chosen by the seed; None if there is none.
 
-    Users in the swarm pass on addresses. Two lone peers would form a swarm of their own forever, so a peer in
-    the swarm is preferred even if it is unreachable at the moment.
+    A peer that is already in the swarm is preferred even if it is unreachable at the moment, because users
+    pass on addresses of such peers. Two lone peers that dialled each other would form a separate swarm
+    forever.
     """
     rng = seeded_rng(ground.seed, "through", life.peer, ticks(ground.now))
     best: Life | None = None
@@ -122,7 +123,7 @@ def first_to_dial(ground: DialGround, life: Life) -> Life | None:
         if all(rank):
             return best
     if best is not None and not best.entered:
-        # The draws met only newcomers; a search in the order of starting soon finds a peer in the swarm.
+        # The draws found only newcomers; a search in the order of starting soon finds a peer in the swarm.
         known = (other for other in ground.lives.values() if other.entered and not other.leaving)
         best = next((other for other in known if other is not life), best)
     return best
@@ -139,10 +140,10 @@ def handshake(ground: DialGround, one: PeerId, other: PeerId) -> Answer:
 
 
 def remembered(life: Life) -> tuple[PeerId, ...]:
-    """Return the peers that a node with this view saves for its next life: the first of its live members."""
+    """Return the peers that a node with this view saves for its next start: the first of its live members."""
     return tuple(sorted(live_others(life))[:REMEMBERED_MAX])
 
 
 def live_others(life: Life) -> list[PeerId]:
-    """Return the others that it lists as live."""
+    """Return the other peers that it lists as live."""
     return [peer for peer, status in life.swim.statuses.items() if status in _LIVE and peer != life.peer]

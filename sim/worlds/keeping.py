@@ -1,4 +1,4 @@
-"""The disk of a member in a world of cores: stages are saved there, copied to other members, and restored."""
+"""The disk of a member in a world of cores: saved stages, copies for other members, and restores."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from sim.worlds.run_context import Setting
 from sim.worlds.run_messages import Disk, FetchCopy, FetchState, checkpoint_name
 
 KEPT_MAX = 2
-"""Checkpoints whose copies are kept on a disk."""
+"""Number of checkpoints whose copies are kept on a disk."""
 FETCH_SECONDS_MAX = 30.0
 
 Ask = Callable[[PeerId, Any, float, Callable[[Any], None]], None]
 
 
 class SimCheckpointKeeper:
-    """One member's disk. `live` are the peers that can hand over states."""
+    """One member's disk. `live` are the peers that may hand over states."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class SimCheckpointKeeper:
         self.put(units_of(plan, stage, self._units), state)
 
     def put(self, units: Sequence[int], state: IntegerState) -> None:
-        """Save a state as the original stages that it consists of, and drop the oldest."""
+        """Save a state as its original stages, and drop the oldest copies."""
         copies = self._disk.copies
         for unit, part in zip(units, parted(state), strict=True):
             copies[state.step, unit] = part
@@ -66,13 +66,13 @@ class SimCheckpointKeeper:
         return found if isinstance(found, IntegerState) else None
 
     def _held(self, step: int, units: Sequence[int]) -> IntegerState | None:
-        """Return the state of a stage of these units; None if one is missing here."""
+        """Return the state of a stage with these units; None if one of them is missing here."""
         found = [self.copy(step, unit) for unit in units]
         states = [state for state in found if state is not None]
         return joined(states) if len(states) == len(found) else None
 
     def keep(self, wanted: KeepStage, answer: Callable[[Any], None]) -> None:
-        """Hold a copy of another member's saved stage; answer once it is here."""
+        """Hold a copy of a stage that another member saved; answer once the copy is here."""
         units = units_of(wanted.plan, wanted.stage, self._units)
         missing = [unit for unit in units if self.copy(wanted.step, unit) is None]
         if not missing:
@@ -91,7 +91,8 @@ class SimCheckpointKeeper:
     def restore(
         self, name: bytes, units: Sequence[int], step: int, then: Callable[[IntegerState | None], None]
     ) -> None:
-        """Fetch a copy of a stage of these units; while no peer has one, wait for one to return."""
+        """Fetch a copy of a stage with these units. If no peer has one, wait for a peer with one to
+        return."""
         mine = self._held(step, units)
         if name != checkpoint_name(self._setting.run, step) or mine is not None:
             then(mine)
@@ -117,10 +118,10 @@ class SimCheckpointKeeper:
         fetch_from(self._ask, self._later, sources, FetchState(plan, step), then)
 
     def name(self, wanted: NameCheckpoint) -> Done | Declined:
-        """Take the name of a checkpoint, if a part of it is here."""
+        """Accept the name of a checkpoint, if a part of it is here."""
         is_here = any(self.copy(wanted.step, unit) is not None for unit in range(self._units))
         is_its_name = wanted.name == checkpoint_name(self._setting.run, wanted.step)
-        return Done() if is_here and is_its_name else Declined("nothing of it is kept here")
+        return Done() if is_here and is_its_name else Declined("no part of the checkpoint is kept here")
 
 
 def fetch_from(
@@ -130,8 +131,8 @@ def fetch_from(
     question: Any,
     then: Callable[[IntegerState | None], None],
 ) -> None:
-    """Ask peers for a state, one by one, and the next one in parallel after a long silence; None if none
-    hands it over."""
+    """Ask peers for a state one by one; after a long silence, ask the next one in parallel. The result is
+    None if none hands it over."""
     left = deque(sources)
     silent: set[PeerId] = set()
     found: list[IntegerState | None] = []

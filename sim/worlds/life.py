@@ -1,7 +1,8 @@
-"""One life of one simulated peer, and the interface of a world of cores for its parts.
+"""One life of one simulated peer (from a start to the next stop), and the interface of a world of cores for
+its parts.
 
-A part (the records' work, a training run) receives the events it subscribed to, sets timers, and acts on the
-cores of peers as their local code would.
+A part of a world (the DHT records, a training run) receives the events that it subscribed to, sets timers,
+and acts on the cores of peers as their local code would.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,10 +17,11 @@ from sim.worlds.factories import Cores, DiscoveryCore, MembershipCore
 
 
 class Life:
-    """A peer's life from a start to the next stop; `serial` counts its lives from 0.
+    """A peer's life, from a start to the next stop; `serial` numbers its lives from 0.
 
-    `since` is in virtual seconds of the world. `leaving`: it has said goodbye and is about to end. `entered`:
-    it has met a peer in the DHT. `place` is for `RunningLives`. Its cores exist until the life is over.
+    `since` is in virtual seconds of the world. `leaving`: the peer has said goodbye and is about to stop.
+    `entered`: it has reached a peer in the DHT. `place` is its index in `RunningLives`. Its cores exist until
+    the life is over.
     """
 
     __slots__ = (
@@ -40,7 +42,7 @@ class Life:
 
 
 class RunningLives:
-    """The running lives that are not about to leave, for random draws. Each knows its `place` here."""
+    """The running lives that are not about to leave, for random draws. Each has its index here as `place`."""
 
     def __init__(self) -> None:
         self._lives: list[Life] = []
@@ -51,7 +53,7 @@ class RunningLives:
         self._lives.append(life)
 
     def remove(self, life: Life) -> None:
-        """Remove a life; the last one takes its place."""
+        """Remove a life; the last one in the list moves to its index."""
         last = self._lives.pop()
         if last is not life:
             self._lives[life.place] = last
@@ -74,20 +76,20 @@ class WorldEnvironment(Protocol):
 
     @property
     def lives(self) -> Mapping[PeerId, Life]:
-        """The present life of each peer that runs."""
+        """The current life of each running peer."""
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Call `action(*arguments)` at this instant, after all actions of cores at it."""
+        """Call `action(*arguments)` at this instant, after all actions of cores at that instant."""
 
     def on(self, kind: type, handler: Callable[[Life, Any], None]) -> None:
-        """Call `handler` with every event of exactly this type, and the life it belongs to, after it was
-        published. Cores' events are delivered before the messages that the core sends leave."""
+        """Call `handler` with every event of exactly this type, and the life it belongs to, after the event
+        was published. An event of a core is passed on before the messages that the core sends with it."""
 
     def tell(self, life: Life | None, event: Any) -> None:
         """Publish an event."""
 
     def command(self, life: Life, protocol: str, order: Order) -> None:
-        """Let local code of the peer act on one of its cores, at once; do nothing if that life is over."""
+        """Let local code of the peer act on one of its cores immediately; do nothing if that life is over."""
 
     def pick(self, rng: Random) -> Life | None:
         """Return a running peer that is not about to leave."""

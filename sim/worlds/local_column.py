@@ -1,4 +1,4 @@
-"""The head's side of a simulated column: it finds holders, sends them work, and regroups."""
+"""The head's part in a simulated column: it finds holders, sends them work, and regroups."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ ATTACH_SECONDS_MAX = 5.0
 JOIN_SECONDS_MAX = 30.0
 EXPORT_SECONDS_MAX = 300.0
 LAYERS = 4
-"""The layers of each stage, for the planner."""
+"""Number of layers of each stage, for the planner."""
 
 
 class ColumnLife(HolderLife):
@@ -42,10 +42,10 @@ class ColumnLife(HolderLife):
         )
         if self.begin.is_training and not self.stage and self.run.training.stages > 1:
             self.crew.holders_of = ColumnHolders(self.run.training.stages)
-            self.own.taken_over = self._let_go  # holders learn the new step when they are attached
+            self.own.taken_over = self._let_go  # holders learn of the new step when they are attached
 
     def _join(self, peer: PeerId, stage: int, *, is_beside: bool) -> Task:
-        """Ask a node to take part; return whether it does."""
+        """Ask a node to take part; return whether it agrees."""
         if not self.admission.can_vouch:
             return False
         chain = self.admission.extended(peer, self.run.wall(self.me))
@@ -58,7 +58,7 @@ class ColumnLife(HolderLife):
             seat.work_here(self.me)
 
     def do_in_column(self, deed: object) -> Task:
-        """Carry out a deed about the holders of the other stages."""
+        """Carry out a command of the column's course about the holders of the other stages."""
         match deed:
             case WorkHere(stage=stage):
                 self._work_here(self.crew.further[stage])
@@ -78,7 +78,7 @@ class ColumnLife(HolderLife):
         return None
 
     def _attach(self, stage: int, peer: PeerId) -> Task:
-        """Make a peer hold a stage; return whether it does."""
+        """Make a peer hold a stage; return whether it agrees."""
         column = self.crew.holders_of
         assert column is not None, "a head has a column"
         column.asking()
@@ -104,7 +104,7 @@ class ColumnLife(HolderLife):
         return True
 
     def detached(self, attachment: Attachment) -> None:
-        """Note that the stream to a holder is broken."""
+        """Handle a broken stream to a holder."""
         if self._streams.get(attachment.stage) is attachment:
             del self._streams[attachment.stage]
             if self.crew.holders_of is not None:
@@ -118,7 +118,7 @@ class ColumnLife(HolderLife):
             place.rules.seat.rest()
 
     def _all(self, question: tuple[Any, ...], seconds: float) -> Task:
-        """Send a request to all other stages. Raises ColumnBroken."""
+        """Send a request to the holders of all other stages. Raises ColumnBroken."""
         column = self.crew.holders_of
         if column is None:
             return

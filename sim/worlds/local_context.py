@@ -26,7 +26,8 @@ class CountedState:
 
 @dataclass
 class LocalDisk:
-    """A peer's disk: its part in the run, the last state of its own stage, and copies of others by stage."""
+    """A peer's disk: its part in the run, the latest state of its own stage, and copies of other members'
+    stages, by stage."""
 
     stage: int = 0
     is_training: bool = True
@@ -39,9 +40,9 @@ class LocalDisk:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The beginning of a life in the run. `inviter` has asked the peer to take part. `is_resumed`: it took
-    part before a restart, with the `known` members. `carried` are the states of the stages that it holds as
-    the head in another's place."""
+    """How a life in the run begins. `inviter` is the peer that asked it to take part. `is_resumed`: it took
+    part before a restart, together with the `known` members. `carried` are the states of the stages that it
+    holds as a head that replaces a lost one."""
 
     stage: int = 0
     is_training: bool = True
@@ -53,7 +54,7 @@ class Beginning:
 
 
 class Attachment:
-    """A stream between a head and the holder of one stage. `detach` is called once it breaks."""
+    """A stream between a head and the holder of one stage. `detach` is called when it breaks."""
 
     def __init__(
         self, head: PeerId, holder: PeerId, stage: int, detach: Callable[["Attachment"], None]
@@ -64,14 +65,14 @@ class Attachment:
         self._detach = detach
 
     def end(self) -> None:
-        """Break the stream; both ends notice."""
+        """Break the stream; both ends are notified."""
         if self.is_open:
             self.is_open = False
             self._detach(self)
 
 
 class RunSurroundings(Protocol):
-    """A run as one of its members sees it. `local_now` and `wall` are by the peer's own clock."""
+    """A run as one of its members sees it. `local_now` and `wall` are the times of the peer's own clock."""
 
     name: bytes
     pool: tuple[PeerId, ...]
@@ -109,16 +110,17 @@ class RunSurroundings(Protocol):
         seconds: float,
         done: Callable[[Any], None],
     ) -> None:
-        """Send a request to another peer's member; `done` receives the answer, None if there is none."""
+        """Send a request to the member on a different peer; `done` receives the answer, or None if there is
+        none."""
 
     def succeed(self, peer: PeerId, carried: Mapping[int, CountedState]) -> None:
-        """Begin a holder's next life in the run, as its head."""
+        """Restart a holder's part in the run, now as its head."""
 
     def counted(self, head: PeerId, step: int, holders: Sequence[PeerId]) -> None:
-        """Note that a head has made a step with these holders of the other stages."""
+        """Record that a head has made a step with these holders of the other stages."""
 
     def averaged(self, peer: PeerId, stage: int, members: int) -> None:
-        """Note that a stage is the mean of `members` members."""
+        """Record that a stage became the mean of `members` members."""
 
     def left(self, peer: PeerId, reason: str) -> None:
-        """Note that a member cannot continue; the others do."""
+        """Record that a member cannot continue, while the others do."""

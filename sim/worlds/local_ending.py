@@ -14,10 +14,10 @@ class EndingLife(ColumnLife):
     """A member that evaluates, and agrees on the end."""
 
     result = ""
-    """The results that are here, by name."""
+    """The names of the results that are here."""
 
     def do_at_end(self, deed: EvaluateModel | MakeResult | TryResult) -> Task:
-        """Carry out a deed about the end of the run."""
+        """Carry out a command about the end of the run."""
         yield from self._ask_all_to_settle()
         match deed:
             case EvaluateModel():

@@ -1,4 +1,5 @@
-"""The holder's side of a simulated column: stages that work for heads, the own one and further ones."""
+"""The holder's part in a simulated column: stages that work for heads, which are the member's own one and
+additional ones."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,10 +21,10 @@ HELD_MAX = 8
 
 
 class HolderLife(LocalLife):
-    """A member that may hold stages for heads."""
+    """A member that can hold stages for heads."""
 
     holding: HeldPlace | None = None
-    """The own stage, if it works for heads."""
+    """The member's own stage, if it works for heads."""
 
     def take_back(self, number: int) -> None:
         """Stop lending a copy of a stage."""
@@ -66,10 +67,10 @@ class HolderLife(LocalLife):
 
         yield from self.follow(rules.work(), do)
 
-    # Further stages
+    # Additional stages
 
     def hold(self, number: int, carried: CountedState | None = None) -> None:
-        """Open a further stage."""
+        """Open an additional stage."""
         if number not in self.crew.taken and number != self.stage:
             self.crew.taken.add(number)
             self.take_back(number)
@@ -176,7 +177,7 @@ class HolderLife(LocalLife):
         answer(self._serving(attachment) is holding)
 
     def holder_detached(self, attachment: Attachment) -> None:
-        """Note that the stream of a head is broken."""
+        """Handle a broken stream of a head."""
         for holding in self._holdings:
             if holding.stage.number == attachment.stage:
                 holding.rules.seat.leave(attachment.seated)

@@ -1,6 +1,7 @@
-"""One life of a simulated peer in a run in local mode: the basis of all its parts.
+"""One life of a simulated peer (from a start to the next stop) in a run in local mode: the base class of all
+its parts.
 
-It has the surroundings, the crew, and the core of the end. The sides of a column build on it and on one
+It has the surroundings, the crew, and the core for the end of the run. The other parts build on it and on one
 another: `local_holder`, `local_column`, `local_ending`, `local_member`.
 """
 
@@ -39,7 +40,7 @@ class SimulatedCrew(MemberCrew):
     """The crew of one simulated member."""
 
     further: dict[int, HeldPlace]
-    """The further stages of the member, by number."""
+    """The additional stages of the member, by number."""
 
     @property
     def further_seats(self) -> list[StageSeat]:
@@ -47,7 +48,7 @@ class SimulatedCrew(MemberCrew):
 
 
 class LocalLife:
-    """The basis of a member."""
+    """The base class of a member."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class LocalLife:
         ending: Ending | None = None,
         admission: Admission | None = None,
     ) -> None:
-        """`ending` and `admission` are those of this peer's previous life in the run, as a holder."""
+        """`ending` and `admission` are taken over from this peer's previous life in the run, as a holder."""
         self.run = run
         self.life = life
         self.me = life.peer
@@ -101,14 +102,14 @@ class LocalLife:
         return lambda resume: self.run.sleep(seconds, resume)
 
     def ask(self, peer: PeerId, question: tuple[Any, ...], seconds: float) -> Wait:
-        """Send a request to another peer's member; the answer is None if there is none."""
+        """Send a request to the member on a different peer; the answer is None if there is none."""
         return lambda resume: self.run.ask(self.me, peer, question, seconds, resume)
 
     def command(self, protocol: str, order: Callable[[Any, float], Any]) -> None:
         self.run.command(self.life, protocol, order)
 
     def _tell(self, order: Callable[[float], Any]) -> None:
-        """Act on the core of the end."""
+        """Act on the core for the end of the run."""
         ending = self.ending
         self.command(LOCAL, lambda core, now: core.drained(ending, order(now)))
 
@@ -117,7 +118,7 @@ class LocalLife:
         self.command(LOCAL, lambda core, now: core.admitted(admission, order(now)))
 
     def greet(self, peers: Collection[PeerId]) -> None:
-        """Show this member's chain to peers."""
+        """Show this member's chain of tickets to peers."""
         self._admit(lambda _: self.admission.greet(peers))
 
     def live(self) -> list[PeerId]:
@@ -132,7 +133,7 @@ class LocalLife:
         return [peer for peer in self.live() if self.run.has_slot(peer)]
 
     def follow(self, course: Course[Any], do: Callable[[Any], Task]) -> Task:
-        """Follow a course to its end, carrying out each deed by `do`; return its result."""
+        """Follow a course to its end, carrying out each of its commands by `do`; return its result."""
         answer, broken = None, None
         while True:
             try:
@@ -149,7 +150,7 @@ class LocalLife:
                 broken = error
 
     def keep(self) -> None:
-        """Save the own state, if that is due."""
+        """Save the state of the own stage, if that is due."""
         disk, every = self.disk, self.run.training.save_every
         if not every or not self.own.has_state:
             return

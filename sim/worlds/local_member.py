@@ -1,7 +1,8 @@
-"""One life of a simulated peer in a run in local mode: the cores of `partition.run.local`, driven by tasks.
+"""One life of a simulated peer (from a start to the next stop) in a run in local mode: tasks that drive the
+cores of `partition.run.local`.
 
-It models what takes time, streams between a head and its holders, and copies on a disk. Not here: what peers
-share (`sim.worlds.local_runs`).
+It models the time that actions take, the streams between a head and its holders, and the copies on a disk.
+Not here: the state that peers share (`sim.worlds.local_runs`).
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ class SimulatedMember(EndingLife):
     # Life
 
     def open(self) -> None:
-        """Start taking part."""
+        """Begin to take part."""
         if not self.is_opened:
             self.command(LOCAL, self._opened)
         self.own.enter()
@@ -55,7 +56,7 @@ class SimulatedMember(EndingLife):
         return core.admitted(self.admission, greetings)
 
     def close(self) -> None:
-        """Stop taking part: this life in the run is over."""
+        """End this life's part in the run."""
         self.tasks.is_over = True
         self.finish.has_state = False
         for attachment in [*self._streams.values(), *self._attaching]:
@@ -107,13 +108,13 @@ class SimulatedMember(EndingLife):
                 self.greet(peers)
 
     def _return(self) -> Task:
-        """Tell the members of an earlier life that this one is back."""
+        """Announce the return to the members known from before a restart."""
         for _ in range(GREETINGS):
             self.greet(self.begin.known)
             yield self.sleep(1.0)
 
     def _look(self) -> Task:
-        """Update the members that take part."""
+        """Update the list of members that take part."""
         number = 0
         while True:
             number += 1
@@ -128,7 +129,7 @@ class SimulatedMember(EndingLife):
             yield self.sleep(LOOK_SECONDS)
 
     def _do(self, deed: object) -> Task:
-        """Carry out a deed of a head."""
+        """Carry out a command for a head."""
         match deed:
             case MakeStep():
                 yield from self._make_step()
@@ -151,11 +152,11 @@ class SimulatedMember(EndingLife):
         yield from self._all(("pass", execution, step), CALL_SECONDS_MAX)
         yield self.sleep(self.run.training.step_seconds * self.run.slowness(self.me))
         yield from self._all(("apply", execution, step), CALL_SECONDS_MAX)
-        if own.step == step:  # otherwise it took over another state meanwhile
+        if own.step == step:  # if not, it took over a different state meanwhile
             own.counts.step, own.counts.samples = step + 1, own.counts.samples + 1
             self.run.counted(self.me, step, self.run.truth.count(execution, step))
 
-    # Copies of others' stages
+    # Copies of other members' stages
 
     def _do_copy(self, deed: CopyStage | LendStage | TakeBack) -> Task:
         match deed:
@@ -169,7 +170,7 @@ class SimulatedMember(EndingLife):
         return None
 
     def _copy(self, stage: int, holder: PeerId | None) -> Task:
-        """Copy a stage if that is due; return whether the copy is here, None if no copy was made."""
+        """Copy a stage if that is due. Return whether the copy is here, or None if no copy was made."""
         own, every, kept = self.own, self.run.training.save_every, self.disk.copies.get(stage)
         if not every:
             return None
@@ -199,7 +200,8 @@ class SimulatedMember(EndingLife):
             lent.leave()
 
     def _do_follow(self, deed: CopyStage | LendStage | TakeBack) -> Task:
-        """Carry out a deed of a requester that only follows: it lends a copy in its own roster."""
+        """Carry out a command for a requester that only follows the run: it lends a copy in its own
+        roster."""
         own = self.own
         match deed:
             case CopyStage(stage=stage):
@@ -216,7 +218,7 @@ class SimulatedMember(EndingLife):
         return own.has_state
 
     def _succeed(self) -> Task:
-        """Keep copies for the head, and take its place once it is gone for good."""
+        """Keep copies for the head, and replace the head once it is gone for good."""
         rule = SuccessionRule(self.crew)
         rule.has_copy = 0 in self.disk.copies
 
@@ -233,7 +235,7 @@ class SimulatedMember(EndingLife):
             self.run.succeed(self.me, {0: self.disk.copies[0], self.stage: self.own.state, **others})
 
     def admitted(self, peer: PeerId) -> None:
-        """Note that a peer has shown that it is a member."""
+        """Handle a peer that has proved to be a member."""
         stages = [self.own, *self._lent.values(), *(each.stage for each in self.crew.further.values())]
         for roster in [stage.roster for stage in stages if stage.roster is not None]:
             self._introduce(roster, peer)
@@ -242,7 +244,7 @@ class SimulatedMember(EndingLife):
         self.command(ROSTER, lambda _, now: roster.admitted(now, peer))
 
     def answer(self, asker: PeerId, question: tuple[Any, ...], answer: Callable[[Any], None]) -> None:
-        """Answer another member."""
+        """Answer a request of another member."""
         match question:
             case ("state", stage, step):
                 found = next((each for each in self._stages if each.number == stage), None)

@@ -1,6 +1,7 @@
-"""The rounds of a simulated run in local mode: members that want one at the same time and reach each other.
+"""The averaging rounds of a simulated run in local mode: formed by members that want a round at the same time
+and reach each other.
 
-Not here: groups and their arithmetic, which have their own cores, and when a round is due.
+Not here: when a round is due, and groups with their arithmetic, which have their own cores.
 """
 
 from collections.abc import Callable, Collection
@@ -16,8 +17,8 @@ PATIENCE_SECONDS = 60.0
 
 @dataclass(frozen=True, eq=False)
 class RoundTurn:
-    """A member that wants a round. `awaited` returns the members that it expects; `over` is called with the
-    number of members in the mean, 1 for no mean."""
+    """A member that wants a round. `awaited` returns the members that it expects. `over` is called with the
+    number of members in the mean, or 1 if there was no mean."""
 
     peer: PeerId
     window: float
@@ -41,7 +42,7 @@ class RoundTable:
         self._waiting: dict[int, list[tuple[float, RoundTurn]]] = {}
 
     def want(self, stage: int, turn: RoundTurn) -> None:
-        """Look for a group with the other holders of a stage."""
+        """Find a group with the other holders of a stage."""
         self._waiting.setdefault(stage, []).append((self._now(), turn))
         for seconds in (0.0, turn.window, PATIENCE_SECONDS):
             self._sleep(seconds, lambda _: self._look(stage))

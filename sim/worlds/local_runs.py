@@ -1,11 +1,12 @@
-"""The runs in local mode of a world of cores: the real rules of every member, with counted steps as state.
+"""The runs in local mode of a world of cores: the real rules of every member, with the number of steps as the
+state.
 
-The members' agreement on the end, their tickets and rosters are cores on the engine. Tasks drive the rules of
-`partition.run.local` (`sim.worlds.local_member`). Outcomes are compared with the truth: `Broken` reports a
-stage that works for two heads, or a counted step that some stage has not made.
+The members' agreement on the end, their tickets and their rosters are cores on the engine. Tasks drive the
+rules of `partition.run.local` (`sim.worlds.local_member`). Outcomes are checked: `Broken` is raised if a
+stage works for two heads, or if a step is counted that some stage has not made.
 
-Not here: models, and the arithmetic of averaging: members that want a round at the same time and reach each
-other have the mean.
+Not here: models, and the arithmetic of averaging. Members that want a round at the same time and reach each
+other get the mean.
 """
 
 from collections import Counter
@@ -68,16 +69,16 @@ class LocalModeRuns:
                 ground.on(kind, self._learnt)
 
     def network_changed(self) -> None:
-        """React to a change of which peers reach each other."""
+        """React to a change in which peers reach each other."""
         for run in self._runs:
             run.network_changed()
 
     def standing(self, number: int) -> Mapping[PeerId, str]:
-        """Return the state of each member of a run in words, to find out why it hangs."""
+        """Return a text about the state of each member of a run, to find out why the run hangs."""
         return self._runs[number].standing
 
     def working(self, number: int) -> Mapping[int, Sequence[PeerId]]:
-        """Return the members with a state, by stage."""
+        """Return the members that have a state, by stage."""
         return self._runs[number].working
 
     def _of(self, peer: PeerId) -> list["LocalRun"]:
@@ -161,7 +162,7 @@ class LocalRun:
         member.open()
 
     def started(self, life: Life, remembers: bool) -> None:
-        """Take part again if this peer's disk says so."""
+        """Take part again if the peer's disk shows that it took part before."""
         disk = self._disks.get(life.peer)
         if self._ground.lives.get(life.peer) is not life:
             return
@@ -234,7 +235,7 @@ class LocalRun:
         self._ground.command(life, protocol, order)
 
     def has_slot(self, peer: PeerId) -> bool:
-        """Return whether a peer offers its slot; others learn that at once."""
+        """Return whether a peer offers its slot. Other peers learn this immediately."""
         member = self._members.get(peer)
         is_used = member is not None and member.crew.is_training
         return peer in self._ground.lives and not is_used and peer not in self._over
@@ -274,7 +275,7 @@ class LocalRun:
             answer(None)
 
     def succeed(self, peer: PeerId, carried: Mapping[int, CountedState]) -> None:
-        """Begin a holder's next life in the run, as its head."""
+        """Restart a holder's part in the run, now as its head."""
         member, disk = self._members[peer], self.disk(peer)
         member.close()
         disk.own, disk.stage = carried[0], 0
@@ -307,7 +308,7 @@ class LocalRun:
         self._tell(member, LocalRunEnded(self.name, found.outcome, found.reason, found.weights))
 
     def left(self, peer: PeerId, reason: str) -> None:
-        """Note that a member cannot continue; the others do."""
+        """Record that a member cannot continue, while the others do."""
         member, name = self._members.pop(peer), self.name
         member.close()
         self._disks.pop(peer, None)
@@ -315,11 +316,11 @@ class LocalRun:
         self._tell(member, LocalRunEnded(self.name, "left", reason, ""))
 
     def counted(self, head: PeerId, step: int, holders: Sequence[PeerId]) -> None:
-        """Note that a head has made a step with these holders of the other stages."""
+        """Record that a head has made a step with these holders of the other stages."""
         self._tell(self._members[head], ColumnStepped(self.name, step, tuple(holders)))
 
     def averaged(self, peer: PeerId, stage: int, members: int) -> None:
-        """Note that a stage is the mean of `members` members."""
+        """Record that a stage became the mean of `members` members."""
         self._tell(self._members[peer], StageAveraged(self.name, stage, members))
 
     def _tell(self, member: SimulatedMember, event: object) -> None:
@@ -340,7 +341,7 @@ class LocalRun:
 
 
 def standing_of(member: SimulatedMember) -> str:
-    """Return the state of a member in words."""
+    """Return a text about the state of a member."""
     crew, best = member.crew, member.ending.best
     state = "has a state" if member.finish.has_state else "has no state"
     head = "" if crew.head is None else " for a head"

@@ -1,7 +1,7 @@
-"""A simulated peer's stage of a run in local mode: counted steps in place of parameters.
+"""A simulated peer's stage of a run in local mode, with a number of steps instead of parameters.
 
-Its roster, its rounds and the choice of its state use the cores of nodes. The arithmetic of a round is left
-out, so a mean is a count.
+Its roster, its rounds and the choice of its state use the cores of nodes. A round does no arithmetic, so a
+mean is only counted.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -68,7 +68,7 @@ def roster_name(run: bytes, stage: int) -> bytes:
 
 
 class LocalStage(MemberStage):
-    """One stage of one member, in the roster of that stage from the beginning."""
+    """One stage of one member; it is in the roster of that stage from the start."""
 
     def __init__(self, member: LocalStageOwner, number: int) -> None:
         rounds = RoundSchedule(member.run.settings, needs_all=False)
@@ -82,7 +82,7 @@ class LocalStage(MemberStage):
         self.member = member
         self.number = number
         self.taken_over: Callable[[], None] = lambda: None
-        """Called when the state is taken over from others."""
+        """Called when the state was taken over from other members."""
         self.carried: CountedState | None = None
         """The state to resume from."""
         self.roster: Roster | None = None
@@ -93,7 +93,7 @@ class LocalStage(MemberStage):
         member, name = self.member, roster_name(self.member.run.name, self.number)
 
         def order(core: Rosters, now: float) -> list[tuple[PeerId, object]]:
-            number = int(1000 * member.run.wall(member.me))  # above those of earlier lives
+            number = int(1000 * member.run.wall(member.me))  # above the numbers used before a restart
             admits = member.admission.admits
             self.roster = roster = core.open(name, name, now, number, admits)
             return [*roster.introduce(now, member.live())]
@@ -144,7 +144,7 @@ class LocalStage(MemberStage):
         self.taken_over()
 
     def do(self, deed: object) -> Task:
-        """Carry out a deed of this stage."""
+        """Carry out a command for this stage."""
         match deed:
             case Resume():
                 if self.carried is not None:
@@ -167,7 +167,7 @@ class LocalStage(MemberStage):
         return None
 
     def catch_up(self, *, is_needed: bool) -> Task:
-        """Take over a state of others."""
+        """Take over a state from other members."""
         local_steps = self.member.run.settings.local_steps
         for _ in range(CATCH_UPS_MAX):
             reports = self.rostered
@@ -185,7 +185,7 @@ class LocalStage(MemberStage):
             raise StageLost("no member handed over its state")
 
     def fetch(self, first: int, last: int) -> Task:
-        """Return a member's state at one of these steps, None if none hands it over."""
+        """Return a member's state from one of these steps; None if no member hands one over."""
         reports = self.rostered.items()
         donors = [
             peer for peer, report in reports if report.has_state and report.step.is_between(first, last)

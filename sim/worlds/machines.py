@@ -14,7 +14,8 @@ SPEEDS = (0.5, 2.0)
 
 
 def machine(scenario: Scenario, seed: int, number: int, region: str) -> Capacity:
-    """Return what a peer offers: as in a world of cores, but speeds differ where peers compute."""
+    """Return the capacity that a peer offers: as in a world of cores, but with different speeds if peers
+    compute."""
     ordinary = capacity(region)
     if not scenario.runs:
         return ordinary
@@ -30,7 +31,8 @@ def takes_stages(scenario: Scenario, number: int) -> bool:
 
 
 def new_disk(seed: int, number: int) -> MemoryStorage:
-    """Return a disk with only keys on it, so that a peer that forgets everything keeps its identity."""
+    """Return a disk that contains only keys, so that a peer that forgets everything else keeps its
+    identity."""
     storage = MemoryStorage()
     storage.write("identity.key", seeded_identity(seed, number).seed)
     storage.write("static.key", bytes(32))

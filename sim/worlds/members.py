@@ -1,9 +1,9 @@
-"""One peer's part in one run of a world of cores: the driver of a `partition.run.member.Member`.
+"""One peer's part in one run of a world of cores: drives a `partition.run.member.Member`.
 
-It does what a node does under trio, in virtual time on one agenda: it keeps the promises of the chain of
-plans and gives the peer its roles under the plan in force. Each entry is one turn: it calls a core, sends its
-messages, acts on its events, and then does what is due. So no peer dies in the middle of a turn. A restarted
-peer begins with a new `SimMember` and its old `Disk`.
+It does the work of a node under trio, in virtual time on one agenda: it keeps the promises of the chain of
+plans and gives the peer its roles under the plan in force. Each call is one turn: it calls a core, sends the
+core's messages, acts on its events, and then does what is due. So no peer dies in the middle of a turn. A
+restarted peer begins with a new `SimMember` and its old `Disk`.
 """
 
 from collections.abc import Callable
@@ -39,11 +39,12 @@ from sim.worlds.turns import LifeTurns
 
 INF = float("inf")
 RATE = 1_000
-"""The rate of a peer that is not slowed. The cores count in FLOP/s, and only compare rates."""
+"""The rate of a peer at normal speed. The cores treat rates as FLOP/s, and only compare them."""
 
 
 class SimMember(LifeTurns):
-    """One run at one peer, in one of the peer's lives. `plan` is None while it is not in the run."""
+    """One run at one peer, from a start of the peer to its next stop. `plan` is None while the peer is not in
+    the run."""
 
     def __init__(
         self,
@@ -55,8 +56,8 @@ class SimMember(LifeTurns):
         has_forgotten: bool,
         is_busy: Callable[[PeerId], bool],
     ) -> None:
-        """`has_forgotten`: an earlier life was in the run, and its disk is gone. `is_busy` returns whether a
-        peer lacks room for a stage."""
+        """`has_forgotten`: the peer was in the run before a restart, and its disk is gone. `is_busy` returns
+        whether a peer lacks room for a stage."""
         super().__init__(setting, me)
         self.outcome = ""
         self.trainer: Trainer | None = None
@@ -97,17 +98,17 @@ class SimMember(LifeTurns):
         free = [peer for peer in setting.pool if not self._is_busy(peer)]
         return [(peer, max(1, round(RATE / setting.slowness(peer)))) for peer in free]
 
-    # Queries of the core about its roles
+    # Questions that the core asks about its roles
 
     @property
     def committed(self) -> int | None:
-        """The steps committed here, if this peer commits and its replicas are synced."""
+        """The number of committed steps, if this peer commits and its replicas are synced; else None."""
         committer = None if self.trainer is None else self.trainer.core
         return None if committer is None or committer.phase == "syncing" else committer.step
 
     @property
     def best(self) -> WayBack | None:
-        """None: this simulation does not track the best state."""
+        """Always None, because this simulation does not track the best state."""
         return None
 
     def holds(self, checkpoint: WayBack) -> bool:
@@ -116,7 +117,7 @@ class SimMember(LifeTurns):
 
     @property
     def can_tell(self) -> bool:
-        """True: newcomers need no history here."""
+        """Always True, because newcomers need no history here."""
         return True
 
     @property
@@ -127,7 +128,7 @@ class SimMember(LifeTurns):
     # Turns
 
     def settle(self) -> None:
-        """Do all that follows from an action."""
+        """Do everything that follows from an action."""
         is_settled = False
         while not is_settled:
             self._act()
@@ -145,7 +146,7 @@ class SimMember(LifeTurns):
             ground.at(max(instant(due), ground.now), lambda: self._ring(due))
 
     def _ring(self, due: float) -> None:
-        if self._armed_at == due:  # otherwise an earlier deadline replaced this one
+        if self._armed_at == due:  # if not, an earlier deadline has replaced this one
             self._armed_at = INF
             self.turn(self._wake)
 
@@ -156,11 +157,11 @@ class SimMember(LifeTurns):
     # Plans
 
     def place(self) -> None:
-        """Note that this peer requests the run."""
+        """Record that this peer requests the run."""
         self.core.place()
 
     def begin(self, plan: Plan) -> None:
-        """Follow the chain from the first plan in force that this member learns of."""
+        """Follow the chain, beginning with the first plan in force that this member learns of."""
         self._disk.chain = b""
         self._enter(plan, b"")
 
@@ -254,7 +255,7 @@ class SimMember(LifeTurns):
             self.setting.ground.at(self.now, partial(self.receive, *row))
 
     def _take_roles(self, event: events.RolesGiven) -> None:
-        """Host, feed and commit by the plan."""
+        """Host, feed and commit as the plan assigns."""
         plan = event.plan
         adopted = PlanAdopted(self.setting.run, plan.height, plan_hash(plan), plan.parent)
         self.setting.publish(self.me, adopted)
@@ -264,11 +265,11 @@ class SimMember(LifeTurns):
             self.trainer.begin(self.core.checkpoints.newest)
 
     def absent(self, peer: PeerId, reason: str) -> None:
-        """As the committer: drop this peer from the next plan."""
+        """As the committer: leave this peer out of the next plan."""
         self.core.exclude_for_all(self.now, peer, reason)
 
     def paused(self, step: int) -> None:
-        """As the committer: note that no step is open."""
+        """As the committer: record that no step is open."""
         self.core.between.paused(self.now, step)
 
     def recut(self, wanted: Change) -> None:
@@ -303,20 +304,20 @@ class SimMember(LifeTurns):
     # Training
 
     def committed_steps(self, step: int) -> None:
-        """As the committer: note the number of committed steps."""
+        """As the committer: record the number of committed steps."""
         self.core.show_step(step - 1)
         if self.plan is not None:
             for peer in self.others():
                 self.send(peer, Noted(plan_hash(self.plan), step))
 
     def trained(self, reason: str | None) -> None:
-        """As the committer: note that training is done, or has failed for a `reason`."""
+        """As the committer: record that training is done, or has failed for a `reason`."""
         self.core.end.training_over(self.now, reason)
 
     # The end
 
     def end(self, outcome: str, reason: str) -> None:
-        """Note that the run is over here."""
+        """Record that the run has ended for this peer."""
         if self.outcome:
             return
         self.outcome = outcome
@@ -331,7 +332,7 @@ class SimMember(LifeTurns):
         self.turn(lambda: receive(self, self._dispatch, sender, message))
 
     def reconnected(self, peer: PeerId) -> None:
-        """Note that the stream to `peer` is open again."""
+        """Handle a reopened stream to `peer`."""
         self.turn(lambda: reconnected(self, peer))
 
     def members_changed(self) -> None:
@@ -339,11 +340,11 @@ class SimMember(LifeTurns):
         self.core.members_changed(self.now)
 
     def planner_lost(self, peer: PeerId) -> None:
-        """Note that a member is dead or has left."""
+        """Handle the death or the departure of a member."""
         self.hosting.planner_lost(peer)
 
     def suspected(self, peer: PeerId) -> None:
-        """Note that a member may be dead."""
+        """Handle the suspicion that a member may be dead."""
         if self.trainer is not None:
             self.trainer.suspect(peer)
 
@@ -378,7 +379,7 @@ class SimMember(LifeTurns):
         )
 
     def _save(self, plan: Plan, stage: int, state: IntegerState) -> None:
-        """Save a copy of this peer's stage, if this replica is the saver."""
+        """Save a copy of this peer's stage, if this replica is the one that saves."""
         if self.core.checkpoints.saves(plan, stage):
             self.keeping.put_stage(plan, stage, state)
             self.send(plan.committer, Saved(plan_hash(plan), state.step, stage))
@@ -388,6 +389,6 @@ class SimMember(LifeTurns):
         return self.core.others()
 
     def _living(self) -> list[PeerId]:
-        """Return the peers that can hand over states; former members still have what they kept."""
+        """Return the live peers that may hand over states. Former members still have what they kept."""
         live = self._told(True)
         return [peer for peer in self.core.acquainted if peer in live]

@@ -1,4 +1,4 @@
-"""Neighbourhood lists: peers that SWIM misses are looked up in the DHT, and then joined."""
+"""Neighbourhood lists: neighbours that SWIM does not know are looked up in the DHT and then joined."""
 
 from typing import Any
 

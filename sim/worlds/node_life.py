@@ -15,7 +15,8 @@ from sim.worlds.life import Life
 
 
 class NodeLife(Life):
-    """A life. `swim` and `kademlia` are the cores that `node` drives; they exist after its first instant."""
+    """One life of a whole node. `swim` and `kademlia` are the cores that `node` drives; they exist after the
+    first instant."""
 
     __slots__ = ("_bye", "_scope", "node")
 
@@ -26,7 +27,7 @@ class NodeLife(Life):
         self._bye = trio.Event()
 
     def parts(self, cores: Cores) -> Parts:
-        """Return the makers of the node's cores: those of `cores`, recorded here."""
+        """Return the makers of the node's cores. They use those of `cores`, and record the cores here."""
         kinds: dict[type, str] = {Swim: "swim", Kademlia: "kademlia"}
         return {kind: partial(self._make, name, cores) for kind, name in kinds.items()}
 
@@ -36,16 +37,16 @@ class NodeLife(Life):
         return core
 
     async def run(self) -> None:
-        """Run until the life is ended."""
+        """Run until this life is ended."""
         with self._scope:
             async with self.node:
                 await self._bye.wait()
 
     def leave(self) -> None:
-        """Hand over, say goodbye, and end."""
+        """Hand over the node's work, say goodbye, and end."""
         self.leaving = True
         self._bye.set()
 
     def crash(self) -> None:
-        """End at once."""
+        """End immediately."""
         self._scope.cancel()

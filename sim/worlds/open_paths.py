@@ -20,9 +20,9 @@ PATHS_PER_PAIR_MAX = 4
 
 
 class OpenPaths:
-    """The paths between any two of the peers that are `here`. `lost` is called when a path that carried a
-    place at a relay has ended. `improve`, set by `SimPuncher`, is called periodically for each path through a
-    relay."""
+    """The paths between any two of the peers that are `here`. `lost` is called when a path on which a relay's
+    place was kept has ended. `SimPuncher` sets `improve`, which is called periodically for each path through
+    a relay."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class OpenPaths:
         self._paths: dict[tuple[PeerId, PeerId], list[SimPath]] = {}
 
     def between(self, one: PeerId, other: PeerId) -> Sequence[SimPath]:
-        """Return the open paths of two peers."""
+        """Return the open paths between two peers."""
         return self._paths.get(pair_of(one, other), ())
 
     def best(self, one: Traveller, other: Traveller) -> SimPath | None:
-        """Return the best open path of two peers; None where there is none."""
+        """Return the best open path between two peers; None if there is none."""
         paths = self.between(one.peer, other.peer)
         ways: tuple[Way, ...] = ("direct", "punched", "relayed")
         return min(paths, key=lambda path: (ways.index(path.way), -path.ready_at), default=None)
@@ -118,8 +118,8 @@ class OpenPaths:
         return idle_seconds(path.way, has_better=any(each.way != "relayed" for each in others))
 
     def _send_frames(self, path: SimPath, end: Traveller, now: float) -> None:
-        """Exchange the due frames of a path's end and the answers, each after its trip. Both happen at once
-        here, since nothing else reads a path's cores meanwhile."""
+        """Exchange the due frames of a path's end and the answers, each after its trip. Both happen
+        immediately here, since no other code reads a path's cores meanwhile."""
         core, other = path.cores[end.peer], path.end_opposite(end)
         while (frame := core.next_frame(now)) is not None:
             arrives = path.arrives(end, now, self._links.latency_seconds)

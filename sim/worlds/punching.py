@@ -1,6 +1,6 @@
-"""Better paths between simulated peers that reach each other through a relay: dialling back, and punching.
+"""Better paths for simulated peers that reach each other through a relay: dialling back, and hole punching.
 
-It repeats the glue of `node.transport.puncher`; budgets and observed addresses are a node's.
+This repeats the glue code of `node.transport.puncher`. Budgets and observed addresses use a node's cores.
 """
 
 from collections import Counter
@@ -19,7 +19,8 @@ from sim.worlds.open_paths import OpenPaths, pair_of
 
 
 class SimPuncher:
-    """Improves `paths` of the peers that are `here`, each pair's at most every `IMPROVE_SECONDS`."""
+    """Improves `paths` of the peers that are `here`: the path of each pair at most every
+    `IMPROVE_SECONDS`."""
 
     def __init__(
         self, ground: DialGround, here: Mapping[PeerId, Traveller], counters: Counter[str], paths: OpenPaths
@@ -33,7 +34,7 @@ class SimPuncher:
         paths.improve = self.improve
 
     def improve(self, path: SimPath) -> None:
-        """Make the side that was reached through a relay dial the other, and punch."""
+        """Make the peer that was reached through a relay dial the other peer, and punch a hole."""
         now, pair = self._ground.now, pair_of(path.first.peer, path.other.peer)
         if path.is_over or self._improved.get(pair, -IMPROVE_SECONDS) + IMPROVE_SECONDS > now:
             return
@@ -44,7 +45,7 @@ class SimPuncher:
             self._punch(path.other, path.first, now)
 
     def offer(self, one: Traveller, other: Traveller, now: float) -> bool:
-        """Make a peer that cannot be dialled, or not by datagram, open a path to the other."""
+        """Make a peer that cannot be dialled, or not by datagram, open a path to `other`."""
         best = self._paths.best(one, other)
         if one.machine.site is None or (best is not None and best.way != "relayed"):
             return False
@@ -56,7 +57,7 @@ class SimPuncher:
         return True
 
     def _punch(self, one: Traveller, other: Traveller, now: float, *, is_second: bool = False) -> None:
-        """Make both peers dial each other at once at their outside addresses, and once more soon
+        """Make both peers dial each other simultaneously at their outside addresses, and once more soon
         afterwards."""
         if not one.budget.may_start(other.peer, now) or not other.budget.may_answer(one.peer, now):
             return
@@ -82,7 +83,7 @@ class SimPuncher:
     def _offered(
         self, one: Traveller, other: Traveller, transport: Transport, now: float, paid: Collection[str]
     ) -> Endpoint | None:
-        """Return where `one` dials `other`: the address that the other offers, if the budget admits it."""
+        """Return where `one` dials `other`: the address that `other` offers, if the budget admits it."""
         family = one.machine.family(other.machine)
         own = other.machine.cards[family]
         place = own.inner if family == 6 or own.site is None else None
@@ -102,7 +103,7 @@ class SimPuncher:
         transport: Transport,
         now: float,
     ) -> bool:
-        """Exchange crossing packets: the first ones open the way out, later ones find the way in."""
+        """Exchange crossing packets: the first ones open the mappings on the way out, later ones get in."""
         ends = ((one, other, places[0]), (other, one, places[1]))
         sources: list[Endpoint | None] = []
         for _ in range(2):
@@ -119,7 +120,7 @@ class SimPuncher:
             if transport == "udp":
                 far.heard[near.peer], near.heard[far.peer] = (source, now), (back, now)
                 self._counters["punched by udp"] += 1
-                return False  # messages then go by datagram, and a path is still wanted
+                return False  # messages then go by datagram, but a path is still wanted
             made = TcpLink(near.machine, far.machine, to, source)
             ready_at = after(now, sum(latencies(self._links, one, other)))
             self._paths.open(one, other, "punched", (made,), ready_at)

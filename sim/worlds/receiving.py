@@ -21,7 +21,7 @@ from sim.worlds.trainer import Trainer
 
 
 class ReceivingPeer(Protocol):
-    """The member that receives."""
+    """The member that receives, as this module uses it."""
 
     setting: Setting
     outcome: str
@@ -37,7 +37,7 @@ class ReceivingPeer(Protocol):
 
 
 def receive(member: ReceivingPeer, dispatch: Dispatch[Any, Any], sender: PeerId, message: Any) -> None:
-    """Dispatch a message; `dispatch` has the plan in force and messages that came early."""
+    """Dispatch a message. `dispatch` has the plan in force and the messages that came early."""
     try:
         if isinstance(message, AgreementMessage):
             _about_plans(member, sender, message)
@@ -53,7 +53,8 @@ def receive(member: ReceivingPeer, dispatch: Dispatch[Any, Any], sender: PeerId,
 
 def _about_plans(member: ReceivingPeer, sender: PeerId, message: AgreementMessage) -> None:
     if member.outcome == "done" and isinstance(message, ChainHead) and message.asks:
-        # A member that was away at a good end still believes in a plan, and asks what followed.
+        # A member that was away when the run ended well still follows its old plan, and asks which plan came
+        # next.
         end = EndRun(message.plan, "done", "")
         member.ask(sender, end, member.setting.settings.end_seconds_max, _nothing)
     else:
@@ -85,7 +86,7 @@ def _hand_over(member: ReceivingPeer, sender: PeerId, message: Any) -> None:
 
 
 def reconnected(member: ReceivingPeer, peer: PeerId) -> None:
-    """Repeat what a reopened stream may have lost."""
+    """Repeat the messages that may have been lost before a stream was reopened."""
     if member.plan is not None and peer in member.plan.roster:
         member.core.catch_up([peer])
     if member.hosting.hosted is not None:

@@ -1,7 +1,7 @@
-"""The records' work in a world of cores: peers store records and look for them, as the scenario's rates say.
+"""The work with DHT records in a world of cores: peers store and look up records at the scenario's rates.
 
-As in `node.services.discovery`, a peer signs its own records again before they expire, while it runs. The
-seed determines by name which peer stores or looks up which key, and when.
+As in `node.services.discovery`, a running peer signs its own records again before they expire. The seed
+determines by name which peer stores or looks up which key, and when.
 """
 
 from random import Random
@@ -19,17 +19,17 @@ from sim.worlds.life import Life, WorldEnvironment
 PURPOSE = "sim"
 VALUE_BYTES = 64
 RENEWALS = 3
-"""Renewals of a record per lifetime, as in `node.services.discovery`."""
+"""How often a record is renewed per lifetime, as in `node.services.discovery`."""
 
 
 class _Entry:
-    """One record: its publisher's life, and its expiry. `stored`: some peer keeps it."""
+    """One record: its publisher's life, and its expiry. `stored`: a peer keeps it."""
 
     __slots__ = ("expires", "number", "peer", "serial", "stored")
 
     def __init__(self, number: int, publisher: Life) -> None:
         self.number = number
-        # A reference to the life would keep the cores of the dead alive.
+        # A reference to the life would keep the cores of dead peers in memory.
         self.peer = publisher.peer
         self.serial = publisher.serial
         self.expires = 0.0
@@ -37,7 +37,7 @@ class _Entry:
 
 
 class _Request:
-    """One store or lookup under way."""
+    """One store or lookup in progress."""
 
     __slots__ = ("begun", "entry", "expected", "quiet")
 
@@ -49,7 +49,7 @@ class _Request:
 
 
 class RecordsWork:
-    """The part of a world that stores and looks up."""
+    """The part of a world that stores and looks up records."""
 
     def __init__(self, ground: WorldEnvironment) -> None:
         self._ground = ground
@@ -91,7 +91,7 @@ class RecordsWork:
             self._ground.at(self._ground.now + renew_seconds, self._renew, entry, renew_seconds)
 
     def _publisher(self, entry: _Entry) -> Life | None:
-        """Return the life that stored it, if it still runs."""
+        """Return the life that stored the record, if it still runs."""
         life = self._ground.lives.get(entry.peer)
         return life if life is not None and life.serial == entry.serial else None
 
@@ -101,7 +101,7 @@ class RecordsWork:
         value = seeded_rng(self._ground.seed, "value", entry.number).randbytes(VALUE_BYTES)
 
         def store(core: Any, now: float) -> tuple[int, Sends]:
-            # By the peer's own clock, as in a node.
+            # According to the peer's own clock, as in a node.
             wall = core.wall_offset + now
             sequence, expires = int(wall * 1000), int(wall + self._settings.lifetime_seconds)
             fact = sign_record(life.signer, _key(entry), value, sequence=sequence, expires=expires)
@@ -136,7 +136,7 @@ class RecordsWork:
         self._order(life, request, lambda core, now: core.find(now, key))
 
     def _choose(self) -> _Entry | None:
-        """Return any unexpired record; drop expired ones on the way."""
+        """Return a random unexpired record; expired ones found on the way are dropped."""
         while self._entries:
             index = self._finding.randrange(len(self._entries))
             entry = self._entries[index]
@@ -147,8 +147,8 @@ class RecordsWork:
         return None
 
     def _is_there(self, entry: _Entry, life: Life) -> bool:
-        """Return whether a peer confirmed that it keeps the record, its publisher is alive and reachable, and
-        the peer that looks is in the DHT."""
+        """Return whether a peer confirmed that it keeps the record, the publisher is alive and reachable, and
+        the peer that looks it up is in the DHT."""
         if not (entry.stored and life.entered) or self._publisher(entry) is None:
             return False
         reaches = self._ground.reaches

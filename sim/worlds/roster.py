@@ -1,7 +1,7 @@
-"""The peers of a world: by number their id, name, address, keys and metadata.
+"""The peers of a world, by number: their ids, names, addresses, keys and metadata.
 
-It is the same in both fidelities. Nothing here changes while a world plays, and nothing is stored that can be
-computed.
+It is the same in both kinds of worlds. Nothing here changes while a world plays, and nothing is stored that
+can be computed.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from sim.scenario import Scenario
 from sim.seeds import HashSigner, seeded_identity, seeded_peer
 
 SWARM = "sim"
-"""The swarm's name, part of all signatures."""
+"""The name of the swarm, which is part of all signatures."""
 
 
 def capacity(region: str) -> Capacity:
@@ -46,7 +46,7 @@ class WorldRoster:
         return f"n{self.numbers[peer]}"
 
     def address(self, number: int) -> Address:
-        """Return the address at which others see this peer, in every life."""
+        """Return the address at which others see this peer, the same after each restart."""
         return outer_address(number, self.peers[number])
 
     def signer(self, number: int) -> Signer:
@@ -58,8 +58,8 @@ class WorldRoster:
         return Profile(f"n{number}", (self.address(number),), self.metadata(number))
 
     def metadata(self, number: int) -> bytes:
-        """Return the metadata of a peer's capacity, as a node's membership service sends it; one object per
-        region."""
+        """Return the metadata with a peer's capacity, as a node's membership service sends it. Peers of a
+        region share one object."""
         region = self._region_of(number)
         if region not in self._metadata:
             self._metadata[region] = _metadata(capacity(region))

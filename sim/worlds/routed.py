@@ -1,10 +1,11 @@
-"""NAT traversal in a world of cores, with a node's cores: peers learn their outside addresses, keep places at
-relays, send through relays, and punch.
+"""NAT traversal in a world of cores, with a node's cores: peers learn their outside addresses, keep places
+(reservations) at relays, send through relays, and punch holes.
 
-A message travels as from a node (`node.transport.network`): as a datagram to a peer that is reachable or was
-heard of recently; otherwise on an open path, by dialling, or through a relay where the peer has a place.
-Streams lose nothing while their connections stand. Each peer knows the places of the others; any peer with a
-public address is a relay. Bytes on a path do not count against a relay's rate or budgets.
+A message travels as from a node (`node.transport.network`). It goes as a datagram to a peer that is reachable
+or was heard of recently. To any other peer it goes on an open path, by dialling, or through a relay where
+that peer has a place. Streams lose nothing as long as their connections exist. Each peer knows the places of
+the others, and any peer with a public address is a relay. Bytes on a path do not count against a relay's rate
+or budgets.
 """
 
 from collections import Counter
@@ -35,8 +36,9 @@ from sim.worlds.punching import SimPuncher
 LOOK_SECONDS = 5.0
 """Interval at which a peer checks whether it has enough places; a node checks ten times as often."""
 CIRCUIT_TRIPS_NEAR, CIRCUIT_TRIPS_FAR, CIRCUIT_TRIPS_THROUGH = 8, 7, 2
-"""One-way trips until a circuit is usable: the asker's handshakes, its request and the answer; the notice to
-the other side, its handshakes and its answer; and the handshake of both through the relay."""
+"""Number of one-way trips until a circuit is usable. Near: the asking peer's handshakes with the relay, its
+request and the answer. Far: the notice to the second peer, its handshakes and its answer. Through: the
+handshake of both peers through the relay."""
 
 
 class RoutedPeers:
@@ -66,7 +68,7 @@ class RoutedPeers:
         machine.is_up = True
         self._here[life.peer] = traveller = Traveller(machine, ledger, budget, life.number)
         if machine.site is not None:
-            traveller.wants_places = True  # like a node that has only local addresses
+            traveller.wants_places = True  # like a node with only local addresses
             rng = seeded_rng(self._ground.seed, "looks", life.peer, life.serial)
             self._ground.at(
                 after(self._ground.now, rng.uniform(0, LOOK_SECONDS)), self._look, life, traveller
@@ -93,7 +95,7 @@ class RoutedPeers:
                 self.counters["routers rebooted"] += 1
 
     def _relays(self, life: Life, traveller: Traveller) -> list[PeerId]:
-        """Return the peers in view that may relay, the nearest first."""
+        """Return the listed peers that may relay, the nearest first."""
         found = [
             peer
             for peer in live_others(life)
@@ -127,13 +129,14 @@ class RoutedPeers:
             self._paths.close(path)
 
     def _request(self, life: Life, path: SimPath) -> bool:
-        """Request or renew the place; return False if it is refused. A received answer is handled at once."""
+        """Request or renew the place; return False if it is refused. A received answer is handled
+        immediately."""
         now, lease, relay = self._ground.now, path.lease, path.other
         assert lease is not None
         there = path.arrives(path.first, now, self._links.latency_seconds)
         back = path.arrives(relay, now, self._links.latency_seconds)
         if there is None or back is None or self._here.get(relay.peer) is not relay:
-            return True  # no answer comes, and the lease expires
+            return True  # no answer will come, and the lease expires
         try:
             relay.ledger.reserve(now, path.first.peer, prefix_of(path.connections[0].source[0]))
         except NoPlace:
@@ -162,7 +165,7 @@ class RoutedPeers:
             self._paths.close(path)
 
     def _lost(self, path: SimPath) -> None:
-        """Handle the end of a path that carried a place."""
+        """Handle the end of a path on which a place was kept."""
         first, relay = path.first, path.other
         was_kept = first.circuits.pop(relay.peer, None) is not None
         first.search.ended(self._ground.now, relay.peer)
@@ -183,8 +186,8 @@ class RoutedPeers:
         self._look_outside(life, traveller)
 
     def _look_outside(self, life: Life, traveller: Traveller) -> None:
-        """Ask two peers for this one's outside address, on connections that stay open and keep the
-        mapping."""
+        """Ask two peers for this peer's outside address, on connections that stay open and keep the mapping
+        alive."""
         now = self._ground.now
         is_short = len(traveller.observers) < OBSERVERS_WANTED
         for peer in [*traveller.observers, *(self._relays(life, traveller) if is_short else ())]:
@@ -209,8 +212,8 @@ class RoutedPeers:
     # --- messages ------------------------------------------------------------------------------------
 
     def trips(self, own: Place, receiver: Place, tick: int, *, by_stream: bool) -> tuple[int, ...] | None:
-        """Return the travel times of a message in ticks, empty if it is lost; None if it travels as between
-        two public addresses."""
+        """Return the travel times of a message in ticks, an empty tuple if it is lost, or None if no router
+        affects it."""
         one, other = self._here.get(own.peer), self._here.get(receiver.peer)
         if one is None or other is None or not self._links.connects(own, receiver):
             return None
@@ -242,7 +245,7 @@ class RoutedPeers:
         to = other.machine.place_for(one.machine, "udp", now) if heard is None else heard[0]
         source = None if to is None else carry("udp", one.machine, other.machine, to, now)
         if source is None:
-            # A datagram's handshake fails here; on a public network a node reaches the peer by a stream.
+            # A datagram's handshake fails here; on a public network a node would reach the peer by stream.
             self.counters["dropped at routers"] += 1
             if heard is not None and now - heard[1] > HEARD_SECONDS:
                 del one.heard[other.peer]
@@ -254,7 +257,7 @@ class RoutedPeers:
         return None
 
     def _stream(self, one: Traveller, other: Traveller, now: float) -> float | None:
-        """Return the arrival time of a message by a stream; None if no stream can be opened."""
+        """Return the arrival time of a message sent by stream; None if no stream can be opened."""
         path = self._paths.best(one, other)
         if path is None:
             made = dial(one, other, now)
@@ -271,7 +274,7 @@ class RoutedPeers:
     # --- paths ---------------------------------------------------------------------------------------
 
     def _ask_circuit(self, one: Traveller, other: Traveller, now: float) -> SimPath | None:
-        """Make a relay connect one peer with another that has a place there."""
+        """Ask a relay to connect a peer with a second peer that has a place there."""
         for relay in [path.other for path in other.circuits.values()]:
             if self._here.get(relay.peer) is not relay:
                 continue

@@ -19,8 +19,8 @@ from sim.worlds.streams import Answer, StreamEnvironment, Streams
 
 @dataclass(frozen=True)
 class Setting:
-    """The context. `pool` are the possible members, the requester first. `alive` holds, for each peer, what
-    its membership core reported about the others' lives."""
+    """The shared context. `pool` has the possible members, the requester first. `alive` holds, for each peer,
+    which others are alive according to its membership core."""
 
     number: int
     run: bytes
@@ -36,7 +36,7 @@ class Setting:
     alive: Callable[[PeerId], Mapping[PeerId, bool]]
     slowness: Callable[[PeerId], float]
     put: Callable[[PeerId, PeerId, Question, Answer], None]
-    """Sends a request of the first peer to the second."""
+    """Delivers a request of the first peer to the second."""
     counters: Counter[str]
     provider: Callable[[PeerId], StageProvider]
     settings: RunSettings
@@ -56,5 +56,5 @@ class Setting:
         """Raise Broken if a committed step's loss differs from the undisturbed run."""
         if loss != self.truth.loss(step):
             raise Broken(
-                "sums", f"step {step} of run {self.number} has loss {loss}, not {self.truth.loss(step)}"
+                "sums", f"step {step} of run {self.number} has loss {loss} instead of {self.truth.loss(step)}"
             )

@@ -1,8 +1,8 @@
-"""A node's reports of a run, as events of worlds of cores (`sim.events`).
+"""Converts a node's reports about a run to events of worlds of cores (`sim.events`).
 
-A node's events are for display: they have short ids and no hashes of parents. Missing facts are read from the
-node's public interface at that moment. The contents of a step's sums are observed at the stages
-(`sim.worlds.stages`), independent of peers' reports.
+A node's events are meant for display: they have short ids and no hashes of parents. Missing facts are read
+from the node's public interface at that moment. The contents of a step's sums are observed at the stages
+(`sim.worlds.stages`), independently of peers' reports.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Trained:
 
     @property
     def standing(self) -> str:
-        """Return the state in words."""
+        """Return a text about the run's state."""
         reached = "" if self.accuracy is None else f", accuracy {self.accuracy:.3f}"
         ended = f"{self.outcome} {self.reason}".strip() or "not ended"
         return f"{ended} after {self.steps} steps{reached}"
@@ -41,12 +41,12 @@ class Trained:
 
 @dataclass
 class RunWords:
-    """All runs of a world, and the events reported of them."""
+    """All runs of a world, and the events reported about them."""
 
     runs: dict[str, Trained] = field(default_factory=dict)
     _plans: dict[bytes, Plan] = field(default_factory=dict)
     _commits: dict[tuple[bytes, int], StepCommit] = field(default_factory=dict)
-    # By peer and run: the last summed step, and its plan.
+    # For each peer and run: the latest summed step, and its plan.
     _summed: dict[tuple[PeerId, bytes], tuple[int, Plan]] = field(default_factory=dict)
 
     def made(self, training: TrainingScenario, run: Run) -> None:
@@ -65,21 +65,20 @@ class RunWords:
     def of_stage(
         self, life: NodeLife, specification: StageSpecification, step: int, microbatches: tuple[int, ...]
     ) -> SamplesCounted | None:
-        """Return the event that a stage of this peer applied a step. The next plan may already be in
-        force."""
+        """Return the event that a stage of this peer applied a step. A new plan may already be in force."""
         for trained in self.runs.values():
             if trained.run.random_key != specification.run:
                 continue
             summed, plan = self._summed.get((life.peer, trained.run.id), (None, None))
             if summed != step:
-                plan = _plan(life, trained.run)  # never summed; a checker reports it
+                plan = _plan(life, trained.run)  # never summed, which a checker reports
             stage = None if plan is None else plan.stage_of(life.peer)
             if plan is not None and stage is not None:
                 return SamplesCounted(trained.run.id, plan_hash(plan), step, stage, microbatches)
         return None
 
     def of_node(self, life: NodeLife, event: events.Event) -> Any | None:
-        """Return a node's own event; None if it is of no run, or already reported."""
+        """Return the event for a node's own event; None if it belongs to no run, or was already reported."""
         match event:
             case events.RunPlanned():
                 return self._planned(life, self.runs[event.run].run)
@@ -106,11 +105,11 @@ class RunWords:
         self, life: NodeLife, trained: Trained, event: events.StepCommitted
     ) -> StepCommitted | None:
         plan = _plan(life, trained.run)
-        # A step of the previous plan may be reported after the next plan is in force.
+        # A step of the previous plan may be reported after the new plan is in force.
         while plan is not None and plan.height > event.height:
             plan = self._plans.get(plan.parent)
         if plan is None or plan.committer != life.peer:
-            return None  # it only learnt of the step
+            return None  # the node only learnt of the step
         if event.diverged:
             return None  # it counts no samples
         commit = self._commits.pop((plan_hash(plan), event.step))

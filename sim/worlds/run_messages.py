@@ -1,6 +1,6 @@
-"""Messages among members of a run in a world of cores, beside those of the cores.
+"""Messages among members of a run in a world of cores, in addition to those of the cores.
 
-Only their time and bytes are modelled. They never go on a wire, so they have no signatures and limits.
+Only their time and bytes are modelled. They never go on a wire, so they have no signatures and no limits.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from partition.plan.plan import NO_HASH
 from partition.run.asks import Request
 
 MESSAGE_BYTES = 256
-"""The size of a message on the network: most are names of plans and some numbers."""
+"""The size of a message on the network; most contain names of plans and a few numbers."""
 STATE_BYTES = 64 * 1024
 """The size of a stage's state on the network."""
 
@@ -61,18 +61,18 @@ Question = Request | FetchState | FetchCopy
 
 @dataclass
 class Disk:
-    """The records of one run at one peer, kept across a restart. `chain` is empty while the peer is no
-    member; `copies` are by step and original stage."""
+    """The data of one run on one peer's disk, kept across restarts. `chain` is empty while the peer is not a
+    member; `copies` are keyed by step and original stage."""
 
     chain: bytes = b""
     newest: tuple[bytes, int] | None = None
     copies: dict[tuple[int, int], object] = field(default_factory=dict)
 
     def forget_chain(self) -> None:
-        """Forget the chain of an unfinished run; its checkpoints stay."""
+        """Forget the chain of an unfinished run, but keep its checkpoints."""
         self.chain = b""
 
 
 def checkpoint_name(run: bytes, step: int) -> bytes:
-    """Return the name of the state of a step, equal for all savers."""
+    """Return the name of the state after a step; it is the same for all peers that save it."""
     return bytes(left ^ right for left, right in zip(run, step.to_bytes(len(NO_HASH), "big"), strict=True))

@@ -1,11 +1,11 @@
-"""Trio under a virtual clock, so that a seed determines a run, task by task.
+"""Runs trio under a virtual clock so that a seed determines a run, down to the order of tasks.
 
-Trio deliberately shuffles the tasks that are ready at one instant, by its own generator, so two runs differ
-wherever events coincide. A private switch made for hypothesis (`trio._core._run`) avoids this: ready tasks
-are sorted by creation, then shuffled by a generator that can be seeded. Only this file sets the switch; it
-restores it, and reports a newer trio without it.
+Trio deliberately shuffles the tasks that are ready at one instant, with its own generator, so two runs would
+differ whenever events coincide. A private switch made for hypothesis (`trio._core._run`) avoids this: ready
+tasks are sorted by creation, then shuffled by a generator that can be seeded. Only this module sets the
+switch. It restores the switch afterwards, and reports a newer trio that lacks it.
 
-All order within an instant then depends on the seed alone: not on hash seeds, memory addresses, or garbage
+All order within an instant then depends only on the seed, and not on hash seeds, memory addresses, or garbage
 collection.
 """
 
@@ -35,14 +35,14 @@ def run_virtually(main: Callable[[], Awaitable[T]]) -> T:
 
 
 def run_repeatably(main: Callable[[], Awaitable[T]], rng: Random) -> T:
-    """Run like `run_virtually`; the same draws of `rng` repeat the same run."""
+    """Run like `run_virtually`; the same draws of `rng` give the same run."""
     with ordered(rng):
         return run_virtually(main)
 
 
 @contextmanager
 def ordered(rng: Random) -> Iterator[None]:
-    """Make trio shuffle the tasks of one instant by the draws of `rng` alone.
+    """Make trio shuffle the tasks of one instant only by the draws of `rng`.
 
     Raises:
         LocalProtocolError: this version of trio lacks the switch.
@@ -50,7 +50,8 @@ def ordered(rng: Random) -> Iterator[None]:
     names = vars(trio_run)
     if not isinstance(names.get(_SWITCH), bool) or not isinstance(names.get(_GENERATOR), Random):
         raise LocalProtocolError(
-            f"trio {trio.__version__} hides its deterministic scheduling elsewhere: sim/worlds/scheduling.py"
+            f"trio {trio.__version__} lacks the switch for deterministic scheduling "
+            "that sim/worlds/scheduling.py needs"
         )
     before = names[_SWITCH], names[_GENERATOR]
     names[_SWITCH], names[_GENERATOR] = True, rng

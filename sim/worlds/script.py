@@ -20,33 +20,34 @@ class Directed(Protocol):
         """Return whether this peer runs and is not about to leave."""
 
     def start(self, number: int) -> None:
-        """Begin a life, unless one runs. If the last one is still saying goodbye, call `Direction.ended` at
-        its end."""
+        """Start a peer, unless it runs. If its previous goodbye is still in progress, call `Direction.ended`
+        at its end."""
 
     def stop(self, number: int, why: str) -> None:
-        """End the current life: at once, or with a goodbye if `why` is leave."""
+        """Stop a peer: immediately, or with a goodbye if `why` is leave."""
 
     def split(self, side_of: Mapping[int, int]) -> None:
-        """Let only peers of one side reach each other; unnamed peers are on side 0. Empty: all reach all."""
+        """Let only peers on the same side reach each other; unnamed peers are on side 0. If `side_of` is
+        empty, all reach each other."""
 
     def deafen(self, number: int, deaf: bool) -> None:
-        """Block all messages to this peer, or let them pass again."""
+        """Block all messages to this peer or, if not `deaf`, let them pass again."""
 
     def block_datagrams(self, number: int, blocked: bool) -> None:
-        """Block all datagrams from and to this peer, or let them pass again; streams pass."""
+        """Block all datagrams from and to this peer, or let them pass again. Streams always pass."""
 
     def lose(self, number: int, loss: float) -> None:
         """Lose this additional share of the peer's messages."""
 
     def reboot(self, number: int) -> None:
-        """Clear all mappings of the router before this peer."""
+        """Clear all mappings of the router in front of this peer."""
 
     def freeze(self, number: int, seconds: float) -> None: ...
     def slow(self, number: int, factor: float) -> None: ...
 
 
 class Direction:
-    """Directs `world` from `begin` on. `region_of` returns the region of a number."""
+    """Directs `world` from `begin` on. `region_of` returns the region of a peer's number."""
 
     def __init__(
         self, world: Directed, scenario: Scenario, seed: int, region_of: Callable[[int], str]
@@ -73,9 +74,9 @@ class Direction:
         self._active: dict[tuple[str, int], list[Disturbance]] = {}
 
     def begin(self) -> None:
-        """Plan all changes and events."""
+        """Schedule all changes and events."""
         scenario = self._scenario
-        self._plan_change()  # changes at time 0 are made at once, before any peer starts
+        self._plan_change()  # changes at time 0 are made now, before any peer starts
         late = late_numbers(scenario.nodes, scenario.start.late_share, scenario.churn.permanent)
         for number in range(scenario.nodes):
             if number not in late:
@@ -83,7 +84,7 @@ class Direction:
         self._plan_disturbance()
 
     def ended(self, number: int) -> None:
-        """Note that a goodbye is over."""
+        """Handle the end of a goodbye."""
         self._settle(number, "leave")
 
     # Running peers
@@ -155,7 +156,7 @@ class Direction:
         self._cut()
 
     def _cut(self) -> None:
-        """Let peers reach each other that are on the same side of every cut."""
+        """Let peers reach each other if they are on the same side of every cut."""
         names: dict[tuple[int, ...], int] = {(): 0}
         cuts_of: dict[int, tuple[int, ...]] = {}
         for index, cut in enumerate(self._cuts):
@@ -184,7 +185,7 @@ class Direction:
 
 
 def start_seconds(scenario: Scenario, seed: int, number: int) -> float:
-    """Return when a peer first starts: the first peer at once, the others uniformly spread."""
+    """Return when a peer first starts: the first peer immediately, the others spread uniformly."""
     if number == 0:
         return 0.0
     return scenario.start.spread_seconds * draw_share(seed, "start", number)

@@ -1,12 +1,12 @@
 """The services of a world of cores: real doors, providers and upkeep of all peers, and stages that hash.
 
-Peers of a service's pool ask it constantly, each through its own door core; the stages' holders come and go
-with the scenario's churn (`sim.worlds.served_stages`). The next token is a hash of the tokens before it. A
-stage can compute it only if it has all of them, so each finished answer is compared with the truth
-(`sim.checkers.answers`).
+Peers of a service's pool constantly request answers, each through its own door core (the door is the node
+that asks a service). The holders of stages come and go with the scenario's churn
+(`sim.worlds.served_stages`). The next token is a hash of all tokens before it. A stage can compute it only if
+it has all of them, so each finished answer is compared with the true one (`sim.checkers.answers`).
 
 Not here: the DHT (a door asks the pool's peers that its membership core considers alive), manifests, slots
-and tensors. A broken stream is not reported, as in a power cut; only silence shows it.
+and tensors. A broken stream is not reported, as in a power cut; only silence reveals it.
 """
 
 from collections import Counter
@@ -46,7 +46,7 @@ MESSAGE_BYTES = 200
 ASK_SECONDS = 1.0
 AGAIN_SECONDS = 1.0
 KEEP_SECONDS = 5.0
-"""Interval between two checks whether the service has any members, as its publisher makes them."""
+"""Interval between two checks whether the service still has a member, as its publisher makes them."""
 
 
 def token_after(tokens: Sequence[int]) -> int:
@@ -69,12 +69,12 @@ class ServedModels:
             ground.on(PeerStopped, self._stopped)
 
     def network_changed(self) -> None:
-        """React to a change of which peers reach each other."""
+        """React to a change in which peers reach each other."""
         for service in self._services:
             service.streams.changed()
 
     def leave(self, peer: PeerId, then: Callable[[], None]) -> None:
-        """Make others take over what a peer holds of all services, one by one."""
+        """Make others take over the stages that a peer holds, service by service."""
         for service in self._services:
             then = partial(service.leave, peer, then)
         then()
@@ -89,7 +89,7 @@ class ServedModels:
 
 
 class StreamLines:
-    """The environment of streams of one protocol: that of runs' streams, with counters of its own."""
+    """The environment for streams of one protocol: that of the runs' streams, with separate counters."""
 
     def __init__(self, runs: TrainingRuns, ground: RunsGround, counters: Counter[str], protocol: str) -> None:
         self._ground, self._counters, self._protocol = ground, counters, protocol
@@ -140,11 +140,11 @@ class _Service:
         self._rng = seeded_rng(ground.seed, "answers", number)
         self._heads = seeded_rng(ground.seed, "beginnings", number)
         self._head = tuple(self._heads.randrange(VOCABULARY) for _ in range(2 * service.prompt))
-        """Tokens with which half of the prompts begin."""
+        """The tokens with which half of the prompts begin."""
         ground.at(instant(service.at_seconds), self._begin)
 
     def _begin(self) -> None:
-        """Place the stages for the first time; retry later if too few peers are up."""
+        """Assign the stages for the first time; retry later if too few peers are up."""
         if self._place():
             self.ground.at(after(self.ground.now, KEEP_SECONDS), self._keep)
             self._plan_answer()
@@ -152,18 +152,18 @@ class _Service:
             self.ground.at(after(self.ground.now, AGAIN_SECONDS), self._begin)
 
     def _keep(self) -> None:
-        """Place the stages again if no member is left."""
+        """Assign the stages again if no member is left."""
         if not any(node.stages.held for node in self.nodes.values()):
             self._place()
         self.ground.at(after(self.ground.now, KEEP_SECONDS), self._keep)
 
     def _place(self) -> bool:
-        """Make peers hold the stages; return whether enough are up."""
+        """Make peers hold the stages; return whether enough peers are up."""
         wanted = self.service.stages * self.service.replicas
         up = [peer for peer in self.pool if peer in self.nodes]
         if len(up) < wanted:
             return False
-        # The last of the pool, since the first ones never go.
+        # From the end of the pool, because the first peers never leave.
         rows = [
             ServiceRow(peer, place % self.service.stages, False) for place, peer in enumerate(up[-wanted:])
         ]
@@ -195,7 +195,8 @@ class _Service:
         self.streams.stopped(peer)
 
     def leave(self, peer: PeerId, then: Callable[[], None]) -> None:
-        """Make others take over what a peer holds; `then` is called once they have, or it is gone."""
+        """Make others take over the stages that a peer holds. `then` is called once they have, or once the
+        peer is gone."""
         node = self.nodes.get(peer)
         if node is None:
             then()
@@ -244,11 +245,11 @@ class _Node:
         return self._service.runs.slowness(self.peer)
 
     def count(self, what: str) -> None:
-        """Count something of this service."""
+        """Increment a counter of this service."""
         self._service.counters[what] += 1
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Act at this time, at the thaw of a frozen peer, or never if it is gone."""
+        """Act at this time, at the thaw if the peer is frozen, or never if it is gone."""
         self._ground.at(when, self._when_awake, action)
 
     def _when_awake(self, action: Callable[[], None]) -> None:
@@ -273,7 +274,7 @@ class _Node:
 
     def _wake(self, planned: float) -> None:
         if planned != self._wake_at:
-            return  # superseded by an earlier wake
+            return  # an earlier wake has replaced this one
         self._wake_at, now = inf, self._ground.now
         self.turn([*self.provider.wake(now), *self._door.wake(now), *self.stages.wake(now)])
 
@@ -295,7 +296,7 @@ class _Node:
                     self._end(event)
 
     def receive(self, sender: PeerId, message: Any) -> None:
-        """Handle a message; one that no honest peer sends is a bug."""
+        """Handle a message. A message that no honest peer sends is a bug."""
         now, provider = self._ground.now, self.provider
         sends: list[tuple[PeerId, Any]] = []
         match message:
@@ -304,7 +305,7 @@ class _Node:
             case Open() | Leave() | Rest():
                 try:
                     sends = provider.receive(now, sender, message)
-                except RemoteProtocolError:  # a waiting stream reopened it already
+                except RemoteProtocolError:  # a stream that waited has already reopened it
                     return
             case Roll():
                 sends = self.stages.receive(now, sender, message)
@@ -430,5 +431,5 @@ class _Node:
 
 def _taken(core: Any) -> list[Any]:
     events = list(core.events)
-    core.events.clear()  # in place, since its parts share the list
+    core.events.clear()  # in place, because the core's parts share the list
     return events

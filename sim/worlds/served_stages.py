@@ -1,8 +1,8 @@
-"""The stages of a service that one peer holds in a world of cores, by the cores of `partition.serve`.
+"""The stages of a service that one peer holds in a world of cores, driven by the cores of `partition.serve`.
 
-A peer without a stage takes a missing one. If no such peer is left, a member takes it in addition, as a
-stopgap, and drops it once another answers. A leaving peer first makes another take its stage. Stages at one
-peer compute in turn.
+A peer without a stage takes over a missing one. If there is no such peer, a member takes it in addition, as a
+stopgap, and drops it once a new holder answers. A peer that leaves first makes another peer take over its
+stage. Stages at one peer compute one at a time.
 
 Not here: slots and memory (a peer has room for `stages_each`), and the start time of a process.
 """
@@ -25,14 +25,14 @@ from sim.network.instants import after, instant
 from sim.scenario.model import ServedModel
 
 READ_PART = 1 / 16
-"""The cost of a prompt's token relative to a decoded one."""
+"""The cost of a prompt's token relative to a generated one."""
 LOOK_SECONDS = 0.1
 
 Sends = list[tuple[PeerId, Any]]
 
 
 class StageOwner(Protocol):
-    """The peer that holds stages, as seen by them."""
+    """The peer that holds stages, as this module uses it."""
 
     peer: PeerId
     provider: SessionProvider
@@ -45,7 +45,7 @@ class StageOwner(Protocol):
     def slowness(self) -> float: ...
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Act at this time, at the thaw of a frozen peer, or never if it is gone."""
+        """Act at this time, at the thaw if the peer is frozen, or never if it is gone."""
 
     def turn(self, sends: Sends) -> None: ...
     def count(self, what: str) -> None: ...
@@ -58,7 +58,7 @@ class StageOwner(Protocol):
 
 
 class LoadedStage:
-    """One held stage, with the tokens of each session there."""
+    """One held stage, with the tokens of each of its sessions."""
 
     def __init__(self, number: int, upkeep: ServiceUpkeep) -> None:
         self.number = number
@@ -68,7 +68,7 @@ class LoadedStage:
 
 
 class PlayedStages:
-    """All stages of one life of a peer. `token_after` returns the true next token."""
+    """All stages that a peer holds between a start and a stop. `token_after` returns the true next token."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class PlayedStages:
         return [send for each in self.held for send in each.upkeep.lost(now, peer)]
 
     def listing(self) -> list[tuple[int, bool, int]]:
-        """Return the stages, whether each answers, and its sessions."""
+        """Return for each stage its number, whether it answers, and the number of its sessions."""
         sessions = self._owner.provider.sessions_of(self._service)
         return [(each.number, each.upkeep.is_ready, sessions) for each in self.held]
 
@@ -170,7 +170,7 @@ class PlayedStages:
         self._owner.turn(sends)
 
     def leave(self, then: Callable[[], None]) -> None:
-        """Drop all stages. Each one whose sessions would have to wait is kept until another peer answers for
+        """Drop all stages. A stage whose sessions would have to wait is kept until another peer answers for
         it. `then` is called afterwards, or after a node's time limit."""
         self._is_leaving = True
         until = self._owner.now + LEAVE_SECONDS_MAX
@@ -212,7 +212,8 @@ class PlayedStages:
     # Finding others
 
     def _recruit(self, held: LoadedStage, wanted: Recruit) -> None:
-        """Ask live peers without a stage, one by one, then members if none of these has it."""
+        """Ask live peers without a stage one by one; then ask members if none of these peers takes the
+        stage."""
         rows = held.upkeep.rows()
         free = self._free((*rows, *(ServiceRow(peer, 0, False) for peer in wanted.members)))
         asked = [peer for peer in free if peer not in wanted.failed] + stopgaps(wanted, self._owner.peer)

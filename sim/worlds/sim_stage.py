@@ -1,7 +1,7 @@
 """A member's stage of a run in a world of cores: its replica core, its sums, its all-reduce.
 
-It drives a `partition.steps.replica.Replica`, with a stage that sums integers. It computes one item at a
-time, in virtual time; a reduction or a filling ends when the others have answered.
+It drives a `partition.steps.replica.Replica` with a stage that sums integers. It computes one item at a time,
+in virtual time; reducing, or fetching missing data, ends when the others have answered.
 """
 
 from collections import deque
@@ -34,9 +34,9 @@ from sim.worlds.integer_stage import (
 from sim.worlds.run_context import Setting
 
 EARLY_PARTS_MAX = 4_096
-"""Kept parts of reductions that this replica has not begun, as in the node."""
+"""Maximum number of kept parts of reductions that this replica has not begun, as in the node."""
 FRAME_BYTES = 16 * 1024
-"""The size of a frame on the network: the activations of a small model."""
+"""The size of a frame on the network, as for the activations of a small model."""
 _TENSORS = (TensorHeader("uint8", (32,)),)
 _NO_DIGEST = bytes(HASH_BYTES)
 
@@ -45,7 +45,7 @@ Then = Callable[[IntegerState | None], None]
 
 @dataclass(frozen=True, slots=True)
 class SimFrameDraft:
-    """A frame without its signed part for a plan, so that it can be sent again under another plan."""
+    """A frame without its signed part for a plan, so that it can be sent again under a new plan."""
 
     step: int
     microbatch: int
@@ -55,7 +55,7 @@ class SimFrameDraft:
     data: bytes
 
     def opened(self, author: PeerId, plan: bytes, attempt: int) -> OpenedFrame:
-        """Return the frame as its receiver has it after the check."""
+        """Return the frame as its receiver has it after verification."""
         header = FrameHeader(
             plan,
             self.step,
@@ -90,8 +90,8 @@ class Hosted:
         restore: Callable[[bytes, Sequence[int], int, Then], None],
         failed: Callable[["Hosted"], None],
     ) -> None:
-        """`save` keeps a copy of the stage of a plan; `fetch` gets its state of a step from sources, and
-        `restore` from a checkpoint; `failed` is called with this stage when it cannot continue."""
+        """`save` keeps a copy of the stage of a plan. `fetch` gets its state after a step from other peers,
+        and `restore` from a checkpoint. `failed` is called with this stage when it cannot continue."""
         number = plan.stage_of(me)
         assert number is not None
         self.stage = SummingSpan(plan, number, setting.training.stages, setting.run)
@@ -124,19 +124,19 @@ class Hosted:
         if not isinstance(message, Part):
             self._pass_on(self.core.receive(self._setting.ground.now, sender, message))
         elif self._reduction is None or message.key != self._key_now:
-            self._early_parts.append((sender, message))  # ahead of us, or of a finished reduction
+            self._early_parts.append((sender, message))  # of a reduction that is ahead of us, or has finished
         elif self.core.is_replica(sender):
             self._take_part(sender, message)
 
     def reconnected(self, peer: PeerId) -> None:
-        """Repeat the messages that may have been lost: a stream to `peer` is open again."""
+        """Repeat the messages that may have been lost, because a stream to `peer` is open again."""
         self._pass_on(self.core.reconnected(peer))
         for receiver, part in self._parts_sent:
             if receiver == peer:
                 self._send(receiver, part)
 
     def state(self, step: int) -> IntegerState | None:
-        """Return the state for others to copy; None if it is not of that step."""
+        """Return the state for others to copy; None if it is that of a different step."""
         return self.stage.state if self.core.step == step == self.stage.state.step else None
 
     def _pass_on(self, sends: Sequence[tuple[PeerId, Any]]) -> None:
@@ -161,7 +161,7 @@ class Hosted:
     # Work for the core
 
     def go_on(self) -> None:
-        """Begin the next work item, unless one is under way."""
+        """Begin the next work item, unless one is in progress."""
         while self._work is None and not self.is_failed:
             work = self._work = self.core.next(self._setting.ground.now)
             if work is None:
@@ -171,7 +171,7 @@ class Hosted:
     def _begin(self, work: core.WorkItem) -> None:
         match work:
             case core.ForwardReady():
-                # The last stage runs its backward pass at once.
+                # The last stage runs its backward pass immediately.
                 self._compute(work, 3 if work.train and self.core.is_last else 1)
             case core.BackwardReady():
                 self._compute(work, 2)
@@ -216,7 +216,7 @@ class Hosted:
                 self.stage.discard()
                 sends = self.core.discarded(work)
             case _:
-                raise AssertionError(f"{work} does not end by itself")
+                raise AssertionError(f"{work} is not ended by a timer")
         self._pass_on(sends)
 
     def _forward(self, work: core.ForwardReady) -> Sends:
@@ -256,7 +256,7 @@ class Hosted:
         if stage.state != setting.truth.state(work.step + 1, stage.units):
             raise Broken(
                 "sums",
-                f"{setting.name(self._me)} has other sums than the undisturbed run after step {work.step} of"
+                f"{setting.name(self._me)} has different sums from the undisturbed run after step {work.step} of"
                 f" run {setting.number}, in stage {stage.index + 1} of {stage.stages}",
             )
         self._reduction = None
@@ -286,7 +286,7 @@ class Hosted:
         try:
             self._send_parts(self._reduction.receive(sender, part))
         except RemoteProtocolError:
-            return  # the part fits nowhere: the sum continues without it
+            return  # the part does not fit, so the sum continues without it
         self._end_reduction()
 
     def _send_parts(self, sends: list[tuple[PeerId, Part]]) -> None:
@@ -298,7 +298,7 @@ class Hosted:
         work, reduction = self._work, self._reduction
         if not isinstance(work, core.ReduceReady) or reduction is None or not reduction.done:
             return
-        # The machine is kept until the next one: a member may still need our parts.
+        # The reduction is kept until the next one, because a member may still need our parts.
         self._work = None
         total = tuple(int(number) for number in reduction.total)
         squared_norm = self.stage.total(total)
@@ -309,9 +309,9 @@ class Hosted:
     def _fill(self, work: core.FillReady) -> None:
         def take(state: IntegerState | None) -> None:
             if self._work is not work:
-                return  # a new plan names other sources, or another checkpoint
+                return  # a new plan names different sources, or a different checkpoint
             if state is None:
-                self.fail(f"nobody handed over the state of step {work.step}")
+                self.fail(f"no peer handed over the state of step {work.step}")
                 return
             self._work = None
             self.stage.restore(state)

@@ -1,11 +1,11 @@
 """A world of whole nodes: up to about a hundred `node.Node`s in one process, on simulated seams under trio.
 
 The protocols, their framing and signatures, the plans, the checkpoints and the arithmetic of stages are real.
-Time, the network, the disks and the duration of computing are virtual. The same seed is the same world to the
-bit on every machine (`sim.worlds.scheduling`).
+Time, the network, the disks and the duration of computing are virtual. The same seed gives the same world to
+the bit on every machine (`sim.worlds.scheduling`).
 
 `sim.worlds.script` and the scenario's runs direct it, as in a world of cores. Each order is carried out after
-all that nodes do at the same instant.
+everything that nodes do at the same instant.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ from sim.worlds.timers import Agenda
 
 OURS = Cores()
 STALL_SECONDS = 20.0
-"""A stream over a split stalls this long before both kernels drop it; a node may drop it earlier."""
+"""How long a stream over a split stalls before both kernels drop it; a node may drop it earlier."""
 FOLDER = Path("/simulated")
 
 
@@ -80,19 +80,21 @@ class StackWorld:
         self, scenario: Scenario, seed: int, publish: Callable[[Observation], None], *, cores: Cores = OURS
     ) -> None:
         if dataclasses.replace(cores, swim=OURS.swim, kademlia=OURS.kademlia) != OURS:
-            raise UsageError("whole nodes take other cores for membership (swim) and records (kademlia) only")
+            raise UsageError(
+                "whole nodes accept replaced cores only for membership (swim) and records (kademlia)"
+            )
         self.scenario = scenario
         self.seed = seed
         self.cores = cores
         self.links = SimLinks(scenario.network, seed)
-        # Whole nodes sign by themselves, so they need real keys.
+        # Whole nodes create their own signatures, so they need real keys.
         signed = msgspec.structs.replace(scenario, signatures="ed25519")
         self.roster = WorldRoster(signed, seed, self._region)
         self.lives: dict[PeerId, NodeLife] = {}
         self.medium = SimNetworkFabric(self.links, stall_seconds=STALL_SECONDS)
         for number, peer in enumerate(self.peers):
             self.links.place(peer, number)
-            self.medium.attach(peer).die()  # each then has the address of its number
+            self.medium.attach(peer).die()  # so that each peer gets the address of its number
         self._publish = publish
         self._runs = StackRuns(self)
         self._agenda = Agenda()
@@ -146,7 +148,7 @@ class StackWorld:
                 self._nursery.cancel_scope.cancel()
 
     async def _direct(self) -> None:
-        """Carry out due orders, each after all that nodes do at that instant."""
+        """Carry out due orders, each after everything that nodes do at that instant."""
         end = self.scenario.seconds
         while self._failure is None and (self._agenda.due <= end or self.now < end):
             await self._alarm.sleep_until(min(self._agenda.due, end))
@@ -378,11 +380,11 @@ class StackWorld:
     def _through(self, life: NodeLife) -> Address | None:
         """Return the address of a running peer, chosen by the seed."""
         other = first_to_dial(self, life)
-        # Without another peer, it is itself the network.
+        # If there is no other peer, this one is itself the network.
         life.entered = life.entered or other is None
         if other is not None:
             return self.roster.address(other.number)
-        # A peer that cannot be dialled has to dial. Even the first one dials a peer that may come later.
+        # A peer that cannot be dialled must dial. Even the first one dials a peer that may come later.
         is_behind = self.links.at(life.peer).nat is not None
         return self.roster.address((life.number + 1) % len(self.peers)) if is_behind else None
 
@@ -400,7 +402,7 @@ class StackWorld:
         if self.lives.get(life.peer) is not life:
             return
         if isinstance(event, JoinTried) and event.outcome not in ("ok", "self"):
-            # A user would ask others for another address.
+            # A user would ask others for a different address.
             through = self._through(life)
             if through is not None:
                 life.node.joining.add(through)

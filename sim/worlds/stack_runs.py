@@ -1,6 +1,6 @@
 """The runs of a world of whole nodes: requested at their times, reported, and checked for their accuracy.
 
-Not here: translation of node events (`sim.worlds.run_events`).
+Not here: the conversion of node events (`sim.worlds.run_events`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ class StackRuns:
         )
 
     def pass_seconds(self, run: bytes) -> float:
-        """Return the duration of a pass in the run of this random key; 0 if unknown."""
+        """Return the duration of a pass in the run with this random key; 0 if unknown."""
         for trained in self.words.runs.values():
             if trained.run.random_key == run:
                 return trained.training.pass_seconds
@@ -73,5 +73,5 @@ class StackRuns:
         for training in self._world.scenario.runs:
             mine = [trained for trained in self.words.runs.values() if trained.training is training]
             if training.accuracy and not any((run.accuracy or 0.0) >= training.accuracy for run in mine):
-                found = "; ".join(run.standing for run in mine) or "it was never asked for"
+                found = "; ".join(run.standing for run in mine) or "the run was never submitted"
                 raise Broken("accuracy", f"want {training.accuracy:g}: {found}")

@@ -1,10 +1,11 @@
-"""The Executor seam of a node in a stack: real arithmetic, modelled time, and the observed contents of sums.
+"""The Executor seam of a node in a stack: real arithmetic, modelled time, and a record of the contents of
+sums.
 
-A request to a stage is computed at once, then takes the time of the cost model: operations over the peer's
-rate for passes, bytes over its memory's rate for the rest. If a scenario gives the time of a pass, all times
-are scaled by it.
+A request to a stage is computed immediately, then takes the time of the cost model: operations divided by the
+peer's rate for passes, bytes divided by its memory's rate for the rest. If a scenario gives the time of a
+pass, all times are scaled by it.
 
-A stage's admission is computed once in a process, since it is equal for all its nodes.
+A stage's admission is computed once per process, since it is the same for all nodes.
 """
 
 from collections.abc import Callable
@@ -23,10 +24,10 @@ from sim.executor import SimExecutor, SimStage
 from sim.network.pace import PeerPace
 
 BYTES_PER_FLOP = 2.0
-"""Memory bytes that a core moves in the time of one operation: 10 GB/s at 5 GFLOP/s."""
+"""Bytes that a core moves from or to memory in the time of one operation: 10 GB/s at 5 GFLOP/s."""
 SUMMED, STEPPED = 3, 6
-"""Memory passes of the gradients' bytes: two sums and their result; totals, gradients, and parameters and
-moments in and out."""
+"""Number of passes over the gradients' bytes in memory. Summing: two sums and their result. Stepping: totals,
+gradients, and parameters and moments, read and written."""
 KNOWN_STAGES_MAX = 64
 
 Applied = Callable[[api.StageSpecification, int, tuple[int, ...]], None]
@@ -87,9 +88,10 @@ def _admitted(specification: bytes) -> tuple[api.StageSpecification, float]:
 
 
 class StageCost:
-    """The cost of one stage's requests in seconds: a forward pass takes `forward_seconds`.
+    """The cost of one stage's requests in seconds; a forward pass takes `forward_seconds`.
 
-    `natural_seconds` is the time derived from operations; times by bytes are scaled in proportion.
+    `natural_seconds` is the time derived from operations. Times derived from bytes are scaled in the same
+    proportion.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class StageCost:
         self._seconds_per_byte = stretch / bytes_per_second
 
     def seconds(self, request: api.Request) -> float:
-        """Return the seconds of a request: computing takes time, freeing memory does not."""
+        """Return the seconds of a request. Computing takes time; freeing memory does not."""
         match request:
             case api.Forward():
                 goes_back = request.train and self._is_last
@@ -122,8 +124,7 @@ class StageCost:
 
 
 class WatchedStage:
-    """A stage that behaves as `stage` does, and records from its answers which micro-batches are in the
-    sums."""
+    """A stage that behaves like `stage`, and records from its answers which micro-batches are in the sums."""
 
     def __init__(self, specification: api.StageSpecification, stage: Stage, applied: Applied) -> None:
         entry = specification.graph.entries[0]

@@ -1,8 +1,9 @@
 """Ordered streams between the members of one run in a world of cores, and requests with answers.
 
-Streams are modelled by opening, breaking and redialling, without bytes. An open stream loses nothing. When
-its receiver stops or a split separates the two, it breaks: messages under way are lost and later ones wait.
-The sender redials until the stream opens, and is then notified. A request fails at once when the path breaks.
+Opening, breaking and redialling of streams are modelled, but not their bytes. An open stream loses nothing.
+It breaks when its receiver stops or a split separates the two peers. Messages in flight are then lost, and
+later ones wait. The sender redials until the stream opens, and is then notified. A request fails immediately
+when the path breaks.
 """
 
 from collections import deque
@@ -15,11 +16,11 @@ from crypto.identity import PeerId
 from sim.seeds import draw
 
 RETRY_SECONDS_MAX = 2.0
-"""The pause between two dial attempts, as in a node's links."""
+"""Maximum pause between two dial attempts, as in a node's links."""
 UNREACHABLE_SECONDS = 0.5
-"""The time until a peer learns that its request cannot reach another."""
+"""How long it takes until a peer learns that its request cannot reach the other peer."""
 DIAL_TRIPS = 3
-"""One-way trips before the first message of a new stream: TCP, then Noise."""
+"""Number of one-way trips before the first message of a new stream: TCP, then Noise."""
 
 Deliver = Callable[[PeerId, PeerId, Any], None]
 Answer = Callable[[Any], None]
@@ -35,7 +36,7 @@ class StreamEnvironment(Protocol):
         """Call `action` at that instant; calls of one instant are made in the order of scheduling."""
 
     def connected(self, one: PeerId, other: PeerId) -> bool:
-        """Return whether both run and reach each other."""
+        """Return whether both peers run and reach each other."""
 
     def carry(self, sender: PeerId, receiver: PeerId, size_bytes: int, land: Callable[[float], None]) -> None:
         """Send `size_bytes` now; `land` is called with their arrival time, before that instant."""
@@ -51,12 +52,12 @@ class _Stream:
     is_open: bool = False
     was_open: bool = False
     dials: int = 0
-    """Only the latest dial counts."""
+    """Number of dials so far; only the latest one counts."""
     broken_at: float = 0.0
     on_way: deque[Any] = field(default_factory=deque)
     waiting: deque[tuple[Any, int]] = field(default_factory=deque)
     life: int = 0
-    """Counts breaks: messages of an earlier connection do not arrive."""
+    """Number of breaks so far; messages from before the latest break do not arrive."""
 
 
 @dataclass(eq=False)
@@ -68,7 +69,7 @@ class _Question:
 
 class Streams:
     """The streams of one run. `deliver(sender, receiver, message)` takes messages; `reconnected(sender,
-    receiver)` is called for streams that are open again."""
+    receiver)` is called when a stream is open again."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class Streams:
         self._dials = 0
 
     def send(self, sender: PeerId, receiver: PeerId, message: Any, size_bytes: int) -> None:
-        """Send a message; a message to oneself uses no network."""
+        """Send a message. A message to the sender itself does not use the network."""
         stream = self._streams.get((sender, receiver))
         if stream is None:
             stream = self._streams[sender, receiver] = _Stream(sender, receiver)
@@ -102,8 +103,9 @@ class Streams:
         self, asker: PeerId, peer: PeerId, size_bytes: int, seconds: float, put: Callable[[Answer], None],
         done: Answer,
     ) -> None:  # fmt: skip
-        """Send a request on its own stream. `put` is called at the other end with a function to answer, now
-        or later. `done` receives the answer, or None if there is none within `seconds` or the path breaks."""
+        """Send a request on a stream of its own. `put` is called at the remote end with a function to answer,
+        now or later. `done` receives the answer, or None if there is none within `seconds` or the path
+        breaks."""
         ground, question = self._ground, _Question(asker, peer, done)
         self._questions[question] = None
         if not ground.connected(asker, peer):
@@ -171,7 +173,8 @@ class Streams:
         self._ground.at(self._ground.now + pause, lambda: trip(DIAL_TRIPS))
 
     def _is_current(self, stream: _Stream, number: int) -> bool:
-        """Return whether a dial is the latest and may succeed; a failed one is repeated after a change."""
+        """Return whether a dial is the latest one and may succeed; a failed one is repeated after a
+        change."""
         is_held = self._streams.get((stream.sender, stream.receiver)) is stream
         may_open = is_held and not stream.is_open and stream.dials == number
         return may_open and self._ground.connected(stream.sender, stream.receiver)
@@ -195,7 +198,8 @@ class Streams:
     def _carry_to(
         self, sender: PeerId, receiver: PeerId, size_bytes: int, action: Callable[[], None]
     ) -> None:
-        """Call `action` when this many bytes, sent now, have arrived; at once from a peer to itself."""
+        """Call `action` when this many bytes, sent now, have arrived; immediately if a peer sends to
+        itself."""
         ground = self._ground
         if sender == receiver:
             ground.at(ground.now, action)

@@ -1,7 +1,7 @@
-"""A scenario's training run as a user requests it: model, data, manifest, submission.
+"""A scenario's training run, requested as by a user: model, data, manifest, submission.
 
-The model is captured as by the command `train`, once in a process before the world plays, since that takes
-seconds. Data is real: scikit-learn's digits, a text file, or a folder of arrays.
+The model is captured like by the command `train`, once per process and before the world plays, since that
+takes seconds. The data is real: scikit-learn's digits, a text file, or a folder of arrays.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,16 @@ from node.runtime import Node
 from sim.scenario import TrainingScenario
 
 MICROBATCH = 32
-"""Samples in a micro-batch."""
+"""Number of samples in a micro-batch."""
 AGAIN_SECONDS = 5.0
-"""The pause before a user retries after no plan was decided, because no peer had a slot or one died."""
+"""How long a user waits before a retry if no plan was decided, because no peer had a slot or one died."""
 KNOWN_MODELS_MAX = 8
 
 
 @dataclass(frozen=True)
 class SubmittedModel:
-    """A captured model as `node.content.graphs` takes it: a graph, and initial values if it has any."""
+    """A captured model in the form that `node.content.graphs` accepts: a graph, and initial values if it has
+    any."""
 
     graph: bytes
     values: bytes | None
@@ -69,7 +70,7 @@ def run_file_of(training: TrainingScenario, seed: int) -> RunFile:
 
 
 def capture(training: TrainingScenario) -> SubmittedModel:
-    """Capture the model. Raises UsageError if there is none of this name, or it cannot be captured."""
+    """Capture the model. Raises UsageError if no model has this name, or if it cannot be captured."""
     return _capture(training.model, training.data)
 
 
@@ -86,7 +87,7 @@ def _capture(model: str, data: str) -> SubmittedModel:
 async def submit(
     node: Node, training: TrainingScenario, captured: SubmittedModel, seed: int, made: Callable[[Run], None]
 ) -> None:
-    """Make `node` request the run, again if no plan is decided. `made` is called with each manifest.
+    """Make `node` request the run, and again while no plan is decided. `made` is called with each manifest.
 
     Raises:
         UsageError: the data is missing, or does not fit the model.

@@ -1,4 +1,4 @@
-"""Sequential code of a peer in a world of cores: generators that wait for time, or for answers.
+"""Sequential code of a peer in a world of cores: generators that wait for a time or for answers.
 
 A task yields a `Wait` and is resumed with its result. The task of a stopped peer is closed; that of a frozen
 peer continues at the thaw.
@@ -14,7 +14,7 @@ Task = Generator[Wait, Any, Any]
 
 
 class Tasks:
-    """The tasks of one life of a peer. `when_awake` calls a function now, or at the thaw."""
+    """The tasks of a peer between a start and a stop. `when_awake` calls a function now, or at the thaw."""
 
     def __init__(self, when_awake: Callable[[Callable[[], None]], None]) -> None:
         self.is_over = False
@@ -36,7 +36,7 @@ class Tasks:
 
 
 def gather(waits: Sequence[Wait]) -> Wait:
-    """Return a wait for all of these, with the answers in order."""
+    """Return a wait for all of these waits; its result is their results in order."""
 
     def wait(resume: Resume) -> None:
         answers: list[Any] = [None] * len(waits)

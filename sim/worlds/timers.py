@@ -1,4 +1,4 @@
-"""The agenda of a world: a heap of calls by instant, then by scheduling order."""
+"""The agenda of a world: a heap of calls, sorted by instant and then by the order of scheduling."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from sim.network.instants import instant
 
 
 class Agenda:
-    """Pending calls."""
+    """Pending calls, sorted by instant."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []

@@ -1,4 +1,5 @@
-"""A trainer of a run in a world of cores under one plan: it feeds and, as the first, commits.
+"""A trainer of a run in a world of cores under one plan: it feeds samples and, if it is the first trainer,
+commits.
 
 It drives a `partition.steps.feeder.Feeder`, and a `partition.steps.committer.Committer` whose events
 `partition.run.verdicts` judges. Each plan has its own trainer.
@@ -22,26 +23,27 @@ from sim.worlds.run_context import Setting
 from sim.worlds.sim_stage import SimFrameDraft
 
 EVALUATIONS = 4
-"""Held-out micro-batches at the end of a run."""
+"""Number of held-out micro-batches evaluated at the end of a run."""
 INF = float("inf")
 
 
 class Shell(Protocol):
-    """The member that trains."""
+    """The member that trains, as the trainer uses it."""
 
     def send(self, peer: PeerId, message: Any) -> None: ...
     def later(self, seconds: float, action: Callable[[], None]) -> None: ...
     def absent(self, peer: PeerId, reason: str) -> None:
-        """Drop this peer from the next plan."""
+        """Leave this peer out of the next plan."""
 
     def committed_steps(self, step: int) -> None:
-        """Note that `step` steps are committed."""
+        """Record that `step` steps are committed."""
 
     def paused(self, step: int) -> None:
-        """Note that no step is open."""
+        """Record that no step is open."""
 
     def trained(self, reason: str | None) -> None:
-        """Note that the last step is committed and evaluated; or why it never will be."""
+        """Record that the last step is committed and evaluated, or the `reason` why that will never
+        happen."""
 
 
 class Trainer:
@@ -59,7 +61,7 @@ class Trainer:
         self._commit: StepCommit | None = None
 
     def begin(self, newest: tuple[bytes, int] | None) -> None:
-        """Start committing, if this trainer does that. `newest` is the newest checkpoint."""
+        """Start to commit, if this is the committing trainer. `newest` is the newest checkpoint."""
         setting, training = self._setting, self._setting.training
         if self._plan.committer != self._me:
             return
@@ -79,12 +81,12 @@ class Trainer:
         self._shell.later(setting.settings.start_seconds_max, self._give_up)
 
     def stop(self) -> None:
-        """Stop: another plan is in force, or the run is over."""
+        """Stop, because a new plan is in force or the run is over."""
         self.is_over = True
         self.core = None
 
     def _give_up(self) -> None:
-        """Drop replicas from the next plan that have not opened their stage in time."""
+        """Leave replicas out of the next plan that have not opened their stage in time."""
         if self.core is not None:
             self._lost(self._verdicts.late(self.core.phase, self._setting.settings.start_seconds_max))
 
@@ -192,7 +194,7 @@ class Trainer:
         setting.check_loss(event.step, event.loss)
         self._shell.committed_steps(event.step + 1)
         if commit is None or event.attempt not in attempts(plan):
-            return  # committed under the last plan, and only reported again
+            return  # committed under the previous plan, and only reported again
         counted = tuple(
             tuple((PeerId(row.replica), row.microbatches) for row in commit.replicas if row.stage == stage)
             for stage in range(len(plan.stages))

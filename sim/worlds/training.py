@@ -1,9 +1,9 @@
 """The runs of a world of cores: real plan and step cores of every member, with stages that sum integers.
 
 Starts, stops, freezes and slow-downs of peers, and events of their membership cores, are received as they are
-published; all else happens on the world's agenda. A peer's own membership core decides which peers are alive
-for it. Results are compared with the truth after every applied step, in every stage, and at the end of the
-run: `Broken` names the difference.
+published; everything else happens on the world's agenda. A peer's own membership core decides which peers are
+alive for it. Results are compared with the undisturbed run after every applied step, in every stage, and at
+the end of the run: `Broken` names the difference.
 
 Not here: placement (the first plan is given to the peers that are up at the start), leases and data.
 """
@@ -35,11 +35,11 @@ from sim.worlds.run_messages import Disk, Question
 from sim.worlds.streams import Answer, Streams
 
 LAYERS = 4
-"""The layers of each stage, whose borders may move."""
+"""Number of layers of each stage, whose borders may move."""
 LOOK_SECONDS = 0.1
 """Interval at which a leaving peer checks whether the others continue without it."""
 AGAIN_SECONDS = 1.0
-"""The pause before a run is retried that cannot be placed because too few members are up."""
+"""How long to wait before a run is tried again that cannot be placed because too few members are up."""
 
 
 class RunsGround(WorldEnvironment, Protocol):
@@ -50,10 +50,10 @@ class RunsGround(WorldEnvironment, Protocol):
     def name(self, peer: PeerId) -> str: ...
     def latency_seconds(self, one: PeerId, other: PeerId) -> float: ...
     def host(self, life: Life, core: Core, protocol: str) -> None:
-        """Let a core act for this life from now on."""
+        """Let a core act for the peer from now on."""
 
     def local_now(self, peer: PeerId) -> float:
-        """Return the time by the peer's own clock."""
+        """Return the time of the peer's own clock."""
 
     def carry(
         self, sender: PeerId, receiver: PeerId, size_bytes: int, land: Callable[[float], None]
@@ -61,8 +61,8 @@ class RunsGround(WorldEnvironment, Protocol):
 
 
 class TrainingRuns:
-    """All runs of a scenario in one world. The world calls `network_changed`; all else arrives as events. It
-    also is the environment of the streams (`sim.worlds.streams.StreamEnvironment`)."""
+    """All runs of a scenario in one world. The world calls `network_changed`; everything else arrives as
+    events. The class is also the environment of the streams (`sim.worlds.streams.StreamEnvironment`)."""
 
     def __init__(self, ground: RunsGround) -> None:
         self.counters: Counter[str] = Counter()
@@ -120,14 +120,14 @@ class TrainingRuns:
 
     def _started(self, life: Life, event: PeerStarted) -> None:
         if life.peer in self._of:
-            self._alive[life.peer] = {life.peer: True}  # its membership core knows no other peer yet
+            self._alive[life.peer] = {life.peer: True}  # the new membership core knows no other peer yet
             for run in self._of[life.peer]:
                 run.started(life.peer, remembers=event.remembers)
 
     def _stopped(self, life: Life, event: PeerStopped) -> None:  # noqa: ARG002 - the shape of a handler
         for run in self._of.get(life.peer, ()):
             run.stopped(life.peer)
-        if life.peer in self._providers:  # its disk holds only the promises for stages
+        if life.peer in self._providers:  # the provider's disk holds only its promises for stages
             self._providers[life.peer] = self._provider(life.peer, self.provider(life.peer).slots)
         self._thaws.pop(life.peer, None)
 
@@ -138,8 +138,8 @@ class TrainingRuns:
         self._slowness[life.peer] = event.factor
 
     def leave(self, peer: PeerId, then: Callable[[], None]) -> None:
-        """Make the other members take over the parts of `peer` in its runs. `then` is called once they have,
-        or after a node's time limit."""
+        """Make other members take over the parts of `peer` in its runs. `then` is called once they have, or
+        after a node's time limit."""
         members = [member for run in self._of.get(peer, ()) if (member := run.member(peer)) is not None]
         until = self.now + self.settings.leave_seconds_max
 
@@ -154,7 +154,7 @@ class TrainingRuns:
         look()
 
     def standing(self, number: int) -> Mapping[PeerId, str]:
-        """Return the state of each live member of a run, to find out why it hangs."""
+        """Return a text about the state of each live member of a run, to find out why the run hangs."""
         return self._runs[number].standing
 
     # Environment of streams
@@ -186,20 +186,20 @@ class TrainingRuns:
         return peer in self._ground.lives
 
     def publish(self, peer: PeerId, event: Any) -> None:
-        """Publish to all watchers. Raises Broken, from one of them."""
+        """Publish an event to all watchers. Raises Broken, from a watcher."""
         self._ground.tell(self._ground.lives[peer], event)
 
     def alive(self, peer: PeerId) -> Mapping[PeerId, bool]:
-        """Return which peers of any run live, as known to `peer`."""
+        """Return which peers of any run are alive according to `peer`."""
         return self._alive.get(peer, {})
 
     def slowness(self, peer: PeerId) -> float:
-        """Return the factor by which it computes slower than usual."""
+        """Return the factor by which the peer computes slower than normal."""
         return self._slowness.get(peer, 1.0)
 
     def recut(self, peer: PeerId, wanted: Callable[[Plan], Change | None]) -> None:
-        """Make `peer` move borders or add stages in the runs that it commits, as `wanted` decides from the
-        plan in force."""
+        """Make `peer` move borders or add stages in the runs that it commits. `wanted` decides on the change
+        from the plan in force."""
         for run in self._of.get(peer, ()):
             member = run.member(peer)
             if member is not None and member.plan is not None and (change := wanted(member.plan)) is not None:
@@ -305,7 +305,7 @@ class _Run:
         if self._has_begun:
             disk = self._disks.get(peer)
             if disk is not None and not remembers:
-                # In the run it may have voted on an unknown plan.
+                # In the run before the restart, it may have voted on a plan that is no longer known here.
                 self._disks[peer] = Disk()
                 self._forgetful.add(peer)
             member = self._make(peer, has_forgotten=peer in self._forgetful)
@@ -374,10 +374,10 @@ class _Run:
 def first_plan(
     run: bytes, training: TrainingScenario, requester: PeerId, up: Sequence[PeerId]
 ) -> Plan | None:
-    """Return the plan of height 0 of the live peers; None while they are too few.
+    """Return the plan of height 0 with the live peers; None while they are too few.
 
-    The requester commits. Stages are dealt to the others in turn, and to the requester if they are too few.
-    Remaining peers are on the roster without a stage. Each further trainer is a replica.
+    The requester commits. Stages are dealt to the others in turn, and to the requester as well if they are
+    too few. The remaining peers are on the roster without a stage. Each additional trainer is a replica.
     """
     others = [peer for peer in up if peer != requester]
     wanted = training.stages * training.replicas

@@ -1,4 +1,4 @@
-"""Actions of one simulated peer: a dead peer does nothing, a frozen one acts when it thaws."""
+"""Actions of one simulated peer. A dead peer does nothing, and a frozen one acts when it thaws."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from sim.worlds.streams import Answer
 
 
 class LifeTurns:
-    """Actions of a peer between one start and its end. `settle` runs after each action."""
+    """The actions of a peer between a start and a stop. `settle` runs after each action."""
 
     def __init__(self, setting: Setting, me: PeerId) -> None:
         self.me = me
@@ -24,14 +24,14 @@ class LifeTurns:
 
     @property
     def now(self) -> float:
-        """Virtual seconds."""
+        """The time in virtual seconds."""
         return self.setting.ground.now
 
     def settle(self) -> None:
-        """Do all that follows from an action."""
+        """Do everything that follows from an action."""
 
     def turn(self, action: Callable[[], None]) -> None:
-        """Act as this peer, now or at the thaw; then settle."""
+        """Act as this peer, now or at the thaw, and then settle."""
         ground = self.setting.ground
         if not self._is_alive:
             return
@@ -43,12 +43,12 @@ class LifeTurns:
         self.settle()
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Act after some seconds, if this life lasts that long."""
+        """Act after this many seconds, if the peer has not stopped by then."""
         ground = self.setting.ground
         ground.at(instant(ground.now + seconds), lambda: self.turn(action))
 
     def stop(self) -> None:
-        """End this life's turns."""
+        """End the actions of this life."""
         self._is_alive = False
 
     def send(self, peer: PeerId, message: Any) -> None:
@@ -61,7 +61,7 @@ class LifeTurns:
             self.send(peer, message)
 
     def ask(self, peer: PeerId, question: Question, seconds: float, done: Answer) -> None:
-        """Send a request; `done` receives the answer, or None."""
+        """Send a request. `done` receives the answer, or None if there is none."""
         size = STATE_BYTES if isinstance(question, FetchState | FetchCopy) else MESSAGE_BYTES
 
         def put(answer: Answer) -> None:

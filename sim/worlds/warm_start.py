@@ -1,11 +1,12 @@
-"""A long-running swarm for scenarios that ask for it: its peers know each other from the first instant.
+"""A warm start, for scenarios that ask for it: the peers know each other from the first instant, as in a
+swarm that has run for long.
 
-Playing a swarm's start is costly and answers another question: every peer passes on each of n facts, which
-takes minutes of virtual time, and all first refreshes of the DHT coincide. Instead each peer receives the
-messages that would have taught it the outcome, so that a user's own cores learn it as well. Its membership
-core gets the facts of all peers that it should list. Its DHT core gets contacts drawn uniformly for each
-bucket and its replacement cache, which exchanged pings with it within the last refresh interval. The cores'
-replies are not sent. No message carries the depth of a scope, so it is set.
+To play a swarm's start is costly, and it answers a different question: every peer passes on each of n facts,
+which takes minutes of virtual time, and all first refreshes of the DHT coincide. Instead each peer receives
+the messages that would have taught it the outcome, so a user's own cores learn it as well. Its membership
+core gets the facts of all peers that it should list. Its DHT core gets contacts, drawn uniformly for each
+bucket and its replacement cache, as if it had exchanged pings with them within one refresh interval. The
+cores' replies are not sent. No message carries the depth of a scope, so it is set directly.
 """
 
 from bisect import bisect_left
@@ -48,13 +49,13 @@ class Acquaintance:
         self._membership = membership
         self._discovery = discovery
         self._scoped = scoped
-        # By place in the key space, since neighbourhoods and buckets are ranges of it.
+        # In the order of the key space, since neighbourhoods and buckets are ranges of it.
         self._lives = sorted(ground.lives.values(), key=lambda life: node_number(life.peer))
         self._numbers = [node_number(life.peer) for life in self._lives]
         self._texts = [dht.address_texts((roster.address(life.number),)) for life in self._lives]
 
     def make(self) -> None:
-        """Exchange all facts and contacts, at this instant."""
+        """Exchange all facts and contacts at this instant."""
         facts = [self._own_fact(life) for life in self._lives]
         for place, life in enumerate(self._lives):
             self._meet(life, place)
@@ -64,7 +65,7 @@ class Acquaintance:
     # The member list
 
     def _own_fact(self, life: Life) -> Fact:
-        """Return a peer's fact about itself, as it sends it on request."""
+        """Return a peer's fact about itself, as the peer sends it on request."""
         heard: list[Fact] = []
         stranger = PeerId(bytes(len(life.peer)))
 
@@ -76,7 +77,9 @@ class Acquaintance:
 
         self._ground.command(life, SWIM, ask)
         if not heard:
-            raise LocalProtocolError("start.acquainted: a membership core that answers no Sync with its fact")
+            raise LocalProtocolError(
+                "start.acquainted: the membership core did not answer a Sync with its own fact"
+            )
         return heard[0]
 
     def _list(self, life: Life, place: int, facts: Sequence[Fact]) -> None:
@@ -91,7 +94,7 @@ class Acquaintance:
             if self._scoped:
                 core.scope.depth = depth
             if hasattr(core, "acquaint"):
-                core.acquaint(now, teller, told)  # otherwise it would first ping each of them
+                core.acquaint(now, teller, told)  # without this, it would first ping each of them
             else:
                 core.receive(now, teller, everything)
             return []
@@ -118,7 +121,7 @@ class Acquaintance:
             near = range(first, end)
             self._know(life, rng.sample(near, min(count, len(near))), ago_seconds)
             first, end = self._range(own, depth + 1)
-            if end - first <= 1:  # only this peer
+            if end - first <= 1:  # the range contains only this peer
                 break
 
     def _know(self, life: Life, places: Sequence[int], ago_seconds: float) -> None:

@@ -151,14 +151,14 @@ def test_an_invalid_value_is_named_with_its_line(tmp_path: Path, text: str, comp
 @pytest.mark.parametrize(
     ("text", "line", "complaint"),
     [
-        ("[churn]\npermanent = 101", 4, "churn.permanent = 101: there are 100 nodes"),
-        ("[start]\nlate_share = 0.5", 4, "start.late_share keeps peers back, and no event of kind join"),
-        ("[start]\nacquainted = true", 4, "start.acquainted: all start at once then, so it takes start."),
+        ("[churn]\npermanent = 101", 4, "churn.permanent = 101: there are only 100 nodes"),
+        ("[start]\nlate_share = 0.5", 4, "start.late_share keeps peers back, but no event of kind join"),
+        ("[start]\nacquainted = true", 4, "start.acquainted: all peers start at the same time. Set start."),
         (
             "[start]\nspread_seconds = 0\nacquainted = true\n"
             '[[network.access]]\nshare = 0.5\nnat = "full-cone"',
             5,
-            "start.acquainted: who is behind a translator has to find that out first",
+            "start.acquainted: peers behind a translator must find that out first",
         ),
         (
             "[start]\nspread_seconds = 0\nacquainted = true\n"
@@ -169,17 +169,17 @@ def test_an_invalid_value_is_named_with_its_line(tmp_path: Path, text: str, comp
         (
             'fidelity = "stack"\n[start]\nspread_seconds = 0\nacquainted = true',
             6,
-            'start.acquainted: whole nodes find each other; it takes fidelity = "cores"',
+            'start.acquainted: whole nodes find each other themselves. Set fidelity = "cores"',
         ),
         (
             '[[events]]\nat_seconds = 5\nkind = "join"',
             5,
-            "nobody is kept back for an event of kind join: set start.late_share",
+            "no peer is kept back for an event of kind join. Set start.late_share",
         ),
         (
             '[[events]]\nkind = "crash"\nat_seconds = 601',
             5,
-            "at_seconds = 601 of events: it all ends after 600",
+            "at_seconds = 601 of events: the scenario ends after 600",
         ),
         (
             REGIONS + '[[events]]\nat_seconds = 5\nkind = "crash"\nregions = ["azia"]',
@@ -200,36 +200,36 @@ def test_an_invalid_value_is_named_with_its_line(tmp_path: Path, text: str, comp
         (
             REGIONS.replace(", [0.1, 0.01]]", "]"),
             4,
-            "[network] between_seconds wants 2 rows of 2 figures, one a region",
+            "[network] between_seconds must have 2 rows of 2 figures, one per region",
         ),
         (REGIONS.replace('"asia"', '"europe"'), 4, "[network] two regions have the same name"),
         (
             '[[events]]\nat_seconds = 5\nkind = "freeze"\nlasts_seconds = 0',
             6,
-            "lasts_seconds = 0 of an event of kind freeze: nothing happens",
+            "lasts_seconds = 0 of an event of kind freeze: such an event has no effect",
         ),
         (
             '[churn.sessions]\ndistribution = "exponential"',
             3,
-            "churn.sessions without absences: add [churn.absences]",
+            "churn.sessions without absences. Add [churn.absences]",
         ),
         (
             '[churn]\nprofile = "lab"\nsessions.distribution = "constant"',
             5,
-            "churn.sessions beside profile lab, which is a timetable",
+            "churn.sessions together with profile lab, which is a timetable",
         ),
-        ("nodes = 5\n[[runs]]\nmembers = 6", 5, "members = 6 of runs: there are 5 nodes"),
-        ("nodes = 5\n[[local_runs]]\nmembers = 6", 5, "members = 6 of local_runs: there are 5 nodes"),
-        ("[[runs]]\nreplicas = 4", 4, "2 stages of 4 replicas take 8 members, the run has 6"),
-        ("[[runs]]\naccuracy = 0.9", 4, "accuracy of a run of sums: only fidelity = "),
-        ("[records]\nrepublish_seconds = 7200", 4, "records.republish_seconds: a record is over before"),
+        ("nodes = 5\n[[runs]]\nmembers = 6", 5, "members = 6 of runs: there are only 5 nodes"),
+        ("nodes = 5\n[[local_runs]]\nmembers = 6", 5, "members = 6 of local_runs: there are only 5 nodes"),
+        ("[[runs]]\nreplicas = 4", 4, "2 stages of 4 replicas need 8 members, but the run has 6"),
+        ("[[runs]]\naccuracy = 0.9", 4, "accuracy of a run: only fidelity = "),
+        ("[records]\nrepublish_seconds = 7200", 4, "records.republish_seconds: a record expires before"),
         (
             "[checks]\nconverge_seconds = 601",
             4,
-            "checks.converge_seconds: it all ends before anything is due",
+            "checks.converge_seconds: the scenario ends before this time has passed",
         ),
         ("[checks]\nfound_share = 0.9", 4, "checks.found_share counts from 1820 s, when all have started"),
-        ('fidelity = "stack"\nnodes = 300', 4, "nodes = 300: whole nodes are at most 200; more take"),
+        ('fidelity = "stack"\nnodes = 300', 4, "nodes = 300: at most 200 whole nodes. For more"),
     ],
 )
 def test_contradicting_values_are_reported_with_a_line(
@@ -247,7 +247,7 @@ def test_a_trace_path_is_relative_to_its_scenario_and_checked(tmp_path: Path) ->
     assert load(path).churn.trace == str(tmp_path / "lab.csv")
     written(tmp_path, HEAD + 'nodes = 2\n[churn]\ntrace = "lab.csv"')
     with pytest.raises(
-        UsageError, match=r"mine.toml:5: churn.trace has 2 peers; of 2 nodes 1 may come and go"
+        UsageError, match=r"mine.toml:5: churn.trace has 2 peers, but of 2 nodes only 1 may come and go"
     ):
         load(path)
     (tmp_path / "lab.csv").write_text("a,0,up\nb,5,maybe\n")
@@ -256,9 +256,9 @@ def test_a_trace_path_is_relative_to_its_scenario_and_checked(tmp_path: Path) ->
 
 
 def test_an_unknown_name_gets_the_nearest_and_a_missing_file_is_reported() -> None:
-    with pytest.raises(UsageError, match=r"no scenario is called 'chrun'; did you mean 'churn'"):
+    with pytest.raises(UsageError, match=r"there is no scenario 'chrun'; did you mean 'churn'"):
         load("chrun")
-    with pytest.raises(UsageError, match=r"no scenario is called 'x'; there are lan, wan, .* path of a file"):
+    with pytest.raises(UsageError, match=r"there is no scenario 'x'; use one of lan, wan, .* path of a file"):
         load("x")
     with pytest.raises(UsageError, match=r"nowhere/x.toml: no such file"):
         load("nowhere/x.toml")
@@ -290,8 +290,8 @@ def test_single_values_are_set_as_a_user_types_them() -> None:
         ("chrun.speedup", "5", "--set chrun.speedup=5: unknown key 'chrun'; did you mean 'churn'?"),
         ("churn.speed", "5", "--set churn.speed=5: unknown key 'speed' in [churn]; did you mean 'speedup'?"),
         ("nodes.x", "5", "--set nodes.x=5: nodes is a value, not a table"),
-        ("events.3.share", "1", "--set events.3.share=1: events has 1 items: want events.0 or so"),
-        ("nodes", "7", "--set nodes=7: churn.permanent = 20: there are 7 nodes"),
+        ("events.3.share", "1", "--set events.3.share=1: events has 1 items: use an index such as events.0"),
+        ("nodes", "7", "--set nodes=7: churn.permanent = 20: there are only 7 nodes"),
         ("name", "5", "--set name=5: name = 5: want text"),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_printed_scenario_includes_the_given_values(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["chrun"], "no scenario is called 'chrun'; did you mean 'churn'?"),
+        (["chrun"], "there is no scenario 'chrun'; did you mean 'churn'?"),
         (["missing.toml"], "missing.toml: no such file or directory"),
         (["lan", "--set", "nodes"], "--set nodes: expected KEY=VALUE"),
         (["lan", "--set", "nodes=many"], "want a whole number, 1 to 100000"),

@@ -61,9 +61,9 @@ def test_two_plans_at_one_height_are_stopped() -> None:
     [
         (adopted(2, PLANS[2], PLANS[7]), "which was never in force"),
         (adopted(2, PLANS[2], PLANS[0]), "of height 0"),
-        (adopted(0, PLANS[2], PLANS[1]), "is the first and follows something"),
-        (adopted(2, PLANS[2], NO_HASH), "follows nothing"),
-        (adopted(2, PLANS[1], PLANS[0]), "was of height 1 elsewhere"),
+        (adopted(0, PLANS[2], PLANS[1]), "must have a parent, unless"),
+        (adopted(2, PLANS[2], NO_HASH), "must have a parent"),
+        (adopted(2, PLANS[1], PLANS[0]), "had height 1 or a different parent"),
     ],
 )
 def test_a_plan_that_does_not_follow_its_parent_is_stopped(event: PlanAdopted, what: str) -> None:
@@ -135,10 +135,10 @@ def test_sums_that_match_the_commit_pass_in_any_order_of_reports() -> None:
 @pytest.mark.parametrize(
     ("event", "what"),
     [
-        (SamplesCounted(RUN, PLANS[0], 0, 0, (2, 2)), "n2 has micro-batch 2 in its sums twice, step 0"),
+        (SamplesCounted(RUN, PLANS[0], 0, 0, (2, 2)), "n2 has micro-batch 2 twice in its sums of step 0"),
         (
             SamplesCounted(RUN, PLANS[0], 0, 0, (2, 3)),
-            "n2 applies step 0 .* it was not named for micro-batch 3",
+            "n2 applies step 0 .* it was not assigned micro-batch 3",
         ),
         (SamplesCounted(RUN, PLANS[0], 0, 0, ()), "n2 applies step 0 .* its sums lack micro-batch 2"),
     ],
@@ -154,7 +154,7 @@ def test_a_microbatch_summed_by_two_replicas_is_stopped() -> None:
     stage = Stage(SumsAgree())
     stage.tell(N1, SamplesCounted(RUN, PLANS[0], 0, 0, (1, 2)))
     stage.tell(N3, SamplesCounted(RUN, PLANS[0], 0, 1, (2, 3)))
-    with pytest.raises(Broken, match="sums: micro-batch 2 of step 0 is in the sums of n1 and of n2"):
+    with pytest.raises(Broken, match="sums: micro-batch 2 of step 0 is in the sums both of n1 and of n2"):
         stage.tell(N2, SamplesCounted(RUN, PLANS[0], 0, 0, (2, 3)))
 
 
@@ -178,11 +178,14 @@ def test_an_agreed_average_passes_and_the_next_attempt_may_differ() -> None:
 @pytest.mark.parametrize(
     ("event", "what"),
     [
-        (Averaged(b"r", 1, (N0, N1, N3), b"sum"), "n0 and another differ on n2 in attempt 1"),
-        (Averaged(b"r", 1, (N0, N1, N2), b"mus"), "n0 holds other bytes after attempt 1 .* says n1"),
-        (Averaged(b"r", 1, (N0, N2), b"sum"), "one reports success that was not in attempt 1"),
-        (Averaged(b"r", 1, (N0, N1, N1), b"sum"), "somebody entered twice"),
-        (Averaged(b"r", 2, (N0, N1, PEERS[9]), b"sum"), "n9 never ran, and is in attempt 2"),
+        (Averaged(b"r", 1, (N0, N1, N3), b"sum"), "n0 and a second peer disagree about n2 in attempt 1"),
+        (
+            Averaged(b"r", 1, (N0, N1, N2), b"mus"),
+            "n0 holds different bytes after attempt 1 .* reported by n1",
+        ),
+        (Averaged(b"r", 1, (N0, N2), b"sum"), "the reporting peer is not a member in attempt 1"),
+        (Averaged(b"r", 1, (N0, N1, N1), b"sum"), "a member is named twice"),
+        (Averaged(b"r", 2, (N0, N1, PEERS[9]), b"sum"), "n9 never ran, but is a member in attempt 2"),
     ],
 )
 def test_an_average_on_which_peers_disagree_is_stopped(event: Averaged, what: str) -> None:
@@ -233,7 +236,7 @@ def test_a_few_misses_pass_and_too_many_are_stopped_at_the_end() -> None:
     looked(stage, 50, copies=0, storing=True)
     stage.checker.end(stage)
     looked(stage, 1, copies=0)
-    with pytest.raises(Broken, match="lost-records: 11 of 101 lookups missed a record that was there"):
+    with pytest.raises(Broken, match="lost-records: 11 of 101 lookups missed an existing record"):
         stage.checker.end(stage)
 
 
@@ -260,7 +263,7 @@ def test_sizes_up_to_their_limits_pass_and_one_above_is_stopped() -> None:
     stage.held = {N2: {"queue": (5, 5), "members": (3, 9)}}
     stage.wait(3)
     stage.held[N2]["queue"] = (6, 5)
-    with pytest.raises(Broken, match="limits: n2 holds 6 of queue; the limit is 5"):
+    with pytest.raises(Broken, match="limits: n2 has a size of 6 for queue; the limit is 5"):
         stage.wait(3)
     stage.stop(N2)
     stage.wait(3)

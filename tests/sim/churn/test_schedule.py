@@ -168,11 +168,11 @@ def test_a_trace_numbers_peers_by_appearance_and_has_initial_ones(tmp_path: Path
     ("line", "complaint"),
     [
         ("lab-1,80,upp", "lab.csv:8: 'upp' is neither up nor down"),
-        ("lab-1,60,up", "lab.csv:8: lab-1 at 60 s, after its line for 70.25 s"),
+        ("lab-1,60,up", "lab.csv:8: lab-1 at 60 s comes after its line for 70.25 s"),
         ("lab-1,80,down", "lab.csv:8: lab-1 is down already since 70.25 s"),
-        ("lab-1,-3,up", "lab.csv:8: time '-3': want seconds since the beginning, 0 or more"),
-        ("lab-1,nan,up", "lab.csv:8: time 'nan': want seconds since the beginning, 0 or more"),
-        ("lab-1,90", "lab.csv:8: want three columns: peer, time in seconds, up or down"),
+        ("lab-1,-3,up", "lab.csv:8: time '-3': expected seconds since the start, 0 or more"),
+        ("lab-1,nan,up", "lab.csv:8: time 'nan': expected seconds since the start, 0 or more"),
+        ("lab-1,90", "lab.csv:8: expected three columns: peer, time in seconds, up or down"),
         ('"lab-1,90,up', "lab.csv:8: not CSV: unexpected end of data"),
     ],
 )
