@@ -256,8 +256,8 @@ class Hosted:
         if stage.state != setting.truth.state(work.step + 1, stage.units):
             raise Broken(
                 "sums",
-                f"{setting.name(self._me)} has different sums from the undisturbed run after step {work.step} of"
-                f" run {setting.number}, in stage {stage.index + 1} of {stage.stages}",
+                f"{setting.name(self._me)} has different sums from the undisturbed run after step {work.step}"
+                f" of run {setting.number}, in stage {stage.index + 1} of {stage.stages}",
             )
         self._reduction = None
         self._parts_sent.clear()
