@@ -36,40 +36,31 @@ def main(
     scenario: Annotated[
         str, typer.Argument(metavar="[NAME|FILE]", help="A built-in scenario, or a TOML file.")
     ] = DEFAULT,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of all random choices.")] = 1,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of all random choices.")] = 1,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a value, such as network.loss=0.1."),
     ] = None,
-    out: Annotated[
-        str, typer.Option("--out", metavar="DIR", help=("Write files and pictures to this folder."))
-    ] = "",
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Write files and pictures here.")] = "",
     events: Annotated[
-        int | None,
-        typer.Option("--events", metavar="N", min=0, help=("Maximum number of lines in events.jsonl.")),
+        int | None, typer.Option("--events", metavar="N", min=0, help="Maximum lines in events.jsonl.")
     ] = None,
     plots: Annotated[
-        bool | None,
-        typer.Option("--plots/--no-plots", help=("Draw pictures (PNG). Default: yes, but not for a sweep.")),
+        bool | None, typer.Option("--plots/--no-plots", help="Draw pictures (PNG); a sweep only if asked to.")
     ] = None,
     list_them: Annotated[bool, typer.Option("--list", help="List the built-in scenarios.")] = False,
-    print_it: Annotated[
-        bool, typer.Option("--print", help="Print the scenario's file, as a start for your own.")
-    ] = False,
+    print_it: Annotated[bool, typer.Option("--print", help="Print the scenario's file.")] = False,
     sweep: Annotated[
         list[str] | None, typer.Option("--sweep", metavar="KEY=A,B,C", help="Play with each of these values.")
     ] = None,
     seeds: Annotated[
         int,
         typer.Option(
-            "--seeds", metavar="N", min=1, max=SEEDS_MAX, help=("Play this many seeds, starting with --seed.")
+            "--seeds", metavar="N", min=1, max=SEEDS_MAX, help=("Play this many seeds, from --seed.")
         ),
     ] = 1,
     jobs: Annotated[
-        int,
-        typer.Option(
-            "--jobs", metavar="N", min=0, help=("Play this many runs in parallel; 0: one per core.")
-        ),
+        int, typer.Option("--jobs", metavar="N", min=0, help="Parallel runs; 0: one per core.")
     ] = 0,
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
