@@ -1,1 +1,2 @@
-"""The life of a run at one of its members: pure parts that nodes and the simulator drive alike."""
+"""A run at one of its members, from the first plan to the end. The pure parts are driven by nodes and by the
+simulator alike."""

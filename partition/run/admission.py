@@ -1,18 +1,19 @@
-"""Admission of members to a run, in local mode or of named averaging: a sans-IO core, one for each run.
+"""Admission of members to a run in local mode or to a named averaging run: a sans-IO core, one for each run.
 
-The requester is a member (of a named averaging run: its owner). A member that asks a node to take part signs
-a `Ticket` for it, and sends it with its own tickets. They form a *chain*: the requester signs the first
-ticket, and the subject of each ticket signs the next. A peer is admitted once it has shown its chain
-(`Present`). Before that its messages about the run are ignored, even if it knows the run's id. Every
-signature binds the chain to the run, and the session binds it to the peer that shows it. A request to join is
-valid only once and while its ticket is fresh (`Joins`), so that an old one starts nothing.
+The requester (of a named averaging run: its owner) is a member. A member that asks a node to take part signs
+a `Ticket` for that node, and sends it together with the member's own tickets. The tickets form a *chain*: the
+requester signs the first one, and the subject of each ticket signs the next. A peer is admitted once it has
+shown its chain (`Present`). Before that, its messages about the run are ignored, even if it knows the run's
+id. Every signature binds the chain to the run, and the session binds the chain to the peer that shows it. A
+request to join is valid only once, and only while its ticket is fresh (`Joins`), so a replayed request has no
+effect.
 
 Tickets expire, and the requester can revoke a member's tickets (`partition.run.tickets`). Each member checks
-both by itself, and passes revocations on. A member without a valid chain is expelled, and so are members
+both by itself, and passes revocations on. A member without a valid chain is expelled, and so are the members
 whose chains pass through it.
 
-Chains stay short: a member that receives a chain longer than its own plus one signs a shorter one (`Vouch`).
-So chains grow only where all members of a generation are gone.
+Chains stay short: a member that receives a chain more than one ticket longer than its own signs a shorter one
+(`Vouch`). So a chain grows only if all members of a generation are gone.
 
 Not here: whether a member computes honestly. Any peer with a free slot that is asked becomes a member.
 """
@@ -46,31 +47,32 @@ from partition.run.tickets import (
 PROTOCOL = "/peerloom/admission/1"
 """The protocol of named averaging runs; in local mode `partition.run.conclusions` carries these messages."""
 MESSAGE_BYTES_MAX = 16_384
-"""A full chain of tickets takes some 7 KiB."""
+"""Limit on the size of a message. A full chain of tickets takes about 7 KiB."""
 FRESH_SECONDS = 600.0
-"""Allowed difference between a ticket's time and this node's clock for a request to join: the skew of
-clocks."""
+"""Maximum difference between the time in a ticket that asks a node to join and the node's own clock. It
+allows for clock skew."""
 USED_MAX = 1_024
 ADMITTED_MAX = 1_024
-"""Members of one run that a member remembers; as many as a roster holds."""
+"""Maximum number of members of one run that a member remembers. A roster holds as many."""
 VERIFIED_MAX = 4_096
-"""Tickets whose checked signature is cached: chains share their beginnings."""
+"""Number of tickets whose checked signatures are cached. Chains have their first tickets in common."""
 PRESENT_SECONDS = 1.0
 PRESENTS_MAX = 8
-"""How often this chain is shown to a peer that shows none; afterwards once in `SELDOM_SECONDS`."""
+"""How often this member's chain is shown to a peer that shows none: up to PRESENTS_MAX times, PRESENT_SECONDS
+apart, and afterwards once every SELDOM_SECONDS."""
 SELDOM_SECONDS = 30.0
 REVOKED_AT_ONCE = 16
-"""Revocations in one message: some 3 KiB."""
+"""Number of revocations in one message, which then takes about 3 KiB."""
 PASSED_ON_MAX = 64
-"""Members that a revocation is passed on to: it reaches 1,024 members in two rounds."""
+"""Number of members to which a member passes on a revocation. It reaches 1,024 members in two rounds."""
 
 EXPIRED = "its invitation has expired"
 REVOKED = "its invitation was revoked"
 
 
 class Present(msgspec.Struct, frozen=True, array_like=True, tag="present"):
-    """The sender is a member by this chain, which is empty for the requester. `asks`: the receiver's is
-    wanted."""
+    """The sender is a member, as this chain proves; the requester's chain is empty. `asks`: the receiver
+    should answer with its own chain."""
 
     run: Hash
     chain: Chain
@@ -97,7 +99,7 @@ Sends = list[tuple[PeerId, Message]]
 
 @dataclass(frozen=True)
 class PeerAdmitted:
-    """This peer is a member of the run."""
+    """This peer has become a member of the run."""
 
     run: bytes
     peer: PeerId
@@ -105,7 +107,7 @@ class PeerAdmitted:
 
 @dataclass(frozen=True)
 class Expelled:
-    """This peer, perhaps this node itself, is no longer a member; `reason` is for people."""
+    """This peer, possibly this node itself, is no longer a member. `reason` is for display."""
 
     run: bytes
     peer: PeerId
@@ -116,7 +118,7 @@ Event = PeerAdmitted | Expelled
 
 
 class Joins:
-    """The requests to join that this node accepts: each ticket once, while it is fresh."""
+    """The requests to join that this node accepts. Each ticket is accepted once, while it is fresh."""
 
     def __init__(self) -> None:
         self._used: dict[bytes, float] = {}
@@ -130,22 +132,22 @@ class Joins:
         asker: PeerId,
         wall: float,
     ) -> None:
-        """Accept a request by `asker` at `wall` seconds. Raises RemoteProtocolError if its author is no
-        member, or it is old."""
+        """Accept a request by `asker` at `wall` seconds. Raises RemoteProtocolError if the author is not a
+        member, or if the request is old or was made before."""
         if not chain:
-            raise RemoteProtocolError("a request to join without a ticket")
+            raise RemoteProtocolError("a request to join has no ticket")
         tickets = check_chain(signer, run, requester, chain, signer.peer)
         author, ticket = tickets[-1]
         if author != asker:
-            raise RemoteProtocolError("a request to join by a ticket of somebody else")
+            raise RemoteProtocolError("a request to join has a ticket that another peer signed")
         if abs(ticket.at_milliseconds / 1000 - wall) > FRESH_SECONDS:
-            raise RemoteProtocolError("a request to join by a ticket that is not fresh")
+            raise RemoteProtocolError("a request to join has a ticket that is not fresh")
         if TicketStanding(tuple(tickets)).until <= wall:
-            raise RemoteProtocolError("a request to join by a ticket that has expired")
+            raise RemoteProtocolError("a request to join has an expired ticket")
         self._used = {name: until for name, until in self._used.items() if until > wall}
         name = fact_name(chain[-1])
         if name in self._used:
-            raise RemoteProtocolError("a request to join that was made before")
+            raise RemoteProtocolError("a request to join was repeated")
         if len(self._used) >= USED_MAX:
             raise RemoteProtocolError("too many requests to join")
         self._used[name] = ticket.at_milliseconds / 1000 + FRESH_SECONDS
@@ -168,15 +170,15 @@ class Admission:
         chain_max: int = CHAIN_MAX,
         revocations: Sequence[Fact] = (),
     ) -> None:
-        """`chain` is this member's own, already checked. Chains of more than `chain_max` tickets are
-        rejected: with 1 only peers that the requester itself asked are members. `revocations` are those known
-        in an earlier life."""
+        """`chain` is this member's own chain, already checked. Chains of more than `chain_max` tickets are
+        rejected: if it is 1, only peers that the requester itself asked are members. `revocations` are the
+        ones stored before a restart."""
         self.run = run
         self.chain = tuple(chain)
         self.admitted: dict[PeerId, TicketStanding] = {}
         self.events: list[Event] = []
         self.ended = ""
-        """Why this node is no longer a member."""
+        """The reason why this node is no longer a member; empty while it is one."""
         self.revocations = Revocations(signer, run, requester)
         self._signer = signer
         self._requester = requester
@@ -216,7 +218,7 @@ class Admission:
 
     def extended(self, member: PeerId, wall: float, until: float | None = None) -> tuple[Fact, ...]:
         """Return a chain for `member`, which is asked to take part."""
-        assert self.can_vouch, "a chain is not full"
+        assert self.can_vouch, "this member's chain is full, or the member was expelled"
         return (*self.chain, make_ticket(self._signer, self.run, member, wall, until))
 
     def expire(self, wall: float) -> None:
@@ -226,8 +228,8 @@ class Admission:
             self._expel_invalid()
 
     def show(self, now: float, peers: Collection[PeerId]) -> Sends:
-        """Show this member's chain to those of `peers` that are not known to be members, and ask for theirs;
-        now and then, remind members of revocations."""
+        """Show this member's chain to those of `peers` that are not known to be members, and ask for their
+        chains. Every SELDOM_SECONDS, also repeat the revocations to some members."""
         found: Sends = []
         for peer in peers:
             times, at = self._shown.get(peer, (0, -inf))
@@ -243,12 +245,13 @@ class Admission:
         return found
 
     def greet(self, peers: Collection[PeerId]) -> Sends:
-        """Tell members known in an earlier life that this one is back."""
+        """Announce to members known before a restart that this member is back."""
         return [(peer, Present(self.run, self.chain, asks=True)) for peer in peers]
 
     def revoke(self, member: PeerId, wall: float) -> Sends:
-        """Revoke the tickets of `member`, as the requester. Return the messages to it and to all others."""
-        assert self.is_requester, "the requester revokes"
+        """Revoke the tickets of `member`, as the requester. Return the messages to that member and to all
+        others."""
+        assert self.is_requester, "only the requester may revoke tickets"
         told = {**dict.fromkeys(self.admitted), member: None}
         self._wall = wall
         new = self.revocations.learn([make_revocation(self._signer, self.run, member, wall)])
@@ -284,7 +287,7 @@ class Admission:
         if asks and sender in self.admitted:
             sends.append((sender, Present(self.run, self.chain)))
             if len(chain) > len(self.chain) + 1 and self.can_vouch:
-                # Such a ticket's time starts no join, and does not extend a chain.
+                # This ticket's time is 0, so it cannot be used to join, nor to extend the chain's validity.
                 sends.append((sender, Vouch(self.run, self.extended(sender, 0.0, standing.until))))
         if is_new:
             sends += self._told([sender], self.revocations.facts)
@@ -311,7 +314,7 @@ class Admission:
 
     def _check(self, chain: Sequence[Fact], member: PeerId) -> TicketStanding:
         if len(chain) > self.chain_max:
-            raise RemoteProtocolError("a chain of more tickets than this run takes")
+            raise RemoteProtocolError("a chain has more tickets than this run accepts")
         tickets = check_chain(self._signer, self.run, self._requester, chain, member, self._verified)
         for fact in chain:
             self._verified[fact_name(fact)] = None
@@ -343,7 +346,7 @@ class Admission:
         for peer, standing in list(self.admitted.items()):
             if fault := self._fault_of(standing):
                 del self.admitted[peer]
-                self._shown.pop(peer, None)  # the peer may have another chain
+                self._shown.pop(peer, None)  # the peer may yet show another chain
                 self.events.append(Expelled(self.run, peer, fault))
         if not self.ended and (fault := self._fault_of(self._own)):
             self.ended = fault
@@ -353,7 +356,7 @@ class Admission:
         self._expires_at = min(self._expires_at, own)
 
     def _some(self, peers: Collection[PeerId]) -> list[PeerId]:
-        """Return a random part of `peers` to pass a message on to; each member chooses others."""
+        """Return a pseudorandom part of `peers` to pass a message on to. It differs from member to member."""
         own = self._signer.peer
         return sorted(peers, key=lambda peer: blake3(own + peer).digest())[:PASSED_ON_MAX]
 
@@ -374,11 +377,11 @@ class Admissions:
         return inf
 
     def open(self, admission: Admission) -> None:
-        """Take part in a run."""
+        """Handle messages about this run from now on."""
         self._admissions[admission.run] = admission
 
     def close(self, run: bytes) -> None:
-        """Take no further part in a run."""
+        """Handle no more messages about this run."""
         self._admissions.pop(run, None)
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:  # noqa: ARG002 - the shape of a core
@@ -391,7 +394,7 @@ class Admissions:
         return []
 
     def drained(self, admission: Admission, sends: Sends) -> Sends:
-        """Move the admission's events to the node's; return `sends`."""
+        """Move the admission's events to the node's events; return `sends`."""
         self.events += admission.events
         admission.events.clear()
         return sends

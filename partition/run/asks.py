@@ -1,4 +1,4 @@
-"""Requests of a run's member to other nodes, answered once or not at all.
+"""Requests from a member of a run to other nodes. Each is answered at most once.
 
 A part of the core appends an `Ask` to its `asks`. Its driver sends the request to the peer, which may be this
 node itself, and passes the answer to `replied` with the ask's number. An answer that is no longer awaited is
@@ -17,13 +17,13 @@ from partition.plan.plan import Plan
 from partition.run.messages import Reason
 
 WAIT_SECONDS_MAX = 30 * 24 * 3600
-"""Limit of an announced wait, which is an estimate of a queue; longer ones are omitted."""
+"""Maximum announced wait. The wait is an estimate from a queue; longer estimates are omitted."""
 
 
 @dataclass(frozen=True)
 class HoldStage:
-    """Proposer to a provider: hold a slot for `stage` of `plan`, the successor by `change`; None for a
-    witness, which needs no slot."""
+    """Proposer to a provider: hold a slot for `stage` of `plan`, which follows from `change`. `stage` is None
+    for a witness, which needs no slot."""
 
     plan: Plan
     change: Change
@@ -32,7 +32,8 @@ class HoldStage:
 
 @dataclass(frozen=True)
 class OpenStage:
-    """Proposer to a newcomer that holds a slot: open the stage, since `plan` may soon be decided."""
+    """Proposer to a newcomer that holds a slot: open the stage already, because `plan` may soon be
+    decided."""
 
     plan: Plan
     change: Change
@@ -61,8 +62,8 @@ class RenewRun:
 
 @dataclass(frozen=True)
 class EndRun:
-    """Committer to a member: the run is over. `plan` is the hash of the plan in force, `weights` the hash of
-    the result in hex, empty without a result."""
+    """Committer to a member: the run is over. `plan` is the hash of the plan in force. `weights` is the hash
+    of the result in hex, or empty if there is no result."""
 
     plan: bytes
     outcome: str
@@ -72,8 +73,7 @@ class EndRun:
 
 @dataclass(frozen=True)
 class KeepStage:
-    """Committer to a keeper: hold a copy of a stage after `step` steps, which `saver` has; `state` describes
-    it."""
+    """Committer to a keeper: copy a stage's state after `step` steps from `saver`. `state` describes it."""
 
     plan: Plan
     step: int
@@ -84,7 +84,8 @@ class KeepStage:
 
 @dataclass(frozen=True)
 class NameCheckpoint:
-    """Committer to a keeper: what it holds of this step is part of the checkpoint of this name."""
+    """Committer to a keeper: the copies that it holds of this step belong to the checkpoint with this
+    name."""
 
     plan: Plan
     step: int
@@ -93,8 +94,8 @@ class NameCheckpoint:
 
 @dataclass(frozen=True)
 class HandOverStage:
-    """Committer to a replica: hand over the parameters of its stage, as the result of the run under `plan`.
-    Done once the driver has them."""
+    """Committer to a replica: hand over the parameters of its stage, for the result of the run under `plan`.
+    The answer is Done once the committer's driver has them."""
 
     plan: Plan
     stage: int
@@ -119,8 +120,8 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 class Declined(msgspec.Struct, frozen=True, tag="declined"):
     """The request is refused, with a reason to display. A provider without a free slot adds the seconds until
-    this run may have one, if known. `is_busy`: too many peers fetch at once; a later request may succeed.
-    `is_contested`: a slot is free, and others may ask for it until then."""
+    this run may get one, if it can estimate them. `is_busy`: too many peers fetch at the same time, and a
+    later request may succeed. `is_contested`: a slot is free, but other runs may ask for it before then."""
 
     reason: Reason
     wait_seconds: Annotated[int, msgspec.Meta(ge=0, le=WAIT_SECONDS_MAX)] | None = None
@@ -130,7 +131,7 @@ class Declined(msgspec.Struct, frozen=True, tag="declined"):
 
 @dataclass(frozen=True)
 class Unanswered:
-    """There was no answer, and why. Only SWIM decides whether the peer is dead."""
+    """The request got no answer, for this reason. Only SWIM decides whether the peer is dead."""
 
     reason: str
 
@@ -149,19 +150,19 @@ class Ask:
 
 
 class Asks:
-    """Outgoing requests, in order; a driver empties it."""
+    """Outgoing requests, in order. The driver takes them."""
 
     def __init__(self) -> None:
         self._numbers = iter(range(1, 2**63))
         self._new: list[Ask] = []
 
     def put(self, peer: PeerId, request: Request, seconds: float) -> int:
-        """Queue `request` to `peer`; return the number of its answer."""
+        """Queue `request` to `peer`; return the number under which its answer is passed back."""
         ask = Ask(next(self._numbers), peer, request, seconds)
         self._new.append(ask)
         return ask.number
 
     def take(self) -> Iterator[Ask]:
-        """Yield the queued requests, each once; also those added meanwhile."""
+        """Yield each queued request once, including requests added during the iteration."""
         while self._new:
             yield self._new.pop(0)

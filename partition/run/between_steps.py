@@ -1,7 +1,7 @@
-"""Changes that wait until no step is open: members that leave, and stage borders that move.
+"""Changes that wait until no step is open: members leave, and borders between stages move.
 
-The committer pauses, so that a leaving member takes nothing with it, and layers that move are saved first
-(`partition.run.recutting`). Not here: the plan that follows (`partition.run.proposals`).
+The committer pauses the run between two steps. So a leaving member has no open work, and layers are saved
+before they move (`partition.run.recutting`). Not here: the plan that follows (`partition.run.proposals`).
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from partition.run.way_back import WayBack
 
 
 class BetweenSteps:
-    """One member's part. `plan` is in force, None where the run is over here; `events` are the member's;
-    `restorable` is the newest checkpoint; `tell` sends to all living members; `exclude` drops a peer from the
-    next plan."""
+    """One member's part in these changes. `plan` returns the plan in force, or None if the run is over here.
+    `events` are the member's; `restorable` returns the newest checkpoint; `tell` sends to all living members;
+    `exclude` drops a peer from the next plan."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class BetweenSteps:
             self.paused(now, self.recutting.paused_at)
 
     def look_for_leavers(self) -> None:
-        """As the committer: pause for a leaving member whose stage has another replica, or whose layers its
-        neighbour stages take."""
+        """As the committer: pause if a leaving member can now leave, because its stage has another replica or
+        the neighbouring stages take its layers."""
         if self._committed_plan() is None:
             return
         handed_over = self._proposer.handed_over()
@@ -85,15 +85,15 @@ class BetweenSteps:
         return plan if plan is not None and plan.committer == self._me else None
 
     def paused(self, now: float, step: int) -> None:
-        """As the committer: handle the pause after `step` steps. No step is open, so a leaving member takes
-        nothing with it, and layers can move."""
+        """As the committer: handle the pause after `step` steps. No step is open, so leaving members can go
+        and layers can move."""
         if self._committed_plan() is None:
             return
         leaving = self._draining.ready()
         for peer in leaving:
             self._exclude(now, peer, f"it leaves after step {step}")
         if leaving:
-            self.recutting.end()  # the plan without them is measured again
+            self.recutting.end()  # the plan without these members is measured anew
         elif self.recutting.paused(now, step):
             self._events.append(SaveWanted(step))
             self.checkpointed(now)
@@ -101,8 +101,8 @@ class BetweenSteps:
     # Borders between stages
 
     def recut(self, wanted: Change) -> None:
-        """As the committer: move the borders between stages, or add stages. The `wanted` change takes all
-        layers from a checkpoint made for it, except a standby's."""
+        """As the committer: move the borders between stages, or add stages. A checkpoint is made for this
+        change, and all layers are taken from it. A join of a standby needs no checkpoint."""
         plan = self._committed_plan()
         if plan is None or self.recutting.is_open or self._proposer.absent or self._proposer.leaving:
             return
@@ -113,13 +113,14 @@ class BetweenSteps:
                 successor(plan, wanted)
                 self._proposer.recut, self._proposer.deadline = wanted, 0.0
                 return
-            # test with any checkpoint that this can follow
+            # Check the change with a placeholder checkpoint.
             successor(plan, replace(wanted, restored=plan_hash(plan)))
             self.recutting.begin(wanted)
             self._events.append(PauseWanted())
 
     def checkpointed(self, now: float) -> None:
-        """As the committer: note that a checkpoint is whole, on several disks; layers may wait for it."""
+        """As the committer: note that a checkpoint is whole, on several disks. A change of borders may be
+        waiting for it."""
         plan = self._plan()
         if plan is None or self._proposer.recut is not None:
             return
@@ -130,18 +131,19 @@ class BetweenSteps:
             self._wish(now, Recut(plan_hash(plan), change.step, change.restored, change.cuts))
 
     def bring_back(self, now: float, checkpoint: bytes, step: int) -> None:
-        """As the committer, after the last step: make the state of `step` in this checkpoint the result."""
+        """As the committer, after the last step: make the state in this checkpoint, after `step` steps, the
+        result."""
         plan = self._committed_plan()
         if plan is not None:
             self._wish(now, Recut(plan_hash(plan), step, checkpoint, (), is_final=True))
 
     def _wish(self, now: float, message: Recut) -> None:
-        """Tell all members of this change, and propose it."""
+        """Announce this change to all members, and propose it."""
         self._tell(message)
         self.heard(now, message.change)
 
     def heard(self, now: float, change: Change) -> None:
-        """Propose a change that the committer wants."""
+        """Propose a change that the committer announced."""
         self._proposer.recut = change
         self._proposer.changed(now)
 
@@ -149,5 +151,5 @@ class BetweenSteps:
         """As the committer: keep the present borders."""
         self.recutting.end()
         self._proposer.give_up_recut()
-        if self._proposer.recut is None:  # once announced, the change is still decided sooner or later
+        if self._proposer.recut is None:  # a change that was already announced will still be decided
             self._events.append(StepsWanted())

@@ -1,8 +1,9 @@
-"""An upper bound of the steps that another branch of a run can have made, from the pace measured before the
-split.
+"""An upper bound on the steps that another branch of a run can have committed, from the pace measured before
+the split.
 
-Members of a branch claim their committed steps, and nobody here saw them. So a claim counts only up to what
-the branch's machines could compute since this member last reached all of them.
+Members of another branch claim their committed steps, and no member of this branch saw them. So a claim
+counts only up to the number of steps that the other branch's machines could compute since this member last
+reached all of them.
 """
 
 from collections import OrderedDict
@@ -14,27 +15,29 @@ from partition.plan.learner import Branch
 from partition.plan.plan import Plan, plan_hash
 
 PACE_SECONDS = 10.0
-"""Minimum time of a measured pace; a shorter one includes the plan's beginning."""
+"""Minimum length of a measurement. A shorter one would be distorted by the start of the plan."""
 FASTER_MAX = 4.0
-"""Factor for a part of the machines: links limit all together, so some alone may be faster for their
-rates."""
+"""Factor by which a part of the machines may be faster, relative to their rates, than all of them together.
+Links slow down the whole, so a part alone may be faster."""
 STEPS_SPARE = 2
-"""Steps in progress at the split and while this member notices it."""
+"""Number of additional steps that may be in progress at the split, or may be committed before this member
+notices it."""
 SIGHTINGS_MAX = 64
-"""Number of plans whose last sighting is kept; branches from older plans are compared by the oldest one."""
+"""Number of plans whose last sighting is kept. Branches of older plans are bounded by the oldest sighting
+kept."""
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """The last time when all members of a plan were in reach, and the steps committed by then."""
+    """The last time when all members of a plan were reachable, and the number of steps committed by then."""
 
     at: float
     step: int
 
 
 class BranchPace:
-    """One member's measurements. `best` is the highest pace per FLOP/s of the plan's rates, in steps a
-    second; None before the first measurement."""
+    """One member's measurements. `best` is the highest measured pace, in steps per second and per FLOP/s of
+    the plan's rates; None before the first measurement."""
 
     def __init__(self) -> None:
         self.best: float | None = None
@@ -42,12 +45,12 @@ class BranchPace:
         self._window: tuple[bytes, float, int] | None = None
 
     def entered(self, now: float, plan: Plan, step: int) -> None:
-        """Note that a plan is in force; its voters were in reach."""
+        """Note that a plan came into force. Its voters are reachable at that time."""
         self._see(now, plan_hash(plan), step)
         self._window = plan_hash(plan), now, step
 
     def look(self, now: float, plan: Plan, step: int, live: Collection[PeerId]) -> None:
-        """Note the progress of the run, and which members are in reach."""
+        """Note the progress of the run and the reachable members."""
         name = plan_hash(plan)
         if all(peer in live for peer in plan.roster):
             self._see(now, name, step)
@@ -67,14 +70,16 @@ class BranchPace:
             self._sightings.popitem(last=False)
 
     def since(self, branch: Branch | None) -> Sighting | None:
-        """Return when the members of a branch and all others were last together; None for never."""
+        """Return the last time when the members of a branch and all others were together; None if they never
+        were."""
         oldest = next(iter(self._sightings.values()), None)
         return oldest if branch is None else self._sightings.get(plan_hash(branch.split), oldest)
 
     def possible(self, now: float, branch: Branch | None, here: Plan) -> int | None:
-        """Return the most steps that a branch can have committed; None before the first measured pace.
+        """Return the highest number of steps that a branch can have committed; None before the first
+        measurement.
 
-        For a branch that does not show its origin, all machines of the plan `here` count.
+        If the branch does not show its origin, all machines of the plan `here` are assumed to be in it.
         """
         since = self.since(branch)
         if self.best is None or since is None:
@@ -85,8 +90,9 @@ class BranchPace:
 
 
 def _rates(plan: Plan, members: Collection[bytes] | None) -> int:
-    """Return the sum of the rates of `members` in a plan that all agreed to. A branch may name any machine,
-    so one without a rate counts as the fastest, and no more machines count than the plan has."""
+    """Return the sum of the rates of `members` under a plan that all agreed to. A branch may name any
+    machine, so a machine without a known rate counts as the fastest, and at most as many machines count as
+    the plan has."""
     known: dict[bytes, int] = {}
     for stage in plan.stages:
         known |= dict(zip(stage.replicas, stage.rates, strict=True))

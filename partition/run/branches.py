@@ -1,8 +1,9 @@
 """The choice between branches of a run, after a network split has healed.
 
-Only the committer of a branch knows its progress, so it alone abandons the branch, and its members follow it.
-A member leaves by itself if its committer is gone or on another branch, or if it has missed more plans than
-anybody can send it. A branch is not followed if it claims more steps than its machines can have made.
+Only the committer of a branch knows its progress, so only the committer decides to abandon the branch, and
+its members follow. A member leaves the branch by itself if its committer is gone or on a different branch, or
+if it has missed more plans than any peer can still send. A branch is not followed if it claims more steps
+than its machines can have made.
 """
 
 from collections.abc import Collection
@@ -16,12 +17,12 @@ from partition.run.progress import RunProgress
 from partition.run.settings import RunSettings
 
 TOLD_MAX = 64
-"""Members of other branches that are remembered: as many as a roster holds."""
+"""Maximum number of members of other branches that are remembered. A roster holds as many."""
 
 
 class Verdict(Enum):
-    """A member's decision about another branch. ABANDON: leave, and tell all members to leave; REFUSE: stay,
-    because the other's claim cannot be true."""
+    """A member's decision about another branch. LEAVE: leave this branch; ABANDON: leave, and make all
+    members leave; REFUSE: stay, because the other branch's claim cannot be true."""
 
     STAY = auto()
     LEAVE = auto()
@@ -30,8 +31,7 @@ class Verdict(Enum):
 
 
 class Branches:
-    """One member's judgement of branches. `committed` returns the steps that this node's own committer has
-    committed; None if it does not commit, or its replicas are not synced yet."""
+    """One member's judgement of branches."""
 
     def __init__(
         self, me: PeerId, chain: PaxosChain, progress: RunProgress, settings: RunSettings, *, may_fork: bool
@@ -49,8 +49,8 @@ class Branches:
         self._behind: dict[PeerId, tuple[float, ForkBehind]] = {}
 
     def decided(self, now: float, plan: Plan, lost: Collection[bytes] = ()) -> None:
-        """Note the plan in force. For a fork, `lost` are the members it could not reach; nothing was
-        committed since."""
+        """Note the plan in force. For a fork, `lost` are the members that it could not reach; nothing was
+        committed in between."""
         if plan.fork != NO_HASH and self._forked_at is None:
             self._forked_at = self._progress.furthest
         parted = {*self._parted, *lost} if plan.fork != NO_HASH else set(self._parted)
@@ -59,8 +59,8 @@ class Branches:
         self._pace.entered(now, plan, self._progress.step)
 
     def look(self, now: float, plan: Plan, live: Collection[PeerId]) -> str:
-        """Note the progress of the run, and which members are in reach. As the committer, return a message to
-        display about branches that gave way to this one; empty for none."""
+        """Note the progress of the run and the reachable members. The committer's call returns a message to
+        display if other branches gave way to this one, otherwise an empty text."""
         if not self._may_fork:
             return ""
         self._pace.look(now, plan, self._progress.step, live)
@@ -68,18 +68,18 @@ class Branches:
 
     @property
     def kept_step(self) -> int | None:
-        """The step after which this branch began; None where it is no fork."""
+        """The step after which this branch began; None if it is not a fork."""
         return self._forked_at
 
     @property
     def said(self) -> str:
-        """The message to display about this branch, empty where it is no fork."""
+        """The message to display about this branch; empty if it is not a fork."""
         if self._forked_at is None or not self._parted:
             return ""
         names = ", ".join(short_peer(PeerId(peer)) for peer in self._parted)
         return (
-            f"alone since step {self._forked_at}, without {names}: of this branch and theirs the one with "
-            "more samples is kept once they are back"
+            f"alone since step {self._forked_at}, without {names}. Once they are back, "
+            "the branch with more samples is kept"
         )
 
     def judge(
@@ -92,7 +92,8 @@ class Branches:
         committed: int | None,
         hosts: bool,
     ) -> Verdict:
-        """Judge another member's branch; `plan` is the one in force here."""
+        """Judge another member's branch. `plan` is the plan in force here. `committed` is the number of steps
+        that this node has committed; None if it does not commit, or if its replicas are not synced yet."""
         self._behind.pop(event.peer, None)  # that branch has progressed
         if isinstance(event, LeftBehind) and not (
             self._may_fork and plan is not None and plan.committer == self._me
@@ -101,10 +102,10 @@ class Branches:
         if plan is None:
             return Verdict.STAY
         if plan.committer != self._me:
-            is_left_out = event.peer == plan.committer  # it continued without this member
+            is_left_out = event.peer == plan.committer  # the committer went on without this member
             return Verdict.STAY if plan.committer in live and not is_left_out else Verdict.LEAVE
         if committed is None:
-            return Verdict.STAY  # the others will announce their branch again
+            return Verdict.STAY  # the other branch will be announced again
         self._progress.note(committed)
         self._progress.claim(self._chain, hosts=hosts)
         if not self._chain.gives_way(event.head):
@@ -115,25 +116,27 @@ class Branches:
         return Verdict.ABANDON if is_possible else Verdict.REFUSE
 
     def refusal(self, now: float, event: ForkFound | LeftBehind, plan: Plan) -> str:
-        """Return why a claim is not believed, to display; empty where that was said before."""
+        """Return a message to display why a claim is not believed; empty if it was displayed before."""
         if event.peer in self._refused:
             return ""
         self._refused = [*self._refused, event.peer][-TOLD_MAX:]
         branch = event.branch if isinstance(event, ForkFound) else None
         possible = self._pace.possible(now, branch, plan)
         return (
-            f"{short_peer(event.peer)} claims a branch of {self._progress.steps_of(event.head)} steps, where "
-            f"its machines can have made {possible}: it is not followed, and both branches go on"
+            f"{short_peer(event.peer)} claims a branch of "
+            f"{self._progress.steps_of(event.head)} steps, but its machines can have "
+            f"made at most {possible}. The claim is ignored, and both branches continue"
         )
 
     def outlives(self, now: float, event: ForkBehind) -> None:
-        """Note a branch that is shorter than this one: it will give way, or overtake this one first."""
+        """Note a branch that is shorter than this one. It will either give way or overtake this branch
+        first."""
         if len(self._behind) < TOLD_MAX or event.peer in self._behind:
             self._behind[event.peer] = now, event
 
     def _given_way(self, now: float, plan: Plan, live: Collection[PeerId]) -> str:
-        """Return a message about a shorter branch that gave way, empty for none. A branch gave way if its
-        member is in the plan, or lives and no longer claims a branch."""
+        """Return a message about a shorter branch that gave way; empty if none did. A branch gave way if the
+        member that claimed it is in the plan, or is alive and no longer claims a branch."""
         for peer, (heard, event) in list(self._behind.items()):
             is_silent = peer in live and now - heard >= self._settings.left_seconds
             since = self._pace.since(event.branch)
@@ -145,8 +148,9 @@ class Branches:
                 theirs = max(0, event.head.step - since.step)
                 ours = max(0, self._progress.furthest - since.step)
                 return (
-                    f"the branch of {short_peer(peer)} gave way: about {theirs} of its steps are discarded, "
-                    f"and the {ours} of this one since the split are kept"
+                    f"the branch of {short_peer(peer)} gave way: about {theirs} of its "
+                    f"steps are discarded. The {ours} steps of this branch since the split "
+                    "are kept"
                 )
         unheard, self._returned = self._returned, set()
         if not unheard or self._forked_at is None:
@@ -156,9 +160,9 @@ class Branches:
         return f"back together with {names}: the {ours} steps of this branch since the split are kept"
 
     def farewell(self, event: ForkFound | LeftBehind | None = None) -> str:
-        """Return a message about why this branch is left and what that costs."""
+        """Return a message that tells why this branch is left, and how many steps that costs."""
         reason = "another branch of the run goes on"
         if self._forked_at is not None:
             lost = self._progress.step - self._forked_at
             reason = f"{reason}: {lost} steps that were committed here are discarded"
-        return reason if event is None else f"{reason}, and its {event.head.step} steps in all are kept"
+        return reason if event is None else f"{reason}. The kept branch has {event.head.step} steps in all"
