@@ -202,7 +202,7 @@ def test_a_step_that_fails_on_two_peers_is_blamed_on_neither() -> None:
     assert failures.note(first, 2, "no memory") is None
     assert failures.note(second, None, "its disk is full") is None
     assert failures.note(second, 2, "no memory") == (
-        f"step 2 failed on {PEERS_MAX} peers, so it is not theirs: no memory"
+        f"step 2 failed on {PEERS_MAX} peers, so the peers are not at fault: no memory"
     )
 
 
@@ -214,7 +214,10 @@ def test_going_back_without_progress_is_bounded() -> None:
         assert failures.went_back(18, 19, "it is dead") is None
     reason = failures.went_back(18, 19, "it is dead")
     assert reason is not None
-    assert "went back to step 18 and got no further than 19; the last time: it is dead" in reason
+    assert (
+        f"to step 18 {ROLLBACKS_MAX + 1} times and got no further than step 19; the last time: it is dead"
+        in reason
+    )
 
 
 LONG: dict[str, Any] = {"steps": 100_000, "microbatch": 4, "microbatches": 4, "test_samples": 8}

@@ -1,13 +1,14 @@
 """Agreement of a run's members on checkpoints: the savers, the keepers of copies, and when a checkpoint is
 whole.
 
-After steps that the manifest determines, the first replica of each stage saves a copy of its state and
-reports it to the committer. Once all stages are saved, the committer asks each keeper for its copies one by
-one (`KeepStage`). It has the checkpoint sealed (`SealWanted`), and asks the keepers to take its name
-(`NameCheckpoint`). Once enough have, and the name is on this member's own disk (`NewestChanged`), it tells
-all members. Checkpoints are spread one at a time; if one fails, the last one stays the newest.
+After the steps that the manifest determines, the first replica of each stage saves a copy of its state and
+reports it to the committer. Once all stages are saved, the committer asks each keeper for its copies, one at
+a time (`KeepStage`). Then it has the checkpoint sealed (`SealWanted`), and asks the keepers to record its
+name (`NameCheckpoint`). Once enough keepers have done so, and the name is on this member's own disk
+(`NewestChanged`), the committer announces the checkpoint to all members. Only one checkpoint is spread at a
+time. If spreading fails, the previous checkpoint stays the newest.
 
-Not here: a replica's description of its saved state, which is passed on unread.
+Not here: the meaning of a replica's description of its saved state, which is passed on unread.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -24,24 +25,24 @@ from partition.run.messages import Checkpointed
 from partition.run.way_back import WayBack, WaysBack
 
 COPIES = 3
-"""Keepers of each stage: two may fail in the same hour."""
+"""Number of keepers of each stage. Two may fail within the same hour."""
 COPIES_MIN = 2
-"""Minimum copies of each stage: a single copy is lost with the replica that it must replace."""
+"""Minimum number of copies of each stage. A single copy could be lost together with the replica that it must
+replace."""
 KEEP_SECONDS_MAX = 3_600.0
-"""Time limit to copy one stage: 12 GB at 30 Mbit/s."""
+"""Time limit for copying one stage: enough for 12 GB at 30 Mbit/s."""
 NAME_SECONDS_MAX = 90.0
-"""Time limit for a keeper to take the name and the checkpoint's manifest."""
+"""Time limit for a keeper to record the name and the checkpoint's manifest."""
 
 
 def checkpoint_holders(
     run: bytes, stage: int, roster: Collection[PeerId], replicas: Collection[PeerId], count: int = COPIES
 ) -> tuple[PeerId, ...]:
     """Return the keepers of a stage's chunks: `count` of the roster by rendezvous hashing (Thaler and
-    Ravishankar 1998).
+    Ravishankar 1998), or the whole roster if it is smaller.
 
-    A peer that comes or goes moves only its own share. The keepers include a peer that is no replica of the
-    stage, if the roster has one: a failure of the replicas would take the copies too. Fewer keepers where the
-    roster is smaller.
+    A peer that comes or goes moves only its own share. If the roster has a peer that is not a replica of the
+    stage, the keepers include one: otherwise a failure of the replicas would take the copies too.
     """
 
     def weight(peer: PeerId) -> bytes:
@@ -57,7 +58,7 @@ def checkpoint_holders(
 
 @dataclass
 class _Gathering:
-    """The saved stages of one step, by number: their savers and states."""
+    """The stages saved after one step. `rows` maps a stage's number to its saver and state."""
 
     plan: Plan
     step: int
@@ -70,8 +71,9 @@ class _Gathering:
 
 @dataclass
 class _Spread:
-    """The checkpoint being spread. `left` are the stages still to be asked of each keeper, `asked` the keeper
-    and stage of each open request, `have` the keepers of each stage, `named` those that took the name."""
+    """The checkpoint that is being spread. `left` has the stages that each keeper must still be asked for,
+    `asked` the keeper and stage of each open request, `have` the keepers that have each stage, and `named`
+    those that recorded the name."""
 
     plan: Plan
     step: int
@@ -90,8 +92,9 @@ class _Spread:
 
 
 class CheckpointRounds:
-    """One member's part. It puts `asks`, adds to the member's `events`, and takes answers by `replied`.
-    `tell` sends to peers; `learned` is called when this member knows of a newer checkpoint."""
+    """One member's part in the rounds. It puts `asks`, adds to the member's `events`, and gets answers
+    through `replied`. `tell` sends to peers; `learned` is called when this member learns of a newer
+    checkpoint."""
 
     def __init__(
         self,
@@ -107,11 +110,11 @@ class CheckpointRounds:
         learned: Callable[[float], None],
         newest: WayBack | None = None,
     ) -> None:
-        """`plan` is in force; `live` are reachable other members, present or former. `best` is the checkpoint
-        of the state that validated best. `newest` is the newest whole checkpoint, as stored in an earlier
-        life."""
+        """`plan` returns the plan in force; `live` the other present and former members that are reachable;
+        `best` the checkpoint of the state with the best validation. `newest` is the newest whole checkpoint
+        that was stored before a restart."""
         self.best_step: int | None = None
-        """The step of the best state so far, if the run keeps that one."""
+        """The step of the best state so far, if the run keeps its best state."""
         self._me = me
         self._plan = plan
         self._ways_back = ways_back
@@ -129,29 +132,25 @@ class CheckpointRounds:
 
     @property
     def newest(self) -> WayBack | None:
-        """The newest checkpoint that is whole somewhere, and its step."""
+        """The name and step of the newest checkpoint that is whole somewhere."""
         return self._newest
 
     def saves(self, plan: Plan, stage: int) -> bool:
-        """Return whether this member saves its copy of a stage; one replica of each does."""
+        """Return whether this member saves a stage. One replica of each stage does."""
         return plan.stages[stage].replicas[0] == self._me
 
     # The committer's side
 
     def saved(self, sender: PeerId, step: int, stage: int, state: object) -> None:
-        """Record that a stage after `step` steps was saved at one of its replicas.
-
-        Raises:
-            RemoteProtocolError: `sender` does not hold this stage, or this member does not commit.
-        """
+        """Record that a replica has saved a stage after `step` steps."""
         plan = self._plan()
         if plan is None:
             return
         if plan.committer != self._me:
-            raise RemoteProtocolError("a saved stage for a peer that is not the run's committer")
+            raise RemoteProtocolError("a saved stage was reported to a peer that is not the run's committer")
         if not 0 <= stage < len(plan.stages) or sender not in plan.stages[stage].replicas:
             raise RemoteProtocolError("a stage was saved by a peer that does not hold it")
-        # The best state so far waits for its turn; any other state yields to a newer one.
+        # The best state waits until it can be spread; any other state yields to a newer one.
         is_best, mine = step == self.best_step, self._gathering.get(step == self.best_step)
         if mine is None or (plan.height, step) > (mine.plan.height, mine.step):
             mine = self._gathering[is_best] = _Gathering(plan, step)
@@ -165,7 +164,8 @@ class CheckpointRounds:
         if self._spread is not None or not whole:
             return
         oldest = min(whole, key=lambda key: whole[key].step)
-        gathered = self._gathering[oldest]  # entries stay: a late save for an earlier plan is ignored
+        # the entry stays, so that a late save for an earlier plan is ignored
+        gathered = self._gathering[oldest]
         plan = gathered.plan
         rows = [gathered.rows.pop(number) for number in range(len(plan.stages))]
         live = {self._me, *self._live()}
@@ -185,7 +185,7 @@ class CheckpointRounds:
             self._ask_next(spread, peer)
 
     def _ask_next(self, spread: _Spread, peer: PeerId) -> None:
-        """Ask a keeper for its next stage; it copies one at a time."""
+        """Ask a keeper to copy its next stage, if any is left; it copies one at a time."""
         if spread.left[peer]:
             stage = spread.left[peer].pop(0)
             request = KeepStage(spread.plan, spread.step, stage, spread.states[stage], spread.savers[stage])
@@ -209,10 +209,10 @@ class CheckpointRounds:
         if _are_enough(spread.have, spread.keepers):
             self._events.append(SealWanted(spread.plan, spread.step, spread.states))
         else:
-            self._end()  # the last checkpoint stays the newest
+            self._end()  # the previous checkpoint stays the newest
 
     def sealed(self, now: float, step: int, name: bytes) -> None:
-        """Continue with the checkpoint of `step`, sealed here under this name."""
+        """Continue with the checkpoint of `step`, which was sealed here under this name."""
         spread = self._spread
         if spread is None or spread.step != step or spread.asked or spread.is_sealed:
             return
@@ -229,7 +229,7 @@ class CheckpointRounds:
             self._end()
 
     def _conclude(self, now: float, spread: _Spread) -> None:
-        """Finish a checkpoint whose keepers have answered whether they took its name."""
+        """Finish a checkpoint after its keepers have answered whether they recorded its name."""
         kept = [each & {self._me, *spread.named} for each in spread.have]
         if _are_enough(kept, spread.keepers):
             self.learn(now, spread.step, spread.name)
@@ -240,7 +240,7 @@ class CheckpointRounds:
         self._end()
 
     def _end(self) -> None:
-        """End the spreading of a checkpoint, whole or not, and start the next."""
+        """Stop spreading the current checkpoint, whether whole or failed, and start the next one."""
         self._spread = None
         self._spread_next()
         if self._spread is None:
@@ -250,13 +250,14 @@ class CheckpointRounds:
 
     @property
     def restorable(self) -> WayBack | None:
-        """The newest checkpoint that is whole somewhere, and its step; under a final plan, the result's."""
+        """The name and step of the newest checkpoint that is whole somewhere; under a final plan, of the
+        checkpoint that is the result."""
         plan = self._plan()
         return self._best() if plan is not None and plan.is_final else self._newest
 
     def find_way_back(self, furthest: int) -> WayBack | None:
-        """Return the state from which a stage without a replica is restored, None if there is none. The run
-        has committed at most `furthest` steps."""
+        """Return the state from which a stage without a replica can be restored; None if there is none. The
+        run has committed at most `furthest` steps."""
         return self._ways_back.find(self.restorable, furthest)
 
     def entered(self, now: float, plan: Plan) -> None:
@@ -264,12 +265,12 @@ class CheckpointRounds:
         self._learn(now, self._ways_back.entered(plan))
 
     def told(self, now: float, message: Checkpointed) -> None:
-        """Note the committer's message. Raises RemoteProtocolError."""
+        """Note a checkpoint that the committer announced. Raises RemoteProtocolError."""
         self._learn(now, self._ways_back.told(message))
 
     def tell(self, peers: Collection[PeerId]) -> None:
-        """As the committer: announce the restorable checkpoint, as any of these peers may be the next
-        proposer."""
+        """As the committer: announce the restorable checkpoint to these peers, because any of them may be the
+        next proposer."""
         plan = self._plan()
         if plan is not None and plan.committer == self._me:
             news = self._ways_back.news(plan, self.restorable)
@@ -281,14 +282,14 @@ class CheckpointRounds:
             self.learn(now, found[1], found[0])
 
     def learn(self, now: float, step: int, name: bytes) -> None:
-        """Remember a whole checkpoint, to which the next planner may return."""
+        """Remember a whole checkpoint, to which a later plan may return."""
         if self._newest is None or step > self._newest[1]:
             self._change((name, step))
             self._learned(now)
 
     def forget_after(self, step: int) -> None:
-        """Forget the checkpoints of more than `step` steps, the one that is spread too: they are of a branch
-        that was given up, and the run must not go back to it."""
+        """Forget all checkpoints of more than `step` steps, including one that is being spread. They belong
+        to a branch that was given up, so the run must not return to them."""
         for each in self._gathering.values():
             if each.step > step:
                 each.rows.clear()
@@ -303,7 +304,8 @@ class CheckpointRounds:
         self._events.append(NewestChanged(newest))
 
     def stored(self, newest: WayBack | None) -> None:
-        """Note that the newest checkpoint's name is stored, or cannot be: it may be announced."""
+        """Note that the newest checkpoint's name is stored, or cannot be stored. In both cases the checkpoint
+        may be announced."""
         if newest == self._newest:
             self._is_stored = True
             self._announce()
@@ -318,5 +320,5 @@ class CheckpointRounds:
 
 
 def _are_enough(have: Sequence[Collection[PeerId]], wanted: Sequence[Collection[PeerId]]) -> bool:
-    """Return whether each stage has enough copies to survive the next loss."""
+    """Return whether each stage has enough copies to survive the loss of one."""
     return all(len(each) >= min(COPIES_MIN, len(most)) for each, most in zip(have, wanted, strict=True))

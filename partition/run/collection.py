@@ -1,8 +1,8 @@
 """The committer's collection of a run's result: it asks replicas to hand over their stages, one at a time.
 
-A missing stage is asked for again, for a bounded time. If a replica is dead, a plan without it comes into
-force meanwhile, and the collection starts anew under that plan. Not here: what is handed over, and how stages
-are joined.
+A missing stage is requested again for a bounded time. If its replica is dead, a plan without that replica
+comes into force meanwhile, and the collection starts anew under the new plan. Not here: the content of a
+stage, and how stages are joined.
 """
 
 from collections.abc import Collection
@@ -14,17 +14,18 @@ from partition.run.asks import Asks, Declined, Done, HandOverStage, Reply, Unans
 from partition.run.settings import RunSettings
 
 COLLECT_SECONDS_MAX = 120.0
-"""Time limit where a stage's last replica does not answer. If it is dead, a plan without it comes into force
-meanwhile; a verdict takes half a minute over slow links."""
+"""Time limit for the collection under one plan, if no replica of a stage answers. If the last replica is
+dead, a plan without it comes into force meanwhile; detecting its death takes half a minute over slow
+links."""
 HAND_OVER_SECONDS_MAX = 120.0
-"""Time limit of one stage."""
+"""Time limit for handing over one stage."""
 
 INF = float("inf")
 
 
 class ResultCollection:
-    """The collection under one plan. `deadline` is the time of the next `wake`. `failure` is why there will
-    be no result, to display; empty while one is possible."""
+    """The collection under one plan. `deadline` is the time of the next `wake`. `failure` is the reason, to
+    display, why there will be no result; it is empty while a result is possible."""
 
     def __init__(self, me: PeerId, now: float, plan: Plan, asks: Asks, settings: RunSettings) -> None:
         self.plan = plan
@@ -45,7 +46,7 @@ class ResultCollection:
         return self._stage == len(self.plan.stages)
 
     def wake(self, now: float, live: Collection[PeerId]) -> None:
-        """Ask the next replica of the missing stage."""
+        """Ask the next replica of the first missing stage."""
         self.deadline = INF
         if self._asked is not None or self.is_whole or self.failure:
             return
@@ -57,7 +58,7 @@ class ResultCollection:
             request = HandOverStage(self.plan, self._stage)
             self._asked = self._asks.put(self._left.pop(0), request, HAND_OVER_SECONDS_MAX)
         else:
-            reasons = "; ".join(self._reasons) or "none of its replicas is there"
+            reasons = "; ".join(self._reasons) or "none of its replicas is reachable"
             self._wait(now, f"stage {self._stage + 1} handed over no parameters: {reasons}")
 
     def replied(self, now: float, number: int, reply: Reply) -> None:
@@ -75,7 +76,7 @@ class ResultCollection:
         self.deadline = now
 
     def spoilt(self, now: float, reason: str) -> None:
-        """Start again: the collected stages cannot be joined."""
+        """Start again, because the collected stages cannot be joined."""
         self._begin(0)
         self._wait(now, reason)
 

@@ -1,8 +1,8 @@
 """The announcement of a run's end: its committer tells each living member, for a bounded time.
 
-A newer plan may come into force meanwhile. A member under it no longer knows the old plan, so it is told in
-the new one's name. A member that cannot be told gives up the run after a silence, and finds the result by
-itself.
+A newer plan may come into force meanwhile. A member that follows the newer plan no longer knows the old one,
+so the announcement then names the newer plan. A member that cannot be reached gives up the run after a period
+of silence, and finds the result by itself.
 """
 
 from collections import Counter
@@ -15,15 +15,15 @@ from partition.run.asks import Asks, Declined, Done, EndRun, Reply
 from partition.run.settings import RunSettings
 
 DECLINES_MAX = 5
-"""Declines before a member counts as told. It declines while it does not know the plan: first because a newer
-plan reached it, later because it has forgotten the run."""
+"""Number of declines after which a member counts as told. A member declines if it does not know the named
+plan: either a newer plan has reached it, or it has already forgotten the run."""
 
 INF = float("inf")
 
 
 class Completion:
-    """The announcement of the end. `deadline` is the time of the next `wake`; it `is_over` once all living
-    members know."""
+    """The announcement of the end. `deadline` is the time of the next `wake`. `is_over` becomes true once all
+    living members know, or the time is up."""
 
     def __init__(
         self,
@@ -50,12 +50,13 @@ class Completion:
         self._again: dict[PeerId, float] = {}
 
     def changed(self, now: float) -> None:
-        """Look again after a change of the plan or of the live members."""
+        """Check again soon, because the plan or the living members have changed."""
         if not self.is_over:
             self.deadline = min(self.deadline, now)
 
     def wake(self, now: float, plan: Plan, live: Collection[PeerId]) -> bool:
-        """Tell living members of `plan` that do not know yet. Return whether all know."""
+        """Send the announcement to living members of `plan` that do not know yet. Return whether the
+        announcement is over."""
         left = [peer for peer in plan.members if peer != self._me and peer in live and peer not in self._told]
         self.is_over = not left or now >= self._until
         busy, name = list(self._asked.values()), plan_hash(plan)
@@ -82,14 +83,11 @@ class Completion:
 
 
 def answer_end(mine: Plan | None, sender: PeerId, plan: bytes) -> Declined | None:
-    """Answer `sender`, which announces the end of a run under the plan of this hash; `mine` is the plan in
-    force here. None accepts it.
-
-    Raises:
-        RemoteProtocolError: the sender has no vote in the run.
+    """Answer `sender`, which announces the end of a run under the plan with this hash. `mine` is the plan in
+    force here. Returns None to accept.
     """
     if mine is None or plan_hash(mine) != plan:
         return Declined("no such plan here")
     if sender not in (mine.committer, *committee(mine)):
-        raise RemoteProtocolError("a run ended by a peer that has no vote in it")
+        raise RemoteProtocolError("a run was ended by a peer that has no vote in it")
     return None

@@ -15,14 +15,16 @@ from partition.stage import METRICS_MAX
 
 PROTOCOL = "/peerloom/local/1"
 MESSAGE_BYTES_MAX = 16_384
-"""A full chain of tickets takes some 7 KiB; all else fits a datagram."""
+"""Limit on the size of a message. A full chain of tickets takes about 7 KiB; every other message fits into a
+datagram."""
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class ModelEvaluated(msgspec.Struct, frozen=True, array_like=True, tag="evaluated"):
-    """The held-out loss of the sender's model at a step, and the series up to there."""
+    """The held-out loss of the sender's model at a step, and the state of the series of evaluations up to
+    that step."""
 
     run: Hash
     step: Count
@@ -34,7 +36,7 @@ class ModelEvaluated(msgspec.Struct, frozen=True, array_like=True, tag="evaluate
 
 
 class Conclusion(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a run. `weights` is the BLAKE3 hash (hex) of the result, "" for a run that failed."""
+    """The end of a run. `weights` is the BLAKE3 hash (hex) of the result, "" if the run failed."""
 
     run: Hash
     outcome: Literal["done", "failed"]
@@ -45,8 +47,9 @@ class Conclusion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True, tag="said"):
-    """The conclusion that the sender prefers, and whether the sender holds its result, has settled on it, and
-    commits to it. A member commits to at most one conclusion."""
+    """The conclusion that the sender prefers. `holds`: the sender has its result and accepts it;
+    `is_settled`: the run is over for the sender; `commits`: the sender commits to the conclusion. A member
+    commits to at most one conclusion."""
 
     run: Hash
     conclusion: Conclusion
@@ -56,7 +59,8 @@ class Said(msgspec.Struct, frozen=True, array_like=True, tag="said"):
 
 
 class ConclusionRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """The sender rejects this conclusion: its result is invalid, or not handed over, or too few accept it."""
+    """The sender rejects this conclusion: its result is invalid or was not handed over, or too few members
+    accept it."""
 
     run: Hash
     conclusion: Conclusion
@@ -78,7 +82,8 @@ class EvaluationHeard:
 
 @dataclass(frozen=True)
 class Preferred:
-    """This conclusion is the best known. The `holders` have its result: fetch it, then call `hold`."""
+    """This conclusion is preferred from now on. The `holders` have its result: fetch the result, then call
+    `hold`."""
 
     run: bytes
     conclusion: Conclusion
@@ -86,7 +91,8 @@ class Preferred:
 
 @dataclass(frozen=True)
 class Voided:
-    """No holder of the preferred conclusion's result is left: the run goes on."""
+    """The preferred conclusion was given up: no holder of its result is left, or it was refused. The run goes
+    on."""
 
     run: bytes
 
@@ -101,7 +107,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Differs:
-    """The run is over here, and `peer` reports that it ended with `other`."""
+    """The run is over here with `conclusion`, and `peer` reports that it ended with `other`."""
 
     run: bytes
     conclusion: Conclusion
@@ -113,16 +119,16 @@ Event = EvaluationHeard | Preferred | Voided | Settled | Differs | admissions.Ev
 
 
 def rank(conclusion: Conclusion) -> tuple[bool, int, bytes, str]:
-    """Return the sort key of a conclusion, lower is better: with a result first, then by most steps, then by
-    author."""
+    """Return the sort key of a conclusion; lower is better. Conclusions with a result come first, then those
+    with more steps, then by author."""
     return conclusion.outcome != "done", -conclusion.step, conclusion.author, conclusion.weights
 
 
 def says_held(said: Said, conclusion: Conclusion) -> bool:
-    """Return whether the author of this message holds the result of the conclusion."""
+    """Return whether the sender of this message holds the result of the conclusion."""
     return said.holds and said.conclusion == conclusion
 
 
 def says_committed(said: Said, conclusion: Conclusion) -> bool:
-    """Return whether the author of this message is committed to the conclusion, or settled on it."""
+    """Return whether the sender of this message has committed to the conclusion or settled on it."""
     return (said.commits or said.is_settled) and says_held(said, conclusion)

@@ -1,8 +1,9 @@
-"""Dispatch of a run's messages: to the member whose plan they name, and to the part of it that takes them.
+"""Dispatch of a run's messages: to the member whose plan they name, and to the part of the member that
+handles them.
 
-Some arrive before their plan is in force here, as members learn of a decision at different times. What a
-committer begins with, and reports of absent members, wait for it. The member and its roles check who may send
-which message.
+Members learn of a decision at different times, so a message may arrive before its plan is in force here. The
+committer's first messages and reports of absent members are kept until then. The member and its roles check
+who may send which message.
 """
 
 from collections import deque
@@ -17,13 +18,13 @@ from partition.run.messages import Absent, RunMessage
 from partition.steps.messages import CommitterMessage, ReplicaMessage
 
 EARLY_MAX = 256
-"""Messages of committers whose plan is decided but not yet on disk here, and reports of absent members."""
+"""Maximum number of messages kept for plans that are decided but not yet stored here."""
 Early = CommitterMessage | Absent
-"""Messages kept for a plan that is decided, but not yet in force here."""
+"""Messages that are kept for a plan that is decided, but not yet in force here."""
 
 
 class Role(Enum):
-    """The part of a member that a message is for. STAGE: its replica, and an Open for its feeder too."""
+    """The part of a member that handles a message. STAGE: its replica; an Open goes to its feeder too."""
 
     MEMBER = auto()
     COMMITTER = auto()
@@ -31,7 +32,7 @@ class Role(Enum):
 
 
 def role_of(message: object) -> Role:
-    """Return which part of a member takes this message."""
+    """Return which part of a member handles this message."""
     if isinstance(message, ReplicaMessage):
         return Role.COMMITTER
     return Role.MEMBER if isinstance(message, AgreementMessage | RunMessage) else Role.STAGE
@@ -49,16 +50,16 @@ E = TypeVar("E")
 
 
 class Dispatch(Generic[M, E]):
-    """One node's members by the hash of the plan in force; `early` has what waits: its sender, the plan's
-    hash, and the message in the driver's form."""
+    """The members of one node, keyed by the hash of the plan in force. `early` has the waiting messages: the
+    sender, the plan's hash, and the message in the driver's form."""
 
     def __init__(self) -> None:
         self.plans: dict[bytes, M] = {}
         self.early: deque[tuple[PeerId, bytes, E]] = deque(maxlen=EARLY_MAX)
 
     def follow(self, plan: bytes, member: M) -> list[tuple[PeerId, E]]:
-        """Hand messages of this plan to `member`, and no longer those of its plan before. Return what came
-        too early, to be delivered again."""
+        """Hand messages of this plan to `member`, and no longer those of the member's previous plan. Return
+        the messages that came too early, to be delivered again."""
         self.forget(member)
         self.plans[plan] = member
         late = [(sender, message) for sender, name, message in self.early if name == plan]
@@ -67,20 +68,16 @@ class Dispatch(Generic[M, E]):
         return late
 
     def forget(self, member: object) -> None:
-        """Hand nothing to this member any more."""
+        """Hand no more messages to this member."""
         self.plans = {plan: other for plan, other in self.plans.items() if other is not member}
 
     def find(self, sender: PeerId, plan: bytes) -> M | None:
-        """Return the member that a message of this plan is for; None where no plan of this hash is in force.
-
-        Raises:
-            RemoteProtocolError: `sender` is not in the run.
-        """
+        """Return the member that a message of this plan is for; None if this plan is not in force."""
         member = self.plans.get(plan)
         if member is not None and member.plan is not None and sender not in member.plan.roster:
-            raise RemoteProtocolError("a message of a run from a peer that is not in it")
+            raise RemoteProtocolError("a message of a run came from a peer that is not in the run")
         return member
 
     def keep(self, sender: PeerId, plan: bytes, message: E) -> None:
-        """Keep a message until its plan is in force; the oldest make room."""
+        """Keep a message until its plan is in force. If there are too many, the oldest is dropped."""
         self.early.append((sender, plan, message))

@@ -1,36 +1,39 @@
 """Agreement of a run's members on its end in local mode: a sans-IO core, one for each run.
 
-There is no plan to decide on. One member evaluates: the member with a state whose id is nearest to the hash
-of the run. If it dies, or is silent for a while, the next one evaluates. Once the series has converged or the
-steps are done, the evaluator keeps the model and proposes a conclusion, which names that model by its hash.
-Members that have a state have a vote (`partition.run.poll`); the others follow.
+In local mode there is no plan to decide on. One member evaluates: the member with a state whose id is nearest
+to the hash of the run. If it dies, or is silent for a while, the next nearest member evaluates. Once the
+series of evaluations has converged, or the steps are done, the evaluator keeps the model and proposes a
+*conclusion*, which identifies that model by its hash. Members that have a state have a vote
+(`partition.run.poll`); the other members follow.
 
 1. A member prefers the conclusion that most voters hold, or a better one (`rank`) that nearly as many hold.
-   It fetches the result and tries it (its shell does: no result is trusted), then tells all that it holds
-   the conclusion, or refuses it.
+   The member's driver fetches the result and tries it, because no result is trusted. The member then
+   announces to all that it holds the conclusion, or that it refuses the conclusion.
 2. A voter that has held a conclusion for `STABLE_SECONDS` commits to it, once and for good, when a quorum
-   holds it. After `PATIENCE_SECONDS` a majority of those that answer suffices, unless more members than may
-   lie hold another. A conclusion that can reach no majority any more is given up, by its author too.
-3. A run is settled for a member by as many commitments. The member waits up to `PATIENCE_SECONDS` for the
-   others to hold the result too. A settled member never changes its mind, and tells the members of the run.
+   holds it. After `PATIENCE_SECONDS`, a majority of the voters that answer suffices, unless more members than
+   may lie hold a different one. A conclusion that can no longer reach a majority is given up, even by its
+   author.
+3. A run is settled for a member once as many voters have committed. Before that, the member waits up to
+   `PATIENCE_SECONDS` for the others to hold the result too. A settled member never changes its mind, and
+   tells the members of the run.
 4. A conclusion is accepted without a trial, even if it was refused, once a quorum has committed to it, or
-   the requester or more members than may lie call it settled.
+   once the requester, or more members than may lie, report that it is settled.
 5. A conclusion is void if all its holders are gone before another member has its result, or if no holder
-   hands the result over; a member that falsely claimed to hold it introduces no more conclusions. A failure
-   is no conclusion for a member that can continue by itself (`can_go_on`).
+   hands the result over. A member that falsely claimed to hold it cannot introduce any more conclusions. A
+   conclusion that the run failed is ignored by a member that can continue by itself (`can_go_on`).
 
-Consequences: Members that see one another settle one result, whatever they refuse, since two quorums share a
-member that commits once. No member chooses a result alone, except the requester on an even vote, since the
-run is its own. A member that refuses everything or is silent costs `PATIENCE_SECONDS`. Without a majority for
-`STALEMATE_SECONDS` after the last step, or after a commitment, a member settles what it holds alone, so that
-every run ends.
+Consequences: Members that see one another settle on one result, whichever results they refuse, because any
+two quorums share a member, and a member commits only once. No member chooses a result alone, except the
+requester if the votes are even, because the run is the requester's. A member that refuses everything or is
+silent costs `PATIENCE_SECONDS`. If there is no majority for `STALEMATE_SECONDS` after the last step or after
+a commitment, a member settles alone on the conclusion that it holds, so every run ends.
 
-There can be two results where two members refuse each other's and neither is the requester; where a liar, one
-of at least three, tells different members different things about acceptable results; and on two sides of a
-partition. A member cannot tell unreachable members from dead ones, and a side that waited for a majority
-would train for nothing if the others are dead. So each side keeps its own result, and all learn of the
-difference within `LINGER_SECONDS` of seeing each other (`Differs`). A restarted member forgets its
-commitment. Not here: what a model is, and fetching it.
+There can be two results in three cases: if two members refuse each other's result and neither is the
+requester; if one of at least three members lies and reports acceptable results differently to different
+members; and if the network is partitioned. A member cannot tell unreachable members from dead ones, and a
+side that waited for a majority would train for nothing if the others are dead. So each side keeps its own
+result, and all members learn of the difference (`Differs`) when they see each other again within
+`LINGER_SECONDS`. A restarted member forgets its commitment. Not here: what a model is, and fetching it.
 """
 
 from collections.abc import Collection
@@ -65,21 +68,24 @@ from partition.run.sight import MembersInSight
 from partition.run.turns import Turns
 
 SAY_SECONDS = 0.5
-"""Interval between two messages of a conclusion to members that have not answered with it."""
+"""Seconds between two messages about the conclusion to members that have not answered with the same
+conclusion."""
 SAY_OVER_SECONDS = 20.0
-"""The same interval once the conclusion has been settled for `PATIENCE_SECONDS`."""
+"""The same interval, once the run has been settled for `PATIENCE_SECONDS`."""
 LINGER_SECONDS = 600.0
-"""How long a finished run answers members that were away."""
+"""How long a finished run still answers members that were away."""
 REFUSED_MAX = 64
-"""Refused conclusions that a member remembers."""
+"""Maximum number of refused conclusions that a member remembers."""
 STRIKES_MAX = 8
-"""Refused results of one member, after which only its opinion of others' conclusions counts."""
+"""Number of refused results after which a member can introduce no more conclusions. Its votes on other
+members' conclusions still count."""
 LURES_MAX = 2
-"""How often one member may make another leave a held result for one of its own."""
+"""How often one member may make another give up a held result for a conclusion that only the first member
+holds."""
 
 
 class Ending:
-    """One run, as one member sees it."""
+    """The end of one run, as one member sees it."""
 
     def __init__(
         self,
@@ -89,7 +95,7 @@ class Ending:
         steps: int = 2**53 - 1,
         requester: PeerId | None = None,
     ) -> None:
-        """`steps` are those of the run, an upper bound for all members."""
+        """`steps` is the run's number of steps, an upper bound for all members."""
         self.run = run
         self.is_settled = False
         self.is_decided = False
@@ -111,17 +117,17 @@ class Ending:
 
     @property
     def best(self) -> Conclusion | None:
-        """The conclusion that is preferred here."""
+        """The conclusion that this member prefers."""
         return self._vote.best
 
     @property
     def holds(self) -> bool:
-        """Whether this member has the result of that conclusion, and accepts it."""
+        """Whether this member has the result of the preferred conclusion, and accepts it."""
         return self._vote.holds
 
     @property
     def is_here(self) -> bool:
-        """Whether the result of that conclusion was fetched, though it is not held yet."""
+        """Whether the result of the preferred conclusion was fetched; it may not be held yet."""
         return self._vote.preferred is not None and self._vote.preferred.is_here
 
     @property
@@ -138,7 +144,7 @@ class Ending:
         return []
 
     def set_end(self, now: float, waited_seconds: float) -> Sends:
-        """Set how long the steps have been done; negative if they are not."""
+        """Set how long ago the last step was done; negative if steps are left."""
         self._vote.ended_at = inf if waited_seconds < 0 else now - waited_seconds
         if waited_seconds < 0:
             self.turns.passed = 0
@@ -152,13 +158,13 @@ class Ending:
         voters: Collection[PeerId] | None = None,
     ) -> Sends:
         """Set the other members. `trainers` are the members with a state, including this one if it has one;
-        they vote. None: this member tries no result, and accepts any evaluator; then the `voters` are given,
-        or all vote."""
+        they vote. If `trainers` is None, this member tries no result and accepts any evaluator, and the
+        `voters` vote, or all members if `voters` is None."""
         found = frozenset(peers) - {self._me}
         if trainers is not None:
             self.turns.trainers = voters = frozenset(trainers)
         forgotten = self._others.see(now, found)
-        # A member that has settled and left keeps its vote; an unreachable one keeps it for a while.
+        # A member that has settled and left keeps its vote; an unreachable member keeps its vote for a while.
         kept = self._poll.voters.intersection({*self._others.unseen, *self._poll.claims})
         self._poll.voters = kept | frozenset({*found, self._me} if voters is None else voters)
         for peer in forgotten:
@@ -168,17 +174,17 @@ class Ending:
         return self._advance(now)
 
     def know(self, peer: PeerId) -> None:
-        """Accept this member's messages about the end, though it is not in sight: the run may be over for
+        """Accept this member's messages about the end although it is not in sight: the run may be over for
         it."""
         self._others.know(peer)
 
     def evaluate(self, step: int, samples: int, loss: float, metrics: tuple[float, ...]) -> Sends:
-        """Add this member's own evaluation to the series, and tell all."""
+        """Add this member's own evaluation to the series, and announce it to all."""
         message = self.series.add(step, samples, loss, metrics)
         return [(peer, message) for peer in self._others.peers]
 
     def propose(self, now: float, conclusion: Conclusion) -> Sends:
-        """Propose a conclusion as the evaluator, which holds the result."""
+        """Propose a conclusion as the evaluator, which holds its result."""
         if self._vote.preferred is not None:
             return []
         if now >= self._vote.alone_from:
@@ -191,7 +197,8 @@ class Ending:
         return self.wake(now)
 
     def hold(self, now: float, conclusion: Conclusion) -> Sends:
-        """Record that the result of a preferred conclusion is here, is not needed, or cannot be obtained."""
+        """Record that this member now accepts the preferred conclusion, because its result is here or is not
+        needed."""
         if self._vote.preferred is None or conclusion != self.best or self.holds:
             return []
         self._vote.preferred.held_at = self._say_at = now
@@ -204,8 +211,8 @@ class Ending:
         return []
 
     def give_up(self, now: float, conclusion: Conclusion, *, is_missing: bool = False) -> Sends:
-        """Give up a preferred conclusion whose result is invalid, or not handed over (`is_missing`). If the
-        conclusion is already decided, the run ends here without its result."""
+        """Give up the preferred conclusion, because its result is invalid or was not handed over
+        (`is_missing`). If the conclusion is already decided, the run ends here without its result."""
         if conclusion != self.best or self.holds or self.is_settled:
             return []
         if self.is_decided:
@@ -220,7 +227,7 @@ class Ending:
     # Messages of others
 
     def receive(self, now: float, sender: PeerId, message: Told) -> Sends:
-        """Handle one message. Raises RemoteProtocolError for invalid numbers."""
+        """Handle one message. Raises RemoteProtocolError for invalid values."""
         match message:
             case ModelEvaluated():
                 return self._take_evaluation(now, sender, message)
@@ -232,7 +239,7 @@ class Ending:
                 assert_never(message)
 
     def wake(self, now: float) -> Sends:
-        """Repeat messages that are due, and apply expired time limits."""
+        """Repeat messages that are due, and act on time limits that have passed."""
         if self._vote.preferred is None or now < self._say_at:
             return self._advance(now)
         own = self.said
@@ -254,15 +261,15 @@ class Ending:
     def _take_conclusion(self, now: float, sender: PeerId, message: Said) -> Sends:
         new = message.conclusion
         if new.run != self.run or (new.outcome == "done") != bool(new.weights):
-            raise RemoteProtocolError("a conclusion of another run, or without its result")
+            raise RemoteProtocolError("a conclusion belongs to another run, or lacks its result")
         if new.step > self._steps:
-            raise RemoteProtocolError("a conclusion at a step that the run does not have")
-        if sender not in self._others.known:  # a peer that is not known as a member yet repeats it
+            raise RemoteProtocolError("a conclusion names a step beyond the run's last one")
+        if sender not in self._others.known:  # the peer will repeat it once it is known as a member
             return [(sender, self.said)] if self.is_settled and not message.is_settled else []
         if message.is_settled and not message.holds:
             message = msgspec.structs.replace(message, is_settled=False)
         if message.is_settled and self._poll.claims.get(sender, new) != new:
-            return []  # it has changed its preference
+            return []  # a member that has settled must not change its conclusion
         if self.is_settled:
             return self._hear_of_another(sender, message)
         if new.outcome == "failed" and self.can_go_on:
@@ -271,7 +278,7 @@ class Ending:
             self._poll.claims[sender] = new
         self._poll.said[sender] = (message, now)
         if self._vote.preferred is not None and new != self.best:
-            self._vote.preferred.refusing.discard(sender)  # it states its opinion of each conclusion
+            self._vote.preferred.refusing.discard(sender)  # each of its messages replaces its opinion
         self._decide(now)
         self._choose(now)
         is_refused = new in self._refused and new != self.best and not message.is_settled
@@ -286,7 +293,7 @@ class Ending:
         return self._advance(now)
 
     def _hear_of_another(self, sender: PeerId, message: Said) -> Sends:
-        """Answer a message after the end, and notice another conclusion."""
+        """Answer a message after the end, and note whether the sender settled on a different conclusion."""
         if not message.is_settled:
             return [(sender, self.said)]
         if sender not in self._poll.claims:
@@ -302,7 +309,7 @@ class Ending:
     # The preferred conclusion
 
     def _choose(self, now: float) -> None:
-        """Prefer the conclusion that most voters hold, or a better one that hardly fewer do."""
+        """Prefer the conclusion that most voters hold, or a better one that nearly as many hold."""
         if self.is_decided or self._vote.committed is not None:
             return
         candidates = {
@@ -313,13 +320,15 @@ class Ending:
         }
         if self.best is not None:
             candidates.setdefault(self.best, set()).update({self._me} if self.holds else ())
-        # A liar tells each member something else, so as few members as may lie cannot outweigh the rank.
+        # A liar can tell each member something different, so a lead of no more votes than there may be liars
+        # does not outweigh the rank.
         votes = {conclusion: len(holders & self._poll.voters) for conclusion, holders in candidates.items()}
         enough = max(votes.values(), default=0) - self._poll.electorate.liars_max
         chosen = min((each for each in candidates if votes[each] >= enough), key=rank, default=None)
         if chosen is None or chosen == self.best:
             return
-        if self.holds and len(candidates[chosen]) == 1:  # one member must not make the others change forever
+        # bounds how often one member alone can make the others change
+        if self.holds and len(candidates[chosen]) == 1:
             (peer,) = candidates[chosen]
             self._strikes[peer] = self._strikes.get(peer, 0) + STRIKES_MAX // LURES_MAX
         self._prefer(now, chosen)
@@ -331,8 +340,8 @@ class Ending:
 
     @property
     def holders(self) -> tuple[PeerId, ...]:
-        """The members that have the result of the preferred conclusion: in sight, recently out of sight, or
-        gone because the run is over for them."""
+        """The members that have the result of the preferred conclusion. They are in sight, or recently out of
+        sight, or gone because the run is over for them."""
         if self.best is None:
             return ()
         said = (peer for peer, (said, _) in self._poll.said.items() if says_held(said, self.best))
@@ -344,7 +353,7 @@ class Ending:
         )
 
     def _void(self) -> None:
-        """Give up a conclusion whose result went with its author."""
+        """Give up the preferred conclusion if no holder of its result is left."""
         if self.best is None or self.holds or self.is_here or self.is_settled or self.holders:
             return
         if not self.is_decided:
@@ -357,7 +366,7 @@ class Ending:
 
     def _refuse(self, now: float) -> Sends:
         """Refuse the preferred conclusion for good, and continue without it."""
-        assert self.best is not None, "there is a conclusion"
+        assert self.best is not None, "no conclusion is preferred"
         refused = ConclusionRefused(self.run, self.best)
         self._refused[self.best] = None
         for old in list(self._refused)[:-REFUSED_MAX]:
@@ -370,7 +379,7 @@ class Ending:
     # Votes
 
     def _advance(self, now: float) -> Sends:
-        """Commit, settle, or give up, as messages and elapsed time require."""
+        """Commit, settle or give up, as the messages and the elapsed time require."""
         self._poll.voters -= self._others.gone(now).difference(self._poll.claims)
         self._decide(now)
         preferred = self._vote.preferred
@@ -389,8 +398,8 @@ class Ending:
         return [(peer, own) for peer in awaited if has_committed]
 
     def _decide(self, now: float) -> None:
-        """Accept a conclusion that others have settled, or a quorum has committed to, even if it was refused
-        here."""
+        """Accept a conclusion that others have settled on, or that a quorum has committed to, even if it was
+        refused here."""
         if self.is_settled or self.is_decided:
             return
         if (decided := self._poll.decided()) is None:
@@ -403,7 +412,7 @@ class Ending:
 
     def _settle(self, now: float) -> Sends:
         best = self.best
-        assert best is not None, "there is a conclusion"
+        assert best is not None, "no conclusion is preferred"
         self.is_settled = True
         self._vote.committed = best
         self._say_at = now + SAY_SECONDS
@@ -416,11 +425,11 @@ class Ending:
 
     @property
     def _untold(self) -> list[PeerId]:
-        """Return the members that have not yet said that the run ended with this conclusion."""
+        """The members that have not yet reported that the run ended with this conclusion."""
         return [peer for peer in self._others.known if self._poll.claims.get(peer) != self.best]
 
     @property
     def said(self) -> Said:
-        """Return this member's message about the end. Requires a preferred conclusion."""
-        assert self.best is not None, "there is a conclusion"
+        """This member's message about the end. Requires a preferred conclusion."""
+        assert self.best is not None, "no conclusion is preferred"
         return Said(self.run, self.best, self.holds, self.is_settled, self._vote.committed == self.best)

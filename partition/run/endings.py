@@ -1,4 +1,5 @@
-"""All runs in local mode of one node, behind one protocol; each has a `partition.run.ending.Ending`."""
+"""The ends of all runs in local mode of one node, behind one protocol. Each has a
+`partition.run.ending.Ending`."""
 
 from math import inf
 
@@ -16,9 +17,10 @@ def _forgotten_at(ending: Ending) -> float:
 
 
 class Endings:
-    """All runs in local mode of one node, behind one protocol; finished ones too, for a while.
+    """The ends of all runs in local mode of one node, behind one protocol. Finished runs are kept for a
+    while.
 
-    Messages about an end go to its `Ending`, tickets to its `Admission`.
+    Messages about an end go to the run's `Ending`, tickets to its `Admission`.
     """
 
     def __init__(self) -> None:
@@ -31,14 +33,14 @@ class Endings:
         return min((ending.deadline for ending in self._endings.values()), default=inf)
 
     def open(self, now: float, ending: Ending, admission: Admission | None = None) -> None:
-        """Join a run. Finished runs are dropped to make room, oldest end first. Raises ValueError if this
-        node is in too many unfinished runs."""
+        """Join a run. To make room, finished runs are dropped, those that ended earliest first. Raises
+        ValueError if this node is in too many unfinished runs."""
         over = sorted((other for other in self._endings.values() if other.is_settled), key=_forgotten_at)
         for other in over:
             if other.forget_at <= now or len(self._endings) >= RUNS_MAX:
                 self.close(other.run)
         if len(self._endings) >= RUNS_MAX:
-            raise ValueError(f"a node remembers {RUNS_MAX} runs in local mode at most")
+            raise ValueError(f"this node is already in {RUNS_MAX} unfinished runs in local mode")
         self._endings[ending.run] = ending
         if admission is not None:
             self._admissions[ending.run] = admission
@@ -49,7 +51,7 @@ class Endings:
         self._admissions.pop(run, None)
 
     def receive(self, now: float, sender: PeerId, message: Message) -> AllSends:
-        """Handle one message; drop messages of runs that are unknown here."""
+        """Handle one message; ignore messages of runs that are unknown here."""
         ending, admission = self._endings.get(message.run), self._admissions.get(message.run)
         if ending is None:
             return []
@@ -57,14 +59,14 @@ class Endings:
             if admission is None:
                 return []
             sends = self.admitted(admission, admission.receive(sender, message))
-            # A member that returns to a finished run is told of the end.
+            # A member that returns to a finished run learns that it has ended.
             return sends + ([(sender, ending.said)] if sends and ending.is_settled else [])
         if admission is not None and admission.admits(sender):
             ending.know(sender)
         return self.drained(ending, ending.receive(now, sender, message))
 
     def admitted(self, admission: Admission, sends: admissions.Sends) -> AllSends:
-        """Move the admission's events to the node's; return `sends`."""
+        """Move the admission's events to the node's events; return `sends`."""
         self.events += admission.events
         admission.events.clear()
         return [*sends]
@@ -78,7 +80,7 @@ class Endings:
         return sends
 
     def drained(self, ending: Ending, sends: Sends) -> AllSends:
-        """Move an ending's events to the node's; return `sends`."""
+        """Move an ending's events to the node's events; return `sends`."""
         self.events += ending.events
         ending.events.clear()
         return [*sends]

@@ -1,4 +1,4 @@
-"""Events of `partition.run.member`: instructions of a run's member to its driver."""
+"""Events of `partition.run.member`: instructions from a run's member to its driver."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ from partition.run.way_back import WayBack
 
 @dataclass(frozen=True)
 class PlanFollowed:
-    """This member receives messages of this plan from now on."""
+    """Deliver messages of this plan to this member from now on."""
 
     plan: Plan
 
 
 @dataclass(frozen=True)
 class PlanEntered:
-    """The plan is in force: this node's work as a trainer under the last one ends."""
+    """The plan is in force. This node's work as a trainer under the previous plan ends."""
 
     plan: Plan
     is_first: bool
@@ -28,7 +28,8 @@ class PlanEntered:
 @dataclass(frozen=True)
 class RolesGiven:
     """Take the roles that the plan gives to this node, and only these. `stage` is the action for its stage,
-    None for none. `lost_steps` must be committed again. `is_over`: the run ends, and nothing is trained."""
+    None if there is nothing to do. `lost_steps` is the number of steps that must be committed again.
+    `is_over`: the run ends, and nothing is trained."""
 
     plan: Plan
     change: Change | None
@@ -39,14 +40,13 @@ class RolesGiven:
 
 @dataclass(frozen=True)
 class StageAbandoned:
-    """Close the stage that was opened early for a plan that was not decided in time."""
+    """Close the stage that was opened early for a plan, because the plan was not decided in time."""
 
 
 @dataclass(frozen=True)
 class StateChanged:
     """The state of the run changed for this member; the reason is for display. `waits_for` are the machines
-    whose return would end a pause. `is_note`: the reason is to be displayed though the state may be as
-    before."""
+    whose return would end a pause. `is_note`: display the reason even if the state is the same as before."""
 
     state: State
     reason: str
@@ -56,20 +56,21 @@ class StateChanged:
 
 @dataclass(frozen=True)
 class RunLeft:
-    """The run continues without this node, which forgets it and waits to be asked again. `is_branch`: it left
-    a branch of the run for another."""
+    """The run continues without this node, which forgets the run until it is asked again. `is_branch`: the
+    node left its branch of the run for a different one."""
 
     is_branch: bool
 
 
 @dataclass(frozen=True)
 class PromisesMade:
-    """Store `durable` of the chain of plans, then call `stored`; nothing of it is sent before."""
+    """Store `durable` of the chain of plans, then call `stored`. Nothing that depends on it is sent
+    before."""
 
 
 @dataclass(frozen=True)
 class MessageRefused:
-    """A peer sent a message about plans that no correct peer sends, with the reason."""
+    """A peer sent a message about plans that no correct peer sends; `reason` explains why."""
 
     peer: PeerId
     reason: str
@@ -77,7 +78,8 @@ class MessageRefused:
 
 @dataclass(frozen=True)
 class PauseWanted:
-    """As the committer: pause between two steps, because a member wants to leave."""
+    """As the committer: pause between two steps, because a member wants to leave or borders between stages
+    move."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,8 @@ class StepsWanted:
 
 @dataclass(frozen=True)
 class SealWanted:
-    """As the committer: make and keep a checkpoint of these states of all stages. Then call `sealed` of the
-    member's checkpoints, or `seal_failed`."""
+    """As the committer: make and keep a checkpoint of these states of all stages. Then call `sealed` or
+    `seal_failed` of the member's checkpoints."""
 
     plan: Plan
     step: int
@@ -104,16 +106,16 @@ class SealWanted:
 
 @dataclass(frozen=True)
 class NewestChanged:
-    """Store the newest checkpoint, or that there is none. Then call `stored` of the member's checkpoints; the
-    checkpoint is not announced before."""
+    """Store which checkpoint is the newest, or that there is none. Then call `stored` of the member's
+    checkpoints. The checkpoint is not announced before."""
 
     newest: WayBack | None
 
 
 @dataclass(frozen=True)
 class CheckpointWhole:
-    """As the committer: a checkpoint of these states has its name at `copies` or more keepers of each
-    stage."""
+    """As the committer: a checkpoint of these states is whole. For each stage, at least `copies` keepers have
+    recorded its name."""
 
     plan: Plan
     step: int
@@ -124,12 +126,12 @@ class CheckpointWhole:
 
 @dataclass(frozen=True)
 class CheckpointEnded:
-    """As the committer: the copying of a checkpoint ended; it is whole, or failed."""
+    """As the committer: the copying of a checkpoint has ended, because it is whole or because it failed."""
 
 
 @dataclass(frozen=True)
 class ResultWanted:
-    """As the committer: all stages were handed over under this plan. Join them and keep the result, then call
+    """As the committer: all stages were handed over under this plan. Join them and keep the result. Then call
     `result_kept`, `result_spoilt` or `result_lost` of the member's end."""
 
     plan: Plan
@@ -137,8 +139,8 @@ class ResultWanted:
 
 @dataclass(frozen=True)
 class RunOver:
-    """End the run here: all living members know, or none is left to tell. `weights` is the hash of the result
-    in hex, empty without a result."""
+    """End the run here: all living members know, or none is left to be told. `weights` is the hash of the
+    result in hex, or empty if there is no result."""
 
     outcome: str
     detail: str

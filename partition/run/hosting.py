@@ -1,8 +1,8 @@
 """The stage of a run that one member holds: when to open it, keep it from plan to plan, and close it.
 
 At most one stage is open. It stays open from one plan to the next as long as the plan gives the member the
-same layers between the same borders. The stage of a plan that is not in force yet may be opened early; it is
-closed again unless that plan is decided.
+same layers and no border between stages moves. The stage of a plan that is not in force yet may be opened
+early; it is closed again unless that plan is decided.
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ WENT_ON = "the run went on before its stage was open"
 
 
 class Held(NamedTuple):
-    """A stage by its number and the cuts of the model. Other cuts make it another stage, since its inputs or
-    tied weights may differ even if its layers are the same."""
+    """A stage, identified by its number and all cuts of the model. If the cuts differ, it is a different
+    stage even if its layers are the same, because its inputs or tied weights may differ."""
 
     number: int
     cuts: tuple[int, ...]
 
 
 def held_in(plan: Plan, peer: PeerId) -> Held | None:
-    """Return the stage that a plan gives to a peer, None for none."""
+    """Return the stage that a plan gives to a peer, or None."""
     number = plan.stage_of(peer)
     if number is None:
         return None
@@ -36,8 +36,8 @@ def held_in(plan: Plan, peer: PeerId) -> Held | None:
 @dataclass(frozen=True)
 class StageWanted:
     """Close the open stage and open this stage of `plan`, then call `opened` or `failed`. `step` is the
-    number of steps of the opened state; None if the state must be filled. `is_early`: the plan is not in
-    force yet. `number` counts a member's openings."""
+    number of steps of the state that is opened; None if the state must be fetched. `is_early`: the plan is
+    not in force yet. `number` is the sequence number of this member's openings."""
 
     plan: Plan
     held: Held
@@ -48,7 +48,7 @@ class StageWanted:
 
 @dataclass(frozen=True)
 class StageKept:
-    """The open stage continues under this plan."""
+    """Keep the open stage under this plan."""
 
     plan: Plan
 
@@ -62,11 +62,11 @@ StageAction = StageWanted | StageKept | StageEnded
 
 
 class Hosting:
-    """One member's stage. Each call returns the driver's next action, None for nothing."""
+    """One member's stage. Most calls return the driver's next action, or None if there is nothing to do."""
 
     def __init__(self, me: PeerId, settings: RunSettings) -> None:
         self.plan: Plan | None = None
-        """The newest plan: the one in force, or the one whose stage is opened early."""
+        """The newest plan: either the one in force, or the one whose stage is opened early."""
         self.is_open = False
         self._me = me
         self._settings = settings
@@ -89,8 +89,10 @@ class Hosting:
         return self.is_open or self.is_opening
 
     def adopt(self, plan: Plan) -> StageAction | None:
-        """Handle a plan in force: keep the stage it gives to this member, open it, or close the open one."""
-        # A trained stage is opened again, since initial parameters are made in a new process.
+        """Handle a plan that came into force: keep the stage that it gives to this member, open it, or close
+        the open one."""
+        # If the plan starts from initial parameters, a trained stage is opened again, because a new process
+        # makes them.
         is_anew = plan.restored == FIRST_VALUES and self._prepared != plan_hash(plan)
         self.plan, self._prepared = plan, None
         held = held_in(plan, self._me)
@@ -100,15 +102,16 @@ class Hosting:
             if self.is_open:
                 return StageKept(plan)
             if self.is_opening or held is None:
-                return None  # the opened stage takes the newest plan
+                return None  # once the stage is open, it takes the newest plan
         if held is None:
             self._clear()
             return StageEnded()
-        # Only under the first plan all begin at step 0; later members have no state yet.
+        # Only under the first plan do all members begin at step 0; later members have no state yet.
         return self._open(plan, held, None if plan.height else 0)
 
     def prepare(self, now: float, plan: Plan, planner: PeerId) -> StageWanted | None:
-        """Open the stage of a plan that is not in force yet, as `planner` asks. None if there is no room."""
+        """Open the stage of a plan that is not in force yet, as `planner` asks. Return None if there is no
+        room."""
         held = held_in(plan, self._me)
         if held is None or self.occupies or self._is_over:
             return None
@@ -128,14 +131,15 @@ class Hosting:
         return self._opening is not None and self._opening.number == opening.number
 
     def opened(self, opening: StageWanted) -> Plan | None:
-        """Note that a stage is open. Return the plan it belongs to now; None: close it, it is not wanted."""
+        """Note that a stage is open. Return the plan that it belongs to now; None if it is no longer wanted
+        and must be closed."""
         if not self.wants(opening):
             return None
         self._opening, self.is_open = None, True
         return self.plan
 
     def failed(self, opening: StageWanted) -> None:
-        """Note that a stage could not be opened: the next plan that gives it to this member tries again."""
+        """Note that a stage could not be opened. The next plan that gives it to this member tries again."""
         if self.wants(opening):
             self._held = self._opening = None
 
@@ -144,7 +148,7 @@ class Hosting:
         self.is_open = False
 
     def unprepare(self, plan: bytes) -> StageEnded | None:
-        """Close the stage opened early for the plan of this hash, which was not decided."""
+        """Close the stage that was opened early for the plan with this hash, because it was not decided."""
         if self._prepared != plan:
             return None
         self._clear()
@@ -156,19 +160,19 @@ class Hosting:
         return inf if self._prepared is None else self._expires_at
 
     def wake(self, now: float) -> StageEnded | None:
-        """Close a stage that was opened early for a plan that was not decided in time."""
+        """Close the stage that was opened early if its plan was not decided in time."""
         if self._prepared is None or now < self._expires_at:
             return None
         return self.unprepare(self._prepared)
 
     def planner_lost(self, planner: PeerId) -> StageEnded | None:
-        """Close a stage that was opened early for a plan of `planner`, which is gone."""
+        """Close the stage that was opened early for a plan of `planner`, which is gone."""
         if self._prepared is None or planner != self._planner:
             return None
         return self.unprepare(self._prepared)
 
     def vacate(self) -> StageEnded:
-        """Close the stage although the plan still gives it to this member, which may open it again later."""
+        """Close the stage although the plan still gives it to this member. It may be opened again later."""
         self._clear()
         return StageEnded()
 

@@ -1,7 +1,8 @@
-"""Keepalive of a run: its committer renews it periodically, and learns which members forgot it.
+"""Keepalive of a run: its committer renews it periodically, and learns which members have forgotten it.
 
-SWIM reports dead members. The keepalive covers what SWIM cannot see: a member that restarted so fast that it
-was never missed, and a run without any messages, whose slot must not be held forever.
+SWIM reports dead members. The keepalive covers two cases that SWIM cannot see: a member that restarted so
+fast that its absence was not noticed, and a run in which no messages arrive any more. Such a run must not
+hold its slot forever.
 """
 
 from collections.abc import Collection
@@ -15,7 +16,7 @@ from partition.run.settings import RunSettings
 
 @dataclass(frozen=True)
 class MemberSilent:
-    """The peer, a member under `plan`, has forgotten the run."""
+    """A member under `plan` has forgotten the run, or is the committer and has been silent."""
 
     plan: Plan
     peer: PeerId
@@ -45,21 +46,21 @@ class Keepalive:
         self._renewing: dict[int, tuple[Plan, PeerId]] = {}
 
     def heard(self, now: float) -> None:
-        """Note a sign of life of the run."""
+        """Note that the run is alive."""
         self._heard_at = now
 
     def speaking(self, now: float, plan: Plan | None, live: Collection[PeerId]) -> Collection[PeerId]:
-        """Return the `live` members, without a committer that has been silent for too long."""
+        """Return the `live` members, without the committer if it has been silent for too long."""
         is_silent = plan is not None and now - self._heard_at >= self._settings.left_seconds
         return [peer for peer in live if not is_silent or plan is None or peer != plan.committer]
 
     def wake(
         self, now: float, plan: Plan | None, *, others: Collection[PeerId], is_paused: bool, is_opening: bool
     ) -> None:
-        """Renew the run as its committer, or check how long it has been silent.
+        """As the committer, renew the run; as any other member, check how long the run has been silent.
 
-        `others` are the living members of the plan in force, without this one. `is_paused`: a minority waits
-        for a majority. `is_opening`: this node's stage is being opened.
+        `others` are the living members of the plan in force, without this one. `is_paused`: the members here
+        are a minority, and wait for a majority. `is_opening`: this node's stage is being opened.
         """
         self.deadline = now + self._settings.renew_seconds
         if plan is None:
@@ -67,21 +68,23 @@ class Keepalive:
         if is_opening or plan.committer == self._me:
             self.heard(now)
         if plan.committer == self._me:
-            self._renewing.clear()  # answers after the next request are outdated
+            self._renewing.clear()  # later answers to earlier requests are outdated
             for peer in others:
                 number = self.asks.put(peer, RenewRun(plan), self._settings.renew_seconds_max)
                 self._renewing[number] = plan, peer
             return
         silence = now - self._heard_at
-        reason = f"nothing was heard of the run for {silence:.0f} s"
+        reason = f"no message of the run arrived for {silence:.0f} s"
         settings = self._settings
         if silence >= (settings.pause_seconds_max if is_paused else settings.silence_seconds_max):
             self.events.append(RunSilent(reason))
         elif silence >= settings.committer_silence_seconds_max:
-            self.events.append(MemberSilent(plan, plan.committer, f"it said nothing for {silence:.0f} s"))
+            self.events.append(
+                MemberSilent(plan, plan.committer, (f"the committer sent nothing for {silence:.0f} s"))
+            )
 
     def replied(self, _now: float, number: int, reply: Reply) -> None:
-        """Handle the answer to one of `asks`; SWIM decides whether a peer without an answer is dead."""
+        """Handle the answer to one of `asks`. SWIM decides whether a peer that does not answer is dead."""
         renewed = self._renewing.pop(number, None)
         if renewed is not None and isinstance(reply, Declined):
             self.events.append(MemberSilent(*renewed, "it has forgotten the run"))

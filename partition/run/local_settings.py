@@ -1,6 +1,6 @@
-"""Settings of a run in local mode: `[train]` of RUN.toml with `mode = "local"`.
+"""Settings of a run in local mode: the table `[train]` of RUN.toml with `mode = "local"`.
 
-`gossip.averaging.strategies` explains the names; nothing here averages.
+`gossip.averaging.strategies` explains the names of strategies. Nothing here averages.
 """
 
 from math import isfinite
@@ -11,7 +11,8 @@ import msgspec
 LOCAL_STEPS_MAX = 100_000
 EVALUATIONS_MAX = 1_000_000
 COLUMNS_MAX = 16
-"""Arrays of a data set that stays with its owners: their names must fit into a manifest of 900 bytes."""
+"""Maximum number of arrays of a data set that stays with its owners. Their names must fit into a manifest of
+900 bytes."""
 
 StrategyName = Literal["average", "gossip", "diloco", "noloco", "sparseloco", "asynchronous"]
 CodecName = Literal["float32", "bfloat16", "float16", "int8", "int4", "topk64", "topk256"]
@@ -35,7 +36,7 @@ AggregateName = Literal[
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True):
-    """One array of a data set: its name, numpy's name of its type, and the shape of one sample."""
+    """One array of a data set: its name, numpy's name for its type, and the shape of one sample."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]
     dtype: Annotated[str, msgspec.Meta(pattern=r"^(bool|u?int(8|16|32|64)|float(16|32|64))\Z")]
@@ -46,8 +47,8 @@ class Column(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OwnData(msgspec.Struct, frozen=True, array_like=True):
-    """The data set that each member must have where data stays with its owners: one with the local name
-    `name` and these columns. `window` is the number of bytes in a sample of text, 0 for other data."""
+    """The data set that each member must have if data stays with its owners: it has the local name `name` and
+    these columns. `window` is the number of bytes in a sample of text, 0 for other data."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}\Z")]
     columns: Annotated[tuple[Column, ...], msgspec.Meta(min_length=1, max_length=COLUMNS_MAX)]
@@ -58,22 +59,23 @@ class OwnData(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LocalSettings(msgspec.Struct, frozen=True, array_like=True):
-    """Every member makes `local_steps` optimizer steps on its own shard, then averages in a group.
+    """The settings of a run whose members train apart: every member makes `local_steps` optimizer steps on
+    its own shard, then averages in a group.
 
-    `strategy` determines what is averaged and how the result is used, `codec` the encoding, `weighting` the
-    weight of each member. The model is evaluated every `evaluate_every` rounds. The run has converged after
-    `patience` evaluations that did not improve the lowest loss by at least `improvement`; 0: it ends by its
-    steps alone.
+    `strategy` determines what is averaged and how the result is used, `codec` the encoding, and `weighting`
+    the weight of each member. The model is evaluated every `evaluate_every` rounds. The run has converged
+    after `patience` evaluations that did not improve the lowest loss by at least `improvement`. If `patience`
+    is 0, the run ends only after its last step.
 
-    With `own_data` no data travels: every member trains on a set of its own, and reveals only that it has
-    these columns.
+    With `own_data` no data travels: every member trains on its own data set, and reveals only that the set
+    has these columns.
 
     A member applies the share `damping` of a round's result, w <- (1 - damping) w + damping mean. In rounds
-    after its last step it applies all of it, so that a run ends with a mean of its members. Only for
-    strategies without outer steps.
+    after its last step it applies the whole result, so that a run ends with a mean of its members. Only
+    strategies without outer steps use `damping`.
 
-    `aggregate` is the rule of a round. "auto" is "nnm-trimmed-mean" where any peer may join the swarm, and
-    the mean in a swarm with a key.
+    `aggregate` is the rule that combines the vectors of a round. "auto" is "nnm-trimmed-mean" if any peer may
+    join the swarm, and the mean in a swarm with a key.
     """
 
     local_steps: Annotated[int, msgspec.Meta(ge=1, le=LOCAL_STEPS_MAX)] = 20
@@ -94,4 +96,4 @@ class LocalSettings(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if not (isfinite(self.improvement) and self.improvement >= 0):
-            raise ValueError("an improvement is finite and not negative")
+            raise ValueError("an improvement must be finite and not negative")

@@ -1,9 +1,10 @@
-"""One member's part in a run, from the first plan it hears of to its end: a sans-IO core.
+"""One member's part in a run, from the first plan that it hears of to the end of the run: a sans-IO core.
 
-It follows the chain of plans, proposes the next one, renews the run or watches for its committer, reports
-members that the next plan must drop, leaves its branch for a longer one, and moves by the table of states. It
-owns its chain: once a driver has stored the promises of `PromisesMade`, it calls `stored`. After every call a
-driver sends `sends`, puts `asks`, acts on `events`, and empties them.
+It follows the chain of plans, proposes the next plan, renews the run or watches its committer, reports
+members that the next plan must drop, leaves its branch for a longer one, and keeps the run's state by the
+table of `partition.run.states`. It owns its chain: once a driver has stored the promises of `PromisesMade`,
+it calls `stored`. After every call the driver sends `sends`, puts `asks`, acts on `events`, and empties all
+three.
 
 Not here: steps (`partition.steps`), and the work of a role: `Roles` reports on it.
 """
@@ -60,13 +61,13 @@ INF = float("inf")
 
 
 class Member:
-    """One run at one node. `plan` is the one in force, None before the first.
+    """One run at one node. `plan` is the plan in force, None before the first.
 
     `is_dropped`: this node takes no more roles. `is_over`: the member sends and does nothing more for the
     run.
 
-    Long because it is one state machine: all that a member proposes, follows, leaves and ends depends on one
-    plan.
+    Long because it is one state machine: everything that a member proposes, follows, leaves and ends depends
+    on one plan.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Member:
         settings: RunSettings | None = None,
     ) -> None:
         """`save_every` is the minimum number of steps between two checkpoints, 0 for none; `newest` is the
-        newest checkpoint that an earlier life stored."""
+        newest checkpoint that was stored before a restart."""
         self.plan: Plan | None = None
         self.is_dropped = self.is_over = False
         self.progress = RunProgress(samples_per_step)
@@ -136,12 +137,12 @@ class Member:
         return self.plan is not None and self.plan.committer == self._me
 
     def _open_plan(self) -> Plan | None:
-        """Return the plan in force, None where the run is over here."""
+        """Return the plan in force; None if the run is over here."""
         return None if self.is_over else self.plan
 
     @property
     def deadline(self) -> float:
-        """The time of the next `wake`, in monotonic seconds; inf for never."""
+        """The time of the next `wake`, in monotonic seconds; inf if none is due."""
         if self._life is None:
             return self.hosting.deadline
         if self.is_over:
@@ -156,7 +157,7 @@ class Member:
         return () if self._life is None else self._life.chain.core.acquainted
 
     def _living(self) -> list[PeerId]:
-        """Return all living present and former members: they keep their copies."""
+        """Return all living present and former members. Former members keep their copies."""
         live = self._around.live()
         return [peer for peer in self.acquainted if peer in live]
 
@@ -174,15 +175,15 @@ class Member:
     # The beginning
 
     def place(self) -> None:
-        """Note that this node asks for the run, and looks for providers."""
+        """Note that this node has asked for the run, and that providers are being sought."""
         self._standing.change("leases wanted", "")
 
     def begin(self, now: float, chain: PaxosChain, first: Plan, *, is_restart: bool = False) -> None:
-        """Follow the chain from now on. `first` is the first plan of the run, even if this node came later:
-        each stage should have as many replicas as it had then.
+        """Follow the chain from now on. `first` is the first plan of the run, even if this node joined later:
+        each stage should have as many replicas as under that plan.
 
-        A restarted member knows the chain and has lost its stage. It tells all others, including those
-        restarted themselves, and takes no role until a new plan gives it one.
+        A restarted member knows the chain but has lost its stage. It tells all others, including those that
+        restarted too, and takes no role until a new plan gives it one.
         """
         make = self._parts
         proposer = make.proposer(
@@ -234,7 +235,7 @@ class Member:
     # Plans
 
     def on_chain(self, now: float, event: paxos.Event) -> None:
-        """Act on an event of the chain, whose promises are stored."""
+        """Act on an event of the chain. The chain's promises are already stored."""
         life = self._life
         if life is None or self.is_over:
             return
@@ -253,8 +254,8 @@ class Member:
             case paxos.ForkBehind():
                 life.branches.outlives(now, event)
             case paxos.ChainBroken():
-                said = f"{short_peer(event.peer)} says that plan {event.height} was another"
-                self.events.append(RunOver("failed", f"{said}: its disk is lost"))
+                said = f"{short_peer(event.peer)} reports a different plan {event.height}"
+                self.events.append(RunOver("failed", f"{said}, so it has lost its disk"))
             case _:
                 assert_never(event)
 
@@ -265,7 +266,7 @@ class Member:
         self.events.append(PlanFollowed(plan))
         self.end.entered(now)
         if self.end.is_told:
-            return  # some know of the end already: continue to announce it, in this plan's name
+            return  # some know of the end: announce it under this plan
         life.keepalive.heard(now)
         self.checkpoints.entered(now, plan)
         reason = life.proposer.reasons(change.lost if change is not None else ())
@@ -305,7 +306,7 @@ class Member:
         self._standing.in_force(plan, usual, life.first_pace, branch=life.branches.said, reason=reason)
 
     def catch_up(self, peers: Collection[PeerId]) -> None:
-        """Ask peers for the links of the chain that are missing here."""
+        """Exchange plans with peers, so that they send the plans that are missing here."""
         if self._life is not None:
             for peer in peers:
                 self.sends += self._life.chain.core.tell(peer)
@@ -333,7 +334,7 @@ class Member:
         self.is_over = True
         kept = self._life.branches.kept_step if is_branch and self._life is not None else None
         if kept is not None:
-            # the run must not return to a state of the abandoned branch alone
+            # the run must not return to a state that only the abandoned branch has
             self.checkpoints.forget_after(kept)
         self._standing.leave(reason)
         self.events.append(RunLeft(is_branch))
@@ -341,7 +342,8 @@ class Member:
     # Members that the next plan must drop
 
     def exclude(self, now: float, peer: PeerId, reason: str) -> None:
-        """Exclude a peer in this member's view. A committer tells the others; other members only propose."""
+        """Exclude a peer from the next plan, as this member sees it. The committer tells all others; any
+        other member only proposes it."""
         if self.commits:
             self.exclude_for_all(now, peer, reason)
         elif self._life is not None:
@@ -350,8 +352,8 @@ class Member:
     def exclude_for_all(
         self, now: float, peer: PeerId, reason: str, others: Collection[PeerId] | None = None
     ) -> None:
-        """As the committer, or about this node: drop this peer from the next plan, and tell every member with
-        a vote."""
+        """As the committer, or about this node itself: drop this peer from the next plan, and tell every
+        living member."""
         life, plan = self._life, self.plan
         if life is None or plan is None or self.is_over or peer in life.proposer.absent:
             return
@@ -364,7 +366,7 @@ class Member:
     @property
     def between(self) -> BetweenSteps:
         """The changes that wait until no step is open. Requires a plan."""
-        assert self._life is not None, "there is a plan"
+        assert self._life is not None, "there is no plan"
         return self._life.between
 
     def _checkpointed(self, now: float) -> None:
@@ -379,7 +381,8 @@ class Member:
         self._claim()
 
     def show_step(self, step: int) -> bool:
-        """Note that the step of this number was committed; return True the first time, to show it once."""
+        """Note that the step of this number was committed; return True the first time, so that it is
+        displayed once."""
         is_new = self.progress.show(step)
         if is_new:
             self._claim()
@@ -392,7 +395,7 @@ class Member:
     # The end
 
     def cannot_train(self, now: float, reason: str) -> None:
-        """Ask for a plan without this node's part in feeding, which it cannot perform."""
+        """Ask for a plan in which this node does not feed samples, because it cannot."""
         plan = self.plan
         if plan is None or self.is_over:
             return
@@ -417,21 +420,22 @@ class Member:
             if sender != self.plan.committer:
                 return Declined("no such plan here")
             self.heard(now)
-        return Done()  # if there is another plan, the chain reports it
+        return Done()  # if a different plan is in force, the chain reports it
 
     def on_start(self, sender: PeerId, plan: Plan) -> Done | Declined | None:
-        """Answer a `sender` of a plan in force. None: this node has no plan yet, and may begin."""
+        """Answer a `sender` that announces a plan in force. None: this node has no plan yet, and may begin
+        with this one."""
         mine = self.plan
         if mine is None:
             return None
-        # The chain decides and reports what follows.
+        # If this plan is newer, the chain decides and reports it.
         if mine.height < plan.height and sender in mine.roster:
             self.catch_up([sender])
         is_other = mine.height == plan.height and mine != plan
         return Declined("another plan is in force") if is_other else Done()
 
     def is_behind(self, sender: PeerId, plan: Plan) -> bool:
-        """Return whether this node lacks the plan before `plan`; if so, ask `sender` for it."""
+        """Return whether this node lacks the parent of `plan`; if so, ask `sender` for it."""
         if self.plan is None or plan_hash(self.plan) == plan.parent:
             return False
         self.catch_up([sender])
@@ -457,7 +461,7 @@ class Member:
             case GivenUp():
                 self._leave(life.branches.farewell(), is_branch=True)
             case Recut():
-                successor(plan, message.change)  # raises for a change that cannot follow
+                successor(plan, message.change)  # raises if the change cannot follow
                 life.between.heard(now, message.change)
             case Checkpointed():
                 self.checkpoints.told(now, message)
@@ -469,12 +473,12 @@ class Member:
                 assert_never(message)
 
     def heard(self, now: float) -> None:
-        """Note a sign of life of the run."""
+        """Note that the run is alive."""
         if self._life is not None:
             self._life.keepalive.heard(now)
 
     def members_changed(self, now: float) -> None:
-        """Look again at the living members."""
+        """Act on a change of the living members."""
         if self._life is not None:
             if self.plan is not None:
                 self._standing.note(self._life.branches.look(now, self.plan, self._around.live()))
@@ -493,18 +497,18 @@ class Member:
             self._follow(now, self._life)
 
     def wake(self, now: float) -> None:
-        """Do what is due. Nothing is due before `deadline`."""
+        """Do the work that is due. Nothing is due before `deadline`."""
         life = self._life
         if now >= self.hosting.deadline and self.hosting.wake(now) is not None:
             self.events.append(StageAbandoned())
         if life is None:
             return
-        if now >= life.chain.deadline:  # at most one chain call, then the rest: chain calls may never cease
+        if now >= life.chain.deadline:  # one chain call at most, as another may be due at once
             plan = self.plan
             life.chain.wake(now)
             self._follow_chain(now, life)
             if self.plan is not plan or self._life is not life:
-                return  # the driver takes the roles of a new plan first
+                return  # the driver must first take the roles of the new plan
         if self.is_over:
             return
         if now >= self.end.deadline:
@@ -542,7 +546,7 @@ class Member:
             self.on_chain(now, event)
 
     def close(self) -> None:
-        """Release newcomers that were asked, and leave the agreement."""
+        """Release newcomers that were asked to join, and leave the agreement."""
         if self._life is not None:
             self._life.proposer.give_up()
             self._life.chain.close()
@@ -591,10 +595,10 @@ class Member:
                 assert_never(event)
 
     def _on_no_way(self, now: float, life: MemberLife, event: proposals.NoWayFound) -> None:
-        """Wait while no plan can follow; if that lasts, the proposer ends the run."""
+        """Wait while no plan can follow. If that lasts too long, the proposer ends the run."""
         if not self._standing.is_stuck:
             self._standing.stick(event.reason, event.lost, is_alone=life.chain.core.is_forking)
         elif life.chain.core.is_forking:
-            return  # the others may be ahead, so a waiting minority does not decide the end
+            return  # a waiting minority does not decide the end, as the others may be ahead
         elif event.is_final and life.proposer.is_proposer(now) and life.proposer.has_majority(now):
             self.end.finish(now, "failed", event.reason)

@@ -1,4 +1,5 @@
-"""The choice of the next change of the plan: members lost, replicas joining stages, members admitted."""
+"""The choice of the plan's next change: which members are dropped, which replicas join stages, and which
+members are admitted."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,11 @@ from partition.run.settings import RunSettings
 class PlanInputs:
     """One member's knowledge. `wanted` is the number of replicas that each stage began with.
 
-    `absent` members are on the roster and dead, gone, failed, or have lost their stage; `leaving` members
-    will go and still help. `recut` is the move that the committer wants. `candidates` could take a stage, the
-    best first. `restorable` is the newest checkpoint and its step, if any; the run returns to it only if a
-    copy is reachable (`can_restore`). Only a member that `asks` knows of candidates.
+    `absent` members are on the roster but are dead, gone or failed, or have lost their stage; `leaving`
+    members will go but still help. `recut` is the change of borders that the committer wants. `candidates`
+    could take a stage, each with its rate, the best first. `restorable` is the newest checkpoint and its
+    step, if any; the run returns to it only if a copy is reachable (`can_restore`). Only a member that `asks`
+    knows of candidates.
     """
 
     plan: Plan
@@ -39,8 +41,8 @@ class PlanInputs:
 
 @dataclass(frozen=True)
 class NoViablePlan:
-    """No plan can follow at present, with the reason to display. That may change for another `waits_seconds`.
-    `lost` are the members that would be needed."""
+    """No plan can follow at present, with the reason to display. This may change within `waits_seconds`.
+    `lost` are the members whose return would help."""
 
     reason: str
     waits_seconds: float
@@ -48,7 +50,7 @@ class NoViablePlan:
 
 
 def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
-    """Return the change to decide next, None for none."""
+    """Return the change to decide next, None if nothing is to change."""
     plan = view.plan
     lost = set(plan.roster) & view.absent
     candidates = [row for row in view.candidates if plan.stage_of(row[0]) is None or row[0] in lost]
@@ -62,9 +64,7 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
         return NoViablePlan(reason, view.settings.lost_seconds_max, held[empty[0]])
     if empty and not view.can_restore:
         where = f"stage {empty[0] + 1} of {len(left)}"
-        reason = (
-            f"{where} has no replica left, and no member that is here has a copy of the newest checkpoint"
-        )
+        reason = f"{where} has no replica left, and no reachable member has a copy of the newest checkpoint"
         return NoViablePlan(reason, view.settings.pause_seconds_max, lost=held[empty[0]])
     if view.asks and empty:
         candidates += _movable(plan, left)
@@ -87,7 +87,7 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
     if not lost and not joined and not admitted:
         return None if view.recut is None or _keeps(view.recut, view.leaving) else view.recut
     if not set(plan.roster) - lost and not joined:
-        return NoViablePlan("nobody of the run is left", view.settings.pause_seconds_max)
+        return NoViablePlan("no member of the run is left", view.settings.pause_seconds_max)
     restored, step = view.restorable if empty and view.restorable else (NO_HASH, 0)
     return Change(
         lost=tuple(sorted(lost)), joined=tuple(joined), admitted=admitted, restored=restored, step=step
@@ -95,7 +95,8 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
 
 
 def _keeps(change: Change, leaving: Collection[bytes]) -> bool:
-    """Return whether a change gives a stage to a leaving member, whose departure is then awaited."""
+    """Return whether a change gives a stage to a leaving member. The change then waits until the member has
+    left."""
     if not change.stages:
         return bool(leaving)
     return any(peer in leaving for stage in change.stages for peer in stage.replicas)
@@ -107,14 +108,14 @@ def _refills(
     joined: Sequence[Joining],
     candidates: list[tuple[PeerId, int]],
 ) -> list[Joining]:
-    """Return the joins to stages that have a replica; `joined` take stages without one. Removes the joining
-    peers from `candidates`."""
+    """Return the joins to stages that have a replica; `joined` take the stages without one. Removes the
+    joining peers from `candidates`."""
     plan, wanted = view.plan, wanted_now(view.plan, view.wanted)
     found: list[Joining] = []
     for number, stage in enumerate(plan.stages):
         staying = [peer for peer in stage.replicas if peer not in lost and peer not in view.leaving]
-        # A leaving member that is the last of its stage is replaced before it goes; otherwise a free place is
-        # filled if there is one.
+        # A leaving member that is the last of its stage is replaced before it goes. Other missing replicas
+        # are filled in if there is a candidate.
         is_empty = all(peer in lost for peer in stage.replicas)
         is_last = not staying and not is_empty
         computing = sum(peer in stage.computing for peer in staying)
@@ -131,8 +132,8 @@ def _refills(
 
 
 def _movable(plan: Plan, left: Sequence[Collection[bytes]]) -> list[tuple[PeerId, int]]:
-    """Return the standbys that could move to another stage, since theirs keeps a computing replica. Rate 0:
-    as fast as the replaced member."""
+    """Return the standbys that could move to another stage, because their own stage keeps a computing
+    replica. Rate 0 means: as fast as the member that is replaced."""
     return [
         (PeerId(peer), 0)
         for stage, peers in zip(plan.stages, left, strict=True)
@@ -142,8 +143,8 @@ def _movable(plan: Plan, left: Sequence[Collection[bytes]]) -> list[tuple[PeerId
 
 
 def _merge(view: PlanInputs, lost: Collection[bytes], joined: Sequence[Joining]) -> Change | None:
-    """Return the change by which neighbours take stages without a replica; None if none can hold more.
-    `joined` already take some of the empty stages."""
+    """Return the change by which neighbouring stages take the layers of stages without a replica; None if
+    none of them can hold more. `joined` already take some of the empty stages."""
     plan = view.plan
     if not view.asks or view.restorable is None:
         return None
@@ -165,8 +166,8 @@ def _merge(view: PlanInputs, lost: Collection[bytes], joined: Sequence[Joining])
 def groups_left(
     plan: Plan, gone: Collection[bytes], joined: Sequence[Joining] = ()
 ) -> list[list[tuple[bytes, int]]]:
-    """Return the remaining replicas of each stage with their rates: without those that are `gone`, and with
-    those that join."""
+    """Return the remaining replicas of each stage with their rates: without the peers that are `gone`, and
+    with the peers that join."""
     moved = {row.peer for row in joined}
     groups = []
     for number, stage in enumerate(plan.stages):
@@ -182,13 +183,15 @@ def groups_left(
 
 
 def wanted_now(plan: Plan, wanted: Sequence[int]) -> Sequence[int]:
-    """Return the number of replicas that each stage of `plan` should have, given the initial `wanted`. If the
-    number of stages has changed, another machine restores a stage before any stage gets two."""
+    """Return the number of replicas that each stage of `plan` should have, given the initial numbers
+    `wanted`. If the number of stages has changed, every stage should have the smallest of these, so that a
+    further machine restores a stage before any stage gets a second replica."""
     return wanted if not wanted or len(wanted) == len(plan.stages) else (min(wanted),) * len(plan.stages)
 
 
 def choose_witnesses(voters: Collection[bytes], candidates: Collection[PeerId]) -> tuple[PeerId, ...]:
-    """Return the candidates, the best first, that bring a run of two voters to VOTERS_MIN; none otherwise."""
+    """Return the candidates that bring a run of two voters to VOTERS_MIN, the best first; none if it has more
+    or fewer voters."""
     if len(voters) != VOTERS_MIN - 1:
         return ()
     return tuple(peer for peer in candidates if peer not in voters)[:1]
@@ -202,9 +205,9 @@ def ranked(
     roster: Collection[bytes],
     last: Collection[bytes],
 ) -> tuple[tuple[PeerId, int], ...]:
-    """Order candidates, each with its rate: those in `first`, members of the `roster`, then the fastest.
-    `trainers` follow all idle ones, since they have work. Those in `last`, which declined recently, come
-    last, so that a few that never accept do not take turns."""
+    """Order candidates, each with its rate: those in `first`, then members of the `roster`, then the fastest.
+    Idle candidates precede `trainers`, which have work. The candidates in `last`, which declined recently,
+    come last, so that a few that never accept do not keep the others from being asked."""
 
     def key(row: tuple[PeerId, int]) -> tuple[object, ...]:
         peer, rate = row

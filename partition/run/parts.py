@@ -1,4 +1,4 @@
-"""The parts of a run's member once it has a plan."""
+"""The parts that a member of a run has once it has a plan."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -34,4 +34,4 @@ class MemberLife:
     between: BetweenSteps
     keepalive: Keepalive
     first_pace: Fraction
-    """The pace of the plan that this member began with: see `partition.plan.merging.slowest_pace`."""
+    """The pace of the plan with which this member began: see `partition.plan.merging.slowest_pace`."""

@@ -1,4 +1,4 @@
-"""Explanations to display of why a run pauses or slows down."""
+"""Texts to display that explain why a run pauses or slows down."""
 
 from collections.abc import Collection
 from fractions import Fraction
@@ -7,12 +7,12 @@ from crypto.identity import PeerId, short_peer
 from partition.plan.quorum import QuorumLost
 
 GAIN_PERCENT_MIN = 20
-"""The share by which another stage must shorten steps: twice the threshold of moved borders, since it also
-takes a machine from others."""
+"""Minimum share, in percent, by which another stage must shorten steps. It is twice the threshold for moving
+borders, because another stage also takes a machine that other runs could use."""
 
 
 def votes_missing(event: QuorumLost) -> str:
-    """Say how many votes are missing, and which machines would end the pause."""
+    """Return a text that states how many votes are missing, and which machines would end the pause."""
     names = ", ".join(map(short_peer, event.missing))
     lacking = event.needed - event.live
     text = f"{event.live} of {event.needed} votes needed are there"
@@ -22,14 +22,15 @@ def votes_missing(event: QuorumLost) -> str:
 
 
 def stage_missing(reason: str, lost: Collection[PeerId]) -> str:
-    """Say that a stage has no replica for `reason`, and which machines would end the pause."""
+    """Return a text that states that a stage has no replica for `reason`, and which machines would end the
+    pause."""
     names = " or ".join(map(short_peer, lost))
     return f"{reason}; it goes on when {names} is back" if lost else reason
 
 
 def stages_fewer(stages: int, began_with: int, slower: Fraction, useless: int = 0) -> str:
-    """Say that a run continues with fewer stages, how much slower, and what would help. `useless` is the
-    number of free machines that would not make it enough faster."""
+    """Return a text that states that a run continues with fewer stages, how much slower it is, and what would
+    help. `useless` is the number of free machines that would not make the run enough faster."""
     has = "1 stage has" if stages == 1 else f"{stages} stages have"
     pace = f", each step about {float(slower):.1f} times as long" if slower > 1 else ""
     helps = f"a machine that offers a slot takes some if steps get {GAIN_PERCENT_MIN} % faster"

@@ -1,6 +1,7 @@
-"""The committed steps of a run, as one member knows and claims them.
+"""The number of a run's committed steps, as one member knows and claims it.
 
-Each step is shown once, whichever committer reports it: a successor may not know what was reported.
+Each step is displayed once, whichever committer reports it: a new committer may not know which steps its
+predecessor reported.
 """
 
 from partition.plan.paxos import PaxosChain
@@ -23,7 +24,8 @@ class RunProgress:
         self.furthest = max(self.furthest, step)
 
     def show(self, step: int) -> bool:
-        """Note that the step of this number was committed; return True the first time, to show it once."""
+        """Note that the step of this number was committed; return True the first time, so that it is
+        displayed once."""
         if step < self._shown:
             return False
         self._shown = step + 1
@@ -31,20 +33,21 @@ class RunProgress:
         return True
 
     def restored(self, step: int) -> int:
-        """Return to `step`. Return how many steps must be committed again."""
+        """Go back to `step`. Return how many steps must be committed again."""
         lost = max(0, self.step - step)
         self.step, self._shown = step, min(self._shown, step)
         return lost
 
     def steps_of(self, head: ChainHead) -> int:
-        """Return the steps that a branch claims, by either number in its head."""
+        """Return the number of steps that a branch claims: its head states steps and samples, and the larger
+        number counts."""
         return max(head.step, -(-head.samples // self._samples_per_step))
 
     def claim(self, chain: PaxosChain, *, hosts: bool) -> None:
-        """Claim the progress of this member's branch; `hosts` is whether it holds a stage.
+        """Announce the progress of this member's branch. `hosts`: this member holds a stage.
 
-        Branches are compared by their highest step ever, because a claim must not decrease. Otherwise each of
-        two branches could yield to an earlier claim of the other.
+        Branches are compared by the highest step that they ever reached, because a claim must not decrease.
+        Otherwise each of two branches could give way to an earlier claim of the other.
         """
         head: Plan = chain.head
         chain.say(

@@ -162,7 +162,7 @@ def test_a_branch_gains_nothing_from_machines_that_it_names() -> None:
 def test_an_impossible_claim_is_reported_once_per_peer() -> None:
     branches, plan = measured()
     claim = ForkFound(THIRD, head(10_000), Branch(PLAN, (THIRD,)))
-    assert "claims a branch of 10000 steps, where its machines can have made 302" in branches.refusal(
+    assert "claims a branch of 10000 steps, but its machines can have made at most 302" in branches.refusal(
         20.0, claim, plan
     )
     assert branches.refusal(21.0, claim, plan) == ""
