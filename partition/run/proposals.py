@@ -1,10 +1,11 @@
-"""Proposals of one member for the next plan, and requests to newcomers before that.
+"""One member's proposals for the next plan, and the requests to newcomers that precede a proposal.
 
-Only the first living member of the committee asks newcomers, so that no two members ask the same ones; every
-member proposes changes that need no newcomer. In the order of peer ids, a newcomer with a stage leases a
-slot, and a witness agrees without one: all or none. Then all open their stages while the run continues under
-the present plan, and the change is proposed. Not here: the choice of the change (`next_change`), and the
-decision (`partition.plan.paxos`).
+Only the first living member of the committee asks newcomers, so that no two members ask the same peers. Every
+member proposes changes that need no newcomer. Newcomers are asked in the order of their peer ids: one that
+gets a stage leases a slot, and a witness agrees without a slot. If any of them refuses, the change is given
+up. Once all have agreed, they open their stages while the run continues under the present plan, and then the
+change is proposed. Not here: the choice of the change (`partition.run.next_change`), and the decision
+(`partition.plan.paxos`).
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -27,8 +28,8 @@ from partition.run.way_back import WayBack
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Other nodes as a member sees them: those believed alive, including itself; those known to be dead or to
-    have left; those with a free slot, and their rates."""
+    """Other nodes as a member sees them: `live` returns those believed alive, including this member; `gone`
+    those known to be dead or to have left; `free` those with a free slot, and their rates."""
 
     live: Callable[[], Collection[PeerId]]
     gone: Callable[[], Collection[PeerId]]
@@ -37,13 +38,13 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class WayFound:
-    """A plan can follow, or none is needed."""
+    """A plan can follow, or no change is needed."""
 
 
 @dataclass(frozen=True)
 class NoWayFound:
-    """No plan can follow. `is_final`: that has lasted too long. `lost` are the members that would be
-    needed."""
+    """No plan can follow. `is_final`: this has lasted too long. `lost` are the members whose return would
+    help."""
 
     reason: str
     is_final: bool
@@ -52,7 +53,7 @@ class NoWayFound:
 
 @dataclass(frozen=True)
 class NewcomerFailed:
-    """The peer did not accept `plan`, which is in force and relies on it."""
+    """The peer did not accept `plan`, although the plan is in force and relies on the peer."""
 
     plan: Plan
     peer: PeerId
@@ -69,7 +70,7 @@ class NewcomerStarted:
 
 @dataclass(frozen=True)
 class RecutDeclined:
-    """The change that the committer wanted is given up: a peer refused its stage."""
+    """The change that the committer wanted is given up, because a peer refused its stage or is gone."""
 
 
 Event = WayFound | NoWayFound | NewcomerFailed | NewcomerStarted | RecutDeclined
@@ -77,9 +78,9 @@ Event = WayFound | NoWayFound | NewcomerFailed | NewcomerStarted | RecutDeclined
 
 @dataclass(eq=False)
 class _Pending:
-    """A change that needs newcomers, the plan it makes, and their progress. `leases` has those that must
-    agree, with their stage, None for a witness; the run's requester need not agree to be a witness. `holding`
-    have a stage already and open no other beforehand."""
+    """A change that needs newcomers, the plan that it leads to, and the progress of the newcomers. `leases`
+    has the peers that must agree and their stages, None for a witness; the run's requester need not agree to
+    be a witness. The peers in `holding` have a stage already, so they open no other one beforehand."""
 
     change: Change
     plan: Plan
@@ -93,14 +94,14 @@ class _Pending:
 
     @property
     def newcomers(self) -> list[PeerId]:
-        """All newcomers, also those admitted without a stage."""
+        """All newcomers, including those admitted without a stage."""
         rows = (*(row.peer for row in self.change.joined), *self.change.admitted)
         return [PeerId(peer) for peer in rows if peer not in self.holding]
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A peer is asked again at `until`, `seconds` after its refusal."""
+    """A peer that refused is asked again at `until`, `seconds` after its refusal."""
 
     until: float
     seconds: float
@@ -109,8 +110,9 @@ class _Refusal:
 class Proposer:
     """One member's proposals. `deadline` is the time of the next `think`.
 
-    `absent` are members that the next plan must drop, and why; `leaving` want to go; `recut` is the move that
-    the committer wants. `wanted` is the number of replicas that each stage began with.
+    `absent` maps members that the next plan must drop to the reasons; `leaving` members want to go; `recut`
+    is the change of borders that the committer wants. `wanted` is the number of replicas that each stage
+    began with.
     """
 
     def __init__(
@@ -140,7 +142,8 @@ class Proposer:
         self._began, self._settled_at = now, 0.0
         self._busy: dict[PeerId, _Refusal] = {}
         self._decliners = Decliners()
-        self._refused: dict[tuple[bytes, int, int], float] = {}  # until when, by layers
+        # (peer, first layer, last layer) -> until when
+        self._refused: dict[tuple[bytes, int, int], float] = {}
         self._no_way_since: float | None = None
         self._pending: _Pending | None = None
         self._starting: dict[int, tuple[Plan, PeerId]] = {}
@@ -150,7 +153,7 @@ class Proposer:
     # Knowledge
 
     def changed(self, now: float) -> None:
-        """Request another `think`: some input may have changed."""
+        """Request a new `think`, because some input may have changed."""
         self.deadline = min(self.deadline, now)
 
     def exclude(self, now: float, peer: PeerId, reason: str) -> None:
@@ -159,23 +162,25 @@ class Proposer:
         self.changed(now)
 
     def told_absent(self, now: float, sender: PeerId, message: Absent) -> list[Absent]:
-        """Note that the next plan must drop these members. Return the answer: a restarted member does not
-        know who else is absent."""
+        """Note that the next plan must drop these members. Return the answer to the sender: a restarted
+        member does not know which members are absent."""
         is_news = any(peer not in self.absent for peer in message.peers)
         for peer in message.peers:
             self.exclude(now, PeerId(peer), message.reason)
         return self.own_absence() if is_news and sender in message.peers else []
 
     def own_absence(self) -> list[Absent]:
-        """Return the message to repeat while the next plan must drop this member.
+        """Return the messages to repeat while the next plan must drop this member.
 
-        The proposer depends on the absent members: two members that disagreed would wait for each other.
+        The choice of the proposer depends on which members are absent, so two members that disagree about it
+        would wait for each other.
         """
         reason, plan = self.absent.get(self._me), self._chain.head_hash
         return [] if reason is None else [Absent(plan, (self._me,), reason[:REASON_LENGTH_MAX])]
 
     def decided(self, now: float) -> None:
-        """Note that a plan is in force: members absent under the last one may have returned."""
+        """Note that a plan is in force: members that were absent under the previous plan may have
+        returned."""
         roster = set(self._chain.head.roster)
         self.leaving &= roster
         self.recut = None
@@ -184,15 +189,15 @@ class Proposer:
         self.changed(now)
 
     def reasons(self, lost: Collection[bytes]) -> str:
-        """Return the known reasons why members were lost, to display."""
+        """Return the known reasons, to display, why members were lost."""
         known = [(peer, self.absent[PeerId(peer)]) for peer in lost if PeerId(peer) in self.absent]
         return "; ".join(f"{short_peer(PeerId(peer))}: {reason}" for peer, reason in known)
 
     def living(self, now: float) -> set[PeerId]:
         """Return all present and former members that count as alive.
 
-        For a while that includes members that this node has not heard of yet: news of a newcomer takes some
-        rounds of gossip.
+        For a while after the start, that includes members that this node has not heard of yet, because news
+        of a newcomer takes some rounds of gossip.
         """
         alive, gone = self._around.live(), self._around.gone()
         is_new = now < self._began + self._settings.new_member_grace_seconds
@@ -200,7 +205,7 @@ class Proposer:
         return {peer for peer in known if peer in alive or (is_new and peer not in gone)}
 
     def has_majority(self, now: float) -> bool:
-        """Return whether the living members of the committee could decide."""
+        """Return whether the living members of the committee could decide a plan."""
         return self._chain.could_decide(self.living(now))
 
     def can_leave(self, peer: PeerId) -> bool:
@@ -213,31 +218,33 @@ class Proposer:
         )
 
     def handed_over(self) -> Change | None:
-        """Return the change by which neighbours take the stages of leaving members, from a checkpoint made
-        for it. None if each stage has another replica or an idle machine may take it, or if no neighbour
-        could hold more."""
+        """Return the change by which neighbouring stages take the layers of leaving members, from a
+        checkpoint made for it. None if each stage has another replica, if an idle machine may take the stage,
+        or if no neighbour could hold more."""
         plan = self._chain.head
         last = [peer for peer in self.leaving if not self.can_leave(peer)]
         busy = {peer for stage in plan.stages for peer in stage.replicas}
         if not last or self.absent or any(peer not in busy for peer, _ in self._around.free()):
             return None
         stages = merged_stages(plan, groups_left(plan, self.leaving), list(self._refused))
-        # The member that brings a plan to others must be in it, so it leaves once it holds nothing.
+        # A member that brings a plan to others must be in the plan, so this member leaves only once it holds
+        # nothing.
         return (
             None if stages is None else Change(lost=tuple(sorted(self.leaving - {self._me})), stages=stages)
         )
 
     def is_proposer(self, now: float) -> bool:
-        """Return whether this member is the first living one of the committee, which asks newcomers."""
+        """Return whether this member is the first living member of the committee, which asks newcomers."""
         alive, voters = self.living(now), committee(self._chain.head)
-        # A member to be dropped cannot bring the plan to others, unless all members are.
+        # A member that will be dropped cannot bring the plan to others, so the remaining members come first.
         order = [*(peer for peer in voters if peer not in self.absent), *voters]
         return next((peer for peer in order if peer in alive), None) == self._me
 
     # Proposals
 
     def think(self, now: float, roles: Roles, restorable: WayBack | None) -> Change | None:
-        """Return the change to propose now, None for none; newcomers are asked first.
+        """Return the change to propose now, None if there is none. Newcomers are asked before their change is
+        returned.
 
         `restorable` is the checkpoint to return to and its step. A newcomer can join only if this member can
         show how its plan came about.
@@ -256,7 +263,7 @@ class Proposer:
         found = next_change(view)
         if isinstance(found, NoViablePlan):
             if not self.has_majority(now):
-                self._no_way_since = None  # it waits for votes first: the chain says whose
+                self._no_way_since = None  # it waits for votes first, and the chain reports whose votes
                 return None
             reasons = self.reasons(found.lost)
             reason = f"{found.reason} ({reasons})" if reasons else found.reason
@@ -300,7 +307,8 @@ class Proposer:
             else:
                 self._note_refusal(now, peer)
                 self._decliners.note(peer, now)
-            # Also after no answer: it may have leased, and the answer was lost.
+            # Include a peer that did not answer: it may have leased a slot, and its answer may have been
+            # lost.
             self._drop(pending, [*pending.leased, peer])
             if pending.change == self.recut:
                 self.recut = None
@@ -313,9 +321,8 @@ class Proposer:
         self.changed(now)
 
     def _bring_first_plan(self, now: float) -> None:
-        """Send the first plan to all others, once, if the requester is lost soon after this member began: it
-        may have died before it told all of them. A member that has begun already says so, and nothing
-        changes."""
+        """Send the first plan to all others, once, if the requester is lost soon after this member began: the
+        requester may have died before it told all of them. A member that has begun already ignores it."""
         plan = self._chain.head
         is_young = not plan.height and now < self._began + self._settings.new_member_grace_seconds
         if self._has_brought or not is_young or plan.committer not in self._around.gone():
@@ -326,7 +333,7 @@ class Proposer:
                 self.asks.put(PeerId(peer), StartRun(plan), self._settings.lease_seconds_max)
 
     def _note_refused(self, now: float, plan: Plan, peer: PeerId) -> None:
-        """Note that a member cannot hold the stage that `plan` gives it, and do not ask for such a stage for
+        """Note that a member cannot hold the stage that `plan` gives it. Such a stage is not asked of it for
         a while."""
         number = plan.stage_of(peer)
         if number is not None:
@@ -343,8 +350,8 @@ class Proposer:
     def start(self, plan: Plan, joined: Collection[bytes], *, is_new_committer: bool) -> None:
         """Start the newcomers, those in `joined`, of a plan in force.
 
-        The committer does so; if it is a newcomer itself, all others do. A new committer also asks
-        unconfirmed newcomers of earlier plans, since its predecessor may have been cut off.
+        The committer does so; if the committer is a newcomer itself, every other member does. A new committer
+        also starts unconfirmed newcomers of earlier plans, because its predecessor may have been cut off.
         """
         everybody = dict.fromkeys((*joined, *self._newcomers))
         self._newcomers = [peer for peer in everybody if peer in plan.roster]
@@ -358,14 +365,15 @@ class Proposer:
             self._starting[number] = plan, peer
 
     def give_up_recut(self) -> None:
-        """Add no more stages, and move no standby; changes that others know of stay."""
+        """Give up a change that adds stages or moves a standby. A change of borders alone stays, because all
+        members know it."""
         if self.recut is not None and (self.recut.stages or self.recut.joined):
             if self._pending is not None and self._pending.change == self.recut:
                 self._drop(self._pending)
             self.recut = None
 
     def give_up(self) -> None:
-        """Release newcomers that were asked; nothing more is proposed."""
+        """Release newcomers that were asked, and propose nothing more."""
         if self._pending is not None:
             self._drop(self._pending)
 
@@ -383,7 +391,7 @@ class Proposer:
         pending.is_done = not pending.asked
 
     def _drop(self, pending: _Pending, peers: Collection[PeerId] = ()) -> None:
-        """Give up a change; asked newcomers release their slots, unless it was decided."""
+        """Give up a change. Newcomers that were asked release their slots, unless the change was decided."""
         self._pending = None
         if pending.plan == self._chain.head:
             return
@@ -393,7 +401,8 @@ class Proposer:
                 self.asks.put(peer, ReleaseStage(pending.plan), self._settings.lease_seconds_max)
 
     def _still_fits(self, pending: _Pending, view: PlanInputs) -> bool:
-        """Return whether it follows the newest plan, drops the right members, and its newcomers live."""
+        """Return whether a pending change still follows the newest plan and drops the right members, and its
+        newcomers are alive."""
         live = self._around.live()
         gone = set(view.plan.roster) & view.absent
         return (
@@ -403,7 +412,7 @@ class Proposer:
         )
 
     def _no_way(self, now: float, found: NoViablePlan) -> None:
-        """Report that no plan can follow, once that has lasted: a missing member may return at once."""
+        """Report that no plan can follow, once this has lasted a while: a missing member may return soon."""
         if self._no_way_since is None:
             self._no_way_since = now
         seconds = now - self._no_way_since
@@ -417,7 +426,8 @@ class Proposer:
         )
         is_needed = restorable is not None and restorable[0] != FIRST_VALUES
         is_needed &= any(absent.issuperset(map(PeerId, stage.replicas)) for stage in plan.stages)
-        # Without a quorum no plan can be decided, and a peer that agreed to one would be lost to others.
+        # Without a quorum no plan can be decided, and a peer that agreed to one would be unavailable to other
+        # runs.
         asks = self.is_proposer(now) and roles.can_tell and self.has_majority(now)
         return PlanInputs(
             plan=plan,
@@ -460,21 +470,22 @@ class Proposer:
 def _can_restore(
     live: Collection[PeerId], chain: PaxosChain, roles: Roles, restorable: WayBack | None
 ) -> bool:
-    """Return whether a checkpoint is here, or may be at another living member, present or former."""
+    """Return whether a copy of a checkpoint is here, or may be at another living member, present or
+    former."""
     if any(peer in live for peer in chain.acquainted):
         return True
     return restorable is not None and roles.holds(restorable)
 
 
 def _next_look(now: float, settled_at: float, refusals: Iterable[_Refusal], settings: RunSettings) -> float:
-    """Return when to think again without news: when a wait ends, such as that for a returned machine that
-    declined because it did not know the state of the run yet."""
+    """Return when to think again if nothing changes: when the next wait ends, such as the wait before a peer
+    that refused is asked again."""
     waits = [settled_at + settings.refill_seconds, *(refusal.until for refusal in refusals)]
     return min([now + settings.refill_seconds, *(until for until in waits if until > now)])
 
 
 def _growing(before: Plan, after: Plan, holding: Collection[bytes]) -> dict[PeerId, int]:
-    """Return the holders whose layers change from the plan `before` to `after`, with their stage."""
+    """Return the holders whose layers change from the plan `before` to `after`, with their stages."""
     spans = {
         peer: (stage.first_layer, stage.last_layer) for stage in before.stages for peer in stage.replicas
     }

@@ -1,9 +1,9 @@
-"""A provider's answers to planners that want one of its stages: hold a slot, open the stage, begin, release
-it.
+"""A provider's answers to planners that want to use one of its slots: hold the slot, open the stage, begin,
+release the slot.
 
 A planner asks in this order, and each answer depends on earlier promises. Between `on_hold` and `promise` the
-driver makes the decisions that need the machine, the disk or the owner's settings: whose turn it is, whether
-the graph fits, whether the promise is stored.
+driver makes the decisions that need the machine, the disk or the owner's settings: which run has priority,
+whether the graph fits, and whether the promise is stored.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from partition.run.slots import Promise, Slots
 from partition.run.witnesses import WITNESSED_MAX, WitnessPromises
 
 RELEASED_MAX = 256
-"""Recently given-up plans that are remembered."""
+"""Number of plans remembered that were recently given up."""
 OVER = "the run is over"
 BEHIND = "it does not know yet how the run went on"
 NO_LEASE = "no lease for this stage"
@@ -37,7 +37,7 @@ class KnownMember(Protocol):
 
 
 class KnownRun(NamedTuple):
-    """This node's knowledge of the run in question; `member` is None if it has no part in it."""
+    """This node's knowledge of the run in question; `member` is None if this node has no part in the run."""
 
     requester: PeerId
     is_over: bool
@@ -45,8 +45,8 @@ class KnownRun(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """A request for a slot without an objection so far. `given_up` counts how often its plan was given up
-    before; `was_gone` is whether membership already held its planner for gone. `keeps_slot`: the run has a
+    """A request for a slot to which nothing speaks so far. `given_up` counts how often its plan was given up
+    before; `was_gone` is whether this node already believed its planner gone. `keeps_slot`: the run has a
     slot here already, and its stage will hold other layers."""
 
     plan: Plan
@@ -58,9 +58,9 @@ class Hold(NamedTuple):
 
 
 class StageProvider:
-    """One node's provider, over all its runs. `now` is by the clock of `slots`; `witnessing` returns in how
-    many runs of others the node has a vote and no stage; `gone` returns the peers that are dead or have
-    left."""
+    """One node's provider, over all its runs. `now` is in the clock of `slots`. `witnessing` returns the
+    number of other nodes' runs in which this node has a vote and no stage; `gone` returns the peers that are
+    dead or have left."""
 
     def __init__(
         self,
@@ -76,12 +76,14 @@ class StageProvider:
         self._gone = gone
         self._silence_seconds_max = settings.silence_seconds_max
         self._witnessed = WitnessPromises()
-        # Recently released plans: a planner may give one up before a slow lease answers it.
+        # Hashes of recently released plans: a planner may give up a plan before a slow lease for it is
+        # answered.
         self._released: deque[bytes] = deque(maxlen=RELEASED_MAX)
 
     def supersede(self, asker: PeerId, plan: Plan, known: KnownRun) -> list[bytes]:
-        """Forget promises for plans of this run that cannot be decided, now that `asker` wants a slot for
-        `plan`. Call it before `on_hold`. Return the plans' hashes: a stage opened for one must be closed."""
+        """Forget promises for plans of this run that can no longer be decided, because `asker` wants a slot
+        for `plan`. Call this before `on_hold`. Return the forgotten plans' hashes: a stage opened for one of
+        them must be closed."""
         if known.is_over or plan.stage_of(self._me) is None:
             return []
         return [promise.plan for promise in self.slots.supersede(plan.run, asker, plan.height)]
@@ -95,10 +97,12 @@ class StageProvider:
         known: KnownRun,
         turn: Callable[[], Declined | None],
     ) -> Hold | Declined:
-        """Answer a planner that wants a slot for `stage`, None for a witness, which needs none. `turn`
-        returns why another run has priority, if one has. Raises RemoteProtocolError."""
+        """Answer a planner that wants a slot for `stage`; None for a witness, which needs no slot. `turn`
+        returns a refusal if another run has priority. Raises RemoteProtocolError."""
         if plan.stage_of(self._me) != stage:
-            raise RemoteProtocolError("a lease for a stage that the plan does not give to this node")
+            raise RemoteProtocolError(
+                "a lease was asked for a stage that the plan does not give to this node"
+            )
         if known.is_over:
             return Declined(OVER)
         keeps_slot = stage is not None and self._has_stage(plan, known)
@@ -115,9 +119,8 @@ class StageProvider:
         return Hold(plan, stage, asker, given_up, asker in self._gone(), keeps_slot)
 
     def promise(self, now: float, hold: Hold) -> Promise | Declined:
-        """Return the promise that answers `hold`, for the driver to keep in `slots`. Or return why it is
-        refused: another run got the slot meanwhile, or the planner no longer waits. A witness's promise is
-        kept here."""
+        """Return the promise that answers `hold`, for the driver to keep in `slots`; or a refusal, if another
+        run got the slot meanwhile or the planner no longer waits. A witness's promise is kept here."""
         plan, name = hold.plan, plan_hash(hold.plan)
         until = now + self._silence_seconds_max
         promise = Promise(plan.run, name, hold.stage, hold.planner, until, plan.height)
@@ -130,13 +133,14 @@ class StageProvider:
         return promise
 
     def on_release(self, asker: PeerId, plan: bytes) -> bool:
-        """Forget the promise to `asker` for the plan of this hash; return whether the slots have changed."""
+        """Forget the promise to `asker` for the plan with this hash; return whether the slots have
+        changed."""
         self._witnessed.release(plan, asker)
         self._released.append(plan)
         return self.slots.release(plan, asker)
 
     def on_open(self, now: float, asker: PeerId, plan: Plan, known: KnownRun) -> Done | Declined | None:
-        """Answer a planner whose plan may soon be decided; None: open the stage that the plan gives to this
+        """Answer a planner whose plan may soon be decided. None: open the stage that the plan gives to this
         node."""
         if known.is_over:
             return Declined(OVER)
@@ -147,7 +151,7 @@ class StageProvider:
         return None if self._holds(now, plan) else Declined(NO_LEASE)
 
     def on_start(self, now: float, asker: PeerId, plan: Plan, known: KnownRun) -> Done | Declined | None:
-        """Answer a peer that reports a plan in force; None: begin with it."""
+        """Answer a peer that reports a plan in force. None: begin with this plan."""
         if known.is_over:
             return Declined(OVER)
         answer = None if known.member is None else known.member.on_start(asker, plan)
@@ -156,14 +160,13 @@ class StageProvider:
         if plan.stage_of(self._me) is not None:
             return None if self._holds(now, plan) else Declined(NO_LEASE)
         if not self._has_agreed(now, plan, known):
-            return Declined("no part in this run was asked of this node")
-        # The limit is checked again: other runs may have begun since the promise.
+            return Declined("this node was not asked to take part in this run")
+        # Check the limit again, because other runs may have begun since the promise.
         is_full = known.requester != self._me and self._witnesses_enough
         return Declined("busy: too many runs") if is_full else None
 
     def _has_stage(self, plan: Plan, known: KnownRun) -> bool:
-        """Return whether a stage of the run is open here, or being opened, under the predecessor of
-        `plan`."""
+        """Return whether a stage of the run is open here, or being opened, under the parent of `plan`."""
         held = None if known.member is None else known.member.plan
         is_held = held is not None and held.stage_of(self._me) is not None and plan_hash(held) == plan.parent
         return is_held and self.slots.hosts(plan.run)
@@ -174,7 +177,7 @@ class StageProvider:
         return stage is not None and self.slots.holds(now, plan.run, plan_hash(plan), stage)
 
     def _has_agreed(self, now: float, plan: Plan, known: KnownRun) -> bool:
-        """Return whether this node has agreed to be a member by `plan` without a stage."""
+        """Return whether this node has agreed to be a member under `plan` without a stage."""
         return known.requester == self._me or self._witnessed.holds(now, plan.run, plan_hash(plan))
 
     @property

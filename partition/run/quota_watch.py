@@ -1,9 +1,9 @@
-"""Step times of replicas with a share of a processor, such as a container under a CPU quota.
+"""Step times of replicas that have only a share of a processor, such as a container under a CPU quota.
 
-Such a replica computes at the whole processor's speed while it pauses in between, and at its quota's speed
-without pauses. So it seems faster the fewer layers it holds, and a committer that trusted this would give it
-far too many. Its time without pauses is known from its calibration, which lasts for many periods of a quota,
-and from steps in which it was slower than that.
+Such a replica computes at the whole processor's speed while it gets pauses in between, and at its quota's
+speed without pauses. So it seems faster the fewer layers it holds, and a committer that trusted this
+measurement would give it far too many layers. Its time without pauses is known from its calibration, which
+lasts for many periods of a quota, and from steps in which it was slower than its calibration.
 """
 
 from collections.abc import Mapping
@@ -12,10 +12,11 @@ from fractions import Fraction
 from partition.plan.problem import Problem, Split
 
 QUOTA_PERMILLE_MAX = 850
-"""Maximum share of a processor that counts as a quota; a larger one is a processor shared at times."""
+"""Maximum share of a processor that counts as a quota. A larger share means a processor that is shared at
+times."""
 KEPT = Fraction(3, 4)
-"""The share of a found slowness that remains at the next look if it is not confirmed. So it is neither
-forgotten once the replica holds fewer layers, nor kept forever."""
+"""How much of a known slowdown remains at the next check if that check does not confirm it. So the slowdown
+is not forgotten as soon as the replica holds fewer layers, and it is not kept forever."""
 
 
 class QuotaWatch:
@@ -27,10 +28,10 @@ class QuotaWatch:
     def without_pauses(
         self, problem: Problem, split: Split, nanoseconds: Mapping[str, int], permille: Mapping[str, int]
     ) -> dict[str, int]:
-        """Return the time of a micro-batch on each replica that computes without pauses, by peer.
+        """Return, by peer, the time of a micro-batch on each replica if it computed without pauses.
 
-        `nanoseconds` are as measured, 0 for unknown; `permille` are the processor shares behind the problem's
-        times.
+        `nanoseconds` are the measured times, 0 if unknown; `permille` are the processor shares during the
+        calibrations behind the problem's times.
         """
         found = dict(nanoseconds)
         for (first, last), group in zip(split.ranges, split.groups, strict=True):

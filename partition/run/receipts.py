@@ -1,31 +1,37 @@
-"""Receipts of contribution: work that peers did for each other's runs, and one peer's evaluation of them.
+"""Receipts of contribution: work that peers did for each other's runs, and one peer's evaluation of the
+receipts.
 
-A receipt is one body with two signatures: by the peer that measured the work, and by the provider that did
-it. One receipt covers all work of one kind that one peer measured of one provider in one run; a newer one
-replaces it. The kinds are:
+A receipt is one body with two signatures: one by the peer that measured the work (the measurer), and one by
+the provider that did it. One receipt covers all work of one kind by one provider in one run, as one peer
+measured it; a newer receipt replaces an older one. The kinds are:
 
-- compute: FLOPs, not seconds. A committer, or the head of a column, knows the micro-batches of each stage's
-  holder and their cost by the graph, and a slow provider gains nothing by being slow.
-- data, checkpoint: bytes from the provider with the right hash.
+- compute: FLOPs, not seconds, so a slow provider gains nothing by being slow. A committer, or the head of a
+  column, knows which micro-batches each holder of a stage computed, and their cost from the graph.
+- data, checkpoint: bytes that the provider sent and whose hash was right.
 - averaging: bytes of a member's tensors in a round that was completed here.
 
 No peer's claim about itself counts. A signature costs nothing, so two keys can sign any receipt for each
-other. A receipt therefore counts by the reader's own knowledge of the peer that measured it (`Credits`):
+other. Therefore the value of a receipt depends on what the reader itself knows about the measurer
+(`Credits`):
 
 - given: a peer's work for this node's own runs, as this node measured it.
-- vouched: receipts of a peer that itself gave to this node. All receipts of one peer together count at most
-  what it gave. So colluding keys that really gave G have at most 2 G between them, however many they are.
-- witnessed: receipts of a committer for whose runs this node computed, and which reported that truthfully; in
-  sum at most what it reported of this node. By this a node that never requested a run ranks others. It can be
-  bought with this node's own work, so alone it raises no weight above UNPROVEN_WEIGHT_MAX.
+- vouched: receipts measured by a peer that itself gave to this node. All receipts of one measurer together
+  count at most the amount that the measurer gave. So colluding keys that really gave G count for at most 2 G
+  together, however many they are.
+- witnessed: receipts measured by a committer for whose runs this node computed, and which reported that work
+  truthfully. Their sum counts at most the amount of this node's work that the committer reported. So a node
+  that never requested a run can still rank others. This credit can be bought with this node's own work, so
+  alone it raises no weight above UNPROVEN_WEIGHT_MAX.
 - averaged: bytes received in rounds of averaging. A member that trains cannot be told from one that returns
-  what it got, so this raises no weight above that either, and no reports about it count.
+  what it got, so this credit raises no weight above UNPROVEN_WEIGHT_MAX either, and reports about it do not
+  count.
 
-Only the beneficiary is trusted: a receipt counts if its requester measured it, and for the requester of its
-run. An honest member would otherwise vouch for work of the requester's other keys in the run, which costs
-them nothing and serves no other peer.
+Only the peer that benefits is trusted: a receipt counts only if the run's requester measured it, or if the
+run is this node's own. Otherwise an honest member would vouch for work that the requester's other keys did in
+the run, which costs them nothing and serves no other peer.
 
-All credits halve in HALF_LIFE_SECONDS. A stranger's weight is 1, and no weight exceeds WEIGHT_MAX. Sans-IO.
+All credits halve in HALF_LIFE_SECONDS. An unknown peer has the weight 1, and no weight exceeds WEIGHT_MAX.
+Sans-IO.
 """
 
 from collections.abc import Iterable, Mapping
@@ -45,31 +51,33 @@ ACCEPTED_PURPOSE = "receipt accepted"
 RECEIPT_BYTES_MAX = 256
 FLOPS_MAX = 2**62
 HALF_LIFE_SECONDS = 30 * 24 * 3600.0
-"""Half-life: old work says little about a machine's owner, and a key may have changed hands."""
+"""Half-life of credits. Old work says little about a machine's owner, and a key may have changed hands."""
 AGE_SECONDS_MAX = 6 * HALF_LIFE_SECONDS
 SKEW_SECONDS = 600.0
 WEIGHT_MAX = 8.0
-"""Largest weight as a multiple of a stranger's: a generous peer does not shut out all others."""
+"""Maximum weight, as a multiple of an unknown peer's weight, so that a generous peer does not shut out all
+others."""
 UNPROVEN_WEIGHT_MAX = 1.05
-"""Limit for unproven credit, below the weight that counts as having given (GIVEN_WEIGHT_MIN of a queue's
-turns). Credit that this node's own work or useless bytes can buy makes no peer more than a stranger."""
+"""Limit of the weight that unproven credit can give. It lies below GIVEN_WEIGHT_MIN of a queue's turns, from
+which a peer counts as having given. So credit that can be bought with this node's own work, or with useless
+bytes, puts no peer above an unknown one."""
 BYTES_PER_SLOT_SECOND = 12_500_000
-"""Bytes that count as much as a second of a slot's computing: a full line of 100 Mbit/s."""
+"""Number of bytes that count as much as one second of a slot's computing: a full line of 100 Mbit/s."""
 SIZE_BYTES_MAX = 2**62
 PEERS_MAX = 4_096
-"""Peers with an account of each kind; the smallest is forgotten first."""
+"""Maximum number of peers with an account of each kind. The smallest account is forgotten first."""
 LEARNED_MAX = 1_024
-"""Peers whose receipts are remembered, the most recently read ones."""
+"""Maximum number of peers whose receipts are remembered, those read most recently."""
 ROWS_MAX = 32
-"""Receipts that are read of one peer."""
+"""Maximum number of receipts that are read from one peer."""
 
 
 Kind = Literal["compute", "data", "checkpoint", "averaging"]
 
 
 class ReceiptBody(msgspec.Struct, frozen=True, array_like=True):
-    """The FLOPs that `provider` computed, or the bytes it sent, for `requester`'s run: the total that one
-    peer has measured."""
+    """The FLOPs that `provider` computed, or the bytes that it sent, for `requester`'s run: the total that
+    one peer has measured."""
 
     run: Hash
     requester: Peer
@@ -82,7 +90,7 @@ class ReceiptBody(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
-    """The signed measurement, and the provider's fact over the same body."""
+    """The measurer's signed fact, and the provider's fact with the same body."""
 
     measured: Fact
     accepted: Fact
@@ -103,25 +111,26 @@ class ReceiptRow:
     size_bytes: int = 0
 
     def worth(self, flops_per_byte: float) -> float:
-        """Return the worth in FLOPs; a byte counts for `flops_per_byte`."""
+        """Return the worth in FLOPs; a byte counts as `flops_per_byte`."""
         return self.flops + self.size_bytes * flops_per_byte
 
 
 def check_measured(signer: Signer, fact: Fact) -> ReceiptRow:
-    """Return a peer's measurement. Raises RemoteProtocolError if it is about itself or for no other peer."""
+    """Return a peer's measurement. Raises RemoteProtocolError if the measurement is about the peer's own
+    work, or about the requester's."""
     signer.check(MEASURED_PURPOSE, fact)
     return read_measured(fact)
 
 
 def read_measured(fact: Fact) -> ReceiptRow:
-    """Return the measurement of a fact whose signature was checked before. Raises RemoteProtocolError."""
+    """Return the measurement in a fact whose signature was checked before. Raises RemoteProtocolError."""
     body: ReceiptBody = decode(fact.body, ReceiptBody, bytes_max=RECEIPT_BYTES_MAX)
     measurer = PeerId(fact.author)
     if body.provider in (measurer, body.requester):
-        raise RemoteProtocolError("a receipt for one's own work, or by its provider")
+        raise RemoteProtocolError("a receipt covers work of its own measurer or of the run's requester")
     is_computed = body.kind == "compute"
     if is_computed != bool(body.flops and body.microbatches) or is_computed == bool(body.size_bytes):
-        raise RemoteProtocolError("a receipt for nothing, or for something of another kind")
+        raise RemoteProtocolError("a receipt has no amount, or an amount of another kind")
     return ReceiptRow(
         run=body.run,
         requester=PeerId(body.requester),
@@ -136,12 +145,12 @@ def read_measured(fact: Fact) -> ReceiptRow:
 
 
 def check_receipt(signer: Signer, receipt: Receipt) -> ReceiptRow:
-    """Return the measurement of a receipt. Raises RemoteProtocolError if a signature is missing."""
+    """Return the measurement of a receipt. Raises RemoteProtocolError if a signature is missing or wrong."""
     row = check_measured(signer, receipt.measured)
     if signer.check(ACCEPTED_PURPOSE, receipt.accepted) != row.provider:
-        raise RemoteProtocolError("a receipt that its provider has not signed")
+        raise RemoteProtocolError("a receipt is not signed by its provider")
     if receipt.accepted.body != receipt.measured.body:
-        raise RemoteProtocolError("a receipt of two bodies")
+        raise RemoteProtocolError("the two facts of a receipt differ")
     return row
 
 
@@ -157,11 +166,11 @@ class Contribution:
 
 
 Account = tuple[float, float]
-"""FLOPs, and the wall time up to which they are halved."""
+"""An amount in FLOPs, and the wall time at which it had this value; it halves from then on."""
 
 
 class Credits:
-    """The contributions of others as the peer `me` knows them. Times are wall seconds."""
+    """The contributions of other peers, as the peer `me` knows them. Times are wall seconds."""
 
     def __init__(self, me: PeerId) -> None:
         self._me = me
@@ -172,37 +181,39 @@ class Credits:
         self._totals: dict[PeerId, float] = {}
 
     def gave(self, now: float, peer: PeerId, flops: float) -> None:
-        """Note the work of `peer` for a run of this node's own, as this node measured it."""
+        """Note the work of `peer` for one of this node's own runs, as this node measured it."""
         if peer != self._me:
             _add(self.given, now, peer, flops)
 
     def averaged_with(self, now: float, peer: PeerId, flops: float) -> None:
-        """Note the data of `peer` in rounds of averaging."""
+        """Note the data that `peer` sent in rounds of averaging."""
         if peer != self._me:
             _add(self.averaged, now, peer, flops)
 
     def worked_for(self, now: float, measurer: PeerId, flops: float) -> None:
-        """Note this node's own work that `measurer` reported, at most what this node knows to be true."""
+        """Note this node's own work as `measurer` reported it, at most the amount that this node knows to be
+        true."""
         if measurer != self._me:
             _add(self.worked, now, measurer, flops)
 
     def learn(
         self, now: float, peer: PeerId, rows: Iterable[ReceiptRow], flops_per_byte: float = 0.0
     ) -> None:
-        """Replace the known receipts of `peer`; its statements about others' measurements are skipped."""
+        """Replace the known receipts of `peer`. Receipts that it shows about other peers' work are
+        skipped."""
         self._forget(peer)
         shown: dict[tuple[PeerId, bytes, Kind], float] = {}
         for row in list(rows)[:ROWS_MAX]:
             is_recent = -SKEW_SECONDS <= now - row.at <= AGE_SECONDS_MAX
             has_benefited = row.requester in (row.measurer, self._me) and row.kind != "averaging"
             if row.provider == peer and row.measurer not in (self._me, peer) and is_recent and has_benefited:
-                # A newer receipt includes all older ones, so each is shown at most once.
+                # A newer receipt includes all older ones, so only the largest one counts.
                 key = row.measurer, row.run, row.kind
                 shown[key] = max(shown.get(key, 0.0), row.worth(flops_per_byte))
         found: dict[PeerId, float] = {}
         for (measurer, _, _), amount in shown.items():
             found[measurer] = found.get(measurer, 0.0) + amount
-        # Receipts of strangers count nothing, and would only take room.
+        # Receipts measured by unknown peers count for nothing, and would only take up room.
         known = {one: flops for one, flops in found.items() if one in self.given or one in self.worked}
         if not known:
             return
@@ -219,7 +230,8 @@ class Credits:
                 del self._totals[measurer]
 
     def contribution(self, now: float, peer: PeerId, share_flops: float) -> Contribution:
-        """Return the contribution of `peer`; `share_flops` given double its weight."""
+        """Return the contribution of `peer`. A peer that gave `share_flops` gets double the weight of an
+        unknown peer."""
         given = _left(self.given, now, peer)
         vouched = self._through(self.given, now, peer)
         witnessed = self._through(self.worked, now, peer)
@@ -229,7 +241,8 @@ class Credits:
         return Contribution(given, vouched, witnessed, averaged, min(WEIGHT_MAX, weight))
 
     def _through(self, backing: Mapping[PeerId, Account], now: float, peer: PeerId) -> float:
-        """Return the receipts' total for `peer`; each committer's receipts count up to its backing."""
+        """Return the total of the receipts for `peer`; the receipts of each measurer count up to its amount
+        in `backing`."""
         return sum(
             flops * min(1.0, _left(backing, now, measurer) / self._totals[measurer])
             for measurer, flops in self._learned.get(peer, {}).items()

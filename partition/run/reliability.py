@@ -1,4 +1,5 @@
-"""Recent reliability of other members as this node saw it: deaths, not goodbyes."""
+"""Recent reliability of other members, as this node saw it: how often they died, not how often they left
+properly."""
 
 from collections import OrderedDict, deque
 
@@ -7,15 +8,17 @@ from crypto.identity import PeerId
 DAY_SECONDS = 86_400.0
 """How long a loss counts."""
 PEERS_MAX = 1_024
-"""Peers that are remembered, as many as a roster has; the one lost longest ago makes room."""
+"""Maximum number of peers that are remembered, as many as a roster holds. The one lost longest ago is
+forgotten first."""
 LOSSES_MAX = 8
-"""Losses of one peer that are kept; more change nothing."""
+"""Maximum number of losses of one peer that are kept. Further losses change nothing."""
 AVAILABLE = 0.9
-"""The chance that a member without a loss survives another's death in its stage: assumed, not measured."""
+"""Probability that a member without a loss survives when another member of its stage dies. It is assumed, not
+measured."""
 
 
 class RunLosses:
-    """One node's record of all its runs, since it started."""
+    """One node's record of losses in all its runs, since it started."""
 
     def __init__(self) -> None:
         self._lost: OrderedDict[PeerId, deque[float]] = OrderedDict()
@@ -34,5 +37,6 @@ class RunLosses:
 
 
 def availability(losses: int) -> float:
-    """Return the chance that a member is there when needed; each loss of the last day halves it."""
+    """Return the probability that a member is available when needed. Each loss within the last day halves
+    it."""
     return AVAILABLE * 0.5 ** min(losses, LOSSES_MAX)

@@ -10,15 +10,15 @@ class Roles(Protocol):
 
     @property
     def committed(self) -> int | None:
-        """The steps that this node's committer has committed; None if it does not commit, or its replicas are
-        not synced yet."""
+        """The number of steps that this node's committer has committed; None if this node does not commit, or
+        its replicas are not synced yet."""
 
     @property
     def best(self) -> WayBack | None:
-        """The checkpoint of the state that validated best, if the run keeps that one."""
+        """The checkpoint of the state with the best validation, if the run keeps its best state."""
 
     def holds(self, checkpoint: WayBack) -> bool:
-        """Return whether a copy of a checkpoint is here, with every stage."""
+        """Return whether a copy of a checkpoint, with every stage, is on this node."""
 
     @property
     def can_tell(self) -> bool:

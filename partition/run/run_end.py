@@ -1,8 +1,9 @@
-"""The end of a run as its committer decides it: with or without a collected result, announced to all.
+"""The end of a run, as its committer decides it: with or without a collected result, announced to all
+members.
 
-A committer collects the result under the plan in force (`partition.run.collection`) and has it kept
+A committer collects the result under the plan in force (`partition.run.collection`) and has it stored
 (`ResultWanted`). Then it tells every living member, under any plan that comes into force meanwhile
-(`partition.run.completion`), and ends (`RunOver`).
+(`partition.run.completion`), and ends the run (`RunOver`).
 """
 
 from collections.abc import Callable, Collection
@@ -19,13 +20,15 @@ from partition.run.standing import RunStanding
 from partition.run.way_back import WayBack
 
 REASON_SHOWN_MAX = REASON_LENGTH_MAX - 110
-"""The length of a displayed failure reason; the note on the newest checkpoint must fit behind it."""
+"""Maximum length of a displayed failure reason, in characters. The note about the newest checkpoint must fit
+behind it."""
 INF = float("inf")
 
 
 class RunEnd:
-    """One member's part. `plan` is in force, None where the run is over here; `live` are the living peers,
-    `newest` is the newest whole checkpoint. It puts `asks` and adds to the member's `events`."""
+    """One member's part in the end. `plan` returns the plan in force, None if the run is over here; `live`
+    the living peers; `newest` the newest whole checkpoint. It puts `asks` and adds to the member's
+    `events`."""
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class RunEnd:
 
     @property
     def is_told(self) -> bool:
-        """Whether this node announces that the run is over."""
+        """Whether this node is announcing that the run is over."""
         return self._completion is not None
 
     @property
@@ -62,20 +65,21 @@ class RunEnd:
         return INF if part is None else part.deadline
 
     def entered(self, now: float) -> None:
-        """Note that another plan is in force: its committer collects again, and an announced end stays."""
+        """Note that a new plan is in force. The committer collects the result anew, but an end that was
+        announced already stays."""
         self._collection = None
         self.changed(now)
 
     def changed(self, now: float) -> None:
-        """Look again at the living members."""
+        """Act on a change of the living members."""
         if self._completion is not None:
             self._completion.changed(now)
 
     # The result
 
     def training_over(self, now: float, reason: str | None) -> None:
-        """As the committer: collect the result after the last step; or end the run if training failed for a
-        `reason`."""
+        """As the committer: collect the result after the last step. If training failed for a `reason`, end
+        the run instead."""
         plan = self._plan()
         self._standing.change("training over", "the last step is committed" if reason is None else reason)
         if reason is not None:
@@ -84,19 +88,19 @@ class RunEnd:
             self._collection = ResultCollection(self._me, now, plan, self._asks, self._settings)
 
     def result_kept(self, now: float, plan: Plan, weights: str, detail: str) -> None:
-        """Announce the result, which was collected under this plan and is kept here; `weights` is its hash in
-        hex."""
+        """Announce the result, which was collected under this plan and is stored here; `weights` is its hash
+        in hex."""
         if self._is_collected(plan):
             self.finish(now, "done", detail, weights)
 
     def result_spoilt(self, now: float, plan: Plan, reason: str) -> None:
-        """Collect again: the stages handed over under this plan make no result."""
+        """Collect again, because the stages handed over under this plan cannot be joined."""
         if self._is_collected(plan) and self._collection is not None:
             self._collection.spoilt(now, reason)
             self._look(now, self._collection)
 
     def result_lost(self, now: float, plan: Plan, reason: str) -> None:
-        """End the run without a result, since it cannot be kept here."""
+        """End the run without a result, because the result cannot be stored here."""
         if self._is_collected(plan):
             self.fail(now, reason)
 
@@ -121,7 +125,7 @@ class RunEnd:
             self.wake(now)
 
     def wake(self, now: float) -> None:
-        """Do what is due."""
+        """Do the work that is due."""
         collection, completion, plan = self._collection, self._completion, self._plan()
         if completion is not None and not completion.is_over and plan is not None:
             if completion.wake(now, plan, self._live()):

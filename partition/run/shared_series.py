@@ -1,4 +1,5 @@
-"""The series of evaluations of a run in local mode, to which each member adds its own and others'."""
+"""The series of evaluations of a run in local mode. Each member adds its own evaluations and those of other
+members."""
 
 from math import isfinite
 
@@ -11,7 +12,8 @@ from partition.run.turns import Turns
 
 
 class SharedSeries:
-    """The series of one run at one member; `steps` are those of the run, an upper bound for all members."""
+    """The series of one run at one member. `steps` is the run's number of steps, an upper bound for all
+    members."""
 
     def __init__(self, run: bytes, settings: LocalSettings, steps: int, turns: Turns) -> None:
         self.progress = SeriesProgress()
@@ -22,7 +24,7 @@ class SharedSeries:
 
     @property
     def has_converged(self) -> bool:
-        """Whether the series has stopped improving by the manifest's rule."""
+        """Whether the series has stopped improving, according to the manifest's rule."""
         return has_converged(self.progress, self._settings.patience)
 
     def add(self, step: int, samples: int, loss: float, metrics: tuple[float, ...]) -> ModelEvaluated:
@@ -32,17 +34,17 @@ class SharedSeries:
         return ModelEvaluated(self._run, step, samples, loss, metrics, best, since)
 
     def check(self, message: ModelEvaluated) -> None:
-        """Raise RemoteProtocolError for an impossible evaluation."""
+        """Check another member's evaluation. Raises RemoteProtocolError if it is impossible."""
         if not all(isfinite(number) for number in (message.loss, message.best, *message.metrics)):
-            raise RemoteProtocolError("an evaluation that is not finite")
+            raise RemoteProtocolError("an evaluation has a value that is not finite")
         if message.step > self._steps:
-            raise RemoteProtocolError("an evaluation of a step that the run does not have")
+            raise RemoteProtocolError("an evaluation names a step beyond the run's last one")
 
     def take(self, now: float, sender: PeerId, message: ModelEvaluated) -> bool:
-        """Add another member's evaluation; return whether it counts."""
+        """Add another member's evaluation to the series; return whether it counts."""
         if message.step < self.progress.step or not self._turns.may_be(now, sender):
             return False
-        if self.progress.step < 0:  # a latecomer adopts the series as reported
+        if self.progress.step < 0:  # a latecomer adopts the series as reported to it
             self.progress = SeriesProgress(message.step, min(message.best, message.loss), message.since)
         else:
             self.progress = advance(self.progress, message.step, message.loss, self._settings.improvement)

@@ -3,15 +3,15 @@
 from crypto.identity import PeerId
 
 GRACE_SECONDS = 12.0
-"""How long a member that fell out of sight is still awaited: on a busy machine living members look dead
+"""How long a member that fell out of sight is still awaited. On a busy machine, living members seem dead
 too."""
 KNOWN_MAX = 1_024
-"""Present and former members whose messages about the end count."""
+"""Maximum number of present and former members whose messages about the end count."""
 
 
 class MembersInSight:
-    """`peers` are in sight; `unseen` recently fell out of sight, with the time; `known` are present or former
-    members."""
+    """The other members, by how recently they were seen: `peers` are in sight now; `unseen` fell out of sight
+    recently, at the given time; `known` are present or former members."""
 
     def __init__(self) -> None:
         self.peers: frozenset[PeerId] = frozenset()
@@ -19,7 +19,8 @@ class MembersInSight:
         self.known: dict[PeerId, None] = {}
 
     def see(self, now: float, found: frozenset[PeerId]) -> list[PeerId]:
-        """Note which members are in sight now. Return those dropped from `known` to make room."""
+        """Note which members are in sight now. Return the members that were removed from `known` to make
+        room."""
         self.unseen |= dict.fromkeys(self.peers - found, now)
         self.unseen = {
             peer: at for peer, at in self.unseen.items() if peer not in found and now - at < GRACE_SECONDS
@@ -32,14 +33,14 @@ class MembersInSight:
         return old
 
     def know(self, peer: PeerId) -> None:
-        """Note a member that is not in sight: the run may be over for it."""
+        """Note a member that is not in sight because the run may be over for it."""
         if len(self.known) < KNOWN_MAX:
             self.known[peer] = None
 
     def gone(self, now: float) -> set[PeerId]:
-        """Return the members that are no longer awaited."""
+        """Return the members that fell out of sight too long ago to be awaited."""
         return {peer for peer, at in self.unseen.items() if now - at >= GRACE_SECONDS}
 
     def awaited(self, now: float) -> list[PeerId]:
-        """Return the members whose messages count: those in sight, or recently so."""
+        """Return the members whose messages count: those in sight now or recently."""
         return sorted({*self.peers, *self.unseen} - self.gone(now))

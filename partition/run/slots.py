@@ -1,8 +1,9 @@
-"""One peer's slots for stages, and their promises.
+"""One peer's slots for stages, and the promises of slots.
 
-A run has at most one of them. A promise ends by itself unless its stage is opened in time. It ends at once if
-its plan cannot be decided any more: its planner is gone, has another plan, or was outvoted. A first plan may
-be in force at others when its planner is gone, so its promises are held for ORPHAN_SECONDS more.
+A run has at most one slot on a peer. A promise ends by itself unless its stage is opened in time. It ends
+early if its plan can no longer be decided, because the planner is gone, has a different plan, or was
+outvoted. A first plan may be in force at other members when its planner is gone, so promises for a first plan
+are held for ORPHAN_SECONDS longer.
 """
 
 from collections.abc import Callable, Collection
@@ -15,11 +16,12 @@ from crypto.identity import PeerId
 from partition.plan.plan import Hash, Height, Peer, StageNumber
 
 ORPHAN_SECONDS = 10.0
-"""Members that have begun learn within some seconds that the requester is gone, and bring its plan."""
+"""How long a promise for a first plan outlasts its planner. Within some seconds, members that have begun
+learn that the requester is gone, and bring its plan."""
 
 
 class Promise(msgspec.Struct, frozen=True, array_like=True):
-    """A slot promised to a stage of `planner`'s plan at a height; `until` is by the clock of `Slots`."""
+    """A slot promised to a stage of `planner`'s plan at a height. `until` is in the clock of `Slots`."""
 
     run: Hash
     plan: Hash
@@ -30,7 +32,7 @@ class Promise(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Slots:
-    """`count` slots; `hosted` are the runs whose stages are open, or being opened."""
+    """The `count` slots of one peer. `hosted` returns the runs whose stages are open, or being opened."""
 
     def __init__(
         self, count: int, hosted: Callable[[], Collection[bytes]], promises: tuple[Promise, ...] = ()
@@ -44,16 +46,16 @@ class Slots:
         return tuple(row for row in self.promises if now < row.until)
 
     def taken(self, now: float) -> set[bytes]:
-        """Return the runs that have a slot, or the promise of one."""
+        """Return the runs that have a slot or the promise of one."""
         return {row.run for row in self.live(now)} | set(self._hosted())
 
     def free(self, now: float) -> int:
-        """Return how many slots are neither promised nor taken."""
+        """Return the number of slots that are free: neither taken nor promised."""
         return max(0, self.count - len(self.taken(now)))
 
     def lapsing(self, now: float) -> dict[bytes, float]:
-        """Return the runs whose promise ends within ORPHAN_SECONDS without a stage, and the remaining
-        seconds."""
+        """Return the runs whose promise will end within ORPHAN_SECONDS unless their stage is opened, with the
+        remaining seconds."""
         begun = set(self._hosted())
         left = {row.run: row.until - now for row in self.live(now) if row.run not in begun}
         return {run: seconds for run, seconds in left.items() if seconds <= ORPHAN_SECONDS}
@@ -67,7 +69,7 @@ class Slots:
         return run not in self.taken(now) and self.free(now) > 0
 
     def promise(self, now: float, promise: Promise) -> None:
-        """Hold a slot; only a free one can be promised."""
+        """Hold a slot. The caller ensures that one is free."""
         self.promises = (*self.live(now), promise)
 
     def holds(self, now: float, run: bytes, plan: bytes, stage: int) -> bool:
@@ -82,13 +84,13 @@ class Slots:
         return self._keep(lambda row: row.plan != plan or row.planner != planner)
 
     def release_run(self, run: bytes) -> bool:
-        """Forget the promises for any plan of this run: one is in force, or the run is over."""
+        """Forget the promises for all plans of this run, because one plan is in force or the run is over."""
         return self._keep(lambda row: row.run != run)
 
     def supersede(self, run: bytes, planner: PeerId, height: int) -> tuple[Promise, ...]:
-        """Forget the promises for plans of this run that cannot be decided, now that `planner` asks for one
-        at `height`. These are earlier ones of its own, since it asks for one at a time, and those of lower
-        heights, since another was decided there. Return the forgotten promises."""
+        """Forget the promises for plans of this run that can no longer be decided, because `planner` asks for
+        a slot for its plan at `height`. These are earlier plans of this planner, which proposes one plan at a
+        time, and plans of lower heights, at which other plans were decided. Return the forgotten promises."""
         gone = tuple(
             row for row in self.promises if row.run == run and (row.planner == planner or row.height < height)
         )
@@ -96,7 +98,8 @@ class Slots:
         return gone
 
     def release_all(self, now: float, planner: PeerId) -> bool:
-        """Forget the promises to a lost peer, those for a first plan later. Promises to others stay."""
+        """Forget the promises to a lost peer, but those for a first plan only after ORPHAN_SECONDS. Promises
+        to others stay. Return whether any changed."""
         had = self.promises
         until = now + ORPHAN_SECONDS
         self.promises = tuple(
@@ -107,7 +110,7 @@ class Slots:
         return self.promises != had
 
     def take_back(self, promise: Promise) -> bool:
-        """Forget one promise that could not be given."""
+        """Forget one promise that could not be delivered."""
         return self._keep(lambda row: row is not promise)
 
     def _keep(self, keeps: Callable[[Promise], bool]) -> bool:

@@ -1,7 +1,7 @@
-"""The duration of a run's stall, from the death that caused it rather than its discovery.
+"""The duration of a run's stall, measured from the death that caused it rather than from its discovery.
 
-A member cannot know when another died. It knows the time of the last committed step and of the lost member's
-last message. Nothing was computed after the later of the two.
+A member cannot know when another member died. It knows the time of the latest committed step and of the lost
+member's latest message. The stall began at the later of the two, because nothing was computed after it.
 """
 
 from collections.abc import Collection
@@ -11,7 +11,7 @@ from partition.plan.plan import ROSTER_MAX
 
 
 class StallClock:
-    """One member's view of one run; times are monotonic seconds. `since` is the beginning of the last
+    """One member's view of one run. Times are monotonic seconds. `since` is the beginning of the latest
     stall."""
 
     def __init__(self, now: float) -> None:
@@ -32,7 +32,8 @@ class StallClock:
     def entered(self, now: float, lost: Collection[bytes] | None) -> None:
         """Note that a plan without the `lost` members is in force; None for the first plan here.
 
-        A second plan before any progress prolongs the stall of the first.
+        If a second plan comes into force before any progress, the stall that the first one reported
+        continues.
         """
         if lost is None:
             self.since = self._moved_at = now

@@ -1,10 +1,10 @@
-"""The choice of standbys, idle machines that hold the newest state of a stage. Pure, from a committer's
-knowledge.
+"""The choice of standbys: idle machines that hold the newest state of a stage. Pure functions of a
+committer's knowledge.
 
-A stage's cover is the chance that one of its replicas survives when the others die. The stage with the
-costliest loss gets the next standby, until all are covered well enough or the run has its maximum of
-standbys. A standby takes part in every reduction, so it costs its stage a gradient's bytes each way in every
-step. Where no link can carry that, only the newest checkpoint remains.
+A stage's *cover* is the probability that another replica survives when one of its replicas dies. The stage
+whose loss would cost most gets the next standby, until all stages are covered well enough or the run has its
+maximum number of standbys. A standby takes part in every reduction, so in every step its stage sends a
+gradient's bytes each way. If no link can carry them, only the newest checkpoint protects the stage.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,25 +17,25 @@ from partition.plan.problem import Link
 from partition.run.reliability import availability
 
 COVERED = 0.98
-"""The cover at which a stage needs no more standbys. One holder and one standby without recent losses have
+"""Cover at which a stage needs no more standbys. One holder and one standby without recent losses have
 0.99."""
 STEP_SHARE_MAX = 0.1
-"""The share of a step's time that following may take on a measured link."""
+"""Maximum share of a step's time that sending gradients to a standby may take on a measured link."""
 FILL_SECONDS_MAX = 10.0
-"""The longest pause of the run while a standby takes its state from the holder."""
+"""Maximum pause of the run while a standby fetches its state from the holder."""
 UNMEASURED_BYTES_MAX = 64 << 20
-"""The largest state that is sent over an unmeasured link."""
+"""Maximum size of a state that may be sent over an unmeasured link."""
 SLOWER_MAX = 1.5
-"""Slowdown of steps, relative to those without a standby, that is attributed to it."""
+"""Factor by which steps must slow down with standbys, compared with before, to blame the standbys."""
 SLOWER_SECONDS_MIN = 0.05
-"""A smaller slowdown is noise."""
+"""Minimum slowdown that counts. A smaller one is noise."""
 WATCHED_STEPS = 20
-"""Steps that are compared before and after a standby came."""
+"""Number of steps that are compared before and after a standby joined."""
 
 
 @dataclass(frozen=True)
 class StageSize:
-    """The bytes of a stage: its gradient, sent each way in every step, and its state, sent once."""
+    """The sizes of a stage in bytes: its gradient, sent each way in every step, and its state, sent once."""
 
     gradient_bytes: int
     state_bytes: int
@@ -43,7 +43,7 @@ class StageSize:
 
 @dataclass(frozen=True)
 class Following:
-    """A machine that should follow a stage, and the cost of that."""
+    """An idle machine that should become a standby of a stage, and the bytes that this costs in each step."""
 
     stage: int
     peer: PeerId
@@ -52,14 +52,15 @@ class Following:
 
 @dataclass(frozen=True)
 class Uncovered:
-    """A stage that needs a standby and has none, and why."""
+    """A stage that needs a standby but can get none, and the reason."""
 
     stage: int
     reason: str
 
 
 def cover(stage: StagePlan, losses: Callable[[PeerId], int]) -> float:
-    """Return the chance that another peer holds a stage's newest state when one of its replicas dies."""
+    """Return the probability that another peer still holds a stage's newest state after one of its replicas
+    dies."""
     return 1 - prod(1 - availability(losses(PeerId(peer))) for peer in stage.replicas)
 
 
@@ -72,18 +73,20 @@ def next_standby(
     *,
     step_seconds: float,
 ) -> Following | Uncovered | None:
-    """Return which of the `idle` machines, the best first, should follow which stage; None if all are
+    """Return which of the `idle` machines, given in order of preference, should become a standby of which
+    stage. Return `Uncovered` if a stage needs a standby and no machine can be one, None if all stages are
     covered.
 
     `link` returns the known link from one peer to another.
     """
     covers = [cover(stage, losses) for stage in plan.stages]
     weak = [number for number, chance in enumerate(covers) if chance < COVERED]
-    # The cost of a loss: its chance, times the bytes that a newcomer would fetch.
+    # The cost of a loss: its probability, times the bytes that a newcomer would have to fetch.
     weak.sort(key=lambda number: (-(1 - covers[number]) * max(1, sizes[number].state_bytes), number))
     uncovered = None
     for number in weak:
-        for peer in sorted(idle, key=losses):  # a stable sort: the better of equals first
+        # the sort is stable: the order of preference stays among equals
+        for peer in sorted(idle, key=losses):
             reason = _obstacle(plan.stages[number], sizes[number], peer, link, step_seconds)
             if not reason:
                 return Following(number, peer, 2 * sizes[number].gradient_bytes)
@@ -98,7 +101,7 @@ def _obstacle(
     link: Callable[[PeerId, PeerId], Link | None],
     step_seconds: float,
 ) -> str:
-    """Return why a peer cannot follow a stage, "" if it can."""
+    """Return the reason why a peer cannot be a standby of a stage, "" if it can."""
     ways = [(link(PeerId(other), peer), link(peer, PeerId(other))) for other in stage.computing]
     known = [each.bytes_per_second for pair in ways for each in pair if each is not None]
     if not known:
@@ -114,7 +117,8 @@ def _obstacle(
 
 
 class FollowWatch:
-    """Decides from step times whether a standby slows a run down. One member's watch, over all its plans."""
+    """A check, from step times, of whether standbys slow a run down. One member's, over all plans of the
+    run."""
 
     def __init__(self) -> None:
         self._before = inf
@@ -122,7 +126,7 @@ class FollowWatch:
         self._is_following = False
 
     def begin(self, *, is_following: bool) -> None:
-        """Note that another plan is in force, with standbys or without."""
+        """Note that a new plan is in force, with or without standbys."""
         if is_following and not self._is_following and len(self._times) >= WATCHED_STEPS:
             self._before = _median(self._times)
         elif not is_following:
@@ -132,11 +136,11 @@ class FollowWatch:
 
     @property
     def seconds(self) -> float | None:
-        """The time of a step under this plan; None until it is known."""
+        """The median time of a step under this plan; None before enough steps."""
         return _median(self._times) if len(self._times) >= WATCHED_STEPS else None
 
     def stepped(self, seconds: float) -> bool:
-        """Note the time of a step; return whether standbys make steps too slow."""
+        """Note the time of a step; return whether the standbys make steps too slow."""
         self._times.append(seconds)
         del self._times[:-WATCHED_STEPS]
         found = self.seconds

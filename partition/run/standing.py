@@ -1,4 +1,4 @@
-"""The state of a run for one member, by the table of states, and its explanation to display."""
+"""The state of a run for one member, according to the table of states, and its explanation to display."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -12,7 +12,7 @@ from partition.run.states import CAUSE_OF, OVER, Cause, State, after, cause_of
 
 
 class RunStanding:
-    """The state of one run. `is_stuck`: no plan can follow, since a stage has no replica. Changes are
+    """The state of one run. `is_stuck`: no plan can follow, because a stage has no replica. Changes are
     appended to the member's `events`."""
 
     def __init__(self, events: list[Event]) -> None:
@@ -25,8 +25,8 @@ class RunStanding:
     ) -> None:
         """Note that the run continues, with all its initial replicas or with fewer.
 
-        Each stage had `wanted` replicas at the beginning, and the run `first_pace`. `branch` is the message
-        about this member's branch, empty for none.
+        Each stage had `wanted` replicas at the beginning, and the run had the pace `first_pace`. `branch` is
+        the message about this member's branch, or empty.
         """
         self.is_stuck = False
         cause = cause_of(plan, wanted)
@@ -41,8 +41,8 @@ class RunStanding:
         self.change(cause, reason or usual, is_note=bool(branch))
 
     def stick(self, reason: str, lost: tuple[PeerId, ...], *, is_alone: bool) -> None:
-        """Note that no plan can follow, since these peers are lost; `is_alone`: this member would continue
-        alone."""
+        """Note that no plan can follow, because these peers are lost. `is_alone`: this member would have to
+        continue alone."""
         self.is_stuck = True
         reason = stage_missing(reason, lost)
         reason = f"it cannot go on alone: {reason}" if is_alone else reason
@@ -54,19 +54,19 @@ class RunStanding:
         self._events.append(StateChanged(self.state, reason))
 
     def end(self, outcome: str) -> None:
-        """Note that the run is over here; the first outcome counts."""
+        """Note that the run is over here. If this is called again, the first outcome stays."""
         if self.state not in OVER:
             self.state = after(self.state, CAUSE_OF[outcome])
 
     def note(self, reason: str) -> None:
-        """Display a message that does not change the state, if it is not empty."""
+        """Display a message without changing the state; do nothing if it is empty."""
         if reason:
             self._events.append(StateChanged(self.state, reason, is_note=True))
 
     def change(
         self, cause: Cause, reason: str, waits_for: tuple[PeerId, ...] = (), *, is_note: bool = False
     ) -> None:
-        """Move by the table of states; a change is reported once, a note always."""
+        """Change the state according to the table. A change is reported once, a note always."""
         state = after(self.state, cause)
         if state != self.state or is_note:
             self.state = state

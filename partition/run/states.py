@@ -1,7 +1,7 @@
 """The states of a run, and the causes of its transitions.
 
-A state is this member's view; `RunChanged` events report it. Only transitions in the table are possible; any
-other is a bug of ours.
+A state is one member's view; `RunChanged` events report it. Only the transitions in the table are possible;
+any other would be a bug in this program.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ Cause = Literal[
 CAUSE_OF: Mapping[str, Cause] = MappingProxyType(
     {"done": "result kept", "failed": "no way on", "stopped": "asked to stop"}
 )
-"""The cause of each outcome of a run."""
+"""The cause that each outcome of a run stands for."""
 
 _ENDS: Mapping[Cause, State] = {"no way on": "failed", "asked to stop": "stopped"}
 _GOES_ON: Mapping[Cause, State] = {
@@ -39,7 +39,7 @@ _GOES_ON: Mapping[Cause, State] = {
     "quorum lost": "paused",
     "stage lost": "paused",
     "training over": "ending",
-    "result kept": "done",  # a member learns only of the end
+    "result kept": "done",  # a member may learn only of the end
     **_ENDS,
 }
 NEXT: Mapping[State, Mapping[Cause, State]] = MappingProxyType(
@@ -47,7 +47,7 @@ NEXT: Mapping[State, Mapping[Cause, State]] = MappingProxyType(
         "submitted": {
             "leases wanted": "placing",
             "plan in force": "running",
-            "stage short of replicas": "degraded",  # for a member that comes later
+            "stage short of replicas": "degraded",  # for a member that joins later
             "node restarted": "paused",
             **_ENDS,
         },
@@ -72,8 +72,8 @@ OVER: frozenset[State] = frozenset(state for state, leads in NEXT.items() if not
 
 
 def cause_of(plan: Plan, wanted: Sequence[int]) -> Cause:
-    """Return the cause that a plan in force stands for; `wanted` is the number of replicas each stage began
-    with."""
+    """Return the cause that a plan in force stands for. `wanted` is the number of replicas that each stage
+    began with."""
     if len(plan.stages) != len(wanted):
         return "stage short of replicas" if len(plan.stages) < len(wanted) else "plan in force"
     short = any(len(stage.computing) < count for stage, count in zip(plan.stages, wanted, strict=True))

@@ -1,8 +1,8 @@
-"""A member's chain of plans, whose promises are stored before any consequence is sent.
+"""A member's chain of plans, whose promises are stored before anything that depends on them is sent.
 
-The chain (`partition.plan.paxos`) must keep its promises across restarts. So calls wait in order, and a
-call's messages and events are held back while it `is_storing`: until the driver has stored `durable` and
-calls `stored`.
+The chain (`partition.plan.paxos`) must keep its promises across restarts. So calls are made one after the
+other. After a call that made promises the chain `is_storing`: the call's messages and events are held back
+until the driver has stored `durable` and calls `stored`.
 """
 
 from collections import Counter, deque
@@ -16,16 +16,18 @@ from partition.plan.paxos import Event, PaxosChain
 from partition.plan.paxos_messages import AgreementMessage, Sends
 
 CALLS_MAX = 4_096
-"""Calls that wait for the disk; further ones are dropped, as a lossy network would drop them."""
+"""Maximum number of calls that wait for the disk. Further calls are dropped, as a lossy network would drop
+their messages."""
 SENDER_CALLS_MAX = 64
-"""Waiting messages of one member, and of all strangers together, so that a flood does not displace the
-messages of others. An agreement takes a few of each member."""
+"""Maximum number of waiting messages of one member, and of all unknown peers together, so that a flood does
+not displace the messages of others. An agreement takes a few messages from each member."""
 INF = float("inf")
 
 
 class StoredChain:
-    """The chain of one run at one member. After `wake` and `stored` the owner handles `sends`, `refused` and
-    `events`, in this order, unless it `is_storing`."""
+    """The chain of one run at one member. After `wake` and `stored` the owner calls `take`, sends the
+    messages, and handles `refused` and then the events. While the chain `is_storing`, nothing is to be sent
+    or handled."""
 
     def __init__(self, chain: PaxosChain) -> None:
         self.core = chain
@@ -33,30 +35,30 @@ class StoredChain:
         self.refused: list[tuple[PeerId, str]] = []
         self._held: Sends = []
         self._calls: deque[Callable[[float], Sends]] = deque([chain.wake])  # the first promise must be stored
-        self._waiting: Counter[PeerId | None] = Counter()  # by sender; None for all strangers
+        self._waiting: Counter[PeerId | None] = Counter()  # by sender; None for all unknown peers
         self._is_closed = False
 
     @property
     def deadline(self) -> float:
-        """The time of the next `wake`; at once while calls wait."""
+        """The time of the next `wake`; already due while calls wait."""
         if self.is_storing or self._is_closed:
             return INF
         return -INF if self._calls else self.core.deadline
 
     def receive(self, sender: PeerId, message: AgreementMessage) -> None:
-        """Queue a message about the chain from any peer; it is checked when its turn comes. It is dropped if
-        too many of the same sender, or of strangers, wait."""
+        """Queue a message about the chain from any peer; it is checked when it is taken from the queue. It is
+        dropped if too many messages of the same sender, or of unknown peers, are waiting."""
         source = sender if self.core.knows(sender) else None
         has_turn = self._waiting[source] < SENDER_CALLS_MAX
         if has_turn and self._do(partial(self._receive, source, sender, message)):
             self._waiting[source] += 1
 
     def wish(self, change: Change | None, parent: bytes) -> None:
-        """Propose a change to be decided after the plan `parent`; None to propose nothing."""
+        """Set the change that this member proposes after the plan `parent`; None to propose nothing."""
         self._do(lambda now: self.core.wish(now, change, parent=parent))
 
     def reach(self, live: Collection[PeerId]) -> None:
-        """Note the peers now believed alive."""
+        """Note the peers that are now believed alive."""
         self._do(lambda now: self.core.reach(now, live))
 
     def wake(self, now: float) -> None:
@@ -67,7 +69,7 @@ class StoredChain:
         try:
             self._held = list(call(now))
         except RemoteProtocolError:
-            self._held = []  # an own proposal that is outdated
+            self._held = []  # this member's own proposal is outdated
         if self.core.unsaved:
             self.core.unsaved, self.is_storing = False, True
 
@@ -76,7 +78,7 @@ class StoredChain:
         self.is_storing = False
 
     def take(self) -> tuple[Sends, list[Event]]:
-        """Return the messages that may be sent now, and the events to handle afterwards; each once."""
+        """Return the messages to send now, and the events to handle afterwards. Each is returned once."""
         if self.is_storing:
             return [], []
         sends, self._held = self._held, []
@@ -84,7 +86,7 @@ class StoredChain:
         return sends, events
 
     def close(self) -> None:
-        """Make no more calls: this node leaves the agreement."""
+        """Make no more calls, because this node leaves the agreement."""
         self._is_closed = True
         self._calls.clear()
         self._waiting.clear()

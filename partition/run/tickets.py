@@ -1,9 +1,10 @@
-"""Tickets of a run: signed by the member that asks a peer to take part, expiring, and revoked by the
-requester.
+"""Tickets of a run. A ticket is signed by the member that asks a peer to take part; it expires, and the
+requester can revoke it.
 
-A chain of tickets begins with one by the requester; the member named in each ticket signs the next. A chain
-expires with its first ticket that expires. Only the requester signs revocations, which name a member. A chain
-with a revoked member's ticket is invalid, unless the requester itself signed that ticket later.
+The requester signs the first ticket of a chain, and the member named in each ticket signs the next one. A
+chain expires as soon as one of its tickets expires. Only the requester signs revocations, and each names a
+member. A chain with a ticket for a revoked member is invalid, unless the requester itself signed that ticket
+after the revocation.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,12 +24,14 @@ TICKET_PURPOSE = "run-ticket"
 REVOCATION_PURPOSE = "run-ticket-revocation"
 TICKET_BYTES_MAX = 128
 CHAIN_MAX = 32
-"""Tickets in a chain: generations of members, each replaced by the next."""
+"""Maximum number of tickets in a chain. The chain grows by one whenever a generation of members is replaced
+by the next."""
 TICKET_SECONDS = 90 * 24 * 3600.0
-"""How long a ticket of a run in local mode is valid. It is longer than runs take, since they continue without
-the requester, who could renew it."""
+"""How long a ticket of a run in local mode is valid. It is longer than runs take, because a run continues
+without its requester, who could not renew the ticket."""
 REVOKED_MAX = 256
-"""Revocations of one run that a member keeps. Only the requester can make more, and the newest count."""
+"""Maximum number of revocations of one run that a member keeps, the newest. Only the requester can make
+more."""
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
@@ -37,7 +40,7 @@ Chain = Annotated[tuple[Fact, ...], msgspec.Meta(max_length=CHAIN_MAX)]
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """The author asks `member` to take part in `run`; both times are by the author's clock."""
+    """The author asks `member` to take part in `run`. Both times are in the author's clock."""
 
     run: Hash
     member: Subject
@@ -46,7 +49,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Revocation(msgspec.Struct, frozen=True, array_like=True):
-    """The requester revokes the tickets for `member` in `run` that were signed up to this time."""
+    """The requester revokes the tickets for `member` in `run` that were signed until this time."""
 
     run: Hash
     member: Subject
@@ -55,25 +58,25 @@ class Revocation(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class TicketStanding:
-    """The tickets by which a peer is a member, each with its author; none for the requester."""
+    """The tickets that prove a peer's membership, each with its author; none for the requester."""
 
     tickets: tuple[tuple[PeerId, Ticket], ...] = ()
 
     @property
     def until(self) -> float:
-        """Return the earliest expiry of them, in wall seconds."""
+        """The earliest expiry of the tickets, in wall seconds."""
         return min((ticket.until_milliseconds / 1000 for _, ticket in self.tickets), default=inf)
 
 
 def make_ticket(signer: Signer, run: bytes, member: PeerId, wall: float, until: float | None = None) -> Fact:
-    """Return a ticket for `member`. `wall` is the wall clock in seconds, `until` when the ticket expires, by
-    default after TICKET_SECONDS."""
+    """Return a ticket for `member`. `wall` is the wall clock in seconds. `until` is the time when the ticket
+    expires, by default TICKET_SECONDS later."""
     until = wall + TICKET_SECONDS if until is None else until
     return signer.sign(TICKET_PURPOSE, encode(Ticket(run, member, int(wall * 1000), int(until * 1000))))
 
 
 def make_revocation(signer: Signer, run: bytes, member: PeerId, wall: float) -> Fact:
-    """Return the requester's revocation of all tickets for `member` until now."""
+    """Return the requester's revocation of all tickets for `member` that were signed until now."""
     return signer.sign(REVOCATION_PURPOSE, encode(Revocation(run, member, int(wall * 1000))))
 
 
@@ -87,18 +90,18 @@ def check_chain(
 ) -> list[tuple[PeerId, Ticket]]:
     """Return the tickets of a chain for `member`, each with its author. Raises RemoteProtocolError.
 
-    The signatures are checked last, except those of `verified` facts. The caller checks expiry and
+    The signatures are checked last, except the signatures of `verified` facts. The caller checks expiry and
     revocation.
     """
     author, found = requester, []
     for fact in chain:
         ticket: Ticket = decode(fact.body, Ticket, bytes_max=TICKET_BYTES_MAX)
         if ticket.run != run or fact.author != author:
-            raise RemoteProtocolError("a chain of tickets of another run, or with a gap")
+            raise RemoteProtocolError("a chain of tickets is for another run, or has a gap")
         found.append((author, ticket))
         author = PeerId(ticket.member)
     if author != member:
-        raise RemoteProtocolError("a chain of tickets for somebody else")
+        raise RemoteProtocolError("a chain of tickets is for another peer")
     for fact in chain:
         if fact_name(fact) not in verified:
             signer.check(TICKET_PURPOSE, fact)
@@ -121,22 +124,22 @@ class Revocations:
 
     @property
     def facts(self) -> tuple[Fact, ...]:
-        """Return all revocations, the oldest first."""
+        """All revocations, the oldest first."""
         return tuple(fact for _, fact in self._facts.values())
 
     def fact_of(self, peer: PeerId) -> Fact | None:
-        """Return the revocation of a member's tickets."""
+        """Return the revocation of a member's tickets, or None."""
         found = self._facts.get(peer)
         return None if found is None else found[1]
 
     def learn(self, facts: Sequence[Fact]) -> list[Fact]:
-        """Add revocations; return the new ones. Raises RemoteProtocolError if the requester did not sign
-        them."""
+        """Add revocations; return the new ones. Raises RemoteProtocolError if the requester did not sign one
+        of them."""
         new = []
         for fact in facts:
             body: Revocation = decode(fact.body, Revocation, bytes_max=TICKET_BYTES_MAX)
             if fact.author != self._requester or body.run != self._run or body.member == self._requester:
-                raise RemoteProtocolError("a revocation that is not the requester's")
+                raise RemoteProtocolError("a revocation is not signed by the requester of this run")
             known = self._facts.get(PeerId(body.member))
             if known is not None and known[0].at_milliseconds >= body.at_milliseconds:
                 continue
@@ -149,7 +152,7 @@ class Revocations:
         return new
 
     def against(self, standing: TicketStanding) -> Fact | None:
-        """Return the revocation that makes these tickets invalid, None for none."""
+        """Return the revocation that makes these tickets invalid, or None."""
         known: Mapping[PeerId, tuple[Revocation, Fact]] = self._facts
         for author, ticket in standing.tickets:
             found = known.get(PeerId(ticket.member))

@@ -1,4 +1,4 @@
-"""Verdicts on a committer's events, under one plan: peers lost, and the end of training."""
+"""Verdicts on a committer's events under one plan: which peers are lost, and whether training is over."""
 
 from dataclasses import dataclass
 
@@ -19,16 +19,16 @@ class PeersLost:
 
 @dataclass(frozen=True)
 class TrainingOver:
-    """The last step is committed and evaluated; or why it will never be."""
+    """The last step is committed and evaluated; or `reason` is why it never will be."""
 
     reason: str | None
 
 
 class Verdicts:
-    """The committer's verdicts, under one plan. The driver calls `late` once replicas must be open."""
+    """The committer's verdicts under one plan. The driver calls `late` once all replicas should be open."""
 
     def __init__(self, plan: Plan, failures: Failures) -> None:
-        """`failures` also has the failures under earlier plans."""
+        """`failures` also counts the failures under earlier plans."""
         self._plan = plan
         self._failures = failures
         self._synced: set[PeerId] = set()
@@ -39,8 +39,8 @@ class Verdicts:
             self._synced.add(sender)
 
     def late(self, phase: str, seconds: float) -> PeersLost:
-        """Return the replicas that have not opened their stage after `seconds`; `phase` is the
-        committer's."""
+        """Return the replicas that have not opened their stage after `seconds`. `phase` is the committer's
+        phase."""
         replicas = {PeerId(peer) for stage in self._plan.stages for peer in stage.replicas}
         late = sorted(replicas - self._synced) if phase == "syncing" else ()
         return PeersLost(tuple(late), f"its stage was not open after {seconds:.0f} s")
@@ -53,7 +53,7 @@ class Verdicts:
             case TrainingFailed(stage=None):
                 return TrainingOver(event.reason)
             case TrainingFailed(stage=int() as stage):
-                # The stage has replicas, but none with its parameters: treat it as a lost stage.
+                # The stage has replicas, but none of them has its parameters: treat it as a lost stage.
                 peers = tuple(PeerId(peer) for peer in self._plan.stages[stage].replicas)
                 return PeersLost(peers, event.reason)
             case ReplicaFailed():

@@ -10,19 +10,19 @@ from crypto.identity import PeerId
 
 
 def liars_max(count: int) -> int:
-    """Return how many of `count` members may lie: a third, rounded down, and at least one; none for a single
-    member."""
+    """Return how many of `count` members may lie: less than a third, but at least one. A single member does
+    not lie."""
     return max(1, (count - 1) // 3) if count > 1 else 0
 
 
 def quorum(count: int) -> int:
-    """Return the size at which any two sets of `count` members share an honest one."""
+    """Return the size of a quorum. Any two quorums of `count` members share an honest member."""
     return (count + liars_max(count)) // 2 + 1
 
 
 @dataclass(frozen=True)
 class Electorate:
-    """The members with a vote, as one of them sees them. The run's requester breaks a tie."""
+    """The members with a vote, as one of them sees them. The run's requester breaks ties."""
 
     voters: frozenset[PeerId]
     requester: PeerId | None = None

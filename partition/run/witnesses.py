@@ -1,7 +1,7 @@
 """Promises to be a witness of a run: a member with a vote and without a stage.
 
-A witness votes on plans and keeps the chain and checkpoints, so it needs no slot. Promises are kept in memory
-only: the run replaces those that a restart forgets.
+A witness votes on plans and keeps the chain of plans and checkpoints, so it needs no slot. Promises are kept
+in memory only. If a restart loses them, the run finds other witnesses.
 """
 
 from collections import Counter, OrderedDict
@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from crypto.identity import PeerId
 
 WITNESSED_MAX = 8
-"""Others' runs in which a node is a witness: each may make it fetch the run's data."""
+"""Maximum number of other nodes' runs in which a node is a witness. Each may make the node fetch the run's
+data."""
 PROMISES_MAX = 64
-"""Remembered promises; the oldest of the planner with the most makes room."""
+"""Maximum number of promises remembered. To make room, the oldest promise to the planner with the most
+promises is forgotten."""
 PROMISES_PER_PEER_MAX = 8
 
 
@@ -24,20 +26,22 @@ class _Promise:
 
 
 class WitnessPromises:
-    """The promises of one node, by the hash of their plan."""
+    """The promises of one node, keyed by the hash of the plan."""
 
     def __init__(self) -> None:
         self._promises: OrderedDict[bytes, _Promise] = OrderedDict()
 
     def promise(self, now: float, run: bytes, plan: bytes, planner: PeerId, seconds: float) -> None:
-        """Promise to vote in `plan` for `seconds`. A planner's oldest promise makes room for its newest."""
+        """Promise to vote in `plan` for `seconds`. If a planner has too many promises, its oldest one is
+        forgotten."""
         self._promises.pop(plan, None)
         theirs = [name for name, row in self._promises.items() if row.planner == planner]
         if len(theirs) >= PROMISES_PER_PEER_MAX:
             del self._promises[theirs[0]]
         self._promises[plan] = _Promise(run, planner, now + seconds)
         if len(self._promises) > PROMISES_MAX:
-            # Evict from the planner with the most, so that a few frequent askers displace only one another.
+            # Forget a promise to the planner with the most, so that a few frequent askers displace only one
+            # another.
             count = Counter(row.planner for row in self._promises.values())
             del self._promises[max(self._promises, key=lambda name: count[self._promises[name].planner])]
 
