@@ -1,8 +1,8 @@
-"""Assignment of micro-batches to replicas: pure functions of rates and loads, and of the plan's trainers.
+"""Assignment of micro-batches to replicas: pure functions of rates, loads and the plan's trainers.
 
-The committer deals the micro-batches of a stage to its replicas and announces that by an Open
-(`partition.steps.messages`). The feeder of a micro-batch needs no message: every member computes it from the
-plan.
+The committer deals the micro-batches of a stage to its replicas and announces the result in an Open
+(`partition.steps.messages`). The feeder of a micro-batch needs no announcement, because every member computes
+it from the plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,13 @@ _SCALE = 10**18
 def deal(
     numbers: Sequence[int], places: Sequence[int], rates: Sequence[int], loads: Sequence[int] = ()
 ) -> dict[int, int]:
-    """Deal each number to the one of `places` that would finish it first; ties go by their order.
+    """Deal each number to the one of `places` that would finish it first; earlier places win ties.
 
-    `rates` and `loads` (the remaining work of each; empty for none) are of all places, including others.
+    `rates` and `loads` (the remaining work of each place; empty if there is none) cover all places, including
+    those not in `places`.
     """
-    # A heap, because a plan is a stranger's claim: 4,096 numbers on 64 replicas, in up to 64 stages.
+    # A heap keeps this fast, because a plan may come from an unknown peer: 4,096 numbers on 64 replicas, in
+    # up to 64 stages.
     counts = {place: loads[place] if loads else 0 for place in places}
     ends = [
         ((counts[place] + 1) * _SCALE // max(1, rates[place]), order, place)
@@ -43,17 +45,18 @@ def deal(
 
 
 def feeder_of(plan: Plan, train: bool, microbatch: int) -> PeerId:
-    """Return the trainer that sends this micro-batch's inputs and labels: the first one of its lane."""
+    """Return the trainer that sends this micro-batch's inputs and labels: the first trainer of its lane."""
     if len(plan.trainers) == 1:
         return PeerId(plan.trainers[0])
     return PeerId(max(plan.trainers, key=_weights(train, microbatch % LANES)))
 
 
 def lanes_of(trainers: Sequence[bytes], me: bytes) -> tuple[list[int], list[int]]:
-    """Return the lanes of training micro-batches that `me` feeds, and those for which it is second.
+    """Return the lanes of training micro-batches that `me` feeds, and the lanes for which it is second.
 
-    By rendezvous hashing (Thaler and Ravishankar 1998): the trainer with the highest BLAKE3 of itself and the
-    lane. If one goes, only its own lanes move, each to its second trainer.
+    By rendezvous hashing (Thaler and Ravishankar 1998), a lane's first trainer is the one with the highest
+    BLAKE3 hash of the trainer and the lane. If a trainer leaves, only its own lanes move, each to the lane's
+    second trainer.
     """
     own: list[int] = []
     next_: list[int] = []

@@ -1,7 +1,7 @@
-"""The links of a run's chain of plans that a member knows, and the state it keeps over a restart.
+"""The links of a run's chain of plans that a member knows, and the state that it keeps across restarts.
 
-Pure: `partition.plan.paxos` decides the next link. Only the newest links are kept; earlier ones are folded
-into the plan that they led to.
+A link is an encoded change that leads from one plan to the next. Pure: `partition.plan.paxos` decides the
+next link. Only the newest links are kept; earlier ones are replaced by the plan that they led to.
 """
 
 from collections.abc import Sequence
@@ -28,15 +28,16 @@ from partition.plan.plan import (
 )
 
 FORKS_MAX = 16
-"""Instances of a fork in which a member votes for one parent. If the reachable members change more often, it
-waits for the majority."""
+"""Maximum number of fork instances in which a member votes after one plan. If the reachable members change
+more often, the member waits for the majority."""
 PAST_MAX = 64
-"""Plans with a remembered vote; the member counts as having voted at older ones."""
+"""Maximum number of plans for which a vote is remembered. At older plans, the member counts as having
+voted."""
 DURABLE_BYTES_MAX = PLAN_BYTES_MAX + LINKS_BYTES_MAX + (1 + FORKS_MAX) * (CHANGE_BYTES_MAX + 256) + 2**14
 
 
 class Chain:
-    """Plans one after another, from `plans[0]` on; `links[i]` leads from `plans[i]` to `plans[i + 1]`.
+    """A sequence of plans that begins with `plans[0]`; `links[i]` leads from `plans[i]` to `plans[i + 1]`.
 
     Raises RemoteProtocolError if they do not follow one another.
     """
@@ -66,15 +67,15 @@ class Chain:
         return peer in self._peers
 
     def peers(self) -> tuple[bytes, ...]:
-        """All such peers, sorted."""
+        """Return all peers that are or were on the roster of a kept plan, sorted."""
         return tuple(sorted(self._peers))
 
     def place(self, plan: bytes) -> int | None:
-        """Return the index of the plan of this hash, None if it is not kept."""
+        """Return the index of the plan with this hash; None if the plan is not kept."""
         return self.hashes.index(plan) if plan in self.hashes else None
 
     def append(self, plan: Plan, link: bytes) -> None:
-        """Append a plan with its `link`; fold the oldest if there are too many."""
+        """Append a plan with its `link`; drop the oldest plans if there are too many."""
         self.plans.append(plan)
         self.hashes.append(plan_hash(plan))
         self.links.append(link)
@@ -84,35 +85,36 @@ class Chain:
 
 
 def follow(plan: Plan, link: bytes) -> tuple[Plan, Change]:
-    """Return the plan after `plan`, and the change that `link` encodes; else raise RemoteProtocolError.
+    """Return the plan after `plan`, and the change that `link` encodes. Raises RemoteProtocolError if the
+    link is invalid.
 
-    One change has one encoding, so comparing bytes compares changes. A fork must be named by its remaining
-    members, and all others must be lost.
+    Each change has only one valid encoding, so comparing bytes compares changes. The name of a fork must
+    follow from its remaining members, and all other members must be lost.
     """
     change = decode_change(link)
     if encode_change(change) != link:
-        raise RemoteProtocolError("a change that is not in its canonical form")
+        raise RemoteProtocolError("a change is not in its canonical form")
     new = successor(plan, change)
     if change.fork != NO_HASH and change.fork != fork_name(plan, staying(plan, new)):
-        raise RemoteProtocolError("a fork that is not named by those who go on")
+        raise RemoteProtocolError("a fork's name does not follow from the members that continue")
     return new, change
 
 
 def staying(plan: Plan, new: Plan) -> tuple[bytes, ...]:
-    """Return the members of the roster of `plan` that are on that of `new`, sorted."""
+    """Return the members of the roster of `plan` that are also on the roster of `new`, sorted."""
     return tuple(sorted(set(plan.roster) & set(new.roster)))
 
 
 def fork_name(plan: Plan, members: Sequence[bytes]) -> bytes:
-    """Return the instance in which these members of the roster (sorted) alone decide the successor of
-    `plan`."""
+    """Return the name of the instance in which these members of the roster (sorted) alone decide the
+    successor of `plan`."""
     return blake3(plan_hash(plan) + b"".join(members)).digest()
 
 
 def forked(plan: Plan, change: Change, members: Sequence[bytes]) -> Change:
-    """Return the same change by `members` alone: exactly all others are lost.
+    """Return the same change as a fork by `members` alone: exactly all other members are lost.
 
-    A lost member that joins again still returns empty.
+    A lost member that joins again still returns without its state.
     """
     inside = set(members)
     outside = tuple(peer for peer in plan.roster if peer not in inside)
@@ -128,13 +130,14 @@ def forked(plan: Plan, change: Change, members: Sequence[bytes]) -> Change:
 
 
 class Past(msgspec.Struct, frozen=True, array_like=True):
-    """The newest plans that this member has voted at and left, and the highest height of earlier ones."""
+    """The newest plans at which this member has voted and which it has left, and the maximum height of older
+    ones."""
 
     plans: Annotated[tuple[tuple[Height, Hash], ...], msgspec.Meta(max_length=PAST_MAX)] = ()
     height: Annotated[int, msgspec.Meta(ge=-1, lt=HEIGHT_MAX)] = -1
 
     def with_plan(self, plan: Plan) -> "Past":
-        """Return the record with one more plan."""
+        """Return this record with one more plan."""
         plans = (*self.plans, (plan.height, plan_hash(plan)))
         dropped = (height for height, _ in plans[:-PAST_MAX])
         return Past(plans[-PAST_MAX:], max(self.height, *dropped, -1))
@@ -145,7 +148,7 @@ class Past(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Voted(msgspec.Struct, frozen=True, array_like=True):
-    """A vote, and the instance it belongs to."""
+    """A vote, and the fork instance that it belongs to."""
 
     fork: Hash
     vote: Vote
@@ -163,20 +166,20 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack(kept: Kept) -> bytes:
-    """Return the bytes to store, preceded by their BLAKE3."""
+    """Return the bytes to store, preceded by their BLAKE3 hash."""
     body = encode(kept)
     return blake3(body).digest() + body
 
 
 def base_plan(data: bytes) -> Plan:
-    """Return the oldest plan of stored bytes. Raises RemoteProtocolError."""
+    """Return the oldest plan in stored bytes. Raises RemoteProtocolError."""
     return unpack(data).base
 
 
 def unpack(data: bytes) -> Kept:
-    """Return the state that `pack` stored; RemoteProtocolError if the bytes have changed."""
+    """Return the state that `pack` stored. Raises RemoteProtocolError if the bytes have changed."""
     body = data[HASH_BYTES:]
     if blake3(body).digest() != data[:HASH_BYTES]:
-        raise RemoteProtocolError("a stored chain of plans that is damaged")
+        raise RemoteProtocolError("a stored chain of plans is damaged")
     kept: Kept = decode(body, Kept, bytes_max=DURABLE_BYTES_MAX)
     return kept

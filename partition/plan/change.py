@@ -1,7 +1,7 @@
-"""From one plan to the next: a committee decides a `Change`, and the plan follows from it.
+"""The step from one plan to the next: a committee decides a `Change`, and the next plan follows from it.
 
-Pure and deterministic. A change is checked against the parent alone; the proposer and the accepting majority
-judge whether a lost peer is really lost.
+Pure and deterministic. A change is checked against the parent plan alone. Whether a lost peer is really lost
+is judged by the proposer and by the majority that accepts the change.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ Stages = Annotated[tuple[StagePlan, ...], msgspec.Meta(max_length=STAGES_MAX)]
 
 
 class Joining(msgspec.Struct, frozen=True, array_like=True):
-    """A peer that holds another replica of `stage` from now on. It may already be on the roster and hold a
-    stage, even this one: then its `rate` is new, and it keeps its state. With rate 0 it is a standby."""
+    """A peer that holds a further replica of `stage` from now on. It may already be on the roster and hold a
+    stage, even this one: then it gets a new `rate` and keeps its state. With rate 0 it is a standby."""
 
     peer: Peer
     stage: StageNumber
@@ -47,17 +47,18 @@ class Joining(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True):
-    """The differences of the next plan.
+    """The difference between a plan and the next one.
 
-    `lost` leave the roster: dead, gone, or without their stage's state. A peer in both `lost` and `joined`
-    returns empty. `admitted` join the roster without a stage. `trainers` are those of the next plan, the
-    first of them commits; () keeps the remaining ones. `restored` is the checkpoint of `step` committed steps
-    to which every stage returns; without one the replicas keep their state. `fork` names the members that
-    continue without the majority. `cuts` moves the borders between stages: the end of each stage but the
-    last, as a layer; () keeps them. Moved layers come from the checkpoint, so borders move only together with
-    `restored`. `is_final`: the restored state is the result of the run. `stages` are the complete stages of
-    the next plan if their number changes; () keeps it. They too need `restored`, and their holders held one
-    before or are in `joined`.
+    `lost` leave the roster: they are dead or gone, or have lost their stage's state. A peer in both `lost`
+    and `joined` returns without state. `admitted` join the roster without a stage. `trainers` are the
+    trainers of the next plan, the first of which is the committer; () keeps the remaining ones. `restored` is
+    the checkpoint of `step` committed steps to which every stage returns; without it, the replicas keep their
+    state. `fork` is the name of the instance in which some members continue without the majority. `cuts`
+    moves the borders between stages: it has the end of each stage except the last, as a layer; () keeps the
+    borders. Moved layers come from the checkpoint, so borders move only together with `restored`. `is_final`:
+    the restored state is the result of the run. `stages` are all stages of the next plan if their number
+    changes; () keeps the number. They too need `restored`, and each of their holders held a stage before or
+    is in `joined`.
     """
 
     lost: Peers = ()
@@ -73,40 +74,41 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_change(change: Change) -> bytes:
-    """Return the value to agree on."""
+    """Return the bytes of the change, which are the value to agree on."""
     return encode(change)
 
 
 def decode_change(data: bytes) -> Change:
-    """Decode a change; else raise RemoteProtocolError."""
+    """Decode a change. Raises RemoteProtocolError if it is invalid."""
     change: Change = decode(data, Change, bytes_max=CHANGE_BYTES_MAX)
     return change
 
 
 def successor(plan: Plan, change: Change) -> Plan:
-    """Return the plan after `plan`; RemoteProtocolError if a stage would have no replica, or no member would
-    train.
+    """Return the plan after `plan`. Raises RemoteProtocolError if the change is invalid, for example if a
+    stage would have no replica, or no member would train.
 
-    Remaining trainers keep their order. If none remains, members of the roster without a stage follow, then
-    the others, by peer id: any member of the roster can fetch the data.
+    Remaining trainers keep their order. If none remains, the new trainer is the first of the roster's members
+    without a stage or, if there are none, the first of the others, in the order of peer ids. Any member of
+    the roster can fetch the data.
     """
     lost = set(change.lost)
     joined = {row.peer: row for row in change.joined}
     if len(joined) != len(change.joined):
-        raise RemoteProtocolError("a change in which a peer joins twice")
+        raise RemoteProtocolError("a change lets a peer join twice")
     if not lost <= set(plan.roster):
-        raise RemoteProtocolError("a change that loses somebody who was not there")
+        raise RemoteProtocolError("a change loses a peer that was not on the roster")
     if any(row.stage >= len(change.stages or plan.stages) for row in change.joined):
-        raise RemoteProtocolError("a change that adds to a stage that is none")
+        raise RemoteProtocolError("a change adds to a stage that does not exist")
     if change.restored == NO_HASH and change.step:
-        raise RemoteProtocolError("a change to a step without a checkpoint")
+        raise RemoteProtocolError("a change names a step without a checkpoint")
     if change.is_final and change.restored == NO_HASH:
-        raise RemoteProtocolError("a change to a result without a checkpoint")
+        raise RemoteProtocolError("a change names a result without a checkpoint")
     if plan.height + 1 >= HEIGHT_MAX:
-        raise RemoteProtocolError("a chain of plans without an end")
+        raise RemoteProtocolError("a chain of plans is too long")
     roster = tuple(sorted((set(plan.roster) - lost) | set(joined) | set(change.admitted)))
     if len(roster) > ROSTER_MAX:
-        raise RemoteProtocolError(f"a roster of {len(roster)}, at most {ROSTER_MAX}")
+        raise RemoteProtocolError(f"a roster has {len(roster)} members, at most {ROSTER_MAX} are allowed")
     stages = _given_stages(plan, change) if change.stages else _kept_stages(plan, change)
     kept = tuple(peer for peer in (change.trainers or plan.trainers) if peer in roster)
     new = Plan(
@@ -122,11 +124,11 @@ def successor(plan: Plan, change: Change) -> Plan:
         fork=plan.fork if change.fork == NO_HASH else change.fork,
         is_final=plan.is_final or change.is_final,
     )
-    return decode_plan(encode_plan(new))  # raises for a plan that others could not read
+    return decode_plan(encode_plan(new))  # raises if others could not decode the plan
 
 
 def _kept_stages(plan: Plan, change: Change) -> list[StagePlan]:
-    """Return as many stages as before, each with its remaining and its joining replicas."""
+    """Return the same number of stages as before, each with its remaining and joining replicas."""
     gone = {*change.lost, *(row.peer for row in change.joined)}
     spans = _spans(plan, change)
     stages = []
@@ -143,34 +145,36 @@ def _kept_stages(plan: Plan, change: Change) -> list[StagePlan]:
 
 
 def _given_stages(plan: Plan, change: Change) -> list[StagePlan]:
-    """Return the stages that a change names, if every holder held one before or joins it."""
+    """Return the stages listed in a change. Raises RemoteProtocolError unless every holder held a stage
+    before or joins the stage."""
     if change.restored == NO_HASH:
-        raise RemoteProtocolError("a change of the number of stages without a checkpoint to take them from")
+        raise RemoteProtocolError("a change of the number of stages has no checkpoint to take them from")
     if change.cuts:
-        raise RemoteProtocolError("a change that names stages and moves the borders of others")
+        raise RemoteProtocolError("a change has both stages and cuts")
     if change.stages[-1].last_layer != plan.stages[-1].last_layer:
-        raise RemoteProtocolError("a change to stages of another model")
+        raise RemoteProtocolError("a change has stages of another model")
     held = {peer for stage in plan.stages for peer in stage.replicas} - set(change.lost)
     joined = {(row.peer, row.stage) for row in change.joined}
     given = {(peer, number) for number, stage in enumerate(change.stages) for peer in stage.replicas}
     joining = {row.peer for row in change.joined}
     if not joined <= given or any(peer in joining or peer not in held for peer, _ in given - joined):
-        raise RemoteProtocolError("a change that gives a stage to a peer that does not join it")
+        raise RemoteProtocolError("a change gives a stage to a peer that does not join it")
     return list(change.stages)
 
 
 def _spans(plan: Plan, change: Change) -> list[tuple[int, int]]:
-    """Return the layers of each stage of the next plan; else RemoteProtocolError."""
+    """Return the layers of each stage of the next plan. Raises RemoteProtocolError if the cuts are
+    invalid."""
     borders = tuple(stage.last_layer for stage in plan.stages)
     if change.cuts:
         if change.restored == NO_HASH:
-            raise RemoteProtocolError("a change that moves layers without a checkpoint to take them from")
+            raise RemoteProtocolError("a change moves layers without a checkpoint to take them from")
         if len(change.cuts) != len(borders) - 1:
-            raise RemoteProtocolError("a change that moves borders that are not there")
+            raise RemoteProtocolError("a change has a wrong number of cuts")
         borders = (*change.cuts, borders[-1])
     spans = list(pairwise((0, *borders)))
     if any(first >= last for first, last in spans):
-        raise RemoteProtocolError("a change that leaves a stage without layers")
+        raise RemoteProtocolError("a change leaves a stage without layers")
     return spans
 
 

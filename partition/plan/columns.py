@@ -1,8 +1,8 @@
-"""Assignment of the stages of a column in local mode, where there are fewer nodes than stages: pure.
+"""Assignment of the stages of a column in local mode when there are fewer nodes than stages. Pure.
 
-The cut of the model is equal in all columns, since only equal stages can be averaged. So a node takes further
-stages, not other layers, and gives them away again. Not here: the time of that decision, and the nodes to ask
-(`node.local.merging`).
+The model is cut in the same way in all columns, because only equal stages can be averaged. So a node takes
+additional stages rather than other layers, and gives them away again later. Not here: when to do so, and
+which nodes to ask (`node.local.merging`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from partition.plan.tables import Tables
 @dataclass(frozen=True)
 class Takers:
     """The node that takes each stage without a holder (`by_stage`), the resulting number of nodes, and the
-    factor by which steps slow down."""
+    factor by which steps become slower."""
 
     by_stage: Mapping[int, PeerId]
     nodes: int
@@ -33,7 +33,8 @@ class Takers:
 def find_takers(
     plan: Plan, holders: Mapping[int, PeerId], rates: Mapping[PeerId, int], refused: Refused
 ) -> Takers | None:
-    """Return the nodes that take the stages of `plan` without `holders`; None if none can."""
+    """Return the nodes that take the stages of `plan` that have no holder in `holders`; None if no node
+    can."""
     rows: list[tuple[int, int, PeerId | None]] = []
     for number, stage in enumerate(plan.stages):
         holder = holders.get(number)
@@ -71,11 +72,12 @@ def moves_that_pay(
     gain_percent_min: int,
     pause_nanoseconds: int,
 ) -> list[tuple[tuple[int, ...], PeerId]]:
-    """Return the moves of stages to the `free` nodes that pay, the best first.
+    """Return the moves of stages to the `free` nodes that pay off, the best first. Each is the moved stages
+    and the node that takes them.
 
-    A move must shorten a step by `gain_percent_min`, and gain twice the cost of its pause and copies, for a
-    present step of `seconds`. `holders` has the holder of each stage. The first stage stays with its head,
-    and a node that gives stages away keeps one.
+    A move must shorten a step by `gain_percent_min`, and must gain twice the cost of its pause and copies if
+    a step takes `seconds` now. `holders` has the holder of each stage. The first stage stays with its head,
+    and a node that gives stages away keeps at least one.
     """
     tables = Tables(problem)
     places = {peer.name: place for place, peer in enumerate(problem.peers)}

@@ -1,7 +1,8 @@
 """The cost of a stage: time, memory and bytes on the wire, in integers.
 
-Integer nanoseconds and bytes, so that the same inputs give the same plan on every machine. The basic model of
-time is FLOPs over a measured rate; a fitted model per operator class replaces it behind `stage_nanoseconds`.
+Nanoseconds and bytes are integers, so that the same inputs give the same plan on every machine. The basic
+model of time is FLOPs over a measured rate. A fitted model per operator class can replace it behind
+`stage_nanoseconds`.
 """
 
 from collections.abc import Sequence
@@ -9,25 +10,27 @@ from dataclasses import dataclass
 
 NANOSECONDS = 1_000_000_000
 BACKWARD_FLOPS_RATIO = 2
-"""Backward costs about twice forward: one product for the input's gradient, one for the weights'.
-Recomputation adds another forward pass."""
+"""Cost of a backward pass relative to a forward pass: it has one product for the input's gradient and one for
+the weights' gradient. Recomputation adds another forward pass."""
 GRADIENT_ARENAS = 2
-"""Vectors as large as the parameters, besides these: gradient sums and totals."""
+"""Number of vectors as large as the parameters that a stage keeps for gradients: sums and totals."""
 MOMENTS = 2
-"""The optimizer's vectors, each as large: Adam has two, plain SGD none."""
+"""Number of vectors as large as the parameters that the optimizer keeps: two for Adam, none for plain SGD."""
 STAGE_BASELINE_BYTES = 400 * 1024 * 1024
-"""A stage process without a model: the interpreter and torch, measured at 230-350 MiB."""
+"""Memory of a stage process without a model: the interpreter and torch, measured at 230-350 MiB."""
 
 KEPT_FRAMES_BYTES_MAX = 512 << 20
-"""Size of the sent frames that a stage keeps in memory until the step is applied; more are kept on disk."""
+"""Maximum size of the sent frames that a stage keeps in memory until the step is applied; further frames are
+kept on disk."""
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer: parameter bytes; per micro-batch forward FLOPs, bytes kept for backward, output bytes.
+    """The cost of one layer: parameter bytes; and per micro-batch, forward FLOPs, bytes kept for the backward
+    pass, and output bytes.
 
-    `working_bytes` is the memory of its largest running operator, forward or backward; `parameters` is the
-    number of tensors that its optimizer steps.
+    `working_bytes` is the memory of its largest operator while it runs, forward or backward; `parameters` is
+    the number of tensors that its optimizer steps.
     """
 
     parameter_bytes: int
@@ -40,7 +43,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class PeerResources:
-    """The offer of one peer: floating-point operations per second, and memory in bytes."""
+    """The resources that one peer offers: floating-point operations per second, and memory in bytes."""
 
     flops_per_second: int
     memory_bytes: int
@@ -55,12 +58,12 @@ def stage_memory_bytes(
     input_bytes: int = 0,
     microbatches: int = 0,
 ) -> int:
-    """Return the peak memory of a stage that trains `layers` with this many micro-batches between forward and
-    backward.
+    """Return the peak memory of a stage that trains `layers`. `microbatches_in_flight` is the maximum number
+    of micro-batches between their forward and backward passes.
 
-    With recomputation a stage keeps only the input of each micro-batch, and everything of one. `moments` are
-    the optimizer's. The frames of a step's `microbatches`, in both directions, are kept until the step is
-    applied.
+    With recomputation, a stage keeps only the input of each of these micro-batches, and everything of a
+    single one. `moments` is the number of the optimizer's vectors. The frames of a step's `microbatches`, in
+    both directions, are kept until the step is applied.
     """
     parameters = sum(layer.parameter_bytes for layer in layers)
     saved = sum(layer.saved_bytes + layer.output_bytes for layer in layers)
@@ -75,15 +78,15 @@ def stage_memory_bytes(
 
 
 def stage_nanoseconds(layers: Sequence[LayerCost], flops_per_second: int, *, recompute: bool = False) -> int:
-    """Return the forward and backward time of one micro-batch on a group that computes at `flops_per_second`
-    together."""
+    """Return the forward and backward time of one micro-batch, on a group of replicas that together compute
+    `flops_per_second`."""
     return compute_nanoseconds(
         sum(layer.forward_flops for layer in layers), flops_per_second, recompute=recompute
     )
 
 
 def compute_nanoseconds(forward_flops: int, flops_per_second: int, *, recompute: bool = False) -> int:
-    """Return the same time for layers with this total of forward FLOPs."""
+    """Return the same time, for layers with a total of `forward_flops`."""
     passes = 1 + BACKWARD_FLOPS_RATIO + recompute
     return passes * forward_flops * NANOSECONDS // max(1, flops_per_second)
 

@@ -1,7 +1,8 @@
-"""The best cut for groups in a given order, by dynamic programming from the last stage to the first.
+"""The best cut of the layers for groups in a given order, by dynamic programming from the last stage to the
+first.
 
-For throughput the slowest stage or edge counts (min-max), for latency and energy the sum. It is exact for the
-given order; `partition.plan.search` chooses groups and order.
+For throughput, the slowest stage or edge counts (min-max); for latency and energy, the sum counts. The result
+is exact for the given order; `partition.plan.search` chooses the groups and their order.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """Groups in order, their cut, and its cost. `value` is the min-max or the sum."""
+    """Groups in order, their cut, and its cost. `value` is the min-max or the sum; `score` is used to compare
+    cuts."""
 
     groups: Groups
     ranges: tuple[tuple[int, int], ...]
@@ -32,7 +34,8 @@ class Cut:
 
     @property
     def order(self) -> tuple[int, int, Groups, tuple[tuple[int, int], ...]]:
-        """The sort key, lower is better; on a tie fewer stages win, then the first peers."""
+        """The sort key; lower is better. If scores are equal, fewer stages win, then the groups that sort
+        first."""
         return self.score, len(self.groups), self.groups, self.ranges
 
 
@@ -61,10 +64,11 @@ def best_cut(tables: Tables, groups: Groups, below: int = 1 << 62) -> Cut | None
 
 
 def balanced(tables: Tables, cut: Cut) -> Cut:
-    """Return the cut of the same groups with the most even compute among equally good ones.
+    """Return the cut of the same groups with the most even computing time among equally good cuts.
 
-    If an edge is slower than every stage, all cuts over equal edges tie. The first such cut gives one peer a
-    layer and the next all others, which gains nothing, and loses much if the links turn out to be faster.
+    If an edge is slower than every stage, all cuts whose edges are equally slow tie. The first of these cuts
+    gives one peer a single layer and the next peer all others, which gains nothing, and loses much if the
+    links turn out to be faster.
     """
     if tables.problem.objective != "throughput" or not cut.fits or len(cut.groups) == 1:
         return cut
@@ -110,19 +114,21 @@ def _trace(
 def _step_score(
     tables: Tables, groups: Groups, ranges: Sequence[tuple[int, int]], bottleneck: int, steps: int
 ) -> int:
-    """Return the nanoseconds of a step: the pipeline fills once, then the slowest part sets the pace."""
+    """Return the nanoseconds of a step: the pipeline fills once, then its slowest part sets the pace."""
     if bottleneck >= IMPOSSIBLE:
-        # Any cut that fits is better; of those that do not, the one that lacks least.
+        # Every cut that fits is better. Among cuts that do not fit, the one that exceeds its limits least is
+        # best.
         return (1 << 61) + min(bottleneck, 1 << 60)
     passes = tables.pass_times(ranges, groups)
     return (steps - 1) * max(bottleneck, in_flight_pace(tables, groups, passes)) + passes[0]
 
 
 def in_flight_pace(tables: Tables, groups: Groups, passes: Sequence[int]) -> int:
-    """Return the nanoseconds per micro-batch that the limit on micro-batches in flight allows, by Little's
-    law.
+    """Return the minimum nanoseconds per micro-batch that follow, by Little's law, from the limit on
+    micro-batches in flight.
 
-    A stage begins the next micro-batch only when one has returned; until then perhaps only its links work.
+    A full stage begins the next micro-batch only when one has returned. Until then, possibly only its links
+    are busy.
     """
     problem = tables.problem
     if problem.hides_links:

@@ -1,10 +1,12 @@
-"""The least possible bottleneck, for up to eight peers: a binary search over dynamic programming on bit sets.
+"""The smallest possible bottleneck for up to eight peers: a binary search over dynamic programming on bit
+sets.
 
 For a given bottleneck, a state is (the peers used, the group that holds the first stage so far, the number of
-stages). Its value is the set of layers at which that stage could begin, one bit each. Another group goes in
-front if an edge between the two and a stage on it are no slower than the bottleneck. All states of one number
-of stages are processed at once. It handles unequal replicas, links and memory that depends on the place in
-the pipeline. It is the yardstick of `partition.plan.search`, and proves infeasibility.
+stages). The value of a state is the set of layers at which that stage could begin, one bit for each. A
+further group is put in front if a stage on it, and an edge from it to the next group, are no slower than the
+bottleneck. All states with the same number of stages are processed together. The search handles unequal
+replicas and links, and memory that depends on the position in the pipeline. It is the yardstick for
+`partition.plan.search`, and it can prove that no split fits.
 """
 
 from typing import Any
@@ -17,14 +19,14 @@ from partition.plan.tables import IMPOSSIBLE, Tables
 
 PEERS_MAX = 8
 LAYERS_MAX = 63
-"""One bit each, and one for the end."""
+"""Maximum number of layers: one bit for each layer and one for the end fit into 64 bits."""
 PRECISION = 10_000
-"""The binary search ends within one part in this many."""
+"""Precision of the binary search: it ends within one part in this many."""
 _BYTE = 256
 
 
 class ExactSearch:
-    """All groupings of one problem."""
+    """The exact search over all groupings of one problem."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
@@ -43,7 +45,8 @@ class ExactSearch:
         self._edges = self._edge_table()
 
     def _transitions(self) -> tuple[Any, Any, Any]:
-        """Return (peers used, group in front, group that goes before it), sorted by the resulting state."""
+        """Return, for each transition, the peers used, the group in front, and the group to put before it,
+        sorted by the resulting state."""
         rows = []
         for used in range(1, self._masks):
             rest = self._masks - 1 - used
@@ -63,7 +66,8 @@ class ExactSearch:
         return found
 
     def _edge_table(self) -> Any:
-        """Return for each transition the nanoseconds over each cut, by its first appearance."""
+        """Return a table of the nanoseconds that each cut takes on the edge between two groups: (group, next
+        group, cut)."""
         size = self._tables.count + 1
         found = np.full((self._masks, self._masks, size), 2 * IMPOSSIBLE, dtype=np.int64)
         pairs = np.unique(self._next * self._masks + self._front)
@@ -73,8 +77,8 @@ class ExactSearch:
         return found
 
     def least(self, low: int, high: int) -> int:
-        """Return the least bottleneck from `low` to `high`, within one part in PRECISION; `high` is known to
-        suffice."""
+        """Return the smallest bottleneck from `low` to `high`, within one part in PRECISION. `high` must be
+        known to suffice."""
         while high - low > max(1, high // PRECISION):
             middle = (low + high) // 2
             if self._reach(middle) is None:
@@ -84,12 +88,13 @@ class ExactSearch:
         return high
 
     def split(self, bound: int) -> Cut | None:
-        """Return a cut whose bottleneck is at most `bound`, None where there is none."""
+        """Return a cut whose bottleneck is at most `bound`; None if there is none."""
         reached = self._reach(bound)
         return None if reached is None else self._walk(reached, bound)
 
     def _reach(self, bound: int) -> list[Any] | None:
-        """Return, for each number of stages, the reachable starts, until the first layer is one of them."""
+        """Return the reachable starts for each number of stages, up to the first number for which layer 0 is
+        reachable; None if it never is."""
         size = self._tables.count + 1
         powers = np.uint64(1) << np.arange(size, dtype=np.uint64)
         allowed = ((self._edges <= bound) * powers).sum(axis=2, dtype=np.uint64)
@@ -113,7 +118,8 @@ class ExactSearch:
         return None
 
     def _walk(self, levels: list[Any], bound: int) -> Cut:
-        """Follow the reached states to groups from the first stage on; return their best cut."""
+        """Follow the reached states to a sequence of groups from the first stage on; return the best cut for
+        these groups."""
         used, front = (int(row[0]) for row in np.nonzero(levels[-1] & np.uint64(1)))
         groups = [front]
         start = 0
@@ -140,7 +146,8 @@ class ExactSearch:
 
 
 def _byte_tables(starts: Any) -> Any:
-    """Return, for each byte, the unions of the rows that a byte of ends selects: (masks, bytes, 256)."""
+    """Return, for each byte of a set of ends, the unions of the rows that the byte selects: (masks, bytes,
+    256)."""
     masks, size = starts.shape
     count = -(-size // 8)
     padded = np.zeros((masks, count * 8), dtype=np.uint64)

@@ -1,9 +1,10 @@
-"""The forecast of a split: the timeline of one step by 1F1B or GPipe, in nanoseconds, before anything runs.
+"""The forecast of a split: the timeline of one step with 1F1B or GPipe, in nanoseconds, before anything runs.
 
-The micro-batches of a step are dealt to replicas as the committer deals them, each replica computes one thing
-at a time and each link carries one frame at a time each way, beside computing. After the last micro-batch the
-replicas of a stage reduce their sums, and the optimizer steps. Long steps are played in part, since once the
-pipeline is full each further micro-batch takes as long as its slowest part.
+The micro-batches of a step are dealt to replicas in the same way as the committer deals them. Each replica
+computes one pass at a time. Each link carries one frame at a time in each direction, at the same time as
+computing. After the last micro-batch, the replicas of a stage reduce their sums, and the optimizer steps.
+Only the first part of a long step is simulated: once the pipeline is full, each further micro-batch takes as
+long as the slowest part of the pipeline.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from partition.plan.problem import Problem, Split
 from partition.plan.tables import Tables
 
 PLAYED_MAX = 96
-"""Micro-batches of a step that are played one by one."""
+"""Maximum number of micro-batches of a step that are simulated one by one."""
 Pass = Literal["forward", "backward"]
 
 
@@ -34,7 +35,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class StageForecast:
-    """One stage: its peers (places in the problem), time for a micro-batch, memory, and bytes sent."""
+    """The forecast of one stage: its peers (indices in the problem), time for a micro-batch, memory, and
+    bytes sent."""
 
     first_layer: int
     last_layer: int
@@ -49,11 +51,11 @@ class StageForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A step: its time, the share of it that peers idle, and its bottleneck.
+    """The forecast of a step: its time, and its bottleneck.
 
-    `busy` is nanoseconds of computing by peer, `link_bytes` the traffic of each link (sender, receiver,
-    bytes), both in a step. `bars` are those of the micro-batches that were played. `slowest` names a stage
-    and whether its computing or its sending is the bottleneck.
+    `busy` has the nanoseconds that each peer computes in a step, `link_bytes` the traffic of each link in a
+    step (sender, receiver, bytes). `bars` are the passes of the simulated micro-batches. `slowest` is the
+    stage that is the bottleneck, and `waits_for` tells whether its computing or its sending is slow.
     """
 
     step_nanoseconds: int
@@ -69,13 +71,13 @@ class Forecast:
 
     @property
     def bubble(self) -> float:
-        """The mean share of the step in which a peer with a stage computes nothing."""
+        """The mean share of the step during which a peer with a stage does not compute."""
         idle = [1 - busy / max(1, self.step_nanoseconds) for _, busy in self.busy]
         return max(0.0, sum(idle) / len(idle))
 
 
 def forecast(problem: Problem, split: Split, tables: Tables | None = None) -> Forecast:
-    """Play a step of `split`."""
+    """Simulate a step of `split`."""
     tables = tables or Tables(problem)
     stages = _stages(problem, split, tables)
     play = _Play(problem, split, tables)
@@ -146,7 +148,7 @@ def _step(tables: Tables, stage: StageForecast) -> int:
 
 
 def _microjoules(problem: Problem, busy: dict[int, int], step: int, microbatches: int) -> int:
-    """Return the energy that the peers of the plan draw in a step, idling included, by micro-batch."""
+    """Return the energy per micro-batch that the peers of the plan draw in a step, including idle time."""
     total = 0
     for place, time in busy.items():
         peer = problem.peers[place]
@@ -168,7 +170,7 @@ class _Play:
     bars: list[Bar] = field(default_factory=list)
 
     def run(self, microbatches: int) -> None:
-        """Play this many micro-batches to their end."""
+        """Simulate this many micro-batches until all are done."""
         stages = len(self.split.groups)
         self._owners = [self._deal(number, microbatches) for number in range(stages)]
         self._ready: dict[int, tuple[list[int], list[int]]] = {}
@@ -202,7 +204,7 @@ class _Play:
         return [group[dealt[number]] for number in range(microbatches)]
 
     def _begin(self, place: int) -> None:
-        """Begin the next pass on a free peer: by 1F1B a backward, by GPipe a forward."""
+        """Begin the next pass on a peer if it is free. 1F1B prefers a backward pass, GPipe a forward pass."""
         if not self._free[place]:
             return
         forwards, backwards = self._ready[place]
@@ -224,7 +226,7 @@ class _Play:
         is_last = stage + 1 == len(self.split.groups)
         time = sum((peer.backward if is_backward else peer.forward)[first:last])
         if self.problem.trains and is_last:
-            time += sum(peer.backward[first:last])  # the last stage goes back at once
+            time += sum(peer.backward[first:last])  # the last stage does the backward pass immediately
         elif is_backward and self.problem.recompute:
             time += sum(peer.forward[first:last])
         ways = 2 if is_last or not self.problem.trains else 1

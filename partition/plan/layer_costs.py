@@ -1,10 +1,11 @@
 """The cost of each layer of a graph for one micro-batch, by formulas over types: the solver's input. No
 torch.
 
-Forward FLOPs are those of `partition.model.work`. Memory kept for the backward pass is summed by storage, so
-two nodes that keep one tensor, or two views of one, count once within a layer; it errs upwards. Parameters
-count in every layer that uses them: a tied weight is held by each stage that needs it, so counting it twice
-is right for every plan that cuts between, and too high by one copy where both layers fall into one stage.
+Forward FLOPs are those of `partition.model.work`. Memory kept for the backward pass is summed by storage: if
+two nodes keep the same tensor, or two views of it, it counts once within a layer. The estimate errs upwards.
+Parameters count in every layer that uses them. A tied weight is held by each stage that needs it, so counting
+it in each layer is right for every plan that cuts between the layers. If both layers are in one stage, the
+sum is too high by one copy.
 """
 
 from collections.abc import Sequence
@@ -20,20 +21,20 @@ from partition.model.work import EntryWork
 from partition.plan.cost import LayerCost
 
 _MAY_COPY = ("aten.reshape.default", "aten.contiguous.default", "aten.flatten.using_ints")
-"""Views by name that copy a transposed tensor."""
+"""Operators that are views in name, but copy a transposed tensor."""
 
 
 def layer_costs(
     graph: Graph, sizes: Sequence[int], first_layer: int = 0, last_layer: int | None = None
 ) -> list[LayerCost]:
-    """Return one row per layer, for one micro-batch whose symbols have the values `sizes`; optionally of a
+    """Return one row per layer for one micro-batch whose symbols have the values `sizes`, optionally for a
     half-open range of layers.
 
-    `output_bytes` is the traffic if the only cut is at the layer's end, and 0 for the last layer of a graph
+    `output_bytes` is the traffic if the only cut is at the layer's end; it is 0 for the last layer of a graph
     with a loss.
 
     Raises:
-        ValueError: sizes that do not fit the graph.
+        ValueError: the sizes do not fit the graph.
     """
     entry = graph.entries[0]
     try:
@@ -70,7 +71,7 @@ def _parameter_bytes(graph: Graph, row: int) -> int:
 
 
 def _roots(graph: Graph, flow: Flow) -> list[int]:
-    """Return, by value, the one whose storage it shares, itself for most."""
+    """Return, for each value, the value whose storage it shares; usually itself."""
     roots = list(range(len(flow.producers)))
     for node in flow.entry.nodes:
         operator = OPERATORS.get(graph.operators[node.operator])
@@ -91,6 +92,6 @@ def _saved_bytes(flow: Flow, work: EntryWork, roots: Sequence[int], nodes: Seque
         if any(flow.has_gradient[value] for value in node.outputs):
             values, extra = work.saved(node)
             alone += extra
-            # A view keeps all of the memory that it shows.
+            # A view keeps the whole storage of the tensor that it shows.
             kept.update(roots[value] for value in values)
     return alone + sum(work.value_bytes(value) for value in kept)

@@ -1,10 +1,11 @@
-"""Learning of the chain from other members: links that a member lacks, and other branches.
+"""Learning the chain of plans from other members: the links that this member lacks, and other branches.
 
-Part of `partition.plan.paxos`, without a vote. Other members are trusted as far as their messages are valid.
+This is the part of `partition.plan.paxos` that needs no vote. Other members are trusted as long as their
+messages are valid.
 
-One of two members may be behind, or they may be on different branches. A Head that asks is answered with the
-links its sender lacks. If its plan is unknown here, it is answered with all our links and our own Head. An
-answer is not answered again.
+Of two members, one may be behind, or they may be on different branches. A Head that asks is answered with the
+links that its sender lacks. If the sender's plan is unknown here, the answer has all our links and our own
+Head. An answer is not answered again.
 """
 
 from dataclasses import dataclass
@@ -19,14 +20,16 @@ from partition.plan.paxos_messages import ChainHead, Decided, Sends, other_branc
 from partition.plan.plan import NO_HASH, Plan, plan_hash
 
 BEHIND_SECONDS = 30.0
-"""A late member may know too little to help; within this time another one will."""
+"""How long no member must have had the missing links before this member counts as left behind. One late
+member may know too little to help, but another will help within this time."""
 STRAYED_MAX = 64
-"""Members of other branches that are remembered."""
+"""Maximum number of plans of other branches that are remembered."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Another branch by its links: its last plan in common with ours, and the members of its newest plan."""
+    """Another branch, as its links show it: the last plan that it has in common with ours, and the members of
+    its newest plan."""
 
     split: Plan
     members: tuple[bytes, ...]
@@ -34,8 +37,8 @@ class Branch:
 
 @dataclass(frozen=True)
 class ForkFound:
-    """`peer` is on another branch of the chain, which wins if its head can be trusted. `branch` is None if
-    its links are too old to compare with ours."""
+    """`peer` is on another branch of the chain, which wins if the claims in its head can be trusted. `branch`
+    is None if its links are too old to compare with ours."""
 
     peer: PeerId
     head: ChainHead
@@ -53,7 +56,8 @@ class ForkBehind:
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """`peer` is ahead, and for BEHIND_SECONDS no member had the missing links: too much was missed."""
+    """`peer` is ahead, and no member could send the missing links for BEHIND_SECONDS, so this member has
+    missed too much."""
 
     peer: PeerId
     head: ChainHead
@@ -61,7 +65,7 @@ class LeftBehind:
 
 @dataclass(frozen=True)
 class ChainBroken:
-    """`peer` reports another change at `height` than the one we know: a lie, or a lost disk."""
+    """`peer` reports a change at `height` that differs from the one we know: it lies, or a disk was lost."""
 
     peer: PeerId
     height: int
@@ -72,7 +76,7 @@ LearnerEvent = ForkFound | ForkBehind | LeftBehind | ChainBroken
 
 @dataclass(frozen=True)
 class Taken:
-    """A link that follows our head."""
+    """A link that follows our head, and the plan and change that it stands for."""
 
     plan: Plan
     change: Change
@@ -80,7 +84,7 @@ class Taken:
 
 
 class Learner:
-    """The chain as this member knows it, and the members reported to be elsewhere."""
+    """The chain as this member knows it, and the peers that are known to be on other branches."""
 
     def __init__(self, me: PeerId, chain: Chain, *, may_fork: bool) -> None:
         self.events: list[LearnerEvent] = []
@@ -88,7 +92,7 @@ class Learner:
         self.said = ChainHead(run=chain.head.run, parent=chain.head_hash, height=chain.head.height)
         self._me = me
         self._may_fork = may_fork
-        # The last Head of each peer whose plan is unknown here.
+        # The latest Head of each peer whose plan is unknown here.
         self._heads: dict[PeerId, ChainHead] = {}
         self._strayed: dict[bytes, Branch] = {}
         self._behind_since: float | None = None
@@ -122,13 +126,15 @@ class Learner:
         )
 
     def learn(self, sender: PeerId, message: Decided) -> tuple[list[Taken], Sends]:
-        """Return the links that follow our head, not appended yet, and the messages to send.
+        """Return the links that follow our head, which are not appended yet, and the messages to send.
 
-        All are checked before any counts. A fork without us is another branch, even if it begins at our head.
+        All links are checked before any of them counts. A fork without us is another branch, even if it
+        begins at our head.
         """
         place = self.chain.place(message.parent)
         if place is None:
-            # We lack the links before, or it was never ours. A peer that sent all its links cannot say which.
+            # We lack earlier links, or the parent was never ours. A peer that sent all its links cannot tell
+            # us which.
             return [], [] if message.whole else [(sender, self.head(asks=True))]
         plan = self.chain.plans[place]
         split = plan
@@ -143,7 +149,7 @@ class Learner:
             before = plan
             plan, change = follow(before, link)
             if change.fork != NO_HASH and not self._may_fork:
-                raise RemoteProtocolError("a fork in a run that allows none")
+                raise RemoteProtocolError("a run that does not allow forks has one")
             if ours is not None and not strayed and follow(before, ours)[1].fork == change.fork:
                 self.events.append(ChainBroken(sender, plan.height))
                 raise RemoteProtocolError(f"two different changes were decided for height {plan.height}")
@@ -165,19 +171,20 @@ class Learner:
         place = self.chain.place(head.plan)
         if place is not None:
             if self.chain.plans[place].height != head.height:
-                raise RemoteProtocolError("a head at another height than its plan")
+                raise RemoteProtocolError("a head states a wrong height of its plan")
             self._heads.pop(sender, None)
             return [] if head.plan == self.chain.head_hash else [(sender, self.links_after(place))]
         self._heads[sender] = head
         is_strayed = self._judge(sender)
         if not is_strayed and head.height > ours.height:
             if head.asks:
-                return [(sender, self.head(asks=True))]  # it knows our plan, or answers with all it knows
+                # the sender knows our plan, or answers with all its links
+                return [(sender, self.head(asks=True))]
             self._fall_behind(now, sender, head)
         return [(sender, self.links_after(0)), (sender, self.head(asks=False))] if head.asks else []
 
     def _fall_behind(self, now: float, sender: PeerId, head: ChainHead) -> None:
-        # With forks, more plans are not yet better.
+        # If forks are allowed, a branch with more plans is not necessarily better.
         if self._may_fork and not other_branch_wins(self.head(asks=False), head):
             return
         if self._behind_since is None:
@@ -186,8 +193,8 @@ class Learner:
             self.events.append(LeftBehind(sender, head))
 
     def _judge(self, sender: PeerId) -> bool:
-        """Return whether the last Head of `sender` is on another branch. Emit an event if its links show
-        that, or if ours no longer reach back far enough."""
+        """Return whether the latest Head of `sender` is on another branch. Append an event if its links prove
+        that, or if ours do not reach back far enough to compare."""
         head = self._heads.get(sender)
         if head is None:
             return False

@@ -1,9 +1,10 @@
-"""Link probes: their schedule, their evaluation, and limits on those of other peers.
+"""Link probes: their schedule, their evaluation, and limits on probes by other peers.
 
-A probe is a burst of known length each way. A single one may meet other traffic or a busy processor, so the
-median of the last ones counts. The times of a run's frames correct it. Frames cannot seem slower than the
-link for long, so they lower the estimate. They raise it only if the link was saturated, since the kernel
-takes short data at once. Sans-IO: the shell sends the bursts.
+A probe is a burst of known length in each direction. A single probe may meet other traffic or a busy
+processor, so the median of the latest ones counts. The times of a run's frames correct this median. Frames
+never seem slower than the link for long, so their rate may lower the estimate. It may raise the estimate only
+if the link was saturated, because the kernel accepts short data immediately. Sans-IO: the driver sends the
+bursts.
 """
 
 from collections import OrderedDict, deque
@@ -17,17 +18,19 @@ from crypto.token_buckets import Buckets, TokenBucket
 from partition.plan.observed import BYTES_PER_SECOND_MAX, LINKS_MAX, NANOSECONDS_MAX, LinkRow
 
 PROBE_BYTES = (1 << 17, 1 << 20)
-"""The sizes of a probe's bursts each way; the second follows only if the first was fast."""
+"""The sizes of a probe's bursts in each direction. The second burst follows only if the first was fast."""
 FAST_SECONDS = 0.1
-"""Longest time of the first burst for which a second follows, so that a link of 10 Mbit/s is busy only
+"""Maximum time of the first burst for a second one to follow, so that a link with 10 Mbit/s is busy only
 briefly."""
 PARTNERS_MAX = LINKS_MAX
 NEAREST_SHARE = 0.6
-"""The share of the nearest partners by round trip; the others are far, to cover the links in between."""
+"""Share of the partners that are the nearest by round trip. The others are farther away, and cover the range
+of distances."""
 FIRST_SECONDS = 2.0
-"""Interval between two probes while partners are unmeasured."""
+"""Minimum seconds between two probes."""
 IDLE_SECONDS = 30.0
-"""Interval between two looks for new members while no probe is due; 5 s while there is no peer to probe."""
+"""Seconds between two checks for new members while no probe is due. If there is no peer to probe at all, the
+interval is ALONE_SECONDS."""
 ALONE_SECONDS = 5.0
 AGAIN_SECONDS = 600.0
 RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 5.0, 300.0
@@ -36,17 +39,18 @@ FRAMES_SECONDS = 1_800.0
 """How long the times of frames correct an estimate."""
 
 PEER_PROBES_PER_SECOND, PEER_PROBES_MAX = 1 / 30, 8
-"""The bursts of one peer, each way: two of a meeting and two again, and two by each of two networks."""
+"""Rate and burst limit of one peer's bursts in each direction. The burst limit covers the two bursts of a
+first probe, the two of a second probe soon after, and the same again over a second network."""
 PROBES_PER_SECOND, PROBES_MAX = 1.0, 8
-"""The bursts of all peers together: at most 1.1 MiB/s each way on average."""
+"""Rate and burst limit of all peers' bursts together: at most 1.1 MiB/s in each direction on average."""
 SOURCES_MAX = 1_024
 BUSY_SECONDS = 30.0
-"""The pause for a peer that asks while a stage computes here."""
+"""How long a peer must wait if it asks while a stage computes here."""
 
 
 @dataclass
 class _Partner:
-    """Samples of bytes a second each way, the newest last."""
+    """Samples in bytes per second for each direction, the newest last."""
 
     sent: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
     taken: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
@@ -57,7 +61,7 @@ class _Partner:
 
 
 class LinkProbes:
-    """One peer's own probes. `deadline` is the time of the next `next`."""
+    """One peer's own probes. `deadline` is the time of the next call of `next`."""
 
     def __init__(self, rng: Random, now: float) -> None:
         self._rng = rng
@@ -78,7 +82,7 @@ class LinkProbes:
         if not due:
             self.deadline = max(self.deadline, min(later, now + (IDLE_SECONDS if chosen else ALONE_SECONDS)))
             return None
-        # Unmeasured ones first, the longest waiting of them.
+        # Unmeasured partners come first, then the one that has been due longest.
         return min(due, key=lambda peer: (bool(self._partners[peer].sent), self._partners[peer].due))
 
     def _choose(self, candidates: Sequence[PeerId]) -> list[PeerId]:
@@ -86,14 +90,14 @@ class LinkProbes:
             return list(candidates)
         near = round(PARTNERS_MAX * NEAREST_SHARE)
         rest = list(candidates[near:])
-        # Evenly spread over the farther ones, and stable over time.
+        # Choose evenly among the farther peers, and always the same ones.
         far = PARTNERS_MAX - near
         return [*candidates[:near], *(rest[(len(rest) - 1) * place // (far - 1)] for place in range(far))]
 
     def probed(
         self, now: float, peer: PeerId, sent: float, taken: float, round_trip_seconds: float | None
     ) -> None:
-        """Note the result of a probe, in bytes a second each way."""
+        """Note the result of a probe: bytes per second in each direction, and the round-trip time."""
         partner = self._partners.get(peer)
         if partner is None:
             return
@@ -102,13 +106,13 @@ class LinkProbes:
         if round_trip_seconds is not None:
             partner.nanoseconds = max(1, min(NANOSECONDS_MAX, int(round_trip_seconds * 5e8)))
         partner.failures = 0
-        # Probe again soon until there are three: the median of fewer may reflect other traffic.
+        # Probe again soon until there are three samples: the median of fewer may reflect other traffic.
         soon = len(partner.sent) < (SAMPLES_MAX + 1) // 2
         partner.due = now + (RETRY_SECONDS_MIN if soon else AGAIN_SECONDS) * (1 + self._rng.random())
 
     def rerouted(self, now: float, peer: PeerId) -> None:
-        """Note that the path to a peer has changed, for example from relayed to punched: older measurements
-        no longer count."""
+        """Note that the path to a peer has changed, for example from relayed to direct. Older measurements no
+        longer count."""
         partner = self._partners.get(peer)
         if partner is not None:
             partner.sent.clear()
@@ -127,24 +131,26 @@ class LinkProbes:
         partner.due = now + max(pause, min(retry_seconds, RETRY_SECONDS_MAX)) * (1 + self._rng.random())
 
     def framed(self, now: float, peer: PeerId, bytes_per_second: float, *, is_saturated: bool) -> None:
-        """Note the rate of a run's frames on the way to `peer`."""
+        """Note the rate at which a run's frames were sent to `peer`."""
         if bytes_per_second > 0:
             partner = self._partners.setdefault(peer, _Partner(due=now))
             partner.frames = _whole(bytes_per_second), is_saturated, now
 
     def sent_rate(self, peer: PeerId) -> int:
-        """Return the bytes a second that probes to `peer` measured; 0 for none."""
+        """Return the bytes per second that probes to `peer` measured; 0 if unknown."""
         partner = self._partners.get(peer)
         return 0 if partner is None else _median(partner.sent)
 
     def rows(self, now: float) -> tuple[LinkRow, ...]:
-        """Return the links known, by peer; at most LINKS_MAX, links that carried frames first."""
+        """Return the known links, sorted by peer. If there are more than LINKS_MAX, links that carried frames
+        are kept first."""
         found = []
         for peer, partner in self._partners.items():
             sent = _median(partner.sent)
             if partner.frames is not None and now - partner.frames[2] <= FRAMES_SECONDS:
                 rate, is_saturated, _ = partner.frames
-                # If a link waits for its sender, frame times are only an upper bound.
+                # If the link was not saturated, it waited for its sender, so the rate of frames can only
+                # lower the estimate.
                 sent = rate if is_saturated else min(sent, rate)
             if sent or partner.taken:
                 row = LinkRow(peer, sent, _median(partner.taken), partner.nanoseconds)
@@ -154,8 +160,8 @@ class LinkProbes:
 
 
 class ProbeLimits:
-    """Limits on the peers that may measure this one: one at a time, with budgets for each and for all, and
-    none while it computes."""
+    """Limits on measurements by other peers: one at a time, a budget for each peer and one for all, and none
+    while this peer computes."""
 
     def __init__(self, now: float) -> None:
         self._peers: Buckets[PeerId] = Buckets(PEER_PROBES_PER_SECOND, PEER_PROBES_MAX, SOURCES_MAX)
@@ -163,7 +169,8 @@ class ProbeLimits:
         self.is_serving = False
 
     def refusal_seconds(self, now: float, peer: PeerId, *, is_busy: bool) -> float:
-        """Return 0 if `peer` may send a burst now, which is counted; otherwise how long it should wait."""
+        """Return 0 if `peer` may send a burst now, and count the burst; otherwise return how many seconds it
+        should wait."""
         if is_busy:
             return BUSY_SECONDS
         if self._peers.left(peer, now) < 1.0:
@@ -175,7 +182,7 @@ class ProbeLimits:
 
 
 def _whole(rate: float) -> int:
-    """Return a whole rate, at least 1."""
+    """Return the rate as an integer of at least 1."""
     return int(max(1.0, min(rate, float(BYTES_PER_SECOND_MAX))))
 
 

@@ -1,7 +1,8 @@
-"""Merging of stages: neighbours take the layers of a stage without a replica.
+"""Merging of stages: neighbouring stages take the layers of a stage without a replica.
 
-New borders are at old borders, since only these are known to be legal cuts. It takes the merge whose slowest
-stage has the fewest layers for its rate, and asks no peer to hold layers that it has refused.
+New borders are chosen among the old borders, because only these are known to be legal cuts. Of all possible
+merges, the one is chosen whose slowest stage has the fewest layers for its rate. No peer is asked to hold
+layers that it has refused.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,22 +11,22 @@ from fractions import Fraction
 from partition.plan.plan import Plan, StagePlan
 
 Refused = Collection[tuple[bytes, int, int]]
-"""Peers that refused the layers from one to before another."""
+"""Refusals: a peer, and the first layer and the end of the layers that it refused."""
 Group = Sequence[tuple[bytes, int]]
 """The remaining replicas of a stage, each with its rate."""
 
 
 def merged_stages(plan: Plan, groups: Sequence[Group], refused: Refused = ()) -> tuple[StagePlan, ...] | None:
-    """Return the stages of a plan like `plan` in which only groups with a replica hold stages; None if no
-    group can hold more.
+    """Return the stages of a plan like `plan` in which only the groups with a replica hold stages; None if
+    these groups cannot hold all layers.
 
-    `groups` are of the plan's stages, in their order.
+    `groups` has one group for each of the plan's stages, in order.
     """
     places = [number for number, group in enumerate(groups) if group]
     if not places:
         return None
     borders = [0, *(stage.last_layer for stage in plan.stages)]
-    # By the end border of the stages so far: the worst pace, and the stages.
+    # Keyed by the end border of the stages so far: the slowest pace, and the stages.
     best: dict[int, tuple[Fraction, tuple[StagePlan, ...]]] = {0: (Fraction(0), ())}
     for index, place in enumerate(places):
         is_last = index + 1 == len(places)
@@ -44,8 +45,8 @@ def merged_stages(plan: Plan, groups: Sequence[Group], refused: Refused = ()) ->
 
 
 def _stage(first: int, last: int, group: Group, refused: Refused) -> StagePlan | None:
-    """Return these layers at the members of a group that have not refused them or fewer layers; None if none
-    is left."""
+    """Return a stage with these layers, held by the members of a group that have not refused them or fewer of
+    them; None if no member is left."""
     able = [
         (peer, rate)
         for peer, rate in group
@@ -58,10 +59,10 @@ def _stage(first: int, last: int, group: Group, refused: Refused) -> StagePlan |
 
 
 def stage_pace(stage: StagePlan) -> Fraction:
-    """Return the layers of a stage per FLOP/s of all its replicas."""
+    """Return the number of layers of a stage per FLOP/s of all its replicas."""
     return Fraction(stage.last_layer - stage.first_layer, max(1, sum(stage.rates)))
 
 
 def slowest_pace(plan: Plan) -> Fraction:
-    """Return the pace of the slowest stage, counting all layers alike."""
+    """Return the pace of the slowest stage; all layers count equally."""
     return max(map(stage_pace, plan.stages))

@@ -1,4 +1,4 @@
-"""Layer costs of a model, computed once for all the plans that are tried of it."""
+"""The layer costs of a model, computed once for all plans that are tried for it."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -10,7 +10,7 @@ from partition.plan.operations import Operations, layer_operations
 
 
 class ModelCosts:
-    """Costs of one micro-batch whose symbols have the values `sizes`, computed on demand."""
+    """The costs of one micro-batch whose symbols have the values `sizes`, computed on demand."""
 
     def __init__(self, graph: Graph, sizes: Sequence[int]) -> None:
         self._graph = graph
@@ -18,10 +18,10 @@ class ModelCosts:
 
     @cached_property
     def layers(self) -> tuple[LayerCost, ...]:
-        """Return one row per layer. Raises ValueError: sizes that do not fit the graph."""
+        """The costs of each layer. Raises ValueError if the sizes do not fit the graph."""
         return tuple(layer_costs(self._graph, self._sizes))
 
     @cached_property
     def operations(self) -> tuple[Operations, ...]:
-        """Return one row per layer. Raises RemoteProtocolError: sizes that do not fit the graph."""
+        """The operations of each layer. Raises RemoteProtocolError if the sizes do not fit the graph."""
         return tuple(layer_operations(self._graph, self._sizes))

@@ -1,9 +1,9 @@
 """Measurements of peers by each other, and the planner's trust in them: links, and rates of stages.
 
-A peer publishes measurements of others, never of itself. Each end of a link reports its own, and the lower
-one counts: overstating gains nothing, and understating harms only one's own links. A peer's own claim is an
-upper bound of its rate; others' measurements in a run override it. The planner's own measurements override
-all reports. No torch, no clock.
+A peer publishes measurements of others, never of itself. Each end of a link publishes its own measurement,
+and the lower one counts. So overstating gains nothing, and understating harms only the peer's own links. A
+peer's own claim is an upper bound on its rate; others' measurements in a run override it. The planner's own
+measurements override all others. No torch, no clock.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -23,18 +23,18 @@ from partition.plan.rates import Calibration
 LINKS_MAX = 10
 STAGES_MAX = 6
 OBSERVED_BYTES_MAX = 900
-"""The largest value of a DHT record."""
+"""Maximum size of the record, which is the maximum of a value in the DHT."""
 BYTES_PER_SECOND_MAX = 10**12
 NANOSECONDS_MAX = 10 * 10**9
-"""Longest one-way delay; a slower link cannot carry training."""
+"""Maximum one-way delay. A slower link cannot carry training."""
 FLOPS_PER_SECOND_MAX = 10**18
 
 Rate = Annotated[int, msgspec.Meta(ge=0, le=BYTES_PER_SECOND_MAX)]
 
 
 class LinkRow(msgspec.Struct, frozen=True, array_like=True):
-    """One link as its author measured it: bytes a second sent to `peer` and taken from it, and nanoseconds
-    one way. 0 is not measured."""
+    """One link as its author measured it: bytes per second sent to `peer` and taken from it, and the one-way
+    delay in nanoseconds. 0 means not measured."""
 
     peer: Peer
     sent: Rate
@@ -43,7 +43,7 @@ class LinkRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageRow(msgspec.Struct, frozen=True, array_like=True):
-    """A replica's measured speed in a run that the author committed, in the unit of a plan's rates."""
+    """A replica's speed, measured in a run that the author committed, in the unit of a plan's rates."""
 
     peer: Peer
     flops_per_second: Annotated[int, msgspec.Meta(ge=1, le=FLOPS_PER_SECOND_MAX)]
@@ -57,14 +57,14 @@ class Observed(msgspec.Struct, frozen=True, array_like=True):
 
 
 RELAYED_BYTES_PER_SECOND = 625_000
-"""Assumed rate of an unmeasured link that a relay may carry: half of a relay's total for circuits (`[relay]
-upload`)."""
+"""Assumed rate of an unmeasured link that may go through a relay: half of a relay's total for circuits
+(`[relay] upload`)."""
 RELAYED_NANOSECONDS = 50_000_000
 
 
 def limited_rows(rows: Iterable[LinkRow], upload: int, download: int) -> tuple[LinkRow, ...]:
-    """Return links limited to these bytes a second, 0 for no limit, as seen by an author with these
-    limits."""
+    """Return link rows limited to these bytes per second (0: no limit), which are the limits of their
+    author."""
     most = upload or BYTES_PER_SECOND_MAX, download or BYTES_PER_SECOND_MAX
     return tuple(
         LinkRow(row.peer, min(row.sent, most[0]), min(row.taken, most[1]), row.nanoseconds) for row in rows
@@ -72,30 +72,31 @@ def limited_rows(rows: Iterable[LinkRow], upload: int, download: int) -> tuple[L
 
 
 def encode_observed(observed: Observed) -> bytes:
-    """Return the value of a record."""
+    """Return the value of the DHT record."""
     return encode(observed)
 
 
 def decode_observed(data: bytes, author: PeerId) -> Observed:
-    """Return the measurements by `author`; RemoteProtocolError if it measures itself, or one peer twice."""
+    """Return the measurements by `author`. Raises RemoteProtocolError if the author measures itself, or one
+    peer twice."""
     found: Observed = decode(data, Observed, bytes_max=OBSERVED_BYTES_MAX)
     for rows in (found.links, found.stages):
         peers = [row.peer for row in rows]
         if author in peers or len(set(peers)) < len(peers):
-            raise RemoteProtocolError("measurements of oneself, or of one peer twice")
+            raise RemoteProtocolError("measurements include their author, or one peer twice")
     return found
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """A planner's measured knowledge, as the peer `me`: `calibrations` by the peer that measured itself,
+    """What the planner `me` knows from measurements: `calibrations` by the peer that measured itself,
     `observed` by author."""
 
     me: PeerId | None = None
     calibrations: Mapping[PeerId, Calibration] = field(default_factory=dict)
     observed: Mapping[PeerId, Observed] = field(default_factory=dict)
     hidden: Collection[PeerId] = ()
-    """Peers that others reach through relays: a link between two of these may be relayed."""
+    """Peers that others reach only through relays. A link between two of them may be relayed."""
 
     def flops_per_second(self, peer: PeerId, claimed: int) -> int:
         """Return the rate to plan with: the claim of `peer`, or less if others measured less."""
@@ -116,9 +117,9 @@ class Knowledge:
     def links(self, peers: Collection[PeerId]) -> dict[tuple[PeerId, PeerId], Link]:
         """Return each known direction between two of these peers.
 
-        A link that neither end measured is estimated as the slower of its ends' typical links, and unknown if
-        neither end has any measurements. A link between two hidden peers counts as relayed until either has
-        measured it.
+        A link that neither end has measured is estimated as the slower of the sender's typical sending link
+        and the receiver's typical receiving link; it is unknown if one of these is unknown. A link between
+        two hidden peers counts as relayed until one of them has measured it.
         """
         said = self._said()
         own = self._typical(said)
@@ -143,7 +144,7 @@ class Knowledge:
         return found
 
     def _said(self) -> dict[tuple[PeerId, PeerId, PeerId], tuple[int, int]]:
-        """Return by sender, receiver and author: (bytes a second, nanoseconds)."""
+        """Return (bytes per second, nanoseconds) by sender, receiver and author."""
         found = {}
         for author, observed in self.observed.items():
             for row in observed.links:
@@ -168,7 +169,8 @@ class Knowledge:
     def _typical(
         self, said: Mapping[tuple[PeerId, PeerId, PeerId], tuple[int, int]]
     ) -> dict[tuple[PeerId, bool], Link]:
-        """Return a peer's typical link for sending (True) or receiving (False), over all its measurements."""
+        """Return the typical link of each peer for sending (True) or receiving (False), over all measurements
+        of its links."""
         rates: dict[tuple[PeerId, bool], list[tuple[int, int]]] = {}
         for one, other in sorted({(one, other) for one, other, _ in said}):
             link = self._between(said, one, other)
