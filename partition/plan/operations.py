@@ -1,8 +1,8 @@
-"""The operations of each layer, by class of operator: calls, FLOPs and bytes, both passes. No torch.
+"""The operations of each layer, by class of operator: calls, FLOPs and bytes, for both passes. No torch.
 
-The classes are those that devices run at different speeds (`partition.plan.rates`). Backward counts
-autograd's work: for a product one more for each factor that needs a gradient, for a lookup the whole table,
-for every parameter its addition to the sums.
+The classes are those that devices run at different speeds (`partition.plan.rates`). The backward pass counts
+autograd's work: for a product, one more product for each factor that needs a gradient; for a lookup, the
+whole table; and for every parameter, its addition to the gradient sums.
 """
 
 from collections.abc import Sequence
@@ -92,14 +92,14 @@ class Amount:
 
 @dataclass(frozen=True)
 class Operations:
-    """Amounts by class, of one layer and one micro-batch; absent classes are left out."""
+    """The amounts of work of one layer for one micro-batch, by class. Classes without work are left out."""
 
     forward: tuple[tuple[Kind, Amount], ...]
     backward: tuple[tuple[Kind, Amount], ...]
 
 
 def layer_operations(graph: Graph, sizes: Sequence[int]) -> list[Operations]:
-    """Return one row per layer; raises RemoteProtocolError where the sizes do not fit the graph."""
+    """Return one row per layer. Raises RemoteProtocolError if the sizes do not fit the graph."""
     entry = graph.entries[0]
     work, flow = EntryWork(graph, entry, sizes), flow_of(graph, entry)
     bounds = (0, *entry.boundaries, len(entry.nodes))
@@ -134,7 +134,7 @@ def _sorted(amounts: dict[Kind, Amount]) -> tuple[tuple[Kind, Amount], ...]:
 
 
 def kind_of(graph: Graph, node: GraphNode) -> Kind:
-    """Return the class by which a device runs a node."""
+    """Return the class of operators to which a node belongs."""
     full = graph.operators[node.operator]
     operator = OPERATORS.get(full)
     cost, name = ("matmul" if operator is None else operator.cost), full.split(".")[1]
@@ -151,7 +151,7 @@ def kind_of(graph: Graph, node: GraphNode) -> Kind:
         case "matmul" | "normalization" | "gather":
             return cost
         case "reduction" if "pool" in name:
-            # To one number a channel, devices pool by a mean.
+            # Devices compute pooling to one value per channel as a mean.
             return "reduction" if name.startswith("adaptive_avg") and _is_one(node) else "pooling"
     if name in _DROPOUTS:
         return "random"
@@ -166,8 +166,8 @@ def _is_one(node: GraphNode) -> bool:
 def _backward(
     graph: Graph, work: EntryWork, flow: Flow, node: GraphNode, kind: Kind, amount: Amount
 ) -> Amount:
-    """Return the work of the backward pass: for a product as much as forward for each factor with a gradient,
-    else as much as forward."""
+    """Return the work of the backward pass. For a product it is the forward work once for each factor that
+    needs a gradient; for most other classes it equals the forward work."""
     factors = [argument for argument in arguments_of(node) if _is_matrix(graph, work, argument)]
     needed = sum(_needs(graph, flow, argument) for argument in factors)
     if kind in ("matmul", "convolution", "depthwise"):

@@ -1,23 +1,25 @@
 """Agreement of a run's members on the next plan: Paxos at each height of the chain, as a sans-IO core.
 
-Paper: Lamport 2001, "Paxos Made Simple"; its "chosen" is `decided` here. There is one instance per height,
-named by the plan to be followed, among the `committee` of that plan; a majority decides. There is no leader
-for longer than one plan.
+Paper: Lamport 2001, "Paxos Made Simple"; its "chosen" is `decided` here. There is one instance per height. It
+is identified by the parent plan, and the parent's `committee` votes; a majority decides. No leader stays
+longer than one plan.
 
 A member must keep its promises across restarts: whenever `unsaved` is set, `durable` must be stored before a
-call's messages are sent and its events handled.
+call's messages are sent and its events are handled.
 
-If a run names a tie-breaker, its requester, then half of an even committee with it is a quorum too: of two
-members the requester continues alone and the other waits. Every two quorums still intersect, so a height
-never has two plans. A member without a quorum in sight waits. If the run allows forks, the members that see
-each other then decide alone, in an instance named by their list. After healing both sides learn of each
-other: the surviving one continues, and members of the other get a ForkFound and return as newcomers.
+A run may name its requester as tie-breaker. Then exactly half of an even committee is also a quorum if it
+includes the tie-breaker. So in a committee of two, the requester can continue alone, while the other member
+waits. Any two quorums still intersect, so a height never has two plans. A member that can reach no quorum
+waits. If the run allows forks, the members that can still reach each other may, after a delay, decide without
+the others, in a separate instance identified by the hash of their member list. After the network has healed,
+both sides learn of each other: one branch continues, and members of the other branch get a ForkFound and
+return as newcomers.
 
-Members are trusted: a Decided is accepted from any present or past member of the roster, if its changes are
+Members are trusted: a Decided is accepted from any present or past member of the roster if its changes are
 valid. A lie is noticed only if two different changes were decided for one plan (ChainBroken).
 
 This file joins the roles: `paxos_proposer` proposes, `paxos_acceptor` votes, `learner` follows decisions of
-others; `quorum` counts living members. Not here: the choice of the change (the wish), and the disk.
+others, and `quorum` counts living members. Not here: the choice of the change (the wish), and the disk.
 """
 
 from collections.abc import Collection, Sequence
@@ -60,7 +62,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PlanDecided:
-    """`plan` is now the newest, after `change`; `links` plans came at once, including this one."""
+    """`plan` is now the newest plan; applying `change` to its parent produced it. `links` is the number of
+    plans that were appended together, including this one."""
 
     plan: Plan
     change: Change
@@ -75,14 +78,15 @@ Event = (
 class PaxosChain:
     """One member's part in the chain of one run.
 
-    `genesis` is the first plan here: the requester's, or for a newcomer the plan that admitted it. `durable`
-    is the state stored in an earlier life, which then overrides it. A member that may have voted on the
-    successor of `genesis` in a forgotten life must `abstain`: it votes from the next plan on. All members of
-    a run must name the same `tie_breaker`.
+    `genesis` is the first plan that this member knows: the requester's first plan or, for a newcomer, the
+    plan that admitted it. `durable` is the state stored by an earlier process of this member. If it is not
+    empty, it takes precedence over `genesis`. If this member may have voted on the successor of `genesis`
+    before it lost its stored state, it must `abstain` until the next plan. All members of a run must name the
+    same `tie_breaker`.
 
     Raises:
         RemoteProtocolError: `durable` is damaged.
-        ValueError: `durable` is another run's, or of a branch that `genesis` is not on.
+        ValueError: `durable` belongs to another run, or to a branch that does not contain `genesis`.
     """
 
     def __init__(
@@ -122,17 +126,19 @@ class PaxosChain:
 
     @property
     def base(self) -> Plan:
-        """The plan at which `chain` begins."""
+        """The oldest plan of `chain`."""
         return self._learner.chain.plans[0]
 
     @property
     def chain(self) -> tuple[bytes, ...]:
-        """The encoded changes from `base` to `head`, at most LINKS_MAX; older ones are folded into `base`."""
+        """The encoded changes from `base` to `head`, at most LINKS_MAX. Older changes are already part of
+        `base`."""
         return tuple(self._learner.chain.links)
 
     @property
     def acquainted(self) -> tuple[PeerId, ...]:
-        """All others on a kept roster, including lost ones, which must learn of us after a fork."""
+        """All other peers on the roster of any plan that is still stored, including lost ones: after a fork
+        they must learn of us."""
         return tuple(PeerId(peer) for peer in self._learner.chain.peers() if peer != self.me)
 
     @property
@@ -143,46 +149,51 @@ class PaxosChain:
 
     @property
     def deadline(self) -> float:
-        """The time of the next `wake`, in monotonic seconds; inf for never."""
+        """The time of the next `wake`, in monotonic seconds; inf if none is due."""
         return min(self._proposer.deadline, self._reach.deadline)
 
     def knows(self, peer: PeerId) -> bool:
-        """Return whether `peer` is another present or past member of a kept roster."""
+        """Return whether `peer` is another member, present or past, on the roster of a stored plan."""
         return peer != self.me and self._learner.chain.knows(peer)
 
     # Calls of this node
 
     def wish(self, now: float, change: Change | None, *, parent: bytes | None = None) -> Sends:
-        """Set the change that this member proposes next, until the next call or the next plan; None for none.
+        """Set the change that this member is to propose (None to propose nothing). It stays in force until
+        the next call, or until a new plan is decided.
 
-        `parent` is the hash of the plan it was made for. If the head has changed, or no plan follows from it,
-        nothing is proposed. It counts only from a member of the committee.
+        `parent` is the hash of the plan for which the change was made. Nothing is proposed if the head is no
+        longer that plan, or if the change does not yield a valid plan. Only committee members propose; on any
+        other member this call has no effect.
         """
         self._proposer.wish(now, change if parent in (None, self.head_hash) else None)
         return self.wake(now)
 
     def reach(self, now: float, live: Collection[PeerId]) -> Sends:
-        """Set the peers that SWIM believes alive; until the first call all are."""
+        """Set the peers that SWIM believes alive. Until the first call, all count as alive."""
         if self._reach.see(now, live):
             self._proposer.hurry(now)
         return self.wake(now)
 
     def say(self, head: ChainHead) -> None:
-        """Set this member's progress, as its shell reports it, by which two branches are compared."""
+        """Set this member's progress, as reported by the caller. Two branches are compared by their
+        progress."""
         self._learner.said = head
 
     def gives_way(self, head: ChainHead) -> bool:
-        """Return whether the branch with this head wins against ours, by the head last set."""
+        """Return whether the branch with this head wins over ours, which is represented by the head last
+        passed to `say`."""
         return other_branch_wins(self._learner.head(asks=False), head)
 
     def rejoin(self, now: float, base: Plan, links: Sequence[bytes] = ()) -> Sends:
         """Replace our chain by `base` and `links` of another member, after ForkFound or LeftBehind.
 
-        Abandoned votes are remembered: at a plan where it may have voted, it abstains until the next one.
-        RemoteProtocolError for another run's or an invalid chain; nothing has changed then.
+        The member remembers where it has voted: if it may already have voted on the successor of the new
+        head, it abstains until the next plan. Raises RemoteProtocolError, without any change of state, if the
+        chain is invalid or belongs to another run.
         """
         if base.run != self.head.run:
-            raise RemoteProtocolError("a chain of another run's plans")
+            raise RemoteProtocolError("the chain belongs to another run")
         learner = Learner(self.me, Chain(base, links), may_fork=self._may_fork)
         self._acceptor.leave(self.head)
         self._learner = learner
@@ -197,7 +208,7 @@ class PaxosChain:
         return [(peer, self._learner.head(asks=True))]
 
     def wake(self, now: float) -> Sends:
-        """Do what is due. Nothing is due before `deadline`."""
+        """Do the work that is due. Nothing is due before `deadline`."""
         self._reach.wake(now, self._acceptor.voted)
         sends = self._proposer.wake(now) + self._decide(now)
         self._gather()
@@ -206,12 +217,12 @@ class PaxosChain:
     # Input
 
     def receive(self, now: float, sender: PeerId, message: AgreementMessage) -> Sends:
-        """Handle a peer's message about the chain. RemoteProtocolError if refused; nothing has changed
-        then."""
+        """Handle a peer's message about the chain. Raises RemoteProtocolError, without any change of state,
+        if the message is refused."""
         if message.run != self.head.run:
-            raise RemoteProtocolError("a message about another run's plans")
+            raise RemoteProtocolError("a message is about another run's plans")
         if not self.knows(sender):
-            raise RemoteProtocolError("a message about plans from a peer that is on no roster")
+            raise RemoteProtocolError("a message about plans is from a peer that is on no roster")
         try:
             return self._sort(now, sender, message)
         finally:
@@ -231,14 +242,14 @@ class PaxosChain:
         if instance is None:
             return []
         if sender not in instance.committee or self.me not in instance.committee:
-            raise RemoteProtocolError("a vote outside of the committee")
+            raise RemoteProtocolError("a vote is from outside the committee, or was sent outside of it")
         if isinstance(message, Prepare | Accept):
             return self._vote_on(now, sender, instance, message)
         return self._proposer.count_vote(now, sender, message) + self._decide(now)
 
     def _answer_elsewhere(self, sender: PeerId, message: AgreementMessage) -> Sends:
-        # The message is about another plan than our head. Answers may be late; a question shows that one side
-        # is behind.
+        # The message is about a plan that is not our head. A vote for such a plan is just late and is
+        # ignored. But a Prepare or Accept for it means that the sender or this member is behind.
         if not isinstance(message, Prepare | Accept):
             return []
         place = self._learner.chain.place(message.parent)
@@ -249,7 +260,7 @@ class PaxosChain:
     def _vote_on(self, now: float, sender: PeerId, instance: Instance, message: Prepare | Accept) -> Sends:
         ballot = message.ballot
         if ballot.peer != sender:
-            raise RemoteProtocolError("a ballot of another peer")
+            raise RemoteProtocolError("a ballot belongs to another peer")
         promised = self._acceptor.vote(instance).promised
         self._proposer.check_round(ballot, promised)
         answer = self._acceptor.answer(self.head, instance, message, names_of(self._learner.chain, instance))
@@ -263,23 +274,23 @@ class PaxosChain:
 
     @property
     def is_forking(self) -> bool:
-        """Whether a fork is open: the reachable members may decide alone on the successor of the newest
-        plan."""
+        """Whether a fork is open: the reachable members may decide on the successor of the newest plan
+        without the others."""
         return self._reach.fork is not None
 
     def could_decide(self, living: Collection[PeerId]) -> bool:
-        """Return whether the living members of the newest plan's committee can decide its successor, or a
-        fork can."""
+        """Return whether a fork is open, or the living members of the newest plan's committee can decide its
+        successor."""
         return self._reach.fork is not None or self._reach.decides(self._reach.normal, living)
 
     def _decide(self, now: float) -> Sends:
-        """Apply the value that a quorum has accepted, if any, and tell every member concerned."""
+        """Apply the value that a quorum has accepted, if any, and send it to every member concerned."""
         value = self._proposer.chosen
         if value is None:
             return []
         plan, change = follow(self.head, value)
         told = Decided(run=plan.run, parent=self.head_hash, fork=change.fork, links=(value,))
-        # Members that leave the roster are told too, but not those that a fork leaves behind.
+        # Members that leave the roster are told too, but members that a fork leaves behind are not.
         old = self.head.roster if change.fork == NO_HASH else ()
         self._advance(now, [Taken(plan, change, value)])
         return [(PeerId(peer), told) for peer in sorted({*old, *plan.roster} - {self.me})]

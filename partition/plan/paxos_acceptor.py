@@ -1,8 +1,8 @@
 """The acceptor of `partition.plan.paxos`: one member's votes on the successor of the newest plan.
 
-A vote is never revoked, across restarts and changes of branch. Votes on the newest plan are stored; of
-earlier plans only the fact that this member may have voted is kept. Where it may have voted and forgotten, it
-abstains until the next plan.
+A vote is never revoked, neither by a restart nor by a change of branch. Votes on the successor of the newest
+plan are stored. For earlier plans, only the fact that this member may have voted is kept. If the member
+returns to such a plan, it abstains until the next plan is decided.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,8 @@ from partition.plan.quorum import Instance
 
 
 class PaxosAcceptor:
-    """The votes of one member, by instance. `unsaved`: they have changed since this was last cleared."""
+    """The votes of one member, by instance. `unsaved`: the votes have changed since `unsaved` was last
+    cleared."""
 
     def __init__(self, *, abstains: bool, kept: Kept | None) -> None:
         self.abstains = abstains if kept is None else kept.abstains
@@ -46,8 +47,9 @@ class PaxosAcceptor:
     def answer(
         self, plan: Plan, instance: Instance, message: Prepare | Accept, names: dict[str, bytes]
     ) -> Promised | PreemptedBallot | Accepted | None:
-        """Vote on a question about the successor of `plan`; return the answer, None if this member abstains.
-        Raises RemoteProtocolError if the value cannot follow, or its ballot had another one before."""
+        """Answer a Prepare or Accept about the successor of `plan`; return None if this member abstains.
+        Raises RemoteProtocolError if the value is not a valid change, or if a different value was proposed
+        with this ballot."""
         if self.abstains:
             return None
         ballot, vote = message.ballot, self.vote(instance)
@@ -65,8 +67,8 @@ class PaxosAcceptor:
         return answer
 
     def leave(self, plan: Plan) -> None:
-        """Drop the votes on the successor of `plan`, remembering that there may have been some."""
-        # Votes on a followed plan are useless, unless this member returns to it.
+        """Drop the votes on the successor of `plan`, and remember that there may have been some."""
+        # Votes after a plan that has a successor are useless, unless this member returns to the plan.
         if self._votes or self.abstains:
             self.past = self.past.with_plan(plan)
         self._votes.clear()

@@ -1,8 +1,8 @@
-"""The proposer of `partition.plan.paxos`: lets its member's change be decided at one height.
+"""The proposer of `partition.plan.paxos`: it tries to have its member's change decided at one height.
 
-The nearest living member of the committee proposes at once, and the others only in turn after it, so that
-they rarely duel. An outbid proposer waits ever longer between attempts; a question without a majority of
-answers is repeated at growing intervals.
+The first living member of the committee proposes immediately, and each other member only in its turn, so that
+they rarely compete. A proposer whose ballot was preempted waits longer before each new attempt. A question
+that gets no majority of answers is repeated at growing intervals.
 """
 
 from random import Random
@@ -25,15 +25,15 @@ from partition.plan.proposal import Proposal, check_value, names_of, value_of
 from partition.plan.quorum import Instance, Reach
 
 PROPOSE_SECONDS = 1.0
-"""The time that each member of the committee gives its predecessors: two round trips and a disk write, with
-margin."""
+"""How long each member of the committee waits for each member before it: two round trips and a disk write,
+with some margin."""
 JITTER = 0.25
-"""The random share added to each wait, so that synchronized clocks diverge."""
+"""Maximum share by which each wait is randomly prolonged, so that synchronized clocks diverge."""
 RESEND_SECONDS = 1.0
-"""The time without a majority before a question is repeated; doubled each time."""
+"""How long to wait for a majority of answers before a question is repeated; doubled each time."""
 RESEND_SECONDS_MAX = 16.0
 BACKOFF_SECONDS = 0.5
-"""The mean first wait of an outbid proposer; doubled each time."""
+"""Mean wait after the first preempted attempt; doubled each time."""
 BACKOFF_SECONDS_MAX = 16.0
 
 INF = float("inf")
@@ -42,8 +42,9 @@ INF = float("inf")
 class PaxosProposer:
     """One member's attempts, one at a time, at the height after the head of `chain`.
 
-    Its own promise and acceptance go through `acceptor`, whose state must be stored before a call's messages
-    are sent. `chosen` is the value that a quorum accepted: it is final, and `begin` follows.
+    The member's own promise and acceptance go through `acceptor`, whose state must be stored before a call's
+    messages are sent. `chosen` is the value that a quorum has accepted. It is final, and the owner calls
+    `begin` next.
     """
 
     def __init__(self, me: PeerId, rng: Random, acceptor: PaxosAcceptor, reach: Reach) -> None:
@@ -53,7 +54,7 @@ class PaxosProposer:
         self._reach = reach
 
     def begin(self, chain: Chain) -> None:
-        """Begin a new height without a proposal."""
+        """Begin a new height, without a proposal."""
         self._chain = chain
         self._instance = self._reach.instance
         self._wish: Change | None = None
@@ -70,7 +71,8 @@ class PaxosProposer:
         return min(self._propose_at, self._resend_at)
 
     def wish(self, now: float, change: Change | None) -> None:
-        """Set the change to decide; None, or one that no plan follows from, for none."""
+        """Set the change to propose. Nothing is proposed if it is None, or if no valid plan follows from
+        it."""
         if value_of(self._chain.head, self._reach.normal, change) is None:
             change = None
         self._wish = change
@@ -82,14 +84,14 @@ class PaxosProposer:
             self._line_up(now)
 
     def hurry(self, now: float) -> None:
-        """Ask again soon, since other members are in reach."""
+        """Ask again soon, because the reachable members have changed."""
         self._resend_seconds = RESEND_SECONDS
         self._resend_at = min(self._resend_at, now + RESEND_SECONDS if self._proposal else INF)
         self._line_up(now)
 
     def give_way(self, now: float, instance: Instance, ballot: Ballot) -> None:
-        """Give way to a higher ballot: an attempt of ours below it has little hope, and a new one only
-        disturbs."""
+        """Give way to a higher ballot: an attempt of ours with a lower ballot has little chance, and a new
+        attempt would only interfere."""
         mine = self._proposal
         if mine is not None and mine.instance == instance and mine.ballot < ballot:
             self._abandon()
@@ -98,12 +100,12 @@ class PaxosProposer:
             self._propose_at = later if self._propose_at == INF else max(self._propose_at, later)
 
     def check_round(self, ballot: Ballot, known: Ballot | None) -> None:
-        """Raise RemoteProtocolError if a ballot is far above all known ones."""
+        """Check a ballot's round. Raises RemoteProtocolError if it is far above all known rounds."""
         if ballot.round > max(self._round, known.round if known else 0) + ROUNDS_AHEAD_MAX:
-            raise RemoteProtocolError("a ballot of an absurd round")
+            raise RemoteProtocolError("a ballot has an absurdly high round")
 
     def wake(self, now: float) -> Sends:
-        """Do what is due, in the instance of the members in reach."""
+        """Do the work that is due, in the instance of the reachable members."""
         if self._reach.instance != self._instance:
             self._instance = self._reach.instance
             self._abandon()
@@ -117,9 +119,9 @@ class PaxosProposer:
         return sends
 
     def count_vote(self, now: float, sender: PeerId, message: Promised | PreemptedBallot | Accepted) -> Sends:
-        """Count an answer to our question; ignore answers to earlier ones."""
+        """Count an answer to our question; ignore answers to earlier questions."""
         if message.ballot.peer != self._me:
-            raise RemoteProtocolError("an answer to the ballot of another peer")
+            raise RemoteProtocolError("an answer is to another peer's ballot")
         mine = self._proposal
         if mine is None or message.ballot != mine.ballot or message.fork != mine.instance.fork:
             return []
@@ -132,7 +134,7 @@ class PaxosProposer:
                 mine.accept(sender)
             case PreemptedBallot():
                 if message.promised <= mine.ballot:
-                    raise RemoteProtocolError("outbid by a lower ballot")
+                    raise RemoteProtocolError("a ballot was preempted by a lower one")
                 self.check_round(message.promised, mine.ballot)
                 self._round = max(self._round, message.promised.round)
                 self._back_off(now)
@@ -146,13 +148,14 @@ class PaxosProposer:
             self._propose_at = min(self._propose_at, now + self._turn())
 
     def _propose(self, now: float) -> Sends:
-        """Begin an attempt. Its first promise is our own, so no ballot is used twice in any life."""
+        """Begin an attempt. Its first promise is our own and is stored, so no ballot is used twice, even
+        after a restart."""
         self._propose_at = INF
         instance = self._instance
         if self._wish is None or self._acceptor.abstains or self._me not in instance.committee:
             return []
         if value_of(self._chain.head, instance, self._wish) is None:
-            return []  # as a fork it would leave a stage without a replica
+            return []  # as a fork, the change would leave a stage without a replica
         vote = self._acceptor.vote(instance)
         self._round = max(self._round, vote.promised.round if vote.promised else 0) + 1
         ballot = Ballot(self._round, self._me)
@@ -178,7 +181,7 @@ class PaxosProposer:
         return sends
 
     def _ask(self, now: float, mine: Proposal) -> Sends:
-        """Send the question of the next phase, which is repeated after a while."""
+        """Send the question of the next phase, and schedule its repetition."""
         self._resend_seconds = RESEND_SECONDS
         self._resend_at = now + self._jittered(RESEND_SECONDS)
         return mine.questions(names_of(self._chain, mine.instance))
@@ -202,7 +205,8 @@ class PaxosProposer:
         self._resend_at = INF
 
     def _turn(self) -> float:
-        """Return the seconds until it is our turn to propose, by the number of living members before us."""
+        """Return the seconds until it is our turn to propose. They depend on the number of living members
+        before us."""
         seats = self._instance.committee
         if self._me not in seats:
             return INF

@@ -1,9 +1,10 @@
-"""The plan of a run: its members, feeders, and holders of layers. Frames, leases and steps carry its hash.
+"""The plan of a run: its members, its feeders, and the holders of its layers. Frames, leases and steps carry
+its hash.
 
-A plan names its parent, so plans form a chain. Each link after the first follows from its parent by a
+A plan names its parent, so plans form a chain. Each plan except the first follows from its parent by a
 `Change`, which a committee of the parent's roster decides (`partition.plan.paxos`). Any peer with the parent
-and the change makes the same plan, to the byte. The first is its requester's own, signed with the manifest.
-No member is dropped within a plan: a death leads to the next one.
+and the change makes the same plan, to the byte. The first plan is made by the run's requester and signed
+together with the manifest. Members are never dropped within a plan: a death leads to a new plan.
 """
 
 from collections.abc import Sequence
@@ -23,38 +24,40 @@ ROSTER_MAX = 1_024
 TRAINERS_MAX = 16
 MICROBATCHES_MAX = 4_096
 COMMITTEE_MAX = 9
-"""Voters on the next plan. Nine answer quickly, and five decide; more would make no plan safer."""
+"""Maximum number of voters on the next plan. Nine answer quickly, and five of them decide; more voters would
+not make a plan safer."""
 VOTERS_MIN = 3
-"""The voters of a run of two members once a witness joins, if the swarm has one: the fewest that can lose one
-and still decide. A run of one member takes no witness, which would make it depend on others and add no
-replica."""
+"""Minimum number of voters that can lose one and still decide. A run of two members gets a witness to reach
+it, if the swarm has one. A run of one member takes no witness, which would make it depend on others without
+adding a replica."""
 HEIGHT_MAX = 2**32
-"""Attempts to commit are numbered from the plan's height (steps.committer), and must fit 63 bits."""
+"""Limit of a plan's height. Attempts to commit are numbered from the height on (`partition.steps.committer`),
+and must fit into 63 bits."""
 STEPS_MAX = 10_000_000
-"""The steps of a run. No sample or micro-batch counted from it comes near 2**53, beyond which JSON readers no
-longer count exactly."""
+"""Maximum number of a run's steps. No number of samples or micro-batches derived from it comes near 2**53,
+beyond which JSON readers no longer count exactly."""
 HASH_BYTES = 32
 NO_HASH = bytes(HASH_BYTES)
-"""The absent hash."""
+"""The hash that stands for "none"."""
 FIRST_VALUES = bytes(HASH_BYTES - 1) + b"\x01"
-"""The checkpoint name of every stage's initial parameters. No blob has this hash."""
+"""The checkpoint name that stands for every stage's initial parameters. No blob has this hash."""
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Peer = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Height = Annotated[int, msgspec.Meta(ge=0, lt=HEIGHT_MAX)]
 StepNumber = Annotated[int, msgspec.Meta(ge=0, le=STEPS_MAX)]
-"""A step, or the number of steps done."""
+"""A step, or a number of steps done."""
 StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=STAGES_MAX)]
 Peers = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=ROSTER_MAX)]
 
 
 class StagePlan(msgspec.Struct, frozen=True, array_like=True):
-    """Layers `first_layer` to before `last_layer`, and the peers that each hold all of them.
+    """Layers `first_layer` to `last_layer` (exclusive), and the peers that each hold all of them.
 
     `rates` are the replicas' own measurements, in FLOP/s; within a run, measurements by others override them.
-    A replica with rate 0 beside one with a rate is a standby. It takes part in every reduction and applies
-    every step, so it holds the newest state; it computes no micro-batch while another replica can.
+    If some replicas have a rate, a replica with rate 0 is a *standby*. It takes part in every reduction and
+    applies every step, so it holds the newest state; it computes no micro-batch while another replica can.
     """
 
     first_layer: Count
@@ -64,7 +67,7 @@ class StagePlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def computing(self) -> tuple[bytes, ...]:
-        """The replicas that are dealt micro-batches."""
+        """The replicas that get micro-batches."""
         if not any(self.rates):
             return self.replicas
         return tuple(peer for peer, rate in zip(self.replicas, self.rates, strict=True) if rate)
@@ -76,13 +79,14 @@ class StagePlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
-    """One link of a run's chain of plans; immutable, known by `plan_hash`.
+    """One link of a run's chain of plans. It is immutable, and identified by `plan_hash`.
 
-    `roster` has the admitted members, sorted: replicas, trainers, the requester, keepers of copies.
-    `trainers` feed, and the first of them also commits. `restored` is the checkpoint of `step` committed
-    steps from which every stage begins; NO_HASH if the replicas keep their state. `fork` is NO_HASH, or names
-    the members that last continued without a majority, here or in an earlier plan: it names the branch.
-    `is_final`: all steps are done, and the restored state, here or of an earlier plan, is the result.
+    `roster` has the admitted members, sorted: replicas, trainers, the requester, and keepers of copies.
+    `trainers` feed samples, and the first of them also commits. `restored` is the checkpoint of `step`
+    committed steps from which every stage begins; NO_HASH if the replicas keep their state. `fork` is the
+    name of the latest fork, in this plan or an earlier one, by which some members continued without a
+    majority; it identifies the branch, and is NO_HASH if there was none. `is_final`: all steps are done, and
+    the state that this plan or an earlier one restored is the result.
     """
 
     run: Hash
@@ -115,7 +119,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def standbys(self) -> tuple[PeerId, ...]:
-        """The standbys, by stage."""
+        """The standbys of all stages, in the order of stages."""
         return tuple(PeerId(peer) for stage in self.stages for peer in stage.standbys)
 
     def stage_of(self, peer: PeerId) -> int | None:
@@ -127,58 +131,59 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def rates_left(stage: StagePlan, rates: Sequence[int]) -> tuple[int, ...]:
-    """Return the rates of the remaining and joining replicas of `stage`. If all of them are standbys they
-    compute from now on, and count as fast as the replaced ones until they are measured."""
+    """Return the rates of the remaining and joining replicas of `stage`. If all of them are standbys, they
+    compute from now on, and count as being as fast as the stage's fastest replica until they are measured."""
     return tuple(rates) if any(rates) else (max(stage.rates),) * len(rates)
 
 
 def encode_plan(plan: Plan) -> bytes:
-    """Return the bytes for hashing and sending."""
+    """Return the bytes of a plan, for hashing and sending."""
     return encode(plan)
 
 
 def plan_hash(plan: Plan) -> bytes:
-    """Return BLAKE3 of the plan's bytes."""
+    """Return the BLAKE3 hash of the plan's bytes."""
     return blake3(encode(plan)).digest()
 
 
 def decode_plan(data: bytes) -> Plan:
-    """Decode and check a plan; else raise RemoteProtocolError."""
+    """Decode and check a plan. Raises RemoteProtocolError if it is invalid."""
     plan: Plan = decode(data, Plan, bytes_max=PLAN_BYTES_MAX)
     check_plan(plan)
     return plan
 
 
 def check_plan(plan: Plan) -> None:
-    """Check that a plan is self-consistent; else raise RemoteProtocolError."""
+    """Check that a plan is self-consistent. Raises RemoteProtocolError if it is not."""
     if (plan.height == 0) != (plan.parent == NO_HASH):
-        raise RemoteProtocolError("a plan that follows nothing and is not the first, or the reverse")
+        raise RemoteProtocolError("a plan without a parent is not the first, or the first plan has a parent")
     roster = set(plan.roster)
     if list(plan.roster) != sorted(roster):
-        raise RemoteProtocolError("a plan whose roster is not sorted, or names a peer twice")
+        raise RemoteProtocolError("a plan's roster is not sorted, or names a peer twice")
     if len(set(plan.trainers)) != len(plan.trainers) or not roster.issuperset(plan.trainers):
-        raise RemoteProtocolError("a plan with a trainer twice, or one that is not admitted")
+        raise RemoteProtocolError("a plan names a trainer twice, or one that is not on the roster")
     position = 0
     seen: set[bytes] = set()
     for stage in plan.stages:
         if stage.first_layer != position or stage.last_layer <= stage.first_layer:
-            raise RemoteProtocolError("a plan whose stages do not follow each other")
+            raise RemoteProtocolError("a plan's stages do not follow each other")
         if len(stage.replicas) != len(stage.rates):
-            raise RemoteProtocolError("a plan with a replica without a rate")
+            raise RemoteProtocolError("a plan's stage has more or fewer rates than replicas")
         if len(set(stage.replicas)) != len(stage.replicas) or seen & set(stage.replicas):
-            raise RemoteProtocolError("a plan that gives a peer two stages")
+            raise RemoteProtocolError("a plan gives a peer two stages")
         seen |= set(stage.replicas)
         position = stage.last_layer
     if not seen <= roster:
-        raise RemoteProtocolError("a plan with a replica that is not admitted")
+        raise RemoteProtocolError("a plan has a replica that is not on the roster")
 
 
 def committee(plan: Plan, among: tuple[bytes, ...] | None = None) -> tuple[PeerId, ...]:
-    """Return the members that decide the successor of `plan`: those of its roster nearest to hash(run, plan),
-    the nearest first.
+    """Return the members that decide the successor of `plan`: those of its roster that are nearest to
+    hash(run, plan), the nearest first.
 
-    That order is also the order of proposers. A peer id cannot be chosen to be among them, since the roster
-    was decided before the hash was known. `among`: only these, if a minority decides alone.
+    The proposers have the same order. A peer id cannot be chosen so that it is in the committee, because the
+    roster was decided before the hash was known. `among`: choose from these members only, if they decide
+    alone.
     """
     target = int.from_bytes(blake3(plan.run + plan_hash(plan)).digest())
     peers = plan.roster if among is None else among

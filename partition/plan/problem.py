@@ -1,7 +1,7 @@
 """A solver's problem: layers, peers, links and constraints, in integers. Pure data, no torch.
 
 Peers are sorted by name when a `Problem` is made, so a plan depends neither on the order in which peers are
-given nor on a hash seed. Times are nanoseconds for one micro-batch, sizes are bytes.
+given nor on a hash seed. Times are nanoseconds for one micro-batch; sizes are bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,17 +14,18 @@ Objective = Literal["throughput", "latency", "energy"]
 Pipeline = Literal["1f1b", "gpipe"]
 
 LINK_BYTES_PER_SECOND = 12_500_000
-"""Rate of an unmeasured link: 100 Mbit/s, a home uplink at its best."""
+"""Assumed rate of an unmeasured link: 100 Mbit/s, a home uplink at its best."""
 LINK_NANOSECONDS = 1_000_000
-"""One-way delay of an unmeasured link: a local network with a switch or two."""
+"""Assumed one-way delay of an unmeasured link: a local network with a switch or two."""
 FRAME_BYTES_MAX = 2**63 - 1
-"""Default for callers without a bound on frames."""
+"""The value for callers that do not limit frames."""
 IDLE_MILLIWATTS, BUSY_MILLIWATTS = 10_000, 45_000
-"""Power of a laptop's processor, used without a readable meter: assumed, not measured."""
+"""Assumed power of a machine without a readable meter: a laptop's processor. It was not measured."""
 
 
 class Infeasible(Exception):
-    """No split fits. `need`, `have` and `do` display what is missing and what would help."""
+    """No split fits. `need`, `have` and `do` are texts to display: what is needed, what there is, and what
+    would help."""
 
     def __init__(self, what: str, *, need: str = "", have: str = "", do: str = "") -> None:
         super().__init__(what)
@@ -46,9 +47,9 @@ class PeerCost:
     """One peer's cost for this model: `forward` and `backward` nanoseconds of each layer.
 
     `baseline_bytes` is the size of its stage process before it holds a model. `step_nanoseconds` is its
-    optimizer's time for a parameter and for a MiB of them; `node_nanoseconds` is the time of its node beside
-    the stage's process, for a micro-batch and for a MiB of its frames, and `node_step_nanoseconds` for a step
-    beside these.
+    optimizer's time for one parameter tensor, and for a MiB of parameters. `node_nanoseconds` is the time of
+    its node in addition to the stage's process, for a micro-batch and for a MiB of its frames;
+    `node_step_nanoseconds` is the node's additional time for a step.
     """
 
     name: str
@@ -65,7 +66,7 @@ class PeerCost:
 
 @dataclass(frozen=True)
 class Constraints:
-    """Constraints of a plan. 0 stages or replicas let the solver choose.
+    """Constraints of a plan. If `stages` or `replicas` is 0, the solver chooses the number.
 
     `together` are half-open ranges of layers that stay in one stage. A frame between two stages has at most
     `frame_bytes_max` bytes.
@@ -82,10 +83,11 @@ class Constraints:
 class Problem:
     """The assignment of layers to peers that is to be solved.
 
-    `input_bytes` is the first stage's input for a micro-batch; `moments` the optimizer's vectors beside
-    parameters, gradient sums and totals; `trains` is false for serving, where only forward counts.
-    `wire_permille` is the share of a frame's bytes that a codec leaves. `links` are by the peers' names, each
-    direction separately. `hides_links`: enough micro-batches are in flight to compute while others travel.
+    `input_bytes` is the size of the first stage's input for a micro-batch. `moments` is the number of the
+    optimizer's vectors in addition to parameters, gradient sums and totals. `trains` is false for serving,
+    where only the forward pass counts. `wire_permille` is the share of a frame's bytes that is left after the
+    codec. `links` are keyed by the peers' names, each direction separately. `hides_links`: enough
+    micro-batches are in flight to compute some while others travel.
     """
 
     layers: tuple[LayerCost, ...]
@@ -106,13 +108,13 @@ class Problem:
     def __post_init__(self) -> None:
         peers = tuple(sorted(self.peers, key=lambda peer: peer.name))
         if len({peer.name for peer in peers}) < len(peers):
-            raise ValueError("two peers of one name")
+            raise ValueError("two peers have the same name")
         if any(len(peer.forward) != len(self.layers) for peer in peers):
-            raise ValueError("a peer's times are of another number of layers")
+            raise ValueError("a peer's times do not match the number of layers")
         object.__setattr__(self, "peers", peers)
 
     def link(self, sender: int, receiver: int) -> Link:
-        """Return the link from one peer to another, by their places."""
+        """Return the link from one peer to another, given by their indices."""
         names = self.peers[sender].name, self.peers[receiver].name
         return self.links.get(names, self.default_link)
 
@@ -124,8 +126,8 @@ class Problem:
         return self.layers[position - 1].output_bytes <= rules.frame_bytes_max
 
     def in_flight(self, stages_left: int) -> int:
-        """Return the micro-batches between their two passes in a stage from which this many are left to the
-        end."""
+        """Return the number of micro-batches between their two passes in a stage, if `stages_left` stages are
+        left to the end, including this one."""
         if not self.trains:
             return 1
         return self.microbatches if self.pipeline == "gpipe" else min(self.microbatches, stages_left)
@@ -133,11 +135,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Split:
-    """`ranges[s]` are stage s's layers (half open), `groups[s]` places of the problem's (sorted) peers.
+    """The layers and the peers of each stage. `ranges[s]` are the layers of stage s (half open), `groups[s]`
+    are indices of the problem's (sorted) peers.
 
-    `bottleneck_nanoseconds` is the time of each further micro-batch; `score` is the objective: nanoseconds of
-    a step, nanoseconds of one pass, or nanojoules of a micro-batch. `is_exact`: no split is better by the
-    bottleneck (throughput) or the score.
+    `bottleneck_nanoseconds` is the time of each further micro-batch. `score` is the objective: nanoseconds of
+    a step, nanoseconds of one pass, or nanojoules of a micro-batch. `is_exact`: no split has a better
+    bottleneck (for throughput) or score (for the other objectives).
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -150,8 +153,8 @@ class Split:
 def uniform_peers(
     layers: Sequence[LayerCost], offers: Sequence[tuple[str, int, int]], *, backward_ratio: int = 2
 ) -> tuple[PeerCost, ...]:
-    """Return peers of which only a name, FLOP/s and memory are known; backward takes `backward_ratio` times
-    forward."""
+    """Return peers of which only the name, the FLOP/s and the memory are known. Backward takes
+    `backward_ratio` times as long as forward."""
     peers = []
     for name, flops_per_second, memory_bytes in offers:
         forward = tuple(layer.forward_flops * 1_000_000_000 // max(1, flops_per_second) for layer in layers)

@@ -15,8 +15,8 @@ from partition.plan.quorum import Instance
 
 @dataclass
 class Proposal:
-    """`best` is the best vote among the promises; `value` is set once all are asked to accept. The first of
-    both lists is this member."""
+    """One attempt. `best` is the best vote among the promises; `value` is set once all members are asked to
+    accept. The first member in `promised` and `accepted` is this member itself."""
 
     instance: Instance
     ballot: Ballot
@@ -26,16 +26,17 @@ class Proposal:
     accepted: list[PeerId] = field(default_factory=list)
 
     def promised_value(self, message: Promised) -> bytes | None:
-        """Return the value that a promise says was accepted. Raises RemoteProtocolError: it cannot have
-        been."""
+        """Return the value that was accepted before, according to a promise; None if there was none. Raises
+        RemoteProtocolError if it cannot have been accepted."""
         if message.value is None and message.accepted is None:
             return None
         if message.value is None or message.accepted is None or message.accepted > self.ballot:
-            raise RemoteProtocolError("a promise with what cannot have been accepted")
+            raise RemoteProtocolError("a promise reports a value that cannot have been accepted")
         return message.value
 
     def promise(self, sender: PeerId, message: Promised) -> None:
-        """Take a promise, and the vote accepted at the higher ballot; late ones change nothing."""
+        """Take a promise, and keep the vote with the highest accepted ballot. Late promises change
+        nothing."""
         if self.value is not None or sender in self.promised:
             return
         self.promised.append(sender)
@@ -44,14 +45,14 @@ class Proposal:
             self.best = Vote(None, other, message.value)
 
     def accept(self, sender: PeerId) -> None:
-        """Take an acceptance. Raises RemoteProtocolError: none was asked for."""
+        """Take an acceptance. Raises RemoteProtocolError if nothing was asked to be accepted."""
         if self.value is None:
-            raise RemoteProtocolError("accepted before it was asked")
+            raise RemoteProtocolError("an acceptance came before the value was sent")
         if sender not in self.accepted:
             self.accepted.append(sender)
 
     def questions(self, names: dict[str, bytes]) -> Sends:
-        """Return the question of the present phase, for all that have not answered it."""
+        """Return the question of the present phase, for each member that has not answered it."""
         seats = self.instance.committee
         if self.value is None:
             asked = Prepare(**names, ballot=self.ballot)
@@ -61,7 +62,7 @@ class Proposal:
 
 
 def value_of(head: Plan, instance: Instance, change: Change | None) -> bytes | None:
-    """Return the encoded change after `head` for this instance; None where no plan follows from it."""
+    """Return the encoded change after `head` for this instance; None if no valid plan follows from it."""
     if change is None:
         return None
     if instance.fork == NO_HASH:
@@ -76,21 +77,24 @@ def value_of(head: Plan, instance: Instance, change: Change | None) -> bytes | N
 
 
 def names_of(chain: Chain, instance: Instance) -> dict[str, bytes]:
-    """Return the fields by which a message names what follows the head of `chain`, in this instance."""
+    """Return the fields that identify, in a message, the decision after the head of `chain` in this
+    instance."""
     return {"run": chain.head.run, "parent": chain.head_hash, "fork": instance.fork}
 
 
 def check_value(head: Plan, instance: Instance, value: bytes) -> None:
-    """Raise RemoteProtocolError where an encoded change cannot follow `head`, or is of another instance."""
+    """Check that an encoded change can follow `head` and belongs to the instance. Raises RemoteProtocolError
+    if not."""
     _, change = follow(head, value)
     if change.fork != instance.fork:
-        raise RemoteProtocolError("a change of another fork")
+        raise RemoteProtocolError("a change belongs to another fork")
 
 
 def check_same_chain(chain: Chain, genesis: Plan) -> None:
-    """Raise ValueError where a stored chain of plans is of another run or branch than `genesis`."""
+    """Check that a stored chain of plans belongs to the run and branch of `genesis`. Raises ValueError if
+    not."""
     if chain.head.run != genesis.run:
-        raise ValueError("the stored chain of plans is another run's")
+        raise ValueError("the stored chain of plans belongs to another run")
     place = genesis.height - chain.plans[0].height
     if 0 <= place < len(chain.plans) and chain.plans[place] != genesis:
-        raise ValueError(f"the stored chain of plans has another plan at height {genesis.height}")
+        raise ValueError(f"the stored chain of plans has a different plan at height {genesis.height}")

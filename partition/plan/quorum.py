@@ -1,8 +1,8 @@
-"""The majority in reach, and the members that may decide: the committee of the newest plan, or a fork of the
-rest.
+"""The reachable members, and which of them may decide: a quorum of the newest plan's committee, or a fork of
+the reachable members.
 
-Part of `partition.plan.paxos`: it holds no vote and sends nothing. SWIM says who lives; this file only
-counts.
+This is the part of `partition.plan.paxos` that holds no votes and sends nothing. SWIM reports which members
+are alive; this file only counts them.
 """
 
 from collections.abc import Collection
@@ -13,17 +13,17 @@ from partition.plan.chain import FORKS_MAX, fork_name
 from partition.plan.plan import NO_HASH, Plan, committee
 
 QUORUM_SECONDS = 15.0
-"""How long less than a majority is in reach before that is reported: shorter gaps heal by themselves."""
+"""How long a quorum must be missing before that is reported. Shorter gaps heal by themselves."""
 FORK_SECONDS = 60.0
-"""How long less than a majority is in reach before the members that see each other may go on alone."""
+"""How long a quorum must be missing before the members that see each other may go on alone."""
 
 INF = float("inf")
 
 
 @dataclass(frozen=True)
 class QuorumLost:
-    """For QUORUM_SECONDS only `live` of the committee were in reach, and `needed` must agree; `missing` are
-    the others."""
+    """For QUORUM_SECONDS, only `live` members of the committee were reachable, and `needed` must agree;
+    `missing` are the unreachable ones."""
 
     height: int
     live: int
@@ -33,14 +33,14 @@ class QuorumLost:
 
 @dataclass(frozen=True)
 class QuorumFound:
-    """After a QuorumLost: a majority is in reach."""
+    """A quorum is reachable again, after a QuorumLost."""
 
     height: int
 
 
 @dataclass(frozen=True)
 class ForkOpened:
-    """`members` may now decide alone. A wished change is completed with the loss of all others."""
+    """`members` may now decide alone. A change that is proposed then also drops all other members."""
 
     fork: bytes
     members: tuple[bytes, ...]
@@ -51,8 +51,8 @@ ReachEvent = QuorumLost | QuorumFound | ForkOpened
 
 @dataclass(frozen=True)
 class Instance:
-    """A decision's instance and its voters: NO_HASH and the committee, or a fork of `members` with its
-    own."""
+    """One decision and its voters. `fork` is NO_HASH for a decision by the committee; otherwise it is the
+    name of a fork by `members`, which have a committee of their own."""
 
     fork: bytes
     committee: tuple[PeerId, ...]
@@ -60,16 +60,16 @@ class Instance:
 
 
 def majority(committee: Collection[PeerId]) -> int:
-    """Return how many of a committee decide: any two majorities have a member in common."""
+    """Return the size of a majority of a committee. Any two majorities have a member in common."""
     return len(committee) // 2 + 1
 
 
 def decides(committee: Collection[PeerId], votes: Collection[PeerId], tie_breaker: PeerId | None) -> bool:
-    """Return whether `votes` decide: a majority of the committee, or exactly half of it with the
+    """Return whether `votes` decide: a majority of the committee, or exactly half of it including the
     `tie_breaker`.
 
     Any two such sets have a member in common, so Paxos stays safe (weighted voting; Gifford 1979): two halves
-    share the tie-breaker, and a majority meets every half.
+    share the tie-breaker, and a majority shares a member with every half.
     """
     count = sum(peer in votes for peer in committee)
     is_tie = 2 * count == len(committee)
@@ -77,7 +77,7 @@ def decides(committee: Collection[PeerId], votes: Collection[PeerId], tie_breake
 
 
 def indispensable(plan: Plan, tie_breaker: PeerId | None) -> tuple[PeerId, ...]:
-    """Return the voters without any one of which the others cannot decide what follows `plan`."""
+    """Return each voter without which the others could not decide the successor of `plan`."""
     seats = committee(plan)
     return tuple(
         peer for peer in seats if not decides(seats, [other for other in seats if other != peer], tie_breaker)
@@ -85,8 +85,8 @@ def indispensable(plan: Plan, tie_breaker: PeerId | None) -> tuple[PeerId, ...]:
 
 
 class Reach:
-    """The live members of the roster, as last reported, and the consequences. Until the first report, all are
-    live."""
+    """The live members of the roster, as last reported, and what follows from them. Until the first report,
+    all count as live."""
 
     def __init__(self, me: PeerId, plan: Plan, *, may_fork: bool, tie_breaker: PeerId | None = None) -> None:
         self.events: list[ReachEvent] = []
@@ -107,17 +107,17 @@ class Reach:
 
     @property
     def instance(self) -> Instance:
-        """The instance of a new proposal."""
+        """The instance in which a new proposal would be made."""
         return self.fork or self.normal
 
     @property
     def deadline(self) -> float:
-        """When `wake` wants to be called."""
+        """The time of the next `wake`."""
         return min(self._quorum_at, self._fork_at)
 
     def named(self, fork: bytes) -> Instance | None:
-        """Return the instance of this name. None for a fork that is not open here: it is of other members
-        than we see."""
+        """Return the instance with this name. None for a fork that is not open here, because it has other
+        members than we can reach."""
         return next((each for each in (self.normal, self.fork) if each and each.fork == fork), None)
 
     def decides(self, instance: Instance, votes: Collection[PeerId]) -> bool:
@@ -129,12 +129,12 @@ class Reach:
         return self._live is None or peer in self._live
 
     def follow(self, now: float, plan: Plan) -> None:
-        """Follow another plan, which is the newest."""
+        """Follow a new plan, which is now the newest."""
         self._begin(plan)
         self._count(now)
 
     def see(self, now: float, live: Collection[PeerId]) -> bool:
-        """Set the live peers; return whether that is any news."""
+        """Set the live peers; return whether they have changed."""
         seen = tuple(sorted({*live, self._me}))
         if seen == self._live:
             return False
@@ -143,7 +143,8 @@ class Reach:
         return True
 
     def wake(self, now: float, voted: Collection[bytes]) -> None:
-        """Report what has lasted long enough. `voted` are the instances in which we hold a vote."""
+        """Report conditions that have lasted long enough. `voted` are the instances in which we hold a
+        vote."""
         if now >= self._quorum_at:
             self._quorum_at = INF
             self._is_lost_told = True
@@ -172,6 +173,7 @@ class Reach:
             self._quorum_at = INF if self._is_lost_told else now + QUORUM_SECONDS
         members = tuple(peer for peer in self._plan.roster if self.lives(PeerId(peer)))
         if self._may_fork and members != self._members:
-            # A fork of those who were in reach before is off: the list names it.
+            # A fork by the previously reachable members is cancelled, because its name depends on the list of
+            # members.
             self.fork, self._members = None, members
             self._fork_at = max(self._lost_since + FORK_SECONDS, now + QUORUM_SECONDS)

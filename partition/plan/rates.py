@@ -1,8 +1,10 @@
-"""Measured speeds of a device for each class of operators, and the times of layers from them. No torch.
+"""Measured speeds of a device for each class of operators, and the times of layers that follow from them. No
+torch.
 
-A class takes `fixed + FLOPs / rate + bytes / bandwidth`, forward and backward by themselves. The numbers are
-picoseconds, so that all arithmetic is whole and a plan is the same to the byte wherever it is made. They are
-fitted by `partition.calibrate`, which runs in the kind of process that computes stages.
+Work in a class takes `fixed + FLOPs / rate + bytes / bandwidth`, with separate constants for forward and
+backward. The constants are in picoseconds, so that all arithmetic is in integers and a plan is the same to
+the byte wherever it is made. They are fitted by `partition.calibrate`, which runs in the kind of process that
+computes stages.
 """
 
 from collections.abc import Sequence
@@ -21,11 +23,12 @@ KINDS_MAX = 64
 MEGA = 1_000_000
 MEBI_BITS = 20
 FRAMES_OF_BOTH_PASSES = 4
-"""Each way one in and one out."""
+"""Number of frames of a micro-batch at a stage: one in and one out, in each of both passes."""
 REQUESTER_PERMILLE = 3_500
-"""The time of the requester's node for a micro-batch, relative to the calibrated time of a member's: it feeds
-and commits too. Under quotas it took 1.9 to 2.1 ms more than the others' where 0.8 were calibrated
-(`benchmarks/quotas.py --planned`, three runs); this includes its time for a step."""
+"""Node time of the requester for a micro-batch, relative to the calibrated time of a member, in permille: the
+requester's node also feeds and commits. Under quotas it took 1.9 to 2.1 ms more than the other nodes, which
+were calibrated at 0.8 ms (`benchmarks/quotas.py --planned`, three runs). The factor includes the requester's
+node time for a step."""
 
 Picoseconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Milliwatts = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -33,7 +36,7 @@ Word = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class OperatorPace(msgspec.Struct, frozen=True, array_like=True):
-    """Picoseconds for one call, a million FLOPs and a MiB touched."""
+    """Picoseconds for one call, for a million FLOPs, and for a MiB touched."""
 
     call: Picoseconds
     megaflop: Picoseconds
@@ -49,7 +52,7 @@ class OperatorPace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KindPace(msgspec.Struct, frozen=True, array_like=True):
-    """One class of operators."""
+    """The pace of one class of operators."""
 
     kind: Word
     forward: OperatorPace
@@ -57,16 +60,16 @@ class KindPace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, array_like=True):
-    """The speed of one device of one peer, with one data type and number of threads.
+    """The speed of one device of one peer, for one data type and number of threads.
 
-    `hardware` and `torch` say when a cached one no longer holds. `baseline_bytes` is the size of a stage's
-    process before it holds a model, `frame` the pace of a bundle on its way in or out of a stage (a call, and
-    bytes), `step` that of a step of the optimizer: a call for each parameter, and bytes. `node` is the node's
-    own time for a micro-batch, for which its stage waits: a call for both passes, and the bytes of frames
-    that come and go; `node_step` is its time for a step beside its micro-batches. The paces are those of a
-    processor that does nothing else; `share_permille` is the share of one that a stage gets here.
-    `busy_milliwatts` is the machine's power while it computes, `idle_milliwatts` while it waits; 0 where no
-    meter could be read.
+    `hardware` and `torch` show whether a cached calibration still holds. `baseline_bytes` is the size of a
+    stage's process before it holds a model. `frame` is the pace of a bundle on its way into or out of a stage
+    (a call, and bytes). `step` is the pace of an optimizer step: a call for each parameter, and bytes. `node`
+    is the node's own time for a micro-batch, during which its stage waits: a call for both passes, and the
+    bytes of incoming and outgoing frames. `node_step` is the node's time for a step, in addition to that for
+    its micro-batches. The paces hold for a processor that does nothing else; `share_permille` is the share of
+    a processor that a stage gets here. `busy_milliwatts` is the machine's power while it computes,
+    `idle_milliwatts` while it waits; both are 0 if no meter could be read.
     """
 
     hardware: Word
@@ -85,7 +88,7 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
     node_step: Picoseconds = 0
 
     def layer_nanoseconds(self, operations: Operations) -> tuple[int, int]:
-        """Return (forward, backward) of one layer for one micro-batch."""
+        """Return the (forward, backward) time of one layer for one micro-batch."""
         paces = {row.kind: row for row in self.kinds}
         share = self.share_permille
         found = []
@@ -100,26 +103,26 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def node_nanoseconds(self) -> tuple[int, int]:
-        """Return the time beside computing, of a stage's frames and of the node's own work: for a micro-batch
-        in both passes, and for a MiB of its frames."""
+        """The time in addition to computing, for a stage's frames and for the node's own work: per
+        micro-batch (both passes), and per MiB of its frames."""
         call = self.node.call + FRAMES_OF_BOTH_PASSES * self.frame.call
         return call // self.share_permille, (self.node.mebibyte + self.frame.mebibyte) // self.share_permille
 
     @property
     def draw_milliwatts(self) -> tuple[int, int]:
-        """Return the machine's power, computing and idle; an assumption where no meter could be read."""
+        """The machine's power while computing and while idle; an assumed value if no meter could be read."""
         if self.busy_milliwatts <= self.idle_milliwatts:
             return BUSY_MILLIWATTS, IDLE_MILLIWATTS
         return self.busy_milliwatts, self.idle_milliwatts
 
     @property
     def node_step_nanoseconds(self) -> int:
-        """Return the time of the node's own work for a step, beside that for its micro-batches."""
+        """The time of the node's own work for a step, in addition to that for its micro-batches."""
         return self.node_step // self.share_permille
 
     @property
     def step_nanoseconds(self) -> tuple[int, int]:
-        """Return the time of the optimizer's step: for a parameter, and for a MiB of them."""
+        """The time of an optimizer step: per parameter tensor, and per MiB of parameters."""
         return self.step.call // self.share_permille, self.step.mebibyte // self.share_permille
 
     def model_nanoseconds(self, layers: Sequence[Operations]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -128,7 +131,7 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
         return tuple(forward for forward, _ in pairs), tuple(backward for _, backward in pairs)
 
     def scaled(self, permille: int) -> "Calibration":
-        """Return the same device at this many thousandths of its speed."""
+        """Return the calibration of the same device at this many thousandths of its speed."""
 
         def slower(pace: OperatorPace) -> OperatorPace:
             call, megaflop, mebibyte = (
@@ -147,13 +150,13 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def as_requester(self) -> "Calibration":
-        """Return the same device where its node feeds and commits the run as well."""
+        """Return the calibration of the same device if its node also feeds and commits the run."""
         call = min(2**53, self.node.call * REQUESTER_PERMILLE // 1000)
         return msgspec.structs.replace(self, node=OperatorPace(call, self.node.megaflop, self.node.mebibyte))
 
     @property
     def flops_per_second(self) -> int:
-        """Return the rate of large products, forward."""
+        """The rate of large matrix products in the forward pass."""
         for row in self.kinds:
             if row.kind == "matmul":
                 return MEGA * self.share_permille * NANOSECONDS // max(1, row.forward.megaflop)
@@ -161,33 +164,31 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
 
 
 def assumed(flops_per_second: int) -> Calibration:
-    """Return the calibration of a processor of which only the FLOP/s are known: its other numbers in
-    proportion to a measured one.
-
-    That was one core of a server's processor with torch 2.13 (`REFERENCE`).
+    """Return the calibration of a processor of which only the FLOP/s are known. Its other values are in
+    proportion to a measured processor: one core of a server's processor with torch 2.13 (`REFERENCE`).
     """
     permille = max(1, flops_per_second * 1000 // REFERENCE.flops_per_second)
     return REFERENCE.scaled(permille)
 
 
 def equivalent_rate(calibration: Calibration, layers: Sequence[Operations]) -> int:
-    """Return the FLOP/s at which a processor that is like the one of `assumed` takes as long for these
-    layers: one number for plans that means the same for every peer."""
+    """Return the FLOP/s that a processor in proportion to `REFERENCE` needs to take as long for these layers.
+    Plans use this number, because it means the same for every peer."""
     reference, own = (sum(map(sum, device.model_nanoseconds(layers))) for device in (REFERENCE, calibration))
     return max(1, REFERENCE.flops_per_second * reference // max(1, own))
 
 
 def encode_calibration(calibration: Calibration) -> bytes:
-    """Return the value of a record."""
+    """Return the value of the DHT record."""
     return encode(calibration)
 
 
 def decode_calibration(data: bytes) -> Calibration:
-    """Decode and check a calibration; else raise RemoteProtocolError."""
+    """Decode and check a calibration. Raises RemoteProtocolError if it is invalid."""
     found: Calibration = decode(data, Calibration, bytes_max=CALIBRATION_BYTES_MAX)
     names = [row.kind for row in found.kinds]
     if len(set(names)) < len(names):
-        raise RemoteProtocolError("a calibration with a class of operators twice")
+        raise RemoteProtocolError("a calibration has a class of operators twice")
     return found
 
 
@@ -209,7 +210,7 @@ REFERENCE = Calibration(
     device="cpu",
     dtype="float32",
     threads=1,
-    # Microseconds a call, GFLOP/s, GB/s.
+    # Microseconds per call, GFLOP/s, GB/s.
     kinds=(
         _kind("matmul", (8, 60, 0), (12, 60, 0)),
         _kind("convolution", (20, 45, 0), (30, 40, 0)),

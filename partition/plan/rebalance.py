@@ -1,9 +1,9 @@
-"""From one split to a better one, moving as little as possible, and the worth of a measured change.
+"""The change from one split to a better one that moves as little as possible, and whether it pays off.
 
-`diff` returns the layers that each peer gets and gives up, and the bytes to move: parameters and the
-optimizer's moments travel, gradients do not, for a plan begins at a step's end. `rebalance` keeps every peer
-in its stage and moves the borders between neighbours, as long as that comes near enough to the best split; it
-keeps the old one where the gain is within the hysteresis, or does not pay for the bytes soon enough.
+`diff` returns the layers that each peer gets, and the bytes to move. Parameters and the optimizer's moments
+travel; gradients do not, because a plan begins at the end of a step. `rebalance` keeps every peer in its
+stage and moves only the borders between neighbours if the result comes near enough to the best split. It
+keeps the old split if the gain is below the hysteresis, or does not pay for the moved bytes soon enough.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,16 @@ from partition.plan.solver import solve
 from partition.plan.tables import IMPOSSIBLE, Tables
 
 HYSTERESIS_PERCENT = 10
-"""A smaller gain is noise of measuring, and no reason to move anything."""
+"""Minimum gain for a change. A smaller gain is measurement noise, and no reason to move anything."""
 NEIGHBOURS_PERCENT = 90
-"""Moved borders are enough where they come so near to the best split."""
+"""How near to the best split, in percent, moving only borders must come to be preferred."""
 PAYBACK_STEPS = 100
-"""The gain must pay for the moved bytes within this many steps."""
+"""Number of steps within which the gain must pay for the moved bytes."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """Layers that a peer gets, and the peers that hold them now; `sources` is empty where none does."""
+    """Layers that a peer gets, and the peers that hold them now; `sources` is empty if no peer holds them."""
 
     peer: str
     first: int
@@ -37,7 +37,8 @@ class Move:
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision: `split` is the old one where nothing is to change. The gain is in samples a second."""
+    """The decision whether to change a split. `split` is the old one if nothing is to change. `gain_percent`
+    is the gain in samples per second."""
 
     split: Split
     moves: tuple[Move, ...]
@@ -51,8 +52,8 @@ class Decision:
 
 
 def diff(problem: Problem, old: Split, new: Split, before: Problem | None = None) -> tuple[Move, ...]:
-    """Return the layers that each peer of `new` has to fetch. `before` is the problem of `old`, where its
-    peers were others."""
+    """Return the layers that each peer of `new` has to fetch. `before` is the problem of `old`, if its peers
+    were different."""
     held = _held(before or problem, old)
     moves = []
     for peer, (first, last) in sorted(_held(problem, new).items()):
@@ -88,10 +89,10 @@ def _moves(problem: Problem, peer: str, low: int, high: int, held: dict[str, tup
 
 
 def measured(problem: Problem, old: Split, nanoseconds: Mapping[str, int]) -> Problem:
-    """Return the problem with the measured times of the replicas of `old`, not their claims.
+    """Return the problem with the measured times of the replicas of `old` instead of their claims.
 
-    `nanoseconds` are for one micro-batch of their stage, by the peers' names. A peer that is not among them
-    is taken to be as far off its claim as the (lower) median of the others.
+    `nanoseconds` are the times for one micro-batch of the peer's stage, keyed by the peer's name. A peer
+    without a measurement is assumed to deviate from its claim by as much as the (lower) median of the others.
     """
     ratios = {}
     for (first, last), group in zip(old.ranges, old.groups, strict=True):
@@ -116,7 +117,8 @@ def measured(problem: Problem, old: Split, nanoseconds: Mapping[str, int]) -> Pr
 def move_borders(problem: Problem, old: Split, *, steps_left: int, pause_nanoseconds: int = 0) -> Decision:
     """Return the best split whose peers stay in their stages, for a run with `steps_left` to do.
 
-    Nothing moves unless half of these steps gain what the move costs: a pause, and all that is copied.
+    Nothing moves unless half of these steps gain the cost of the move: a pause, and the time to copy
+    everything.
     """
     tables = Tables(problem)
     now = step_nanoseconds(problem, old, tables)
@@ -128,13 +130,15 @@ def move_borders(problem: Problem, old: Split, *, steps_left: int, pause_nanosec
     assert time is not None
     moves = diff(problem, old, new)
     if now is None:
-        return Decision(new, moves, 0, "the old split does not fit any more")
+        return Decision(new, moves, 0, "the old split no longer fits")
     gain = 100 * now // max(1, time) - 100
     if gain < HYSTERESIS_PERCENT or not moves:
-        return Decision(old, (), gain, f"a gain of {gain} % is within the hysteresis")
+        return Decision(old, (), gain, f"a gain of {gain} % is below the hysteresis")
     cost = pause_nanoseconds + _moving(problem, old, new, moves)
     if 2 * cost > steps_left * (now - time):
-        return Decision(old, (), gain, f"moving takes longer than half of the {steps_left} steps left gain")
+        return Decision(
+            old, (), gain, (f"moving takes longer than half of the remaining {steps_left} steps would gain")
+        )
     return Decision(new, moves, gain, "only borders between neighbours move")
 
 
@@ -145,9 +149,10 @@ def _moving(problem: Problem, old: Split, new: Split, moves: Sequence[Move]) -> 
 
 
 def rebalance(problem: Problem, old: Split) -> Decision:
-    """Return the next split where rates, links or memory have changed but the peers are those of `old`.
+    """Return the next split after a change of rates, links or memory, if the peers are still those of `old`.
 
-    `old.groups` are places of this problem's peers. Raises Infeasible: neither the old one nor another fits.
+    `old.groups` are indices of this problem's peers. Raises Infeasible if neither the old split nor any other
+    fits.
     """
     tables = Tables(problem)
     now = step_nanoseconds(problem, old, tables)
@@ -168,18 +173,18 @@ def rebalance(problem: Problem, old: Split) -> Decision:
     assert time is not None
     moves = diff(problem, old, chosen)
     if now is None:
-        return Decision(chosen, moves, 0, "the old split does not fit any more")
+        return Decision(chosen, moves, 0, "the old split no longer fits")
     gain = 100 * now // max(1, time) - 100
     if gain < HYSTERESIS_PERCENT:
-        return Decision(old, (), gain, f"a gain of {gain} % is within the hysteresis")
+        return Decision(old, (), gain, f"a gain of {gain} % is below the hysteresis")
     if _moving(problem, old, chosen, moves) > PAYBACK_STEPS * (now - time):
-        return Decision(old, (), gain, f"moving takes longer than {PAYBACK_STEPS} steps gain")
+        return Decision(old, (), gain, f"moving takes longer than {PAYBACK_STEPS} steps would gain")
     kind = "only borders between neighbours move" if enough else "peers change their stages"
     return Decision(chosen, moves, gain, kind)
 
 
 def step_nanoseconds(problem: Problem, split: Split, tables: Tables) -> int | None:
-    """Return the nanoseconds of a step; None where a stage does not fit any more."""
+    """Return the nanoseconds of a step; None if a stage no longer fits."""
     count = len(split.groups)
     slowest = 0
     for number, ((first, last), group) in enumerate(zip(split.ranges, split.groups, strict=True)):

@@ -1,10 +1,12 @@
-"""Groups of peers and their order: all possibilities for few peers, a search for tens.
+"""The choice of groups of peers and their order: all possibilities for few peers, a heuristic search for tens
+of peers.
 
-Up to EXHAUSTIVE_MAX peers every ordered grouping of every subset is tried. Beyond, groupings of every number
-of stages are built fastest first onto the weakest stage, and the best of them improved by moves (a peer
-elsewhere, two peers or two stages swapped, a stage split or two joined) as long as there is effort left; a
-worse one is accepted now and then, ever less (Kirkpatrick and others 1983). The moves come from a generator
-of this file, so the same problem gives the same answer on every machine.
+With up to EXHAUSTIVE_MAX peers, every ordered grouping of every subset is tried. With more, groupings are
+built for every number of stages by giving the fastest peers first to the weakest stage. The best of them are
+improved by random moves as long as there is effort left: a peer goes elsewhere, two peers or two stages are
+swapped, a stage is split, or two stages are joined. Sometimes a worse grouping is accepted, with a
+probability that falls over time (Kirkpatrick and others 1983). The random numbers come from a generator in
+this file, so the same problem gives the same answer on every machine.
 """
 
 from collections.abc import Iterator
@@ -14,23 +16,23 @@ from partition.plan.problem import Constraints
 from partition.plan.tables import Tables
 
 EXHAUSTIVE_MAX = 4
-"""149 groupings of four peers, 1,081 of five."""
+"""Maximum number of peers for which all groupings are tried: four peers have 149, five would have 1,081."""
 EFFORT = 1_500
-"""Cuts looked at by a search over 8 peers; fewer each with more peers, since each costs more."""
+"""Number of cuts that a search evaluates. With more peers each cut costs more, so the solver lowers it."""
 STARTS_KEPT = 3
 WARMTH = 0.1
-"""The share by which a worse grouping is accepted every third time at the beginning."""
+"""Share by which a grouping may be worse and still be accepted in every third case, at the beginning."""
 _MULTIPLIER, _INCREMENT, _MODULUS = 6364136223846793005, 1442695040888963407, 1 << 64
 
 
 class _Draws:
-    """Knuth's linear congruential generator: choices that are the same everywhere."""
+    """Knuth's linear congruential generator. Its choices are the same on every machine."""
 
     def __init__(self, seed: int) -> None:
         self._state = seed
 
     def below(self, count: int) -> int:
-        """Return a number from 0 to before `count`."""
+        """Return a number from 0 to `count` - 1."""
         self._state = (self._state * _MULTIPLIER + _INCREMENT) % _MODULUS
         return (self._state >> 33) % count
 
@@ -43,7 +45,8 @@ def allows(rules: Constraints, groups: Groups, layers: int) -> bool:
 
 
 def has_replicas(rules: Constraints, group: tuple[int, ...]) -> bool:
-    """Return whether a stage has enough replicas; `replicas` goes before `replicas_min`."""
+    """Return whether a stage has enough replicas. `replicas`, if set, takes precedence over
+    `replicas_min`."""
     return len(group) == rules.replicas if rules.replicas else len(group) >= rules.replicas_min
 
 
@@ -54,19 +57,19 @@ class BestCuts:
         self._cuts: dict[int, Cut] = {}
 
     def note(self, cut: Cut) -> None:
-        """Take a cut that fits, if it is better than the best so far."""
+        """Keep a cut if it fits and is better than the best so far with its number of stages."""
         known = self._cuts.get(len(cut.groups))
         if cut.fits and (known is None or cut.order < known.order):
             self._cuts[len(cut.groups)] = cut
 
     @property
     def cuts(self) -> list[Cut]:
-        """Return the cuts, the best first."""
+        """The cuts, the best first."""
         return sorted(self._cuts.values(), key=lambda cut: cut.order)
 
 
 def exhaustive(tables: Tables) -> list[Cut]:
-    """Return the best cut of every ordered grouping, for each number of stages; the best first."""
+    """Return the best cut for each number of stages, among all ordered groupings; the best first."""
     rules = tables.problem.constraints
     best = BestCuts()
     for groups in _groupings(tuple(range(len(tables.problem.peers)))):
@@ -78,7 +81,7 @@ def exhaustive(tables: Tables) -> list[Cut]:
 
 
 def _groupings(peers: tuple[int, ...]) -> Iterator[Groups]:
-    """Yield every ordered grouping of every subset, the empty one included."""
+    """Yield every ordered grouping of every subset, including the empty one."""
     yield ()
     count = len(peers)
     for mask in range(1, 1 << count):
@@ -89,7 +92,7 @@ def _groupings(peers: tuple[int, ...]) -> Iterator[Groups]:
 
 
 def search(tables: Tables, effort: int = EFFORT) -> list[Cut]:
-    """Return good cuts, the best found for each number of stages, the best first; none where none fits."""
+    """Return the best cut found for each number of stages, the best first; an empty list if none fits."""
     starts: list[Cut] = []
     for groups in _starts(tables):
         found = best_cut(tables, groups)
@@ -107,7 +110,8 @@ def search(tables: Tables, effort: int = EFFORT) -> list[Cut]:
 
 
 def _starts(tables: Tables) -> Iterator[Groups]:
-    """Yield groupings to begin from: for each number of stages, fastest or largest first onto the weakest."""
+    """Yield groupings to begin from, for each number of stages. The peers are given to the weakest stage, the
+    fastest or the largest first."""
     problem = tables.problem
     rules, count = problem.constraints, len(problem.peers)
     fastest = sorted(range(count), key=lambda place: (-tables.weights[place], place))
@@ -141,7 +145,7 @@ def _grouped(tables: Tables, ranked: list[int], stages: int) -> Iterator[Groups]
         size = rules.replicas
         yield tuple(tuple(sorted(ranked[i * size : (i + 1) * size])) for i in range(stages))
         return
-    # Peers beyond one a stage may as well stay out: some hold a whole stage where others cannot.
+    # Also try one peer per stage: some peers may hold a whole stage that others cannot.
     for used in sorted({stages, len(ranked)}):
         groups: list[list[int]] = [[] for _ in range(stages)]
         for place in ranked[:used]:
@@ -184,7 +188,7 @@ def _climb(tables: Tables, start: Cut, effort: int, draws: _Draws, noted: BestCu
 
 
 def _polish(tables: Tables, start: Cut, effort: int) -> Cut:
-    """Take every better neighbour, until none is better or the effort is spent."""
+    """Take better neighbours until no neighbour is better or the effort is spent."""
     best, left = start, effort
     rules = tables.problem.constraints
     improved = True
@@ -232,7 +236,7 @@ def _clean(rows: list[tuple[int, ...]]) -> Groups:
 
 
 _LOGARITHMS = tuple(
-    # ln((k + 1/2) / 16), to be multiplied: how much worse a grouping may be, by Metropolis' rule.
+    # -ln((k + 1/2) / 16): multiplied by a temperature, limits how much worse a grouping may be (Metropolis).
     -round(x, 6)
     for x in (3.465736, 2.367124, 1.856298, 1.519826, 1.268511, 1.067841, 0.900787, 0.757686,
               0.632523, 0.521297, 0.421214, 0.330242, 0.246861, 0.169900, 0.098440, 0.031749)
@@ -244,7 +248,7 @@ def _log_uniform(draws: _Draws) -> float:
 
 
 def _moved(groups: Groups, count: int, draws: _Draws) -> Groups:
-    """Return a neighbour of `groups`; perhaps the same."""
+    """Return a random neighbour of `groups`; it may be the same grouping."""
     stages = [list(group) for group in groups]
     match draws.below(6):
         case 0 | 1:
@@ -260,7 +264,8 @@ def _moved(groups: Groups, count: int, draws: _Draws) -> Groups:
 
 
 def _move_peer(stages: list[list[int]], count: int, draws: _Draws) -> None:
-    """Move a peer into another stage, a new one, or out; or one that is out back in."""
+    """Move a peer into another stage, into a new one, or out of the grouping; a peer that is outside may get
+    in."""
     peer = draws.below(count)
     for stage in stages:
         if peer in stage:

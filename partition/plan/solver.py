@@ -1,9 +1,9 @@
 """The solver: the best contiguous split of layers with replicas, or the reason why there is none.
 
-The smallest problems are solved exhaustively, those of tens of peers are searched (`partition.plan.search`),
-and where hundreds share stages they are dealt fastest first onto the weakest (`partition.plan.spans`). Where
-a search finds nothing that fits, `partition.plan.exact` decides for up to eight peers. The answer depends on
-nothing but the problem: no clock, no hash seed, no order of peers.
+Problems with a few peers are solved exhaustively. Those with tens of peers are searched
+(`partition.plan.search`). With hundreds of peers, the fastest peers are given first to the weakest stage
+(`partition.plan.spans`). If a search finds nothing that fits, `partition.plan.exact` decides for up to eight
+peers. The answer depends only on the problem: not on a clock, a hash seed or the order of peers.
 """
 
 from partition.plan.cuts import Cut, as_split, balanced
@@ -15,18 +15,19 @@ from partition.plan.spans import fill_stages
 from partition.plan.tables import IMPOSSIBLE, Tables
 
 SEARCHED_MAX = 64
-"""Peers beyond which stages are filled by a rule alone."""
+"""Maximum number of peers for which a search is made. With more, stages are filled by a rule alone."""
 PLAYED_MAX = 4
-"""Candidates whose step is played through."""
+"""Maximum number of candidates whose step is simulated."""
 EFFORT_PEERS = 12
-"""From this number of peers on each further one makes a cut dearer, and fewer are looked at."""
+"""Number of peers from which on the search evaluates fewer cuts, because each further peer makes a cut more
+expensive."""
 
 
 def solve(problem: Problem, tables: Tables | None = None) -> Split:
     """Return the best split found for a problem.
 
     Raises:
-        Infeasible: too few peers or layers, or no split fits; it says what is missing.
+        Infeasible: there are too few peers or layers, or no split fits. It states what is missing.
     """
     _check(problem)
     tables = tables or Tables(problem)
@@ -36,13 +37,13 @@ def solve(problem: Problem, tables: Tables | None = None) -> Split:
     splits = [as_split(tables, balanced(tables, cut), is_exact=is_exact) for cut in cuts[:PLAYED_MAX]]
     if problem.objective != "throughput" or problem.hides_links or len(splits) == 1:
         return splits[0]
-    # By score they are close; how a step really fills and drains is seen by playing it.
+    # Their scores are close. Only a simulation shows how a step really fills and drains the pipeline.
     steps = [forecast(problem, split, tables).step_nanoseconds for split in splits]
     return splits[steps.index(min(steps))]
 
 
 def _candidates(tables: Tables) -> tuple[list[Cut], bool]:
-    """Return the best cuts, by number of stages, and whether they are proved the best."""
+    """Return the best cuts, by number of stages, and whether they are proved to be the best."""
     count = len(tables.problem.peers)
     if count <= EXHAUSTIVE_MAX:
         return exhaustive(tables), True
@@ -64,8 +65,8 @@ def _check(problem: Problem) -> None:
         raise Infeasible("the model has no layers")
     if rules.stages > layers:
         raise Infeasible(
-            f"{rules.stages} stages are asked for, the model has {layers} layers to cut between",
-            do=f"ask for at most {layers} stages",
+            f"{rules.stages} stages are requested, but the model has only {layers} layers",
+            do=f"request at most {layers} stages",
         )
     copies = max(1, rules.replicas or rules.replicas_min)
     wanted = max(1, rules.stages) * copies
@@ -86,20 +87,22 @@ def _check(problem: Problem) -> None:
     ]
     if len(places) + 1 < rules.stages:
         raise Infeasible(
-            f"{rules.stages} stages are asked for, and the model can be cut in {len(places)} places beside "
-            "what stays together",
-            do=f"ask for at most {len(places) + 1} stages, or keep fewer layers together",
+            (
+                f"{rules.stages} stages are requested, but the model can be cut in only "
+                f"{len(places)} places, because some layers must stay together"
+            ),
+            do=f"request at most {len(places) + 1} stages, or keep fewer layers together",
         )
     if sum(map(problem.may_cut, places)) + 1 < rules.stages:
         raise Infeasible(
             f"a micro-batch is too large to be sent between {rules.stages} stages; "
             "a smaller train.microbatch is needed",
-            do="a smaller train.microbatch, or fewer stages",
+            do="use a smaller train.microbatch, or fewer stages",
         )
 
 
 def _missing(problem: Problem, tables: Tables) -> Infeasible:
-    """Return the explanation where nothing fits: bytes needed, bytes offered, and what would help."""
+    """Return an explanation why nothing fits: bytes needed, bytes offered, and what would help."""
     rules, layers = problem.constraints, tables.count
     bases = [peer.baseline_bytes for peer in problem.peers]
     base = min(bases)

@@ -1,13 +1,15 @@
-"""Thousands of peers: each holds a span of layers, and micro-batches find their way by the shortest path.
+"""Placement for thousands of peers: each peer holds a span of layers, and each micro-batch takes the shortest
+path through the spans.
 
-Peers join fastest first, each where the model is weakest (the rule of SWARM, Ryabinin and others 2023, and of
-Petals, Borzunov and others 2023, for peers that are all known at the beginning). A span is as long as the
-peer's memory holds. A layer's rate is the sum of its holders' rates, a peer's rate being that of its whole
-span, so the model's rate is that of its weakest layer; no placement can beat `bound`.
+Peers are placed one after the other, the fastest first, each where the model is weakest. This is the rule of
+SWARM (Ryabinin and others 2023) and of Petals (Borzunov and others 2023), for peers that are all known from
+the beginning. A span is as long as the peer's memory allows. A layer's rate is the sum of its holders' rates,
+and a peer's rate is that of its whole span. So the model's rate is that of its weakest layer; no placement
+can exceed `bound`.
 
-`route` gives one micro-batch its way: a dynamic programme over layers, in which a peer costs its queue, its
-computing and the link to it (Parallax routes so too). Where a plan needs whole stages, `fill_stages` deals
-peers to stages of equal work by the same rule.
+`route` finds the path of one micro-batch by a dynamic program over layers, in which a peer costs its queue,
+its computing, and the link to it (as in Parallax). If a plan needs whole stages, `fill_stages` gives peers to
+stages of equal work by the same rule.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,16 +24,17 @@ from partition.plan.problem import Infeasible
 from partition.plan.tables import Tables
 
 RATE_BITS = 56
-"""Rates are micro-batches in 2**56 ns: some two years."""
+"""Exponent of the unit of rates: micro-batches in 2**56 ns, some two years."""
 MOVES_MAX = 200
-"""Moves between spans, once all peers are placed: each strengthens the weakest layer a little."""
+"""Maximum number of moves of spans after all peers are placed. Each strengthens the weakest layer a
+little."""
 REPLICAS_MAX = 64
 STAGES_MAX = 64
 
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """A peer, by its place in the problem, and the layers that it holds, half open."""
+    """A peer, given by its index in the problem, and the layers that it holds (half open)."""
 
     peer: int
     first: int
@@ -40,7 +43,7 @@ class LayerSpan:
 
 @dataclass(frozen=True)
 class Spread:
-    """Spans, their combined rate, and the bound of any spans: micro-batches in 2**56 ns."""
+    """Spans, their combined rate, and an upper bound on the rate of any spans: micro-batches in 2**56 ns."""
 
     spans: tuple[LayerSpan, ...]
     rate: int
@@ -48,10 +51,10 @@ class Spread:
 
 
 def spread(tables: Tables) -> Spread:
-    """Give every peer that can hold a layer a span.
+    """Give a span to every peer that can hold a layer.
 
     Raises:
-        Infeasible: peers hold too few layers to cover the model.
+        Infeasible: the peers hold too few layers to cover the model.
     """
     order = sorted(range(len(tables.problem.peers)), key=lambda place: (-tables.weights[place], place))
     lengths = _lengths(tables)
@@ -67,15 +70,16 @@ def spread(tables: Tables) -> Spread:
     rate = int(rates.min()) if spans else 0
     if not rate:
         raise Infeasible(
-            "no peer is left that can hold the rest of the layers",
-            do="add a peer, or free memory on those that are there",
+            "the peers together cannot hold all layers",
+            do="add a peer, or free memory on the present peers",
         )
     found = tuple(spans[place] for place in sorted(spans))
     return Spread(found, rate, sum(tables.weights[place] for place in sorted(prefixes)))
 
 
 def _lengths(tables: Tables) -> list[int]:
-    """Return how many layers each peer can hold anywhere, with one micro-batch under way; 0 for none."""
+    """Return, for each peer, how many layers it can hold wherever they are, with one micro-batch in
+    flight."""
     needed = tables.memory(1)
     size = tables.count
     longest = [
@@ -93,7 +97,8 @@ def _lengths(tables: Tables) -> list[int]:
 
 
 def _join(place: int, length: int, prefix: Any, rates: Any) -> LayerSpan:
-    """Give a peer the span that holds the weakest layer and the weakest ones beside it; add its rate."""
+    """Give a peer the span that holds the weakest layer and has the lowest total rate; add the peer's
+    rate."""
     weakest = int(rates.argmin())
     low, high = max(0, weakest - length + 1), min(weakest, len(rates) - length)
     sums = np.concatenate(([0], np.cumsum(rates >> 8)))
@@ -111,7 +116,7 @@ def _rate(span: LayerSpan, prefix: Any) -> int:
 def _improve(
     spans: dict[int, LayerSpan], lengths: Sequence[int], prefixes: Mapping[int, Any], rates: Any
 ) -> bool:
-    """Move a span from where the model is strong to its weakest layer; return whether that helped."""
+    """Move a span from layers where the model is strong to its weakest layer; return whether that helped."""
     weakest, least = int(rates.argmin()), int(rates.min())
     strong = sorted(
         (span for span in spans.values() if not span.first <= weakest < span.last),
@@ -140,18 +145,18 @@ class Hop:
 def route(
     tables: Tables, spans: Sequence[LayerSpan], queues: Mapping[int, int] | None = None
 ) -> tuple[Hop, ...]:
-    """Return the route by which one micro-batch is through soonest. A span may be used in part.
+    """Return the route on which one micro-batch finishes soonest. A span may be used in part.
 
     `queues` are nanoseconds of work that wait at each peer.
 
     Raises:
-        Infeasible: some layer is held by nobody.
+        Infeasible: no peer holds some layer.
     """
     waiting = dict(queues or {})
     by_layer: list[list[LayerSpan]] = [[] for _ in range(tables.count)]
     for span in spans:
         by_layer[span.first].append(span)
-    # At each layer: nanoseconds until it is reached, by the peer that has the activations.
+    # Keyed by (layer reached, the peer that has the activations): the nanoseconds until then, and the hops.
     best: dict[tuple[int, int], tuple[int, tuple[Hop, ...]]] = {(0, -1): (0, ())}
     active: list[LayerSpan] = []
     for layer in range(tables.count):
@@ -169,19 +174,19 @@ def route(
                 for time, peer, hops in arrivals
                 if peer != span.peer
             ) if any(peer != span.peer for _, peer, _ in arrivals) else (1 << 62, ())  # fmt: skip
-            # A span is left at its end, or where another begins.
+            # A span that is entered is used to its end.
             total = time + start + int(prefix[span.last] - prefix[layer])
             key = span.last, span.peer
             if total < best.get(key, (1 << 62, ()))[0]:
                 best[key] = total, (*hops, Hop(span.peer, layer, span.last))
     ends = [(time, hops) for (position, _), (time, hops) in best.items() if position == tables.count]
     if not ends:
-        raise Infeasible("some layer is held by nobody")
+        raise Infeasible("no peer holds some layer")
     return min(ends, key=lambda end: (end[0], [(hop.peer, hop.first) for hop in end[1]]))[1]
 
 
 def fill_stages(tables: Tables) -> Cut | None:
-    """Deal all peers to stages of equal work, for the best number of stages; None where nothing fits."""
+    """Deal all peers to stages of equal work, for the best number of stages; return None if nothing fits."""
     best: Cut | None = None
     for stages in _stage_counts(tables):
         cut = _fill(tables, stages)
@@ -204,7 +209,8 @@ def _stage_counts(tables: Tables) -> list[int]:
 
 
 def _fill(tables: Tables, stages: int) -> Cut | None:
-    """Fastest first onto the weakest stage that it can hold, as if all stages were of equal work."""
+    """Give each peer, the fastest first, to the weakest stage that it can hold, as if all stages had equal
+    work; return None if a stage gets too few replicas."""
     rules, peers = tables.problem.constraints, tables.problem.peers
     size_max = rules.replicas or REPLICAS_MAX
     ends = [number * tables.count // stages for number in range(stages + 1)]

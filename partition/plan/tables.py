@@ -1,12 +1,13 @@
-"""Integer tables of every stage that a group of peers could hold, and every edge between two groups.
+"""Integer tables of every stage that a group of peers could hold, and of every edge between two groups.
 
-A stage's row and column are its first layer and the layer before which it ends. The time of a group is that
-of its replicas working side by side: 1 / sum(1 / t), plus the share of its all-reduce that falls to one
-micro-batch. An edge is the time its slowest sender or receiver needs for one micro-batch, activations one way
-and gradients the other, which a link carries side by side. A stage that does not fit has a value beyond
-IMPOSSIBLE that grows with the missing memory, so that a search knows which way is better.
+A stage's row is its first layer, and its column is the layer before which it ends. The time of a group is
+that of its replicas working in parallel, 1 / sum(1 / t), plus the share of its all-reduce that falls to one
+micro-batch. The time of an edge is what its slowest sender or receiver needs for one micro-batch; activations
+travel one way and gradients the other, simultaneously. A stage that does not fit has a value above IMPOSSIBLE
+that grows with the missing memory, so that a search knows in which direction to improve.
 
-All numbers are int64 and all divisions whole: the same inputs give the same tables on every machine.
+All numbers are int64 and all divisions are in integers: the same inputs give the same tables on every
+machine.
 """
 
 from collections.abc import Sequence
@@ -20,17 +21,17 @@ from partition.plan.problem import Link, Problem
 Times = NDArray[np.int64]
 
 IMPOSSIBLE = 1 << 56
-"""Two years in nanoseconds; above it a stage does not fit, or a cut is not allowed."""
+"""Two years in nanoseconds. From this value on, a stage does not fit, or a cut is not allowed."""
 TIME_MAX = 1 << 54
 _RATE_BITS = 56
 _WEIGHT_BITS = 20
 _KIBIBYTE_BITS = 10
 _CACHED_MAX = 4_096
-"""Tables of 48 layers have 19 kB: 80 MB at most."""
+"""Maximum number of cached tables. With 48 layers a table has 19 kB, so they take at most 80 MB."""
 
 
 class Tables:
-    """The tables of one problem, made when they are asked for."""
+    """The tables of one problem, each made on first use."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -53,10 +54,11 @@ class Tables:
         passes = [_pass_times(problem, place) for place in range(len(problem.peers))]
         self._prefixes = [_prefix(times) for times in passes]
         self.weights = [max(1, (1 << _RATE_BITS) // max(1, sum(times))) for times in passes]
-        """Each peer's rate over the whole model, in one unit; at least 1, however slow it claims to be."""
+        """Each peer's rate over the whole model, in a common unit; at least 1, however slow the peer claims
+        to be."""
 
     def segment(self, place: int) -> Times:
-        """Return nanoseconds of one micro-batch on one peer, for every stage."""
+        """Return the nanoseconds of one micro-batch on one peer, for every stage."""
         if place not in self._segments:
             prefix = self._prefixes[place]
             time = prefix[None, :] - prefix[:, None] + self.node_time(place)
@@ -64,19 +66,21 @@ class Tables:
         return self._segments[place]
 
     def node_time(self, place: int) -> Times:
-        """Return nanoseconds of one micro-batch that a peer's node takes beside computing, for every
-        stage."""
+        """Return the nanoseconds of one micro-batch that a peer's node takes in addition to computing, for
+        every stage."""
         call, mebibyte = self.problem.peers[place].node_nanoseconds
         ways = 2 if self.problem.trains else 1
         frames = (self._inputs[:, None] + self._outputs[None, :]) * self.problem.wire_permille // 1000
         return _times(ways * frames, mebibyte) + call * ways // 2
 
     def prefix(self, place: int) -> Times:
-        """Return nanoseconds of one micro-batch on one peer before each layer."""
+        """Return the nanoseconds that one peer needs for all layers before each layer, for one
+        micro-batch."""
         return self._prefixes[place]
 
     def memory(self, depth: int) -> Times:
-        """Return peak bytes beyond the process's own, where `depth` stages are left with this one."""
+        """Return the peak bytes in addition to the process's own, for every stage with `depth` stages left to
+        the end, including itself."""
         if depth not in self._memories:
             problem = self.problem
             in_flight = problem.in_flight(depth)
@@ -94,8 +98,8 @@ class Tables:
         return self._memories[depth]
 
     def stage(self, group: tuple[int, ...], depth: int) -> Times:
-        """Return nanoseconds per micro-batch (nanojoules, by energy) of every stage that `group` could
-        hold."""
+        """Return the nanoseconds per micro-batch (nanojoules if the objective is energy) of every stage that
+        `group` could hold."""
         key = group, depth
         if key not in self._stages:
             if len(self._stages) >= _CACHED_MAX:
@@ -109,7 +113,7 @@ class Tables:
         missing = self.memory(depth) - room
         over = IMPOSSIBLE + np.minimum(missing >> _KIBIBYTE_BITS, IMPOSSIBLE >> 1)
         value = np.where(missing > 0, over, value)
-        # No stage at all is worse than any that does not fit.
+        # An empty range is worse than any stage that does not fit.
         found: Times = np.where(self._is_stage, value, 2 * IMPOSSIBLE)
         return found
 
@@ -117,7 +121,7 @@ class Tables:
         if self.problem.objective == "energy":
             return self._energy(group)
         if self.problem.objective == "latency":
-            # One pass meets one replica, and it may be the slowest.
+            # A single pass goes through one replica, which may be the slowest.
             found = self.segment(group[0])
             for place in group[1:]:
                 found = np.maximum(found, self.segment(place))
@@ -125,7 +129,7 @@ class Tables:
         return self.group_time(group)
 
     def group_time(self, group: tuple[int, ...]) -> Times:
-        """Return nanoseconds per micro-batch of every stage on `group`, whether it fits or not."""
+        """Return the nanoseconds per micro-batch of every stage on `group`, whether the stage fits or not."""
         if len(group) == 1:
             return self.segment(group[0])
         rate = sum((1 << _RATE_BITS) // self.segment(place) for place in group)
@@ -136,7 +140,8 @@ class Tables:
         return found
 
     def reduction(self, group: tuple[int, ...]) -> Times:
-        """Return nanoseconds of a step's all-reduce among the replicas of every stage; 0 for one."""
+        """Return the nanoseconds of a step's all-reduce among the replicas of every stage; 0 for a single
+        replica."""
         count = len(group)
         parameters = np.clip(self._parameters[None, :] - self._parameters[:, None], 0, None)
         if count == 1:
@@ -149,7 +154,8 @@ class Tables:
         return _times(parameters, unit) + 2 * (count - 1) * slowest.nanoseconds
 
     def _energy(self, group: tuple[int, ...]) -> Times:
-        """Return nanojoules of one micro-batch: each replica's power beyond idling, by its share."""
+        """Return the nanojoules of one micro-batch: each replica's power above idle power, weighted by its
+        share."""
         peers = self.problem.peers
         whole = sum(self.weights[place] for place in group)
         total = np.zeros((self.count + 1, self.count + 1), dtype=np.int64)
@@ -161,7 +167,8 @@ class Tables:
         return np.clip(total, 1, TIME_MAX)
 
     def edge(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> Times:
-        """Return nanoseconds for one micro-batch over each cut between two groups, the slower direction."""
+        """Return the nanoseconds for one micro-batch over each cut between two groups, in the slower
+        direction."""
         key = senders, receivers
         if key not in self._edges:
             if len(self._edges) >= _CACHED_MAX:
@@ -180,14 +187,16 @@ class Tables:
         return self._edges[key]
 
     def transfer(self, senders: tuple[int, ...], receivers: tuple[int, ...], position: int) -> int:
-        """Return nanoseconds of one micro-batch over the cut before layer `position`, for any objective."""
+        """Return the nanoseconds of one micro-batch over the cut before layer `position`, for any
+        objective."""
         units = [self._crossing(senders, receivers)[0]]
         if self.problem.trains:
             units.append(self._crossing(receivers, senders)[0])
         return max(units) * int(self.cut_bytes[position]) >> _WEIGHT_BITS
 
     def _crossing(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> tuple[int, int]:
-        """Return (nanoseconds per 2**20 bytes, latency) where each peer sends and takes its share."""
+        """Return (nanoseconds per 2**20 bytes, latency) between two groups in which each peer sends and
+        receives its share."""
         units, latencies = [], []
         for ones, others, is_out in ((senders, receivers, True), (receivers, senders, False)):
             whole = sum(self.weights[place] for place in ones)
@@ -198,7 +207,8 @@ class Tables:
         return max(units), max(latencies)
 
     def _mean_link(self, place: int, others: tuple[int, ...], is_out: bool) -> tuple[int, int]:
-        """Return a peer's time to send to, or take from, a group that shares by rate; and the latency."""
+        """Return a peer's time per 2**20 bytes to send to, or receive from, a group whose members share by
+        rate; and the latency."""
         key = place, others, is_out
         if key not in self._means:
             links = [
@@ -211,15 +221,16 @@ class Tables:
         return self._means[key]
 
     def hop(self, sender: int, receiver: int, position: int) -> int:
-        """Return nanoseconds of one micro-batch from peer to peer over the cut before layer `position`."""
+        """Return the nanoseconds of one micro-batch from one peer to another over the cut before layer
+        `position`."""
         link = self.problem.link(sender, receiver)
         return (_unit(link) * int(self.cut_bytes[position]) >> _WEIGHT_BITS) + link.nanoseconds
 
     def pass_times(
         self, split_ranges: Sequence[tuple[int, int]], groups: Sequence[tuple[int, ...]]
     ) -> list[int]:
-        """Return by stage: nanoseconds of one micro-batch from there to the end and back, nothing else under
-        way."""
+        """Return, for each stage, the nanoseconds of one micro-batch from this stage to the end and back, if
+        nothing else is in flight."""
         found: list[int] = []
         total = 0
         for number in range(len(groups) - 1, -1, -1):
@@ -247,7 +258,7 @@ def _pass_times(problem: Problem, place: int) -> list[int]:
 
 
 def _prefix(values: Sequence[int]) -> Times:
-    """Return sums of the values before each place; a sum beyond TIME_MAX stays there."""
+    """Return the sum of the values before each index, at most TIME_MAX."""
     sums = [0]
     for value in values:
         sums.append(min(sums[-1] + value, TIME_MAX))
@@ -269,7 +280,7 @@ def _unit(link: Link) -> int:
 
 
 def _times(sizes: Times, unit: int) -> Times:
-    """Return nanoseconds of these bytes at `unit` nanoseconds per 2**20 bytes, without overflow."""
+    """Return the nanoseconds for these bytes at `unit` nanoseconds per 2**20 bytes, without overflow."""
     largest = int(sizes.max(initial=1))
     shift = max(0, (largest * max(1, unit)).bit_length() - 62)
     found: Times = np.minimum((sizes * (unit >> shift) >> _WEIGHT_BITS) << shift, TIME_MAX)

@@ -211,7 +211,11 @@ REFUSED = [
     ("show {}/cut.peerloom", 2, "cut.peerloom: not a captured model"),
     ("show {}/own.peerloom --batch 5000", 2, "--batch: batch is 5000, allowed are 1 to 4096"),
     ("show {}/own.peerloom --batch -1", 2, "--batch: want a number from 1"),
-    ("show {}/own.peerloom --stages 4", 5, "--stages 4: 4 stages are asked for, the model has 3 layers"),
+    (
+        "show {}/own.peerloom --stages 4",
+        5,
+        "--stages 4: 4 stages are requested, but the model has only 3 layers",
+    ),
     ("show {}/own.peerloom --svg {}/no/such.svg", 2, "such.svg: no folder"),
     ("show", 2, "missing argument 'FILE'"),
     ("verify {}/lone.peerloom", 2, "lone.safetensors: No such file or directory"),

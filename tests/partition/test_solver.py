@@ -294,7 +294,7 @@ def test_search_alone_is_within_some_percent_of_the_lower_bound() -> None:
 @pytest.mark.parametrize(
     ("layers", "peers", "stages", "replicas", "words"),
     [
-        ([layer(1)] * 3, [(1, BIG)] * 9, 4, 1, "4 stages are asked for, the model has 3 layers"),
+        ([layer(1)] * 3, [(1, BIG)] * 9, 4, 1, "4 stages are requested, but the model has only 3 layers"),
         ([layer(1)] * 3, [(1, BIG)] * 3, 2, 2, "4 peers are needed (2 stages x 2), 3 offer a slot"),
         ([layer(1)], [], 0, 0, "1 peer is needed (1 stage x 1), 0 offer a slot"),
         ([layer(100)], [(1, SMALL)] * 3, 0, 0, "one layer alone needs 0.94 GB to train, the largest of 3"),
@@ -312,7 +312,7 @@ def test_an_infeasible_run_names_what_is_missing(
 
 
 def test_peers_with_the_same_name_are_an_error() -> None:
-    with pytest.raises(ValueError, match="two peers of one name"):
+    with pytest.raises(ValueError, match="two peers have the same name"):
         Problem((layer(1),), (PeerCost("a", BIG, (1,), (1,)),) * 2)
 
 
