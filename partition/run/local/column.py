@@ -1,8 +1,8 @@
-"""The column of a head: the holder of each stage, and the peers to ask for a stage without a holder.
+"""The column of a head: the holder of each of its stages, and the peers to ask if a stage has no holder.
 
-The loss of a holder breaks the column: the open step is dropped everywhere, and the head looks for another
-holder of that stage. This may be a holder whose own head is gone, or a node with a free slot. Other heads
-name the holders that they know, since a free holder may be unknown to the head that needs it.
+The loss of a holder breaks the column: the open step is dropped everywhere, and the head looks for a new
+holder of that stage. The new holder may be one whose own head is gone, or a node with a free slot. Other
+heads name the holders that they know, because a free holder may be unknown to the head that needs it.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,25 @@ from partition.run.local.courses import AttachTo, Course
 from partition.run.local.seat import StageSeat
 
 HEADS_ASKED = 2
-"""Other heads asked at a time while a stage is missing; all are asked in turn."""
+"""Number of other heads asked per search while a stage is missing. All heads are asked in turn."""
 
 
 @dataclass(frozen=True)
 class WorkHere:
-    """Start a stage that the head holds itself, if it is ready. No answer."""
+    """Start to use a stage that the head holds itself, if it is ready. No answer."""
 
     stage: int
 
 
 class ColumnHolders:
-    """The holders of a head's stages, all but the first of `count`."""
+    """The holders of a head's `count` stages, except the first, which the head holds itself."""
 
     def __init__(self, count: int) -> None:
         self.attached: dict[int, PeerId] = {}
         """The other nodes that work for this head, by stage."""
         self.here: dict[int, StageSeat] = {}
-        """The stages that the head holds besides the first; some of them may work for it now."""
+        """The stages that the head itself holds in addition to the first; some of them may work for it
+        now."""
         self.mates: dict[int, dict[PeerId, None]] = {stage: {} for stage in range(1, count)}
         """The reported holders of each stage."""
         self.has_looked = False
@@ -40,7 +41,7 @@ class ColumnHolders:
         """Whether the last peer asked is fetching a newer state."""
         self._count = count
         self._hosts: dict[int, PeerId] = {}
-        """Peers that agreed to hold a stage besides another one of this column."""
+        """Peers that agreed to hold a stage in addition to the stage that they hold for this column."""
         self._heads_asked = 0
 
     @property
@@ -55,15 +56,15 @@ class ColumnHolders:
         return tuple(dict.fromkeys(self.attached.values()))
 
     def agreed(self, stage: int, peer: PeerId) -> None:
-        """Note that a peer will hold this stage, possibly besides another."""
+        """Note that a peer will hold this stage, possibly in addition to another one."""
         self._hosts[stage] = peer
         self.mates[stage] = {peer: None, **self.mates[stage]}
 
     # Looking for holders
 
     def mend(self, known: Sequence[PeerId], heads: Sequence[PeerId]) -> Course[None]:
-        """Find holders for the missing stages: first their reported holders, then other members. If none
-        agrees, ask some of the other `heads` for names, to try the next time."""
+        """Find holders for the missing stages: ask first their reported holders, then other members. If none
+        agrees, ask some of the other `heads`, which may name holders to try next time."""
         for stage in self.missing:
             if stage in self.here:
                 yield WorkHere(stage)
@@ -77,18 +78,19 @@ class ColumnHolders:
         self.has_looked = True
 
     def _candidates(self, stage: int, known: Sequence[PeerId]) -> list[PeerId]:
-        """Return the peers to ask for a missing stage, in order, until one works for this head: its reported
-        holders, then other `known` members."""
+        """Return the peers to ask for a missing stage, in order: first its reported holders, then other
+        `known` members."""
         taken = set(self.peers) - {self._hosts.get(stage)}
         return [peer for peer in dict.fromkeys((*self.mates[stage], *known)) if peer not in taken]
 
     def _heads_to_ask(self, heads: Sequence[PeerId]) -> list[PeerId]:
-        """Return the heads to ask for names where no candidate holds a stage, for the next time."""
+        """Return the heads to ask for names of holders if no candidate takes a stage."""
         first, self._heads_asked = self._heads_asked, self._heads_asked + HEADS_ASKED
         return [heads[number % len(heads)] for number in range(first, first + min(HEADS_ASKED, len(heads)))]
 
     def wants_copies(self, stage: int) -> bool:
-        """Return whether the holder of a stage should keep copies of the first stage; one holder suffices."""
+        """Return whether the holder of a stage should keep copies of the first stage. One such holder
+        suffices."""
         return not any(self.attached.keys() - {stage})
 
     def asking(self) -> None:
@@ -96,18 +98,18 @@ class ColumnHolders:
         self.is_older = False
 
     def failed(self, stage: int, peer: PeerId) -> None:
-        """Note that a peer did not answer, or proved nothing."""
+        """Note that a peer did not answer, or could not prove its membership."""
         self.mates[stage].pop(peer, None)
         if self._hosts.get(stage) == peer:
             del self._hosts[stage]
 
     def refused(self, stage: int, peer: PeerId, named: Sequence[PeerId], *, is_older: bool) -> None:
-        """Note that a peer does not work for this head; the peers `named` may."""
+        """Note that a peer refused to work for this head. The peers `named` may hold the stage."""
         self.is_older = is_older
         self._learn(stage, [mate for mate in named if mate != peer])
 
     def took(self, stage: int, peer: PeerId, named: Sequence[PeerId]) -> None:
-        """Note that a peer works for this head; the peers `named` hold the same stage."""
+        """Note that a peer works for this head. The peers `named` hold the same stage."""
         self._learn(stage, [peer, *named])
         self.attached[stage] = peer
 

@@ -16,7 +16,7 @@ from partition.stage import REASON_LENGTH_MAX
 
 PROTOCOL = "/peerloom/column/1"
 MESSAGE_BYTES_MAX = 32 * 1024
-"""Size limit: a full chain of tickets; requests and answers are payloads."""
+"""Maximum size of a message: a full chain of tickets. The stages' requests and answers are payloads."""
 MATES_MAX = 32
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -25,9 +25,9 @@ Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
-    """Work for the sender, a head of this run after `step` steps, and a member by this chain. `keeps` asks
-    for copies of the head's own stage, for its successor. `column` are the head's other nodes, to which the
-    holder announces itself when the head is gone."""
+    """Request to work for the sender, a head of this run after `step` steps, and a member as `chain` proves.
+    `keeps` asks for copies of the head's own stage, for its successor. `column` are the head's other nodes,
+    to which the holder announces itself when the head is gone."""
 
     run: Hash
     stage: Annotated[int, msgspec.Meta(ge=1, lt=STAGES_MAX)]
@@ -38,7 +38,7 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
 
 
 class Attached(msgspec.Struct, frozen=True, array_like=True, tag="attached"):
-    """The holder agrees, and is a member by this chain; `mates` hold the same stage."""
+    """The holder agrees, and is a member as `chain` proves. `mates` hold the same stage."""
 
     chain: Chain
     mates: Annotated[tuple[Subject, ...], msgspec.Meta(max_length=MATES_MAX)]
@@ -46,8 +46,8 @@ class Attached(msgspec.Struct, frozen=True, array_like=True, tag="attached"):
 
 class ColumnRefusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
     """A refusal. `is_diverged`: the result was not finite, and the column continues. `mates` may hold the
-    stage; another head, which holds only the first, names them. `is_older`: a newcomer's state is of an
-    earlier step than another holder's, which it takes over now; ask again."""
+    stage; a head that is asked, which holds only the first stage, names them. `is_older`: the newcomer's
+    state is older than another holder's state, which it takes over now; ask again later."""
 
     reason: Reason
     is_diverged: bool = False
@@ -56,11 +56,11 @@ class ColumnRefusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal")
 
 
 class Do(msgspec.Struct, frozen=True, array_like=True, tag="do"):
-    """A request to the holder's stage, as the payload."""
+    """A request to the holder's stage. The request is the payload."""
 
 
 class Did(msgspec.Struct, frozen=True, array_like=True, tag="did"):
-    """The answer to that request, as the payload."""
+    """The answer of the holder's stage. The answer is the payload."""
 
 
 Question = Attach | Do

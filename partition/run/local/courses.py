@@ -1,8 +1,9 @@
-"""Courses: sequences of deeds in a member's life in local mode, as generators that yield one deed at a time.
+"""Courses: the procedures of a member in local mode, written as generators that yield one deed (action) at a
+time.
 
-A course yields a deed and is sent its outcome; to wait, it yields `Sleep`. A driver carries out the deeds for
-its node or simulated peer, and decides nothing. It throws `ColumnBroken` into the course if a deed fails that
-way; any other error ends the course.
+A course yields a deed and is sent the outcome; to wait, it yields `Sleep`. A driver carries out the deeds for
+its node or simulated peer, and decides nothing. If a deed fails because a stage lost its holder, the driver
+throws `ColumnBroken` into the course; any other error ends the course.
 """
 
 from collections.abc import Generator
@@ -13,7 +14,8 @@ from crypto.identity import PeerId
 
 R = TypeVar("R")
 Course = Generator[object, Any, R]
-"""A course with the result R. Its deeds are frozen dataclasses; each says what its answer is."""
+"""A course with the result R. Its deeds are frozen dataclasses; the docstring of each states the answer that
+it gets."""
 
 
 class ColumnBroken(Exception):
@@ -21,26 +23,27 @@ class ColumnBroken(Exception):
 
 
 class StageLost(Exception):
-    """A stage cannot go on here."""
+    """A stage cannot continue on this node."""
 
 
 @dataclass(frozen=True)
 class Sleep:
-    """Continue after some seconds. No answer."""
+    """Continue after this many seconds. No answer."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class CatchUp:
-    """Take over a state of others. No answer. StageLost: it `is_needed`, and no peer hands one over."""
+    """Take over the state of another member. No answer. Raises StageLost if the state `is_needed` and no peer
+    hands one over."""
 
     is_needed: bool = True
 
 
 @dataclass(frozen=True)
 class AttachTo:
-    """Ask a peer to hold a stage of this head's column. The answer says whether it does."""
+    """Ask a peer to work for this head with a stage. The answer is whether it does."""
 
     stage: int
     peer: PeerId
@@ -48,8 +51,8 @@ class AttachTo:
 
 @dataclass(frozen=True)
 class AskToHold:
-    """Ask a node, possibly this one, to hold a stage; with `is_beside` in addition to its own. The answer
-    says whether it will."""
+    """Ask a node, possibly this one, to hold a stage; if `is_beside`, in addition to the stage that it holds.
+    The answer is whether it will."""
 
     stage: int
     peer: PeerId
@@ -58,6 +61,6 @@ class AskToHold:
 
 @dataclass(frozen=True)
 class CallHeads:
-    """Announce this holder to members, and to these peers, which worked for its last head. No answer."""
+    """Announce this holder to members, and to `companions`, which worked for its previous head. No answer."""
 
     companions: tuple[PeerId, ...]

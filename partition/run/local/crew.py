@@ -1,4 +1,4 @@
-"""The members of a run in local mode as one member knows them: its rosters, its column, its seats."""
+"""The members of a run in local mode, as one member knows them: its rosters, its column, and its seats."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -10,7 +10,8 @@ from partition.run.local.seat import StageSeat
 
 
 class MemberCrew:
-    """The crew of one member. Parts of the run are added as the member opens them."""
+    """The crew of one member: the other members it works with, and its own seats. Parts are added as the
+    member opens them."""
 
     def __init__(
         self,
@@ -22,17 +23,17 @@ class MemberCrew:
         reports: Callable[[], Reports],
         admitted: Callable[[], Collection[PeerId]],
     ) -> None:
-        """`replicas` is the wanted number of heads, 0 for any. `reports` returns the reports of other holders
-        of the same stage, `admitted` all known members."""
+        """`replicas` is the wanted number of heads, 0 for as many as possible. `reports` returns the reports
+        of the other holders of the same stage, `admitted` all known members."""
         self.is_training = is_training
         self.holders_of: ColumnHolders | None = None
-        """The holders of this head's column, None unless this member is a head."""
+        """The holders of the stages of this member's column; None if this member is not a head."""
         self.own_seat: StageSeat | None = None
         """The seat of this member's stage, if it works for the head of a column."""
         self.taken: set[int] = set()
-        """The stages that this member holds besides its own, including those being opened."""
+        """The stages that this member holds in addition to its own, including those that are being opened."""
         self.awaits_head = False
-        """Whether all earlier heads are gone and no node here has a copy of their parameters."""
+        """Whether all earlier heads are gone, and no node here has a copy of their parameters."""
         self.agreed: set[PeerId] = set()
         """The nodes that agreed to be heads when this member asked."""
         self.has_asked = False
@@ -55,17 +56,17 @@ class MemberCrew:
 
     @property
     def training(self) -> list[PeerId]:
-        """Return the others that have a state."""
+        """The other holders of the same stage that have a state."""
         return training(self.reports)
 
     @property
     def further_seats(self) -> Sequence[StageSeat]:
-        """Return the seats of the stages that this member holds besides its own."""
+        """The seats of the stages that this member holds in addition to its own."""
         return ()
 
     @property
     def seats(self) -> list[StageSeat]:
-        """Return the seats here that can work for heads, this member's own first; none at a head."""
+        """The seats here that can work for heads, this member's own first; none if this member is a head."""
         return [] if self.own_seat is None else [self.own_seat, *self.further_seats]
 
     @property
@@ -75,14 +76,14 @@ class MemberCrew:
 
     @property
     def column_peers(self) -> tuple[PeerId, ...]:
-        """The other members of this one's column."""
+        """The other members of this member's column."""
         if self.holders_of is not None:
             return self.holders_of.peers
         return () if self.head is None else (self.head,)
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The missing stages of this member's column."""
+        """The stages without a holder in this member's column."""
         return () if self.holders_of is None or self.ending.best is not None else self.holders_of.missing
 
     def wanted(self, free: int) -> int:
@@ -100,17 +101,17 @@ class MemberCrew:
 
     @property
     def holders(self) -> list[PeerId]:
-        """Return the members known to this head that are not heads."""
+        """The members known to this head that are not heads."""
         reports = self.reports
         return [peer for peer in self.admitted() if peer not in reports]
 
     @property
     def known(self) -> set[PeerId]:
-        """Return the nodes that need not be asked."""
+        """The nodes that this member need not ask."""
         return {self.me, *self.others, *self.column_peers}
 
     def joined(self, stage: int, peer: PeerId) -> None:
-        """Note that a node will hold this stage."""
+        """Note that a node has agreed to hold this stage."""
         if not stage:
             self.agreed.add(peer)
         elif self.holders_of is not None:
@@ -124,12 +125,12 @@ class MemberCrew:
 
     def judges(self, stage: int, stages: int, *, has_state: bool) -> bool:
         """Return whether this member, which holds `stage` of `stages`, tests a result before it accepts it. A
-        head does; a head with a column only if the column is complete."""
+        head does so, but a head with a column only if the column is complete."""
         return self.is_training and not stage and (has_state or stages == 1)
 
     def trusts(self, stage: int) -> bool:
-        """Return whether this member's head, or without one at least half of the training members, hold the
-        preferred conclusion. A member that does not train cannot test it itself."""
+        """Return whether the preferred conclusion is held by this member's head or, if it has no head, by at
+        least half of the training members. A member that does not train cannot test the conclusion itself."""
         if self.head is not None:
             return self.head in self.ending.holders
         return bool(stage) or 2 * len(self.ending.holders) >= len(self.training)
@@ -137,7 +138,7 @@ class MemberCrew:
     def electorate(
         self, stage: int, stages: int, *, has_state: bool
     ) -> tuple[list[PeerId] | None, list[PeerId]]:
-        """Return the members with a state (None if this member tests no result) and the known voters."""
+        """Return the members with a state (None if this member tests no result), and the known voters."""
         training = self.training
         trainers = [*training, *([self.me] * has_state)]
         voters = training if not stage else [] if self.head is None else [self.head]

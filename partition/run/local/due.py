@@ -1,4 +1,4 @@
-"""The time for which something has been due."""
+"""The time since when something has been due."""
 
 
 class Due:
@@ -8,7 +8,7 @@ class Due:
         self._since: dict[str, float] = {}
 
     def waited(self, now: float, name: str, is_due: bool) -> float:
-        """Return for how many seconds something has been due; -1 where it is not."""
+        """Return for how many seconds something has been due; -1 if it is not due."""
         if not is_due:
             self._since.pop(name, None)
             return -1.0

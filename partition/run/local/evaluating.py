@@ -15,21 +15,22 @@ LONG_AGO = -(2**53)
 
 
 class EvaluationSchedule:
-    """The evaluations of one member."""
+    """The schedule of one member's evaluations."""
 
     def __init__(self, settings: LocalSettings, ending: Ending) -> None:
         self.is_waiting = False
-        """Whether the run is over for this member, which waits for the others."""
+        """Whether the run is over for this member, and it waits for the others."""
         self.holds_still = False
-        """Whether the result will be of this step, once it is averaged."""
+        """Whether this member makes no steps, because the result will be made from this step once it is
+        averaged."""
         self.evaluated_step = 0
-        """This member's step at the last evaluation, here or elsewhere."""
+        """This member's step at the latest evaluation, by this member or another."""
         self._apart = settings.evaluate_every * settings.local_steps
         self._patience = settings.patience
         self._ending = ending
         self._due = Due()
         self._passed_step = LONG_AGO
-        """The step of the last rejected result."""
+        """The step of the latest result of this member that was rejected."""
         self._held_step = LONG_AGO
 
     def look(
@@ -43,14 +44,14 @@ class EvaluationSchedule:
         is_at_end: bool,
         is_idle: bool,
     ) -> bool:
-        """Return whether this member evaluates now, after `step`. `training` are the others with a state;
-        `is_idle`: its column lacks stages."""
+        """Return whether this member evaluates now, after `step`. `training` are the other members with a
+        state; `is_idle`: its column lacks stages."""
         ending = self._ending
         self.holds_still = False
         ending.set_end(now, self._due.waited(now, "the end of the steps", is_at_end))
         if ending.best is not None:
             return False
-        if self.is_waiting:  # the proposal was given up: train on, and do not repeat it
+        if self.is_waiting:  # the proposal was given up: train on, and do not repeat it soon
             self.is_waiting, self._passed_step = False, step
         if not is_at_end and 0 <= step - self._passed_step < self._apart:
             return False
@@ -65,8 +66,8 @@ class EvaluationSchedule:
         self, step: int, rounds: RoundSchedule, training: Sequence[PeerId], axes: int, *, is_mine: bool
     ) -> bool:
         """Return whether the result waits for a last round, during which the parameters here stay fixed. If
-        another member makes the result, the wait is limited to one evaluation per evaluation interval, since
-        a member may claim any loss."""
+        another member makes the result, this happens at most once per evaluation interval, because a member
+        may claim any loss."""
         if not rounds.lacks_mean(step, len(training), axes):
             return False
         if not is_mine and 0 != step - self._held_step < self._apart:
@@ -75,13 +76,13 @@ class EvaluationSchedule:
         return True
 
     def evaluated(self, step: int) -> None:
-        """Note an evaluation, here or of another member; the next one is due a full interval later."""
+        """Note an evaluation, by this member or another. The next one is due a full interval later."""
         self.evaluated_step = step
 
     def concludes(
         self, step: int, rounds: RoundSchedule, training: Sequence[PeerId], *, axes: int, is_at_end: bool
     ) -> str | None:
-        """Return why this member, which has just evaluated, makes the result now, "" at the end of the steps;
+        """Return why this member, which has just evaluated, makes the result now ("" after the last step);
         None to train on."""
         if not (is_at_end or self._ending.series.has_converged):
             return None
@@ -90,6 +91,6 @@ class EvaluationSchedule:
         return "" if is_at_end else "its evaluations stopped improving"
 
     def may_judge(self, step: int, *, is_at_end: bool) -> bool:
-        """Return whether the run may be over, so that a proposed result is tried; until then training
+        """Return whether the run may be over, so that a proposed result is tried. Otherwise training
         continues."""
         return is_at_end or (bool(self._patience) and step >= self._patience * self._apart)

@@ -1,4 +1,4 @@
-"""The life of a head in local mode: complete the column, resume from a state, and make steps.
+"""The course of a head in local mode: complete the column, resume from a state, and make steps.
 
 If the column breaks, the open step is dropped everywhere, and repeated once the column is complete again. Not
 here: the holders of the other stages (`partition.run.local.column`), and the arithmetic.
@@ -16,9 +16,9 @@ from partition.run.local.regrouping import ColumnRegrouping
 from partition.run.local.start_barrier import StartBarrier
 
 LOOK_SECONDS = 0.5
-"""Interval between two checks of a head that cannot make steps."""
+"""Seconds between two checks of a head that cannot make steps."""
 DIVERGED_MAX = 10
-"""Non-finite steps in a row that are tolerated, as in exact mode."""
+"""Number of successive non-finite steps after which training has diverged, as in exact mode."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class TryFirstValues:
 
 @dataclass(frozen=True)
 class BeginSteps:
-    """Prepare for steps, from the present state. No answer."""
+    """Prepare for steps from the present state. No answer."""
 
 
 @dataclass(frozen=True)
 class MakeStep:
-    """Make one step with all stages of the column. The answer says whether it was not finite."""
+    """Make one step with all stages of the column. The answer is whether the step was not finite."""
 
 
 @dataclass(frozen=True)
 class DropStep:
-    """Release the holders of the column, and drop the open step, for a `reason`. `is_news`: the column was
+    """Release the holders of the column and drop the open step, for a `reason`. `is_news`: the column was
     complete before. No answer."""
 
     reason: str
@@ -46,10 +46,10 @@ class DropStep:
 
 
 class HeadCourse:
-    """The life of one head, with its `own` stage."""
+    """The course of one head, with its `own` stage."""
 
     regrouping: ColumnRegrouping | None = None
-    """The regrouping of the column, once that is open."""
+    """The regrouping of the column, once it is open."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class HeadCourse:
         stages: int,
         live: Callable[[], Collection[PeerId]],
     ) -> None:
-        """`live` returns the nodes that are alive."""
+        """`live` returns the nodes that are believed alive."""
         self._own = own
         self._crew = crew
         self._finish = finish
@@ -81,7 +81,8 @@ class HeadCourse:
                     finish.has_state = True
                     yield BeginSteps()
                     finish.schedule.evaluated(own.step)
-                    if not own.step and self._stages == 1:  # other columns may stay incomplete for long
+                    # with columns, other heads may be incomplete for long
+                    if not own.step and self._stages == 1:
                         yield from self._barrier.hold(self._crew, self._live, own.now, self._between)
                 yield from self._turn()
             except ColumnBroken as error:
@@ -90,7 +91,7 @@ class HeadCourse:
                 yield DropStep(str(error), is_news)
 
     def _mend(self) -> Course[None]:
-        """Find holders for the missing stages; if there are none yet, other nodes are asked to take part
+        """Find holders for the missing stages. If there are none yet, other nodes are asked to take part
         (`partition.run.local.recruiting`)."""
         column, crew, has_state = self._crew.holders_of, self._crew, self._finish.has_state
         if column is None:
@@ -106,7 +107,7 @@ class HeadCourse:
             raise ColumnBroken("stages are missing")
 
     def _between(self) -> Course[None]:
-        """Do what is due between two steps."""
+        """Do the work that is due between two steps."""
         own, finish = self._own, self._finish
         # Proposed parameters must not change.
         yield from own.between(is_still=finish.schedule.is_waiting, keeps=not finish.diverged)
@@ -114,7 +115,7 @@ class HeadCourse:
         yield from finish.judge(own)
 
     def _turn(self) -> Course[None]:
-        """Do what is due, then make one step."""
+        """Do the work that is due, then make one step."""
         own, finish = self._own, self._finish
         yield from self._between()
         is_still = finish.schedule.is_waiting or finish.schedule.holds_still

@@ -1,7 +1,7 @@
 """The rules of a member that holds a stage for the heads of columns.
 
-A node has one stage of its own, and further ones in place of machines that are gone
-(`partition.run.local.regrouping`). A further one ends once another node holds the stage and has made
+A node has one stage of its own. It may also hold *further* stages in place of machines that are gone
+(`partition.run.local.regrouping`). It gives up a further stage once another node holds the stage and has made
 progress.
 """
 
@@ -16,40 +16,40 @@ from partition.run.local.member_stage import HandOn, MemberStage, ReportStage
 from partition.run.local.seat import StageSeat
 
 LOOK_SECONDS = 0.5
-"""Interval between two checks of a holder without a head."""
+"""Seconds between two checks of a holder without a head."""
 
 RENEWALS_MAX = 3
-"""Interval at which a newcomer takes over a newer state for a head that is ahead: a member may claim any
-step."""
+"""Number of times that a newcomer takes over a newer state for a head that is ahead. It is limited because a
+member may claim any step."""
 SPARE_SECONDS = 10.0
-"""A further stage without a head for this long ends, if others hold it. A column that merely lost another
-stage has its head back sooner."""
+"""How long a further stage may be without a head before it ends, if other nodes hold the stage. If a column
+has merely lost another stage, its head is back sooner."""
 
 
 Deed = Literal["call", "average", "hand on"]
-"""The next deed of a holder: announce itself to heads and average; only average; or hand on its state, which
-the head may be waiting for."""
+"""The next deed of a holder: announce itself to heads and average; only average; or hand on its state, for
+which the head may be waiting."""
 
 
 @dataclass(frozen=True)
 class OpenToHeads:
-    """Work for heads from now on. No answer."""
+    """Accept heads to work for from now on. No answer."""
 
 
 @dataclass(frozen=True)
 class RenewState:
-    """Take over another holder's present state, of this step or later, if there is one. No answer."""
+    """Take over another holder's present state if it has at least this many steps. No answer."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class AverageStage:
-    """Follow `between`, while no head can begin. No answer."""
+    """Follow the course `between`, while no head can begin. No answer."""
 
 
 class StageHolder:
-    """One held stage with a number."""
+    """One held stage, with its number."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class StageHolder:
         *,
         is_further: bool = False,
     ) -> None:
-        """`finish` is the member's ending."""
+        """`finish` is the member's way to the end of the run."""
         self.seat = StageSeat(number)
         self.stage = stage
         self.wanted_step: int | None = None
-        """The step that a head asked for while this newcomer's state was older."""
+        """The step of a head that asked while this newcomer's state was older."""
         self.is_released = False
         """Whether another node has come for this further stage."""
         self._ending = ending
@@ -75,7 +75,7 @@ class StageHolder:
         self._renewals = 0
 
     def refusal(self, step: int) -> tuple[str, bool]:
-        """Return why this stage does not work for a head at this step, "" if it does, and whether the head
+        """Return why this stage does not work for a head at this step ("" if it does), and whether the head
         may ask again once a newer state is here."""
         if step > self.stage.counts.steps:
             return "a step beyond the end of the run", False
@@ -87,21 +87,21 @@ class StageHolder:
         return "", False
 
     def _is_older(self, step: int) -> bool:
-        """Return whether this newcomer's state is older than that of the holder that gives the stage up,
-        which is as far as the head."""
+        """Return whether this newcomer's state is older than the state of another holder that is as far as
+        the head."""
         stage = self.stage
         if self._has_worked or stage.step >= step or self._renewals >= RENEWALS_MAX:
             return False
         return any(each.has_state and each.step.reaches(step) for each in stage.reports().values())
 
     def applied(self, step: int, samples: int) -> None:
-        """Note that the head has made `step` steps, the last with `samples` samples; 0 when it begins."""
+        """Note that the head has made `step` steps, the last one with `samples` samples; 0 when it begins."""
         self._has_worked |= samples > 0
         self.stage.counts.step = step
         self.stage.counts.samples += samples
 
     def _take_renewal(self) -> int | None:
-        """Return the step of the state to take over now for a head, None for none."""
+        """Return the step of the state to take over now for a head, or None."""
         step, self.wanted_step = self.wanted_step, None
         if step is None or self.seat.head is not None:
             return None
@@ -109,15 +109,16 @@ class StageHolder:
         return step
 
     def _next_deed(self) -> Deed:
-        """Return the next deed. If no more steps are made here, or the run has converged, steps of the head
-        begin no rounds."""
+        """Return the next deed. While the head makes no more steps here, or the run has converged, only
+        `between` begins rounds."""
         if self.seat.head is None:
             return "call"
         is_idle = self.stage.counts.is_idle or self._ending.series.has_converged
         return "average" if is_idle else "hand on"
 
     def is_spare(self, now: float) -> bool:
-        """Return whether this is a further stage that another node holds too and has made progress with."""
+        """Return whether this is a further stage that is no longer needed, because another node holds it too
+        and has made progress, or because no head has come for a while."""
         stage = self.stage
         waited = self._due.waited(now, "a head", self.seat.head is None)
         if not (self._is_further and self._has_worked and stage.training) or waited < 0:
@@ -129,7 +130,7 @@ class StageHolder:
     # Its life
 
     def work(self) -> Course[None]:
-        """Hold the stage for heads, until it fails, or a further one is no longer needed."""
+        """Hold the stage for heads until it fails or, for a further stage, until it is no longer needed."""
         stage, seat = self.stage, self.seat
         yield from stage.begin()
         if not self._is_further:
@@ -150,12 +151,12 @@ class StageHolder:
             yield Sleep(LOOK_SECONDS)
 
     def between(self) -> Course[None]:
-        """Do what is due after each step of the head, and periodically while it makes none."""
+        """Do the work that is due after each step of the head, and periodically while it makes none."""
         self.stage.counts.is_waiting = self.seat.head is None
         yield from self.stage.between(is_still=not self._is_further and self._finish.schedule.is_waiting)
 
     def settle(self) -> Course[None]:
-        """Wait for the last rounds, whose parameters will be the result of the run."""
+        """Wait for the last rounds, whose mean will be the result of the run."""
         stage = self.stage
         stage.note_end()
         while stage.rounds.ending_for >= 0 and stage.lacks_mean():

@@ -1,6 +1,6 @@
 """The schedule of state copies: of a member's own stage on its disk, and of other members' stages.
 
-Copies are made as often as the manifest says, and less often where a copy takes long.
+Copies are made as often as the manifest says, and less often if a copy takes long.
 """
 
 from dataclasses import dataclass
@@ -8,24 +8,26 @@ from dataclasses import dataclass
 from crypto.identity import PeerId
 
 KEEP_SHARE = 50
-"""Minimum interval for each second that saving a state takes: at most 2 % of the time."""
+"""Minimum interval between saves, as a multiple of the time that a save takes, so that saving takes at most 2
+% of the time."""
 FETCH_SHARE = 10
-"""Minimum interval for each second that fetching a state takes, while its owner may be computing."""
+"""Minimum interval between fetches, as a multiple of the time that a fetch takes. The owner of the state may
+be computing meanwhile."""
 LOOK_SECONDS = 1.0
-"""Interval between two checks whether a copy of another's stage is due."""
+"""Seconds between two checks whether a copy of another member's stage is due."""
 
 
 @dataclass(frozen=True)
 class CopyStage:
-    """Copy the state of a stage from its holder, None for any, if that is due. The answer says whether the
-    copy is here; None: no copy was made."""
+    """Copy the state of a stage from `holder` (None: from any holder), if a copy is due. The answer is
+    whether the copy is here; None if no copy was made."""
 
     stage: int
     holder: PeerId | None
 
 
 class CopySchedule:
-    """The schedule of one copy, made `every` so many steps, 0 for never."""
+    """The schedule of one copy, which is made every `every` steps, or never if `every` is 0."""
 
     def __init__(self, every: int) -> None:
         self.step = 0
@@ -44,6 +46,6 @@ class CopySchedule:
         self._is_busy = True
 
     def ended(self, now: float, begun: float) -> None:
-        """Note that a copy begun at `begun` ended, successfully or not."""
+        """Note that the copy that began at the time `begun` has ended, successfully or not."""
         self._is_busy = False
         self._not_before = now + KEEP_SHARE * (now - begun)

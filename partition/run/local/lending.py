@@ -1,7 +1,7 @@
 """The rules by which members lend copies of stages that they do not hold, while the stage has no holder.
 
-A requester that only follows its run keeps copies of the first stage; a head keeps those of its column's
-other stages. To lend a copy, it enters the roster of that stage with the copy as its state.
+A requester that only follows its run keeps copies of the first stage; a head keeps copies of its column's
+other stages. To lend a copy, the member enters the roster of that stage, with the copy as its state.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from partition.run.local.keeping import LOOK_SECONDS, CopyStage
 
 @dataclass(frozen=True)
 class LendStage:
-    """Lend the copy of a stage, if there is one. The answer says whether it is lent."""
+    """Lend the copy of a stage, if there is one. The answer is whether it is lent."""
 
     stage: int
 
@@ -28,7 +28,7 @@ class TakeBack:
 
 
 class FollowerLending:
-    """The copies of the first stage at a requester that only follows its run of `stages` stages."""
+    """The copies of the first stage, at a requester that only follows its run of `stages` stages."""
 
     def __init__(self, crew: MemberCrew, stages: int) -> None:
         self._crew = crew
@@ -36,8 +36,8 @@ class FollowerLending:
         self._trained_at: float | None = None
 
     def lend(self, now: Callable[[], float]) -> Course[None]:
-        """Renew the copy while heads train, since they have newer parameters, and lend it while none does;
-        endlessly."""
+        """Renew the copy while heads train, because they have newer parameters, and lend it while no head
+        trains; endlessly."""
         crew, is_lent = self._crew, False
         while True:
             if crew.training:
@@ -53,8 +53,8 @@ class FollowerLending:
             yield Sleep(LOOK_SECONDS)
 
     def _is_awaited(self, now: float) -> bool:
-        """Return whether a lost head may return with its disk. After that, a run of one stage can begin anew;
-        in columns, untrained parameters do not fit those of the other stages."""
+        """Return whether a lost head may return with its disk. After a while, a run of one stage can begin
+        anew. A run in columns cannot, because untrained parameters do not fit those of the other stages."""
         if self._trained_at is None:
             return False
         return self._stages > 1 or now - self._trained_at < HEADLESS_SECONDS
@@ -64,7 +64,7 @@ def lend_stages(crew: MemberCrew, stages: int) -> Course[None]:
     """Renew a head's copies of its column's other stages, and lend those that have no holder; endlessly."""
     while True:
         for stage in range(1, stages):
-            # otherwise others hold it, with newer parameters
+            # if other heads train, holders have newer parameters than the copy
             holders, is_only = crew.holders_of, not crew.training
             if holders is None or stage in crew.taken:
                 yield TakeBack(stage)

@@ -19,13 +19,13 @@ from partition.run.local_settings import LocalSettings
 
 FETCHES_MIN = 5
 FETCH_SECONDS = 120.0
-"""Interval and number of attempts to fetch a result that others claim to hold."""
+"""How long, and how often at least, a member tries to fetch a result that others claim to hold."""
 FETCH_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """A model's mean loss over some samples, inf if it is not finite, and the sums of its metrics."""
+    """A model's mean loss over some samples (inf if it is not finite), and the sums of its metrics."""
 
     loss: float
     samples: int
@@ -39,12 +39,12 @@ class EvaluateModel:
 
 @dataclass(frozen=True)
 class MakeResult:
-    """Store the model as the result. The answer is its hash, None if another conclusion came meanwhile."""
+    """Store the model as the result. The answer is its hash; None if another conclusion came meanwhile."""
 
 
 @dataclass(frozen=True)
 class TryResult:
-    """Evaluate a fetched result. The answer is its fault, "" for none; None if another conclusion came
+    """Evaluate a fetched result. The answer is its fault, "" if it has none; None if another conclusion came
     meanwhile."""
 
     conclusion: Conclusion
@@ -52,7 +52,7 @@ class TryResult:
 
 @dataclass(frozen=True)
 class FetchResult:
-    """Fetch a result from one of these peers, which claim to hold it. The answer says whether it is here."""
+    """Fetch a result from one of these peers, which claim to hold it. The answer is whether it is here."""
 
     holders: tuple[PeerId, ...]
     weights: str
@@ -74,14 +74,14 @@ class MemberEnding:
         now: Callable[[], float],
         live: Callable[[], Collection[PeerId]],
     ) -> None:
-        """`tell` lets a call act on the core of the end. `live` returns the nodes that are alive."""
+        """`tell` lets a call act on the core of the end. `live` returns the nodes that are believed alive."""
         self.schedule = EvaluationSchedule(settings, crew.ending)
         self.heads = HeadWatch(now(), is_holder=bool(stage))
         self.is_over = False
         """Whether the run is over here."""
         self.has_state = False
         self.diverged = 0
-        """The number of latest steps in a row that were not finite."""
+        """Number of successive latest steps that were not finite."""
         self._run = run
         self._ending = crew.ending
         self._crew = crew
@@ -95,13 +95,13 @@ class MemberEnding:
     # Members
 
     def look(self) -> None:
-        """Update the members that take part."""
+        """Update the members that take part, and the signs of heads."""
         crew = self._crew
         self.heads.follow(self._now(), crew.reports, crew.head, is_training=crew.is_training)
         self.follow_peers()
 
     def follow_peers(self) -> None:
-        """Tell the core of the end which members take part."""
+        """Set the members that take part at the core of the end."""
         is_stranded, crew = self.heads.is_stranded(self._now()), self._crew
         self._ending.can_go_on = self.has_state and not (self.diverged or is_stranded)
         trainers, voters = crew.electorate(self._stage, self._stages, has_state=self.has_state)
@@ -110,9 +110,9 @@ class MemberEnding:
         self._tell(partial(self._ending.set_peers, peers=peers, trainers=trainers, voters=voters))
 
     def end_if_stranded(self, step: int) -> None:
-        """Propose to end the run as failed if no head comes for this stage."""
+        """Propose to end the run as failed if no head has come for this stage for too long."""
         if self.heads.is_stranded(self._now()) and self._ending.best is None:
-            self.follow_peers()  # members that only follow are told too
+            self.follow_peers()  # members that only follow must be told too
             self.propose("failed", stranded_reason(self._stage), step)
 
     # Results
@@ -127,7 +127,7 @@ class MemberEnding:
         self._tell(lambda now: ending.propose(now, conclusion))
 
     def evaluate(self, own: MemberStage) -> Course[None]:
-        """Evaluate on this member's turn, and propose a result if the run is over."""
+        """Evaluate if it is this member's turn, and propose a result if the run is over."""
         schedule, ending, is_at_end = self.schedule, self._ending, own.is_at_end
         is_mine = schedule.look(
             self._now(), own.step, own.rounds, self._crew.training,
@@ -148,19 +148,20 @@ class MemberEnding:
             self.propose("done", reason, own.step, weights)
 
     def recover(self, reason: str, step: int) -> Course[None]:
-        """Resume from others' parameters, since those here are no longer finite; or end."""
+        """Resume from another member's parameters, because those here are no longer finite; or propose to end
+        the run if no other member has any."""
         if self._crew.training:
             yield CatchUp()
         elif self._ending.best is None:
             self.propose("failed", reason, step)
 
     def judge(self, own: MemberStage) -> Course[None]:
-        """Try the proposed result once the run may be over; hold it if it is good enough, refuse it if not.
-        Until then training continues."""
+        """Try the proposed result once the run may be over. Hold it if it is good enough, refuse it if it is
+        not. Until then, training continues."""
         ending, conclusion = self._ending, self._ending.best
         if conclusion is None or ending.holds or not ending.is_here:
             return
-        if own.counts.is_waiting:  # without its stages this member can neither train nor try a result
+        if own.counts.is_waiting:  # without its other stages, this member can neither train nor try a result
             self._tell(lambda now: ending.hold(now, conclusion))
             return
         if not self.schedule.may_judge(own.step, is_at_end=own.is_at_end):

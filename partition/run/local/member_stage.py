@@ -16,12 +16,13 @@ from partition.run.local.round_schedule import RoundSchedule
 
 @dataclass(frozen=True)
 class Resume:
-    """Resume from the last state here, of an earlier life. The answer says whether there is one."""
+    """Resume from the latest state on this node's disk. The answer is whether there is one."""
 
 
 @dataclass(frozen=True)
 class LookFurther:
-    """Check whether another holder credibly claims more steps than this stage has. The answer says so."""
+    """Check whether another holder credibly claims more steps than this stage has. The answer is whether one
+    does."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class ReportStage:
 
 @dataclass(frozen=True)
 class UseRound:
-    """Apply the result of a finished round. The answer says whether it failed here while others held it."""
+    """Apply the result of a finished round. The answer is whether the round failed here while it succeeded
+    for others."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,16 @@ class BeginRound:
 
 @dataclass(frozen=True)
 class HandOn:
-    """Make a copy for peers that wait for one. No answer."""
+    """Make a copy of the state for peers that wait for one. No answer."""
 
 
 @dataclass(frozen=True)
 class KeepState:
-    """Save the state, if that is due. No answer."""
+    """Save the state, if a save is due. No answer."""
 
 
 class StageCounts:
-    """The counts of a stage's parameters in a run of `steps` steps."""
+    """The numbers of steps and samples in a stage's parameters, in a run of `steps` steps."""
 
     def __init__(self, steps: int) -> None:
         self.step = 0
@@ -88,7 +90,7 @@ class MemberStage:
 
     @property
     def training(self) -> Sequence[PeerId]:
-        """Return the other holders with a state."""
+        """The other holders with a state."""
         return training(self.reports())
 
     @property
@@ -107,18 +109,19 @@ class MemberStage:
         return is_at_end(self.reports(), self.step, self.counts.steps)
 
     def lacks_mean(self) -> bool:
-        """Return whether a result made now would contain this member's parameters alone."""
+        """Return whether a result made now would contain only this member's parameters."""
         return self.rounds.lacks_mean(self.step, len(self.training), self.axes)
 
     def note_end(self) -> None:
-        """Note the time since which the run has been about to end."""
+        """Note how long the run has been about to end."""
         is_ending = self.is_at_end or self._ending.series.has_converged
         self.rounds.ending_for = self._due.waited(self.now(), "an end", is_ending)
 
     # Resuming
 
     def begin(self) -> Course[None]:
-        """Resume from the state of the others, or from the last one here if no other is further."""
+        """Resume from the state of another member, or from the latest one on disk if no other member is
+        further."""
         is_resumed: bool = yield Resume()
         is_needed: bool = (yield LookFurther()) if is_resumed else is_begun(self.reports())
         if is_needed:
@@ -128,8 +131,8 @@ class MemberStage:
     # Between two steps
 
     def between(self, *, is_still: bool, keeps: bool = True) -> Course[None]:
-        """Apply a finished round, and begin the next unless the parameters must stay fixed (`is_still`). Hand
-        on the state, and save it unless it is not finite (`keeps`)."""
+        """Apply a finished round, and begin the next round unless the parameters must stay fixed
+        (`is_still`). Hand on the state, and save it if it is finite (`keeps`)."""
         yield ReportStage()
         if (yield UseRound()):
             yield CatchUp()

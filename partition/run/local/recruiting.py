@@ -12,20 +12,20 @@ from partition.run.local.courses import AskToHold, Course, Sleep
 from partition.run.local.crew import MemberCrew
 
 RECRUIT_SECONDS = 3.0
-"""The interval between two looks for nodes that could take part."""
+"""Seconds between two checks for nodes that could take part."""
 LOOK_SECONDS = 0.5
-"""The same while a stage is missing that a node could hold."""
+"""The same while a stage is missing that some node could hold."""
 SLACK_SECONDS = 1e-6
-"""The error of sums of floats."""
+"""Tolerance for rounding in sums of times."""
 DECLINED_SECONDS = 30.0
-"""The interval before a node that declined is asked again."""
+"""How long to wait before a node that declined is asked again."""
 COMING_SECONDS = 20.0
 """Time limit for a node that agreed to hold a stage to open it and take over the state of others."""
 
 
 class NodeView(Protocol):
-    """The nodes that a member can see. `live` are alive, `offered` have an offer, and of these `preferred`
-    may be asked, the best first."""
+    """The nodes that a member can see. `live` are believed alive, `offered` have an offer, and `preferred`
+    are those with an offer that may be asked, the best first."""
 
     def live(self) -> Collection[PeerId]: ...
     def offered(self) -> Collection[PeerId]: ...
@@ -33,7 +33,7 @@ class NodeView(Protocol):
 
 
 class Recruitment:
-    """The recruitment of one member, for its column and for further columns of `stages` stages."""
+    """The recruitment by one member, for its own column and for further columns of `stages` stages."""
 
     def __init__(self, crew: MemberCrew, nodes: NodeView, stages: int) -> None:
         self._crew = crew
@@ -55,17 +55,17 @@ class Recruitment:
                         self._crew.joined(stage, peer)
                 self._asked_at = now()
                 self._crew.asked()
-            yield Sleep(LOOK_SECONDS)  # offers have no event
+            yield Sleep(LOOK_SECONDS)  # no event reports new offers
 
     def _look(self, now: float) -> list[tuple[int, PeerId]] | None:
-        """Return the nodes to ask now, each with its stage; None while no look is due."""
+        """Return the nodes to ask now, each with its stage; None while it is too early to ask."""
         is_time = now - self._asked_at >= RECRUIT_SECONDS - SLACK_SECONDS
         if is_time or (self._lacking(now) and self.free(now)):
             return self._candidates(now)
         return None
 
     def asking(self, now: float, peer: PeerId) -> None:
-        """Note that a node is being asked, or declined; it is asked again later."""
+        """Note that a node is being asked. It is asked again only later."""
         self._declined[peer] = now + DECLINED_SECONDS
 
     def free(self, now: float) -> list[PeerId]:
@@ -75,13 +75,14 @@ class Recruitment:
         return [peer for peer in free if self._declined.get(peer, 0.0) <= now]
 
     def is_hopeful(self, now: float) -> bool:
-        """Return whether a node will hold a missing stage, or a possible node has not been asked."""
+        """Return whether a missing stage has a node that is opening it, or could be offered to a node that
+        has not been asked."""
         missing = self._crew.missing
         return len(self._lacking(now)) < len(missing) or bool(missing and self.free(now))
 
     def _candidates(self, now: float) -> list[tuple[int, PeerId]]:
-        """Return the nodes to ask now: first for the own column, then for as many further columns as can be
-        complete."""
+        """Return the nodes to ask now: first for this member's own column, then for as many further columns
+        as can be complete."""
         free = self.free(now)
         if self._crew.missing:
             return list(zip(self._lacking(now), free, strict=False))
@@ -89,12 +90,12 @@ class Recruitment:
         return [(0, peer) for peer in free[: max(0, heads)]]
 
     def _lacking(self, now: float) -> list[int]:
-        """Return the stages that this member's column lacks and no node is opening."""
+        """Return the stages that this member's column lacks and that no node is opening."""
         live = self._nodes.live()
         coming = {stage for stage, (peer, until) in self._coming.items() if now < until and peer in live}
         return [stage for stage in self._crew.missing if stage not in coming]
 
     def _spare(self) -> int:
-        """Return the number of free holders: their heads are gone, and a new head can take them."""
+        """Return the number of free holders, whose heads are gone and which a new head can use."""
         held = len(set(self._crew.holders).intersection(self._nodes.offered()))
         return max(0, held - (self._stages - 1) * self._crew.heads) if self._stages > 1 else 0

@@ -1,7 +1,9 @@
-"""The regrouping of a head's column: nodes take stages whose machines are gone, and give them to newcomers.
+"""The regrouping of a head's column: nodes take stages whose machines are gone, and give them up to
+newcomers.
 
-`partition.plan.columns` assigns the stages. A head follows `regroup` beside its training, and `hand_over`
-between two steps. Not here: free nodes (`partition.run.local.recruiting`), and the cost of a move.
+`partition.plan.columns` assigns the stages. A head runs the course `regroup` at the same time as its
+training, and `hand_over` between two steps. Not here: free nodes (`partition.run.local.recruiting`), and the
+cost of a move.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,25 +21,27 @@ from partition.run.pauses import stages_fewer
 
 LOOK_SECONDS = 0.5
 MERGE_SECONDS = 2.0
-"""How long a column waits for a free holder, or for a holder's node to offer its slot again."""
+"""How long a column waits for a free holder, or for a lost holder's node to offer its slot again, before its
+own nodes take the stage."""
 RESUMED_SECONDS = 20.0
-"""The same for the column of a head that has just restarted: its other machines may be starting too."""
+"""The same for the column of a head that has just restarted, because its other machines may be starting
+too."""
 SPLIT_SECONDS = 5.0
-"""The interval between two checks whether a stage should move to another machine."""
+"""Seconds between two checks whether a stage should move to another machine."""
 RENEW_SECONDS = 10.0
 """How long a column pauses while a newcomer takes over the newest state of a stage."""
 RENEW_LOOK_SECONDS = 0.2
 IDLE_MAX = 3
-"""Free nodes and free members that one look considers, the best first."""
+"""Maximum number of free nodes, and of free members, that one check considers, the best first."""
 REFUSED_SECONDS = 60.0
-"""The interval before a node that could not hold another stage is asked again."""
+"""How long to wait before a node that could not hold a further stage is asked again."""
 
 
 @dataclass(frozen=True)
 class FindMoves:
-    """Find the stages of the column that should move to other nodes: `free` ones, or `spare` members without
-    a head. `column` are the present holders. The answer lists the stages and node of each move, the best
-    first; None if too little is known."""
+    """Find the stages of the column that should move to other nodes: to `free` nodes, or to `spare` members
+    without a head. `column` are the present holders. The answer lists the stages and the node of each move,
+    the best first; None if too little is known."""
 
     column: tuple[PeerId, ...]
     free: tuple[PeerId, ...]
@@ -49,21 +53,21 @@ Moves = Sequence[tuple[tuple[int, ...], PeerId]]
 
 @dataclass(frozen=True)
 class DropFurther:
-    """Stop holding this stage, if it is a further one. No answer."""
+    """Stop holding this stage, if it is a further stage of this node. No answer."""
 
     stage: int
 
 
 @dataclass(frozen=True)
 class _Promised:
-    """A node that came for one stage should hold these stages too."""
+    """A node that has come for one stage should hold these stages too."""
 
     stages: tuple[int, ...]
     peer: PeerId
 
 
 class ColumnRegrouping:
-    """The regrouping of one head's column, in the stages of `plan`."""
+    """The regrouping of one head's column, for the stages of `plan`."""
 
     def __init__(
         self,
@@ -79,8 +83,8 @@ class ColumnRegrouping:
         patience_seconds: float | None,
     ) -> None:
         """`rates` returns the rates of nodes with an offer. `tell` reports the state of the run.
-        `patience_seconds`: how long a stage may lack a holder before the column was first complete; None for
-        unlimited."""
+        `patience_seconds` is how long a stage may lack a holder before the column has been complete once;
+        None if unlimited."""
         self._now = now
         self._me = me
         self._plan = plan
@@ -97,7 +101,7 @@ class ColumnRegrouping:
         self._promised: tuple[tuple[int, ...], PeerId] | None = None
         self._said = ""
         self._slower = Fraction(1)
-        """The expected slowdown of steps when stages were last merged."""
+        """The expected slowdown of steps when nodes last took further stages."""
         self._looked_at = now()
 
     def regroup(self) -> Course[None]:
@@ -139,9 +143,9 @@ class ColumnRegrouping:
         return will
 
     def _holders(self, now: float) -> dict[int, PeerId]:
-        """Return the holder of each stage, including future ones."""
+        """Return the holder of each stage, including nodes that have agreed to hold one."""
         column, live = self._crew.holders_of, self._live()
-        assert column is not None, "a head has a column"
+        assert column is not None, "a head must have a column"
         self._coming = {
             stage: (peer, until)
             for stage, (peer, until) in self._coming.items()
@@ -154,31 +158,31 @@ class ColumnRegrouping:
     # Fewer nodes
 
     def _takers(self, now: float, rates: Mapping[PeerId, int]) -> Takers | None:
-        """Return the nodes of this column that take the stages without a holder."""
+        """Return the nodes of this column that should take the stages without a holder."""
         holders = self._holders(now)
         count = len(self._plan.stages)
         if len(holders) == count:
-            return None  # nodes that agreed are opening theirs
+            return None  # nodes that agreed are opening their stages
         self._refused = {row: until for row, until in self._refused.items() if now < until}
         found = find_takers(self._plan, holders, rates, list(self._refused))
         if found is None:
             number = next(stage for stage in range(count) if stage not in holders)
-            self._say(f"stage {number + 1} of {count} has nobody, and no node has room for it")
+            self._say(f"stage {number + 1} of {count} has no holder, and no node has room for it")
         return found
 
     def _merge(self, takers: Takers) -> Course[None]:
-        """Make nodes of this column take the stages without a holder."""
+        """Ask nodes of this column to take the stages without a holder."""
         for stage, peer in takers.by_stage.items():
             if not (yield from self._ask(stage, peer, is_beside=True)):
                 row = self._plan.stages[stage]
                 self._refused[peer, row.first_layer, row.last_layer] = self._now() + REFUSED_SECONDS
-                return  # another way is tried
+                return  # the next check tries a different assignment
             self._coming[stage] = peer, self._now() + COMING_SECONDS
         self._slower = takers.slower
         self._say(stages_fewer(takers.nodes, len(self._plan.stages), takers.slower))
 
     def _say(self, text: str) -> None:
-        """Display how many nodes hold the column, if that has changed."""
+        """Display how many nodes hold the column, if this has changed."""
         if text != self._said:
             self._said = text
             self._tell(text)
@@ -186,9 +190,10 @@ class ColumnRegrouping:
     # More nodes
 
     def _look_further(self, now: float) -> _Promised | FindMoves | None:
-        """Return how a node that could make the column faster gets a stage, if possible."""
+        """Return the next action to give a stage to a node that could make the column faster; None if there
+        is none."""
         column = self._crew.holders_of
-        assert column is not None, "a head has a column"
+        assert column is not None, "a head must have a column"
         if self._arriving is not None:
             if now < self._arriving[2]:
                 return None
@@ -212,7 +217,7 @@ class ColumnRegrouping:
         return FindMoves(rows, tuple(free[:IDLE_MAX]), tuple(spare[:IDLE_MAX]))
 
     def _move(self, deed: FindMoves) -> Course[None]:
-        """Give a stage to a node that could make the column faster, if there is one."""
+        """Give a stage to a node that makes the column faster, if there is one."""
         moves: Moves | None = yield deed
         if moves is not None and not moves:
             looked, fewer = len(deed.free) + len(deed.spare), len(set(deed.column))
@@ -224,14 +229,15 @@ class ColumnRegrouping:
             self._recruitment.asking(self._now(), peer)
 
     def _expect(self, stages: Sequence[int], peer: PeerId) -> None:
-        """Note that a node is opening the first of these stages; it is asked for the others afterwards."""
+        """Note that a node is opening the first of these stages. It is asked for the other stages
+        afterwards."""
         self._arriving = stages[0], peer, self._now() + COMING_SECONDS
         self._promised = tuple(stages[1:]), peer
 
     # Between two steps
 
     def hand_over(self) -> Course[None]:
-        """Replace a stand-in by the node that has come for its stage, once that is ready."""
+        """Replace the present holder of a stage by the node that has come for it, once that node is ready."""
         begun = self._now()
         if self._arriving is None or self._due.waited(begun, "an arrival", True) < LOOK_SECONDS:
             return
@@ -247,7 +253,7 @@ class ColumnRegrouping:
         yield DropFurther(stage)
 
     def _awaits_arrival(self, begun: float) -> bool:
-        """Return whether the column has paused, since `begun`, for a node that fetches a newer state."""
+        """Return whether the column is paused, since `begun`, for a node that is fetching a newer state."""
         column = self._crew.holders_of
         if self._arriving is None or column is None or not column.is_older:
             return False

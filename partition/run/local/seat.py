@@ -1,4 +1,4 @@
-"""The seat of a held stage: the one head that the stage works for, and the rules for its replacement.
+"""The seat of a held stage: the one head that the stage works for, and the rules for replacing that head.
 
 Not here: the head's side (`partition.run.local.column`), and when a state is too old for a head
 (`partition.run.local.holder`).
@@ -10,15 +10,15 @@ from crypto.identity import PeerId
 from crypto.registers import Budget, Register, Silence
 
 CALL_SECONDS_MAX = 60.0
-"""Time limit for an answer of a holder, which then is given up."""
+"""Time limit for an answer of a holder; after it, the head gives up the holder."""
 HEAD_PATIENCE_SECONDS = CALL_SECONDS_MAX
-"""Silence after which a head loses its holder to another head that wants it. It is longer than a round of
-averaging between two steps."""
+"""How long a head may be silent before it loses its holder to another head that wants the holder. It is
+longer than a round of averaging between two steps."""
 BEGINNING_SECONDS = 10.0
-"""The same for a head without a step: it may be looking for holders of its other stages."""
+"""The same for a head that has made no step yet. It may be looking for holders of its other stages."""
 HEAD_SECONDS_MAX = 300.0
-"""Silence after which a head loses its holder even if no other wants it, since a holder with a head looks for
-no other."""
+"""How long a head may be silent before it loses its holder even if no other head wants the holder, because a
+holder with a head does not look for another."""
 HEADS = Budget(1, 1, 1, HEAD_PATIENCE_SECONDS, BEGINNING_SECONDS, BEGINNING_SECONDS)
 
 
@@ -44,20 +44,20 @@ class StageSeat:
         self.number = number
         self.head: PeerId | None = None
         self.failure = ""
-        """The reason of the stage's failure, if it has failed."""
+        """The reason why the stage has failed; empty if it has not."""
         self.last_head: PeerId | None = None
-        """The last head."""
+        """The latest head, possibly gone."""
         self.companions: list[PeerId] = []
-        """The other nodes of the last head's column."""
+        """The other nodes of the latest head's column."""
         self.keeps_copies = False
-        """Whether that head has asked this holder to keep copies of its stage."""
+        """Whether the latest head has asked this holder to keep copies of the head's stage."""
         self._heads: Register[SeatedHead] = Register(HEADS)
         self._seated: SeatedHead | None = None
 
     def take(
         self, now: float, head: SeatedHead, *, keeps_copies: bool = False, column: Sequence[PeerId] = ()
     ) -> bool:
-        """Seat a head; return whether it gets the place. It replaces an earlier stream of the same head, and
+        """Seat a head; return whether it gets the seat. It replaces an earlier stream of the same head, and
         another head that has been silent for too long."""
         if self._seated is not None and self._seated.peer == head.peer:
             self._unseat(self._seated)
@@ -80,7 +80,7 @@ class StageSeat:
         return True
 
     def stepped(self, head: SeatedHead) -> None:
-        """Note a step of a head, which may be silent for longer from now on."""
+        """Note a step of a head. The head may be silent for longer from now on."""
         self._heads.credit(head)
 
     def expel(self, peer: PeerId) -> None:
@@ -99,7 +99,7 @@ class StageSeat:
         return self._seated is None
 
     def work_here(self, me: PeerId) -> None:
-        """Start working for this node itself."""
+        """Start to work for this node itself."""
         self.head = me
 
     def rest(self) -> None:

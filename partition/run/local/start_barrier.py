@@ -1,10 +1,11 @@
-"""The start of a run in local mode: its members wait, for a bounded time, for those that agreed to take part.
+"""The start of a run in local mode: its members wait, for a bounded time, for the nodes that agreed to take
+part.
 
 Opening a stage takes seconds, in which the first member would train alone. The others would then take over
-its step, and the rounds of those steps would be lost. Only the start has a barrier: later rounds wait for no
-member (`partition.run.local.round_schedule`), and late members take over the state of the others.
+its state, so nobody would average these steps. Only the start has a barrier: later rounds do not wait for
+latecomers (`partition.run.local.round_schedule`), which take over the state of the others.
 
-A member that opens its stage reports the run as its lineage, and no state yet.
+A member that opens its stage reports the run's id as its lineage, but no state yet.
 """
 
 from collections.abc import Callable, Collection
@@ -16,11 +17,11 @@ from partition.run.local.crew import MemberCrew
 from partition.run.local.reports import Reports, is_begun
 
 START_SECONDS_MAX = 30.0
-"""The longest wait for the first step: a stage opens in some 3 s, on a busy machine in 20 s."""
+"""Maximum wait for the first step. A stage opens in about 3 s, on a busy machine in 20 s."""
 SETTLE_SECONDS = 5.0
 """How long a newcomer listens for training members."""
 MEET_SECONDS = 30.0
-"""How long it listens for its inviter, while that is alive."""
+"""How long a newcomer listens for its inviter, while the inviter is alive."""
 LOOK_SECONDS = 0.1
 GREET_SECONDS = 0.5
 
@@ -29,7 +30,7 @@ Live = Callable[[], Collection[PeerId]]
 
 @dataclass(frozen=True)
 class Settle:
-    """Listen for training members, for SETTLE_SECONDS at most. No answer."""
+    """Listen for training members, for at most SETTLE_SECONDS. No answer."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class GreetPeers:
 
 @dataclass(frozen=True)
 class TellStart:
-    """Display how many members the first step waits for, "" for none any more. No answer."""
+    """Display how many members the first step waits for, "" if it no longer waits. No answer."""
 
     news: str
 
 
 class StartBarrier:
-    """The barrier of one member. `inviter` has asked it to take part."""
+    """The barrier of one member, which `inviter` asked to take part."""
 
     def __init__(self, run: bytes, inviter: PeerId | None) -> None:
         self._run = run
@@ -57,15 +58,15 @@ class StartBarrier:
         self._told = 0
 
     def meeting_seconds(self, stage: int, training: Collection[PeerId]) -> float:
-        """Return how long to wait for the inviter's report, which says whether there is a state to resume
-        from. A head that begins before it would use untrained parameters."""
-        # A head is in the roster of another stage only if it has a copy of that stage.
+        """Return how long to wait for the inviter's report, which shows whether there is a state to resume
+        from. A head that begins before that report arrives would use untrained parameters."""
+        # A head is on the roster of another stage only if it has a copy of that stage.
         if stage:
             return 0.0 if training else SETTLE_SECONDS
         return MEET_SECONDS
 
     def misses_inviter(self, reports: Reports, live: Collection[PeerId]) -> bool:
-        """Return whether the inviter is alive and has not reported."""
+        """Return whether the inviter is alive but has not reported."""
         return self._inviter is not None and self._inviter not in reports and self._inviter in live
 
     def holds(
@@ -77,9 +78,10 @@ class StartBarrier:
         has_asked: bool,
         live: Collection[PeerId],
     ) -> bool:
-        """Return whether the first step must wait; once any member has made it, it must not.
+        """Return whether the first step must wait. It need not wait once any member has made a step.
 
-        `agreed` are the nodes that agreed here to take part; `has_asked`: all possible nodes were asked.
+        `agreed` are the nodes that agreed to take part when this member asked; `has_asked`: all possible
+        nodes were asked.
         """
         self._until = now + START_SECONDS_MAX if self._until is None else self._until
         if is_begun(reports) or now >= self._until:
@@ -89,8 +91,8 @@ class StartBarrier:
     def awaited(
         self, reports: Reports, agreed: Collection[PeerId], live: Collection[PeerId]
     ) -> frozenset[PeerId]:
-        """Return the members that are opening their stages, those that agreed here and have not reported yet,
-        and the inviter, which knows whom else it has asked."""
+        """Return the members that are opening their stages, the nodes that agreed here and have not reported
+        yet, and the inviter, which knows which other nodes it has asked."""
         self._seen.update(reports)
         members = {peer: report for peer, report in reports.items() if report.lineage == self._run}
         opening = {peer for peer, report in members.items() if not report.has_state}
@@ -99,8 +101,8 @@ class StartBarrier:
         return frozenset((opening | unheard | inviter).intersection(live))
 
     def news(self, awaited: int) -> str | None:
-        """Return the text to display while members are awaited, "" once if the barrier ends after such a
-        text; None for nothing new."""
+        """Return the text to display while members are awaited, or "" once when the waiting ends; None if
+        nothing has changed."""
         if awaited == self._told or (not awaited and not self._told):
             return None
         self._told = awaited
@@ -114,13 +116,13 @@ class StartBarrier:
         until = now() + self.meeting_seconds(stage, crew.training)
         while self.misses_inviter(crew.reports, live()) and now() < until:
             assert self._inviter is not None
-            yield GreetPeers((self._inviter,))  # it answers if the run is over
+            yield GreetPeers((self._inviter,))  # the inviter answers if the run is over
             yield Sleep(GREET_SECONDS)
 
     def hold(
         self, crew: MemberCrew, live: Live, now: Callable[[], float], meanwhile: Callable[[], Course[None]]
     ) -> Course[None]:
-        """Wait until the first step may be made, following the course `meanwhile` periodically."""
+        """Wait until the first step may be made; follow the course `meanwhile` periodically."""
         while self.holds(now(), crew.reports, agreed=crew.agreed, has_asked=crew.has_asked, live=live()):
             awaited = self.awaited(crew.reports, crew.agreed, live())
             if awaited and (news := self.news(len(awaited))) is not None:

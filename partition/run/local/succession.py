@@ -1,8 +1,9 @@
-"""The rule by which a holder takes its head's place, once that is gone for good and no node comes for it.
+"""The rule by which a holder takes the place of its head, once the head is gone for good and no other node
+comes for that place.
 
-The head asks the holder of the second stage to keep copies of the first, so that one death loses no stage. A
-free node found by a requester has priority (`partition.run.local.lending`), since it needs only its own
-memory.
+The head asks the holder of the second stage to keep copies of the first stage, so that one death loses no
+stage. A free node found by a requester has priority (`partition.run.local.lending`), because it need not hold
+two stages in its memory.
 """
 
 from collections.abc import Callable
@@ -15,15 +16,15 @@ from partition.run.local.due import Due
 from partition.run.local.keeping import CopyStage
 
 GONE_SECONDS = 2.0
-"""How long a holder waits after the last head has died, which may restart at once."""
+"""How long a holder waits after its head has died, because the head may restart soon."""
 FREE_SECONDS = 20.0
-"""The same where a free node may become the head."""
+"""How long a holder waits if a free node could become the head."""
 LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class FindGone:
-    """Find out whether a head is dead, by membership or its host. The answer says whether it is."""
+    """Find out whether a head is dead, from membership or its host. The answer is whether it is."""
 
     head: PeerId
 
@@ -37,8 +38,8 @@ class SuccessionRule:
         self._due = Due()
 
     def watch(self, now: Callable[[], float], has_free: Callable[[], bool]) -> Course[None]:
-        """Keep copies for the head, until it is gone for good and this member can take its place. `has_free`
-        returns whether some node has a free slot."""
+        """Keep copies for the head; return once the head is gone for good and this member can take its place.
+        `has_free` returns whether some node has a free slot."""
         while True:
             missed = self._missed_head(now(), has_free=has_free())
             if missed is not None and (yield FindGone(missed)):
@@ -53,7 +54,8 @@ class SuccessionRule:
         return any(seat.keeps_copies for seat in self._crew.seats)
 
     def _missed_head(self, now: float, *, has_free: bool) -> PeerId | None:
-        """Return the head to replace if it is gone; None while there is one, or others have priority."""
+        """Return the head to replace if it is gone; None while there is a head, or while others have
+        priority."""
         is_due = self._crew.head is None and self.has_copy and self._keeps
         waited = self._due.waited(now, "a head", is_due)
         if waited < GONE_SECONDS or (has_free and waited < FREE_SECONDS):
