@@ -89,8 +89,8 @@ def decode_observed(data: bytes, author: PeerId) -> Observed:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What the planner `me` knows from measurements: `calibrations` by the peer that measured itself,
-    `observed` by author."""
+    """A planner's knowledge from measurements, as the peer `me`: `calibrations` by the peer that measured
+    itself, `observed` by author."""
 
     me: PeerId | None = None
     calibrations: Mapping[PeerId, Calibration] = field(default_factory=dict)

@@ -162,19 +162,15 @@ class Proposer:
         self.changed(now)
 
     def told_absent(self, now: float, sender: PeerId, message: Absent) -> list[Absent]:
-        """Note that the next plan must drop these members. Return the answer to the sender: a restarted
-        member does not know which members are absent."""
+        """Note that the next plan must drop these members. Return what the sender must know, if it is new."""
         is_news = any(peer not in self.absent for peer in message.peers)
         for peer in message.peers:
             self.exclude(now, PeerId(peer), message.reason)
         return self.own_absence() if is_news and sender in message.peers else []
 
     def own_absence(self) -> list[Absent]:
-        """Return the messages to repeat while the next plan must drop this member.
-
-        The choice of the proposer depends on which members are absent, so two members that disagree about it
-        would wait for each other.
-        """
+        """Return the messages to repeat while the next plan must drop this member: members that disagree
+        about who is absent expect different proposers, and would wait for each other."""
         reason, plan = self.absent.get(self._me), self._chain.head_hash
         return [] if reason is None else [Absent(plan, (self._me,), reason[:REASON_LENGTH_MAX])]
 
@@ -218,9 +214,8 @@ class Proposer:
         )
 
     def handed_over(self) -> Change | None:
-        """Return the change by which neighbouring stages take the layers of leaving members, from a
-        checkpoint made for it. None if each stage has another replica, if an idle machine may take the stage,
-        or if no neighbour could hold more."""
+        """Return the change by which neighbouring stages take the layers of leaving members; None if it is
+        not needed, because each stage has another replica or an idle machine may take it, or not possible."""
         plan = self._chain.head
         last = [peer for peer in self.leaving if not self.can_leave(peer)]
         busy = {peer for stage in plan.stages for peer in stage.replicas}
@@ -333,8 +328,7 @@ class Proposer:
                 self.asks.put(PeerId(peer), StartRun(plan), self._settings.lease_seconds_max)
 
     def _note_refused(self, now: float, plan: Plan, peer: PeerId) -> None:
-        """Note that a member cannot hold the stage that `plan` gives it. Such a stage is not asked of it for
-        a while."""
+        """Note that a member cannot hold its stage of `plan`; do not ask it for such a stage for a while."""
         number = plan.stage_of(peer)
         if number is not None:
             stage = plan.stages[number]
@@ -453,11 +447,8 @@ class Proposer:
         return ranked(free, first=first, trainers=plan.trainers, roster=roster, last=last)
 
     def _wants_out(self, peer: PeerId) -> bool:
-        """Return whether a peer is about to leave.
-
-        A member that the next plan drops has given up its stage. It may be asked again once it offers a slot,
-        as a machine does after its owner has stopped using it.
-        """
+        """Return whether a peer is about to leave. A member that the next plan drops has given up its stage,
+        so it may be asked again once it offers a slot."""
         return peer in self.leaving and peer not in self.absent
 
     def _may_come(self, peer: bytes, now: float) -> bool:

@@ -170,7 +170,7 @@ def test_an_impossible_claim_is_reported_once_per_peer() -> None:
 
 def test_a_branch_reports_since_when_it_is_alone() -> None:
     branches, own = measured(step=140)
-    assert branches.said.startswith(f"alone since step 100, without {short_peer(THIRD)}: ")
+    assert branches.said.startswith(f"alone since step 100, without {short_peer(THIRD)}. ")
     branches.outlives(30.0, ForkBehind(THIRD, head(120), Branch(PLAN, (THIRD,))))
     assert branches.look(40.0, own, PEERS) == "", "the branch may still progress"
     gave_way = branches.look(30.0 + SETTINGS.left_seconds, own, PEERS)
