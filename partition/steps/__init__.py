@@ -1,1 +1,1 @@
-"""One training step as messages: frames, and the trainer's and the replica's state machines."""
+"""One training step as messages: frames, and the state machines of committer, feeder and replica."""

@@ -1,16 +1,16 @@
 """The committer's side of exact mode: it opens numbered micro-batches and defines each step.
 
 Step t is the set of micro-batches [tK, (t+1)K). It is committed in two rounds, by all replicas of the plan or
-not at all, so that a death at any moment leaves every stage either before or after the step, never between
-its replicas, and a minority can commit nothing:
+not at all. So a death at any moment leaves every stage either before or after the step, never with some
+replicas before it and others after it, and a minority can commit nothing:
 
-    syncing -> (finishing a step) -> (filling) -> counting -> committing -> applying -> counting ...
-                                         ^                                     |
-                                         +--- who ended with other parameters -+        ... evaluating -> done
+ syncing -> (finishing a step) -> (filling) -> counting -> committing -> applying -> counting ...
+          ^                                     |
+          +-- replicas with other parameters ---+        ... evaluating -> done
 
-Other parts decide which peers are gone; this makes the next plan, with a new Committer. Within a plan
-micro-batches only move: away from a replica that is suspected, or has work at hand and is silent. Only the
-first trainer commits.
+Other parts decide which peers are gone; that leads to a new plan, with a new Committer. Within a plan only
+micro-batches move: away from a replica that is suspected, or that has work but is silent. Only the first
+trainer commits.
 """
 
 from collections.abc import Iterable
@@ -63,7 +63,7 @@ __all__ += ["BestWanted", "StepsPaused", "TrainingEvaluated", "TrainingFailed", 
 
 
 class Committer:
-    """Commits the steps of one run under one plan, from whatever step its replicas have reached.
+    """The committer of one run under one plan. It begins with whatever step the replicas have reached.
 
     Long because it is one state machine: each report is judged by the phase that the step is in.
     """
@@ -83,11 +83,11 @@ class Committer:
         validation: ValidationSettings | None = None,
         series: Series | None = None,
     ) -> None:
-        """`metrics` is the number of metrics beside the loss; `save_every` is in steps, 0 never, and `saved`
-        the step of the newest checkpoint. `skips_diverged`: a step whose loss or gradient is not finite
-        changes nothing, in place of ending the run. The first `validations` held-out micro-batches are for
-        validation, the `evaluations` after them for the test; `series` has the validations that this member
-        knows of."""
+        """`metrics` is the number of metrics in addition to the loss. `save_every` is in steps, 0 for never,
+        and `saved` is the step of the newest checkpoint. `skips_diverged`: a step whose loss or gradient is
+        not finite changes nothing, instead of ending the run. The first `validations` held-out micro-batches
+        are for validation, and the `evaluations` after them for the test. `series` has the validations that
+        this member knows of."""
         self.me = me
         self.plan = plan
         self.plan_hash = plan_hash(plan)
@@ -116,7 +116,7 @@ class Committer:
         self._overdue = StallDetector(list(self._places))
         self._disputes = FrameComplaints(me, plan, self._places)
         self._suspected: set[PeerId] = set()
-        self.vouched: set[bytes] = set()  # digests of others' inputs that this trainer's own data has too
+        self.vouched: set[bytes] = set()  # digests of others' inputs that match this trainer's own data
         self._commit: said.StepCommit | None = None
         self._apply: Apply | None = None
         self._save: said.Save | None = None
@@ -128,23 +128,23 @@ class Committer:
 
     @property
     def deadline(self) -> float:
-        """When `wake` is wanted: to ask again, or to look at stalled replicas."""
+        """The time of the next `wake`, which asks again or checks for stalled replicas."""
         if self.phase in ("committing", "applying"):
             return self._overdue.due
         return self._check_at if self.phase in ("syncing", "counting", "evaluating") else inf
 
     def start(self, now: float) -> Sends:
-        """Ask every replica for its state; a repeated call asks those that have not answered."""
+        """Ask every replica for its state. A repeated call asks the replicas that have not answered."""
         self._now, self._check_at = now, now + SYNC_AGAIN_SECONDS
         return [(peer, said.Sync(plan=self.plan_hash)) for peer in self.awaited]
 
     @property
     def awaited(self) -> tuple[PeerId, ...]:
-        """While syncing: the replicas that have not reported their state."""
+        """While syncing, the replicas that have not reported their state."""
         return tuple(peer for peer in self._places if peer not in self._synced)
 
     def receive(self, now: float, sender: PeerId, message: object) -> Sends:
-        """Take a step message from a replica."""
+        """Handle a step message from a replica."""
         if not isinstance(message, StepMessage) or message.plan != self.plan_hash:
             return []
         place = self._places.get(sender)
@@ -204,33 +204,35 @@ class Committer:
         return []
 
     def save(self, now: float) -> Sends:
-        """Have the replicas keep a copy of their state: at once between two commits, else after this step."""
+        """Make the replicas keep a copy of their state: immediately if no commit is in progress, otherwise
+        after this step."""
         self._now, self.saves.is_due = now, True
         return self._save_now() if self.phase in ("counting", "evaluating", "paused") else []
 
     def pause(self, now: float) -> Sends:
-        """Open no step after this one; `StepsPaused` reports the pause. An evaluation goes on to its end."""
+        """Open no further step after this one; `StepsPaused` reports the pause. An evaluation still runs to
+        its end."""
         self._now, self._pausing = now, True
         return []
 
     def unpause(self, now: float) -> Sends:
-        """Open steps again: the reason for the pause is gone."""
+        """Open steps again, because the reason for the pause is gone."""
         self._now, self._pausing = now, False
         return self._open_step() if self.phase == "paused" else []
 
     def take_last(self, now: float) -> Sends:
-        """End with the present state: the best one cannot be restored."""
+        """End with the present state, because the best state cannot be restored."""
         self._now, self._held_out.takes_last = now, True
         return self._open_step() if self.phase == "restoring" else []
 
     def open_count(self, peer: PeerId) -> int:
-        """Return how many micro-batches of the open step this replica owns: they are lost with it."""
+        """Return how many micro-batches of the open step this replica owns. They are lost if it is lost."""
         place = self._places.get(peer)
         open_now = self.phase in ("counting", "committing")
         return len(self._ledger.numbers_of(place)) if place is not None and open_now else 0
 
     def reconnected(self, peer: PeerId) -> Sends:
-        """Repeat the messages that `peer` may have missed: its stream broke and is open again."""
+        """Repeat the messages that `peer` may have missed, because its stream broke and is open again."""
         is_replica = peer in self._places
         if peer not in self._everybody or self.phase in ("done", "failed"):
             return []
@@ -283,7 +285,7 @@ class Committer:
             self._mind_checkpoint()
             return self._repair()
         assert apply is not None
-        # Finish the step that the previous committer left half applied, then go on.
+        # Finish the step that the previous committer left half applied, then continue.
         self.step -= 1
         self._overdue.begin(self._now, "applying", self.step, apply.attempt)
         self.phase, self._awaited = "applying", behind
@@ -291,8 +293,8 @@ class Committer:
         return [(peer, self._apply) for peer in self._places if peer in behind]
 
     def _repair(self) -> Sends:
-        """Rebuild replicas with no parameters, or with others than their stage's majority, from that
-        majority."""
+        """Rebuild replicas that have no parameters, or that differ from the majority of their stage, from
+        that majority."""
         if not self._filling.begin(self.step, self._digests, self._apply):
             return self._go_on()
         self.phase = "filling"
@@ -301,7 +303,7 @@ class Committer:
     # A step
 
     def _go_on(self) -> Sends:
-        """Go on: all hold the same after `step` steps."""
+        """Continue with the next step, now that all replicas have the same state after `step` steps."""
         self._digests.clear()
         sends = self._save_now() if self.saves.is_due else []
         if self._pausing and not is_begun(self.plan, self.step, self._synced.values()):
@@ -326,7 +328,7 @@ class Committer:
         return self._open(self._ledger, "counting") + self._when_counted()
 
     def _new_ledger(self, numbers: range, *, train: bool) -> Ledger:
-        """Return the ledger of a step that is opened, or evaluated."""
+        """Return the ledger of a step or an evaluation that begins."""
         self.losses.clear()
         self._reduced.clear()
         self._applied.clear()
@@ -351,8 +353,8 @@ class Committer:
         return self._to_everybody(self._open_message())
 
     def _take_synced(self) -> bool:
-        """Leave counted micro-batches of the open step with the replicas that counted them. False if a loss
-        is not finite."""
+        """Leave the open step's counted micro-batches with the replicas that have counted them. Return False
+        if a loss is not finite."""
         rows = {
             self._places[peer]: row
             for peer, row in self._synced.items()
@@ -366,7 +368,9 @@ class Committer:
         if self.phase != ("counting" if message.train else "evaluating") or message.step != self.step:
             return []
         if message.stage != place[0] or place[0] == self._last:
-            raise RemoteProtocolError("progress in a stage that its sender does not hold, or in the last")
+            raise RemoteProtocolError(
+                "progress in the last stage, or in a stage that its sender does not hold"
+            )
         if self._ledger.owns(place, message.microbatch):
             self._ledger.forwarded(place, message.microbatch)
         return []
@@ -377,7 +381,7 @@ class Committer:
         if message.microbatch not in self._ledger.numbers:
             raise RemoteProtocolError("a micro-batch was counted that is not in the step")
         if message.samples > SAMPLES_MAX:
-            raise RemoteProtocolError("a loss of an impossible number of samples")
+            raise RemoteProtocolError("a loss has an impossible number of samples")
         if not self._ledger.owns(place, message.microbatch):
             return []
         if not isfinite(message.loss):
@@ -423,7 +427,7 @@ class Committer:
         return self._to_replicas(apply)
 
     def _skip(self, reason: str) -> Sends:
-        """Handle that the open step diverged: drop it everywhere, or end the run."""
+        """Handle a divergence of the open step: drop the step everywhere, or end the run."""
         apply = self._divergence.skip(self.plan_hash, self.step, self.attempt, reason)
         if isinstance(apply, str):
             return self._fail(apply)
@@ -439,7 +443,7 @@ class Committer:
             return self._commit_step()
         for peer in dissenters:
             self._give_up(
-                peer, f"step {self.step}: {self._dissents} times it came to another total than its stage"
+                peer, f"step {self.step}: {self._dissents} times its total differed from its stage's"
             )
         return []
 
@@ -465,7 +469,7 @@ class Committer:
         return self._repair()
 
     def _tell(self, apply: Apply) -> None:
-        """Report the step that this Apply ended, which is final. The previous committer may not have told
+        """Report the step that this Apply has ended, which is final. The previous committer may not have told
         every peer."""
         self._held_out.learn(apply.validated)
         self.events.append(step_applied(self.plan, apply, self._applied, self._divergence.reason))
@@ -477,7 +481,7 @@ class Committer:
     # Evaluation
 
     def _open_held_out(self, evaluation: Evaluation) -> Sends:
-        """Have held-out samples computed with the present state."""
+        """Begin to evaluate held-out samples with the present state."""
         ledger = self._new_ledger(evaluation.numbers, train=False)
         if self._held_out.is_over(self.step, self.steps):
             self._note_opened(ledger)
@@ -533,7 +537,7 @@ class Committer:
         return []
 
     def _on_unusable(self, sender: PeerId, place: Place, message: said.BadFrame) -> Sends:
-        """Handle a replica's report of a frame that it cannot use; the shell has checked the frame's
+        """Handle a replica's report of a frame that it cannot use. The driver has checked the frame's
         signature."""
         found = self._disputes.read(message, self._ledger, place, self.step)
         if found is None or self.phase != ("counting" if found[0].train else "evaluating"):
@@ -552,8 +556,8 @@ class Committer:
         return self._open_again() if is_moved else []
 
     def _on_diverged(self, place: Place, message: said.Diverged) -> Sends:
-        """Handle a stage's report that its result of sound frames is not finite: other replicas would get the
-        same."""
+        """Handle a stage's report that its result of valid frames is not finite. Other replicas would get the
+        same result."""
         if (self.phase, message.step) != ("counting" if message.train else "evaluating", self.step):
             return []
         if message.microbatch is not None and not self._ledger.owes(place, message.microbatch):
@@ -562,7 +566,7 @@ class Committer:
         return self._skip(reason) if may_skip else self._fail(reason)
 
     def _hurry(self) -> Sends:
-        """Handle a long silence: ask the replicas that delay the step, and drop those that are stuck."""
+        """Handle a long silence: ask the replicas that delay the step, and give up those that are stuck."""
         late = self._late()
         for peer, reason in self._overdue.stuck(self._now, late).items():
             self._give_up(peer, f"{STUCK} in step {self.step}: {reason}")

@@ -1,4 +1,4 @@
-"""Events of a committer for its shell."""
+"""Events of a committer for its driver."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,17 +10,19 @@ from partition.steps.validation import Series
 
 
 def divergence(what: str) -> str:
-    """Return the failure text of a run with numbers that are not finite, and what may help."""
+    """Return the failure text of a run with values that are not finite, and the settings that may help."""
     return f"{what}; a lower train.learning_rate, or train.clip_norm, may help"
 
 
 @dataclass(frozen=True)
 class StepApplied:
-    """A step is final on every replica. `loss` is the mean over its samples.¶ `work` is the work of each
-    replica, by stage, in the plan's order; nothing for those that applied it under an earlier plan.
-    `replicas` are those that compute. A committer begins with the last step before its own, which may have
-    been reported already: then `attempt` is the same. `diverged` is why the step changed nothing, empty where
-    it did; if set, `loss` and `samples` are 0."""
+    """A step is final on every replica. `loss` is the mean over its samples.
+
+    `work` is the work of each replica, by stage, in the plan's order; it is empty for replicas that
+    applied the step under an earlier plan. `replicas` is the number of replicas that compute. A committer
+    begins by reporting the last step before its own. If that step was reported already, `attempt` is the
+    same. `diverged` is the reason why the step changed nothing, or empty; if it is set, `loss` and
+    `samples` are 0."""
 
     step: int
     attempt: int
@@ -32,20 +34,20 @@ class StepApplied:
 
 
 def no_number(what: str) -> str:
-    """Return the same for one number."""
-    return divergence(f"{what} is no finite number any more")
+    """Return the failure text for one value that is not finite."""
+    return divergence(f"{what} is no longer finite")
 
 
 def step_applied(
     plan: Plan, apply: Apply, applied: Mapping[PeerId, Work], diverged: str = ""
 ) -> "StepApplied":
-    """Return the event of a step that this Apply ended, with the work of the replicas that `applied` it under
-    this plan. `diverged` is why it was skipped, where this committer knows."""
+    """Return the event of the step that this Apply has ended, with the work of the replicas that `applied` it
+    under this plan. `diverged` is why the step was skipped, if this committer knows."""
     work = tuple(tuple(applied.get(PeerId(peer), Work()) for peer in stage.replicas) for stage in plan.stages)
     replicas = sum(len(stage.computing) for stage in plan.stages)
     if apply.skipped:
         return StepApplied(
-            apply.step, apply.attempt, 0.0, 0, replicas, work, diverged or "its numbers were not finite"
+            apply.step, apply.attempt, 0.0, 0, replicas, work, diverged or "its values were not finite"
         )
     mean = apply.loss / apply.samples
     return StepApplied(apply.step, apply.attempt, mean, apply.samples, replicas, work)
@@ -53,7 +55,7 @@ def step_applied(
 
 @dataclass(frozen=True)
 class MicrobatchesMoved:
-    """`count` micro-batches of this replica went to the others of its stage."""
+    """`count` micro-batches of this replica were given to other replicas of its stage."""
 
     step: int
     stage: int
@@ -63,11 +65,11 @@ class MicrobatchesMoved:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Once per plan, when its first Open is made: the run goes on with `step`.
+    """The run continues with `step`. Reported once per plan, when its first Open is made.
 
-    `replayed` micro-batches of it are computed again (one in two stages counts twice), as far as visible: no
-    replica of the plan has begun them, though the next stage has begun them or the previous one has counted
-    them. `filled` have taken their stage from others.
+    `replayed` is the number of its micro-batches that are computed again, as far as visible (a micro-batch
+    counts once for each such stage): no replica of the plan has begun them, although the next stage has begun
+    them or the previous stage has counted them. `filled` are the replicas that took their state from others.
     """
 
     step: int
@@ -77,7 +79,8 @@ class Resumed:
 
 @dataclass(frozen=True)
 class ReplicaRebuilt:
-    """A replica held other parameters than its stage after `step` steps, and has taken theirs."""
+    """A replica had different parameters from its stage after `step` steps, and has taken over the stage's
+    parameters."""
 
     step: int
     stage: int
@@ -86,9 +89,10 @@ class ReplicaRebuilt:
 
 @dataclass(frozen=True)
 class ReplicaFailed:
-    """The run cannot go on with this replica, or trainer (`stage` is None): a plan without it is wanted.
+    """The run cannot continue with this replica, or with this trainer (`stage` is None): a plan without it is
+    wanted.
 
-    `step` is the one whose computation failed there; None for another failure.
+    `step` is the step whose computation failed there; None for any other failure.
     """
 
     peer: PeerId
@@ -99,14 +103,14 @@ class ReplicaFailed:
 
 @dataclass(frozen=True)
 class StepsPaused:
-    """`step` steps are applied, and no more are opened under this plan."""
+    """`step` steps are applied, and no more steps are opened for now."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class TrainingEvaluated:
-    """All held-out samples have been evaluated: sums over them."""
+    """All held-out samples have been evaluated. The values are sums over them."""
 
     samples: int
     loss: float
@@ -115,10 +119,11 @@ class TrainingEvaluated:
 
 @dataclass(frozen=True)
 class Validated:
-    """All validation samples have been evaluated with the state after `step` steps: sums over them.
+    """All validation samples have been evaluated with the state after `step` steps. `sums` are sums over
+    them.
 
     `converged`: no further step is opened. `is_kept`: this state may become the result. A new committer may
-    report it again.
+    report the same validation again.
     """
 
     step: int
@@ -130,17 +135,17 @@ class Validated:
 
 @dataclass(frozen=True)
 class BestWanted:
-    """All steps are done, and the state after `step` steps validated best: it has to be restored."""
+    """All steps are done, and the state after `step` steps had the best validation: it must be restored."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class TrainingFailed:
-    """The run cannot go on under this plan, and why; `stage` is the one without a holder, if that is the
-    reason.
+    """The run cannot continue under this plan, for this reason. `stage` is the stage without a holder, if
+    that is the reason.
 
-    `microbatch` is the one whose data the model does not take, and whether it is for training.
+    `microbatch` is the micro-batch whose data the model cannot take, and whether it is for training.
     """
 
     reason: str

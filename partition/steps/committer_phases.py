@@ -3,12 +3,13 @@
 from typing import Literal
 
 DISSENTS_MAX = 2
-"""Times the replicas of a stage may reach different totals: a broken transfer, not a broken machine."""
+"""Number of times that a reduction is repeated because replicas of a stage reached different totals. A
+transfer may have failed once; after that the machine is at fault."""
 SYNC_AGAIN_SECONDS = 2.0
-"""Interval of Syncs: a replica learns of its plan by another message, and ignores a Sync that arrives before
-it."""
+"""Seconds between Syncs. A replica learns of its plan from a different message, and ignores a Sync that
+arrives earlier."""
 OPEN_AGAIN_SECONDS = 10.0
-"""The same for trainers, which answer nothing: sent after a long silence."""
+"""How long there must be silence before an Open is repeated for trainers, which do not answer it."""
 STALL_CHECK_SECONDS = 1.0
 
 Phase = Literal[
@@ -23,5 +24,5 @@ Phase = Literal[
     "done",
     "failed",
 ]
-"""`evaluating` comes before a step too, where its validation is due. `restoring`: the steps are done, and a
-plan is to restore the state that validated best."""
+"""`evaluating` also precedes a step if a validation is due. `restoring`: the steps are done, and a new plan
+will restore the state with the best validation."""

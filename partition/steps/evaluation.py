@@ -1,7 +1,7 @@
-"""The held-out micro-batches of a run as its committer knows them: those under way, and their results.
+"""The held-out micro-batches of a run, as its committer knows them: those in progress, and their results.
 
-Those for validation come first, those for the test after them. A few are open at once, and more as earlier
-ones come in. Not here: the replicas that compute them (the ledger), and messages.
+Micro-batches for validation come first, those for the test after them. A few are open at the same time, and
+more are opened as results arrive. Not here: the replicas that compute them (the ledger), and messages.
 """
 
 from crypto.errors import RemoteProtocolError
@@ -11,7 +11,7 @@ from partition.steps.validation import Series, ValidationSchedule, ValidationSet
 
 
 class Evaluation:
-    """The evaluation of the micro-batches `all`, each with `metrics` numbers beside its loss; with the
+    """One evaluation of the micro-batches `all`, each with a loss and `metrics` further values, with the
     parameters after `step` steps."""
 
     def __init__(self, all_numbers: range, metrics: int, step: int) -> None:
@@ -22,33 +22,34 @@ class Evaluation:
         self._first = all_numbers.start
 
     def is_known(self, message: Evaluated, numbers: range) -> bool:
-        """Return whether the result is a repeat, or belongs to an earlier evaluation; `numbers` are open.
+        """Return whether a result is a repetition or belongs to an earlier evaluation. `numbers` are the open
+        micro-batches.
 
         Raises RemoteProtocolError for a result that was not requested or is impossible.
         """
         if message.microbatch >= numbers.stop or message.step > self._step:
-            raise RemoteProtocolError("an evaluation that was not asked for")
+            raise RemoteProtocolError("an evaluation was not asked for")
         if len(message.metrics) != self._metrics or message.samples > SAMPLES_MAX:
-            raise RemoteProtocolError("an evaluation with impossible numbers")
+            raise RemoteProtocolError("an evaluation has impossible values")
         return message.step != self._step or message.microbatch in self._rows
 
     def take(self, message: Evaluated) -> None:
-        """Take the result of one micro-batch."""
+        """Record the result of one micro-batch."""
         self._rows[message.microbatch] = message
         while self._first in self._rows:
             self._first += 1
 
     @property
     def numbers(self) -> range:
-        """The micro-batches that should be in flight now."""
+        """The micro-batches that should be open now."""
         return range(self._first, min(self.all.stop, self._first + EVALUATIONS_IN_FLIGHT_MAX))
 
     def wants_more(self, numbers: range) -> bool:
-        """Return whether enough of the open `numbers` are done to make another Open worthwhile."""
+        """Return whether enough of the open `numbers` are done to make a new Open worthwhile."""
         return numbers.stop < self.all.stop and self._first - numbers.start >= EVALUATIONS_IN_FLIGHT_MAX // 2
 
     def result(self) -> TrainingEvaluated | None:
-        """Return the sums, once all are done."""
+        """Return the sums once all micro-batches are done, otherwise None."""
         if len(self._rows) < len(self.all):
             return None
         rows = [self._rows[number] for number in sorted(self._rows)]
@@ -60,9 +61,9 @@ class Evaluation:
 
 
 class HeldOut:
-    """The schedule of held-out micro-batches, under one plan. `evaluation` is the newest.
+    """The schedule of held-out micro-batches under one plan. `evaluation` is the newest.
 
-    `takes_last`: the run ends with the present state, even if another validated better.
+    `takes_last`: the run ends with the present state, even if an earlier state had a better validation.
     """
 
     def __init__(
@@ -88,15 +89,15 @@ class HeldOut:
         return self._schedule.series
 
     def learn(self, series: Series | None) -> None:
-        """Take over the series in the last step's Apply, if it is newer."""
+        """Take over the series in an Apply, if it is newer."""
         self._schedule.learn(series)
 
     def is_over(self, step: int, steps: int) -> bool:
-        """Return whether no step follows the `step` steps done; the run has at most `steps`."""
+        """Return whether no step follows after `step` steps. The run has at most `steps`."""
         return step >= steps or self._is_final or self._schedule.has_converged
 
     def next(self, step: int, *, is_over: bool) -> "Evaluation | BestWanted | None":
-        """Return the action before step `step` is opened, or in its place; None for none."""
+        """Return what to do before step `step` is opened, or instead of it; None if there is nothing."""
         if self._schedule.is_due(step, is_over=is_over) and not self._is_final:
             return self._begin(self._to_validate, step)
         if not is_over:
@@ -109,7 +110,7 @@ class HeldOut:
         return self.evaluation
 
     def take(self, step: int, sums: TrainingEvaluated) -> Validated | None:
-        """Note the sums of the newest evaluation; return None where it was of the test samples."""
+        """Record the sums of the newest evaluation; return None if it was the test."""
         if self.evaluation.all == self._to_test:
             return None
         series = self._schedule.take(step, sums.samples, sums.loss, sums.metrics)

@@ -1,7 +1,7 @@
-"""A trainer's side of exact mode: the inputs and labels it sends, and their receivers.
+"""A trainer's side of exact mode: which inputs and labels it sends, and to whom.
 
 Every trainer of the plan feeds its own micro-batches (`partition.plan.assignment.feeder_of`), as the
-committer's Open asks. The shell makes the frames, and keeps them the same at a second sending.
+committer's Open asks. The driver makes the frames; if it sends a frame again, it must be the same.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,10 @@ from partition.steps.routes import Routes
 
 @dataclass(frozen=True)
 class FeedReady:
-    """Send this micro-batch's inputs and labels; None for a half without a receiver.
+    """Send this micro-batch's inputs to `input_to` and its labels to `labels_to`; None if no peer needs them.
 
-    A held-out one that is `EVALUATIONS_IN_FLIGHT_MAX` before another is never asked for again.
+    A held-out micro-batch is never asked for again once one that is `EVALUATIONS_IN_FLIGHT_MAX` later was
+    asked for.
     """
 
     step: int
@@ -39,7 +40,7 @@ class FramesDone:
 
 
 class Feeder:
-    """One trainer under one plan."""
+    """The feeder of one trainer under one plan."""
 
     deadline = inf
 
@@ -54,12 +55,12 @@ class Feeder:
         self._sent: dict[tuple[int, Literal["input", "labels"]], PeerId] = {}
 
     def receive(self, now: float, sender: PeerId, message: Open) -> Sends:  # noqa: ARG002 - the shape of a core
-        """Take an Open of the committer. It sends nothing itself: `events` have the frames for the shell to
-        send."""
+        """Handle an Open of the committer. Nothing is returned to send: `events` has the frames that the
+        driver must send."""
         if message.plan != self.plan_hash:
             return []
         if sender != self.plan.committer:
-            raise RemoteProtocolError("an Open from a peer that is not the committer")
+            raise RemoteProtocolError("an Open came from a peer that is not the committer")
         routes = Routes(self.plan, message)
         before = self._routes
         if before is not None:
@@ -81,11 +82,11 @@ class Feeder:
         return []
 
     def wake(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
-        """Do nothing: nothing here is timed."""
+        """Do nothing, because no timer exists."""
         return []
 
     def reconnected(self, peer: PeerId) -> Sends:
-        """Request again the frames that `peer` may have lost: its stream broke and is open again."""
+        """Request the frames again that `peer` may have lost, because its stream broke and is open again."""
         if self._routes is not None:
             for number in self._mine:
                 self._feed(self._routes, number, again_to=peer)

@@ -1,5 +1,5 @@
-"""A committer's view of replicas that take their stage's state from others before a step is opened: those
-that have no state yet, and those whose parameters differ from most of their stage.
+"""A committer's view of replicas that take their stage's state from others before a step is opened: replicas
+without a state, and replicas whose parameters differ from most of their stage.
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from partition.steps.resume import fills, is_filled, minority
 
 
 class Filling:
-    """The fillings under one plan. `asked` are still to be filled; `filled` were, one entry for every
-    time."""
+    """The fillings under one plan. `asked` has the replicas that must still be filled; `filled` lists those
+    that were filled, once for each time."""
 
     def __init__(self, plan: Plan) -> None:
         self.asked: dict[PeerId, Fill] = {}
@@ -21,7 +21,7 @@ class Filling:
         self._rebuilt: set[PeerId] = set()
 
     def begin(self, step: int, digests: Mapping[PeerId, bytes], apply: Apply | None) -> bool:
-        """Find the replicas to fill after `step` steps, of which `apply` was the last; return whether there
+        """Find the replicas to fill after `step` steps, of which `apply` was the last. Return whether there
         are any."""
         known = {peer: digest for peer, digest in digests.items() if digest != NO_HASH}
         self._rebuilt = set(minority(self._plan, known))
@@ -32,13 +32,13 @@ class Filling:
     def take(self, sender: PeerId, message: Synced) -> bool:
         """Note a replica's Synced; return whether it completes a filling."""
         if not is_filled(self.asked[sender], message):
-            return False  # its earlier report
+            return False  # an earlier report of this replica
         del self.asked[sender]
         self.filled.append(sender)
         return True
 
     def is_rebuilt(self, peer: PeerId) -> bool:
-        """Return whether it held other parameters than its stage; true only once."""
+        """Return whether a replica had different parameters from its stage. Returns True only once."""
         is_so = peer in self._rebuilt
         self._rebuilt.discard(peer)
         return is_so

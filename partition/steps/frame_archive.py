@@ -1,9 +1,9 @@
-"""The signed frames of committed steps, kept for later audits: pure, and bounded in steps, age and size.
+"""The signed frames of committed steps, kept for later audits. Pure, and bounded in steps, age and size.
 
-A node keeps the frames of a run that came to its stage or that its stage sent: of the newest STEPS_KEPT steps
-that were applied here, and of the first one after the newest checkpoint, whose state can be restored; for
-KEPT_SECONDS. A frame is its signed header, which names its payload by digest. Headers are kept always,
-FACTS_MAX of them; payloads as long as all of them take no more than PAYLOADS_BYTES_MAX.
+A node keeps the frames of a run that its stage received or sent. It keeps those of the newest STEPS_KEPT
+steps that were applied here, and those of the first step after the newest checkpoint, whose state can be
+restored; all for at most KEPT_SECONDS. A frame is its signed header, which identifies its payload by digest.
+Up to FACTS_MAX headers are kept. Payloads are kept only up to PAYLOADS_BYTES_MAX in total.
 
 Not here: whether a frame is right (`node.runs.audits`).
 """
@@ -19,24 +19,24 @@ from partition.steps.frames import Direction, FrameHeader
 STEPS_KEPT = 16
 KEPT_SECONDS = 600.0
 FACTS_MAX = 8_192
-"""At some 500 bytes each they take 4 MB."""
+"""Maximum number of headers. At some 500 bytes each, they take 4 MB."""
 PAYLOADS_BYTES_MAX = 64 << 20
 
 
 class FrameKey(NamedTuple):
-    """The key of a frame in a run."""
+    """The key of a frame in the archive."""
 
     run: bytes
     step: int
     stage: int
-    """The stage that receives it."""
+    """The stage that receives the frame."""
     direction: Direction
     microbatch: int
     author: bytes
 
 
 class KeptFrame(NamedTuple):
-    """A signed header, with its payload while there is room for it."""
+    """A signed header, with its payload as long as there is room for it."""
 
     fact: Fact
     payload: Payload | None
@@ -59,7 +59,7 @@ class FrameArchive:
         return len(self._frames)
 
     def note(self, now: float, run: bytes, header: FrameHeader, fact: Fact, payload: Payload) -> None:
-        """Keep a frame; the same one under a later attempt replaces it."""
+        """Keep a frame. The same frame under a later attempt replaces it."""
         key = FrameKey(run, header.step, header.stage, header.direction, header.microbatch, fact.author)
         self._drop(key)
         self._frames[key] = KeptFrame(fact, payload, now)
@@ -71,12 +71,12 @@ class FrameArchive:
             self._make_room()
 
     def marked(self, run: bytes, step: int) -> None:
-        """Note that a checkpoint of a run after `step` steps was saved: frames of the next step can be
-        judged."""
+        """Note that a run's checkpoint after `step` steps was saved, so that frames of the next step can be
+        audited."""
         self._marked[run] = step
 
     def committed(self, now: float, run: bytes, step: int) -> None:
-        """Note that a step was applied here: its frames may be asked for, and those of old steps are
+        """Note that a step was applied here: its frames may now be asked for, and frames of old steps are
         dropped."""
         self.expire(now)
         self._committed[run].add(step)
@@ -96,7 +96,7 @@ class FrameArchive:
             self._marked.pop(run, None)
 
     def get(self, key: FrameKey) -> KeptFrame | None:
-        """Return a frame of a step that was applied here."""
+        """Return a frame of a step that was applied here, or None."""
         return self._frames.get(key) if key.step in self._committed.get(key.run, ()) else None
 
     def of_step(self, run: bytes, step: int) -> Iterator[FrameKey]:
@@ -119,7 +119,7 @@ class FrameArchive:
         self._with_payload.pop(key, None)
 
     def _make_room(self) -> None:
-        """Drop the oldest payloads, those of marked steps last."""
+        """Drop the oldest payloads. Those of marked steps are dropped last."""
         spared = []
         while self.held_bytes > self._bytes_max and self._with_payload:
             key = next(iter(self._with_payload))

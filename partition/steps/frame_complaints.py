@@ -1,19 +1,20 @@
-"""Complaints of members about unusable frames of others. No member is believed alone.
+"""Complaints of members about unusable frames of other members. No member is believed alone.
 
-A BadFrame proves that its author sent a frame with that header, not what came beside it: the author may have
-sent an unusable payload, or the accuser may lie. So the micro-batch goes elsewhere, both are noted, and
+A BadFrame proves that its author sent a frame with that header, but not which payload came with it: either
+the author sent an unusable payload, or the accuser lies. So the micro-batch is given to another replica, and
+the dispute is noted for both. Then:
 
-    who is in dispute with two others   loses its place: of a liar and its victims, or of a faulty author and
-                                        those it sends to, only the one has two opponents
-    two who still dispute in a third    both lose their places, and so where the micro-batch can go nowhere
-    step                                else
+- A peer in dispute with two others loses its place. A liar has several victims, and a faulty author has
+  several receivers, so only the peer at fault gets two opponents.
+- Two peers that are still in dispute in a third step both lose their places. So do the two if no other
+  replica can take the micro-batch.
 
-But where a trainer's frame came as it was sent and holds a number that the model does not take, and the
-committer would have sent the same, the fault is the data's: as soon as two say so, or one where nobody else
-can compute it.
+There is one exception. If a trainer's frame arrived as it was sent but has a value that the model does not
+take, and the committer's own data has the same value, then the data is at fault. This is concluded as soon as
+two replicas report it, or one if no other replica can compute the micro-batch.
 
-A lone liar costs no honest peer its place without losing its own. Several that agree are believed, as in
-votes. Pure bookkeeping of one committer; a new plan begins with a clean slate.
+A single liar costs no honest peer its place without losing its own. Several liars that agree are believed, as
+in votes. Pure bookkeeping of one committer; a new plan begins without complaints.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,15 +28,16 @@ from partition.steps.ledger import Ledger, Place
 from partition.steps.messages import BadFrame
 from partition.steps.routes import check_frame
 
-USELESS = "it sent what cannot be used, or says so of others"
+USELESS = "it sent an unusable frame, or accuses others falsely"
 OPPONENTS_MAX = 1
-"""With more opponents than this, a peer is at fault itself."""
+"""A peer with more opponents than this is itself at fault."""
 STEPS_MAX = 2
-"""A bit may turn on the way from a tensor to its digest; two steps show how both do with others."""
+"""Number of steps in which two peers may be in dispute. A bit may flip between a tensor and its digest; two
+further steps show how each of the two gets on with others."""
 
 
 class FrameComplaints:
-    """The complaints about frames of one plan, as its committer `me` hears of them."""
+    """The complaints about frames of one plan, as its committer `me` receives them."""
 
     def __init__(self, me: PeerId, plan: Plan, places: Mapping[PeerId, Place]) -> None:
         self._me = me
@@ -47,14 +49,14 @@ class FrameComplaints:
     def read(
         self, message: BadFrame, ledger: Ledger, place: Place, step: int
     ) -> tuple[FrameHeader, PeerId] | None:
-        """Return the header that a replica cannot use, and its author; None where it no longer computes that
-        micro-batch.
+        """Return the header that a replica cannot use, and the frame's author; None if the replica no longer
+        computes that micro-batch.
 
-        Raises RemoteProtocolError: there can be no such frame.
+        Raises RemoteProtocolError if there can be no such frame.
         """
         header, author = read_header(message.frame), PeerId(message.frame.author)
         if header.plan != plan_hash(self._plan):
-            raise RemoteProtocolError("a frame of another plan is said to be of no use")
+            raise RemoteProtocolError("a complaint is about a frame of another plan")
         if header.step != step or header.train != ledger.train:
             return None
         check_frame(self._plan, place[0], step, author, header)
@@ -71,11 +73,11 @@ class FrameComplaints:
         *,
         follows_data: bool = False,
     ) -> tuple[bool, list[PeerId], bool]:
-        """Settle a complaint of `accuser` about a frame of `author`; `follows_data`: it is about a number
-        that is in the committer's own data too.
+        """Settle a complaint of `accuser` about a frame of `author`. `follows_data`: the complaint is about a
+        value that is in the committer's own data too.
 
-        Return whether the micro-batch has another owner in one of the stages now, the peers that lose their
-        place, and whether only the data is at fault.
+        Return whether the micro-batch has a new owner in one of the stages, the peers that lose their place,
+        and whether the data alone is at fault.
         """
         accusers = {accuser, *self._opponents.get(author, ())}
         is_judged = not self._judged.isdisjoint((accuser, author))
@@ -86,12 +88,12 @@ class FrameComplaints:
             is_due = author == feeder_of(self._plan, header.train, header.microbatch)
         else:
             is_due = ledger.owns(made_by, header.microbatch)
-        if is_due:  # otherwise the sender's own complaint is still to come
+        if is_due:  # otherwise a different peer sends this frame by now
             places = [self._places[accuser], *([] if made_by is None else [made_by])]
             if len(self._opponents.get(accuser, {}).get(author, ())) % 2 == 0:
                 places.reverse()
-            # Another receiver may be able to use it; of another author the accuser may. Now the one, now the
-            # other is tried first, since a peer that cannot agree with two others is wrong.
+            # Another receiver may be able to use the frame, or the accuser a frame of another author. The two
+            # are tried alternately, because a peer that cannot agree with two others is at fault.
             is_moved = any(ledger.pass_on(place, header.microbatch, rates) for place in places)
             if not (is_moved or guilty or is_judged):
                 guilty = [peer for peer in (accuser, author) if peer != self._me]
@@ -113,11 +115,11 @@ class FrameComplaints:
             guilty = [author, accuser]
         for peer in guilty:
             for opponent in self._opponents.pop(peer):
-                # Its complaints count no more, nor complaints about it.
+                # Its own complaints no longer count, nor do complaints about it.
                 self._opponents.get(opponent, {}).pop(peer, None)
         return guilty
 
     def _maker(self, author: PeerId, header: FrameHeader) -> Place | None:
-        """Return the replica that made this frame; None for a trainer's."""
+        """Return the replica that made this frame; None if a trainer made it."""
         is_fed = header.direction == "labels" or (header.direction == "input" and header.stage == 0)
         return None if is_fed else self._places[author]

@@ -1,23 +1,24 @@
-"""Frames: activations, gradients, inputs and labels on their way between stages, signed.
+"""Frames: signed activations, gradients, inputs and labels on their way between stages.
 
-The signature is over the header, and the header holds the BLAKE3 digest of the payload, so that the sender of
-a payload can be proved later. A frame comes over a stream that proves its sender, so its signature is checked
-only where it is to be shown to others (`check_signed`): most never are, and in a small run the check takes
-longer than all else about a frame. Whether the digest fits the payload is checked where the payload is
+The signature covers the header, and the header holds the BLAKE3 digest of the payload, so the sender of a
+payload can be proved later. A frame comes over a stream that proves its sender. So its signature is checked
+only if it is to be shown to others (`check_signed`): most frames never are, and in a small run the check
+takes longer than all other work on a frame. The digest is compared with the payload when the payload is
 unpacked (`partition.codecs.codec.unpack`, in the stage's process), not on the event loop.
 
-On the wire a Frame is a message, and the payload's data goes beside it as a payload of the stream, so that
-megabytes are never encoded or decoded. These copies are made on the way from tensor to tensor:
+On the wire a Frame is a message, and its data travels separately as a payload of the stream, so that
+megabytes are never encoded or decoded. The following copies are made on the way from tensor to tensor:
 
-    the sender's stage     into the memory that it shares with its node
-    the sender's node      out of it, for the stage may write there again; encrypting, into what is written
-    the receiver's node    decrypting, into memory where it stays until the step is applied; into what it
-                           shares with its stage
-    the receiver's stage   out of it, for a node may be wrong too; into a tensor that may be written to
+ the sender's stage     into the memory that it shares with its node
+ the sender's node      out of it, because the stage may overwrite it; and when encrypting, into the
+                        buffer that is written
+ the receiver's node    when decrypting, into memory where it stays until the step is applied; and into
+                        the memory that it shares with its stage
+ the receiver's stage   out of it, because it does not trust the node; into a tensor that may be written to
 
-Nothing else does: packing, digesting, signing, queueing and sending again work on the same bytes, wherever
-they lie. The node's memory for them is bounded (`node.pipeline.frame_store`); beyond, one more copy, to the
-disk.
+Nothing else copies: packing, digesting, signing, queueing and repeated sending work on the same bytes in
+place. The node's memory for them is bounded (`node.pipeline.frame_store`); beyond that, one more copy goes to
+the disk.
 """
 
 from dataclasses import dataclass
@@ -35,20 +36,21 @@ from partition.plan.plan import Count, Hash, StepNumber
 
 FRAME_PURPOSE = "frame"
 HEADER_BYTES_MAX = 8_192
-"""Tensors take most of it: 64 of eight dimensions are some 3 kB."""
+"""Maximum size of a header. Tensors take most of it: 64 of eight dimensions are about 3 kB."""
 PAYLOAD_BYTES_MAX = 48 * 1024 * 1024
-"""Below the 64 MiB of one stream payload."""
+"""Maximum size of a payload, below the 64 MiB of one stream payload."""
 
 Direction = Literal["input", "labels", "gradient"]
-"""`input` goes down the stages, `labels` straight to the last, `gradient` back up."""
+"""`input` goes to the next stage, `labels` directly to the last stage, `gradient` to the previous stage."""
 
 
 class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
-    """A frame's place in the run, and all of its payload but the data.
+    """A frame's position in the run, and everything about its payload except the data.
 
-    `stage` is the stage it is for; `step` the committed steps before it, which is also the version
-    of the parameters that made it. `attempt` is that of the Open it is sent under; the same payload goes out
-    under a later one. `train` is False for evaluation, which leaves no trace.
+    `stage` is the receiving stage. `step` is the number of steps committed before it, which is also the
+    version of the parameters that made it. `attempt` is the attempt of the Open under which it is sent; the
+    same payload may be sent again under a later attempt. `train` is False for evaluation, which changes
+    nothing.
     """
 
     plan: Hash
@@ -65,17 +67,17 @@ class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Frame(msgspec.Struct, frozen=True, tag="frame"):
-    """A signed FrameHeader. The payload's data goes beside it, as it is."""
+    """A signed FrameHeader. The payload's data is sent separately, unencoded."""
 
     header: Fact
 
 
 NO_FACT = Fact(b"", b"", b"")
-"""The fact of a frame that nobody has to be shown."""
+"""The fact of a frame that never needs to be shown to others."""
 
 
 class OpenedFrame(msgspec.Struct, frozen=True):
-    """A received frame; the payload is still to be unpacked. `fact` is the header, its signature
+    """A received frame whose payload is not unpacked yet. `fact` is the header, with its signature
     unchecked."""
 
     author: bytes
@@ -86,9 +88,9 @@ class OpenedFrame(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A frame for the shell to send, as the shell handed it in, to be signed for `plan` and `attempt`.
+    """A frame for the driver to send, as the driver handed it in. It must be signed for `plan` and `attempt`.
 
-    Once another plan is in force it need not be sent any more: the core asks again when that plan opens.
+    Once a new plan is in force it need not be sent any more, because the core asks for it again.
     """
 
     frame: object
@@ -108,7 +110,7 @@ def make_frame(
     direction: Direction,
     train: bool,
 ) -> Frame:
-    """Make a frame by this peer, to be sent with `payload.data` beside it."""
+    """Return a frame by this peer. It must be sent together with `payload.data`."""
     header = FrameHeader(
         plan,
         step,
@@ -126,24 +128,25 @@ def make_frame(
 
 
 def open_frame(sender: PeerId, frame: Frame, data: memoryview) -> OpenedFrame:
-    """Check a frame that came from `sender` with `data` beside it; else raise RemoteProtocolError. The
-    payload shares the memory of `data`. Its signature is still to be checked."""
+    """Check a frame from `sender` that came with `data`. The payload shares the memory of `data`; the
+    signature is not checked here. Raises RemoteProtocolError if the frame is invalid."""
     if len(data) > PAYLOAD_BYTES_MAX:
-        raise RemoteProtocolError(f"a frame of {len(data)} bytes, at most {PAYLOAD_BYTES_MAX}")
+        raise RemoteProtocolError(f"a frame has {len(data)} bytes, at most {PAYLOAD_BYTES_MAX} are allowed")
     header = read_header(frame.header)
     check_length(header.tensors, header.codec, len(data))
     if frame.header.author != sender:
-        raise RemoteProtocolError("a frame signed by another peer than the one that sent it")
+        raise RemoteProtocolError("a frame is signed by a peer that did not send it")
     payload = Payload(header.sizes, header.tensors, header.codec, header.digest, data)
     return OpenedFrame(sender, header, payload, frame.header)
 
 
 def check_signed(signer: Signer, fact: Fact) -> None:
-    """Raise RemoteProtocolError unless a frame's header was signed by its author, as anybody can see."""
+    """Check that a frame's header was signed by its author. Raises RemoteProtocolError if not."""
     signer.check(FRAME_PURPOSE, fact)
 
 
 def read_header(fact: Fact) -> FrameHeader:
-    """Return the header in a fact, whose signature is still to be checked; else raise RemoteProtocolError."""
+    """Return the header in a fact; the signature is not checked here. Raises RemoteProtocolError if the
+    header is invalid."""
     header: FrameHeader = decode(fact.body, FrameHeader, bytes_max=HEADER_BYTES_MAX)
     return header

@@ -1,4 +1,4 @@
-"""The committer's ledger of open micro-batches: their owners, and the progress of each."""
+"""The committer's ledger of open micro-batches: the owner and the progress of each."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -8,11 +8,11 @@ from partition.plan.plan import Plan
 from partition.steps.messages import Open, StageCommit, StageRoutes, Synced
 
 Place = tuple[int, int]
-"""A replica: its stage, and its place there."""
+"""A replica: its stage, and its index in the stage."""
 
 
 def places_of(plan: Plan) -> dict[PeerId, Place]:
-    """Return the place of each replica of a plan."""
+    """Return the (stage, index) of each replica of a plan."""
     return {
         PeerId(peer): (number, index)
         for number, stage in enumerate(plan.stages)
@@ -21,7 +21,8 @@ def places_of(plan: Plan) -> dict[PeerId, Place]:
 
 
 class Ledger:
-    """A range of `numbers`, in every stage of the plan. `train`: forwarded micro-batches come back."""
+    """A range of micro-batches, `numbers`, in every stage of the plan. `train`: they have a backward pass
+    too."""
 
     def __init__(self, plan: Plan, numbers: range, *, train: bool) -> None:
         self.numbers = numbers
@@ -35,7 +36,7 @@ class Ledger:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all micro-batches are counted everywhere."""
+        """Whether all micro-batches are counted in all stages."""
         return all(len(counted) == len(self.numbers) for counted in self._counted)
 
     def owns(self, place: Place, number: int) -> bool:
@@ -44,15 +45,15 @@ class Ledger:
         return self._owners[stage].get(number) == index
 
     def owes(self, place: Place, number: int) -> bool:
-        """Return whether it still has to count it."""
+        """Return whether this replica owns a micro-batch that it has not counted."""
         return self.owns(place, number) and number not in self._counted[place[0]]
 
     def numbers_of(self, place: Place) -> list[int]:
-        """Return the micro-batches that it owns."""
+        """Return the micro-batches that this replica owns."""
         return [number for number in self.numbers if self.owns(place, number)]
 
     def owned(self) -> dict[Place, list[int]]:
-        """Return the micro-batches of all replicas at once; those that own nothing are left out."""
+        """Return the micro-batches of every replica that owns any."""
         found: dict[Place, list[int]] = {}
         for stage, owners in enumerate(self._owners):
             for number in self.numbers:
@@ -60,7 +61,7 @@ class Ledger:
         return found
 
     def routes(self) -> tuple[StageRoutes, ...]:
-        """Return the routes as an Open has them."""
+        """Return the routes for an Open."""
         return tuple(
             StageRoutes(bytes(owners[number] for number in self.numbers), tuple(sorted(counted)))
             for owners, counted in zip(self._owners, self._counted, strict=True)
@@ -89,23 +90,23 @@ class Ledger:
     # Input
 
     def count(self, place: Place, number: int) -> None:
-        """Note that the owner has it in its sums."""
+        """Note that the micro-batch is in its owner's sums."""
         self._forwarded[place[0]].discard(number)
         self._counted[place[0]].add(number)
 
     def forwarded(self, place: Place, number: int) -> None:
-        """Note that the owner has sent its output on."""
+        """Note that the owner of the micro-batch has sent its output to the next stage."""
         if number not in self._counted[place[0]] and place[0] < len(self._plan.stages) - 1:
             self._forwarded[place[0]].add(number)
 
     def finish(self, number: int) -> None:
-        """Note that it is through in all stages."""
+        """Note that a held-out micro-batch has passed all stages."""
         for stage in range(len(self._plan.stages)):
             self.count((stage, 0), number)
 
     def take(self, rows: Mapping[Place, Synced]) -> None:
-        """Take what replicas had counted or sent on before. Counted goes before sent on, and where two have
-        the same the first in the plan owns it."""
+        """Take over what replicas had counted or forwarded under an earlier plan. Counted precedes forwarded.
+        If two replicas have the same micro-batch, the first in the plan owns it."""
         for place in sorted(rows):
             for number in self._free(place, rows[place].counted):
                 self._owners[place[0]][number] = place[1]
@@ -122,18 +123,19 @@ class Ledger:
     # Dealing
 
     def deal(self, rates: Sequence[Sequence[int]]) -> None:
-        """Give micro-batches without an owner to the replica that would finish them first, to replicas that
-        lost some only where there is no other."""
+        """Give each micro-batch without an owner to the replica that would finish it first. Replicas that
+        lost micro-batches before get some only if there is no other replica."""
         for stage, owners in enumerate(self._owners):
             places = self._willing(stage, ()) or self._computing(stage)
             free = [number for number in self.numbers if number not in owners]
             owners.update(deal(free, places, rates[stage], self._loads(stage)))
 
     def move(self, away: Iterable[Place], rates: Sequence[Sequence[int]]) -> dict[Place, int]:
-        """Take their uncounted micro-batches from these replicas; return how many of each.
+        """Take their uncounted micro-batches from these replicas; return how many from each.
 
-        They get nothing more of this range of numbers, and replicas that lost some before get nothing back;
-        where no other replica is left all stays as it is, and so do micro-batches passed on by another.
+        They get no more micro-batches of this range, and replicas that lost some before get none back. If no
+        other replica is left, nothing changes. A micro-batch that a remaining replica has passed on stays
+        where it is.
         """
         leaving = set(away) - self.moved
         found: dict[Place, int] = {}
@@ -158,8 +160,8 @@ class Ledger:
         return found
 
     def pass_on(self, place: Place, number: int, rates: Sequence[Sequence[int]]) -> bool:
-        """Give one of this replica's micro-batches to another of its stage, counted or not, for good. Return
-        False where there is no other, and change nothing."""
+        """Give one of this replica's micro-batches, counted or not, to another replica of its stage for good.
+        If there is none, change nothing and return False."""
         stage, index = place
         self._barred.add((place, number))
         able = self._willing(stage, ()) or range(len(rates[stage]))
@@ -173,7 +175,7 @@ class Ledger:
         return True
 
     def slide(self, numbers: range, rates: Sequence[Sequence[int]]) -> "Ledger":
-        """Return the ledger of a later range of numbers: micro-batches in both keep their owners."""
+        """Return the ledger of a later range of numbers. Micro-batches in both ranges keep their owners."""
         later = Ledger(self._plan, numbers, train=self.train)
         later.moved = self.moved
         later._barred = self._barred
@@ -185,7 +187,7 @@ class Ledger:
         return later
 
     def _willing(self, stage: int, gone: Iterable[int]) -> list[int]:
-        """Return the replicas that may be dealt micro-batches: standbys only where no other is left."""
+        """Return the replicas that may get micro-batches; standbys only if no other is left."""
         excluded = {index for number, index in self.moved if number == stage} | set(gone)
         row = self._plan.stages[stage]
         left = [index for index in range(len(row.replicas)) if index not in excluded]
@@ -196,19 +198,19 @@ class Ledger:
         return [index for index, peer in enumerate(row.replicas) if peer in row.computing]
 
     def _loads(self, stage: int) -> list[int]:
-        """Return the remaining work of each replica."""
+        """Return the number of uncounted micro-batches of each replica."""
         loads = [0] * len(self._plan.stages[stage].replicas)
         for number, index in self._owners[stage].items():
             loads[index] += number not in self._counted[stage]
         return loads
 
-    # Replicas that are waited for
+    # Replicas with work to do
 
     def obliged(self) -> set[Place]:
-        """Return the replicas with work at hand.
+        """Return the replicas that have work to do now.
 
-        A forward pass alone obliges only a replica with nothing between its two passes: others may be holding
-        as much as they have memory for.
+        A pending forward pass alone obliges only a replica that holds no micro-batch between its two passes.
+        Other replicas may already hold as many as fit into their memory.
         """
         found: set[Place] = set()
         for stage, owners in enumerate(self._owners):
@@ -227,10 +229,11 @@ class Ledger:
         return found
 
     def replayed(self) -> int:
-        """Return how many are to be computed again, counted by stage, because their replica is gone.
+        """Return how many micro-batches must be computed again because their replica is gone, counted for
+        each stage.
 
-        These are micro-batches that no replica here has counted or sent on, though the next stage has begun
-        them or the previous one has their gradient. Valid only before `deal`.
+        These are micro-batches that no replica here has counted or forwarded, although the next stage has
+        begun them or the previous stage has their gradient. Valid only before `deal`.
         """
         last = len(self._plan.stages) - 1
         count = 0

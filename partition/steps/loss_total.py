@@ -1,4 +1,5 @@
-"""The totals of one step, as reported to its committer: the losses of its micro-batches, and its norm."""
+"""The totals of one step, as replicas report them to the committer: the loss over all micro-batches, and the
+norm."""
 
 from collections.abc import Iterable, Mapping
 from math import isfinite
@@ -10,35 +11,36 @@ from partition.steps.messages import RATE_UNIT, Apply, Reduced, Synced
 
 
 class Losses:
-    """The samples of each micro-batch that the last stage has counted, and the loss summed over them."""
+    """The number of samples and the summed loss of each micro-batch that the last stage has counted."""
 
     def __init__(self) -> None:
         self.rate = RATE_UNIT
-        """The learning rate's factor of an applied step, in millionths."""
+        """Factor on the learning rate of an applied step, in millionths."""
         self._rows: dict[int, tuple[int, float]] = {}
 
     def clear(self) -> None:
-        """Begin another step."""
+        """Begin a new step."""
         self._rows.clear()
 
     def put(self, number: int, samples: int, loss: float) -> None:
-        """Note the samples and loss of one counted micro-batch."""
+        """Record the samples and the loss of one counted micro-batch."""
         self._rows[number] = (samples, loss)
 
     def take(self, rows: Iterable[Synced]) -> None:
-        """Take micro-batches counted before; the first of two rows for the same one counts."""
+        """Take over micro-batches that were counted before. If there are two rows for one, the first
+        counts."""
         for row in rows:
             for number, samples, loss in zip(row.counted, row.samples, row.losses, strict=True):
                 self._rows.setdefault(number, (samples, loss))
 
     @property
     def samples(self) -> int:
-        """The samples, at least one: a step without samples is still a step."""
+        """The number of samples, at least 1: a step without samples is still a step."""
         return max(1, sum(samples for samples, _ in self._rows.values()))
 
     @property
     def total(self) -> float:
-        """The loss, summed in the order of the numbers, so that every sum of it is the same."""
+        """The loss, summed in the order of micro-batches, so that every summation gives the same result."""
         return sum(self._rows[number][1] for number in sorted(self._rows))
 
     @property
@@ -47,8 +49,8 @@ class Losses:
         return isfinite(self.total)
 
     def apply(self, plan: bytes, step: int, attempt: int, norm: float | None) -> Apply | str:
-        """Return the Apply that ends the step, or which of its numbers is not finite: the `norm` squared, or
-        the loss."""
+        """Return the Apply that ends the step; or, if the squared `norm` or the loss is not finite, a text
+        that says which."""
         if norm is not None and not isfinite(norm):
             return no_number(f"step {step}: the gradient's norm")
         if not self.is_finite:
@@ -65,10 +67,10 @@ class Losses:
 
 
 def squared_norm(plan: Plan, reduced: Mapping[PeerId, Reduced]) -> float | None:
-    """Return the squared norm of all stages' totals, by the first replica of each; None where none reports
-    one.
+    """Return the squared norm of all stages' totals, as reported by the first replica of each stage; None if
+    no stage reports a norm.
 
-    Equal totals may have norms that differ in the last bit from machine to machine; by taking one for all,
+    The norms of equal totals may differ between machines in the last bit. So one value is used for all, and
     all scale by the same number.
     """
     first = [reduced[PeerId(stage.replicas[0])].squared_norm for stage in plan.stages]

@@ -1,7 +1,7 @@
-"""Messages between committer, trainers and replicas about a step, beside frames.
+"""Messages between committer, trainers and replicas about a step, in addition to frames.
 
-Every message names the plan by hash; a receiver drops messages of another plan. All are idempotent: a repeat
-changes nothing, so after a broken stream everything unanswered is sent again.
+Every message names the plan by its hash; a receiver drops messages of another plan. All are idempotent:
+repeating a message changes nothing, so after a broken stream everything unanswered is sent again.
 """
 
 from math import isfinite
@@ -28,23 +28,25 @@ from partition.steps.validation import Series
 REASON_LENGTH_MAX = 300
 ROWS_MAX = STAGES_MAX * REPLICAS_MAX
 EVALUATIONS_IN_FLIGHT_MAX = 32
-"""Held-out micro-batches under way at once: enough to keep every stage busy, little to hold."""
+"""Maximum number of held-out micro-batches in progress: enough to keep every stage busy, but few to hold in
+memory."""
 SKIPPED_MAX = 10
-"""Diverged steps in a row that a run may skip: more skips would not bring it back."""
+"""Maximum number of successive diverged steps that a run skips. After that it would not recover."""
 RATE_MAX = 10**12
-"""A factor of a million on the learning rate: larger ones end a run at once."""
+"""Maximum factor on the learning rate, a million. A larger one would end a run immediately."""
 RATE_UNIT = 10**6
 SAMPLES_MAX = 2**31
-"""The most that one micro-batch may count: samples, or the tokens of a long text. A step has at most 4,096
+"""Maximum count of one micro-batch: samples, or the tokens of a long text. A step has at most 4,096
 micro-batches."""
 
 WorkCount = Annotated[int, msgspec.Meta(ge=0, le=2**46)]
-"""The most bytes of one replica in a step, 70 TB: the sum over a stage is still a number for JSON."""
+"""A number of bytes of one replica in a step, at most 70 TB, so that JSON can still represent the sum over a
+stage."""
 Numbers = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MICROBATCHES_MAX)]
 
 
 class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Base: the plan that the message belongs to."""
+    """Base of all messages. `plan` is the hash of the plan that the message belongs to."""
 
     plan: Hash
 
@@ -54,15 +56,16 @@ class Sync(StepMessage, frozen=True, kw_only=True, tag="sync"):
 
 
 class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
-    """Committer to replica: all have reduced; divide the totals by `samples` and step the optimizer.
+    """Committer to replica: all replicas have reduced; divide the totals by `samples` and step the optimizer.
 
-    `squared_norm` is that of all stages' totals. `loss` is summed over the samples: a successor that has to
-    finish the step knows it only from here.
+    `squared_norm` is the squared norm of all stages' totals. `loss` is summed over the samples: a new
+    committer that must finish the step knows the loss only from here.
 
-    `skipped` above 0: the step diverged and changes nothing, with as many steps in a row as this, itself
-    counted. It needs no totals, and `samples` and `loss` mean nothing. `rate`, in millionths, multiplies the
-    learning rate of this step: the effect of a revision, the same on all replicas because it is sent here.
-    `validated` is the series of validations up to this step, so that the next committer goes on with it.
+    If `skipped` is above 0, the step diverged and changes nothing; `skipped` is the number of successive
+    diverged steps, including this one. Then no totals are needed, and `samples` and `loss` have no meaning.
+    `rate`, in millionths, multiplies the learning rate of this step; it carries the effect of a revision, and
+    is the same on all replicas because it is sent here. `validated` is the series of validations up to this
+    step, so that the next committer continues it.
     """
 
     step: StepNumber
@@ -78,11 +81,12 @@ class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):
 class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
     """Replica to committer: its state.
 
-    `step` steps are applied, or None where it has nothing yet: it has just joined. `counted` are the
-    micro-batches of the open step whose gradients are in its sums; `samples` and `losses` are those of each,
-    0 but on the last stage. `begun` are between their two passes there. `reduced` is the attempt whose total
-    it holds ready, `applied` its last Apply, `digest` that of its parameters, NO_HASH where it knows none.
-    `pace_nanoseconds` is the time of a micro-batch here, 0 where none was applied yet.
+    `step` steps are applied; None if the replica has no state yet, because it has just joined. `counted` are
+    the micro-batches of the open step whose gradients are in its sums. `samples` and `losses` are the values
+    of each of these, and are 0 except in the last stage. `begun` are micro-batches between their two passes.
+    `reduced` is the attempt whose total is ready, `applied` the latest Apply, and `digest` the digest of the
+    parameters, NO_HASH if unknown. `pace_nanoseconds` is the time of a micro-batch on this replica, 0 if it
+    has applied none yet.
     """
 
     step: StepNumber | None
@@ -97,9 +101,11 @@ class Synced(StepMessage, frozen=True, kw_only=True, tag="synced"):
 
 
 class StageRoutes(msgspec.Struct, frozen=True, array_like=True):
-    """Owners of one stage's micro-batches: for each position of the opened range, its replica's place.
+    """The owners of one stage's micro-batches: for each position in the opened range, the index of the owning
+    replica.
 
-    `counted` are the numbers that are in the owner's sums already: no frame needs to be sent for them.
+    `counted` are the micro-batches that are already in the owner's sums, so no frame needs to be sent for
+    them.
     """
 
     owners: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MICROBATCHES_MAX)]
@@ -109,11 +115,11 @@ class StageRoutes(msgspec.Struct, frozen=True, array_like=True):
 class Open(StepMessage, frozen=True, kw_only=True, tag="open"):
     """Committer to replicas and trainers: the micro-batches to compute, and their owners.
 
-    For training, all of step `step`; for evaluation (`train` false), any range of held-out ones: those for
-    validation come first, then those for the test. A step may be validated before it is opened. A higher
-    `attempt` replaces the routes of the same step: a sender whose receiver is no longer the owner sends the
-    same bytes to the new owner, and a replica that has summed a micro-batch it does not own takes it out
-    again.
+    For training, these are all micro-batches of step `step`. For evaluation (`train` false), they are any
+    range of held-out ones: those for validation come first, then those for the test. A validation may precede
+    a step. A higher `attempt` replaces the routes of the same step: a sender whose receiver is no longer the
+    owner sends the same bytes to the new owner, and a replica that has summed a micro-batch that it does not
+    own takes it out again.
     """
 
     step: StepNumber
@@ -124,8 +130,8 @@ class Open(StepMessage, frozen=True, kw_only=True, tag="open"):
 
 
 class Progress(StepMessage, frozen=True, kw_only=True, tag="progress"):
-    """Replica to committer: the forward pass of this micro-batch is done here, its output is on its way.
-    `train` is False where it is held out."""
+    """Replica to committer: the forward pass of this micro-batch is done here, and its output is on its way.
+    `train` is False if the micro-batch is held out."""
 
     step: StepNumber
     microbatch: Count
@@ -136,7 +142,7 @@ class Progress(StepMessage, frozen=True, kw_only=True, tag="progress"):
 class Counted(StepMessage, frozen=True, kw_only=True, tag="counted"):
     """Replica to committer: this micro-batch's gradient is in my sums.
 
-    The last stage says the loss summed over `samples`; both are 0 from the others.
+    The last stage states the loss summed over `samples`; other stages send 0 for both.
     """
 
     step: StepNumber
@@ -147,8 +153,8 @@ class Counted(StepMessage, frozen=True, kw_only=True, tag="counted"):
 
 
 class Evaluated(StepMessage, frozen=True, kw_only=True, tag="evaluated"):
-    """Last stage to committer: one held-out micro-batch, with the parameters after `step` steps; `loss` and
-    `metrics` are sums over its samples."""
+    """Last stage to committer: the result of one held-out micro-batch, with the parameters after `step`
+    steps. `loss` and `metrics` are sums over its samples."""
 
     step: StepNumber
     microbatch: Count
@@ -158,12 +164,12 @@ class Evaluated(StepMessage, frozen=True, kw_only=True, tag="evaluated"):
 
     @property
     def is_finite(self) -> bool:
-        """Whether all its numbers are finite."""
+        """Whether the loss and all metrics are finite."""
         return isfinite(self.loss) and all(isfinite(value) for value in self.metrics)
 
 
 class StageCommit(msgspec.Struct, frozen=True, array_like=True):
-    """One replica of one stage, and the micro-batches its sums count."""
+    """One replica of one stage, and the micro-batches in its sums."""
 
     stage: StageNumber
     replica: Peer
@@ -171,7 +177,7 @@ class StageCommit(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepCommit(StepMessage, frozen=True, kw_only=True, tag="commit"):
-    """Committer to replica: the contents of the step. Each stage counts each micro-batch exactly once."""
+    """Committer to replica: the content of the step. Each stage counts each micro-batch exactly once."""
 
     step: StepNumber
     attempt: Count
@@ -179,10 +185,10 @@ class StepCommit(StepMessage, frozen=True, kw_only=True, tag="commit"):
 
 
 class Reduced(StepMessage, frozen=True, kw_only=True, tag="reduced"):
-    """Replica to committer: I hold the total of my stage; `digest` is BLAKE3 of its bytes.
+    """Replica to committer: I have the total of my stage; `digest` is the BLAKE3 hash of its bytes.
 
-    `squared_norm` is that of the total, over the parameters the stage speaks for; infinite where it cannot be
-    applied.
+    `squared_norm` is the squared norm of the total, over the parameters for which the stage reports; it is
+    infinite if the total cannot be applied.
     """
 
     step: StepNumber
@@ -192,11 +198,11 @@ class Reduced(StepMessage, frozen=True, kw_only=True, tag="reduced"):
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
-    """The work of one replica in a step: its computing time, and the bytes it sent.
+    """The work of one replica in a step: its computing time, and the bytes that it sent.
 
-    `sent_bytes` towards the last stage, `returned_bytes` towards the first, each as they went over the wire.
-    `replayed` frames went out a second time. `rounding` is the codecs' rounding of activations and of
-    gradients: for each the squared error and the squared norm, summed.
+    `sent_bytes` went to the next stage, `returned_bytes` to the previous stage, each as counted on the wire.
+    `replayed` frames were sent a second time. `rounding` is the codecs' rounding of activations and of
+    gradients: for each, the sums of the squared error and of the squared norm.
     """
 
     busy_nanoseconds: Count = 0
@@ -207,7 +213,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Applied(StepMessage, frozen=True, kw_only=True, tag="applied"):
-    """Replica to committer: the optimizer has stepped; `digest` is BLAKE3 of the parameters."""
+    """Replica to committer: the optimizer has stepped; `digest` is the BLAKE3 hash of the parameters."""
 
     step: StepNumber
     digest: Hash
@@ -215,10 +221,11 @@ class Applied(StepMessage, frozen=True, kw_only=True, tag="applied"):
 
 
 class Fill(StepMessage, frozen=True, kw_only=True, tag="fill"):
-    """Committer to a replica that has just joined, or holds other parameters than its peers: take theirs.
+    """Committer to a replica that has just joined, or whose parameters differ from its stage's: take over the
+    stage's parameters.
 
-    `sources` are replicas of the same stage at `step`; `digest` is BLAKE3 of their parameters, NO_HASH where
-    none is known, `applied` their last Apply. Answered by Synced.
+    `sources` are replicas of the same stage at `step`. `digest` is the BLAKE3 hash of their parameters,
+    NO_HASH if unknown; `applied` is their latest Apply. The answer is Synced.
     """
 
     step: StepNumber
@@ -228,16 +235,17 @@ class Fill(StepMessage, frozen=True, kw_only=True, tag="fill"):
 
 
 class Save(StepMessage, frozen=True, kw_only=True, tag="save"):
-    """Committer to replica: keep a copy of your state of `step`, before the next is opened."""
+    """Committer to replica: keep a copy of your state after `step` steps, before the next step is opened."""
 
     step: StepNumber
 
 
 class BadFrame(StepMessage, frozen=True, kw_only=True, tag="unusable"):
-    """Replica to committer: my stage cannot use the payload of this frame, and goes on without.
+    """Replica to committer: my stage cannot use the payload of this frame, and goes on without it.
 
-    `frame` is its header as its author signed it: it proves that the frame was sent; the payload is the
-    accuser's word. `of_values`: it came as it was sent, and the model does not take a number in it.
+    `frame` is its header as its author signed it. It proves that the frame was sent, but about the payload
+    there is only the accuser's claim. `of_values`: the payload arrived as it was sent, but has a value that
+    the model does not take.
     """
 
     frame: Fact
@@ -246,8 +254,8 @@ class BadFrame(StepMessage, frozen=True, kw_only=True, tag="unusable"):
 
 
 class Diverged(StepMessage, frozen=True, kw_only=True, tag="diverged"):
-    """Replica to committer: my stage's result of sound frames is not finite, as it would be on any other
-    replica. `microbatch` is None where it is the state after `step` steps that is not finite."""
+    """Replica to committer: my stage's result of valid frames is not finite, and would not be on any other
+    replica. `microbatch` is None if the state after `step` steps is not finite."""
 
     step: Count
     train: bool
@@ -256,8 +264,8 @@ class Diverged(StepMessage, frozen=True, kw_only=True, tag="diverged"):
 
 
 class StallQuestion(StepMessage, frozen=True, kw_only=True, tag="ask"):
-    """Committer to a replica that has not reported: nothing has happened for long; report what you wait
-    for."""
+    """Committer to a replica that has not reported: nothing has happened for long; report what you are
+    waiting for."""
 
     step: StepNumber
     attempt: Count
@@ -266,8 +274,8 @@ class StallQuestion(StepMessage, frozen=True, kw_only=True, tag="ask"):
 class Waiting(StepMessage, frozen=True, kw_only=True, tag="waiting"):
     """Replica to committer: the report that I owe is still to come.
 
-    `left` falls as long as work goes on. `peers` are those I wait for: they owe me summands, or only sums;
-    none where the work is my own.
+    `left` falls as long as work progresses. `peers` are those for which I wait, empty if the work is my own.
+    They owe me summands, or only sums (`for_sums`).
     """
 
     step: StepNumber
@@ -278,7 +286,8 @@ class Waiting(StepMessage, frozen=True, kw_only=True, tag="waiting"):
 
 
 class Failed(StepMessage, frozen=True, kw_only=True, tag="failed"):
-    """Replica to committer: I cannot go on, and why; `step` where its computation failed."""
+    """Replica to committer: I cannot continue, for this reason. `step` is set if computing that step
+    failed."""
 
     reason: Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
     step: Count | None = None

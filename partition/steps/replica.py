@@ -1,17 +1,18 @@
 """The replica's side of exact mode: one stage's share of one step, as a pure state machine.
 
-A step is a set of numbered micro-batches. An Open assigns them to replicas. A replica keeps every frame it
-sent or received until the step is applied, and counts a micro-batch once its gradient is in its sums. A later
-Open may give a micro-batch to another owner, or come from the next plan: then the same frames go to the new
-owner, micro-batches begun here and not counted are forgotten, and one counted twice is taken out again when
-the commit names the other. Nothing of the open step is lost when a plan ends: sums, frames and a total that
-is ready stay, only a reduction under way is void. Where a plan restores a checkpoint, all goes.
+A step is a set of numbered micro-batches. An Open assigns them to replicas. A replica keeps every frame that
+it sent or received until the step is applied, and counts a micro-batch once its gradient is in its sums. A
+later Open may give a micro-batch to another owner, or may come from the next plan. Then the same frames go to
+the new owner, and micro-batches that were begun here but not counted are forgotten. A micro-batch that two
+replicas have counted is taken out again if the commit names the other replica. The open step survives the end
+of a plan: sums, frames and a total that is ready stay, and only a reduction in progress is void. If a plan
+restores a checkpoint, everything is dropped.
 
-    Sync -> Open -> counting -> StepCommit -> reducing -> Apply -> applied -> Open ...
-              ^        |            |             |
-              +--------+-- another Open, or the next plan's Sync
+ Sync -> Open -> counting -> StepCommit -> reducing -> Apply -> applied -> Open ...
+   ^        |            |             |
+   +--------+-- another Open, or the next plan's Sync
 
-Computing is the shell's: whenever the stage is idle it asks `next`, does that
+The driver does the computing: whenever the stage is idle, the driver calls `next`, does that work
 (`partition.steps.replica_events`), and reports back.
 """
 
@@ -69,11 +70,12 @@ __all__ += ["ReduceAsked", "ReduceReady", "ReduceVoided", "Replica", "SaveReady"
 __all__ += ["StepDiscarded", "WorkItem"]
 
 _MOVING = (BackwardReady, SubtractReady, ForgetReady, ApplyReady, ReduceReady, FillReady)
-"""During one of these, or during a forward pass, this replica cannot report its state."""
+"""While one of these, or a forward pass, is in progress, this replica cannot report its state."""
 
 
 class Replica:
-    """One stage replica under one plan after another. `step` counts the steps applied; None: it has none.
+    """One stage replica, under one plan after another. `step` is the number of steps applied; None if it has
+    no state.
 
     Long because it is one state machine: the meaning of a message depends on the frames, sums, counts and the
     reduction of the open step.
@@ -91,9 +93,9 @@ class Replica:
         in_flight_max: int = 64,
         schedule: Schedule = "1f1b",
     ) -> None:
-        """`awaits_gradient`: whether the stage after this one sends gradients; it has none where nothing
-        before it is trained. `in_flight_max`: the micro-batches between their two passes that memory
-        allows."""
+        """`awaits_gradient`: whether the next stage sends gradients. It sends none if nothing before it is
+        trained. `in_flight_max` is the number of micro-batches between their two passes for which there is
+        memory."""
         self.me = me
         self.step = step
         self.events: list[ReplicaEvent] = []
@@ -121,15 +123,15 @@ class Replica:
         self._take_plan(plan)
 
     def adopt(self, plan: Plan) -> None:
-        """Adopt a plan that has come into force; its committer's Sync will follow. The same plan changes
-        nothing.
+        """Adopt a plan that has come into force. Its committer's Sync will follow. Adopting the same plan
+        again changes nothing.
 
-        A peer that gets another stage, or comes back after it was lost, begins with a new Replica instead.
+        A peer that gets another stage, or returns after it was lost, begins with a new Replica instead.
         """
         if plan_hash(plan) == self.plan_hash:
             return
         if plan.stage_of(self.me) != self.stage:
-            raise LocalProtocolError("a plan in which this replica does not hold its stage")
+            raise LocalProtocolError("this replica does not hold its stage in the plan")
         self._void_reduction()
         if self._fill is not None and (self._fill.sources or plan.restored != NO_HASH):
             self._void_fill()
@@ -141,19 +143,19 @@ class Replica:
         return self._routes.attempt if self._routes else attempts(self.plan).start
 
     def is_replica(self, peer: PeerId) -> bool:
-        """Return whether `peer` holds a stage of the plan: this replica's own, or one that may share
-        weights."""
+        """Return whether `peer` holds a stage of the plan: the same stage as this replica, or one that may
+        share weights."""
         return self.plan.stage_of(peer) is not None
 
     def receive(self, now: float, sender: PeerId, message: object) -> Sends:  # noqa: ARG002 - the shape of a core
-        """Take a step message, or an opened frame, from `sender`."""
+        """Handle a step message, or an opened frame, from `sender`."""
         if isinstance(message, OpenedFrame):
             self._frame(sender, message)
             return []
         if not isinstance(message, StepMessage) or message.plan != self.plan_hash:
-            return []  # of a plan that has ended, or has not begun here: its sender will send again
+            return []  # the message's plan has ended, or is not in force here yet: the sender will repeat it
         if sender != self.plan.committer:
-            raise RemoteProtocolError("a step message from a peer that is not the committer")
+            raise RemoteProtocolError("a step message came from a peer that is not the committer")
         match message:
             case Sync():
                 self._sync_asked = self._routes is None
@@ -175,11 +177,11 @@ class Replica:
         raise RemoteProtocolError(f"a {type(message).__name__} is not for a replica")
 
     def wake(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
-        """Do nothing: the committer and SWIM decide who is gone."""
+        """Do nothing: the committer and SWIM decide which peers are gone."""
         return []
 
     def reconnected(self, peer: PeerId) -> Sends:
-        """Send again what `peer` may have lost: its stream broke and is open again."""
+        """Send again what `peer` may have lost, because its stream broke and is open again."""
         sends: Sends = [(peer, self._outgoing(frame)) for frame in self._kept.sent_to(peer, self.plan_hash)]
         if peer == self.plan.committer:
             sends += self._reports.all()
@@ -188,7 +190,7 @@ class Replica:
     # The stage's next work
 
     def next(self, now: float) -> WorkItem | None:  # noqa: ARG002 - the shape of a core
-        """Return the stage's next work; None while it does something, or has nothing to do."""
+        """Return the stage's next work; None while the stage is busy, or if there is no work."""
         if self._busy is not None:
             return None
         self._busy = self._choose()
@@ -208,7 +210,7 @@ class Replica:
         if self._commit is None and self._routes is None:
             return None
         if self._commit is None and self._routes is not None and not self._routes.train:
-            return self._held_out_pass()  # what was counted of the step under the plan before waits
+            return self._held_out_pass()  # training work of the step waits until the evaluation is over
         if (number := self._order.not_owned(self._owns)) is not None:
             return ForgetReady(self.plan_hash, self.step, number)
         return self._committed(self.step) if self._commit is not None else self._pass(self.step)
@@ -250,7 +252,7 @@ class Replica:
 
     @property
     def in_flight_max(self) -> int:
-        """How many micro-batches may be between their two passes here."""
+        """The maximum number of micro-batches that may be between their two passes here."""
         if self._schedule == "gpipe":
             return self._memory_max
         return min(self._memory_max, len(self.plan.stages) - self.stage)
@@ -267,8 +269,8 @@ class Replica:
         loss: float,
         metrics: tuple[float, ...],
     ) -> Sends:
-        """Note the end of a forward pass. The last stage has run backward too and hands in the `gradient`
-        frame."""
+        """Note the end of a forward pass. The last stage has also done the backward pass, and hands in the
+        `gradient` frame."""
         if not self._take_back(done):
             return []
         if not done.train:
@@ -283,26 +285,29 @@ class Replica:
         return self._send((True, number, "input")) + self._report_mine("progress", number, message)
 
     def backwarded(self, done: BackwardReady, *, gradient: object | None) -> Sends:
-        """Note the end of a backward pass; `gradient` is for the stage before, None on the first."""
+        """Note the end of a backward pass. `gradient` is the frame for the previous stage, None in the first
+        stage."""
         return self._count(done.microbatch, gradient, 0, 0.0) if self._take_back(done) else []
 
     def refused(
         self, done: ForwardReady | BackwardReady, direction: Direction, reason: str, of_values: bool = False
     ) -> Sends:
-        """Note that the stage refused its input and is unchanged; return the report that names the sender."""
+        """Note that the stage refused its input and is unchanged. Return the report, which names the sender
+        of the frame."""
         if not self._take_back(done):
             return []
         number, is_held_out = done.microbatch, isinstance(done, ForwardReady) and not done.train
         refuse = self._held_out.refuse if is_held_out else self._order.refuse
         frame = refuse(number, direction)
         if frame is None or frame.header.plan != self.plan_hash:
-            return self._answer_sync()  # it comes again under the plan in force, or nobody asks for it
+            # the frame will be sent again under the plan in force, or is no longer needed
+            return self._answer_sync()
         message = unusable(self.plan_hash, frame, reason, of_values=of_values)
         return self._reports.say(f"unusable {direction}", number, message) + self._answer_sync()
 
     def diverged(self, done: ForwardReady | SaveReady, reason: str) -> Sends:
-        """Note that the stage's result, or its state, is not finite: under this plan it is not tried
-        again."""
+        """Note that the stage's result, or its state, is not finite. It is not tried again under this
+        plan."""
         if not self._take_back(done):
             return []
         if isinstance(done, SaveReady):
@@ -313,7 +318,7 @@ class Replica:
         return self._reports.say("diverged", message.microbatch or 0, message) + self._answer_sync()
 
     def forgotten(self, done: ForgetReady | SubtractReady) -> Sends:
-        """Note that neither the stage nor its sums hold it any more."""
+        """Note that neither the stage nor its sums contain the micro-batch any more."""
         if not self._take_back(done):
             return []
         self._order.forget(done.microbatch)
@@ -322,7 +327,7 @@ class Replica:
     removed = forgotten
 
     def reduced(self, done: ReduceReady, digest: bytes, squared_norm: float | None = None) -> Sends:
-        """Note the stage's total, and its squared norm."""
+        """Note the stage's total and its squared norm."""
         if not self._take_back(done):
             return []
         self._commit, self._reduced = None, done.attempt
@@ -331,7 +336,7 @@ class Replica:
         return self._reports.say("reduced", 0, message)
 
     def applied(self, done: ApplyReady, digest: bytes, work: Work) -> Sends:
-        """Note that the optimizer has stepped: the step is final here."""
+        """Note that the optimizer has stepped, so the step is final here."""
         if not self._take_back(done):
             return []
         self._pace.measured(self.me, work, len(self._order.counted))
@@ -339,44 +344,44 @@ class Replica:
         self.step = done.step + 1
         self._clear()
         message = Applied(plan=self.plan_hash, step=done.step, digest=digest, work=work)
-        # Under another plan than the Apply's its committer asks by a Sync, which has waited for this.
+        # If a new plan has come into force since the Apply, its committer's Sync has waited for this.
         return (
             self._reports.say("applied", 0, message) if done.plan == self.plan_hash else self._answer_sync()
         )
 
     def saved(self, done: SaveReady) -> Sends:
-        """Note that the copy is made."""
+        """Note that the copy of the state is made."""
         if not self._take_back(done):
             return []
         self._save, self._saved = None, done.step
         return self._answer_sync()
 
     def discarded(self, done: StepDiscarded) -> Sends:
-        """Note that the sums are zero."""
+        """Note that the stage's sums are zero again."""
         if self._busy is done:
             self._busy, self._discard = None, False
         return []
 
     def filled(self, done: FillReady, digest: bytes) -> Sends:
-        """Note that the stage is in the state of its sources, or the checkpoint, after `step` steps."""
+        """Note that the stage has the state of its sources or of the checkpoint, after `step` steps."""
         if self._busy is not done:
             return []
         self._busy = self._fill = None
         if done.digest not in (NO_HASH, digest):
-            return self.failed(f"the parameters of step {done.step} that were fetched have another digest")
+            return self.failed(f"the fetched parameters of step {done.step} do not have the expected digest")
         self.step, self._digest = done.step, digest
         self._applied = self._fill_message.applied if done.sources and self._fill_message else None
         self._sync_asked = self._sync_asked or bool(done.sources)
         return self._answer_sync()
 
     def failed(self, reason: str, *, step: int | None = None) -> Sends:
-        """Note that the stage process is gone or refused, computing `step` if given; the committer will ask
-        for a plan without this replica."""
+        """Note that the stage process is gone or has refused to continue; `step` is set if it was computing
+        that step. The committer will ask for a plan without this replica."""
         message = Failed(plan=self.plan_hash, reason=reason[:REASON_LENGTH_MAX], step=step)
         return self._reports.say("failed", 0, message)
 
     def _take_back(self, done: WorkItem) -> bool:
-        """Return whether a report is about the work asked for, and still matters."""
+        """Return whether a report is about the present work, and still matters."""
         if self._busy is not done:
             return False
         self._busy = None
@@ -397,7 +402,7 @@ class Replica:
     ) -> Sends:
         number = done.microbatch
         if done.plan != self.plan_hash or not self._held_out.finish(number):
-            return self._answer_sync()  # the committer has gone on, or a new one will ask again
+            return self._answer_sync()  # the committer has moved on, or a new committer will ask again
         if output is None:
             result = evaluated(self.plan_hash, done, samples, loss, metrics)
             return self._reports.say("evaluated", number, result)
@@ -408,7 +413,7 @@ class Replica:
     # Messages of the committer
 
     def _answer_sync(self) -> Sends:
-        """Report this replica's state, once no work that would change it is under way."""
+        """Report this replica's state, once no work is in progress that would change it."""
         forwards = isinstance(self._busy, ForwardReady) and self._busy.train
         moving = forwards or isinstance(self._busy, _MOVING) or self._apply is not None
         if not self._sync_asked or moving or self._fill is not None:
@@ -430,14 +435,14 @@ class Replica:
     def _open(self, message: Open) -> Sends:
         routes = Routes(self.plan, message)
         if self.step is None or routes.step > self.step:
-            raise RemoteProtocolError("an Open of a step that this replica has not reached")
+            raise RemoteProtocolError("an Open is for a step that this replica has not reached")
         repeated = self._routes is not None and routes.attempt <= self._routes.attempt
         if routes.step < self.step or self._apply is not None or repeated:
             return []
         if routes.attempt <= self._commit_attempt:
             return []
         self._void_reduction()
-        if routes.train:  # what was validated before the step is not asked for again
+        if routes.train:  # what was validated before the step is no longer needed
             self._held_out.clear()
             self._kept.drop(lambda key: not key[0])
         self._routes = routes
@@ -445,22 +450,24 @@ class Replica:
             self._forget_held_out(routes.numbers.start)
         self._order.offer(self._order.microbatches)
         sends = [send for key in self._kept.keys() for send in self._send(key)]  # noqa: SIM118 - no dict
-        # Frames that came while another replica owned the micro-batch were not considered.
+        # Frames that came while another replica owned the micro-batch were not reported.
         return sends + self._reports.useless(self._owns)
 
     def _take_commit(self, message: StepCommit) -> Sends:
         if self.step is None or message.step > self.step or message.attempt not in attempts(self.plan):
-            raise RemoteProtocolError("a commit of a step that this replica has not reached")
+            raise RemoteProtocolError("a commit is for a step that this replica has not reached")
         if message.step < self.step or self._apply is not None:
             return []
         if message.attempt <= self._commit_attempt:
             return self._reports.again("reduced")
         if self._routes is not None and message.attempt < self._routes.attempt:
-            return []  # an Open that came after it has overtaken it
+            return []  # a later Open has overtaken this commit
         check_commit(self.plan, message)
         (mine,) = (frozenset(row.microbatches) for row in message.replicas if row.replica == self.me)
         if not mine <= self._order.counted.keys():
-            return self.failed(f"step {self.step}: the commit names what this replica has not counted")
+            return self.failed(
+                f"step {self.step}: the commit names micro-batches that this replica has not counted"
+            )
         self._void_reduction()
         self._reduced = None
         self._reports.drop("reduced")
@@ -469,21 +476,22 @@ class Replica:
 
     def _take_apply(self, message: Apply) -> Sends:
         if self.step is None:
-            raise RemoteProtocolError("an Apply for a replica that has nothing")
+            raise RemoteProtocolError("an Apply came to a replica without a state")
         if message.step < self.step:
             return self._reports.again("applied")
         if self._apply is not None:
             return []
         has_total = self._reduced is not None and message.attempt == self._reduced
         if message.step > self.step or not (has_total or message.skipped):
-            raise RemoteProtocolError("an Apply before the totals were reduced")
+            raise RemoteProtocolError("an Apply came before the totals were reduced")
         if message.skipped:
             self._void_reduction()
         self._apply = message
         return []
 
     def _answer(self, message: StallQuestion) -> Sends:
-        """Report what this replica still waits for. The shell knows the peers that a reduction waits for."""
+        """Report what this replica still waits for. Only the driver knows which peers a reduction waits
+        for."""
         asked = ReduceAsked(self.plan_hash, message.step, message.attempt)
         if self.step is None or message.step > self.step:
             return []
@@ -494,11 +502,11 @@ class Replica:
         if isinstance(self._busy, ReduceReady) and message.attempt == self._busy.attempt:
             self.events.append(asked)
             return []
-        # Each that is taken out takes two passes; then comes the reduction, or the optimizer.
+        # Each micro-batch that is taken out takes two passes. The reduction or the optimizer step follows.
         return self.waits(asked.answer(1 + len(self._order.counted.keys() - self._named)))
 
     def waits(self, message: Waiting) -> Sends:
-        """Report the work left, and the peers waited for."""
+        """Report how much work is left, and which peers this replica waits for."""
         return self._reports.say("waiting", 0, message)
 
     def _take_fill(self, message: Fill) -> Sends:
@@ -507,7 +515,7 @@ class Replica:
         if self.me in message.sources or not set(message.sources) <= set(
             self.plan.stages[self.stage].replicas
         ):
-            raise RemoteProtocolError("a Fill from peers that do not hold this stage")
+            raise RemoteProtocolError("a Fill names sources that do not hold this stage")
         self._void_reduction()
         self._void_fill()
         self._empty()
@@ -524,16 +532,18 @@ class Replica:
         if header.plan != self.plan_hash or self.step is None or header.step < self.step:
             return
         if self._apply is not None:
-            return  # it would be summed into the wrong step
+            return  # the frame would be summed into the wrong step
         check_frame(self.plan, self.stage, self.step, sender, header)
-        # A frame of a later attempt than this replica knows waits: only owned micro-batches are computed.
+        # A frame of a later attempt than this replica knows waits, because only owned micro-batches are
+        # computed.
         if header.train:
             self._order.put(frame)
         else:
             self._forget_held_out(self._held_out.put(frame))
 
     def _send(self, key: Key) -> Sends:
-        """Send a kept frame, if this replica owns it and its receiver has not had it under this plan."""
+        """Send a kept frame if this replica owns its micro-batch and the receiver has not been sent it under
+        this plan."""
         if self._routes is None or self._routes.owner(self.stage, key[1]) != self.me:
             return []
         receiver, frame = self._kept.wanted(key, self._routes, self.stage, self.plan_hash)
@@ -543,7 +553,7 @@ class Replica:
         return Outgoing(frame, self.attempt, self.plan_hash)
 
     def _forget_held_out(self, first: int) -> None:
-        """Forget held-out micro-batches before `first`, which are done everywhere."""
+        """Forget held-out micro-batches before `first`, which are done in all stages."""
         self._held_out.forget(first)
         self._kept.drop(lambda key: not key[0] and key[1] < first)
         self._reports.forget_held_out(first)
@@ -551,13 +561,13 @@ class Replica:
     # Bookkeeping
 
     def _report_mine(self, name: str, number: int, message: StepMessage) -> Sends:
-        """Report on a micro-batch: the committer takes it from its owner, and until the Open only with
-        Synced."""
+        """Report on a micro-batch. The committer accepts the report only from the owner; before an Open, the
+        Synced has it."""
         sends = self._reports.say(name, number, message) if self._routes and self._owns(number) else []
         return sends + self._answer_sync()
 
     def _void_reduction(self) -> None:
-        """Void a commit. A total that is ready stays: others may have applied theirs."""
+        """Make a commit void. A total that is ready stays, because others may have applied theirs."""
         if isinstance(self._busy, ReduceReady):
             self.events.append(ReduceVoided(self._busy.plan, self._busy.step))
             self._busy = None
@@ -570,7 +580,7 @@ class Replica:
         self._fill = None
 
     def _empty(self) -> None:
-        """Void the stage's state until it is filled."""
+        """Make the stage's state void until it is filled."""
         self._clear()
         self.step = self._applied = self._save = self._saved = None
         self._digest = NO_HASH
@@ -579,7 +589,7 @@ class Replica:
     def _take_plan(self, plan: Plan) -> None:
         stage = plan.stage_of(self.me)
         if stage is None:
-            raise LocalProtocolError("a plan is only given to its own replicas")
+            raise LocalProtocolError("a replica must hold a stage of its plan")
         self.plan = plan
         self.plan_hash = plan_hash(plan)
         self.stage = stage
@@ -590,7 +600,7 @@ class Replica:
         self._reports.begin(plan.committer)
         self._held_out.clear()
         for number in self._diverged & self._order.microbatches.keys():
-            self._order.forget(number)  # the new committer has to hear of it again
+            self._order.forget(number)  # the new committer must hear of the divergence again
         self._diverged.clear()
         self._kept.drop(lambda key: not key[0])
         if plan.restored != NO_HASH:
@@ -598,7 +608,7 @@ class Replica:
             self._fill = FillReady(self.plan_hash, plan.step, NO_HASH, (), plan.restored)
 
     def _clear(self) -> None:
-        """Clear everything of a step in flight."""
+        """Clear everything that belongs to the step in progress."""
         self._order.clear()
         self._diverged.clear()
         self._held_out.clear()

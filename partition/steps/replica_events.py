@@ -1,4 +1,4 @@
-"""Work items of a replica's core for its shell, one at a time; and the voiding of them."""
+"""Work items that a replica's core gives to its driver, one at a time, and events that make them void."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from partition.steps.messages import RATE_UNIT, Apply, Waiting
 
 @dataclass(frozen=True)
 class ForwardReady:
-    """All inputs of a forward pass are here. The shell answers with `forwarded`."""
+    """Do a forward pass; all its inputs are here. The driver answers with `forwarded`."""
 
     plan: bytes
     step: int
@@ -23,7 +23,8 @@ class ForwardReady:
 
 @dataclass(frozen=True)
 class BackwardReady:
-    """The gradient of this micro-batch's output is here. The shell answers with `backwarded`."""
+    """Do a backward pass; the gradient of the micro-batch's output is here. The driver answers with
+    `backwarded`."""
 
     plan: bytes
     step: int
@@ -34,7 +35,8 @@ class BackwardReady:
 
 @dataclass(frozen=True)
 class SubtractReady:
-    """Take this micro-batch out of the sums: both passes again, with the sign turned. Then `removed`."""
+    """Take this micro-batch out of the sums, by doing both passes again with the opposite sign. The driver
+    answers with `removed`."""
 
     plan: bytes
     step: int
@@ -46,7 +48,8 @@ class SubtractReady:
 
 @dataclass(frozen=True)
 class ForgetReady:
-    """Drop what the stage holds of this micro-batch between its passes. Then `forgotten`."""
+    """Drop what the stage holds of this micro-batch between its two passes. The driver answers with
+    `forgotten`."""
 
     plan: bytes
     step: int
@@ -55,9 +58,10 @@ class ForgetReady:
 
 @dataclass(frozen=True)
 class ReduceReady:
-    """Sum the stage's gradients over its replicas. The shell answers with `reduced`.
+    """Sum the stage's gradients over its replicas. The driver answers with `reduced`.
 
-    `members` are those of every stage, each in the plan's order: what is tied is summed over stages too.
+    `members` are the replicas of every stage, in the plan's order, because tied parameters are summed over
+    several stages.
     """
 
     plan: bytes
@@ -68,8 +72,8 @@ class ReduceReady:
 
 @dataclass(frozen=True)
 class ApplyReady:
-    """Step the optimizer on the totals, its learning rate times `rate`, or drop what `is_skipped`. The shell
-    answers with `applied`."""
+    """Step the optimizer with the totals, and its learning rate times `rate`; or drop the step if it
+    `is_skipped`. The driver answers with `applied`."""
 
     plan: bytes
     step: int
@@ -88,7 +92,8 @@ def apply_ready(row: Apply) -> ApplyReady:
 
 @dataclass(frozen=True)
 class SaveReady:
-    """Keep a copy of the stage as it is after `step` steps. `saved` once it is copied, written or not."""
+    """Keep a copy of the stage as it is after `step` steps. The driver answers with `saved` once the copy is
+    made, even if it is not written yet."""
 
     plan: bytes
     step: int
@@ -96,16 +101,17 @@ class SaveReady:
 
 @dataclass(frozen=True)
 class StepDiscarded:
-    """Forget the micro-batches in flight and zero the sums: the stage's contents are void. Then
-    `discarded`."""
+    """Forget the micro-batches in progress and set the sums to zero, because the stage's state is void. The
+    driver answers with `discarded`."""
 
     plan: bytes
 
 
 @dataclass(frozen=True)
 class FillReady:
-    """Take parameters and moments as they are after `step` steps: from `sources`, or, where there are none,
-    from `checkpoint`. `digest` is BLAKE3 of the parameters, or NO_HASH. The shell answers with `filled`."""
+    """Take over parameters and moments as they are after `step` steps: from `sources` or, if there are none,
+    from `checkpoint`. `digest` is the BLAKE3 hash of the parameters, or NO_HASH. The driver answers with
+    `filled`."""
 
     plan: bytes
     step: int
@@ -116,7 +122,7 @@ class FillReady:
 
 @dataclass(frozen=True)
 class ReduceVoided:
-    """The reduction under way is void; nothing is reported of it."""
+    """The reduction in progress is void; its result must not be reported."""
 
     plan: bytes
     step: int
@@ -124,7 +130,7 @@ class ReduceVoided:
 
 @dataclass(frozen=True)
 class FillVoided:
-    """The filling under way is void, since its sources may be gone; nothing is reported of it."""
+    """The filling in progress is void, because its sources may be gone; its result must not be reported."""
 
     plan: bytes
     step: int
@@ -132,14 +138,14 @@ class FillVoided:
 
 @dataclass(frozen=True)
 class ReduceAsked:
-    """The committer asks which peers the reduction under way waits for."""
+    """The committer asks which peers the reduction in progress waits for."""
 
     plan: bytes
     step: int
     attempt: int
 
     def answer(self, left: int, peers: tuple[PeerId, ...] = (), *, for_sums: bool = False) -> Waiting:
-        """Return a replica's answer."""
+        """Return the replica's answer to the committer."""
         return Waiting(
             plan=self.plan,
             step=self.step,
@@ -163,4 +169,4 @@ WorkItem = (
 )
 
 ReplicaEvent = ReduceAsked | ReduceVoided | FillVoided
-"""Events about work that has been handed out already."""
+"""Events about work that was handed out already."""

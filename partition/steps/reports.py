@@ -1,6 +1,7 @@
-"""The reports of a replica to its committer under one plan, kept for repetition over a new stream.
+"""The reports of a replica to its committer under one plan, kept so that they can be repeated over a new
+stream.
 
-Under another plan, and after a step, they are void.
+The reports become void when a new plan begins, and after a step.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ def unusable(plan: bytes, frame: OpenedFrame, reason: str, *, of_values: bool) -
 
 
 def diverged(plan: bytes, done: ForwardReady | SaveReady, reason: str) -> Diverged:
-    """Return the report that a stage's result of a pass, or the state it should save, is not finite."""
+    """Return the report that a stage's result of a pass, or the state that it should save, is not finite."""
     train, number = (done.train, done.microbatch) if isinstance(done, ForwardReady) else (True, None)
     reason = reason[:REASON_LENGTH_MAX]
     return Diverged(plan=plan, step=done.step, train=train, microbatch=number, reason=reason)
@@ -48,28 +49,29 @@ def evaluated(
 
 
 class SentReports:
-    """Reports by kind and micro-batch, 0 where they are about none: only the newest of each counts."""
+    """Reports by kind and micro-batch (0 if a report is about none). Only the newest report of each
+    counts."""
 
     def __init__(self) -> None:
         self._committer = PeerId(b"")
         self._kept: dict[tuple[str, int], StepMessage] = {}
 
     def begin(self, committer: PeerId) -> None:
-        """Begin another plan, with this committer."""
+        """Begin a new plan, which has this committer."""
         self._committer = committer
         self._kept.clear()
 
     def clear(self) -> None:
-        """Forget all reports: a step is over."""
+        """Forget all reports, because a step is over."""
         self._kept.clear()
 
     def say(self, name: str, number: int, message: StepMessage) -> Sends:
-        """Send a report now, and again where it may have been lost."""
+        """Send a report now, and keep it to be repeated if it may have been lost."""
         self._kept[name, number] = message
         return [(self._committer, message)]
 
     def again(self, name: str) -> Sends:
-        """Repeat the last report of this kind."""
+        """Repeat the latest report of this kind."""
         message = self._kept.get((name, 0))
         return [] if message is None else [(self._committer, message)]
 
@@ -90,6 +92,6 @@ class SentReports:
         ]
 
     def forget_held_out(self, first: int) -> None:
-        """Forget held-out micro-batches before `first`, which are done everywhere."""
+        """Forget held-out micro-batches before `first`, which are done in all stages."""
         for key in [key for key in self._kept if key[0] in HELD_OUT and key[1] < first]:
             del self._kept[key]

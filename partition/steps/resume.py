@@ -1,4 +1,4 @@
-"""The step from which a run continues under a new plan, computed from the replicas' Synced."""
+"""The step from which a run continues under a new plan, computed from the replicas' Synced messages."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -16,45 +16,45 @@ from partition.steps.routes import step_numbers
 
 @dataclass(frozen=True)
 class Lacking:
-    """No replica of `stage` holds a state that the others could go on with; `reason` is for a person."""
+    """No replica of `stage` has a state with which the others could continue; `reason` is for display."""
 
     stage: int
     reason: str
 
 
 def is_begun(plan: Plan, step: int, rows: Collection[Synced]) -> bool:
-    """Return whether some of these replicas have micro-batches of the step after `step` in hand or in their
-    sums: it was opened under an earlier plan."""
+    """Return whether the step after `step` steps was opened under an earlier plan: some of these replicas
+    have begun or counted micro-batches of it."""
     numbers = step_numbers(plan, step)
     held = (number for row in rows if row.step == step for number in (*row.counted, *row.begun))
     return any(number in numbers for number in held)
 
 
 def check_synced(plan: Plan, message: Synced) -> None:
-    """Check that a Synced is consistent in itself and under the plan; else raise RemoteProtocolError."""
+    """Check that a Synced is consistent, in itself and with the plan. Raises RemoteProtocolError if not."""
     step = message.step
     if plan.restored != NO_HASH and step is not None and step < plan.step:
-        raise RemoteProtocolError("an earlier step than that of the checkpoint which the plan restores")
+        raise RemoteProtocolError("a replica reports fewer steps than the checkpoint that the plan restores")
     if message.applied is not None and message.applied.step + 1 != step:
-        raise RemoteProtocolError("steps applied that its last Apply does not fit")
+        raise RemoteProtocolError("a replica reports steps that do not follow from its latest Apply")
     if message.applied is not None and not isfinite(message.applied.loss):
-        raise RemoteProtocolError("a step applied whose loss is no number")
+        raise RemoteProtocolError("a replica reports an applied step whose loss is not finite")
     series = None if message.applied is None else message.applied.validated
     if series is not None and not (isfinite(series.best) and series.best_step <= series.step <= (step or 0)):
-        raise RemoteProtocolError("validations that the steps applied do not fit")
+        raise RemoteProtocolError("a replica reports validations that do not fit its applied steps")
     numbers = range(0) if step is None else step_numbers(plan, step)
     named = (*message.counted, *message.begun)
     if len(set(named)) != len(named) or any(number not in numbers for number in named):
-        raise RemoteProtocolError("micro-batches outside of the open step, or one of them twice")
+        raise RemoteProtocolError("a replica reports a micro-batch outside of the open step, or twice")
     if not len(message.counted) == len(message.samples) == len(message.losses):
-        raise RemoteProtocolError("micro-batches without their losses")
+        raise RemoteProtocolError("a replica reports micro-batches without their losses")
     if any(samples > SAMPLES_MAX for samples in message.samples):
-        raise RemoteProtocolError("a loss of an impossible number of samples")
+        raise RemoteProtocolError("a loss has an impossible number of samples")
 
 
 def can_resume(synced: Synced, step: int, apply: Apply | None) -> bool:
-    """Return whether a replica has applied these `step` steps, the last by `apply`, or can: it holds the
-    total, or the step is skipped."""
+    """Return whether a replica has applied these `step` steps, the last one by `apply`, or can do so because
+    it has the total or the step is skipped."""
     if synced.step == step:
         return (synced.applied and synced.applied.attempt) == (apply and apply.attempt)
     if synced.step != step - 1 or apply is None:
@@ -63,10 +63,11 @@ def can_resume(synced: Synced, step: int, apply: Apply | None) -> bool:
 
 
 def resume_point(plan: Plan, synced: Mapping[PeerId, Synced]) -> tuple[int, Apply | None] | Lacking:
-    """Return the most steps that every stage has, or can have, applied, and the last one's Apply; or the lost
-    stage.
+    """Return the maximum number of steps that every stage has applied or can apply, and the Apply of the last
+    one; or the stage that lacks a state.
 
-    Going by the newest step alone would let one replica that lies, or was lost and came back, end the run.
+    The newest claimed step alone does not count. Otherwise one replica that lies, or that was lost and has
+    returned, could end the run.
     """
     claims = [(row.step, row.applied) for row in synced.values() if row.step is not None]
     if plan.restored != NO_HASH:
@@ -89,20 +90,22 @@ def resume_point(plan: Plan, synced: Mapping[PeerId, Synced]) -> tuple[int, Appl
 
 
 def minority(plan: Plan, digests: Mapping[PeerId, bytes]) -> list[PeerId]:
-    """Return the replicas that differ from most of their stage; in a tie the first in the plan is right."""
+    """Return the replicas whose digest differs from that of most of their stage. In a tie, the first in the
+    plan is right."""
     wrong = []
     for stage in plan.stages:
         said = [(PeerId(peer), digests[PeerId(peer)]) for peer in stage.replicas if PeerId(peer) in digests]
         if said:
-            # Counter keeps the order of the plan among equals.
+            # Counter keeps the plan's order among equal counts.
             right = Counter(digest for _, digest in said).most_common(1)[0][0]
             wrong += [peer for peer, digest in said if digest != right]
     return wrong
 
 
 def fills(plan: Plan, step: int, right: Mapping[PeerId, bytes], apply: Apply | None) -> dict[PeerId, Fill]:
-    """Return the Fill for each replica that is not among the `right`, which hold their stage after `step`
-    steps; with their digests, NO_HASH where one is not known. `apply` is their last."""
+    """Return the Fill for each replica that is not in `right`. `right` has the replicas that hold their
+    stage's state after `step` steps, with their digests, NO_HASH if unknown; `apply` is their latest
+    Apply."""
     name = plan_hash(plan)
     applied = None if apply is None else replace(apply, plan=name)
     found: dict[PeerId, Fill] = {}
@@ -117,6 +120,6 @@ def fills(plan: Plan, step: int, right: Mapping[PeerId, bytes], apply: Apply | N
 
 
 def is_filled(fill: Fill, message: Synced) -> bool:
-    """Return whether a Synced says that the filling is done."""
+    """Return whether a Synced shows that the filling is done."""
     same_apply = (message.applied and message.applied.attempt) == (fill.applied and fill.applied.attempt)
     return message.step == fill.step and same_apply and fill.digest in (NO_HASH, message.digest)

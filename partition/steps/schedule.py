@@ -1,11 +1,11 @@
-"""The micro-batches of a replica's open step, and the choice of the next one to compute.
+"""The micro-batches of a replica's open step, and the choice of the next pass to compute.
 
-1F1B (Narayanan and others 2019, PipeDream): backward before forward, and a new forward only while few
-micro-batches are between their two passes here, so a stage holds as many as there are stages from it to the
-end and no more. GPipe (Huang and others 2019): all forwards first.
+1F1B (Narayanan and others 2019, PipeDream) prefers backward passes. It begins a forward pass only while few
+micro-batches are between their two passes here, so a stage holds at most as many as there are stages from it
+to the end. GPipe (Huang and others 2019) does all forward passes first.
 
-Neither can lock up: the last stage holds nothing, so everything that waits there gets through; by induction
-so does everything that the stage before holds.
+Neither schedule can deadlock. The last stage holds no micro-batches, so everything that waits there is
+computed. By induction, so is everything that each earlier stage holds.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX
 Schedule = Literal["1f1b", "gpipe"]
 Owned = Callable[[int], bool]
 Result = tuple[int, float]
-"""Samples, and the loss summed over them; zeros but on the last stage."""
+"""The number of samples and their summed loss; both are 0 except in the last stage."""
 
 
 Progress = Literal["waiting", "running", "done"]
@@ -30,8 +30,9 @@ Progress = Literal["waiting", "running", "done"]
 class Microbatch:
     """The received frames of one micro-batch, and its progress here.
 
-    The first frame of each kind stays: the same one must be summed and taken out again. Until the stage has
-    used it, frames of the same kind by others wait as spares, in case it is unusable.
+    The first frame of each kind stays, because the same frame must be summed and, if necessary, taken out
+    again. Until the stage has used it, frames of the same kind from other authors are kept as spares, in case
+    the first is unusable.
     """
 
     frames: dict[Direction, OpenedFrame] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class Microbatch:
     backward: Progress = "waiting"
 
     def payload(self, direction: Direction) -> Payload | None:
-        """Return the payload for the stage; None where nothing has arrived."""
+        """Return the payload for the stage; None if it has not arrived."""
         frame = self.frames.get(direction)
         return None if frame is None else frame.payload
 
@@ -50,7 +51,7 @@ class Microbatch:
         return self.frames[direction].payload
 
     def put(self, frame: OpenedFrame) -> None:
-        """Take a frame. Repeats by an author, also of a refused frame, change nothing."""
+        """Keep a frame. A repeated frame of the same author, even of a refused one, changes nothing."""
         direction = frame.header.direction
         name = _named(frame)
         held = self.frames.get(direction)
@@ -62,7 +63,7 @@ class Microbatch:
             self.spares.append(frame)
 
     def refuse(self, direction: Direction) -> OpenedFrame:
-        """Drop a frame that the stage cannot use: a spare replaces it, if there is one."""
+        """Drop a frame that the stage cannot use, and replace it by a spare if there is one."""
         bad = self.frames.pop(direction)
         self.refused.add(_named(bad))
         for spare in self.spares:
@@ -98,7 +99,8 @@ def _named(frame: OpenedFrame) -> tuple[Direction, bytes, bytes]:
 
 
 class StepSchedule:
-    """The open step of one replica. Bounded by its micro-batches; `clear` begins the next."""
+    """The open step of one replica. Its size is limited by the number of micro-batches; `clear` begins the
+    next step."""
 
     def __init__(self, schedule: Schedule, *, is_last: bool) -> None:
         self._schedule = schedule
@@ -124,13 +126,14 @@ class StepSchedule:
         self.offer((number,))
 
     def refuse(self, number: int, direction: Direction) -> OpenedFrame:
-        """Refuse a frame that the stage cannot use; wait for another."""
+        """Refuse a frame that the stage cannot use, and wait for another one."""
         bad = self.microbatches[number].refuse(direction)
         self.offer((number,))
         return bad
 
     def offer(self, numbers: Iterable[int]) -> None:
-        """Consider these again: more of them has arrived, or they may have become this replica's."""
+        """Consider these micro-batches again, because more frames have arrived or their owner may have
+        changed."""
         for number in numbers:
             state = self.microbatches[number]
             if state.may_forward(is_last=self._is_last):
@@ -139,7 +142,7 @@ class StepSchedule:
                 heappush(self._backwards, number)
 
     def told(self) -> dict[str, Any]:
-        """Return the progress as a Synced has it."""
+        """Return the progress in the form of a Synced."""
         rows = sorted(self.counted.items())
         return {
             "counted": tuple(number for number, _ in rows),
@@ -151,13 +154,14 @@ class StepSchedule:
     # The next pass
 
     def not_owned(self, owned: Owned) -> int | None:
-        """Return a micro-batch that is between its passes here and has another owner by now."""
+        """Return a micro-batch that is between its two passes here but now has another owner; None if there
+        is none."""
         return min((number for number in self.in_flight if not owned(number)), default=None)
 
     def next_pass(
         self, owned: Owned, in_flight_max: int
     ) -> tuple[Literal["forward", "backward"], int] | None:
-        """Return the pass to run now, which counts as running from here on."""
+        """Return the pass to run now, and mark it as running; None if there is none."""
         forwards_first = self._schedule == "gpipe"
         if forwards_first and (number := self._next_forward(owned, in_flight_max)) is not None:
             return "forward", number
@@ -185,7 +189,7 @@ class StepSchedule:
     # Finished passes
 
     def hold(self, number: int) -> None:
-        """Note that the forward pass is done, and a gradient will come."""
+        """Note that the forward pass is done, and that a gradient will follow."""
         state = self.microbatches[number]
         state.forward = "done"
         state.settle()
@@ -193,7 +197,7 @@ class StepSchedule:
         self.offer((number,))
 
     def count(self, number: int, samples: int = 0, loss: float = 0.0) -> None:
-        """Note that its gradient is in the sums."""
+        """Note that the micro-batch's gradient is in the sums."""
         state = self.microbatches[number]
         state.forward = state.backward = "done"
         state.settle()
@@ -201,7 +205,7 @@ class StepSchedule:
         self.counted[number] = (samples, loss)
 
     def forget(self, number: int) -> None:
-        """Forget its computation; its frames stay."""
+        """Forget the computation of a micro-batch, but keep its frames."""
         state = self.microbatches[number]
         state.forward = state.backward = "waiting"
         self.in_flight.discard(number)
@@ -210,19 +214,19 @@ class StepSchedule:
 
 
 class EvaluationBatches:
-    """The held-out micro-batches under way: few, since those far behind the newest are done."""
+    """The held-out micro-batches in progress. They are few, because those far behind the newest are done."""
 
     def __init__(self) -> None:
         self.microbatches: dict[int, Microbatch] = {}
         self._newest = -1
 
     def clear(self) -> None:
-        """Clear them: another plan evaluates anew."""
+        """Clear all micro-batches, because a new plan evaluates anew."""
         self.microbatches.clear()
         self._newest = -1
 
     def put(self, frame: OpenedFrame) -> int:
-        """Take a frame. Return the first micro-batch that may still be under way."""
+        """Keep a frame. Return the first micro-batch that may still be in progress."""
         number = frame.header.microbatch
         self._newest = max(self._newest, number)
         first = self._newest - EVALUATIONS_IN_FLIGHT_MAX + 1
@@ -231,17 +235,17 @@ class EvaluationBatches:
         return first
 
     def refuse(self, number: int, direction: Direction) -> OpenedFrame | None:
-        """Refuse a frame that the stage cannot use; None where the micro-batch is not wanted any more."""
+        """Refuse a frame that the stage cannot use; return None if the micro-batch is no longer needed."""
         state = self.microbatches.get(number)
         return None if state is None or direction not in state.frames else state.refuse(direction)
 
     def forget(self, first: int) -> None:
-        """Forget micro-batches before `first`, which are done everywhere."""
+        """Forget micro-batches before `first`, which are done in all stages."""
         for number in [number for number in self.microbatches if number < first]:
             del self.microbatches[number]
 
     def next_forward(self, owned: Owned, is_last: bool) -> int | None:
-        """Return the micro-batch to run now, which counts as running from here on."""
+        """Return the micro-batch to run now, and mark it as running; None if there is none."""
         for number in sorted(self.microbatches):
             state = self.microbatches[number]
             if owned(number) and state.may_forward(is_last=is_last):
@@ -250,7 +254,7 @@ class EvaluationBatches:
         return None
 
     def finish(self, number: int) -> bool:
-        """Note that it has run. Return False where it is not wanted any more."""
+        """Note that the micro-batch was computed. Return False if it is no longer needed."""
         if number not in self.microbatches:
             return False
         self.microbatches[number].forward = "done"

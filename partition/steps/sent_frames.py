@@ -1,6 +1,6 @@
-"""The frames that a replica has sent, kept to be sent again until their step is applied.
+"""The frames that a replica has sent, kept so that they can be sent again until their step is applied.
 
-Frames are opaque objects of the shell, known by their number and direction.
+Frames are opaque objects of the driver, identified by their micro-batch and direction.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from partition.steps.frames import Direction
 from partition.steps.routes import Routes
 
 Key = tuple[bool, int, Direction]
-"""Whether it is for training, the micro-batch, the direction."""
+"""Whether the frame is for training, the micro-batch, and the direction."""
 
 
 @dataclass
@@ -22,7 +22,8 @@ class _Kept:
 
 
 class KeptFrames:
-    """Frames by key, each with the receiver it was last sent to and under which plan."""
+    """Frames by key, each with the receiver to which it was last sent, and the plan under which it was
+    sent."""
 
     def __init__(self) -> None:
         self._kept: dict[Key, _Kept] = {}
@@ -31,12 +32,13 @@ class KeptFrames:
         return len(self._kept)
 
     def keep(self, key: Key, frame: object) -> None:
-        """Keep a frame just made; if it was made before, with the same content, it is not sent again."""
+        """Keep a frame that was just made. If the same frame was made before, the earlier one stays."""
         if key not in self._kept:
             self._kept[key] = _Kept(frame)
 
     def due(self, key: Key, receiver: PeerId | None, plan: bytes) -> object | None:
-        """Return the frame, if `receiver` has not been sent it under this plan, and mark it sent."""
+        """Return the frame if `receiver` has not been sent it under this plan, and mark it as sent; otherwise
+        None."""
         kept = self._kept.get(key)
         if kept is None or receiver is None or (kept.receiver, kept.plan) == (receiver, plan):
             return None
@@ -46,7 +48,7 @@ class KeptFrames:
     def wanted(
         self, key: Key, routes: Routes, stage: int, plan: bytes
     ) -> tuple[PeerId | None, object | None]:
-        """Return the receiver of a frame of `stage`, and the frame as in `due`."""
+        """Return the receiver of a frame of `stage`, and the frame if it must be sent (see `due`)."""
         train, number, direction = key
         if routes.train != train:
             return None, None
@@ -62,10 +64,10 @@ class KeptFrames:
         return [row.frame for row in self._kept.values() if (row.receiver, row.plan) == (receiver, plan)]
 
     def drop(self, unwanted: Callable[[Key], bool]) -> None:
-        """Forget these frames."""
+        """Forget the frames whose key is unwanted."""
         for key in [key for key in self._kept if unwanted(key)]:
             del self._kept[key]
 
     def clear(self) -> None:
-        """Forget all frames: their step is applied."""
+        """Forget all frames, because their step is applied."""
         self._kept.clear()

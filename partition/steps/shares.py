@@ -1,6 +1,7 @@
-"""The groups in which a stage sums: its own gradients over its replicas, tied weights over several stages.
+"""The groups in which a stage sums: its own gradients over its replicas, and tied weights over several
+stages.
 
-Members and layout follow from graph and plan, so every replica finds the same groups.
+The members and the layout follow from graph and plan, so every replica computes the same groups.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,10 @@ from partition.stage_layout import parameter_layout
 
 @dataclass(frozen=True)
 class Share:
-    """One group of elements: `spans` of the arena, summed over the replicas of `stages`.
+    """One group of elements: `spans` of the arena that are summed over the replicas of `stages`.
 
-    `name` is 0 for a stage's own elements, else 1 + the first of the rows: the same for all sharers.
+    `name` is 0 for a stage's own elements. For tied weights it is 1 + the first of their rows, which is the
+    same for all stages that share them.
     """
 
     name: int
@@ -35,7 +37,7 @@ def shares(specification: StageSpecification, graphs: Sequence[StageGraph]) -> t
         if slot.parameter.kind == "frozen":
             continue
         if slot.is_tied:
-            # Rows come in their order, so every stage lines them up alike.
+            # Rows come in order, so every stage lines them up in the same way.
             span = (slot.offset, slot.offset + slot.size)
             tied.setdefault(holders[slot.row], []).append((slot.row, span))
         else:

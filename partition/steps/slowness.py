@@ -1,8 +1,8 @@
-"""Replicas that compute slower than promised, by measured times.
+"""Replicas that compute more slowly than promised, according to measured times.
 
-A promise is a replica's fastest time in its first steps under a plan, or its time by the plan's rates
-relative to the other replicas of its stage, whichever is faster. It takes SLOW_STEPS in a row to be marked: a
-machine is busy with something else for seconds at a time.
+A promise is the faster of two times: a replica's fastest time in its first steps under a plan, or its time
+according to the plan's rates, relative to the other replicas of its stage. A replica is marked as slow only
+after SLOW_STEPS successive slow steps, because a machine may be busy with other work for some seconds.
 """
 
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from crypto.identity import PeerId
 from partition.plan.plan import Plan, StagePlan
 
 PROMISE_STEPS = 5
-"""Steps under a plan in which a replica shows its speed."""
+"""Number of steps under a plan in which a replica shows its speed."""
 SLOW_STEPS = 5
 SLOW_RATE = 0.5
-"""The share of the promised rate below which a replica is slow; above RECOVERED_RATE it no longer is."""
+"""A replica is slow below this share of its promised rate. It has recovered above RECOVERED_RATE."""
 RECOVERED_RATE = 0.7
 
 
 @dataclass(frozen=True)
 class Slowness:
-    """A replica of a stage computes at `rate` of what was promised; 1.0: again as promised."""
+    """A replica of a stage computes at `rate` times its promised rate; 1.0 means that it has recovered."""
 
     stage: int
     peer: PeerId
@@ -35,14 +35,14 @@ class SlowReplicas:
         self.begin()
 
     def begin(self) -> None:
-        """Begin another plan."""
+        """Begin a new plan."""
         self._best: dict[PeerId, int] = {}
         self._seen: dict[PeerId, int] = {}
         self._below: dict[PeerId, int] = {}
         self._marked: set[PeerId] = set()
 
     def stepped(self, plan: Plan, paces: Mapping[PeerId, int]) -> list[Slowness]:
-        """Note the nanoseconds that each replica takes for a micro-batch, 0 for unknown. Return the
+        """Note the nanoseconds that each replica takes for a micro-batch, 0 if unknown. Return the
         changes."""
         changed = []
         for number, stage in enumerate(plan.stages):
@@ -66,7 +66,8 @@ class SlowReplicas:
             self._seen[peer] = self._seen.get(peer, 0) + 1
             if self._seen[peer] <= PROMISE_STEPS:
                 self._best[peer] = min(pace, self._best.get(peer, pace))
-            # Its time by the plan relative to the others, half of which are not slow.
+            # Its time according to the plan, relative to the median of the other replicas, of which at least
+            # half are assumed not to be slow.
             beside = sorted(
                 known[other] * rates[other] / max(1, rates[peer]) for other in known if other != peer
             )

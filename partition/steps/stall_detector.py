@@ -1,13 +1,15 @@
-"""Detection of a stalled reduction, or end of a step, and of the replica at fault.
+"""Detection of a stall, in a reduction or at the end of a step, and of the replica at fault.
 
-SWIM detects dead peers. This detects a replica that answers probes but makes no progress, which would block
-the step for ever. Once nothing has happened for far longer than usual, replicas that have not reported are
-asked, twice, what they wait for; if still nothing happens, the first of these that applies is stuck:
+SWIM detects dead peers. This module detects a replica that answers probes but makes no progress, which would
+block the step forever. If nothing has happened for far longer than usual, replicas that have not reported are
+asked what they wait for, ASKS times. If still nothing happens, the first of these rules that applies decides
+which replicas are stuck:
 
-    who does not answer
-    who waits for nobody but itself
-    who is waited for by the most, for summands before sums; of equally many the last in the plan, so that a
-    word against a word costs one of the two its place and the stage keeps the other
+1. The replicas that do not answer.
+2. The replicas that wait for no other peer.
+3. The replica for which most others wait; waiting for summands counts before waiting for sums. Among equally
+   many, the last in the plan is chosen. So if two replicas accuse each other, only one of them loses its
+   place, and the stage keeps the other.
 
 Times are seconds of the committer's clock.
 """
@@ -21,24 +23,27 @@ from partition.steps.messages import StallQuestion, Waiting
 
 STUCK = "it is stuck"
 PATIENCE_SECONDS_MIN = 30.0
-"""A machine that is busy with something else may pause for this long."""
+"""Minimum time without a report before replicas are asked. A machine that is busy with other work may pause
+for this long."""
 PATIENCE_FACTOR = 8
-"""A round that takes this many times longer than usual is not noise."""
+"""Multiple of the usual duration of a round after which replicas are asked. A longer duration is not
+noise."""
 PATIENCE_SECONDS = 300.0
-"""Before anything was measured: the sum of gigabytes over a slow link begins within this, and so does the
-first step of an optimizer on a slow disk."""
+"""Time without a report before replicas are asked, if no duration was measured yet. The sum of gigabytes over
+a slow link begins within this time, and so does the first optimizer step on a slow disk."""
 ROUND_SECONDS_MAX = 7_200.0
-"""The longest time for which a replica's claim of progress is believed."""
+"""How long a replica's claims of progress are believed."""
 ASKS = 2
-"""How often to ask: the second answer shows whether there is progress."""
+"""Number of times that replicas are asked. The second answer shows whether there is progress."""
 LATE_SECONDS = 1.0
-"""A committer that is woken this late was itself suspended, and others' messages wait unread."""
+"""If a committer is woken this much too late, it was itself suspended, and others' messages may be unread."""
 _SHARE = 0.3
-"""The weight of the newest duration in the usual one."""
+"""Weight of the newest duration in the usual duration."""
 
 
 class StallDetector:
-    """One committer's detector. `begin` and `end` a round, in which all of a plan's replicas report once."""
+    """One committer's detector. A round lasts from `begin` to `end`; in it, all of a plan's replicas report
+    once."""
 
     def __init__(self, replicas: Sequence[PeerId]) -> None:
         self._replicas = list(replicas)
@@ -52,13 +57,14 @@ class StallDetector:
         self._left: dict[PeerId, int] = {}
 
     def begin(self, now: float, round_: str, step: int, attempt: int) -> None:
-        """Begin a round of reports; `round_` is its kind, since usual durations differ."""
+        """Begin a round of reports. `round_` is its kind, because the kinds have different usual
+        durations."""
         self._round, self._began, self._asked = round_, now, (step, attempt)
         self._left.clear()
         self._go_on(now)
 
     def end(self, now: float) -> None:
-        """End a round: all have reported."""
+        """End a round, because all replicas have reported."""
         seconds = now - self._began
         usual = self._usual.get(self._round, seconds)
         self._usual[self._round] = usual + _SHARE * (seconds - usual)
@@ -94,12 +100,12 @@ class StallDetector:
 
     @property
     def is_asked(self) -> bool:
-        """Whether replicas without a report have been asked, with no progress since."""
+        """Whether replicas without a report have been asked, and no progress was seen since."""
         return self._asks > 0
 
     def stuck(self, now: float, late: Sequence[PeerId]) -> dict[PeerId, str]:
-        """Return the stuck replicas among the `late` ones at `due`, with reasons. Empty until they were asked
-        often enough; then they are to be asked now."""
+        """Return the stuck replicas among the `late` ones at the time `due`, with reasons. The result is
+        empty until they were asked often enough; the caller must then ask them now."""
         is_late = now > self.due + LATE_SECONDS
         judges = self._asks >= ASKS and not is_late
         answers = [self._answers.get(peer) for peer in late]
@@ -108,14 +114,14 @@ class StallDetector:
         self.due = now + self._patience()
         if not judges or not late:
             return {}
-        waited = f"nothing went on for {(1 + ASKS) * self._patience():.0f} s"
+        waited = f"there was no progress for {(1 + ASKS) * self._patience():.0f} s"
         silent = [peer for peer, answer in zip(late, answers, strict=True) if answer is None]
         if silent:
-            return dict.fromkeys(silent, f"{waited}, and it does not say what it waits for")
+            return dict.fromkeys(silent, f"{waited}, and the replica does not report what it waits for")
         said = {peer: answer for peer, answer in zip(late, answers, strict=True) if answer is not None}
         own = [peer for peer, answer in said.items() if not answer.peers]
         if own:
-            return dict.fromkeys(own, f"{waited}, and it waits for nobody")
+            return dict.fromkeys(own, f"{waited}, and the replica waits for no other peer")
         rows = [answer for answer in said.values() if not answer.for_sums] or list(said.values())
         named = Counter(PeerId(peer) for answer in rows for peer in answer.peers)
         worst = max(

@@ -1,4 +1,4 @@
-"""Measured speed of each replica within a run: for dealing, and for detecting stalls."""
+"""Measured speed of each replica within a run, used to deal micro-batches and to detect stalls."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,19 +9,22 @@ from partition.plan.plan import StagePlan
 from partition.steps.messages import Work
 
 EWMA_SHARE = 0.3
-"""The weight of the newest step in a replica's seconds per micro-batch: some five steps are remembered."""
+"""Weight of the newest step in a replica's average seconds per micro-batch. About five steps are
+remembered."""
 STALL_SECONDS_MIN = 2.0
-"""A garbage collector, or a disk that wakes up, takes as long."""
+"""Minimum silence that counts as a stall. A garbage collection, or a disk that wakes up, may take up to this
+long."""
 STALL_FACTOR = 8
-"""A pause this many times longer than usual is not noise."""
+"""Multiple of a replica's usual time after which its silence is a stall. A longer silence is not noise."""
 UNMEASURED_STALL_SECONDS = 30.0
-"""Before its first step is applied: libraries are loaded then, and the time of a micro-batch is unknown."""
+"""Silence that counts as a stall before a replica's first step is applied. Libraries are loaded then, and the
+time of a micro-batch is unknown."""
 _SCALE = 10**9
 _DIGITS = 2
 
 
 class StepPace:
-    """Seconds per micro-batch of each replica, by an exponentially weighted moving average."""
+    """Seconds per micro-batch of each replica, as an exponentially weighted moving average."""
 
     def __init__(self) -> None:
         self._seconds: dict[PeerId, float] = {}
@@ -29,15 +32,15 @@ class StepPace:
         self._counted: Counter[PeerId] = Counter()
 
     def heard(self, peer: PeerId) -> None:
-        """Note a message of a replica: it is at work."""
+        """Note a message of a replica, which shows that it is working."""
         self._waiting.pop(peer, None)
 
     def forget(self) -> None:
-        """Forget all waits: no replica has work at hand."""
+        """Forget all waits, because no replica has work to do."""
         self._waiting.clear()
 
     def stalled(self, now: float, obliged: Iterable[PeerId]) -> list[PeerId]:
-        """Return the replicas with work at hand that have been silent for longer than it ever takes."""
+        """Return the replicas with work to do that have been silent for longer than their work can take."""
         self._waiting = {peer: self._waiting.get(peer, now) for peer in obliged}
         return [peer for peer, since in self._waiting.items() if now - since >= self.patience_seconds(peer)]
 
@@ -51,31 +54,31 @@ class StepPace:
         self._seconds[peer] = before + EWMA_SHARE * (seconds - before)
 
     def take_counted(self) -> Counter[PeerId]:
-        """Return how many micro-batches each replica has in the steps applied since the last call."""
+        """Return the number of micro-batches of each replica in the steps applied since the previous call."""
         counted, self._counted = self._counted, Counter()
         return counted
 
     def nanoseconds(self, peer: PeerId) -> int:
-        """Return the time per micro-batch, for the next committer; 0 where it is not known."""
+        """Return the time per micro-batch, for the next committer; 0 if unknown."""
         return round(1e9 * self._seconds.get(peer, 0.0))
 
     def take(self, peer: PeerId, nanoseconds: int) -> None:
-        """Take a measurement made under an earlier plan."""
+        """Take over a measurement made under an earlier plan."""
         if nanoseconds:
             self._seconds[peer] = nanoseconds / 1e9
 
     def patience_seconds(self, peer: PeerId) -> float:
-        """Return how long a replica with work at hand may be silent."""
+        """Return how long a replica with work to do may be silent."""
         if peer not in self._seconds:
             return UNMEASURED_STALL_SECONDS
         return max(STALL_SECONDS_MIN, STALL_FACTOR * self._seconds[peer])
 
     def rates(self, stage: StagePlan) -> list[int]:
-        """Return the rate of each replica, in one unit for the stage.
+        """Return the rate of each replica, in a unit that is common to the stage.
 
-        The plan's rates hold until something is measured; then an unmeasured replica is taken to be as much
-        faster or slower than its peers as the plan says. Rates are rounded, so that noise between equal
-        machines does not deal unequally.
+        The plan's rates count until something is measured. After that, an unmeasured replica is assumed to be
+        faster or slower than its peers in the ratio that the plan states. Rates are rounded, so that noise
+        between equal machines does not lead to unequal shares.
         """
         planned = [max(1, rate) for rate in stage.rates]
         known = [self._seconds.get(PeerId(peer)) for peer in stage.replicas]
@@ -89,7 +92,7 @@ class StepPace:
 
 
 def _rounded(rate: float) -> int:
-    """Round to two digits, in billionths."""
+    """Return the rate in billionths, rounded to two digits."""
     scaled = max(1, round(rate * _SCALE))
     unit: int = 10 ** max(0, floor(log10(scaled)) + 1 - _DIGITS)
     return round(scaled / unit) * unit

@@ -1,7 +1,7 @@
 """Validation of a run in exact mode: its schedule, the best state so far, and convergence.
 
-A series of validations is carried by its last one alone (`Series`), in the Apply of every step after it. So
-the next committer goes on with the same series, and all members come to the same end.
+The latest validation carries the state of the whole series (`Series`), in the Apply of every later step. So
+the next committer continues the same series, and all members come to the same end.
 """
 
 from math import isfinite
@@ -17,12 +17,13 @@ EVERY_MAX = 10_000_000
 
 
 class ValidationSettings(msgspec.Struct, frozen=True, array_like=True):
-    """The validation samples are computed after every `every` steps, and after the last.
+    """The settings of validation. The validation samples are evaluated after every `every` steps, and after
+    the last step.
 
-    `watched` is the number by which states are compared: 0 the loss, n the n-th metric, divided by the
-    samples; less is better, unless `more_is_better`. After `patience` validations in a row that did not
-    improve the best by `improvement` at least the run ends; 0: it ends by its steps alone. `keep`: whether
-    the last state is the result, or the one that validated best.
+    `watched` selects the value by which states are compared: 0 is the loss, n is the n-th metric, divided by
+    the number of samples. Less is better, unless `more_is_better`. The run ends after `patience` successive
+    validations that did not improve the best value by at least `improvement`; if `patience` is 0, it ends
+    only after its last step. `keep`: the result is the last state, or the state with the best validation.
     """
 
     every: Annotated[int, msgspec.Meta(ge=1, le=EVERY_MAX)]
@@ -34,7 +35,7 @@ class ValidationSettings(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if not (isfinite(self.improvement) and self.improvement >= 0):
-            raise ValueError("an improvement is finite and not negative")
+            raise ValueError("an improvement must be finite and not negative")
 
     def value(self, samples: int, loss: float, metrics: tuple[float, ...]) -> float:
         """Return the value by which a validation is compared, from its sums."""
@@ -43,8 +44,8 @@ class ValidationSettings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Series(msgspec.Struct, frozen=True, array_like=True):
-    """The series up to the validation after `step` steps: the best value was `best`, after `best_step` steps,
-    with `since` validations since."""
+    """The series up to the validation after `step` steps. The best value, `best`, was reached after
+    `best_step` steps, and `since` validations followed it."""
 
     step: StepNumber
     best_step: StepNumber
@@ -63,19 +64,19 @@ def advance(settings: ValidationSettings, series: Series | None, step: int, valu
 
 
 class ValidationSchedule:
-    """One committer's schedule of validations, and their consequences."""
+    """One committer's schedule of validations, and what follows from them."""
 
     def __init__(self, settings: ValidationSettings | None, series: Series | None) -> None:
         self.settings = settings
         self.series = series
 
     def learn(self, series: Series | None) -> None:
-        """Take over the series in the last step's Apply, if it is newer."""
+        """Take over the series in an Apply, if it is newer."""
         if series is not None and (self.series is None or series.step > self.series.step):
             self.series = series
 
     def is_due(self, step: int, *, is_over: bool) -> bool:
-        """Return whether the state after `step` steps is still to be validated."""
+        """Return whether the state after `step` steps must still be validated."""
         if self.settings is None or step == 0 or (self.series is not None and self.series.step >= step):
             return False
         return is_over or step % self.settings.every == 0
@@ -89,18 +90,19 @@ class ValidationSchedule:
 
     @property
     def has_converged(self) -> bool:
-        """Whether the last `patience` validations all failed to improve."""
+        """Whether the latest `patience` validations all failed to improve."""
         if self.settings is None or self.series is None:
             return False
         return 0 < self.settings.patience <= self.series.since
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the result is the state that validated best."""
+        """Whether the result is the state with the best validation."""
         return self.settings is not None and self.settings.keep == "best"
 
     def wanted_back(self, step: int) -> int | None:
-        """Return the step whose state is to be restored before the run ends at `step`; None for none."""
+        """Return the step whose state must be restored before the run ends at `step`; None if none must
+        be."""
         if not self.keeps_best or self.series is None or self.series.best_step >= step:
             return None
         return self.series.best_step

@@ -1,9 +1,10 @@
-"""Times of replicas for a micro-batch as their committer observes them, not as they claim.
+"""Times of replicas for a micro-batch, as their committer observes them rather than as the replicas claim.
 
-A replica can begin a pass once the stage before it (or after it, on the way back) has reported its own, and
-once its last one is done. The time from then until it reports the pass bounds its time: its computing, and
-the way of a frame. Reporting too early delays its neighbour's report, and no work is done sooner by that: so
-a replica that claims to compute faster than it does is found out, unless others lie for it.
+A replica can begin a pass once the previous stage (or the next stage, in the backward direction) has reported
+its own pass, and once the replica's latest pass is done. The time from then until it reports the pass is an
+upper bound for its computing and the transfer of a frame. A replica cannot hide slowness by reporting early:
+this only makes its neighbour's pass seem longer, and no work is done sooner. So a replica that claims to
+compute faster than it does is detected, unless others lie for it.
 """
 
 from collections import deque
@@ -14,11 +15,11 @@ from partition.steps.messages import Counted, Open, Progress
 
 STEPS_KEPT = 5
 PASSES_MIN = 2
-"""The least passes in a step; the first one waits for libraries that are loaded on the way."""
+"""Minimum number of passes in a step. The first pass also loads libraries, so more than one is needed."""
 
 
 class Witness:
-    """One committer's observations, under one plan."""
+    """One committer's observations under one plan."""
 
     def __init__(self, plan: Plan) -> None:
         self._last_stage = len(plan.stages) - 1
@@ -34,7 +35,7 @@ class Witness:
         self._found: dict[PeerId, deque[float]] = {}
 
     def opened(self, now: float, message: Open) -> None:
-        """Note that a step is opened, or reopened with other owners."""
+        """Note that a step was opened, or was opened again with other owners."""
         if message.train and message.step != self._step:
             self._close()
             self._step, self._opened = message.step, now
@@ -53,7 +54,7 @@ class Witness:
         is_back = isinstance(message, Counted)
         key = stage, message.microbatch, is_back
         if key in self._ready:
-            return  # said again, or another has taken it over
+            return  # repeated, or taken over by another replica
         self._ready[key] = now
         if is_back and stage < self._last_stage:
             begun = self._ready.get((stage + 1, message.microbatch, True))
@@ -67,15 +68,15 @@ class Witness:
         self._free[sender] = now
 
     def _close(self) -> None:
-        """Keep the times of the step before."""
+        """Keep the times of the previous step."""
         for peer, stage in self._places.items():
             ways = [self._passes.get((peer, is_back), []) for is_back in (False, True)]
             if stage == self._last_stage:
-                ways = ways[1:]  # it goes back at once
+                ways = ways[1:]  # the last stage does both passes together
             if all(len(way) >= PASSES_MIN for way in ways):
                 total = sum(sorted(way)[len(way) // 2] for way in ways)
                 self._found.setdefault(peer, deque(maxlen=STEPS_KEPT)).append(total)
 
     def nanoseconds(self) -> dict[PeerId, int]:
-        """Return the time of a micro-batch on each replica with enough observations."""
+        """Return the time of a micro-batch on each replica for which there are enough observations."""
         return {peer: int(1e9 * sorted(row)[len(row) // 2]) for peer, row in self._found.items()}
