@@ -1,1 +1,2 @@
-"""Serving: a model split over peers answers as one. Pure cores; the driver is `node.serving`."""
+"""Serving: a model that is split over peers answers like one model. Pure cores; the driver is
+`node.serving`."""

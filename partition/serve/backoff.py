@@ -1,9 +1,10 @@
-"""Backoff before a peer is asked again for a stage that it could not load, or that keeps ending there. A pure
-table.
+"""Backoff before a peer is asked again for a stage that it could not load, or whose process keeps ending
+there. A pure table.
 
-A load that fails costs a process and the traffic of its weights; a stage that ends again and again soon after
-it answered takes its sessions with it each time. Both rest for a growing time. A stage that answered for long
-before it ended starts without a history, and the first ends are ignored: a process may be killed by chance.
+A load that fails costs a process and the traffic of its weights. A stage that ends soon after it began to
+answer takes its sessions with it each time. In both cases the peer is not asked for a time that grows. A
+stage that answered for long before it ended starts without a history. The first ends are ignored, because a
+process may be killed by chance.
 """
 
 from collections.abc import Iterator
@@ -12,37 +13,38 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key")
 
 REST_SECONDS_MIN, REST_SECONDS_MAX = 5.0, 120.0
-"""The first rest, and the longest: each is twice as long as the one before."""
+"""The first wait and the maximum wait in seconds. Each wait is twice as long as the previous one."""
 SOUND_SECONDS = 60.0
-"""A stage that answered for so long counts as sound, whatever was before: one whose memory does not suffice,
-or that a prompt kills each time it is sent again, ends sooner."""
+"""How long a stage must have answered to count as sound, whatever happened before. A stage without enough
+memory, or one that the same prompt kills whenever it is sent again, ends sooner."""
 FORGIVEN_ENDS = 2
-"""The number of such early ends in a row without a rest."""
+"""Number of successive early ends without a wait."""
 
 
 class StageBackoff(Generic[Key]):
-    """The pauses of at most `count_max` pairs of a stage and its holder; the oldest are evicted."""
+    """The waits of at most `count_max` pairs of a stage and its holder. The oldest are evicted."""
 
     def __init__(self, count_max: int) -> None:
         self._count_max = count_max
         self._rests: dict[Key, tuple[float, float, int]] = {}
-        """Until when each rests, how long that is, and how often it has ended in a row."""
+        """By pair: when the wait ends, how long it is, and the number of successive ends."""
 
     def resting(self, now: float) -> Iterator[Key]:
-        """Iterate over the pairs that pause now."""
+        """Iterate over the pairs that wait now."""
         return (key for key, (until, _, _) in self._rests.items() if now < until)
 
     def rest_left(self, now: float, key: Key) -> float:
-        """Return the remaining pause of a pair, 0 if there is none."""
+        """Return the remaining wait of a pair, 0 if there is none."""
         return max(0.0, self._rests.get(key, (now, 0.0, 0))[0] - now)
 
     def note_sound(self, now: float, key: Key, ready_since: float | None) -> None:
-        """Forget earlier failures of a stage that has answered for long, however it is lost."""
+        """Forget earlier failures of a stage that has answered for long. Call this however the stage is
+        lost."""
         if ready_since is not None and now - ready_since >= SOUND_SECONDS:
             self._rests.pop(key, None)
 
     def note_end(self, now: float, key: Key, ready_since: float | None) -> None:
-        """Note that a stage has ended that had answered since the given time; None if it never did."""
+        """Note that a stage has ended. It had answered since `ready_since`, None if it never did."""
         until, rest, ends = self._rests.pop(key, (now, 0.0, 0))
         if ready_since is not None and now - ready_since >= SOUND_SECONDS:
             return

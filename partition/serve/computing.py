@@ -1,4 +1,4 @@
-"""Orders of a provider's core to its stages. The driver carries them out one after the other."""
+"""Orders from a provider's core to its stages. The driver carries them out one after the other."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from partition.serve.messages import UnitWork
 
 @dataclass(frozen=True)
 class BatchUnit:
-    """A unit as the stage is to compute it."""
+    """A unit in the form in which the stage computes it."""
 
     session: bytes
     work: UnitWork
@@ -17,7 +17,8 @@ class BatchUnit:
 
 @dataclass(frozen=True)
 class ComputeBatch:
-    """Have a stage of a service compute these units together. The driver reports the result by `batch`."""
+    """Make a stage of a service compute these units together. The driver reports the result under the number
+    `batch`."""
 
     service: bytes
     stage: int
@@ -27,7 +28,7 @@ class ComputeBatch:
 
 @dataclass(frozen=True)
 class ForgetSession:
-    """Have a stage forget a session."""
+    """Make a stage forget a session."""
 
     service: bytes
     stage: int
@@ -36,7 +37,7 @@ class ForgetSession:
 
 @dataclass(frozen=True)
 class ForkSession:
-    """Let a stage begin a session with the first tokens of another, before later work."""
+    """Make a stage begin a session with the first tokens of another session, before any later work."""
 
     service: bytes
     stage: int

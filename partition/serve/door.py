@@ -1,22 +1,24 @@
-"""The token loop of the asking node: its generations, their units in flight, and their routes.
+"""The door, which is the node that asks a service: its generations, their units in progress, and their
+routes.
 
-A sans-IO core. A generation keeps all of its tokens here. They go through the stages of its service as units,
-first chunks of the prompt and then the newest token, several in flight at once; the last stage answers with
-logits, from which the next token is chosen here (`partition.serve.sampling`).
+A sans-IO core. The door keeps all tokens of a generation. They go through the stages of the service as units,
+first chunks of the prompt and then the newest token, several of them in flight simultaneously. The last stage
+answers with logits, from which the door chooses the next token (`partition.serve.sampling`).
 
 A provider may be lost at any time: its stream breaks, or its node is silent. Then the generation takes
-another route under a new session and sends all its tokens again. The same tokens give the same logits on all
-machines of one bit class, so the text continues unchanged. If a stage has only providers of another or
-unknown class, the event says so and the text continues anyway; if the wish excludes that, the generation
-waits for a provider of its class. Answers of an earlier session are ignored. If a stage has no provider, a
-generation waits and asks for routes, and ends with a reason if none comes.
+another route, under a new session, and sends all its tokens again. The same tokens give the same logits on
+all machines of one bit class (replicas that compute the same bits), so the text continues unchanged. If a
+stage has only providers of a different or unknown class, the event says so and the text continues anyway; if
+the wish excludes that, the generation waits for a provider of its class. Answers of an earlier session are
+ignored. If a stage has no provider, a generation waits and asks for routes, and ends with a reason if no
+provider comes.
 
 Tokens that another session of the same owner has read are not read again (`partition.serve.prefixes`): a
-generation begins from that session, and waits if a shared prompt is still being read. So several answers to
-one prompt read it once.
+generation begins from that session, or waits while a shared prompt is still being read. So several answers to
+one prompt read it only once.
 
-A generation that `is_masked` gets the allowed next tokens by `permit` for each token; a row of logits waits
-for them. The allowed tokens of a position are kept, and hold for the new row after a failover.
+If a generation `is_masked`, `permit` sets the allowed next tokens for each token, and a row of logits waits
+until it is called. The allowed tokens of a position are kept, and hold for the new row after a failover.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -74,14 +76,15 @@ from partition.serve.timeouts import (
 )
 
 ATTEMPTS_MAX = 32
-"""Routes in a row without a token, after which a generation fails: a provider that always refuses is
-useless."""
+"""Number of successive routes that gave no token after which a generation fails. Otherwise a provider that
+always refuses would be tried forever."""
 GENERATIONS_MAX = 256
-"""One node has so many at once; each belongs to a program or a person of this machine."""
+"""Maximum number of simultaneous generations of one node. Each belongs to a program or a person on this
+machine."""
 
 
 class Door:
-    """All generations of the node `me`. `new_id(n)` gives n random bytes."""
+    """All generations of the node `me`. `new_id(n)` returns n random bytes."""
 
     def __init__(self, me: PeerId, new_id: Callable[[int], bytes]) -> None:
         self.events: list[Event] = []
@@ -101,7 +104,7 @@ class Door:
 
     @property
     def generations(self) -> int:
-        """How many are not over."""
+        """The number of generations that are not over."""
         return len(self._generations)
 
     def replicas(self, service: bytes) -> list[list[StageReplica]]:
@@ -109,11 +112,12 @@ class Door:
         return self._routes.replicas(service)
 
     def knows(self, peer: PeerId) -> bool:
-        """Return whether a peer answers a generation now."""
+        """Return whether a peer serves a generation now."""
         return bool(self._using(peer))
 
     def begin(self, now: float, shape: Shape, wish: GenerationWish) -> tuple[int, Sends]:
-        """Begin a generation; its number. A prompt has a token at least, and leaves room for one more."""
+        """Begin a generation; return its number. The prompt must have at least one token, and must leave room
+        for one more."""
         self._hearing.note_time(now)
         self._numbers += 1
         found = OpenGeneration(self._numbers, shape, wish, list(wish.prompt), now)
@@ -127,13 +131,13 @@ class Door:
         return [] if found is None else self._finish(now, found, "cancelled")
 
     def is_following(self, generation: int) -> bool:
-        """Return whether a generation waits until another has read their common beginning."""
+        """Return whether a generation waits until another one has read the beginning that they share."""
         found = self._generations.get(generation)
         return found is not None and bool(found.follows)
 
     def permit(self, now: float, generation: int, allowed: Array) -> Sends:
-        """Set the allowed next tokens, a boolean for each of the vocabulary; if none is allowed, the answer
-        is over."""
+        """Set the allowed next tokens, as a boolean for each token of the vocabulary. If none is allowed, the
+        answer is over."""
         self._hearing.note_time(now)
         found = self._generations.get(generation)
         if found is None:
@@ -151,8 +155,8 @@ class Door:
         replicas: Mapping[int, Sequence[StageReplica]],
         loading: Collection[int] = (),
     ) -> Sends:
-        """Set the replicas of a service's stages, as its members report; a member is loading the stages in
-        `loading`."""
+        """Set the replicas of a service's stages, as its members report them. `loading` are the stages that a
+        member is loading."""
         self._hearing.note_time(now)
         self._routes.learn(service, replicas, loading)
         sends: Sends = []
@@ -164,16 +168,16 @@ class Door:
     # What others say
 
     def note_former(self, peer: PeerId) -> None:
-        """A peer speaks the previous version, without bases and hidden states, until it is lost."""
+        """Note that a peer speaks the previous version, without bases and hidden states."""
         self._routes.note_former(peer)
 
     @property
     def deadline(self) -> float:
-        """When `wake` wants to be called."""
+        """The time of the next `wake`."""
         return min(self._alive_at, self._resting.deadline)
 
     def receive(self, now: float, sender: PeerId, message: Message | Carried) -> Sends:
-        """Take a provider's message. One of an unknown session belongs to a finished one, and is ignored."""
+        """Handle a provider's message. If its session is unknown, the session is over: ignore it."""
         self._hearing.note_time(now)
         self._hearing.heard(now, sender)
         match message:
@@ -187,12 +191,12 @@ class Door:
                 return []
 
     def lost(self, now: float, peer: PeerId, reason: str = "its stream broke") -> Sends:
-        """A provider is gone, or cannot be reached: its generations continue on other routes."""
+        """Note that a provider is gone, or cannot be reached. Its generations continue on other routes."""
         return self._give_up(now, peer, reason, told=peer)
 
     def _give_up(self, now: float, peer: PeerId, reason: str, told: PeerId | None = None) -> Sends:
-        """Move the generations of a provider elsewhere, and tell it unless it is `told` already: a silent
-        provider may still run, and its sessions would keep places that later ones need."""
+        """Move a provider's generations elsewhere, and close its sessions unless it is `told` already: a
+        silent provider may still run, and its sessions would occupy places."""
         self._hearing.note_time(now)
         self._hearing.end(peer)
         self._routes.note_lost(now, peer)
@@ -224,7 +228,7 @@ class Door:
         for each in list(self._generations.values()):
             attempt = each.attempt
             if attempt is not None and attempt.flying and now - attempt.moved_at >= ANSWER_SECONDS_MAX:
-                each.doubts.update(attempt.route)  # the delaying stage is unknown
+                each.doubts.update(attempt.route)  # it is unknown which stage causes the delay
                 sends += self._leave_route(now, each, None, f"no answer in {ANSWER_SECONDS_MAX:.0f} s")
         sends += [(peer, Alive()) for peer in self._hearing]
         if self._generations:
@@ -241,7 +245,7 @@ class Door:
         ]
 
     def _find_route(self, now: float, generation: OpenGeneration) -> Sends:
-        """Take the best route there is, or ask for one."""
+        """Take the best available route, or ask for routes."""
         generation.retry_at, generation.missing_stage = now + RETRY_SECONDS, -1
         self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
         shape = generation.shape
@@ -272,7 +276,7 @@ class Door:
         return openings(self._me, generation, attempt, share)
 
     def _let_follow(self, now: float, leader: OpenGeneration) -> Sends:
-        """Continue the generations that wait for this one: the shared tokens are read, or will not be."""
+        """Continue the generations that wait for this one: it has read the tokens, or will not."""
         known = inf if leader.attempt is None else leader.attempt.known
         sends: Sends = []
         for each in list(self._generations.values()):
@@ -293,7 +297,7 @@ class Door:
         return sends + self._let_follow(now, generation)
 
     def _end_attempt(self, generation: OpenGeneration, rests_at: float | None = None) -> Sends:
-        """Let the stages forget the session, or keep it for others if it has read enough."""
+        """Let the stages forget the session; or keep it for other generations, if it has read enough."""
         attempt, generation.attempt = generation.attempt, None
         if attempt is None:
             return []
@@ -327,7 +331,7 @@ class Door:
         if generation is None or attempt is None:
             return None
         if sender not in attempt.route:
-            raise RemoteProtocolError("an answer for a session of others")
+            raise RemoteProtocolError("an answer is for a session that its sender does not serve")
         return generation, attempt
 
     def _on_opened(self, now: float, sender: PeerId, message: SessionOpened) -> Sends:
@@ -339,10 +343,10 @@ class Door:
         if message.stage is not None:
             stages = [stage for stage in stages if stage == message.stage]
         if len(stages) != 1:
-            raise RemoteProtocolError("a stage that others were asked for")
+            raise RemoteProtocolError("a stage was confirmed that its sender was not asked for")
         self._hearing.heard(now, sender)
         if generation.wish.is_hidden and not self._routes.is_current((sender,)):
-            return self._leave_route(now, generation, None, "its version answers no hidden states")
+            return self._leave_route(now, generation, None, "its version cannot answer with hidden states")
         attempt.opened.add(stages[0])
         return self._send_units(now, generation, attempt)
 
@@ -352,27 +356,27 @@ class Door:
             return self._resting.ended(sender, message.session)
         generation, attempt = found
         if message.code == "position" and attempt.base:
-            # Its base session is gone: it reads from its own beginning.
+            # The base session is gone, so this generation reads all its tokens itself.
             sends = self._resting.forget(attempt.base) + self._end_attempt(generation)
             return sends + self._find_route(now, generation) + self._let_follow(now, generation)
         if message.code == "length":
             return self._finish(now, generation, "length")
-        # If the session was only given up, the provider is sound and may be asked again at once.
+        # If the session was only evicted, the provider is sound and may be asked again soon.
         pause = {"refused": inf, "evicted": 0.0, "position": 0.0}.get(message.code, RETRY_SECONDS)
         if pause:
             generation.avoided[sender] = now + pause
         if message.code == "failed":
-            # Either the stage itself failed or its input was wrong: it is unknown which, and either may lie.
+            # Either the stage itself failed or its input was wrong. Either peer may lie.
             own = [stage for stage, peer in enumerate(attempt.route) if peer == sender]
             generation.doubts.update(set(attempt.route[max(0, own[0] - 1) : own[-1] + 1]))
         reason = message.reason or message.code
-        # If it serves several stages, only the first close of them counts.
+        # If the provider serves several stages of the route, only its first close counts.
         ends = attempt.route.count(sender) > 1
         left: Sends = [(sender, LeaveSession(attempt.session))] if ends else []
         return left + self._leave_route(now, generation, sender, reason)
 
     def _send_units(self, now: float, generation: OpenGeneration, attempt: RouteAttempt) -> Sends:
-        """Send unsent tokens within the window."""
+        """Send unsent tokens, as far as the window allows."""
         if not attempt.flying:
             attempt.moved_at = now
         return [(attempt.route[0], unit) for unit in cut_units(generation, attempt)]
@@ -409,7 +413,7 @@ class Door:
         return sends + self._sample(now, generation, attempt)
 
     def _sample(self, now: float, generation: OpenGeneration, attempt: RouteAttempt) -> Sends:
-        """Choose the next token of the row that came."""
+        """Choose the next token from the row that arrived."""
         sampled = take_token(generation, attempt)
         if sampled is None:
             return self._finish(now, generation, "stop")
@@ -421,7 +425,7 @@ class Door:
         )
 
     def _note_read(self, now: float, generation: OpenGeneration, attempt: RouteAttempt) -> Sends:
-        """Note that more of its initial tokens are computed: others may begin from them."""
+        """Note that more of the generation's initial tokens are computed, so others may begin from them."""
         is_kept = self._resting.note_read(
             generation, attempt, may_share=self._routes.is_current(attempt.route)
         )

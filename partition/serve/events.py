@@ -1,4 +1,4 @@
-"""The input and the output of a door: wishes and events."""
+"""The input and the output of a door (the node that asks a service): wishes and events."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,8 +12,8 @@ FinishReason = Literal["stop", "length", "cancelled", "failed"]
 
 @dataclass(frozen=True)
 class Shape:
-    """A service as a door knows it: its stages, the numbers in a row that it answers (its vocabulary,
-    or a vector's), the tokens it takes."""
+    """A service as a door knows it: the number of stages, the number of values in a row of its answer (the
+    size of the vocabulary, or of a vector), and the maximum number of tokens."""
 
     service: bytes
     stages: int
@@ -23,38 +23,40 @@ class Shape:
 
 @dataclass(frozen=True)
 class GenerationWish:
-    """The request for a generation. `stops` are the tokens that end it, which are not part of the text."""
+    """The request for a generation. `stops` are the tokens that end it; they do not become part of the
+    text."""
 
     prompt: tuple[int, ...]
     tokens_max: int
     sampling: Sampling
     stops: frozenset[int] = frozenset()
     is_exact: bool = False
-    """Whether to end instead of continuing where the next tokens might differ."""
+    """Whether the generation must end instead of continuing with tokens that might differ."""
     owner: str = ""
-    """It may begin from sessions of the same owner only."""
+    """The owner of the generation. It may begin only from sessions of the same owner."""
     is_masked: bool = False
     """Whether `Door.permit` sets the allowed tokens for each position."""
     is_vector: bool = False
-    """Whether an encoder is asked: the prompt goes as one unit, and the row that comes is the answer."""
+    """Whether an encoder is asked: the prompt is sent as one unit, and the row that comes back is the
+    answer."""
     is_hidden: bool = False
-    """Whether the prompt's hidden states are the answer, a row for each token, and no token follows."""
+    """Whether the answer is the prompt's hidden states, one row for each token; no token is generated."""
 
     @property
     def unit_tokens(self) -> int:
-        """Return the tokens of a unit if all must go in one; else 0."""
+        """Return the number of tokens that a unit must have if all tokens must be in one unit; else 0."""
         return len(self.prompt) if self.is_vector else 0
 
     @property
     def best(self) -> int:
-        """Return how many of the best numbers of a row are wanted; 0 for all."""
+        """Return how many of the largest logits of a row are needed; 0 for all."""
         return 0 if self.is_masked or self.is_vector or self.is_hidden else self.sampling.best
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The next token of a generation. `logprob` is by the model, before temperature and filters; `top` are
-    the requested number of likeliest tokens with theirs."""
+    """The next token of a generation. `logprob` is computed from the model's logits, before temperature and
+    filters. `top` has the requested number of likeliest tokens with their logprobs."""
 
     generation: int
     position: int
@@ -65,7 +67,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Embedded:
-    """The vector of a text that an encoder was asked for; its generation is over then."""
+    """The vector of a text, as the encoder computed it. Its generation is then over."""
 
     generation: int
     vector: Array
@@ -73,7 +75,7 @@ class Embedded:
 
 @dataclass(frozen=True)
 class HiddenRead:
-    """The hidden states of a prompt, a row for each token; its generation is over then."""
+    """The hidden states of a prompt, one row for each token. Their generation is then over."""
 
     generation: int
     rows: Array
@@ -81,7 +83,7 @@ class HiddenRead:
 
 @dataclass(frozen=True)
 class GenerationOver:
-    """A generation is over; `detail` explains a failure to people."""
+    """A generation is over. `detail` explains a failure, for display."""
 
     generation: int
     reason: FinishReason
@@ -90,15 +92,15 @@ class GenerationOver:
 
 @dataclass(frozen=True)
 class RouteWanted:
-    """A provider was lost, or some stage has no known replica: look for this service's members."""
+    """A provider was lost, or some stage has no known replica: look for members of this service."""
 
     service: bytes
 
 
 @dataclass(frozen=True)
 class RouteTaken:
-    """A generation goes over these peers from now on; `lost` is why it left the route before, if it did, and
-    `is_exact` whether the tokens to come are those that would have come there."""
+    """A generation uses these peers from now on. `lost` is why it left the previous route, if it had one.
+    `is_exact`: the coming tokens are the same as on the previous route."""
 
     generation: int
     route: tuple[PeerId, ...]
@@ -106,12 +108,12 @@ class RouteTaken:
     lost: str = ""
     is_exact: bool = True
     shared: int = 0
-    """The first tokens that are not read again."""
+    """The number of initial tokens that are not read again."""
 
 
 @dataclass(frozen=True)
 class Misbehaved:
-    """A provider broke the protocol."""
+    """A provider has violated the protocol."""
 
     peer: PeerId
     reason: str
@@ -119,7 +121,7 @@ class Misbehaved:
 
 @dataclass(frozen=True)
 class ComputedFor:
-    """These peers, one a stage, have computed this many tokens of a service for this door."""
+    """These peers, one for each stage, have computed this many tokens of a service for this door."""
 
     service: bytes
     route: tuple[PeerId, ...]

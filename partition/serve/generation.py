@@ -1,5 +1,5 @@
-"""The state of each generation of a door: its tokens, and the session and route that it has now; with the
-messages, units and rows that follow from it.
+"""The state of each generation of a door (the node that asks a service): its tokens, and its present session
+and route; and the messages, units and rows that follow from this state.
 """
 
 from collections import Counter, deque
@@ -27,38 +27,39 @@ from partition.serve.sampling import LogitRow, choose, read_hidden, read_row
 from partition.serve.timeouts import OPEN_SECONDS_MAX, SILENCE_SECONDS_MAX
 
 CHUNK_TOKENS = 128
-"""Tokens of a prompt in one unit: others wait this long while a long prompt is read."""
+"""Number of a prompt's tokens in one unit. Others must wait for one unit at a time while a long prompt is
+read."""
 UNITS_IN_FLIGHT_MAX = 4
-"""Chunks of one session on their way, so that several stages compute at once."""
+"""Maximum number of chunks of one session in flight, so that several stages compute simultaneously."""
 
 
 @dataclass(eq=False)
 class RouteAttempt:
-    """One session of a generation, over one route."""
+    """One session of a generation over one route."""
 
     session: bytes
     route: tuple[PeerId, ...]
     began_at: float
     bits: tuple[bytes, ...]
     reads: int
-    """The number of tokens when it began."""
+    """The number of tokens that the generation had when the attempt began."""
     base: bytes = b""
-    """The session that it begins from."""
+    """The session from which this session begins; empty if it begins by itself."""
     shared: int = 0
-    """Tokens that it has from there."""
+    """The number of tokens that the base session has already read."""
     opened: set[int] = field(default_factory=set)
-    """Stages that have confirmed that they serve it."""
+    """The stages that have confirmed that they serve the session."""
     sent: int = 0
     units: int = 0
     computed: int = 0
-    """Tokens of units that were answered."""
+    """The number of tokens in units that were answered."""
     flying: deque[UnitWork] = field(default_factory=deque)
     moved_at: float = inf
-    """Since when the oldest unit in flight has been the oldest."""
+    """The time since when the present oldest unit in flight has been the oldest."""
     row: LogitRow | None = None
-    """A row that waits for its allowed tokens."""
+    """A row that waits until its allowed tokens are set."""
     hidden: list[Array] = field(default_factory=list)
-    """The hidden states that came, where they are wanted."""
+    """The hidden states that have arrived, if they are wanted."""
 
     @property
     def is_open(self) -> bool:
@@ -66,7 +67,7 @@ class RouteAttempt:
 
     @property
     def known(self) -> int:
-        """How many of its tokens every stage has computed."""
+        """The number of tokens that every stage has computed."""
         return self.shared + self.computed
 
 
@@ -83,22 +84,23 @@ class OpenGeneration:
     retry_at: float = -inf
     attempts: int = 0
     avoided: dict[PeerId, float] = field(default_factory=dict)
-    """Peers that are not asked until then."""
+    """Peers that are not asked until the given time."""
     doubts: Counter[PeerId] = field(default_factory=Counter)
-    """By peer, the failed routes that it may have caused; others are asked first."""
+    """For each peer, the number of failed routes that it may have caused. Peers with fewer are preferred."""
     reason: str = ""
-    """Why the last route was lost."""
+    """The reason why the latest route was lost."""
     missing_stage: int = -1
     missing: str = ""
-    """The stage without a provider in the last search for a route."""
+    """The reason why the latest search found no route."""
     bits: tuple[bytes, ...] = ()
-    """The bit class of each stage that the newest token came from."""
+    """The bit class of each stage that computed the newest token."""
     follows: int = 0
-    """The generation that reads this one's first tokens, for which this one waits."""
+    """The number of the generation that is reading tokens which this generation shares and waits for; 0 for
+    none."""
     follows_tokens: int = 0
-    """How many tokens they share."""
+    """The number of tokens that both generations share."""
     allowed: Array | None = None
-    """The allowed next tokens, a boolean each; None if not set yet."""
+    """The allowed next tokens, as a boolean for each token of the vocabulary; None if not set yet."""
 
     @property
     def key(self) -> PrefixKey:
@@ -106,13 +108,13 @@ class OpenGeneration:
 
     @property
     def is_full(self) -> bool:
-        """Whether it has as many tokens as were wished, or as the context holds."""
+        """Whether the generation has as many tokens as were requested, or as the context holds."""
         made = len(self.tokens) - len(self.wish.prompt)
         return made >= self.wish.tokens_max or len(self.tokens) >= self.shape.context
 
 
 def openings(me: PeerId, generation: OpenGeneration, attempt: RouteAttempt, share: int) -> Sends:
-    """Return the messages that open its session at the stages of a route for the door `me`."""
+    """Return the messages from the door `me` that open the session at the stages of its route."""
     begins = SessionBase(attempt.base, attempt.shared) if attempt.shared else None
     ways = (me, *attempt.route, me)
     service = generation.shape.service
@@ -123,7 +125,7 @@ def openings(me: PeerId, generation: OpenGeneration, attempt: RouteAttempt, shar
 
 
 def cut_units(generation: OpenGeneration, attempt: RouteAttempt) -> list[Carried]:
-    """Return unsent tokens as units, within the window."""
+    """Return unsent tokens as units, as far as the window allows."""
     units: list[Carried] = []
     tokens, wish = generation.tokens, generation.wish
     while attempt.is_open and attempt.sent < len(tokens) and len(attempt.flying) < UNITS_IN_FLIGHT_MAX:
@@ -152,12 +154,12 @@ def cut_units(generation: OpenGeneration, attempt: RouteAttempt) -> list[Carried
 def read_answer(
     sender: PeerId, generation: OpenGeneration, attempt: RouteAttempt, carried: Carried
 ) -> LogitRow | None:
-    """Return the row that is wanted, if one is; hidden states are put to the others. Raises
-    RemoteProtocolError: it is not the answer to the oldest unit in flight."""
+    """Return the row of logits, if one was requested. Hidden states are appended to those that have arrived.
+    Raises RemoteProtocolError if this is not a valid answer to the oldest unit in flight."""
     answer = carried.message
     assert isinstance(answer, Answer)
     if sender != attempt.route[-1] or not attempt.flying or attempt.flying[0].number != answer.number:
-        raise RemoteProtocolError("an answer to a unit that is not the next")
+        raise RemoteProtocolError("an answer is not for the oldest unit in flight")
     if generation.wish.is_hidden:
         rows = read_hidden(attempt.flying[0], answer, carried.arrays, generation.shape.vocabulary)
         attempt.hidden.append(rows)
@@ -166,7 +168,8 @@ def read_answer(
 
 
 def take_token(generation: OpenGeneration, attempt: RouteAttempt) -> Sampled | None:
-    """Choose and append the next token, from the row that came; None: it is a stop, and is not appended."""
+    """Choose the next token from the row that arrived, and append it. Return None, without appending, if it
+    is a stop token."""
     assert attempt.row is not None
     row, wish, position = attempt.row, generation.wish, len(generation.tokens)
     answer_tokens = [] if wish.sampling.is_plain else generation.tokens[len(wish.prompt) :]
@@ -184,7 +187,7 @@ def take_token(generation: OpenGeneration, attempt: RouteAttempt) -> Sampled | N
 def silent_peers(
     now: float, generations: Iterable[OpenGeneration], heard_at: Mapping[PeerId, float]
 ) -> list[tuple[PeerId, str]]:
-    """Return the providers that are given up for their silence, and why."""
+    """Return the providers to give up because of their silence, with reasons."""
     found: dict[PeerId, str] = {}
     for each in generations:
         attempt = each.attempt
@@ -203,8 +206,8 @@ def find_leader(
     tokens_min: int,
     may_share: Callable[[Collection[PeerId]], bool],
 ) -> tuple[int, int] | None:
-    """Return the number of a generation that still reads enough of the follower's tokens, and the number of
-    shared tokens; None: there is none. `may_share` returns whether a route's sessions share."""
+    """Return the number of a generation that is still reading enough of the follower's tokens, and the number
+    of shared tokens; None if there is none. `may_share` returns whether sessions on a route can share."""
     wanted = follower.tokens[:-1]
     for each in generations:
         attempt = each.attempt
@@ -223,8 +226,9 @@ def follows_another(
     shared: int,
     may_share: Callable[[Collection[PeerId]], bool],
 ) -> bool:
-    """Return whether another generation reads many more of the follower's tokens than the `shared` ones that
-    are read already; then the follower begins from it, and waits until it has."""
+    """Return whether another generation is reading many more of the follower's tokens than the `shared` ones
+    that are read already. In that case the follower waits for those tokens, and then begins from that
+    generation."""
     follower.follows = 0
     if follower.wish.is_vector or follower.wish.is_hidden:
         return False
@@ -237,7 +241,7 @@ def follows_another(
 
 
 def let_go(gone: Sequence[KeptPrefix], besides: PeerId | None = None) -> Sends:
-    """Return the messages by which all stages forget resting sessions, `besides` one peer's."""
+    """Return the messages by which all stages forget resting sessions, except those to the peer `besides`."""
     return [
         (peer, LeaveSession(each.session))
         for each in gone
@@ -247,14 +251,14 @@ def let_go(gone: Sequence[KeptPrefix], besides: PeerId | None = None) -> Sends:
 
 
 class OwnerShares:
-    """The numbers by which providers tell the sessions of a door's owners apart."""
+    """The numbers by which providers distinguish the sessions of a door's different owners."""
 
     def __init__(self) -> None:
         self._shares: dict[str, int] = {}
-        """The number of each owner whose generations are not over."""
+        """The number of each owner that has a generation in progress."""
 
     def share_of(self, owner: str, generations: Iterable[OpenGeneration]) -> int:
-        """Return the number of an owner; owners without a generation free theirs."""
+        """Return the number of an owner. Numbers of owners without a generation become free."""
         owners = {each.wish.owner for each in generations}
         self._shares = {name: number for name, number in self._shares.items() if name in owners}
         taken = set(self._shares.values())

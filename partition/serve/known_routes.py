@@ -1,4 +1,5 @@
-"""The services of a door: the replicas of each stage, and those that are not asked for a while."""
+"""The services that a door (the node that asks) uses: the replicas of each stage, and the peers that are not
+asked for a while."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,29 +10,29 @@ from partition.serve.generation import OpenGeneration
 from partition.serve.routes import StageReplica
 from partition.serve.timeouts import RETRY_SECONDS
 
-OTHER_CLASS = "stage {stage} is answered by machines of another bit class only, so the text might change"
+OTHER_CLASS = "stage {stage} is answered only by machines of another bit class, so the text might change"
 
 
 @dataclass(frozen=True)
 class Missing:
-    """There is no route: `reason` is for people; `stage` is the one without a replica, -1 if its replicas may
-    not be asked."""
+    """There is no route; `reason` is for display. `stage` is the stage without a usable replica, -1 if a
+    stage has replicas but only of another bit class."""
 
     reason: str
     stage: int = -1
 
 
 class KnownRoutes:
-    """Those of one door."""
+    """The known replicas of the services of one door."""
 
     def __init__(self) -> None:
         self._routes: dict[bytes, dict[int, dict[PeerId, StageReplica]]] = {}
         self._loading: dict[bytes, frozenset[int]] = {}
         self._gone_until: dict[PeerId, float] = {}
         self._asked_at: dict[bytes, float] = {}
-        """When routes of a service were asked for."""
+        """The time when routes of each service were last asked for."""
         self._formers: set[PeerId] = set()
-        """Peers that speak the version before."""
+        """Peers that speak the previous version of the protocol."""
 
     def learn(
         self, service: bytes, replicas: Mapping[int, Sequence[StageReplica]], loading: Collection[int]
@@ -56,15 +57,15 @@ class KnownRoutes:
         return tuple(known[stage][peer].bits for stage, peer in enumerate(route))
 
     def note_former(self, peer: PeerId) -> None:
-        """Note that a peer speaks the version before, until it is lost."""
+        """Note that a peer speaks the previous version of the protocol. This holds until the peer is lost."""
         self._formers.add(peer)
 
     def is_current(self, route: Collection[PeerId]) -> bool:
-        """Return whether all peers of a route speak the newest version: with bases, and hidden states."""
+        """Return whether all peers of a route speak the newest version, which has bases and hidden states."""
         return self._formers.isdisjoint(route)
 
     def note_lost(self, now: float, peer: PeerId) -> None:
-        """Forget a peer until it is heard of again: it may be dead for good."""
+        """Forget a peer until it is reported again, because it may be dead for good."""
         self._formers.discard(peer)
         self._gone_until[peer] = now + RETRY_SECONDS
         for rows in self._routes.values():
@@ -72,18 +73,18 @@ class KnownRoutes:
                 replicas.pop(peer, None)
 
     def expire(self, now: float) -> None:
-        """Forget lost replicas that may be asked again."""
+        """Forget the waits of lost peers that may be asked again."""
         self._gone_until = {peer: until for peer, until in self._gone_until.items() if until > now}
 
     def keep_only(self, services: Collection[bytes]) -> None:
-        """Forget all services but these, which are asked."""
+        """Forget all services except these, which are in use."""
         self._routes = {name: rows for name, rows in self._routes.items() if name in services}
         self._loading = {name: rows for name, rows in self._loading.items() if name in services}
         if not services:
             self._asked_at = {}
 
     def may_look(self, now: float, service: bytes) -> bool:
-        """Return whether it is time to look for routes of a service again, and note that it is done."""
+        """Return whether it is time to look for routes of a service again. If so, the look is noted."""
         if now - self._asked_at.get(service, -inf) < RETRY_SECONDS:
             return False
         self._asked_at[service] = now
@@ -92,8 +93,9 @@ class KnownRoutes:
     def candidates(
         self, now: float, generation: OpenGeneration
     ) -> tuple[list[list[StageReplica]], bool] | Missing:
-        """Return for each stage the replicas that may be asked, and whether all are of the bit classes of the
-        tokens so far; if there are such, only those."""
+        """Return, for each stage, the replicas that may be asked, and whether all stages can continue with
+        the bit classes of the tokens so far. If a stage has replicas of its class, only those are
+        returned."""
         shape, is_exact = generation.shape, True
         known = self._routes.get(shape.service, {})
         stages: list[list[StageReplica]] = []

@@ -1,24 +1,24 @@
-"""`/peerloom/serve/3`: the messages between the door and the providers of a service.
+"""`/peerloom/serve/3`: the messages between a door (the node that asks) and the providers of a service.
 
-    door -> every stage       OpenSession(session, ...)            SessionOpened | SessionClosed
-    door -> first stage       Work(session, position, ...)  with token ids
-    stage -> next stage       Work                          with the boundary's tensors
-    last stage -> door        Answer                        with the logits of the rows that are wanted
-    door -> every stage       RestSession(session)            over, but others may begin from it
-    door -> every stage       LeaveSession(session)
-    a stage -> door           SessionClosed(session, code)         it does not serve this session (any more)
-    both ways                 Alive                         while they share a session
-    member -> member          Roll                          who holds which stage of a service
+    door -> every stage       OpenSession(session, ...); answer: SessionOpened or SessionClosed
+    door -> first stage       Work(session, position, ...), with token ids
+    stage -> next stage       Work, with the tensors of the boundary between them
+    last stage -> door        Answer, with the logits of the requested rows
+    door -> every stage       RestSession(session): it is over, but others may begin from it
+    door -> every stage       LeaveSession(session): forget it
+    a stage -> door           SessionClosed(session, code): it does not serve this session (any more)
+    both ways                 Alive, while the two peers share a session
+    member -> member          Roll: which member holds which stage of a service
 
-One stream per ordered pair of peers, so messages between two peers stay in order. A session belongs to its
-door: its id is random, the providers identify it with the door's key, and take its units only from the
-previous peer that the door named. A unit is `(session, position, tokens)`: several tokens at once, and any
-position up to the kept length, are allowed, so that chunks, rollback and verification need no other format. A
-session may begin with the first tokens of another one of the same door (`OpenSession.base`), which every
-stage of both has computed: its first unit then stands behind them.
+There is one stream per ordered pair of peers, so messages between two peers stay in order. A session belongs
+to its door: its id is random, the providers identify it together with the door's key, and they accept its
+units only from the previous peer that the door named. A unit is `(session, position, tokens)`. It may have several
+tokens, and begin at any position up to the kept length, so chunks, rollback and verification need no other
+format. A session may begin with the first tokens of another session of the same door (`OpenSession.base`),
+which every stage of both has computed; its first unit then comes after these tokens.
 
 A peer may hold several stages of one service. The door opens the session there for each of them, and the peer
-sends itself the units between two that follow one another. A close, a rest and an end are for all of them.
+passes units between two successive stages to itself. Closing, resting and leaving apply to all of its stages.
 
 Not here: finding a service and asking a node to hold a stage (`node.protocols.services`).
 """
@@ -36,25 +36,27 @@ from partition.plan.plan import STAGES_MAX
 
 SERVE_PROTOCOL = "/peerloom/serve/3"
 SERVE_PROTOCOL_FORMER = "/peerloom/serve/1"
-"""The version before: without `OpenSession.base` and RestSession, and a peer held one stage of a service."""
+"""The previous version of the protocol: it has no `OpenSession.base` and no RestSession, and a peer holds one
+stage of a service."""
 MESSAGE_BYTES_MAX = 4_096
-"""A Roll with all its rows takes 2.6 KB. Tensors travel beside messages, as payloads."""
+"""Maximum size of a message. A Roll with all its rows takes 2.6 KB. Tensors travel separately, as
+payloads."""
 SESSION_BYTES = 16
 UNIT_TOKENS_MAX = 512
-"""Tokens of one unit: a chunk of a prompt. A longer one would make others wait."""
+"""Maximum number of tokens of one unit: a chunk of a prompt. A longer unit would make others wait."""
 POSITION_MAX = 1 << 24
-"""Tokens of one session: far beyond any context a model has now."""
+"""Maximum number of tokens of one session, far above any model's context today."""
 BEST_MAX = 256
-"""Logits of a row that are sent instead of the whole row, where sampling needs no more."""
+"""Maximum number of logits of a row that are sent instead of the whole row, if sampling needs no more."""
 REASON_LENGTH_MAX = 200
 ROLL_ROWS_MAX = 64
-"""Members of one service that a member tells of."""
+"""Maximum number of members of one service that a member reports."""
 TENSORS_MAX = 16
-"""Tensors of one boundary."""
+"""Maximum number of tensors of one boundary between stages."""
 SHARES_MAX = 1 << 16
-"""Numbers that a door may give its shares; the sessions of one bound how many it has."""
+"""Number of different shares that a door may use. It cannot have more at a time than it has sessions."""
 UNITS_MAX = 1 << 31
-"""Units of one session are numbered in the order of sending."""
+"""Limit of the number of a unit. The units of one session are numbered in the order of sending."""
 
 Session = Annotated[bytes, msgspec.Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -68,23 +70,24 @@ UnitNumber = Annotated[int, msgspec.Meta(ge=0, lt=UNITS_MAX)]
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 Tensors = Annotated[tuple[TensorHeader, ...], msgspec.Meta(max_length=TENSORS_MAX)]
 CloseCode = Literal["busy", "evicted", "failed", "leaving", "length", "position", "refused", "unknown"]
-"""Why a session is not served: no room now; its place was given to another, for its door sent nothing; the
-stage failed; the node leaves; more tokens than the model takes; tokens are missing before the unit; the owner
-serves others only; there is no such session here."""
+"""The reason why a session is not served. busy: there is no room now; evicted: its place was given to another
+session, because its door sent nothing; failed: the stage failed; leaving: the node leaves; length: it has
+more tokens than the model takes; position: tokens before the unit are missing; refused: the owner serves only
+others; unknown: there is no such session here."""
 
 
 class SessionBase(msgspec.Struct, frozen=True, array_like=True):
-    """The first `tokens` of a session that all stages have computed."""
+    """The first `tokens` of a session, which all stages have computed."""
 
     session: Session
     tokens: Annotated[int, msgspec.Meta(ge=1, le=POSITION_MAX)]
 
 
 class OpenSession(msgspec.Struct, frozen=True, array_like=True, tag="open"):
-    """Serve this session of mine with your stage of a service: `before` sends you its units (the door itself
-    at the first stage), and you pass them on to `after` (the door itself at the last). It begins with the
-    first tokens of another of my sessions, if there is a `base`. My sessions with another `share` are for
-    another user, and have separate turns among mine."""
+    """Serve this session of mine with your stage of a service. `before` sends you its units (the door itself
+    at the first stage), and you pass them on to `after` (the door itself at the last stage). If there is a
+    `base`, the session begins with the first tokens of another session of mine. My sessions with a different
+    `share` are for a different user, and take turns with these within my own turns."""
 
     session: Session
     service: Hash
@@ -96,14 +99,15 @@ class OpenSession(msgspec.Struct, frozen=True, array_like=True, tag="open"):
 
 
 class SessionOpened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
-    """I do, with this stage. The version before names none: the only one that I hold."""
+    """I serve this session, with this stage. The previous version names no stage, because a peer holds only
+    one."""
 
     session: Session
     stage: StageNumber | None = None
 
 
 class SessionClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
-    """I do not, or no more."""
+    """I do not serve this session, or no longer."""
 
     session: Session
     code: CloseCode
@@ -111,10 +115,11 @@ class SessionClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
 
 
 class UnitWork(msgspec.Struct, frozen=True, array_like=True, tag="work"):
-    """A unit for one stage; the previous version names none, since its peers hold a single stage. It keeps
-    `position` tokens of the session, rolling back to that if it has more. The last stage answers the `wanted`
-    last rows, of each the `best` logits (0: all), or with `is_hidden` its hidden state, of which the head
-    makes logits. The tensors' bytes follow."""
+    """A unit for one stage; the previous version names no stage, because a peer holds only one. The unit
+    begins after `position` tokens of the session; if the stage has more, it rolls back to there. The last
+    stage answers for the last `wanted` rows: with the `best` logits of each (0: all logits), or if
+    `is_hidden` with its hidden states, from which the model's head would compute logits. The tensors' bytes
+    follow."""
 
     session: Session
     number: UnitNumber
@@ -128,10 +133,10 @@ class UnitWork(msgspec.Struct, frozen=True, array_like=True, tag="work"):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """The result of the last stage for a unit. With `best` the tensors are the ids (int64) of each row's best
-    logits and the logits themselves, else all logits of the rows; none where no row was wanted. `sums` are
-    the logarithms of each row's sum of exponentials. Where hidden states were wanted, they are the tensor,
-    a row for each, without sums. The tensors' bytes follow."""
+    """The result of the last stage for a unit. With `best`, the tensors are the ids (int64) of each row's
+    best logits, and these logits. Otherwise they are all logits of the rows; there are none if no row was
+    wanted. `sums` are the logarithms of each row's sum of exponentials. If hidden states were wanted, they
+    are the only tensor, with a row for each token, and there are no sums. The tensors' bytes follow."""
 
     session: Session
     number: UnitNumber
@@ -141,25 +146,25 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 
 
 class LeaveSession(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """ForgetSession this session of mine."""
+    """Forget this session of mine."""
 
     session: Session
 
 
 class RestSession(msgspec.Struct, frozen=True, array_like=True, tag="rest"):
-    """This session of mine is over. Keep it as long as you need its room for nothing else: others of mine may
-    begin from it."""
+    """This session of mine is over. Keep it until you need its room: other sessions of mine may begin from
+    it."""
 
     session: Session
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
-    """My node runs. This says nothing about a running computation, which may take any time."""
+    """My node is running. This says nothing about a computation in progress, which may take any time."""
 
 
 class ServiceRow(msgspec.Struct, frozen=True, array_like=True):
-    """A member of a service: its stage, and whether that answers. A peer that holds several has a row for
-    each; `is_stopgap` as in Roll."""
+    """A member of a service: its stage, and whether the stage answers. A peer that holds several stages has a
+    row for each. `is_stopgap` has the same meaning as in Roll."""
 
     peer: Peer
     stage: StageNumber
@@ -168,8 +173,8 @@ class ServiceRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Roll(msgspec.Struct, frozen=True, array_like=True, tag="roll"):
-    """I hold this stage of a service, or am loading it, or leave it (`is_leaving`); `rows` are the members
-    that I know. With `is_stopgap` I hold another stage too, and this one only until another member does."""
+    """I hold this stage of a service, am loading it, or am leaving it (`is_leaving`). `rows` are the members
+    that I know. `is_stopgap`: I hold another stage too, and this one only until another member does."""
 
     service: Hash
     stage: StageNumber
@@ -181,14 +186,15 @@ class Roll(msgspec.Struct, frozen=True, array_like=True, tag="roll"):
 
 @dataclass(frozen=True)
 class Carried:
-    """A Work or an Answer with its tensors, as cores hand them on: `tensors` of the message is the wire's."""
+    """A Work or an Answer with its tensors, as cores exchange them. The `tensors` field of the message is
+    only for the wire."""
 
     message: UnitWork | Answer
     arrays: tuple[Typed, ...] = ()
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of the tensors."""
+        """The size of the tensors in bytes."""
         return sum(array.nbytes for _, array in self.arrays)
 
 
@@ -204,11 +210,11 @@ Message = (
     | Roll
 )
 Sends = list[tuple[PeerId, Message | Carried]]
-"""Messages that a core has its driver send, and to whom."""
+"""Messages that a driver must send for a core, with their receivers."""
 
 
 def in_former_version(message: Message) -> Message:
-    """Return a message as `SERVE_PROTOCOL_FORMER` has it."""
+    """Return the form of a message in `SERVE_PROTOCOL_FORMER`."""
     match message:
         case RestSession():
             return LeaveSession(message.session)

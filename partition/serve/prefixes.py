@@ -1,13 +1,15 @@
-"""Sessions that others of the same owner may begin from: a radix tree of their tokens, at the door.
+"""Sessions from which other sessions of the same owner may begin: a radix tree of their tokens, at the door
+(the node that asks).
 
-If another session of the door has already computed the first tokens of a new one, every stage begins with
-those (`OpenSession.base`), so they are not read again. Shared tokens lie in the stages of one route, so they
-belong to one graph, the same weights and the same bits. Since response times reveal earlier prompts, sharing
-is limited to one door and one owner.
+If another session of the door has already computed the first tokens of a new session, every stage begins the
+new one with those (`OpenSession.base`), so they are not read again. The shared tokens are kept by the stages
+of one route, so they belong to one graph, and have the same weights and the same bits. Response times can
+reveal earlier prompts, so only sessions of one door and one owner share.
 
-A session in use serves as a base while it lasts. A finished one may rest: its stages keep its pages until
-they need the room. Resting sessions are bounded here, and the least used is dropped first. After the radix
-tree of SGLang (arXiv 2312.07104), which holds pages; here the stages hold them.
+A session in use can serve as a base as long as it lasts. A finished session may *rest*: its stages keep its
+pages until they need the room. The number of resting sessions is limited here, and the one unused for longest
+is dropped first. The radix tree follows SGLang (arXiv 2312.07104), whose tree holds the pages; here the
+stages hold them.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,24 +20,26 @@ from crypto.identity import PeerId
 from partition.serve.routes import StageReplica, Way, price_route
 
 PREFIX_TOKENS_MIN = 64
-"""Fewer are read again: a stage keeps tokens in pages of so many, and reads them within one call."""
+"""Minimum number of shared tokens. Fewer are read again: a stage keeps tokens in pages of this many, and
+reads them within one call."""
 RESTS_MAX = 32
-"""Resting sessions of one door, of all services."""
+"""Maximum number of resting sessions of one door, over all services."""
 RESTS_PER_SERVICE_MAX = 8
-"""A stage holds so many of one door (`partition.serve.provider`)."""
+"""Maximum number of resting sessions of one service. A stage keeps as many for one door
+(`partition.serve.session_places`)."""
 REST_SECONDS_MAX = 300.0
-"""How long a session rests that nobody begins from: a person who reads an answer and asks on."""
+"""How long a session rests without being used: long enough for a person to read an answer and ask again."""
 BASES_MAX = 8
-"""Sessions to begin from that are weighed against the best route: those that share most."""
+"""Maximum number of base sessions that are compared with the best route, those that share most."""
 BASE_SESSIONS = 8
-"""A route on which a part of a prompt is read already may have this many sessions more than another: decoded
-together they take little more than one."""
+"""Number of additional sessions that a route may have if it has already read a part of the prompt. Sessions
+that are decoded together take little more time than one."""
 
 V = TypeVar("V", bound=Hashable)
 
 
 class _Node(Generic[V]):
-    """The tokens between it and its parent, and the values whose tokens end here."""
+    """A node of the tree: the tokens between it and its parent, and the values whose tokens end here."""
 
     __slots__ = ("children", "edge", "parent", "values")
 
@@ -55,7 +59,7 @@ class _Node(Generic[V]):
 
 
 class RadixTree(Generic[V]):
-    """Values, each at one sequence of tokens. Sequences share their common prefixes."""
+    """A tree of values, each at one sequence of tokens. Sequences share their common prefixes."""
 
     def __init__(self) -> None:
         self._root: _Node[V] = _Node((), None)
@@ -68,7 +72,7 @@ class RadixTree(Generic[V]):
         return value in self._places
 
     def put(self, tokens: Sequence[int], value: V) -> None:
-        """Put a value at these tokens, and remove it from its former place."""
+        """Put a value at these tokens; if it was elsewhere, move it."""
         self.remove(value)
         rest = tuple(tokens)
         node = self._root
@@ -84,7 +88,7 @@ class RadixTree(Generic[V]):
         self._places[value] = node
 
     def remove(self, value: V) -> None:
-        """Remove a value, if it is there."""
+        """Remove a value, if it is in the tree."""
         node = self._places.pop(value, None)
         if node is None:
             return
@@ -94,7 +98,7 @@ class RadixTree(Generic[V]):
             if len(node.children) > 1:
                 return
             del parent.children[node.edge[0]]
-            for child in node.children.values():  # at most one: it takes this node's place
+            for child in node.children.values():  # there is at most one child, which takes this node's place
                 child.edge = node.edge + child.edge
                 child.parent = parent
                 parent.children[child.edge[0]] = child
@@ -102,8 +106,8 @@ class RadixTree(Generic[V]):
             node = parent
 
     def shared(self, tokens: Sequence[int]) -> dict[V, int]:
-        """Return the number of leading tokens that each value shares with these; values that share none are
-        left out."""
+        """Return how many leading tokens each value shares with these tokens. Values that share none are left
+        out."""
         rest = tuple(tokens)
         found: dict[V, int] = {}
         node, depth = self._root, 0
@@ -123,7 +127,7 @@ class RadixTree(Generic[V]):
             node, rest = following, rest[common:]
 
     def covered(self, tokens: Sequence[int]) -> set[V]:
-        """Return the values all of whose tokens these begin with."""
+        """Return the values whose whole sequence of tokens is a prefix of these tokens."""
         rest = tuple(tokens)
         node = self._root
         found = set(node.values)
@@ -136,7 +140,7 @@ class RadixTree(Generic[V]):
         return found
 
     def _split(self, node: _Node[V], length: int) -> _Node[V]:
-        """Put a node before this one, `length` tokens behind its parent."""
+        """Insert a node before this one, `length` tokens after its parent."""
         parent = node.parent
         assert parent is not None
         middle: _Node[V] = _Node(node.edge[:length], parent)
@@ -147,7 +151,7 @@ class RadixTree(Generic[V]):
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix of two sequences of one type."""
+    """Return the length of the common prefix of two sequences of the same type."""
     least, most = 0, min(len(one), len(other))
     if one[:most] == other[:most]:
         return most
@@ -162,7 +166,7 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class PrefixKey:
-    """Sessions of one service and one owner may begin from each other."""
+    """The service and the owner of a session. Sessions with the same key may begin from each other."""
 
     service: bytes
     owner: str
@@ -170,7 +174,7 @@ class PrefixKey:
 
 @dataclass(frozen=True)
 class KeptPrefix:
-    """A session whose first tokens every stage of a route has computed."""
+    """A session whose first tokens have been computed by every stage of a route."""
 
     session: bytes
     key: PrefixKey
@@ -178,34 +182,35 @@ class KeptPrefix:
 
 
 class Prefixes:
-    """The bases of one door."""
+    """The sessions of one door from which others may begin."""
 
     def __init__(self) -> None:
         self._trees: dict[PrefixKey, RadixTree[bytes]] = {}
         self._kept: dict[bytes, KeptPrefix] = {}
         self._resting: dict[bytes, float] = {}
-        """When a session was used last; the least used first."""
+        """The time when each resting session was last used; the one unused for longest comes first."""
 
     @property
     def resting(self) -> list[KeptPrefix]:
-        """The sessions that rest, the least used first."""
+        """The resting sessions; the one unused for longest comes first."""
         return [self._kept[session] for session in self._resting]
 
     def resting_session(self, session: bytes) -> KeptPrefix | None:
-        """Return a session that rests."""
+        """Return a resting session, or None."""
         return self._kept[session] if session in self._resting else None
 
     def put(self, kept: KeptPrefix, tokens: Sequence[int]) -> None:
-        """These tokens of a session in use are computed now."""
+        """Note that these tokens of a session in use have been computed."""
         self._kept[kept.session] = kept
         self._trees.setdefault(kept.key, RadixTree()).put(tokens, kept.session)
 
     def rest(self, now: float, kept: KeptPrefix, tokens: Sequence[int]) -> list[KeptPrefix]:
-        """Let a finished session rest; return the sessions dropped for it."""
+        """Let a finished session rest; return the sessions that are dropped for it."""
         self.put(kept, tokens)
         self._resting.pop(kept.session, None)
         self._resting[kept.session] = now
-        # All whose tokens these begin with are of no more use, on the same route.
+        # Sessions whose tokens are a prefix of these tokens are no longer needed, if they have the same
+        # route.
         covered = self._trees[kept.key].covered(tokens) - {kept.session}
         gone = [each for each in self.resting if each.session in covered and each.route == kept.route]
         for each in gone:
@@ -219,7 +224,8 @@ class Prefixes:
         return gone
 
     def find(self, key: PrefixKey, tokens: Sequence[int]) -> list[tuple[KeptPrefix, int]]:
-        """Return the sessions that share enough with these tokens, and how many; the longest first."""
+        """Return the sessions that share enough of these tokens, and how many they share; the longest
+        first."""
         tree = self._trees.get(key)
         if tree is None:
             return []
@@ -230,13 +236,13 @@ class Prefixes:
         )
 
     def use(self, now: float, session: bytes) -> None:
-        """Note that another session has begun from this one."""
+        """Note that another session has begun from this session."""
         if session in self._resting:
             del self._resting[session]
             self._resting[session] = now
 
     def drop(self, session: bytes) -> KeptPrefix | None:
-        """Remove a session as a base; return it if it was here."""
+        """Remove a session as a base; return it if it was one."""
         kept = self._kept.pop(session, None)
         self._resting.pop(session, None)
         if kept is not None:
@@ -247,7 +253,7 @@ class Prefixes:
         return kept
 
     def drop_peer(self, peer: PeerId) -> list[KeptPrefix]:
-        """A provider is lost; return the resting sessions that it had."""
+        """Drop the sessions of a lost provider; return those that were resting."""
         gone = [each for each in self._kept.values() if peer in each.route]
         rested = [each for each in gone if each.session in self._resting]
         for each in gone:
@@ -255,7 +261,7 @@ class Prefixes:
         return rested
 
     def expire(self, now: float) -> list[KeptPrefix]:
-        """Remove long unused sessions; return them."""
+        """Remove sessions that have not been used for long; return them."""
         gone = [self._kept[session] for session, at in self._resting.items() if now - at >= REST_SECONDS_MAX]
         for each in gone:
             self.drop(each.session)
@@ -272,8 +278,9 @@ def choose_beginning(
     sessions: Callable[[PeerId], int],
     doubts: Mapping[PeerId, int],
 ) -> tuple[tuple[PeerId, ...], bytes, int]:
-    """Return the route for a session of these tokens and `left` more, its base session, and the number of
-    shared tokens. No route: there is none; no session: it begins by itself."""
+    """Return the route for a session that reads these tokens and generates `left` more, its base session, and
+    the number of shared tokens. The route is empty if there is none; the base is empty if the session should
+    begin by itself."""
 
     def price(rows: Sequence[Sequence[StageReplica]], read: int, spared: int = 0) -> Way | None:
         return price_route(rows, read, left, sessions=sessions, doubts=doubts, spared=spared)
@@ -281,7 +288,7 @@ def choose_beginning(
     best, base, shared = price(stages, len(tokens)), b"", 0
     if best is None:
         return (), b"", 0
-    # At least one token is computed, since its logits are wanted.
+    # At least one token must be computed, because its logits are wanted.
     for kept, count in prefixes.find(key, tokens[:-1])[:BASES_MAX]:
         rows = [
             [each for each in replicas if each.peer == peer]

@@ -1,19 +1,21 @@
-"""Serves the units of all doors: decides who is served, and what a stage computes next.
+"""The provider, which serves the units of all doors (nodes that ask): it decides which doors are served, and
+what a stage computes next.
 
-A sans-IO core. It looks into no tensor: its driver checks arrays, joins those of a batch and splits what the
-stage answers.
+A sans-IO core. It does not look into tensors: its driver checks arrays, joins those of a batch and splits
+what the stage answers.
 
-Sessions are bounded in all, for each door and for each network (`crypto.registers`): a session whose door is
-idle is evicted for another, and its door is told. What waits is computed together, one unit of a session at a
-time, as many tokens as a batch takes. Doors take turns by the tokens that were computed for them, for what
-each gave itself (`partition.serve.turns`), and where several want the stage, a call has a few sessions of
-each: so a door with a long prompt does not hold up another's next token, nor does one with many.
+The number of sessions is limited in all, for each door and for each network (`crypto.registers`). A session
+whose door is idle may be evicted for another session, and its door is told. Waiting units are computed
+together: one unit of each session, and as many tokens as fit into a batch. Doors take turns according to the
+tokens computed for them and to their weights (`partition.serve.turns`). If several doors want the stage, a
+call has only a few sessions of each. So a door with a long prompt, or with many sessions, does not hold up
+another door's next token.
 
-The node's owner bounds what a door may have (`PeerBounds`): sessions, tokens a minute, and a part of the
-memory for keys and values. It is told which bound it has met.
+The node's owner limits what a door may use (`PeerBounds`): sessions, tokens per minute, and a share of the
+memory for keys and values. The door is told which limit it has reached.
 
 A node may hold several stages of a service. A session that several of them serve is one session, with a part
-in each: it has one place, and where one part ends all do.
+in each: it occupies one place, and if one part ends, all parts end.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,19 +54,19 @@ from partition.serve.timeouts import ALIVE_SECONDS, DOOR_SILENCE_SECONDS_MAX, ST
 from partition.serve.turns import StageTurns
 
 IDLE_FORKS_MAX = 32
-"""Sessions that one door began from another and ended without a unit, since its last: each is two calls of
-the stage, for which others wait."""
+"""Maximum number of sessions that one door may begin from another session and end without a unit, in a row.
+Each costs the stage two calls, for which other doors wait."""
 REST_ALIVE_SECONDS = 3.0
-"""How often a node says that it runs where a session only rests: well within what counts as a door's silence,
-and often enough that no stream is closed for being idle."""
+"""How often a node reports that it is running if a session only rests: well within the silence that a door
+may have, and often enough that no stream is closed for being idle."""
 WAITING_UNITS_MAX = 16
-"""Units of one session that wait: a door has fewer in flight."""
+"""Maximum number of waiting units of one session. A correct door has fewer in flight."""
 
 
 class SessionProvider:
-    """One node's, over all its stages; `events` is drained in place. `source_of` tells the network of a
-    peer, `refuses` why a door is not served, empty where it is, `weight_of` how large its share is beside
-    a stranger's, `bounds_of` what it may have."""
+    """One node's provider, over all its stages. `events` is drained in place. `source_of` returns the network
+    of a peer, `refuses` why a door is not served (empty if it is), `weight_of` the weight of its share
+    relative to an unknown peer's, and `bounds_of` its limits."""
 
     def __init__(
         self,
@@ -95,11 +97,11 @@ class SessionProvider:
 
     @property
     def sessions(self) -> int:
-        """How many are open."""
+        """The number of open sessions."""
         return len(self._sessions)
 
     def sessions_of(self, service: bytes) -> int:
-        """Return how many of a service are in use."""
+        """Return how many sessions of a service are in use."""
         return sum(each.service == service and not each.rests for each in self._sessions.values())
 
     def tokens_of(self, service: bytes, stage: int) -> int:
@@ -107,8 +109,8 @@ class SessionProvider:
         return sum(each.kept(stage) for each in self._sessions.values() if each.service == service)
 
     def hold(self, service: bytes, number: int, count: int, context: int, room: int = 0) -> None:
-        """Serve this stage, of `count`, from now on: sessions of at most `context` tokens. Keys and values
-        have room for `room` tokens of all sessions; 0: it keeps none."""
+        """Serve this stage, one of `count`, from now on. A session has at most `context` tokens. There is
+        room for the keys and values of `room` tokens of all sessions; 0 if the stage keeps none."""
         self._stages[service, number] = StageQueue(service, number, count, context, room)
 
     def release(self, service: bytes, number: int, code: CloseCode, reason: str) -> Sends:
@@ -122,8 +124,8 @@ class SessionProvider:
         return session in self._sessions
 
     def stage_of(self, work: UnitWork) -> StageKey | None:
-        """Return the service and the number of the stage that a unit is for; None: its session is not served
-        here by that stage."""
+        """Return the service and the stage for which a unit is; None if that stage does not serve its session
+        here."""
         found = self._sessions.get(work.session)
         part = None if found is None else found.part(work.stage)
         return None if found is None or part is None else (found.service, part.stage)
@@ -136,7 +138,7 @@ class SessionProvider:
         )
 
     def reject(self, sender: PeerId, session: bytes, reason: str) -> Sends:
-        """Close a session after an invalid unit; a stranger's message closes nothing."""
+        """Close a session after an invalid unit. A message of an unrelated peer closes nothing."""
         found = self._sessions.get(session)
         if found is None or all(part.before != sender for part in found.parts.values()):
             return []
@@ -146,12 +148,12 @@ class SessionProvider:
 
     @property
     def deadline(self) -> float:
-        """When `wake` wants to be called."""
+        """The time of the next `wake`."""
         waits = (each.waits_until for each in self._stages.values() if each.waits_until > -inf)
         return min(self._alive_at, min(waits, default=inf))
 
     def wake(self, now: float) -> Sends:
-        """Say that this node runs, and let go of the sessions of doors that are silent."""
+        """Report that this node is running, and end the sessions of silent doors."""
         self._note(now)
         for stage in self._stages.values():
             if -inf < stage.waits_until <= now:
@@ -171,7 +173,7 @@ class SessionProvider:
         return [(door, Alive()) for door in sorted(told)]
 
     def receive(self, now: float, sender: PeerId, message: Message | Carried) -> Sends:
-        """Take a message of a door, or of the previous stage. Raises RemoteProtocolError."""
+        """Handle a message of a door, or of the previous stage. Raises RemoteProtocolError."""
         self._note(now)
         if sender in self._sessions.heard_at:
             self._sessions.heard_at[sender] = now
@@ -183,7 +185,7 @@ class SessionProvider:
             case LeaveSession() | RestSession():
                 session = self._sessions.get(message.session)
                 if session is not None and session.door != sender:
-                    raise RemoteProtocolError("an end to another's session")
+                    raise RemoteProtocolError("a session was ended by a peer that is not its door")
                 if session is None:
                     return []
                 if isinstance(message, RestSession):
@@ -193,7 +195,7 @@ class SessionProvider:
                 return []
 
     def lost(self, peer: PeerId) -> None:
-        """The stream from this peer is broken: its sessions are over."""
+        """Note that the stream from this peer is broken: its sessions end."""
         for session in [each for each in self._sessions.values() if each.door == peer]:
             self._sessions.forget(session)
 
@@ -203,11 +205,11 @@ class SessionProvider:
 
         known = self._sessions.get(message.session)
         if known is not None and not known.takes_part(door, message):
-            raise RemoteProtocolError("a session that is open already")
+            raise RemoteProtocolError("a session was opened twice")
         if (refused := self._refusal(door, message, known)) is not None:
             return refuse(*refused)
         if message.base is not None and self._sessions.idle_forks(door) >= IDLE_FORKS_MAX:
-            return refuse("busy", "too many sessions that began from another, and asked nothing")
+            return refuse("busy", "too many sessions began from another session and asked nothing")
         self._stages[message.service, message.stage].check_ends(door, message)
         if known is not None:
             self._add_part(known, message)
@@ -237,28 +239,29 @@ class SessionProvider:
     def _refusal(
         self, door: PeerId, message: OpenSession, known: ServedSession | None
     ) -> tuple[CloseCode, str] | None:
-        """Return why a session is not served, None if it may be; `known` if another stage here serves it."""
+        """Return why a session is not served; None if it may be. `known` is the session if another stage here
+        already serves it."""
         if (message.service, message.stage) not in self._stages:
             return "unknown", "this stage is not here"
         if reason := self._refuses(message.service, door):
             return "refused", reason
         if message.base is not None and self._sessions.base_of(door, message) is None:
-            return "position", "the session that this one begins from is not here"
+            return "position", "the base session is not here"
         reason = self._has_enough(door) if known is None else ""
         return ("busy", reason) if reason else None
 
     def _has_enough(self, door: PeerId) -> str:
-        """Return why a door gets no further session, empty if it does."""
+        """Return why a door gets no further session; empty if it may get one."""
         bounds = self._bounds_of(door)
         used = sum(each.door == door and not each.rests for each in self._sessions.values())
-        # otherwise the register chooses the session that makes room
+        # At the maximum, the register chooses the session that makes room.
         if used >= bounds.sessions < SESSIONS_PER_DOOR_MAX:
-            return f"{counted(used, 'session')} of this peer here already, as many as its owner allows"
+            return f"this peer has {counted(used, 'session')} here, as many as the owner allows"
         return self._spent.refusal(self._now, door, bounds.tokens_per_minute)
 
     def _find_room(self, session: ServedSession, stage: StageQueue, tokens: int) -> tuple[Sends, str]:
-        """Return why a session may not have `tokens` in all in a stage, empty if it may; resting sessions of
-        its door make room for it."""
+        """Return why a session may not have `tokens` tokens in a stage; empty if it may. If necessary,
+        resting sessions of its door are closed to make room."""
         bounds, number = self._bounds_of(session.door), stage.number
         if reason := self._spent.refusal(self._now, session.door, bounds.tokens_per_minute, MINUTES_MAX):
             return [], reason
@@ -282,14 +285,14 @@ class SessionProvider:
         assert isinstance(work, UnitWork)
         session = self._sessions.get(work.session)
         if session is None:
-            return []  # it ended here; its door knows, or learns it by its own silence
+            return []  # the session has ended here, and its door knows, or learns it from the silence
         part = session.part(work.stage)
         if part is None or part.before != sender:
-            raise RemoteProtocolError("a unit of another's session")
+            raise RemoteProtocolError("a unit is for a session that its sender does not serve")
         if session.rests:
             return []
         if work.number <= part.newest or work.wanted > work.tokens:
-            raise RemoteProtocolError("a unit out of order, or that wants more rows than it has")
+            raise RemoteProtocolError("a unit is out of order, or asks for more rows than it has")
         part.newest = work.number
         stage = self._stages[session.service, part.stage]
         if work.position > part.kept:
@@ -298,7 +301,7 @@ class SessionProvider:
             return self._sessions.close(session, "length", f"the model takes {stage.context} tokens")
         is_full = len(part.waiting) >= WAITING_UNITS_MAX
         if is_full or not has_room_to_wait(self._sessions.values(), session.door, carried.size_bytes):
-            return self._sessions.close(session, "busy", "too much waits to be computed")
+            return self._sessions.close(session, "busy", "too many units wait to be computed")
         sends = self._sessions.close_replaced(session)
         freed, reason = self._find_room(session, stage, work.position + work.tokens)
         sends += freed
@@ -320,26 +323,26 @@ class SessionProvider:
         batch: int,
         answers: Sequence[tuple[Answer | None, tuple[Typed, ...]]],
     ) -> Sends:
-        """Take the results of a batch: for each unit the tensors for the next stage, or the answer of the
-        last one, which the driver has made from the logits."""
+        """Handle the results of a batch: for each unit, the tensors for the next stage, or the last stage's
+        answer, which the driver has made from the logits."""
         self._note(now)
         return self._batches.computed(now, service, batch, answers)
 
     def failed(
         self, now: float, service: bytes, batch: int, code: CloseCode, reason: str, session: bytes = b""
     ) -> Sends:
-        """Handle a refused batch. The `session` that caused it ends, or the one whose unit was alone; if it
-        is unknown, each unit is computed by itself."""
+        """Handle a failed batch. The `session` that caused the failure ends, or the only session of the
+        batch. If the cause is unknown, each unit is computed by itself."""
         self._note(now)
         return self._batches.failed(now, service, batch, code, reason, session)
 
     def _spend(self, part: SessionPart, tokens: int) -> None:
-        if part.stage == min(part.session.parts):  # a token counts once, however many stages are here
+        if part.stage == min(part.session.parts):  # a token counts once, even if several stages are here
             rate = self._bounds_of(part.door).tokens_per_minute
             self._spent.spend(self._now, part.door, tokens, rate)
 
     def _note(self, now: float) -> None:
-        """If this node itself stood still, silence of others does not count."""
+        """Note the time. If this node itself stood still, the silence of others does not count."""
         self._now = now
         heard_at = self._sessions.heard_at
         if heard_at and now - self._alive_at > STALL_SECONDS - ALIVE_SECONDS:

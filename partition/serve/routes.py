@@ -1,11 +1,11 @@
-"""Chooses a session's route over a service's replicas: the one with the least remaining time for the whole
-answer.
+"""The choice of a session's route over a service's replicas: the route with the shortest expected time for
+the whole answer.
 
-Each stage reads all tokens in chunks, and then computes one token after another; each token crosses every
-link of the route and comes back to the door. So reading and decoding are priced separately: a long prompt
-weighs the one, a long answer the other. Each session slows a replica. An unmeasured replica counts as the
-quickest of its kind, so a new stage is tried without getting everything. Not here: the measurements
-(`node.serving`), and leaving a route (`partition.serve.door`).
+Each stage reads all tokens in chunks, and then computes one token after another. Each token crosses every
+link of the route and returns to the door (the node that asks). So reading and decoding have separate prices:
+the first dominates for a long prompt, the second for a long answer. Each session slows a replica down. An
+unmeasured replica counts as fast as the fastest of its stage, so a new replica is tried, but does not get all
+sessions. Not here: the measurements (`node.serving`), and leaving a route (`partition.serve.door`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,27 +14,30 @@ from dataclasses import dataclass, field
 from crypto.identity import PeerId
 
 LOAD_SECONDS = 0.005
-"""The cost of each session at a provider for a token, beside what was measured."""
+"""Cost of each session at a provider, in seconds per token, in addition to the measured times."""
 SMOOTHING = 0.2
-"""The part of the newest measurement in a mean."""
+"""Weight of the newest measurement in the moving average."""
 DECODED_TOKENS_MAX = 4
-"""A call with so many tokens of one session at most is decoding: one token, or some that are verified."""
+"""Maximum number of tokens per session in a call that counts as decoding: one token, or a few that are
+verified."""
 READ_TOKENS_MIN = 64
-"""One with so many at least is reading; what lies between says little about either."""
+"""Minimum number of tokens per session in a call that counts as reading. A call in between says little about
+either."""
 SECONDS_MAX = 60.0
-"""A longer call was that of a machine which was asleep."""
+"""Maximum duration of a call that counts. A longer one comes from a machine that was asleep."""
 
 Way = tuple[int, float, tuple[PeerId, ...]]
-"""Doubts, seconds, and the peers from the first stage on."""
+"""A priced route: doubts, seconds, and the peers from the first stage on."""
 
 
 @dataclass(frozen=True)
 class StageReplica:
     """A provider that answers for a stage.
 
-    `seconds` is a round trip between it and the door, `decode_seconds` what it takes for a token and
-    `read_seconds` for a token of a prompt; `links` how long a message takes from it to others. 0, or nothing:
-    not measured. `bits` is the bit class that it says it has (`partition.execute.bit_class`), empty for none.
+    `seconds` is the round-trip time between the provider and the door, `decode_seconds` its time for one
+    token, `read_seconds` its time per token of a prompt, and `links` the time that a message takes to each
+    other peer. 0, or a missing entry, means not measured. `bits` is the bit class that it claims
+    (`partition.execute.bit_class`), or empty.
     """
 
     peer: PeerId
@@ -48,13 +51,13 @@ class StageReplica:
 
 @dataclass
 class StagePace:
-    """A stage's times by its answered calls; 0 if there was none of the kind."""
+    """A stage's times, from its answered calls; 0 if it has answered none of this kind."""
 
     decode_seconds: float = 0.0
     read_seconds: float = 0.0
 
     def note(self, tokens: Sequence[int], seconds: float) -> None:
-        """Note a call and the tokens of its units."""
+        """Note the duration of a call, and the number of tokens of each of its units."""
         if not tokens or not 0 <= seconds <= SECONDS_MAX:
             return
         if max(tokens) <= DECODED_TOKENS_MAX:
@@ -76,9 +79,9 @@ def price_route(
     doubts: Mapping[PeerId, int] | None = None,
     spared: int = 0,
 ) -> Way | None:
-    """Return one peer of each stage: the least doubted, and of these the quickest for the tokens to read and
-    to make. `sessions` is how many the door itself has at a peer, of which `spared` do not count. None if
-    there is no such route."""
+    """Return one peer for each stage: the route with the fewest doubts and, among those, the fastest for the
+    tokens to read and to generate. `sessions` returns how many sessions the door itself has at a peer;
+    `spared` of them do not count. None if there is no route."""
     doubted = doubts or {}
 
     best: dict[PeerId, Way] = {}
@@ -115,7 +118,7 @@ def price_route(
 
 
 def _hop(before: StageReplica, after: StageReplica, usual: float) -> float:
-    """Return how long a message takes to the next stage, which one peer may hold both of."""
+    """Return how long a message takes to the next stage; 0 if the same peer holds both stages."""
     return 0.0 if before.peer == after.peer else before.links.get(after.peer) or usual
 
 

@@ -1,10 +1,11 @@
-"""Chooses the next token: greedy, or drawn from the logits by temperature, top-k, top-p and min-p.
+"""The choice of the next token: greedy, or drawn from the logits with temperature, top-k, top-p and min-p.
 
-The door samples, so sampling and its seed survive the death of a stage. The token at a position follows from
-the seed, the position, the logits and, with penalties, the tokens before it, all of which the door keeps:
-after a failover the same logits give the same token. Penalties and biases come first, as in OpenAI's API,
-then forbidden tokens are removed, then come the filters in the order of `transformers` (temperature, top-k,
-top-p, min-p), each over the remaining tokens. Among equal logits the lowest id comes first.
+The door (the node that asks) samples, so sampling and its seed survive the death of a stage. The token at a
+position follows from the seed, the position, the logits and, with penalties, the earlier tokens. The door
+keeps all of these, so after a failover the same logits give the same token. Penalties and biases are applied
+first, as in OpenAI's API. Then forbidden tokens are removed. The filters follow in the order of
+`transformers` (temperature, top-k, top-p, min-p), each applied to the remaining tokens. Among equal logits
+the lowest id comes first.
 """
 
 from collections.abc import Sequence
@@ -25,28 +26,30 @@ SEED_MAX = 2**63 - 1
 TOP_K_MAX = 1 << 24
 TEMPERATURE_MAX = 100.0
 PENALTY_MAX = 2.0
-"""As in OpenAI's API: a penalty of 2 is 2 off a logit."""
+"""Maximum penalty, as in OpenAI's API. A penalty of 2 subtracts 2 from a logit."""
 BIAS_MAX = 100.0
-"""As there: it bans a token, or leaves no other."""
+"""Maximum bias, as in OpenAI's API. It bans a token, or leaves no other one."""
 BIASES_MAX = 1_024
 REPETITION_MAX = 10.0
-"""A logit is divided by it, as transformers does it; more leaves nothing of a token."""
+"""Maximum repetition penalty. A logit is divided by it, as in `transformers`; a larger value would suppress
+tokens completely."""
 TOP_MAX = 20
-"""Likeliest tokens that are told beside the one that was chosen."""
+"""Maximum number of likeliest tokens that are reported in addition to the chosen one."""
 _DRAW_BITS = 53
-"""The bits of a float64 between 0 and 1."""
+"""The number of bits of a float64 between 0 and 1."""
 
 Penalty = Annotated[float, msgspec.Meta(ge=-PENALTY_MAX, le=PENALTY_MAX)]
 Bias = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(ge=-BIAS_MAX, le=BIAS_MAX)]]
-"""A token, and what is added to its logit."""
+"""A token, and the value that is added to its logit."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How tokens are chosen. `temperature` 0 takes the likeliest token and ignores the filters. `top_k` 0,
-    `top_p` 1 and `min_p` 0 leave all tokens. `biases` are added to logits; `frequency_penalty` is taken off
-    for each time that a token stands in the answer, `presence_penalty` once; `repetition_penalty` divides the
-    logits of tokens of the prompt too where they are positive, else it multiplies them. `top` of the
-    likeliest are told with each token."""
+    """The settings for choosing tokens. With `temperature` 0 the likeliest token is taken and the filters are
+    ignored. `top_k` 0, `top_p` 1 and `min_p` 0 leave all tokens. `biases` are added to logits.
+    `frequency_penalty` is subtracted once for each time that a token occurs in the answer, `presence_penalty`
+    once if it occurs at all. `repetition_penalty` also covers the tokens of the prompt: it divides their
+    logits if these are positive, and multiplies them otherwise. `top` is the number of likeliest tokens to
+    report with each token."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=TEMPERATURE_MAX)] = 0.0
     top_k: Annotated[int, msgspec.Meta(ge=0, le=TOP_K_MAX)] = 0
@@ -61,13 +64,13 @@ class Sampling(msgspec.Struct, frozen=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether logits are taken as the model gives them."""
+        """Whether logits are used as the model gives them."""
         penalties = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
         return not (penalties or self.biases)
 
     @property
     def best(self) -> int:
-        """How many of the best logits of a row decide; 0: all of them."""
+        """How many of the largest logits of a row are needed; 0 for all of them."""
         if not self.is_plain:
             return 0
         if self.temperature == 0:
@@ -76,7 +79,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 def log_sum(row: Array) -> float:
-    """Return the logarithm of the sum of exponentials of a row, in float64."""
+    """Return the logarithm of the sum of a row's exponentials, in float64."""
     wide = row.astype(np.float64)
     largest = float(wide.max())
     return largest + float(np.log(np.exp(wide - largest).sum()))
@@ -84,20 +87,21 @@ def log_sum(row: Array) -> float:
 
 @dataclass(frozen=True)
 class LogitRow:
-    """The logits of one position, and the logarithm of the sum of all their exponentials. With `ids` they are
-    the best of the row, the largest first; without, all of them in the order of the vocabulary."""
+    """The logits of one position, and the logarithm of the sum of all their exponentials. With `ids`, these
+    are the largest logits of the row, in descending order; without, they are all logits in the order of the
+    vocabulary."""
 
     logits: Array
     total: float = 0.0
     ids: Array | None = None
 
     def logprob(self, token: int) -> float:
-        """Return the logarithm of a token's probability by the model."""
+        """Return the logarithm of a token's probability according to the model."""
         place = token if self.ids is None else int(np.flatnonzero(self.ids == token)[0])
         return float(self.logits[place]) - self.total
 
     def likeliest(self, count: int) -> tuple[tuple[int, float], ...]:
-        """Return the likeliest tokens, at most `count`, with their logprobs."""
+        """Return the likeliest tokens, at most `count`, with the logarithms of their probabilities."""
         if not count:
             return ()
         ids, logits = best_logits(self.logits, count) if self.ids is None else (self.ids, self.logits)
@@ -116,9 +120,9 @@ def choose(
     prompt: Sequence[int] = (),
     allowed: Array | None = None,
 ) -> int:
-    """Return the token at `position`. `row` is whole, or has at least the `sampling.best` largest logits;
-    they are finite. `made` are the answer's tokens before it. Only tokens that are `allowed` (a boolean
-    each) may come; there is at least one."""
+    """Return the token at `position`. `row` is complete, or has at least the `sampling.best` largest logits;
+    they are finite. `made` are the answer's earlier tokens. Only tokens that are `allowed` (a boolean for
+    each token) are chosen; there must be at least one."""
     ids, logits = row.ids, row.logits
     if ids is not None:
         if allowed is not None:
@@ -135,9 +139,10 @@ def choose(
 
 
 def _choose_place(logits: Array, sampling: Sampling, position: int) -> int:
-    """Return the place of the chosen one of all logits, in any order; of equal ones the first counts more.
+    """Return the index of the chosen logit, for logits in any order. Among equal logits the first comes
+    first.
 
-    Sorting 150,000 of them would take 50 ms of the event loop for each token."""
+    Sorting 150,000 logits would block the event loop for 50 ms for each token."""
     if sampling.temperature == 0:
         return int(np.argmax(logits))
     if sampling.top_k:
@@ -151,19 +156,19 @@ def _choose_place(logits: Array, sampling: Sampling, position: int) -> int:
 
 
 def _choose_sorted(ids: Array, logits: Array, sampling: Sampling, position: int) -> int:
-    """Return the chosen one of `ids`, which begin with the largest logit."""
+    """Return the chosen one of `ids`, which are in descending order of their logits."""
     if sampling.temperature == 0:
         return int(ids[0])
     if sampling.top_k:
         ids, logits = ids[: sampling.top_k], logits[: sampling.top_k]
-    # A provider may send the largest numbers, and a person the smallest temperature.
+    # A provider may send the largest numbers, and a user may set the smallest temperature.
     with np.errstate(over="ignore", invalid="ignore"):
         wide = logits.astype(np.float64)
-        # The difference comes first: infinite quotients have none.
+        # Subtract before dividing: quotients may be infinite, and then have no difference.
         shares = np.exp((wide - wide[0]) / sampling.temperature)
         shares /= shares.sum()
     if sampling.top_p < 1:
-        # The first token that reaches the sum belongs to it.
+        # The token at which the sum reaches top_p still belongs to the chosen ones.
         shares = shares[: int(np.searchsorted(np.cumsum(shares), sampling.top_p)) + 1]
     if sampling.min_p > 0:
         shares = shares[shares >= sampling.min_p * shares[0]]
@@ -173,7 +178,7 @@ def _choose_sorted(ids: Array, logits: Array, sampling: Sampling, position: int)
 
 
 def _adjusted(logits: Array, sampling: Sampling, made: Sequence[int], prompt: Sequence[int]) -> Array:
-    """Return a whole row with its biases and penalties."""
+    """Return a complete row of logits after biases and penalties."""
     row = logits.astype(np.float64)
     if sampling.repetition_penalty != 1:
         again = np.unique(np.asarray([*prompt, *made], np.int64))
@@ -188,43 +193,45 @@ def _adjusted(logits: Array, sampling: Sampling, made: Sequence[int], prompt: Se
 
 
 def draw(seed: int, position: int) -> float:
-    """Return a number from 0 to below 1 that follows from a seed and a position."""
+    """Return a number in [0, 1) that follows from a seed and a position."""
     digest = blake3(b"peerloom sample" + seed.to_bytes(8) + position.to_bytes(8)).digest(8)
     return (int.from_bytes(digest) >> (64 - _DRAW_BITS)) / (1 << _DRAW_BITS)
 
 
 def read_hidden(work: UnitWork, answer: Answer, tensors: Sequence[Typed], width: int) -> Array:
-    """Return the hidden states of a unit, a row for each of its tokens. Raises RemoteProtocolError: they
+    """Return the hidden states of a unit, one row for each of its tokens. Raises RemoteProtocolError if they
     differ from the request."""
     arrays = [array for _, array in tensors]
     if answer.best or answer.sums or len(arrays) != 1 or arrays[0].shape != (work.tokens, width):
-        raise RemoteProtocolError(f"not the {work.tokens} rows of {width} numbers that were wanted")
+        raise RemoteProtocolError(
+            f"the answer does not have the requested {work.tokens} rows of {width} values"
+        )
     if arrays[0].dtype.kind != "f" or not np.isfinite(arrays[0]).all():
-        raise RemoteProtocolError("hidden states that are no finite numbers")
+        raise RemoteProtocolError("the answer has hidden states that are not finite")
     return arrays[0]
 
 
 def read_row(work: UnitWork, answer: Answer, tensors: Sequence[Typed], vocabulary: int) -> LogitRow | None:
-    """Return the one row that a unit wants; None if it wants none. Raises RemoteProtocolError: it differs
-    from the request."""
+    """Return the row that a unit asks for; None if it asks for none. Raises RemoteProtocolError if the answer
+    differs from the request."""
     arrays = [array for _, array in tensors]
     if not work.wanted:
         if arrays or answer.sums:
-            raise RemoteProtocolError("logits that nobody wanted")
+            raise RemoteProtocolError("the answer has logits that were not requested")
         return None
     if answer.best != work.best or len(answer.sums) != 1 or not np.isfinite(answer.sums[0]):
-        raise RemoteProtocolError("an answer of another form than was wanted")
+        raise RemoteProtocolError("the answer does not have the requested form")
     count = min(work.best, vocabulary) or vocabulary
     if len(arrays) != (2 if work.best else 1) or any(array.size != count for array in arrays):
-        raise RemoteProtocolError(f"not the {count} logits that were wanted")
+        raise RemoteProtocolError(f"the answer does not have the requested {count} logits")
     logits = arrays[-1].reshape(-1)
     if logits.dtype.kind != "f" or not np.isfinite(logits).all():
-        raise RemoteProtocolError("logits that are no finite numbers")
+        raise RemoteProtocolError("the answer has logits that are not finite")
     if not work.best:
         return LogitRow(logits, answer.sums[0])
     ids = arrays[0].reshape(-1)
     if ids.dtype != np.int64 or ids.min() < 0 or ids.max() >= vocabulary or len(set(ids.tolist())) < count:
-        raise RemoteProtocolError("ids that are no tokens of the model, or one twice")
+        raise RemoteProtocolError("the answer has an id that is not a token of the model, or an id twice")
     if (np.diff(logits.astype(np.float64)) > 0).any():
-        raise RemoteProtocolError("logits that are not in their order")
+        raise RemoteProtocolError("the answer has logits that are not in descending order")
     return LogitRow(logits, answer.sums[0], ids)

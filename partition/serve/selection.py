@@ -1,9 +1,9 @@
-"""Finds the largest logits of a row, and the one that a draw selects, without sorting the row.
+"""Selection of the largest logits of a row, and of the logit that a draw selects, without sorting the row.
 
 A draw at temperature T selects the first logit, counted from the largest, at which the sum of exponentials
-passes a part of the whole sum. Logits are put in buckets by size, the sums of whole buckets give the right
-one, and only that one is sorted: quickselect by weight. Sums in another order differ in their last bits; a
-draw so close to the edge of a logit that this could matter is left to a full sort.
+passes a given share of the whole sum. Logits are put into buckets by size. The sums of whole buckets show the
+right bucket, and only that one is sorted (quickselect by weight). Sums in a different order differ in their
+last bits. If a draw is so close to the edge of a logit that this could matter, it is left to a full sort.
 """
 
 import numpy as np
@@ -11,17 +11,17 @@ import numpy as np
 from partition.codecs.base import Array
 
 _BUCKETS = 4_096
-"""A flat row of 150,000 leaves some hundred logits in each."""
+"""Number of buckets. A flat row of 150,000 logits leaves some hundred in each."""
 _DEPTH = 50.0
-"""Below the largest logit, of all that a bucket of their own is given to: all others together weigh less than
-what rounding leaves open."""
+"""Maximum distance below the largest logit at which logits get buckets of their own. All smaller logits
+together weigh less than the error of rounding."""
 _SPAN_MIN = 1e-6
-"""Logits that lie closer together share a bucket."""
+"""Minimum range of logits. Logits that lie closer together share a bucket."""
 
 
 def best_logits(row: Array, count: int) -> tuple[Array, Array]:
-    """Return the ids and values of the `count` largest logits, the largest first; of equal ones the lowest id
-    is the larger."""
+    """Return the ids and values of the `count` largest logits, in descending order; among equal logits, the
+    lowest id comes first."""
     count = min(count, len(row))
     if count == 1:
         first = int(np.argmax(row))
@@ -34,14 +34,15 @@ def best_logits(row: Array, count: int) -> tuple[Array, Array]:
 
 
 def find_drawn(row: Array, temperature: float, top_p: float, min_p: float, drawn: float) -> int | None:
-    """Return the index of the logit that a number from 0 to below 1 selects, as a full sort would find it;
+    """Return the index of the logit that the number `drawn` in [0, 1) selects, as a full sort would find it;
     None if it is too close to an edge. `temperature` is above 0."""
     with np.errstate(over="ignore"):
         wide = row.astype(np.float64)
         largest = wide.max()
         if not np.isfinite(largest):
             return None
-        # The difference comes first, as in the full sort: infinite quotients have none.
+        # Subtract before dividing, as in the full sort: quotients may be infinite, and then have no
+        # difference.
         buckets = _Buckets(row, (largest - wide) / temperature)
     kept = buckets.total
     if top_p < 1:
@@ -59,22 +60,22 @@ def find_drawn(row: Array, temperature: float, top_p: float, min_p: float, drawn
 
 
 class _Buckets:
-    """A row's logits by size. They lie `below` the largest, in units of the temperature. `weights` are their
-    exponentials, of the largest 1."""
+    """A row's logits by size. `below` is how far each lies below the largest, in units of the temperature.
+    `weights` are their exponentials, 1 for the largest."""
 
     def __init__(self, row: Array, below: Array) -> None:
         self.weights = np.exp(-below)
         self.total = float(self.weights.sum())
         self.doubt = 4 * np.finfo(np.float64).eps * (len(row) + 8)
-        """The largest difference of sums, relative to the total: each of so many additions rounds once."""
+        """Maximum error of a sum, relative to the total: each of its additions rounds once."""
         self._row = row
         span = min(max(float(below.max()), _SPAN_MIN), _DEPTH)
         self._places = np.minimum(below * (_BUCKETS / span), _BUCKETS - 1).astype(np.int32)
         self._ends = np.cumsum(np.bincount(self._places, weights=self.weights, minlength=_BUCKETS))
 
     def find(self, sought: float) -> tuple[int, float] | None:
-        """Return the first logit from the largest at which the sum of weights passes `sought`, and that sum;
-        None if the sum comes too close to it before or there."""
+        """Return the first logit, counted from the largest, at which the sum of weights passes `sought`, and
+        that sum; None if `sought` is too close to the sum there or just before."""
         doubt = self.doubt * self.total
         bucket = int(np.searchsorted(self._ends, sought))
         if bucket == _BUCKETS:

@@ -1,4 +1,4 @@
-"""A session as a provider keeps it, and the number of tokens for which several sessions share keys and
+"""A session as a provider keeps it, and the number of tokens of several sessions that share keys and
 values."""
 
 from collections import deque
@@ -10,13 +10,15 @@ from crypto.identity import PeerId
 from partition.serve.messages import Carried, OpenSession
 
 WAITING_BYTES_MAX = 256 << 20
-"""Limit of the tensors of all waiting units. A door that is refused tries another provider."""
+"""Maximum size of the tensors of all waiting units. A door (the node that asks) that is refused tries another
+provider."""
 WAITING_BYTES_PER_DOOR_MAX = 64 << 20
 
 
 @dataclass(eq=False)
 class ServedSession:
-    """One session of a door as a provider keeps it: it has one place, however many stages here serve it."""
+    """One session of a door, as a provider keeps it. It occupies one place, however many stages here serve
+    it."""
 
     id: bytes
     service: bytes
@@ -24,35 +26,38 @@ class ServedSession:
     silent_since: float
     share: int = 0
     parts: dict[int, "SessionPart"] = field(default_factory=dict)
-    """By the stages that serve it here."""
+    """The parts of the session, by the number of the stage that serves each."""
     is_over: bool = False
     rests: bool = False
     base: bytes = b""
     shared: int = 0
-    """The first tokens, whose pages it shares with the session `base` and others that began from that."""
+    """The number of initial tokens whose pages this session shares with the session `base`, and with others
+    that began from it."""
     replaces: "ServedSession | None" = None
-    """The session that gave it its place: kept until the first unit, for further parts begin from it too."""
+    """The session that gave its place to this one. It is kept until the first unit comes, because further
+    parts begin from it too."""
 
     @property
     def has_asked(self) -> bool:
-        """Whether a unit has come."""
+        """Whether a unit of this session has come."""
         return any(part.newest >= 0 for part in self.parts.values())
 
     def takes_part(self, door: PeerId, message: OpenSession) -> bool:
-        """Return whether another stage here is to serve this session too, which has asked nothing yet."""
+        """Return whether the message opens a further part of this session at another stage here, before the
+        session has asked anything."""
         base = message.base
         begins = (self.base, self.shared) == ((base.session, base.tokens) if base is not None else (b"", 0))
         is_same = (self.door, self.service) == (door, message.service) and begins
         return is_same and message.stage not in self.parts and not self.rests and not self.has_asked
 
     def part(self, stage: int | None) -> "SessionPart | None":
-        """Return a stage's part of it; without a stage the only part that is here."""
+        """Return a stage's part of the session; if `stage` is None, the only part here."""
         if stage is not None:
             return self.parts.get(stage)
         return next(iter(self.parts.values())) if len(self.parts) == 1 else None
 
     def kept(self, stage: int) -> int:
-        """Return how many tokens a stage keeps, 0 if it does not serve this session."""
+        """Return how many tokens a stage keeps of this session; 0 if the stage does not serve it."""
         return self.parts[stage].kept if stage in self.parts else 0
 
 
@@ -67,13 +72,13 @@ class SessionPart:
     waiting: deque[Carried] = field(default_factory=deque)
     is_computing: bool = False
     is_kept: bool = False
-    """Whether the stage holds any data of it."""
+    """Whether the stage holds any data of the session."""
     kept: int = 0
-    """Tokens that the stage keeps once all that waits is computed."""
+    """The number of tokens that the stage keeps once all waiting units are computed."""
     silent_since: float = -inf
-    """The time since which it waits for the next unit; inf while it has one."""
+    """The time since when the part has been waiting for its next unit; inf while it has one."""
     pause_seconds: float = inf
-    """From its last answer to the unit that came then."""
+    """Seconds between its latest answer and the next unit."""
     newest: int = -1
     """The number of the newest unit."""
 
@@ -97,8 +102,8 @@ class SessionPart:
 def tokens_together(
     sessions: Sequence[ServedSession], session: ServedSession, stage: int, tokens: int
 ) -> int:
-    """Return for how many tokens these sessions have keys and values in a stage, once `session` has `tokens`:
-    those that several share count once."""
+    """Return the number of tokens for which these sessions have keys and values in a stage, once `session`
+    has `tokens`. Tokens that several sessions share count once."""
     found = sum(max(0, (tokens if each is session else each.kept(stage)) - each.shared) for each in sessions)
     there, shared = {each.id for each in sessions}, dict[bytes, int]()
     for each in sessions:
@@ -108,7 +113,7 @@ def tokens_together(
 
 
 def has_room_to_wait(sessions: Iterable[ServedSession], door: PeerId, size_bytes: int) -> bool:
-    """Return whether the tensors of one more unit of a door may wait."""
+    """Return whether there is room for the tensors of one more waiting unit of a door."""
     waits = {True: 0, False: 0}
     for each in sessions:
         units = [unit for part in each.parts.values() for unit in part.waiting]

@@ -1,7 +1,7 @@
-"""The sessions of all doors that one provider serves, from their place to their end.
+"""The sessions of all doors (nodes that ask) that one provider serves, from getting a place to their end.
 
-A session that ends frees its place and its door's turn, and each stage here that has anything of it forgets
-it; with the last of a door, all that is known of the door goes.
+A session that ends frees its place and its turn, and each stage here that has data of it forgets it. When the
+last session of a door ends, everything known about the door is forgotten.
 """
 
 from collections import Counter
@@ -16,12 +16,12 @@ from partition.serve.turns import StageTurns
 
 OTHERS = "others wanted the place"
 StageKey = tuple[bytes, int]
-"""A service, and the number of its stage."""
+"""A service, and the number of one of its stages."""
 
 
 class ServedSessions:
-    """The sessions of one provider, which holds the stages `held`; orders to them go to `events`. `heard_at`
-    is when each door that has a session was heard last."""
+    """The sessions of one provider, which holds the stages `held`. Orders to stages are appended to `events`.
+    `heard_at` is the time when each door that has a session was last heard."""
 
     def __init__(
         self,
@@ -48,31 +48,32 @@ class ServedSessions:
         return self._sessions[session]
 
     def get(self, session: bytes) -> ServedSession | None:
-        """Return a session, None if it is not here."""
+        """Return a session; None if it is not here."""
         return self._sessions.get(session)
 
     def values(self) -> Collection[ServedSession]:
-        """Return all sessions; sessions of recently served doors come later."""
+        """Return all sessions. Those of recently served doors come last."""
         return self._sessions.values()
 
     @property
     def resting(self) -> list[ServedSession]:
-        """The sessions that rest, the least used first."""
+        """The resting sessions; the one unused for longest comes first."""
         return self._places.resting
 
     def idle_forks(self, door: PeerId) -> int:
-        """Return how many sessions a door began from another and ended without a unit, since its last."""
+        """Return how many sessions in a row a door has begun from another session and ended without a
+        unit."""
         return self._idle_forks[door]
 
     def admit(
         self, now: float, session: ServedSession, base: ServedSession | None
     ) -> tuple[bool, list[ServedSession]]:
-        """Give a session a place, if there is one; return whether it has one, and the sessions that are to
+        """Give a session a place, if there is one. Return whether it has a place, and the sessions that must
         end for it."""
         return self._places.admit(now, session, base)
 
     def enter(self, now: float, session: ServedSession) -> None:
-        """Serve a session that has a place."""
+        """Begin to serve a session that has a place."""
         self._sessions[session.id] = session
         self.heard_at[session.door] = now
         self._turns.enter(session)
@@ -82,25 +83,26 @@ class ServedSessions:
         self._places.credit(session)
 
     def note_chosen(self, session: ServedSession) -> None:
-        """Note that a unit of a session is computed: the next time others of the same door come first."""
+        """Note that a unit of a session is being computed. Next time, other sessions of the same door come
+        first."""
         self._sessions[session.id] = self._sessions.pop(session.id)
 
     def note_asked(self, door: PeerId) -> None:
-        """Note that a door asks for units: it does not only open sessions."""
+        """Note that a door asks for units, so it does not only open sessions."""
         self._idle_forks.pop(door, None)
 
     def close(self, session: ServedSession, code: CloseCode, reason: str) -> Sends:
-        """End a session; its door is told why."""
+        """End a session; return the messages to send, which tell its door why."""
         sends = self.forget(session)
         return [*sends, (session.door, SessionClosed(session.id, code, reason))]
 
     def close_replaced(self, session: ServedSession) -> Sends:
-        """Let go of the session that gave this one its place."""
+        """End the session that gave its place to this one."""
         replaced, session.replaces = session.replaces, None
         return [] if replaced is None or replaced.is_over else self.close(replaced, "evicted", OTHERS)
 
     def forget(self, session: ServedSession) -> Sends:
-        """End a session, whose door knows it; return what other doors are told."""
+        """End a session whose door knows this already; return the messages to other doors."""
         if session.is_over:
             return []
         session.is_over = True
@@ -120,7 +122,8 @@ class ServedSessions:
         return self.close_replaced(session)
 
     def rest(self, session: ServedSession) -> Sends:
-        """Keep a session for others to begin from; the least used of its door makes room."""
+        """Keep a session, so that others can begin from it. If its door has too many, the one unused for
+        longest is closed."""
         for part in session.parts.values():
             part.waiting.clear()
         gone = self._places.rest(session)
@@ -128,7 +131,7 @@ class ServedSessions:
         return sends + [send for each in gone for send in self.close(each, "evicted", "others rest")]
 
     def base_of(self, door: PeerId, message: OpenSession) -> ServedSession | None:
-        """Return the session of the same door that a new one begins from; None where it is not here."""
+        """Return the session of the same door from which a new session begins; None if it is not here."""
         found = None if message.base is None else self._sessions.get(message.base.session)
         if found is None or message.base is None or found.kept(message.stage) < message.base.tokens:
             return None

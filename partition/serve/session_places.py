@@ -1,8 +1,8 @@
-"""The places of a provider's sessions, in use and resting.
+"""The places of a provider's sessions, both in use and resting.
 
-Places are bounded in all, for each door and for each network (`crypto.registers`). A resting session is kept
-as a base for others of the same door until its place is needed: the least used is dropped first, before any
-that is in use.
+The number of places is limited in all, for each door (the node that asks) and for each network
+(`crypto.registers`). A resting session is kept as a base for other sessions of the same door until its place
+is needed. Resting sessions are dropped before any session in use, the one unused for longest first.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ from partition.serve.bounds import SESSIONS_PER_DOOR_MAX
 from partition.serve.served_session import ServedSession
 
 SESSIONS_MAX = 64
-"""Sessions of all doors at one node."""
+"""Maximum number of sessions of all doors at one node."""
 PATIENCE_SECONDS = 5.0
 """How long a door may send nothing for a session before its place goes to another door."""
 PLACES = Budget(SESSIONS_MAX, SESSIONS_PER_DOOR_MAX, SESSIONS_MAX // 2, PATIENCE_SECONDS)
 RESTS_PER_DOOR_MAX = 8
-"""Resting sessions of one door: half of its limit."""
+"""Maximum number of resting sessions of one door: half of its limit for all sessions."""
 
 
 class SessionPlaces:
@@ -32,14 +32,14 @@ class SessionPlaces:
 
     @property
     def resting(self) -> list[ServedSession]:
-        """The sessions that rest, the least used first."""
+        """The resting sessions; the one unused for longest comes first."""
         return list(self._resting.values())
 
     def admit(
         self, now: float, session: ServedSession, base: ServedSession | None
     ) -> tuple[bool, list[ServedSession]]:
-        """Give a session a place, its `base`'s if there is no other; return whether it has one, and the
-        sessions that must end for it."""
+        """Give a session a place, that of its `base` if there is no other. Return whether it has a place, and
+        the sessions that must end for it."""
         gone = self._spare(session.door, base)
         for each in gone:
             self.leave(each)
@@ -59,11 +59,11 @@ class SessionPlaces:
         elif is_taken_over and resting is not None:
             gone.append(resting)
         elif resting is not None:
-            self._resting[resting.id] = resting  # the last to be used
+            self._resting[resting.id] = resting  # it is now the most recently used
         return evicted is not None, [*gone, *(evicted or ())]
 
     def rest(self, session: ServedSession) -> list[ServedSession]:
-        """Let a session rest; return those of its door that make room."""
+        """Let a session rest; return the sessions of its door that must make room."""
         session.rests, session.silent_since = True, -inf
         self._resting[session.id] = session
         own = [each for each in self._resting.values() if each.door == session.door]
@@ -79,7 +79,7 @@ class SessionPlaces:
         self._register.leave(session)
 
     def _spare(self, door: PeerId, base: ServedSession | None) -> list[ServedSession]:
-        """Return the session that rests whose place a new one of this door needs."""
+        """Return the resting session whose place a new session of this door needs, if any."""
         resting: Sequence[ServedSession] = [each for each in self._resting.values() if each is not base]
         if self._register.count(door) >= SESSIONS_PER_DOOR_MAX:
             resting = [each for each in resting if each.door == door]

@@ -1,7 +1,7 @@
-"""The batches that the stages of a provider compute: one at a time per stage, from the doors whose turn it
-is. A refused unit ends only its own session: after a failed batch its units are computed again one by one,
-which is safe because a unit rolls its session back to where it begins. If a stage has no page left, resting
-sessions free theirs, and the batch is computed again.
+"""The batches that the stages of a provider compute: one at a time per stage, from the doors (nodes that ask)
+whose turn it is. A refused unit ends only its own session. After a failed batch its units are computed again
+one by one; this is safe because a unit rolls its session back to the position where the unit begins. If a
+stage has no free page left, resting sessions free theirs, and the batch is computed again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +19,8 @@ from partition.serve.turns import StageTurns, wait_until
 
 
 class StageBatches:
-    """The batches of the `stages` of one provider. Orders to stages go to `events`; `spend` counts the tokens
-    that are computed of a part, fewer than none where a unit waits again."""
+    """The batches of the `stages` of one provider. Orders to stages are appended to `events`. `spend` counts
+    the tokens that are computed for a part; the number is negative if a unit must wait again."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class StageBatches:
         self._count = 0
 
     def compute(self, now: float, stage: StageQueue) -> None:
-        """Have an idle stage compute waiting units."""
+        """Make an idle stage compute waiting units."""
         if stage.computing:
             return
         own = [
@@ -59,7 +59,7 @@ class StageBatches:
         self._events.append(stage.begin(now, self._count, chosen))
 
     def _choose(self, now: float, stage: StageQueue, own: Sequence[SessionPart]) -> list[SessionPart]:
-        """Return the sessions whose next units are computed together, of the least served doors first."""
+        """Return the parts whose next units are computed together, those of the least served doors first."""
         if (alone := stage.next_alone(own)) is not None:
             return [alone]
         chosen = self._turns.choose(now, own)
@@ -70,7 +70,7 @@ class StageBatches:
         return chosen
 
     def _put_back(self, part: SessionPart, unit: Carried) -> None:
-        """Queue a unit again whose batch was refused; it counts once it is chosen again."""
+        """Queue a unit again after its batch was refused. Its tokens count only when it is chosen again."""
         part.waiting.appendleft(unit)
         assert isinstance(unit.message, UnitWork)
         self._turns.give_back(part, unit.message.tokens)
@@ -83,8 +83,8 @@ class StageBatches:
         batch: int,
         answers: Sequence[tuple[Answer | None, tuple[Typed, ...]]],
     ) -> Sends:
-        """The stage has computed a batch: for each unit what goes on to the next stage, or the answer of the
-        last one, which the driver has made of the logits."""
+        """Handle a computed batch: for each unit, the tensors for the next stage, or the last stage's answer,
+        which the driver has made from the logits."""
         stage = self._finish(service, batch)
         if stage is None:
             return []
@@ -114,14 +114,14 @@ class StageBatches:
     def failed(
         self, now: float, service: bytes, batch: int, code: CloseCode, reason: str, session: bytes = b""
     ) -> Sends:
-        """The stage has refused a batch, and goes on. The `session` at which it failed ends, or the one whose
-        unit was alone; where that is not known, each is computed by itself."""
+        """Handle a refused batch; the stage continues. The `session` at which the batch failed ends, or the
+        only session of the batch. If the cause is unknown, each unit is computed by itself."""
         stage = self._finish(service, batch)
         if stage is None:
             return []
         sends: Sends = []
         found = stage.end()
-        # If no page is left, resting sessions free theirs, and the batch is computed again.
+        # If no page is left, a resting session frees its pages, and the batch is computed again.
         number = stage.number
         resting = [e for e in self._sessions.resting if e.service == service and number in e.parts]
         is_again = code == "busy" and bool(resting)
@@ -144,6 +144,6 @@ class StageBatches:
         return sends
 
     def _finish(self, service: bytes, batch: int) -> StageQueue | None:
-        """Return the stage that has computed a batch, None if it is no longer held."""
+        """Return the stage that has computed a batch; None if it is no longer held."""
         found = (each for each in self._stages.values() if each.service == service and each.computing)
         return next((each for each in found if each.batch == batch), None)

@@ -1,4 +1,4 @@
-"""The batch that one stage of a provider computes now, and the units that wait to be computed alone."""
+"""The batch that one stage of a provider is computing, and the units that must be computed alone."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ from partition.serve.served_session import SessionPart
 
 @dataclass(eq=False)
 class StageQueue:
-    """The queue of stage `number` of `count`: sessions have at most `context` tokens, and `room` together."""
+    """The queue of stage `number` of `count`. A session has at most `context` tokens, and all sessions
+    together have `room`."""
 
     service: bytes
     number: int
@@ -25,21 +26,22 @@ class StageQueue:
     computing: tuple[SessionPart, ...] = ()
     units: tuple[Carried, ...] = ()
     alone: deque[bytes] = field(default_factory=deque)
-    """Sessions whose next unit is computed by itself, since a batch with it failed."""
+    """Sessions whose next unit must be computed by itself, because a batch with it has failed."""
     began_at: float = 0.0
     call_seconds: float = 0.0
-    """When the last call began, and how long the last took that was answered."""
+    """`began_at` is when the latest call began; `call_seconds` is how long the latest answered call took."""
     waits_until: float = -inf
-    """Until when it waits for a unit that is on its way."""
+    """The time until which the stage waits for a unit that is on its way."""
 
     def check_ends(self, door: PeerId, message: OpenSession) -> None:
-        """Raise RemoteProtocolError if the first or the last stage would not talk to the door."""
+        """Check that the first and the last stage of a session are next to its door. Raises
+        RemoteProtocolError if not."""
         is_first, is_last = self.number == 0, self.number == self.count - 1
         if (is_first and message.before != door) or (is_last and message.after != door):
-            raise RemoteProtocolError("a session whose first or last stage does not speak to its door")
+            raise RemoteProtocolError("a session's first or last stage is not next to its door")
 
     def next_alone(self, own: Sequence[SessionPart]) -> SessionPart | None:
-        """Return the next session whose unit is computed by itself, None if there is none."""
+        """Return the next part whose unit must be computed by itself; None if there is none."""
         while self.alone:
             name = self.alone.popleft()
             found = next((part for part in own if part.session.id == name and part.may_compute), None)
@@ -48,7 +50,7 @@ class StageQueue:
         return None
 
     def begin(self, now: float, batch: int, chosen: Sequence[SessionPart]) -> ComputeBatch:
-        """Begin to compute the next unit of each of these sessions."""
+        """Begin to compute the next unit of each of these parts."""
         units = []
         for part in chosen:
             part.is_computing = part.is_kept = True
@@ -63,7 +65,7 @@ class StageQueue:
         return ComputeBatch(self.service, self.number, batch, rows)
 
     def end(self) -> list[tuple[SessionPart, Carried]]:
-        """End the running computation; return its units."""
+        """End the computation in progress; return its units."""
         for part in self.computing:
             part.is_computing = False
         found = list(zip(self.computing, self.units, strict=True))

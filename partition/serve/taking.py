@@ -1,8 +1,8 @@
-"""Decides whether a node takes a requested stage, and which members are asked for a missing one.
+"""The decision whether a node takes a requested stage, and which members are asked for a missing one.
 
-A node without a stage of the service takes one for any asker, if its owner's rules allow it. A node with a
-stage takes a further one only for the publisher, or for a member if it knows of no other holder itself, so
-that members cannot claim its slots.
+A node that has no stage of the service takes one for any asker, if its owner's rules allow it. A node that
+has a stage takes a further one only for the publisher, or for a member if the node itself knows of no other
+holder. So members cannot claim its slots.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ def further_refusal(
     is_owner: bool,
     stages_max: int = STAGES_PER_PEER_MAX,
 ) -> str | None:
-    """Return why a node that holds the stages `here` takes no further one; None if it may. `is_owner`:
-    the publisher asks, or the node itself."""
+    """Return why a node that holds the stages `here` does not take a further one; None if it may. `is_owner`:
+    the publisher or the node itself asks."""
     if not (is_owner or is_member(here, asker)):
         return "another stage of this service is here"
     if not is_owner and not here[0].lacks(stage, asker):
@@ -37,8 +37,8 @@ def further_refusal(
 
 
 def stopgaps(wanted: Recruit, me: PeerId) -> list[PeerId]:
-    """Return the members to ask for a missing stage beside their own, this one first; none if it has a
-    holder."""
+    """Return the members to ask to hold a missing stage in addition to their own, this member first; none if
+    the stage has a holder."""
     if not wanted.is_empty:
         return []
     return [
@@ -52,5 +52,5 @@ def has_other(roster: Sequence[Sequence[PeerId]], stage: int, me: PeerId) -> boo
 
 
 def others(rows: Sequence[ServiceRow], me: PeerId) -> list[PeerId]:
-    """Return the other members, in their order."""
+    """Return the other members, in order."""
     return [PeerId(row.peer) for row in rows if row.peer != me]

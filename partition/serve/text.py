@@ -1,4 +1,4 @@
-"""Turns incoming tokens into pieces of text: only complete characters, and nothing of a stop text.
+"""Conversion of arriving tokens into pieces of text: only complete characters, and nothing of a stop text.
 
 `decode` is called with a window of tokens, from the first one whose text was not returned yet to the newest.
 """
@@ -6,35 +6,35 @@
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"
-"""The character that decoders write for bytes that are no letter yet."""
+"""The character that decoders return for bytes that are not a complete character."""
 LETTER_BYTES_MAX = 4
-"""Bytes of a letter in UTF-8; what is unfinished for longer is no letter."""
+"""Maximum number of bytes of a UTF-8 character. Bytes that are incomplete for longer are not a character."""
 STOPS_MAX = 8
 STOP_LENGTH_MAX = 200
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:
-    """Return the text of tokens that are bytes."""
+    """Return the text of tokens that are single bytes."""
     return bytes(tokens).decode("utf-8", "replace")
 
 
 class TextStream:
-    """The text of one answer. With `stops` it is over (`is_stopped`) before the first of these texts."""
+    """The text of one answer. With `stops`, it ends (`is_stopped`) before the first of these texts."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
         self.is_stopped = False
         self.stopped_by = ""
-        """Which of the stops it was."""
+        """The stop text that ended the answer; empty if none did."""
         self._decode = decode
         self._stops = tuple(stops)
         self._tokens: list[int] = []
         self._told = 0
-        """How many of the tokens kept are in the text by now."""
+        """The number of kept tokens whose text was already returned."""
         self._held = ""
-        """Text that may be the beginning of a stop."""
+        """Text that is held back because it may be the beginning of a stop."""
 
     def push(self, token: int) -> str:
-        """Take the next token; return the text that may be shown now, possibly empty."""
+        """Add the next token; return the text that may be shown now, possibly empty."""
         if self.is_stopped:
             return ""
         self._tokens.append(token)
@@ -43,13 +43,14 @@ class TextStream:
         if whole.endswith(UNFINISHED) and waits < LETTER_BYTES_MAX:
             return ""
         piece = whole[len(before) :]
-        # The tokens told last stay: some tokenizers write a token otherwise at the beginning of a text.
+        # Keep the tokens returned last, because some tokenizers write a token differently at the beginning of
+        # a text.
         del self._tokens[: self._told]
         self._told = len(self._tokens)
         return self._release(self._held + piece)
 
     def finish(self) -> str:
-        """Return the held-back text; no token follows."""
+        """Return the text that was held back, because no token follows."""
         if self.is_stopped:
             return ""
         before, whole = self._decode(self._tokens[: self._told]), self._decode(self._tokens)
@@ -75,7 +76,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many letters at the end of a text may begin a stop."""
+    """Return the number of characters at the end of a text that may be the beginning of a stop."""
     return next(
         (size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0
     )

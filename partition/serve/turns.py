@@ -1,12 +1,13 @@
-"""The order in which a stage computes units: doors take turns by the tokens that were computed for them, and
-within a door its shares do.
+"""The order in which a stage computes units: doors (nodes that ask) take turns according to the tokens
+computed for them, and so do the shares within a door.
 
-Deficit round robin at two levels. A door counts once by its weight, however many sessions it has. A share is
-a group of sessions that the door defines, for instance all of one API key, so a door with many shares only
-divides its own turns. If several want the stage, a call has few units of each. An idle door earns at most one
-unit of credit. A session whose next unit is on its way would miss the call that begins just before it, and
-wait for that call and its own. So a stage waits for it, for a small part of a call, if it was punctual after
-its last answer (anticipatory scheduling, Iyer and Druschel, 2001).
+This is deficit round robin at two levels. A door counts once, according to its weight, however many sessions
+it has. A share is a group of sessions that the door defines, for instance all sessions of one API key, so a
+door with many shares only divides its own turns. If several doors or shares want the stage, a call has only a
+few units of each. An idle door earns at most one unit of credit. If a session's next unit is on its way, it
+would miss a call that begins just before it arrives, and would have to wait for that call and then for its
+own. So the stage waits for the unit, for a small part of a call, if the session was punctual after its
+previous answer (anticipatory scheduling, Iyer and Druschel, 2001).
 """
 
 from collections import Counter, deque
@@ -19,19 +20,21 @@ from partition.serve.messages import UNIT_TOKENS_MAX, UnitWork
 from partition.serve.served_session import ServedSession, SessionPart
 
 BATCH_TOKENS_MAX = 1_024
-"""Tokens of one call to the stage: two of the largest chunks, or one and what all sessions decode."""
+"""Maximum number of tokens of one call to the stage: two of the largest chunks, or one chunk and everything
+that all sessions decode."""
 BATCH_ROWS_MAX = ROWS_MAX
-"""Rows of logits that one call answers."""
+"""Maximum number of rows of logits in one call."""
 UNITS_BESIDE_MAX = 4
-"""Units of one door in a call, where others' sessions want the stage too: four at once take less than twice
-as long as one."""
+"""Maximum number of units of one door in a call if other doors want the stage too. Four together take less
+than twice as long as one."""
 TOKENS_BESIDE_MAX = 128
-"""Tokens for each door in such a call, of which one may take all: one chunk of a prompt."""
+"""Number of tokens per door in such a call, which one door may use completely: one chunk of a prompt."""
 WANTED_SECONDS = 1.0
-"""A session that asked for something so long ago still wants the stage: its door is at its next token."""
+"""How long after its latest unit a session still counts as wanting the stage, because its door is preparing
+the next token."""
 WAIT_PART = 0.25
-"""Part of the last call's time for which a stage waits for a unit: what that costs where it does not come. A
-session that came later than that is not waited for."""
+"""How long a stage waits for a unit, as a share of the previous call's time. This is the cost if the unit
+does not come. The stage does not wait for a session whose previous unit came later than this."""
 WEIGHT_MIN = 1e-3
 
 Share = tuple[PeerId, int]
@@ -44,11 +47,12 @@ class StageTurns:
         self._weight_of = weight_of
         self._weights: dict[PeerId, float] = {}
         self._served: dict[PeerId, float] = {}
-        """Tokens computed for each door that has a session, for its weight and from a common beginning."""
+        """The tokens computed for each door that has a session, divided by its weight, and counted from a
+        common beginning."""
         self._shares: dict[Share, float] = {}
 
     def enter(self, session: ServedSession) -> None:
-        """Note that a session was opened. A new door or share is owed nothing for the time before."""
+        """Note that a session was opened. A new door or share gets no credit for the time before."""
         door = session.door
         self._served.setdefault(door, min(self._served.values(), default=0.0))
         self._weights[door] = max(WEIGHT_MIN, self._weight_of(door))
@@ -56,7 +60,7 @@ class StageTurns:
         self._shares.setdefault((door, session.share), min(beside, default=0.0))
 
     def leave(self, session: ServedSession, left: Iterable[ServedSession]) -> None:
-        """A session is over; `left` are those of its door that are not."""
+        """Note that a session is over. `left` are the other sessions of its door."""
         shares = {each.share for each in left}
         if session.share not in shares:
             self._shares.pop((session.door, session.share), None)
@@ -65,13 +69,12 @@ class StageTurns:
             self._weights.pop(session.door, None)
 
     def give_back(self, part: SessionPart, tokens: int) -> None:
-        """Return a session's unit to the queue: it was chosen but not computed."""
+        """Undo the count for a unit that was chosen but not computed."""
         self._served[part.door] -= tokens / self._weights[part.door]
         self._shares[part.door, part.share] -= tokens
 
     def choose(self, now: float, sessions: Collection[SessionPart]) -> list[SessionPart]:
-        """Return those of a stage's sessions whose next units are computed together, of the least served
-        first."""
+        """Return the parts whose next units are computed together, the least served first."""
         ready: dict[PeerId, dict[int, deque[SessionPart]]] = {}
         for each in sessions:
             if each.may_compute:
@@ -94,7 +97,7 @@ class StageTurns:
             work = session.waiting[0].message
             assert isinstance(work, UnitWork)
             if chosen and (work.tokens > left or work.wanted > rows_left):
-                break  # it is the next to have its turn
+                break  # it has the next turn
             left -= work.tokens
             rows_left -= work.wanted
             self._served[door] += work.tokens / self._weights[door]
@@ -110,8 +113,8 @@ class StageTurns:
         return chosen
 
     def _bound_credit(self, wanting: Collection[Share]) -> None:
-        """Limit the credit of the doors that want the stage to one unit below the most served of them: a door
-        with more credit did not ask for its turns."""
+        """Limit the credit of the doors that want the stage to one unit less than the most served of them. A
+        door with more credit did not use its turns."""
         floor: dict[PeerId | None, float] = {}
         for door, share in wanting:
             served = self._served[door] - UNIT_TOKENS_MAX / self._weights[door]
@@ -123,8 +126,8 @@ class StageTurns:
 
 
 def wait_until(now: float, sessions: Collection[SessionPart], call_seconds: float) -> float:
-    """Return until when a stage waits for units on their way, -inf if for none. Its last call took
-    `call_seconds`."""
+    """Return the time until which a stage waits for units that are on their way; -inf if it need not wait.
+    Its previous call took `call_seconds`."""
     wait = WAIT_PART * call_seconds
     ready = {(each.door, each.share) for each in sessions if each.may_compute}
     return max(
@@ -141,7 +144,7 @@ def wait_until(now: float, sessions: Collection[SessionPart], call_seconds: floa
 
 
 def _wanting(now: float, sessions: Collection[SessionPart]) -> set[Share]:
-    """Return the shares that want the stage: a unit waits, or came within `WANTED_SECONDS`."""
+    """Return the shares that want the stage: one of their units waits, or came within `WANTED_SECONDS`."""
     return {
         (each.door, each.share)
         for each in sessions

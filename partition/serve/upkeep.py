@@ -1,20 +1,21 @@
-"""How a service keeps its number of replicas without a coordinator: the view of one stage of a member, a
-sans-IO core.
+"""The upkeep of a service's number of replicas without a coordinator: one member's view, for one stage that
+it holds. A sans-IO core.
 
-Every member sends all others its stage and the members that it knows. A leaving member says so; one that was
-silent for some seconds, or whose stream broke, does not count until it reports again. If a stage has fewer
-members than wished, the members act in the order of a hash of the member and the stage: the first at once,
-each further one some seconds later if the replica is still missing, so that a dead first member blocks
-nothing. Two members that act at once create a surplus replica, which serves like any other. No member drops
-its stage because of it, since one lying member could then empty a stage. If a stage has no holder and no
-other node takes it, a member takes it too, as a stopgap: it answers but does not count as a replica, so the
-search for another node continues. Once a replica has answered beside it for a while, it drops the stage. A
-member has a `ServiceUpkeep` for each of its stages; that of a stopgap finds no others.
+Every member sends to all others its stage and the members that it knows. A leaving member announces it. A
+member that was silent for some seconds, or whose stream broke, does not count until it reports again. If a
+stage has fewer members than wished, the members act in an order given by a hash of the member and the stage.
+The first acts immediately, and each further member some seconds later if the replica is still missing, so a
+dead first member blocks nothing. If two members act simultaneously, there is a surplus replica, which serves
+like any other. No member gives up its stage because of a surplus, because then one lying member could empty a
+stage. If a stage has no holder and no other node takes it, a member takes it too, as a *stopgap*: it answers
+but does not count as a replica, so the search for another node continues. Once a replica has answered in
+addition to the stopgap for a while, the member gives the stage up. A member has a `ServiceUpkeep` for each of
+its stages; the one of a stopgap does not look for other members.
 
 A member is introduced by the publisher or by the member that recruited it, and then by members that know it.
-Messages of strangers are ignored, so that no stranger makes a service look complete.
+Messages of unknown peers are ignored, so that they cannot make a service look complete.
 
-The driver finds a node that takes the stage: it answers `Recruit` by `recruited`.
+The driver finds a node that takes the stage: it answers `Recruit` with `recruited`.
 """
 
 from collections.abc import Collection
@@ -30,35 +31,38 @@ from partition.serve.messages import ROLL_ROWS_MAX, Roll, ServiceRow
 
 TELL_SECONDS = 1.0
 FORGET_SECONDS = 5.0
-"""A member that is silent for this long no longer counts. Its sessions have left it long before."""
+"""How long a member may be silent before it no longer counts. Its sessions have left it long before."""
 HEARSAY_SECONDS = 6.0
-"""How long a peer is told that others have named as a member and that has said nothing itself. A new member
-looks for nobody else for that peer's stage meanwhile: both begin at once, and a busy machine may take seconds
-to dial."""
+"""How long a peer that other members have named, but that has sent nothing itself, is still sent messages.
+Meanwhile a new member does not look for another holder of that peer's stage: both may have started at the
+same time, and a busy machine may take seconds to dial."""
 SETTLE_SECONDS = 3.0
-"""Before a new member finds anything else missing: it has to hear from the others first."""
+"""How long a new member waits before it considers any stage missing. It must hear from the others first."""
 TURN_SECONDS = 2.0
-"""How much later the next member acts where a replica is missing."""
+"""How much later each further member acts if a replica is missing."""
 PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 1.0, 20.0
-"""Between two attempts where nobody took the stage: a swarm without a free slot is not asked without end."""
+"""Minimum and maximum wait between two attempts if no node took the stage, so that a swarm without a free
+slot is not asked constantly."""
 RELIEF_SECONDS = 10.0
-"""How long another has to answer for a stage before its stopgap drops it: one that is about to leave has the
-stopgap take over, and one that comes and goes moves no session twice."""
+"""How long another member must answer for a stage before a stopgap gives the stage up. So the stopgap still
+takes over if that member is about to leave, and no session moves twice if it comes and goes."""
 STALL_SECONDS = 2.0
-"""Without a call for this long this node itself was suspended, and others' silence does not count."""
+"""If this node was not called for this long, it was itself suspended, and the silence of others does not
+count."""
 FORMER_SECONDS, FORMER_TELL_SECONDS = 60.0, 5.0
-"""How long, and how often, a member that was lost is told all the same. A machine that was cut off has lost
-all others too: without a word from either side it would begin the whole service anew."""
+"""How long, and how often, a lost member is still sent messages. A machine that was cut off has lost all
+other members too, so without a message from either side it would build up the whole service anew."""
 MEMBERS_MAX = ROLL_ROWS_MAX
 STAGES_PER_PEER_MAX = 8
-"""Stages of one service that a peer may say it holds: a liar fills no table. What was cut into more does not
-fit one machine either."""
+"""Maximum number of stages of one service that a peer may claim to hold, so that a liar cannot fill the
+table. A model that is cut into more stages does not fit on one machine anyway."""
 
 
 @dataclass(frozen=True)
 class Recruit:
-    """Let a node outside `members` hold this stage; if it `is_empty` and no other node does, one of them, as
-    a stopgap. The `failed` are not asked: they could not load it recently, or it keeps ending there."""
+    """Find a node outside of `members` to hold this stage. If the stage `is_empty` and no such node takes it,
+    let one of the members hold it as a stopgap. The `failed` peers must not be asked: they could not load the
+    stage recently, or it keeps ending there."""
 
     service: bytes
     stage: int
@@ -69,7 +73,8 @@ class Recruit:
 
 @dataclass(frozen=True)
 class RosterChanged:
-    """For each stage of a service its members that answer; `wished` of each."""
+    """The members of each stage of a service that answer now; `wished` is the wanted number for each
+    stage."""
 
     service: bytes
     ready: tuple[tuple[PeerId, ...], ...]
@@ -78,7 +83,7 @@ class RosterChanged:
 
 @dataclass(frozen=True)
 class Relieved:
-    """Let go of this stage: another member answers for it, and this one holds another stage."""
+    """Give up this stage: another member answers for it, and this member holds another stage."""
 
     service: bytes
     stage: int
@@ -99,7 +104,7 @@ class _Member:
 
 
 class ServiceUpkeep:
-    """One service, as this member `me` of stage `stage` sees it."""
+    """One service, as the member `me` that holds the stage `stage` sees it."""
 
     def __init__(
         self,
@@ -116,7 +121,7 @@ class ServiceUpkeep:
         self.events: list[Event] = []
         self.is_ready = False
         self.is_stopgap = is_stopgap
-        """Whether this member has another stage that it holds for good."""
+        """Whether this member holds another stage permanently, and this one only as a stopgap."""
         self.deadline = now
         self._me = me
         self._service = service
@@ -124,15 +129,15 @@ class ServiceUpkeep:
         self._wished = wished
         self._stage = stage
         self._members: dict[tuple[PeerId, int], _Member] = {}
-        """Others, and this one by its other stages."""
+        """Other members, and this member with its other stages."""
         self._relief_since = inf
         self._former: dict[PeerId, float] = {}
-        """When each was lost."""
+        """The time when each former member was lost."""
         self._former_told_at = now
         self._missing_since: dict[int, float] = {}
         self._recruiting: set[int] = set()
         self._pauses: dict[int, tuple[float, float]] = {}
-        """For a stage that no node took: when it is offered again, and the pause after that."""
+        """For each stage that no node took: the time when it is offered again, and the wait after that."""
         self._backoff: StageBackoff[tuple[PeerId, int]] = StageBackoff(MEMBERS_MAX)
         self._told: tuple[tuple[PeerId, ...], ...] = ()
         self._began_at = self._seen_at = now
@@ -153,29 +158,29 @@ class ServiceUpkeep:
         return (ServiceRow(self._me, self._stage, self.is_ready, self.is_stopgap), *others)[:ROLL_ROWS_MAX]
 
     def ready(self, now: float) -> Sends:
-        """Note that this member's stage answers now. Missing stages are offered again at once: while it was
-        loading, this member could take no other one."""
+        """Note that this member's stage answers now. Missing stages are offered again immediately, because
+        this member could take no other stage while it was loading."""
         self._note(now)
         self.is_ready = True
         self.offered(now)
         return self._tell(now)
 
     def leave(self) -> Sends:
-        """Tell all others that this member drops the stage."""
+        """Return the messages that tell all others that this member gives up the stage."""
         roll = Roll(self._service, self._stage, False, True)
         return [(peer, roll) for peer in self._peers()]
 
     def receive(self, now: float, sender: PeerId, message: Roll) -> Sends:
-        """Take a member's message. Raises RemoteProtocolError."""
+        """Handle a member's message. Raises RemoteProtocolError."""
         if message.service != self._service or message.stage >= self._stages:
-            raise RemoteProtocolError("a roll of another service, or of a stage that it has not")
+            raise RemoteProtocolError("a roll is about another service, or about a stage that does not exist")
         key = sender, message.stage
         if key == (self._me, self._stage):
             return []
         self._note(now)
         known, held = self._members.get(key), self._stages_of(sender)
         if not held and sender not in self._former and sender != self._me:
-            return []  # no member has named it
+            return []  # no member has named this peer
         if message.is_leaving:
             self._drop(now, key, is_said=True)
         elif known is not None or (
@@ -192,7 +197,7 @@ class ServiceUpkeep:
         return []
 
     def introduce(self, now: float, rows: Collection[ServiceRow]) -> None:
-        """These are members, as the publisher says, or another member."""
+        """Add members that the publisher or another member has named."""
         self._note(now)
         self._learn(now, rows)
         self.deadline = min(self.deadline, now + TELL_SECONDS / 4)
@@ -209,7 +214,7 @@ class ServiceUpkeep:
         )
 
     def lost(self, now: float, peer: PeerId) -> Sends:
-        """Note that the stream from a member broke: it does not count until it tells again."""
+        """Note that the stream from a member broke. The member does not count until it reports again."""
         self._note(now)
         if held := self._stages_of(peer):
             for stage in held:
@@ -219,11 +224,11 @@ class ServiceUpkeep:
         return []
 
     def stay(self, now: float) -> None:
-        """Make this stage permanent: the member has dropped its previous one."""
+        """Make this stage permanent, because the member has given up its previous stage."""
         self.is_stopgap, self.deadline = False, min(self.deadline, now)
 
     def wake(self, now: float) -> Sends:
-        """Tell the others, forget silent members, and check for missing stages."""
+        """Report to the others, forget silent members, and check for missing stages."""
         self._note(now)
         if now < self.deadline:
             return []
@@ -236,8 +241,8 @@ class ServiceUpkeep:
         return self._tell(now)
 
     def _note(self, now: float) -> None:
-        """Take no time into account in which this member itself did not run, as on a machine that was frozen:
-        what the others told meanwhile is still to be read."""
+        """Note the time. Time in which this node itself did not run, for instance because the machine was
+        frozen, does not count: others' messages from that time are still unread."""
         stall, self._seen_at = now - self._seen_at, now
         if stall < STALL_SECONDS:
             return
@@ -270,7 +275,7 @@ class ServiceUpkeep:
         return bool(self._pauses)
 
     def offered(self, now: float) -> None:
-        """Offer missing stages again at once, as there is a new free slot."""
+        """Offer missing stages again immediately, because there is a new free slot."""
         self._note(now)
         self._pauses.clear()
         self._look(now)
@@ -301,16 +306,16 @@ class ServiceUpkeep:
                 self._members[peer, row.stage] = _Member(row.stage, row.is_ready, now, is_hearsay=True)
 
     def _remember(self, now: float, peer: PeerId) -> None:
-        """Remember a former member: its messages count again once it is back."""
+        """Remember a former member, so that its messages count again once it is back."""
         self._former.pop(peer, None)
         self._former[peer] = now
         while len(self._former) > MEMBERS_MAX:
             del self._former[next(iter(self._former))]
 
     def _drop(self, now: float, key: tuple[PeerId, int], *, is_said: bool = False) -> None:
-        """Count a member no more, and note how its stage ended: before it answered, or, where the member
-        itself says that it let go, after. A node that was lost may be back at once, and sound; a stopgap
-        beside which another answers was relieved."""
+        """No longer count a member. Note how its stage ended, if that counts as a failure: before it
+        answered, or, if the member itself announced it, after it answered. The loss of a node does not count,
+        because the node may be back soon; nor does a stopgap that was relieved by another replica."""
         gone = self._members.pop(key, None)
         if gone is None or gone.is_hearsay:
             return
@@ -327,14 +332,14 @@ class ServiceUpkeep:
         return others or (self.is_ready and stage == self._stage)
 
     def _make_room(self) -> bool:
-        """Forget a member that was only named by others; return whether there was one."""
+        """Forget one member that others have only named; return whether there was one."""
         found = next((key for key, each in self._members.items() if each.is_hearsay), None)
         if found is not None:
             del self._members[found]
         return found is not None
 
     def _look(self, now: float) -> None:
-        """Check which members answer, and whether this member should find another."""
+        """Check which members answer, and whether this member should look for another one."""
         held: list[list[PeerId]] = [[] for _ in range(self._stages)]
         ready: list[list[PeerId]] = [[] for _ in range(self._stages)]
         members: dict[PeerId, None] = {}

@@ -405,14 +405,14 @@ def test_a_step_without_counted_samples_is_still_a_step() -> None:
 def test_a_non_finite_loss_or_norm_ends_the_run_with_advice() -> None:
     core = counting()
     count(core, 0, loss=float("nan"))
-    assert "step 0: the loss is no finite number" in failed_of(core)
+    assert "step 0: the loss is no longer finite" in failed_of(core)
     assert "learning_rate" in failed_of(core)
     core = counting()
     count(core, 0, 1)
     for who in REPLICAS:
         name = digest(PLAN.stage_of(who))
         core.receive(0.0, who, Reduced(plan=PLAN_HASH, step=0, attempt=START, digest=name, squared_norm=inf))
-    assert "the gradient's norm is no finite number" in failed_of(core)
+    assert "the gradient's norm is no longer finite" in failed_of(core)
 
 
 def test_different_totals_are_reduced_again_and_the_third_time_one_is_lost() -> None:

@@ -33,7 +33,7 @@ def test_a_peer_gets_no_more_sessions_than_the_owner_allows() -> None:
                     nursery.start_soon(ask, node, service, wish(tokens=400), seen)
                 await until(lambda: all(running))
                 what = await refused(node, service)
-                assert "2 sessions of this peer here already, as many as its owner allows" in what
+                assert "this peer has 2 sessions here, as many as the owner allows" in what
                 holder = group.nodes[next(iter(holders(group)))]
                 assert await ask(holder, service, wish()) == reference(wish())
                 nursery.cancel_scope.cancel()

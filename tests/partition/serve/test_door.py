@@ -398,7 +398,7 @@ def test_hidden_states_that_only_an_older_version_could_answer_fail() -> None:
             world.doors[DOOR].note_former(peer)
     world.settle()
     assert world.finished[key].reason == "failed"
-    assert "its version answers no hidden states" in world.finished[key].detail
+    assert "its version cannot answer with hidden states" in world.finished[key].detail
 
 
 @pytest.mark.parametrize(
