@@ -12,10 +12,10 @@
 
 There is one stream per ordered pair of peers, so messages between two peers stay in order. A session belongs
 to its door: its id is random, the providers identify it together with the door's key, and they accept its
-units only from the previous peer that the door named. A unit is `(session, position, tokens)`. It may have several
-tokens, and begin at any position up to the kept length, so chunks, rollback and verification need no other
-format. A session may begin with the first tokens of another session of the same door (`OpenSession.base`),
-which every stage of both has computed; its first unit then comes after these tokens.
+units only from the previous peer that the door named. A unit is `(session, position, tokens)`. It may have
+several tokens, and begin at any position up to the kept length, so chunks, rollback and verification need no
+other format. A session may begin with the first tokens of another session of the same door
+(`OpenSession.base`), which every stage of both has computed; its first unit then comes after these tokens.
 
 A peer may hold several stages of one service. The door opens the session there for each of them, and the peer
 passes units between two successive stages to itself. Closing, resting and leaving apply to all of its stages.
