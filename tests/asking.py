@@ -1,4 +1,4 @@
-"""Runs whose questions to other nodes a test hears, for one that dies at a certain question."""
+"""Intercept the questions that runs ask other nodes, for tests in which a node dies at a certain question."""
 
 from collections.abc import Awaitable, Callable
 
@@ -9,11 +9,11 @@ from node.seams import Parts
 
 Ask = Callable[[], Awaitable[wire.Reply]]
 Heard = Callable[[PeerId, PeerId, wire.Request, Ask], Awaitable[wire.Reply]]
-"""Hears who asks, who is asked, and the question; awaits the last to ask it."""
+"""Receives the asking peer, the asked peer, the question, and a function that really asks it."""
 
 
 def asking_through(heard: Heard) -> Parts:
-    """Return the classes of nodes whose questions go through `heard`."""
+    """Return replacement classes for nodes, so that all questions of their runs go through `heard`."""
 
     class HeardRuns(Runs):
         async def ask(self, peer: PeerId, request: wire.Request, seconds: float) -> wire.Reply:

@@ -1,5 +1,5 @@
-"""Access to a real browser: Playwright (extra `browser`), and a Chromium on the path or at PEERLOOM_CHROMIUM.
-Tests that need one are skipped with a reason.
+"""Access to a real browser: Playwright (extra `browser`), with a Chromium from PATH or PEERLOOM_CHROMIUM. If
+one is missing, the tests that need it are skipped with a reason.
 """
 
 import os
@@ -15,23 +15,24 @@ FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 
 
 def find() -> str | None:
-    """Return the program of a Chromium."""
+    """Return the path of a Chromium; None if there is none."""
     named = os.environ.get("PEERLOOM_CHROMIUM")
     return named or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 def require() -> str:
-    """Return the program of a Chromium; skip the test without one, or without a driver for it."""
+    """Return the path of a Chromium. Skip the test if Chromium or Playwright is missing."""
     pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install '.[browser]'")
     path = find()
     if path is None:
-        pytest.skip("no Chromium on this machine: name one by PEERLOOM_CHROMIUM")
+        pytest.skip("no Chromium on this machine: set PEERLOOM_CHROMIUM to the path of one")
     return path
 
 
 @contextmanager
 def opened(**context: Any) -> Iterator[Any]:
-    """Yield a page of a browser, with its errors as `complaints`; skip the test without a browser."""
+    """Yield a browser page whose errors are collected in `complaints`. Skip the test if there is no
+    browser."""
     path = require()
     from playwright.sync_api import sync_playwright  # an extra that may be missing
 

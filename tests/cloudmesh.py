@@ -1,8 +1,8 @@
-"""The play behind docs/cloudmesh.md: real nodes, a user's commands, and their output.
+"""Plays the commands behind docs/cloudmesh.md on real nodes, and records their output.
 
-`Play` holds the nodes, runs commands, and records input and output by the key of a case, such as "4.11
-typical". `tests.cloudmesh_report` has the functions of the report with their cases, and makes the page from
-both. `tests.test_cloudmesh` plays.
+`Play` holds the nodes, runs commands, and records input and output under the key of a case, such as "4.11
+typical". `tests.cloudmesh_report` lists the functions of the report with their cases, and makes the page from
+the cases and the record. `tests.test_cloudmesh` plays.
 """
 
 import json
@@ -25,28 +25,28 @@ from tests.source import ROOT
 PAGE = ROOT / "docs" / "cloudmesh.md"
 COMMAND_SECONDS_MAX = 300.0
 LINES_MAX = 6
-"""Lines of a command's output in the page."""
+"""Maximum number of lines of a command's output on the page."""
 NAMES = "abc"
-"""The initial nodes: a requests, b and c provide, and each also has the other role."""
+"""The initial nodes: a requests runs, b and c provide, and each also has the other role."""
 ADDRESS = re.compile(
     r"\b(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}(?=:\d)"
     r"|\[[0-9a-f:]*[0-9a-f]{2}[0-9a-f:]*\](?=:\d)"
 )
-"""An address of this machine, which does not matter to readers."""
+"""Matches an address of this machine, which does not matter to readers."""
 
 
 @dataclass
 class Play:
-    """Nodes below `folder`, the commands typed at each, and their output."""
+    """Nodes whose data is below `folder`, the commands typed at each, and their output."""
 
     folder: Path
     swarm: SwarmProcesses = field(init=False)
     script: Path = field(init=False)
     pause: Callable[[float], None] = time.sleep
     shown: dict[str, list[str]] = field(default_factory=dict)
-    """By case, the lines of the page: the command and the shown part of its output."""
+    """The lines of the page for each case: the command and the shown part of its output."""
     typed: str = ""
-    """The last command."""
+    """The latest command."""
     singles: "list[Single]" = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Play:
         )
 
     def end(self, process: "subprocess.Popen[str]", *, code: int | None = 0) -> str:
-        """Return a command's output once it has ended with this code; None: with any but 0."""
+        """Return a command's output once it has ended with exit code `code` (None: any code but 0)."""
         try:
             said, _ = process.communicate(timeout=COMMAND_SECONDS_MAX)
         except subprocess.TimeoutExpired:
@@ -133,13 +133,13 @@ class Play:
             )
         if wanted:
             lines = [line for line in lines if any(re.search(each, line) for each in wanted)]
-        lines = list(dict.fromkeys(lines))  # a node reports the same for both address families
+        lines = list(dict.fromkeys(lines))  # a node reports the same event for both address families
         for key in keys.split(", "):
             kept = self.shown.setdefault(key, [])
             kept += [line for line in (self._plain(self.typed), *lines[:LINES_MAX]) if line not in kept]
 
     def _plain(self, line: str) -> str:
-        """Return a line without details of this play."""
+        """Return a line without details that differ from play to play."""
         line = line.replace(str(self.folder), "/data").replace(sys.executable, "python")
         return ADDRESS.sub("192.168.1.20", line).rstrip()[:160]
 
@@ -156,7 +156,7 @@ class Play:
         at_once: Callable[[int], None] = lambda _: None,
     ) -> "Single":
         """Type `peerloom FLAGS` and return once it prints `until`, or has ended. The node is in a swarm of
-        its own, with an empty data folder by default. `at_once` gets its process id."""
+        its own, and by default its data folder is empty. `at_once` receives its process id."""
         self.typed = "peerloom " + " ".join(flags)
         name = f"single-{len(self.singles)}"
         folder = data_dir or self.folder / name
@@ -189,7 +189,7 @@ class Play:
 
 @dataclass(frozen=True)
 class Single:
-    """A node started by its own command line, with the file of its output."""
+    """Start a node by its own command line, with its output in a file."""
 
     process: "subprocess.Popen[bytes]"
     log: Path
@@ -202,7 +202,7 @@ class Single:
 
 @contextmanager
 def taken_port() -> Iterator[int]:
-    """Yield a port at which another program listens."""
+    """Yield a port on which another program is already listening."""
     with ExitStack() as stack:
         other = stack.enter_context(socket.socket())
         other.bind(("0.0.0.0", 0))

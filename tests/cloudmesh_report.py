@@ -1,9 +1,9 @@
-"""The functions of CloudMesh's report by number, their cases here, and the page of all of them.
+"""The functions of CloudMesh's report by number, with their cases here, and the page that shows them all.
 
-A `Section` is a function of the report's section 4, with its typical, exceptional and alternative case;
+A `Section` is one function of section 4 of the report, with its typical, exceptional and alternative case;
 functions without a number are not in the report. `Case.tests` (FILE::NAME) prove a case that real nodes on
-one machine cannot show, or show only in part. `page` makes docs/cloudmesh.md from these and from the record
-of `tests.cloudmesh.Play`; `shown_in` reads that back.
+one machine cannot show, or show only in part. `page` makes docs/cloudmesh.md from the sections and from the
+record of `tests.cloudmesh.Play`; `shown_in` reads the record back from the page.
 """
 
 import re
@@ -18,7 +18,7 @@ PLAY = "tests/test_cloudmesh.py::test_a_part_of_the_play_of_real_nodes"
 
 @dataclass(frozen=True)
 class Case:
-    """A sentence on what happens here; `is_played`: the play shows it."""
+    """`text` says what happens here; `is_played` is whether the play shows it."""
 
     kind: str
     text: str
@@ -28,7 +28,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Section:
-    """One function; `number` is the report's."""
+    """One function; `number` is its number in the report."""
 
     number: str
     title: str
@@ -65,13 +65,13 @@ REPORT = (
         "4.1",
         "Initialise a requester (port)",
         (
-            typical("Ready at the port that was asked for, for both address families."),
+            typical("The node listens on the requested port, for both address families."),
             exceptional(
-                "A port outside of 1 to 65535 is refused. A machine that dies on the way starts again "
-                "with the "
-                "same identity. A package that is missing or a Python that is too old is said with the "
-                "command "
-                "that installs it.",
+                (
+                    "A port outside 1 to 65535 is refused. A machine that dies on the way "
+                    "starts again with the same identity. If a package is missing or the "
+                    "Python is too old, the error names the command that installs it."
+                ),
                 "tests/node/test_buckets.py::"
                 "test_a_missing_package_for_a_bucket_is_named_with_its_installation",
             ),
@@ -86,28 +86,32 @@ REPORT = (
         (
             typical("It asks a node, is admitted, and each lists the other."),
             exceptional(
-                "A port that is taken is an error that ends the program where `--listen` names it exactly. A "
-                "seed that does not answer is said, and asked again.",
+                (
+                    "A port that is taken ends the program with an error if `--listen` names "
+                    "exactly that port. A seed that does not answer is reported, and asked "
+                    "again."
+                ),
                 "tests/node/test_blocked_datagrams.py::"
                 "test_nodes_without_udp_join_stay_alive_and_find_records",
             ),
-            alternative("A port that is taken: `--port` moves on to the next free one, and says so."),
+            alternative("If the port is taken, `--port` moves on to the next free one, and says so."),
         ),
     ),
     Section(
         "4.3",
         "A requester's location",
         (
-            typical("Kept for the life of the node, and told to the others."),
+            typical("The node keeps it as long as it runs, and sends it to the others."),
             elsewhere(
                 EXCEPTIONAL,
-                "Behind a VPN the place that is claimed is wrong: round trips to the others say so, the "
-                "claim is doubted, and the nearest place counts. No run with `place` or `near` lands there.",
+                (
+                    "Behind a VPN the claimed place is wrong. Round trips to the others show "
+                    "that, so the claim is doubted, and the nearest place counts instead. No "
+                    "run with `place` or `near` is placed there."
+                ),
                 "tests/node/test_places.py::test_latency_exposes_a_wrong_location_which_gets_no_stage",
             ),
-            alternative(
-                "Entered by hand: every location is, and `near` without one goes by round trips alone."
-            ),
+            alternative("Every location is entered by hand; without one, `near` goes by round trips alone."),
         ),
     ),
     Section(
@@ -115,11 +119,14 @@ REPORT = (
         "Training data (path)",
         (
             typical("The path is read, checked and described with its parts before anything starts."),
-            exceptional("A part that is missing is said before the run is placed."),
+            exceptional("A missing part is reported before the run is placed."),
             alternative(
-                "URLs and buckets work by their kind (http, https, s3, gs); any other is refused with "
-                "those, and "
-                "a bucket without its package with the command that installs it.",
+                (
+                    "URLs and buckets are read according to their kind (http, https, s3, "
+                    "gs). Any other kind is refused with a list of these. A bucket whose "
+                    "package is missing is refused with the command that installs the "
+                    "package."
+                ),
                 "tests/node/test_buckets.py::test_a_table_in_a_bucket_is_read_from_a_real_server",
             ),
         ),
@@ -128,13 +135,14 @@ REPORT = (
         "4.5",
         "Configuration of a run (file)",
         (
-            typical("Batch, rate, epochs, peers, model and data of a RUN.toml: trained."),
+            typical("Batch, rate, epochs, peers, model and data of a RUN.toml are read, and the run trains."),
             exceptional(
-                "A model of 100 billion parameters by batches of one is refused by the requester, before any "
-                "provider is asked, with what one layer needs and what the largest peer offers."
+                "A model of 100 billion parameters with batches of one is refused by the "
+                "requester before any provider is asked. The error names what one layer "
+                "needs and what the largest peer offers."
             ),
             alternative(
-                "No model at all: images take the defaults of `vision`, a text those of `language`.",
+                "Without a model, images take the defaults of `vision` and a text those of `language`.",
                 "tests/node/test_task_defaults.py::test_a_run_without_a_model_takes_that_of_its_kind",
             ),
         ),
@@ -145,11 +153,11 @@ REPORT = (
         (
             typical("16 samples an iteration."),
             exceptional(
-                "Outside of 1 to 1,048,576, or more than the model or a step takes: refused with the "
-                "most that "
-                'goes. It is not clipped in silence: `microbatch = "auto"` chooses what providers can bear.'
+                "A value outside 1 to 1,048,576, or more than the model or a step takes, is refused with the "
+                "largest that is possible. It is not clipped in silence. "
+                '`microbatch = "auto"` chooses a size that the providers can bear.',
             ),
-            alternative("None is given: 128, or 64 for a language model."),
+            alternative("The default is 128, or 64 for a language model."),
         ),
     ),
     Section(
@@ -158,12 +166,17 @@ REPORT = (
         (
             typical("0.001, 0.01 or 0.1."),
             exceptional(
-                "100 is refused. One that overflows within the range ends the run with its step, or "
-                "skips that "
-                "step; no provider ends.",
+                (
+                    "100 is refused. A rate within the range that makes the training "
+                    "overflow ends the run with the step named, or skips that step; no "
+                    "provider stops."
+                ),
                 "tests/test_runs_end.py::test_a_run_that_diverges_ends_with_its_last_good_checkpoint",
             ),
-            alternative("Below 0: refused, not replaced by 0.001, which is the default where none is given."),
+            alternative(
+                "A negative rate is refused. It is not replaced by 0.001, which is "
+                "the default if none is given."
+            ),
         ),
     ),
     Section(
@@ -172,9 +185,9 @@ REPORT = (
         (
             typical("A number of passes over the training samples."),
             exceptional(
-                "A part of an epoch is as many steps. More than 10,000,000 steps are refused, so that a "
-                "provider "
-                "is released one day; its owner releases it at once, whatever was asked for."
+                "A fraction of an epoch is trained as that many steps. More than "
+                "10,000,000 steps are refused, so that a provider is free again one day. "
+                "The provider's owner can release it at any time, whatever was asked for."
             ),
         ),
     ),
@@ -184,7 +197,7 @@ REPORT = (
         (
             typical("A built-in model, a captured file, a Hugging Face folder or a function of one's own."),
             exceptional(
-                "100 billion parameters: as in 4.5. An unknown name is refused with the nearest one."
+                "For 100 billion parameters, see 4.5. An unknown name is refused with the nearest known one."
             ),
             alternative("`vision` and `language` are the named defaults."),
         ),
@@ -193,14 +206,17 @@ REPORT = (
         "4.10",
         "Desired device: CPU, GPU, MPS",
         (
-            typical("Only peers that compute on it are taken."),
+            typical("Only peers that compute on the wanted device are taken."),
             exceptional(
-                "A kind that nobody has: how many have it is said. A kind that is not supported: refused."
+                "If nobody has that kind, the error says how many do. A kind that is not "
+                "supported is refused."
             ),
             alternative(
-                "`common`: the most frequent kind near by. Where none is given every kind counts by its "
-                "measured "
-                "speed, so that one GPU beside three CPUs is not left out.",
+                (
+                    "`common` takes the most frequent kind nearby. By default every kind "
+                    "counts by its measured speed, so that one GPU among three CPUs is not "
+                    "left out."
+                ),
                 "tests/node/test_places.py::test_devices_are_tried_in_order_and_the_outcome_is_reported",
             ),
         ),
@@ -209,28 +225,32 @@ REPORT = (
         "4.11",
         "Number of providers wanted",
         (
-            typical("Found, connected and named."),
+            typical("The providers are found, connected and named."),
             exceptional(
-                "`replicas_min` insists: an error says how many there are. `--wait` waits for more.",
+                (
+                    "With `replicas_min`, too few peers are an error that says how many "
+                    "there are. `--wait` waits for more."
+                ),
                 "tests/test_runs_end.py::test_a_run_waits_for_missing_peers_if_asked_to",
             ),
-            alternative(
-                "`stages` and `replicas` are reduced by themselves to what exists, and that is said."
-            ),
+            alternative("`stages` and `replicas` are reduced to what exists, and the reduction is reported."),
         ),
     ),
     Section(
         "4.12",
         "A requester leaves",
         (
-            typical("Said, confirmed, and forgotten by the others."),
+            typical("The goodbye is sent and confirmed, and the others forget the node."),
             exceptional(
-                "The goodbye is lost: here the process is killed. Within seconds nobody lists it; no "
-                "ghost stays.",
+                (
+                    "The goodbye is lost, because here the process is killed. Within seconds "
+                    "nobody lists the node; no ghost stays."
+                ),
                 "tests/node/test_leaving.py::test_a_process_that_cannot_end_in_order_ends_all_the_same",
             ),
             alternative(
-                "While its run is under way: the members finish it, and the requester has handed over first."
+                "It leaves while its run is under way. The requester first hands over, "
+                "and the members finish the run."
             ),
         ),
     ),
@@ -238,14 +258,12 @@ REPORT = (
         "4.13",
         "Start training",
         (
-            typical("From here on the members go by themselves; there is no coordinator."),
+            typical("From here on the members continue by themselves; there is no coordinator."),
             exceptional(
                 "A provider vanishes between assignment and start: it is killed as soon as it holds the "
                 "lease."
             ),
-            alternative(
-                "Another provider is looked for, to the number that was wanted, and the run is done."
-            ),
+            alternative("Other providers are looked for, up to the wanted number, and the run completes."),
         ),
     ),
     Section(
@@ -254,25 +272,24 @@ REPORT = (
         (
             typical("The weights are fetched, and all providers are free again."),
             exceptional(
-                "There is no leader that could be gone: the requester left before the end, as in 4.12.",
+                "There is no leader that could vanish: the requester left before the end, as in 4.12.",
                 "tests/test_requester_restarts.py::"
                 "test_a_requester_that_was_restarted_hears_how_its_run_ended",
             ),
-            alternative("Any member has the result: another node fetches it."),
+            alternative("Every member has the result, so another node fetches it."),
         ),
     ),
     Section(
         "4.15",
         "Initialise a provider",
         (
-            typical("As 4.1, with what it gives."),
+            typical("As 4.1; in addition the node states what it offers."),
             exceptional(
-                "Too little memory or too few cores are said at the start. A full disk is an alert.",
+                "Too little memory or too few cores are reported at the start. A full disk raises an alert.",
                 "tests/node/alerts/test_alerts.py::test_a_full_disk_wrong_clock_and_bad_peer_are_reported",
             ),
             alternative(
-                "Load in the background makes it slower: here a provider stood still for two seconds in "
-                "mid-run."
+                "Background load makes a provider slower: here one stood still for two seconds in mid-run."
             ),
         ),
     ),
@@ -289,31 +306,37 @@ REPORT = (
         "4.17",
         "A provider's location",
         (
-            typical("As 4.3; a run that asks for the place is placed there."),
+            typical("As 4.3; a run that asks for this place is placed here."),
             elsewhere(
                 EXCEPTIONAL,
                 "As 4.3.",
                 "tests/node/test_places.py::test_latency_exposes_a_wrong_location_which_gets_no_stage",
             ),
-            alternative("Entered by hand, at the start or while it runs."),
+            alternative("The place is entered by hand, at the start or while the node runs."),
         ),
     ),
     Section(
         "4.18",
         "Memory offered",
         (
-            typical("So much, of which the planner picks by need."),
-            exceptional("Too little is said, with the reason; what does not fit is not placed there."),
-            alternative("None is given: 80 % of what there is."),
+            typical("The planner may use up to this much, and takes what a run needs."),
+            exceptional(
+                "Too little memory is reported with the reason, and no stage that "
+                "does not fit is placed there."
+            ),
+            alternative("The default is 80 % of the machine's memory."),
         ),
     ),
     Section(
         "4.19",
         "Cores offered",
         (
-            typical("So many."),
-            exceptional("Fewer than slots: said. More than there are: corrected, and said."),
-            alternative("None is given: all."),
+            typical("The node offers this many."),
+            exceptional(
+                "Fewer cores than slots are reported. A number above the machine's "
+                "cores is corrected, and that is reported."
+            ),
+            alternative("The default is all cores."),
         ),
     ),
     Section(
@@ -321,21 +344,21 @@ REPORT = (
         "Device: CPU, GPU, MPS",
         (
             typical("`auto` prefers a GPU, then MPS, then the CPU."),
-            exceptional("A wrong declaration is found when it is used, and said."),
-            alternative("It falls back to the CPU and goes on."),
+            exceptional("A wrong declaration is detected when the device is used, and reported."),
+            alternative("The node falls back to the CPU and goes on."),
         ),
     ),
     Section(
         "4.21",
         "Accept requests",
         (
-            typical("Marked as ready; a slot holds one task at a time."),
+            typical("The node is marked as ready; a slot holds one task at a time."),
             exceptional(
-                "Several requesters at once: each slot goes to one.",
+                "Several requesters ask simultaneously, and each slot goes to one of them.",
                 "tests/node/test_slots.py::test_one_of_two_racing_requesters_gets_the_provider",
             ),
             alternative(
-                "The others are told why, look for another provider, and try again: all are served.",
+                "The others get the reason, look for another provider, and try again, until all are served.",
                 "tests/node/test_turns.py::test_each_of_a_hundred_submissions_gets_its_turn",
             ),
         ),
@@ -344,9 +367,9 @@ REPORT = (
         "4.22",
         "A provider leaves",
         (
-            typical("Said to all, confirmed."),
-            exceptional("The goodbye is lost, as in 4.12: a death is found by probes."),
-            alternative("While it holds a stage: the stage is handed over, and the run goes on."),
+            typical("The goodbye is sent to all, and confirmed."),
+            exceptional("The goodbye is lost, as in 4.12, so probes detect the death."),
+            alternative("The node holds a stage: the stage is handed over, and the run goes on."),
         ),
     ),
 )
@@ -367,11 +390,14 @@ BEYOND = (
         "Pausing and changing a run",
         (
             typical(
-                "From the next step on, on all members alike, signed by the requester.",
+                (
+                    "The change takes effect at the next step, on all members alike, and is "
+                    "signed by the requester."
+                ),
                 "tests/test_revisions.py::test_a_revised_learning_rate_survives_the_committers_death",
             ),
             exceptional(
-                "Another's run cannot be stopped.",
+                "Nobody can stop another's run.",
                 "tests/test_runs_end.py::test_only_the_requester_may_stop_a_run",
             ),
         ),
@@ -381,8 +407,10 @@ BEYOND = (
         "Validation and the best state",
         (
             typical(
-                "On samples of its own; it ends where it no longer improves, and the best state is the "
-                "result.",
+                (
+                    "The run is validated on samples of its own. It ends when it no longer "
+                    "improves, and the best state is the result."
+                ),
                 "tests/test_validation.py::test_a_run_stops_early_at_the_same_step_though_its_committer_dies",
                 "tests/test_validation.py::test_the_result_is_the_state_that_validated_best",
             ),
@@ -393,7 +421,10 @@ BEYOND = (
         "Predictions on new samples",
         (
             typical(
-                "Outputs, metrics by name and a confusion matrix, as a file and a picture.",
+                (
+                    "The outputs are written to a file, with metrics by name and a confusion "
+                    "matrix as a picture."
+                ),
                 "tests/test_predict.py::test_outputs_are_those_of_the_model_and_are_compared_with_the_truth",
             ),
             elsewhere(
@@ -408,12 +439,12 @@ BEYOND = (
         "Shares by what each has given",
         (
             typical(
-                "By receipts that both sides have signed.",
+                "The shares follow from receipts that both sides have signed.",
                 "tests/node/test_turns.py::test_requesters_that_always_want_more_get_shares_by_their_weights",
             ),
             elsewhere(
                 EXCEPTIONAL,
-                "A receipt for a run that was never here is not signed.",
+                "A receipt for a run that this node never took part in is not signed.",
                 "tests/node/test_receipts.py::test_a_receipt_for_a_run_that_was_never_here_is_not_signed",
             ),
         ),
@@ -423,10 +454,10 @@ BEYOND = (
         "Data that stays with its owner",
         (
             typical(
-                "Each trains on its own set of that name; only models are averaged.",
+                "Each peer trains on its own data set of that name; only models are averaged.",
                 "tests/node/local/test_federated.py::test_federated_members_train_on_own_data_and_send_none",
             ),
-            exceptional("Refused in exact mode, where samples would travel."),
+            exceptional("Such data is refused in exact mode, where samples would travel."),
         ),
     ),
 )
@@ -434,24 +465,28 @@ BEYOND = (
 SECTIONS = (*REPORT, *BEYOND)
 
 EXCEPTIONS = (
-    ("A provider goes in mid-training", "4.22", "tests/test_kills.py"),
+    ("A provider leaves in mid-training", "4.22", "tests/test_kills.py"),
     (
-        "Data or a model is cut off on the way",
-        "pieces and blobs are verified by hash and asked for again",
+        "The transfer of data or a model is cut off",
+        "pieces and blobs are verified by hash and requested again",
         "tests/node/test_blob_fetch.py",
     ),
     ("NAT or firewall", "it becomes a client of the DHT, and dials out", "tests/node/test_reach.py"),
-    ("Hardware is not what was declared", "4.20", "tests/node/test_limits.py"),
-    ("Data or configuration of a wrong format", "4.4, 4.5", "tests/node/test_bad_data.py"),
+    ("The hardware differs from what was declared", "4.20", "tests/node/test_limits.py"),
+    ("Data or configuration in a wrong format", "4.4, 4.5", "tests/node/test_bad_data.py"),
     (
         "Resources run out in mid-task",
         "the stage is handed over or the frames go to disk",
         "tests/test_owner_back.py",
     ),
-    ("Too few providers", "4.11: reduced, refused, or waits with `--wait`", "tests/test_runs_end.py"),
+    (
+        "Too few providers",
+        ("4.11: the run is reduced or refused, or waits with `--wait`"),
+        "tests/test_runs_end.py",
+    ),
     (
         "The bootstrap node is down",
-        "there is none: any node is joined through, and others are remembered",
+        "there is none: a node joins through any other, and remembers others",
         "tests/test_forks.py",
     ),
 )
@@ -459,10 +494,10 @@ VARIATIONS = (
     ("Slow or faulty members", "rounds go on without them", "tests/node/optimizer/test_stalls.py"),
     (
         "Another transport",
-        "TCP and UDP are two, each alone is enough",
+        "TCP and UDP are separate, and each alone is enough",
         "tests/node/test_blocked_datagrams.py",
     ),
-    ("Providers chosen by hardware", "4.10, 4.18, 4.19", "tests/node/test_places.py"),
+    ("Providers chosen by their hardware", "4.10, 4.18, 4.19", "tests/node/test_places.py"),
     ("By closeness", "4.3", "tests/node/test_places.py"),
     ("Another kind of task", "4.9: any module, a text or a table", "tests/test_corpus.py"),
     ("Epochs and partitions varied", "4.8; docs/partitions.md has ten partitions", "benchmarks/cloudmesh.py"),
@@ -471,25 +506,23 @@ VARIATIONS = (
 )
 
 MADE = (
-    "Made by a test run on real nodes, do not edit: `PEERLOOM_DOCS=write python -m pytest -n0 "
-    "tests/test_cloudmesh.py`. Indented lines are commands as they were typed in that run, each "
-    "followed by what of "
-    "its output is asserted there."
+    "Made by a test run on real nodes, do not edit: `PEERLOOM_DOCS=write python -m "
+    "pytest -n0 tests/test_cloudmesh.py`. Indented lines are commands as they were "
+    "typed in that run, each followed by the part of its output that the test "
+    "asserts."
 )
 WHAT = (
-    "CloudMesh's report describes 22 functions of a system with a bootstrap node per region and a "
-    "leader that "
-    "averages. Peerloom has neither; each section says what the function is here, in its typical, "
-    "exceptional and "
-    "alternative case. 4.8 has no alternative case in the report. The experiment of the report, "
-    "repeated with data "
-    "that can be had here, is in docs/headline.md."
+    "CloudMesh's report describes 22 functions of a system with a bootstrap node "
+    "per region and a leader that averages. Peerloom has neither, so each section "
+    "says what the function is here, in its typical, exceptional and alternative "
+    "case. In the report, 4.8 has no alternative case. docs/headline.md repeats "
+    "the report's experiment with data that can be had here."
 )
 RULE = (
-    "One rule holds for every number that a person gives: it is refused with its line where it lies "
-    "outside of its "
-    "range, before anything starts, and never replaced. What is chosen, reduced or corrected to what "
-    "exists is said."
+    "One rule holds for every number that a person gives: a number outside its "
+    "range is refused before anything starts, with the line where it stands, and "
+    "is never replaced. If something is chosen, reduced or corrected to what "
+    "exists, the program says so."
 )
 
 
@@ -538,5 +571,5 @@ def _section(section: Section, shown: Mapping[str, Sequence[str]]) -> list[str]:
             lines += [*(f"    {line}" for line in found), ""]
         tests = [*([PLAY] if case.is_played else []), *case.tests]
         lines += [f"Held by `{test}`." for test in case.tests] + ([""] if case.tests else [])
-        assert tests, f"{section.key(case)} is held by nothing"
+        assert tests, f"no command and no test shows {section.key(case)}"
     return lines

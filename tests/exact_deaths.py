@@ -1,8 +1,9 @@
-"""Deaths that fall into a named phase of a step, for `tests.test_exactness`. No tests are here.
+"""Kills a node in a named phase of a step, for `tests.test_exactness`. No tests are here.
 
 A `Death` watches the machines of every node (a replica's next work, a committer's input and output) and kills
-its victim at the instant of its phase; nothing is timed. It records the state of all members at that instant,
-and `check` asserts that it was that phase: by the victim's own machine, and by the others'.
+its victim exactly when the phase is reached, without timers. It records the state of all members at that
+instant, and `check` asserts that it was the intended phase, according to the victim's own machine and to the
+others' machines.
 """
 
 from collections import Counter
@@ -36,7 +37,7 @@ Phase = Literal[
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 COMMITTED: tuple[Phase, ...] = ("at the commit", "after the commit")
-"""An Apply is out: the step is final, and none of it is repeated."""
+"""The phase in which an Apply has been sent: the step is final, so none of it is repeated."""
 
 Sends = list[tuple[PeerId, object]]
 Work = (
@@ -69,12 +70,12 @@ class Standing:
 
     @property
     def is_untouched(self) -> bool:
-        """Return whether the replica has computed nothing of the open step."""
+        """Return whether the replica has computed nothing of the open step so far."""
         return not self.in_flight and not self.counted
 
     @property
     def has_counted_all(self) -> bool:
-        """Return whether all its micro-batches are in its sums."""
+        """Return whether all of the replica's micro-batches are in its sums."""
         return bool(self.owned) and self.counted == self.owned
 
 
@@ -99,8 +100,8 @@ def standing(shell: ReplicaShell) -> Standing:
 
 @dataclass(frozen=True)
 class Sight:
-    """The swarm at one instant: every replica, and the committer's phase, its step, and how many
-    micro-batches and reductions it knows to be counted."""
+    """The state of the swarm at one instant: every replica, the committer's phase and step, and how many
+    micro-batches and reductions the committer knows to be counted."""
 
     replicas: tuple[Standing, ...]
     phase: str
@@ -132,8 +133,8 @@ def look(group: Swarm) -> Sight:
 class Death:
     """Kills one node at one phase of one step, once.
 
-    A machine calls each method that begins with `at` before the named action, and the method returns whether
-    the victim dies; the victim then does not act.
+    A machine calls each method whose name begins with `at` before the named action. The method returns
+    whether the victim dies; in that case the victim does not act.
     """
 
     role = ""
@@ -152,13 +153,13 @@ class Death:
 
     @property
     def plan(self) -> Plan | None:
-        """Return the plan in force before the death; None before there is any."""
+        """Return the plan in force before the death; None before the run has a plan."""
         members = (member_of(self._group, name) for name in self._group.nodes)
         return next((m.plan for m in members if m is not None and m.plan is not None), None)
 
     def victim(self, plan: Plan) -> PeerId:
         """Return the member that is to die."""
-        raise AssertionError("each kind of death has a victim of its own")
+        raise AssertionError("each subclass chooses its own victim")
 
     def awaits(self, peer: PeerId, step: int | None = None) -> bool:
         """Return whether this is the victim, alive, and in its last step."""
@@ -166,7 +167,7 @@ class Death:
         return plan is not None and self.victim(plan) == peer and step in (None, self.step)
 
     def kill(self) -> None:
-        """Kill the victim now; its unsent queue is lost."""
+        """Kill the victim now; its unsent messages are lost."""
         plan = self.plan
         assert plan is not None
         self.sight = look(self._group)
@@ -180,41 +181,41 @@ class Death:
         assert self.sight.step == self.step
 
     def at_work(self, shell: ReplicaShell, item: Work) -> bool:
-        """Before a replica does an item of work."""
+        """Called before a replica does an item of work."""
         return False
 
     def at_reply(self, shell: ReplicaShell, request: api.Request) -> bool:
-        """After a stage has done a request, before its replica knows it."""
+        """Called after a stage has done a request, before its replica knows the result."""
         return False
 
     def at_done(self, shell: ReplicaShell, item: Work) -> bool:
-        """After a replica has done an item of work."""
+        """Called after a replica has done an item of work."""
         return False
 
     def at_part(self, shell: ReplicaShell) -> bool:
-        """When a summand or a sum of another replica arrives while a replica reduces."""
+        """Called when a summand or a sum of another replica arrives while a replica reduces."""
         return False
 
     def at_report(self, shell: CommitterShell, message: Any) -> bool:
-        """When a message arrives at a committer."""
+        """Called when a message arrives at a committer."""
         return False
 
     def at_saying(self, shell: CommitterShell, sends: Sends) -> bool:
-        """Before a committer sends."""
+        """Called before a committer sends."""
         return False
 
     def said(self, shell: CommitterShell, sends: Sends) -> Sends:
-        """Return the sends that get out."""
+        """Return the messages that are sent before the death."""
         return sends
 
     def holds_back(self, shell: FeederShell, ready: FeedReady) -> bool:
-        """Return whether a trainer does not get to feed this micro-batch."""
+        """Return whether a trainer dies before it feeds this micro-batch."""
         return False
 
 
 class ReplicaDeath(Death):
-    """The death of a replica, by the work that it computes. `place` is the stage's place in a list; None: the
-    second trainer, which holds one."""
+    """The death of a replica, defined by the work that it is computing. `place` is the stage's index; None
+    means the stage that the second trainer holds."""
 
     def __init__(self, phase: Phase, step: int, place: int | None) -> None:
         super().__init__(phase, step)
@@ -241,7 +242,7 @@ class ReplicaDeath(Death):
         return False
 
     def at_reply(self, shell: ReplicaShell, request: api.Request) -> bool:
-        # The last stage runs both passes in one request, which is complete by now and not yet reported.
+        # The last stage runs both passes in one request, which is complete by now but not yet reported.
         is_due = self.phase == "between forward and backward" and shell.core.is_last
         is_pass = isinstance(request, api.Forward) and request.step == self.step
         return is_due and is_pass and self.awaits(shell.core.me)
@@ -291,7 +292,8 @@ class ReplicaDeath(Death):
 
 
 class CommitterDeath(Death):
-    """The death of the committer, by its input and output. At the commit only one replica receives it."""
+    """The death of the committer, defined by its input and output. At the commit only one replica receives
+    the message."""
 
     role = "the committer"
 
@@ -299,7 +301,7 @@ class CommitterDeath(Death):
         return plan.committer
 
     def at_work(self, shell: ReplicaShell, item: Work) -> bool:
-        # If every stage has one replica no part is sent, and a sum is complete as soon as it begins.
+        # If every stage has one replica, no part is sent, and a sum is complete as soon as it begins.
         if self.phase != "during the all-reduce" or not isinstance(item, work.ReduceReady):
             return False
         is_alone = all(len(replicas) == 1 for replicas in item.members)
@@ -370,12 +372,13 @@ class CommitterDeath(Death):
 
 
 class FeedingDeath(Death):
-    """The death of the second trainer while it feeds: one of its inputs has arrived, the next never does."""
+    """The death of the second trainer while it feeds: one of its inputs has arrived, and the next one never
+    does."""
 
     role = "a second trainer that feeds"
 
     def __init__(self, step: int, *, microbatches: int) -> None:
-        """The first step from `step` on in which it feeds two micro-batches."""
+        """The first step, starting with `step`, in which the second trainer feeds two micro-batches."""
         super().__init__("before forward", step)
         self._from = step
         self._microbatches = microbatches
@@ -390,7 +393,7 @@ class FeedingDeath(Death):
         return is_due and bool(self._unfed) and self.sight is None
 
     def at_done(self, shell: ReplicaShell, item: Work) -> bool:
-        # Its own inputs arrive before it comes to the next one.
+        # Its earlier inputs arrive before it comes to the next one.
         return self.at_work(shell, item)
 
     def holds_back(self, shell: FeederShell, ready: FeedReady) -> bool:
@@ -413,7 +416,7 @@ class FeedingDeath(Death):
 
 
 def watched_by(death: Death) -> Parts:
-    """Return the classes of nodes that report all actions of their machines to the death."""
+    """Return replacement classes for nodes that report all actions of their machines to the death."""
     return {**_watched_replicas(death), **_watched_trainers(death)}
 
 
@@ -425,7 +428,7 @@ def _watched_replicas(death: Death) -> dict[type, type]:
                 return
             if death.at_work(self, item):
                 death.kill()
-                await trio.lowlevel.checkpoint()  # the victim ends here, if this is its own task
+                await trio.lowlevel.checkpoint()  # the victim stops here, if this is its own task
             await super()._perform(item)
             if death.at_done(self, item):
                 death.kill()

@@ -1,8 +1,8 @@
 """Three small models and a task for each, for tests of exactness. No tests are here.
 
-They are hard to cut: they have batch statistics and dropout, a table of tokens that two stages hold, and
-skips over several stages. They have a few hundred to a few thousand parameters, so that whole nodes take most
-of the time.
+They are hard to cut: they have batch statistics and dropout, an embedding table that two stages hold, and
+skips over several stages. They have a few hundred to a few thousand parameters, so that the nodes themselves
+take most of the time.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ from partition.stage import OptimizerSettings
 from tests.stack import Model, known
 
 WINDOW = 8
-"""Characters in a sample of text."""
+"""Number of characters in a sample of text."""
 SIDE = 8
 PICTURES = 48
 HELD_OUT = 8
@@ -33,9 +33,9 @@ HELD_OUT = 8
 
 @dataclass(frozen=True)
 class Job:
-    """A model and its data: `path` is the data's location, None if every node has it.
+    """A model and its data. `path` is the data's location; None if every node has the data.
 
-    `clip_norm` is below the gradient's norm in most steps, so that clipping acts.
+    `clip_norm` is below the gradient's norm in most steps, so that clipping has an effect.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Job:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """Return the fields of a manifest for it."""
+        """Return the fields of a manifest for this task."""
         return {
             "model": self.name,
             "data": self.dataset.digest,
@@ -60,7 +60,7 @@ class Job:
 
 
 class NormalisedCNN(nn.Module):
-    """Batch norm, dropout, and a sum over a possible cut."""
+    """A model with batch norm, dropout, and a residual sum over a possible cut."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -69,14 +69,15 @@ class NormalisedCNN(nn.Module):
         self.last = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, 1, 8, 8) to (batch, 10)."""
+        """Map (batch, 1, 8, 8) to (batch, 10)."""
         inner = self.first(images)
         logits: Tensor = self.last(torch.relu(inner + self.second(inner)).flatten(1))
         return logits
 
 
 class SmallUNet(nn.Module):
-    """Ronneberger et al. 2015, two levels deep: each level's features skip over all deeper ones."""
+    """A U-Net (Ronneberger et al. 2015), two levels deep: each level's features skip over all deeper
+    levels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,13 +92,13 @@ class SmallUNet(nn.Module):
 
     @staticmethod
     def level(before: int, after: int) -> nn.Module:
-        """Convolution, batch norm, ReLU."""
+        """Return a block of convolution, batch norm and ReLU."""
         return nn.Sequential(
             nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, 1, side, side) to (batch, 2, side, side)."""
+        """Map (batch, 1, side, side) to (batch, 2, side, side)."""
         upper = self.enter(x)
         lower = self.down(functional.max_pool2d(upper, 2))
         x = self.bottom(functional.max_pool2d(lower, 2))
@@ -108,12 +109,12 @@ class SmallUNet(nn.Module):
 
 
 def pixel_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum over samples of the mean over pixels."""
+    """Return the sum over samples of the mean loss over pixels."""
     return functional.cross_entropy(logits, labels, reduction="none").mean((1, 2)).sum()
 
 
 def pixel_accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum over samples of the share of pixels classified right."""
+    """Return the sum over samples of the share of pixels that are classified right."""
     return (logits.argmax(1) == labels).to(logits.dtype).mean((1, 2)).sum()
 
 
@@ -130,7 +131,7 @@ def normalised_cnn(dropout: float = 0.3) -> Model:
 
 @cache
 def tied_gpt(width: int = 8, dropout: float = 0.1) -> Model:
-    """Return a model whose first and last stages share the table of tokens; every stage draws its own initial
+    """Return a model whose first and last stages share the embedding table; every stage draws its own initial
     values."""
     tokens = torch.zeros(2, WINDOW, dtype=torch.int64)
     with default_dtype("float64"), skeleton():
@@ -141,7 +142,8 @@ def tied_gpt(width: int = 8, dropout: float = 0.1) -> Model:
 
 @cache
 def small_unet() -> Model:
-    """Return a model with two skips that cross, over three stages, a stage that does not use them."""
+    """Return a model with two skips that cross, cut into three stages, of which one does not use the
+    skips."""
     torch.manual_seed(5)
     examples = torch.zeros(2, 1, SIDE, SIDE, dtype=torch.float64)
     labels = torch.zeros(2, SIDE, SIDE, dtype=torch.int64)
@@ -152,14 +154,14 @@ def small_unet() -> Model:
 
 
 def text(folder: Path) -> tuple[Dataset, Path]:
-    """Return a text to memorize."""
+    """Return a text for a model to memorize."""
     path = folder / "text.txt"
     path.write_text("".join(f"{number} times {number} is {number * number}\n" for number in range(200)))
     return load_text(path, window=WINDOW), path
 
 
 def blobs(folder: Path) -> tuple[Dataset, Path]:
-    """Return noisy pictures of one bright rectangle, whose pixels are to be learnt."""
+    """Return noisy pictures, each with one bright rectangle whose pixels the model must learn to find."""
     draw = np.random.default_rng(11)
     labels = np.zeros((PICTURES + HELD_OUT, SIDE, SIDE), np.int64)
     for picture in labels:
@@ -173,28 +175,28 @@ def blobs(folder: Path) -> tuple[Dataset, Path]:
 
 
 def cnn_job(folder: Path) -> Job:
-    """Digits."""
+    """The task of classifying digits."""
     return Job("cnn", normalised_cnn(), load_digits(), None, clip_norm=1.0)
 
 
 def gpt_job(folder: Path) -> Job:
-    """Characters of a text, with a window of `WINDOW`."""
+    """The task of predicting characters of a text, with a window of `WINDOW`."""
     return Job("gpt", tied_gpt(), *text(folder), clip_norm=0.5)
 
 
 def unet_job(folder: Path) -> Job:
-    """Pixels of small pictures."""
+    """The task of classifying the pixels of small pictures."""
     return Job("unet", small_unet(), *blobs(folder), clip_norm=0.3)
 
 
 def digits_job(folder: Path) -> Job:
-    """Return digits without dropout, whose masks would follow from the manifest: for runs whose manifests
-    differ."""
+    """Return the digits task without dropout, for runs whose manifests differ: dropout masks follow from the
+    manifest."""
     return Job("cnn", normalised_cnn(0.0), load_digits(), None, clip_norm=1.0)
 
 
 def characters_job(folder: Path) -> Job:
-    """Return the same for the text; wider, so that an int8 block does not hold several tokens."""
+    """Return the text task without dropout, and wider, so that an int8 block does not hold several tokens."""
     return Job("gpt", tied_gpt(32, 0.0), *text(folder), clip_norm=1.0, learning_rate=0.1)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.source import ROOT
 
 SECONDS_MAX = 60.0
-"""The seconds for one command on a busy machine."""
+"""Seconds allowed for one command on a busy machine."""
 _SCRIPT = """\
 #!/bin/sh
 '''exec' '{python}' "$0" "$@"
@@ -20,7 +20,7 @@ from {module} import {function}
 if __name__ == "__main__":
     sys.exit({function}())
 """
-"""The form that pip writes if the interpreter's path is too long, or has blanks, for a line of `#!`."""
+"""The form that pip writes if the interpreter's path is too long for a `#!` line, or contains blanks."""
 
 
 def console_script(folder: Path, name: str = "peerloom") -> Path:

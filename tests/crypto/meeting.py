@@ -1,4 +1,4 @@
-"""Two or three `Sessions` without a network: packets are carried by hand."""
+"""Connect two or three `Sessions` without a network, by carrying their packets by hand."""
 
 import random
 from collections import Counter
@@ -68,7 +68,7 @@ def carry(now: float, sender: Node, receiver: Node, packets: list[bytes]) -> Non
 
 
 def acquainted(first: int = 1, second: int = 2, **limits: int) -> tuple[Node, Node]:
-    """Two peers with a session; `limits` are those of the second."""
+    """Return two peers that have a session; `limits` apply to the second."""
     one, other = Node(first), Node(second, limits=SessionLimits(**limits))
     carry(0.0, one, other, one.send(0.0, other, b"hello"))
     assert other.payloads == [b"hello"]
@@ -77,6 +77,6 @@ def acquainted(first: int = 1, second: int = 2, **limits: int) -> tuple[Node, No
 
 
 def wake(now: float, node: Node, others: dict[PeerId, Node]) -> None:
-    """Deliver the packets that are due at one node to the others."""
+    """Deliver the packets that are due at one node to the other nodes."""
     for peer, packet in node.sessions.wake(now):
         carry(now, node, others[peer], [packet])

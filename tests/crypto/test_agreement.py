@@ -1,4 +1,4 @@
-"""The X25519 key derived from a peer id, against the private side and known weak points."""
+"""The X25519 key derived from a peer id is checked against the private key and against known weak points."""
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -13,7 +13,7 @@ P = 2**255 - 19
 
 
 @given(st.binary(min_size=32, max_size=32))
-def test_both_sides_of_an_identity_give_one_key_pair(seed: bytes) -> None:
+def test_public_and_private_identity_keys_give_a_matching_x25519_pair(seed: bytes) -> None:
     private = X25519PrivateKey.from_private_bytes(agreement_private(seed))
     assert agreement_public(Identity(seed).peer) == private.public_key().public_bytes_raw()
 
@@ -32,7 +32,8 @@ def test_a_known_pair_from_libsodium_is_reproduced() -> None:
 
 
 def order_of_eight() -> int:
-    """The y of a point of order 8: doubling x = sqrt(-1) y gives one of order 4; 0 = d y^4 + 2 y^2 - 1."""
+    """The y coordinate of a point of order 8. Doubling x = sqrt(-1) y gives a point of order 4, from 0 = d
+    y^4 + 2 y^2 - 1."""
     d = -121_665 * pow(121_666, -1, P) % P
     root = square_root((1 + d) % P)
     for sign in (1, -1):

@@ -1,4 +1,4 @@
-"""Peers' text is sanitized when it is decoded, in every message and fact, wherever it is used."""
+"""Text from peers is sanitized when it is decoded, in every field of every message and fact."""
 
 import re
 import unicodedata
@@ -17,20 +17,20 @@ from node.protocols.manifest import Manifest, PlaceWish
 from tests.hostile.wire import everything
 
 STEERING = "\x1b]0;a\x07\u202e\r\n\x9b\x7f\u2066\u2028"
-"""Escape sequences: a terminal's title, a reversed direction, line breaks, two other introducers."""
+"""Control characters that set a terminal's title, reverse the direction of text, break lines, or begin escape
+sequences in two other ways."""
 BYTES_MAX = 1 << 24
 SAMPLES = ("", "done", "digits", "float32", "a", "0" * 16, "0" * 64)
-"""Every pattern of a message accepts one of them."""
+"""For every pattern of a message's field, at least one of these texts matches."""
 CHECKED = {Chunk, DataManifest, Manifest}
-"""These compare their numbers with each other and refuse made-up values; their parts are tested instead."""
+"""Structs that refuse generated values, because they check their numbers against each other. Their parts are
+tested instead."""
 
 
-class Known(msgspec.Struct, tag="known"):
-    """One of two messages."""
+class Known(msgspec.Struct, tag="known"): ...
 
 
-class Other(msgspec.Struct, tag="other"):
-    """The other message."""
+class Other(msgspec.Struct, tag="other"): ...
 
 
 KINDS: frozenset[type] = (everything() | {SampleColumn, PlaceWish}) - CHECKED
@@ -46,7 +46,7 @@ def fields(kind: types.StructType, depth: int) -> Any:
 
 
 def value(kind: types.Type, depth: int = 0) -> Any:  # noqa: C901 - a case for each kind of type
-    """Return a value of the type, with as many control characters as the type allows."""
+    """Return a value of the type with as many control characters as the type allows."""
     match kind:
         case types.Metadata(type=inner):
             return value(inner, depth)
@@ -107,7 +107,8 @@ def test_every_text_of_a_message_is_sanitized_when_decoded(kind: type) -> None:
 
 
 def test_the_samples_contain_text_to_sanitize() -> None:
-    """A type without text is skipped; all others would steer a terminal if they were not sanitized."""
+    """A type without text is skipped. Every other type must contain text that would steer a terminal if it
+    were not sanitized."""
     steering = [
         kind
         for kind in KINDS
@@ -116,18 +117,18 @@ def test_the_samples_contain_text_to_sanitize() -> None:
     assert len(steering) > 30
 
 
-def test_errors_quote_messages_sanitized() -> None:
+def test_errors_quote_only_sanitized_text_of_messages() -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         decode(encode({"type": STEERING}), Known | Other, bytes_max=1_000)
     assert is_clean(str(caught.value))
 
 
-def test_words_of_all_languages_are_unchanged() -> None:
+def test_text_in_all_languages_is_unchanged() -> None:
     for text in ("lab-1", "Übung \u00a0 mit", "日本語", "кириллица", "عربي", "a\U0001f600"):
         assert clean_text(text) == text
     assert clean_text("two\nlines\tand \x1b[31mred\u202e") == "two lines and ?[31mred?"
 
 
-def test_our_own_text_is_unchanged() -> None:
+def test_text_of_this_node_is_not_sanitized() -> None:
     data = encode({"a\tb": "c\nd"})
     assert decode(data, dict[str, str], bytes_max=100, cleans_text=False) == {"a\tb": "c\nd"}

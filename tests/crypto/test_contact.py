@@ -1,4 +1,4 @@
-"""Addresses as people and peers write them, and messages that are refused undecoded."""
+"""Addresses as people and peers write them, and messages that are refused before they are decoded."""
 
 from typing import Any
 
@@ -111,7 +111,7 @@ def test_random_bytes_as_a_message_are_refused_or_valid(data: bytes) -> None:
     assert decode(encode(message), Fact, bytes_max=1_000) == message
 
 
-def test_a_message_longer_than_allowed_is_refused_undecoded() -> None:
+def test_a_message_longer_than_allowed_is_refused_before_decoding() -> None:
     fact = SIGNER.sign("test", b"body")
     data = encode(fact)
     read: Fact = decode(memoryview(data), Fact, bytes_max=len(data))

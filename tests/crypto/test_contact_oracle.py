@@ -1,8 +1,8 @@
 """Addresses and peer ids compared with the packages `multiaddr` and `libp2p`, if the extra `oracle` is
 installed.
 
-Ours are a subset: an IP address or a name, a port, a peer. Within it both accept and refuse the same text,
-except names: theirs follow IDNA, which the multiaddr specification does not require.
+Ours are a subset: an IP address or a name, a port, a peer. Within that subset both accept and refuse the same
+text, except for names: the packages follow IDNA, which the multiaddr specification does not require.
 """
 
 import ipaddress
@@ -26,8 +26,8 @@ CID_HEAD = b"\x01\x72"
 
 
 def is_plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Return whether glibc, and so theirs, avoids RFC 4291's "IPv4-compatible" form for this address. RFC
-    4291 itself deprecates that form, and Go does not write it.
+    """Return whether glibc, and so `multiaddr`, does not write this address in RFC 4291's "IPv4-compatible"
+    form. RFC 4291 itself deprecates that form, and Go does not write it.
     """
     return not 2**16 <= int(address) < 2**32
 
@@ -57,7 +57,7 @@ def addresses(draw: st.DrawFn) -> Address:
 
 @st.composite
 def spellings(draw: st.DrawFn) -> str:
-    """An address of our kinds in many spellings, some of them invalid."""
+    """An address of our kinds in one of many spellings, some of them invalid."""
     ip = draw(ips_6)
     hosts = {
         "ip4": st.ip_addresses(v=4).map(str)
@@ -77,13 +77,14 @@ def spellings(draw: st.DrawFn) -> str:
 
 
 def cid_text(peer: PeerId) -> str:
-    """The other form of a peer id, as libp2p's packages write it."""
+    """Return the CID form of a peer id, as libp2p's packages write it."""
     there = libp2p_id.ID.from_base58(peer_text(peer))
     return str(multibase.encode("base32", CID_HEAD + there.to_bytes()).decode())
 
 
 def theirs(text: str) -> Any | None:
-    """Return the address as `multiaddr` reads it, through its bytes and back; None if it refuses."""
+    """Return the address after a round trip through `multiaddr` and its bytes; None if `multiaddr` refuses
+    it."""
     try:
         return multiaddr.Multiaddr(multiaddr.Multiaddr(text).to_bytes())
     except (ValueError, multiaddr.exceptions.Error):
@@ -98,15 +99,15 @@ def ours(text: str) -> Address | None:
 
 
 @given(addresses())
-def test_multiaddr_reads_our_addresses_and_writes_them_alike(address: Address) -> None:
+def test_multiaddr_reads_our_addresses_and_writes_the_same_text(address: Address) -> None:
     assert str(theirs(str(address))) == str(address)
     assert parse_address(str(address)) == address
 
 
 @given(spellings())
-def test_every_spelling_of_an_address_is_read_alike_or_refused_by_both(text: str) -> None:
+def test_both_read_an_address_spelling_equally_or_both_refuse_it(text: str) -> None:
     read = theirs(text)
-    # One port number serves both, so ours always says tcp.
+    # One port number serves both TCP and UDP, so ours always says tcp.
     assert (None if read is None else str(read).replace("/udp/", "/tcp/")) == (str(ours(text) or "") or None)
 
 
@@ -130,7 +131,7 @@ def test_names_that_only_idna_forbids_are_valid_here(name: str) -> None:
 
 
 @given(seeds)
-def test_a_key_has_the_peer_id_that_libp2p_gives_it(seed: bytes) -> None:
+def test_a_public_key_gives_the_same_peer_id_as_in_libp2p(seed: bytes) -> None:
     peer = Identity(seed).peer
     there = libp2p_id.ID.from_pubkey(ed25519.Ed25519PrivateKey.from_bytes(seed).get_public_key())
     assert peer_text(peer) == str(there)

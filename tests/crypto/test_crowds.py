@@ -1,4 +1,4 @@
-"""Eviction from a bounded table: members of the greediest source are evicted, others are not."""
+"""Eviction from a bounded table: it evicts members of the greediest source, and never those of others."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ from crypto.token_buckets import prefix_of
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([None, b"a", b"b", b"c"]))))
-def test_the_largest_group_is_known_after_any_changes(steps: list[tuple[int, bytes | None]]) -> None:
+def test_the_largest_group_stays_right_after_any_changes(steps: list[tuple[int, bytes | None]]) -> None:
     groups = Groups[int]()
     model: dict[int, bytes] = {}
     for member, group in steps:
@@ -49,7 +49,7 @@ def test_a_greedy_address_is_evicted_before_a_large_network() -> None:
     local = [f"10.0.0.{host}" for host in range(1, 50)]
     made = crowd(*local, *["203.0.113.7"] * 5)
     assert list(made.greedier(prefix_of("192.0.2.1"))) == [49, 50, 51, 52, 53]
-    # A newcomer at the greedy address itself must evict from it.
+    # A newcomer from the greedy address must evict another member from that address.
     assert list(made.greedier(prefix_of("203.0.113.7"))) == []
     assert list(made.equals(prefix_of("203.0.113.7"))) == [49, 50, 51, 52, 53]
 
@@ -61,7 +61,7 @@ def test_the_greedier_network_makes_room_among_equal_addresses() -> None:
     assert list(made.equals(prefix_of("203.0.113.4"))) == [0, 1, 2]
 
 
-def test_without_a_greedy_source_all_are_equal() -> None:
+def test_without_a_greedy_source_every_member_may_be_evicted() -> None:
     made = crowd("203.0.113.1", "192.0.2.1")
     assert list(made.greedier(prefix_of("10.0.0.1"))) == []
     assert list(made.equals(prefix_of("10.0.0.1"))) == [0, 1]

@@ -23,7 +23,7 @@ def test_a_peer_id_survives_its_text_form(raw: bytes) -> None:
 
 
 def test_a_known_peer_id_reads_as_libp2p_writes_it() -> None:
-    # The Ed25519 public key of the libp2p peer-ids specification's test vectors.
+    # The Ed25519 public key from the test vectors of libp2p's peer-ids specification.
     key = bytes.fromhex("1ed1e8fae2c4a144b8be8fd4b47bf3d3b34b871c3cacf6010f0e42d474fce27e")
     assert peer_text(PeerId(key)) == "12D3KooWBtg3aaRMjxwedh83aGiUkwSxDwUZkzuJcfaqUmo7R3pq"
 
@@ -48,7 +48,7 @@ def test_a_damaged_cid_is_not_a_peer_id(text: str) -> None:
 @given(
     st.text(max_size=60) | st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz", min_size=44)
 )
-def test_other_texts_are_not_peer_ids(text: str) -> None:
+def test_malformed_peer_ids_are_refused(text: str) -> None:
     for candidate in (text, ("12D3KooW" + text)[:52].ljust(52, "z")):
         try:
             assert peer_text(parse_peer(candidate)) == candidate
@@ -65,7 +65,7 @@ def test_an_identity_comes_from_entropy_and_hides_its_secret() -> None:
         Identity(b"short")
 
 
-def test_a_signature_holds_only_for_its_data_and_its_peer() -> None:
+def test_a_signature_is_valid_only_for_its_data_and_its_peer() -> None:
     signature = ALICE.sign(b"data")
     assert verify(ALICE.peer, b"data", signature)
     assert not verify(ALICE.peer, b"date", signature)
@@ -73,7 +73,7 @@ def test_a_signature_holds_only_for_its_data_and_its_peer() -> None:
     assert not verify(PeerId(b"short"), b"data", signature)
 
 
-def test_a_fact_holds_only_for_its_purpose_and_swarm() -> None:
+def test_a_signed_fact_is_valid_only_for_its_purpose_and_swarm() -> None:
     fact = SIGNER.sign("contact", b"body")
     assert SIGNER.check("contact", fact) == SIGNER.peer == ALICE.peer
     for signer, purpose in ((SIGNER, "record"), (IdentitySigner(ALICE, "other"), "contact")):

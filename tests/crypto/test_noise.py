@@ -1,5 +1,5 @@
-"""The Noise engine against the published vectors, against the `noiseprotocol` package, and
-against garbage.
+"""The Noise engine is tested against the published vectors, against the `noiseprotocol` package, and with
+garbage.
 """
 
 import hashlib
@@ -36,9 +36,7 @@ from crypto.noise import (
 )
 
 VECTORS = Path(__file__).parent / "noise_vectors.json"
-"""The vectors of cacophony, with which other implementations of Noise are tested; the file names
-its source.
-"""
+"""The test vectors of cacophony, which other implementations of Noise use too; the file names its source."""
 ALICE = Identity(b"a" * 32)
 needs_kem = pytest.mark.skipif(not kem.is_offered(), reason="this installation has no ML-KEM")
 
@@ -62,7 +60,7 @@ def test_the_keys_that_each_pattern_needs_are_checked() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["XXpsk3", "IKpsk2"])
-def test_another_psk_is_refused(pattern: str) -> None:
+def test_a_handshake_with_a_different_psk_is_refused(pattern: str) -> None:
     knows = pattern == "IKpsk2"
     one, other = (
         Handshake(
@@ -181,7 +179,9 @@ def hybrid(initiator: bool, *, cipher: str = "AESGCM", psk: bytes | None = None)
 @needs_kem
 @pytest.mark.parametrize("cipher", CIPHERS)
 @pytest.mark.parametrize("psk", [None, b"p" * 32])
-def test_a_hybrid_handshake_carries_its_payloads_and_ends_alike(cipher: str, psk: bytes | None) -> None:
+def test_a_hybrid_handshake_carries_payloads_and_gives_both_sides_the_same_keys(
+    cipher: str, psk: bytes | None
+) -> None:
     one, other = (hybrid(initiator, cipher=cipher, psk=psk) for initiator in (True, False))
     for number in range(3):
         writer, reader = (one, other) if number % 2 == 0 else (other, one)
@@ -195,8 +195,8 @@ def test_a_hybrid_handshake_carries_its_payloads_and_ends_alike(cipher: str, psk
 
 
 @needs_kem
-def test_a_hybrid_follows_its_description_byte_by_byte() -> None:
-    # A second implementation from the description: no vectors are published for it.
+def test_a_hybrid_handshake_matches_its_description_byte_by_byte() -> None:
+    # This is a second implementation from the description, because no vectors are published for it.
     from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 
     name = b"Peerloom_XXhfs_25519+MLKEM768_ChaChaPoly_SHA256"
@@ -280,7 +280,7 @@ def test_without_ml_kem_the_hybrids_are_not_offered() -> None:
 
 
 def test_ml_kem_is_reported_missing_if_the_library_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    # None in sys.modules makes the import fail as for a missing module.
+    # None in sys.modules makes the import fail like that of a missing module.
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric.mlkem", None)
     assert not kem.is_offered.__wrapped__()
 
@@ -329,7 +329,7 @@ def test_the_last_nonce_is_never_used() -> None:
         spent.encrypt(b"one too many")
 
 
-def test_calls_out_of_turn_are_our_own_bug() -> None:
+def test_calls_in_the_wrong_order_raise_local_errors() -> None:
     side = Handshake(initiator=True, static=b"s" * 32, ephemeral=b"e" * 32, prologue=b"")
     for call in (lambda: side.read(b"early"), side.split, lambda: side.remote_static):
         with pytest.raises(LocalProtocolError):

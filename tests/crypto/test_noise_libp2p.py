@@ -1,7 +1,7 @@
 """A full XX handshake with py-libp2p's Noise in both roles, if the extra `oracle` is installed.
 
-py-libp2p supports ChaChaPoly, and by default an empty prologue; so this tests the engine and the identity
-payload, not the bytes before them on our wire.
+By default, py-libp2p supports only ChaChaPoly with an empty prologue. So these tests cover the engine and the
+identity payload, but not the bytes that precede them on our wire.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ OUR_STATIC, THEIR_STATIC = b"s" * 32, b"t" * 32
 
 
 class RawConnection:
-    """A connection for py-libp2p, over memory."""
+    """An in-memory connection for py-libp2p."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self._stream = stream
@@ -40,7 +40,7 @@ class RawConnection:
 
 
 class Wire:
-    """Our side of the memory: frames with two bytes of length before each message."""
+    """Our end of the in-memory connection: it frames each message with two bytes of length."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self._stream = stream
@@ -61,7 +61,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("we_open", [True, False])
-async def test_py_libp2p_completes_a_handshake_that_identifies_both(we_open: bool) -> None:
+async def test_a_handshake_with_py_libp2p_identifies_both_sides(we_open: bool) -> None:
     private = ed25519.Ed25519PrivateKey.from_bytes(b"l" * 32)
     theirs = peer_id.ID.from_pubkey(private.get_public_key())
     pattern = patterns.PatternXX(theirs, private, x25519.X25519PrivateKey.from_bytes(THEIR_STATIC))

@@ -60,17 +60,19 @@ def side(initiator: bool, **changes: Any) -> PeerHandshake:
 
 
 class Starved(Exception):
-    """Neither side can continue with its bytes; in a real node a deadline ends the handshake."""
+    """Raised if neither side can continue with the bytes that it has; in a real node a deadline ends such a
+    handshake."""
 
 
 class Talk:
-    """A carrier of flights between two sides, each through `wire`, until both have a session."""
+    """Carries flights between two sides until both have a session. Every flight passes through `wire`, which
+    may change it."""
 
     def __init__(self, alice: PeerHandshake, bob: PeerHandshake, wire: Wire) -> None:
         self.sides = (alice, bob)
         self.wire = wire
         self.flights: list[tuple[int, bytes]] = []
-        """(sender, bytes) as they were before the wire."""
+        """(sender, bytes) of each flight before `wire` changed it."""
         self._came = [b"", b""]
 
     def run(self) -> tuple[HandshakeResult, HandshakeResult]:
@@ -108,7 +110,7 @@ def shake(
 
 
 def feed(each: PeerHandshake, data: bytes) -> bytes:
-    """Feed it as much of `data` as it accepts, piece by piece; return all its answers."""
+    """Feed a side as much of `data` as it accepts, piece by piece; return all its answers."""
     answers = b""
     while data and len(data) >= each.wanted and each.session is None:
         taken, data = data[: each.wanted], data[each.wanted :]
@@ -136,7 +138,7 @@ def check_sessions(alice: HandshakeResult, bob: HandshakeResult, suite: Suite) -
 
 @pytest.mark.parametrize("swarm", [OPEN, PRIVATE])
 @pytest.mark.parametrize("suite", preferred(has_aes=True), ids=lambda suite: suite.name)
-def test_both_sides_learn_the_others_identity_with_every_suite(suite: Suite, swarm: Swarm) -> None:
+def test_with_every_suite_both_sides_learn_the_others_identity(suite: Suite, swarm: Swarm) -> None:
     ours = {"suites": (suite,), "swarm": swarm}
     check_sessions(*shake(side(True, **ours), side(False, **ours)), suite)
 
@@ -157,7 +159,7 @@ def test_the_initiators_first_suite_that_the_responder_supports_is_chosen(
 ) -> None:
     talk = Talk(side(True, suites=offered, swarm=swarm), side(False, suites=taken, swarm=swarm), unchanged)
     check_sessions(*talk.run(), suite)
-    # A right guess saves a round trip.
+    # If the initiator guesses the suite right, a round trip is saved.
     assert len(talk.flights) == flights
 
 
@@ -200,7 +202,7 @@ def test_an_unknown_newer_suite_is_skipped() -> None:
 
 
 def offer_with(*suites: int) -> Wire:
-    """An attacker replaces the list in the offer."""
+    """An attacker who replaces the list of suites in the offer."""
 
     def wire(number: int, flight: bytes) -> bytes:
         if number:
@@ -242,7 +244,7 @@ def test_a_tampered_list_is_refused_even_if_the_choice_stays() -> None:
 @pytest.mark.parametrize(
     "answer", [(1, 1, 2), (1, 2, 2, 1), (2, 1, 1), (0, 1, 1), (7, 1, 7), (1, 2, 3, 4), (1, 0), (1, 9)]
 )
-def test_an_answer_that_does_not_follow_from_the_lists_is_refused(answer: tuple[int, ...]) -> None:
+def test_a_chosen_suite_that_contradicts_the_lists_is_refused(answer: tuple[int, ...]) -> None:
     alice = begun(side(True, suites=(Suite(9, "later", "AESGCM", hybrid=False), CHACHA, AES)))
     with pytest.raises(RemoteProtocolError, match=r"does not follow|a list of"):
         feed(alice, bytes(answer) + bytes(10))
@@ -291,7 +293,7 @@ def test_tampered_flights_end_in_a_refusal_or_the_deadline(
         talk.run()
     except (RemoteProtocolError, Starved):
         return
-    # Bytes after the last flight of a side belong to the records, which have their own key.
+    # Bytes after a side's last flight belong to the records, which have keys of their own.
     assert not touched or (change == "twice" and changed >= len(talk.flights) - 2)
 
 
@@ -309,7 +311,7 @@ def test_flights_of_an_old_handshake_are_refused_in_any_order(order: list[int], 
 
 
 @pytest.mark.parametrize("swarm", [OPEN, PRIVATE])
-def test_a_replayed_handshake_fails_where_it_needs_a_key(swarm: Swarm) -> None:
+def test_a_replayed_handshake_fails_at_the_first_message_that_needs_a_key(swarm: Swarm) -> None:
     talk = Talk(side(True, swarm=swarm), side(False, swarm=swarm), unchanged)
     talk.run()
     bob = begun(side(False, swarm=swarm, entropy=lambda count: b"f" * count))
@@ -345,7 +347,7 @@ def test_a_first_message_with_a_payload_or_a_weak_key_is_refused() -> None:
             feed(bob, b"\x03\x01\x01" + len(message).to_bytes(2, "big") + message)
 
 
-def test_calls_out_of_turn_are_our_own_bug() -> None:
+def test_calls_in_the_wrong_order_raise_local_errors() -> None:
     bob = begun(side(False))
     with pytest.raises(LocalProtocolError):
         bob.receive(b"too much")

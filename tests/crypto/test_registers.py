@@ -1,4 +1,4 @@
-"""The register of places: which holder gets one, and which one is evicted for it."""
+"""The register of places (bounded slots): which holder gets a place, and which holder is evicted for it."""
 
 from math import inf
 
@@ -15,7 +15,7 @@ LONG = 10.0
 
 
 class Holding:
-    """A place's holder, silent for a moment."""
+    """A holder of a place that has just become silent."""
 
     def __init__(self, silent_since: float = inf) -> None:
         self.silent_since = silent_since
@@ -45,7 +45,7 @@ def test_no_holder_is_evicted_while_there_is_room() -> None:
     assert places.admit(1e6, Holding(), b"b", HOME) == ()
 
 
-def test_strangers_are_evicted_before_a_peer_that_completed_something() -> None:
+def test_unknown_peers_are_evicted_before_a_peer_that_completed_a_request() -> None:
     places, old, stranger = register(2), Holding(0.0), Holding(1.0)
     places.admit(0.0, old, b"a", HOME)
     places.credit(old)
@@ -54,7 +54,7 @@ def test_strangers_are_evicted_before_a_peer_that_completed_something() -> None:
     assert places.is_known(b"a")
 
 
-def test_a_known_peer_has_the_patience_of_its_budget() -> None:
+def test_a_known_peer_within_its_budget_may_be_silent_for_longer() -> None:
     places, known = register(1), Holding(0.0)
     places.admit(0.0, known, b"a", HOME)
     places.credit(known)
@@ -89,7 +89,7 @@ def test_one_network_gets_no_more_than_its_budget_unless_local() -> None:
         assert places.admit(0.0, Holding(), b"at home %d" % number, HOME) == ()
 
 
-def test_a_peer_without_a_place_takes_one_of_the_greediest() -> None:
+def test_a_peer_without_a_place_gets_one_from_the_greediest_peer() -> None:
     places = register(3)
     held = [Holding() for _ in range(3)]
     for each in held:

@@ -1,4 +1,5 @@
-"""Datagram sessions between two or three peers: how they start, last, are renewed and move."""
+"""Datagram sessions between two or three peers: how they start, last, are renewed, and move to new
+addresses."""
 
 import pytest
 from hypothesis import given
@@ -46,7 +47,7 @@ def refused(node: Node, packet: bytes, now: float = 0.0) -> str:
 # --- unreachable and refused peers ------------------------------------------------------------------------
 
 
-def test_a_peer_is_unanswered_after_two_vain_initiations() -> None:
+def test_a_peer_counts_as_silent_after_two_unanswered_initiations() -> None:
     alice, bob = Node(1), Node(2)
     alice.send(0.0, bob, b"question")
     named = []
@@ -62,7 +63,7 @@ def test_a_peer_is_unanswered_after_two_vain_initiations() -> None:
     assert alice.sessions.unanswered == []
 
 
-def test_a_knock_starts_a_session_and_delivers_nothing() -> None:
+def test_a_knock_starts_a_session_without_delivering_a_message() -> None:
     alice, bob = Node(1), Node(2)
     carry(0.0, alice, bob, alice.sessions.knock(0.0, bob.peer))
     assert (alice.counters["sessions_begun"], bob.counters["sessions_begun"]) == (1, 1)
@@ -71,7 +72,7 @@ def test_a_knock_starts_a_session_and_delivers_nothing() -> None:
     assert alice.sessions.knock(1.0, bob.peer) == [], "only one handshake at a time"
 
 
-def test_a_knock_has_the_least_bytes_and_the_waiting_message_follows() -> None:
+def test_a_knock_is_the_shortest_initiation_and_the_waiting_message_follows_it() -> None:
     alice, bob = Node(1), Node(2)
     alice.send(0.0, bob, bytes(800))
     (knock,) = alice.sessions.knock(0.1, bob.peer, anew=True)
@@ -80,7 +81,7 @@ def test_a_knock_has_the_least_bytes_and_the_waiting_message_follows() -> None:
     assert bob.payloads == [bytes(800)]
 
 
-def test_swarms_with_different_work_have_no_common_session() -> None:
+def test_swarms_that_require_different_work_cannot_have_a_session() -> None:
     alice, bob = Node(1, swarm=Swarm("test", work_bits=4)), Node(2, swarm=Swarm("test", work_bits=5))
     (initiation,) = alice.send(0.0, bob, b"question")
     assert refused(bob, initiation) == "seal"
@@ -130,7 +131,7 @@ def test_a_message_of_any_length_arrives_with_the_handshake(size: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["", "/", "ping", "/pi ng", "/ping\n", "/" + "x" * PROTOCOL_BYTES_MAX])
-def test_an_invalid_protocol_name_is_our_own_bug(protocol: str) -> None:
+def test_sending_with_an_invalid_protocol_name_raises_a_local_error(protocol: str) -> None:
     with pytest.raises(LocalProtocolError):
         payload_bytes_max(protocol)
 
@@ -156,7 +157,7 @@ def test_crossing_initiations_that_both_arrive_end_with_one_session() -> None:
     (first, second) = (alice, bob) if alice.peer < bob.peer else (bob, alice)
     to_second = first.receive(0.0, theirs if first is alice else ours, second.source).answers
     to_first = second.receive(0.0, ours if first is alice else theirs, first.source).answers
-    # The smaller id's initiation is repeated, and has arrived already.
+    # The initiation of the smaller id is repeated, although it has already arrived.
     assert [refused(second, packet) for packet in to_second] == ["replay"]
     carry(0.0, second, first, to_first)
     assert (alice.payloads, bob.payloads) == ([b"from bob"], [b"from alice"])
@@ -193,7 +194,7 @@ def test_waiting_messages_are_bounded_and_finally_dropped() -> None:
 # --- authorization ----------------------------------------------------------------------------------
 
 
-def test_another_swarm_key_or_receiver_gets_no_answer() -> None:
+def test_an_initiation_for_another_swarm_key_or_receiver_gets_no_answer() -> None:
     alice, bob = Node(1), Node(2)
     (packet,) = alice.send(0.0, bob, b"x")
     assert refused(Node(2, swarm=Swarm("other")), packet) == "swarm"
@@ -213,7 +214,7 @@ def test_keys_rotate_without_a_gap() -> None:
 
 
 def initiation(sender: Identity, claimed: PeerId, receiver: PeerId, payload: bytes | None = None) -> bytes:
-    """An initiation that only a member can make, with any identity and any payload."""
+    """Returns an initiation that only a member can make, with any identity and any payload."""
     handshake = Handshake(
         initiator=True,
         static=agreement_private(sender.seed),
@@ -248,7 +249,8 @@ def test_initiations_under_a_false_identity_are_refused() -> None:
 def test_garbage_with_a_valid_mac_is_only_refused(kind: int, ephemeral: bytes, rest: bytes) -> None:
     bob = Node(2)
     packets = bob.send(0.0, Node(1), b"x")
-    # In an open swarm any peer can make the mac; a response or cookie even names one of our handshakes.
+    # In an open swarm any peer can make the mac. A response or cookie can even name one of our own
+    # handshakes.
     names = bytes(4) + packets[0][1:5] if kind == RESPONSE else packets[0][1:5]
     body = bytes((kind,)) + names + (ephemeral + rest).ljust(380, b"\0")
     if kind != INITIATION:
@@ -284,7 +286,7 @@ def test_an_offer_survives_a_round_trip(name: bytes, payload: bytes, stamp: int,
 # --- replays, forgeries, windows ----------------------------------------------------------------------
 
 
-def test_an_initiation_counts_once_and_an_older_one_not_at_all() -> None:
+def test_an_initiation_is_accepted_once_and_an_older_one_never() -> None:
     alice, bob = Node(1), Node(2)
     (older,) = alice.send(0.0, bob, b"x")
     ((_, newer),) = alice.sessions.wake(RETRY_SECONDS)
@@ -341,7 +343,7 @@ def test_a_replay_window_covers_its_full_size(counters: list[int]) -> None:
             seen.add(counter)
 
 
-def test_a_strangers_largest_counter_is_only_refused() -> None:
+def test_a_forged_packet_with_the_largest_counter_is_refused_without_effect() -> None:
     alice, bob = acquainted()
     (packet,) = alice.send(0.0, bob, b"x")
     assert refused(bob, packet[:5] + b"\xff" * 8 + packet[13:]) == "replay"
@@ -359,7 +361,8 @@ def test_a_session_is_renewed_under_traffic_without_loss() -> None:
         payload = b"%d" % step
         sent.append(payload)
         packets = alice.send(now, bob, payload)
-        # Every packet arrives a step late, so some of the old session follow the new one.
+        # Every packet arrives one step late, so some packets of the old session arrive after the new session
+        # began.
         carry(now, alice, bob, under_way)
         under_way = packets
         carry(now, bob, alice, bob.send(now, alice, b"pong"))
@@ -378,11 +381,11 @@ def test_the_responder_renews_if_only_it_sends() -> None:
         wake(step + 0.5, alice, people)
         wake(step + 0.5, bob, people)
     assert len(alice.arrived) == 400
-    # The second is by bob at 150 s; from then on there is one every 120 s.
+    # Bob makes the second handshake at 150 s; from then on there is one every 120 s.
     assert alice.counters["sessions_begun"] == 4
 
 
-def test_a_session_too_old_neither_sends_nor_receives_and_is_forgotten() -> None:
+def test_an_expired_session_is_unusable_and_is_forgotten() -> None:
     alice, bob = acquainted()
     (packet,) = alice.send(0.0, bob, b"old")
     assert refused(bob, packet, REJECT_SECONDS) == "expired"
@@ -392,7 +395,7 @@ def test_a_session_too_old_neither_sends_nor_receives_and_is_forgotten() -> None
     assert bob.sessions.peers == ()
 
 
-def test_an_idle_peer_answers_soon_and_is_not_answered() -> None:
+def test_an_idle_receiver_sends_one_keepalive_that_gets_no_reply() -> None:
     alice, bob = acquainted()
     carry(1.0, alice, bob, alice.send(1.0, bob, b"one way"))
     ((peer, packet),) = bob.sessions.wake(1.0 + REPLY_SECONDS)
@@ -416,7 +419,7 @@ def test_a_restarted_peer_gets_a_new_session_whoever_sends_first() -> None:
     assert bob.payloads == [b"heard"]
 
 
-def test_doubted_sessions_are_renewed_with_the_next_message() -> None:
+def test_a_session_that_may_be_dead_is_renewed_with_the_next_message() -> None:
     alice, bob = acquainted()
     copy = Node(1, now=1.0, wall=WALL + 1_000, life=1)
     carry(1.0, copy, bob, copy.send(1.0, bob, b"I have her keys"))
@@ -443,7 +446,7 @@ def test_nothing_is_sent_to_an_id_that_is_not_a_key() -> None:
     assert alice.counters["datagrams_dropped_no_key"] == 1
 
 
-def test_idle_peers_are_forgotten_and_the_clock_is_left_alone() -> None:
+def test_idle_peers_are_forgotten_and_set_no_timer() -> None:
     alice, bob = acquainted()
     people = {alice.peer: alice, bob.peer: bob}
     now = 0.0

@@ -1,4 +1,4 @@
-"""Limits on the cost of strangers, floods and forged addresses to datagram sessions."""
+"""Limits on what unknown peers, floods and forged addresses can cost datagram sessions."""
 
 import gc
 import random
@@ -24,8 +24,8 @@ def stranger(number: int, *, now: float = 0.0) -> Sessions:
 
 
 def flood(target: Node, now: float, count: int, *, first: int = 1_000) -> list[int]:
-    """Send initiations of strangers from one source that never continue; return the lengths of
-    all answers.
+    """Send initiations of unknown peers, none of which continues, from one source. Return the lengths of all
+    answers.
     """
     answered = []
     for number in range(first, first + count):
@@ -196,7 +196,7 @@ def test_one_source_with_cookies_is_held_to_its_own_rate() -> None:
     assert refusals == ["busy"] * (150 - int(limits.SOURCE_BURST))
 
 
-def test_strangers_evict_strangers_and_no_friends() -> None:
+def test_unknown_peers_evict_only_unknown_peers() -> None:
     alice, bob = acquainted(peers_max=10, strangers_max=6, wanted_max=5)
     flood(bob, 1.0, 50)
     assert len(bob.sessions.peers) <= 1 + 6
@@ -210,7 +210,7 @@ def test_strangers_evict_strangers_and_no_friends() -> None:
 
 
 class Crowd:
-    """Invented peers; each completes valid handshakes, from one of a few addresses."""
+    """Invented peers. Each completes valid handshakes, and all use a few addresses."""
 
     def __init__(self, hosts: list[str]) -> None:
         self.members: dict[PeerId, Node] = {}
@@ -257,7 +257,7 @@ NETWORK = [f"203.0.113.{host}" for host in range(1, 101)]
 
 
 @pytest.mark.parametrize("hosts", [TWO, NETWORK], ids=["two addresses", "one network"])
-def test_a_crowd_with_valid_handshakes_shuts_nobody_out(hosts: list[str]) -> None:
+def test_many_peers_with_valid_handshakes_do_not_lock_out_others(hosts: list[str]) -> None:
     bob, crowd = Node(2, limits=SessionLimits(peers_max=60, strangers_max=10, wanted_max=5)), Crowd(hosts)
     friends = friends_of(bob, 20)
     now = 1.0
@@ -268,7 +268,7 @@ def test_a_crowd_with_valid_handshakes_shuts_nobody_out(hosts: list[str]) -> Non
     kept = set(bob.sessions.peers)
     assert {friend.peer for friend in friends} <= kept
     assert len(kept & set(crowd.members)) >= 40
-    # All have just sent a packet, and newcomers are still admitted with their first packets.
+    # All sessions have just sent a packet. Newcomers are still admitted, with their first packets.
     newcomers = [Node(number) for number in range(200, 210)]
     for number, newcomer in enumerate(newcomers):
         newcomer.source = (f"192.0.{number}.1", 9_000)
@@ -279,7 +279,7 @@ def test_a_crowd_with_valid_handshakes_shuts_nobody_out(hosts: list[str]) -> Non
     assert len(bob.sessions.peers) <= 60 + 10
 
 
-def test_a_crowd_that_never_continues_keeps_no_newcomer_waiting() -> None:
+def test_many_abandoned_handshakes_do_not_delay_a_newcomer() -> None:
     bob, newcomer = Node(2, limits=SessionLimits(strangers_max=10)), Node(3)
     (packet,) = newcomer.send(0.0, bob, b"let me in")
     answers = bob.receive(0.0, packet, newcomer.source).answers
@@ -290,7 +290,7 @@ def test_a_crowd_that_never_continues_keeps_no_newcomer_waiting() -> None:
     assert bob.payloads == [b"let me in", b"in time"]
 
 
-def test_peers_named_by_others_evict_few_sessions() -> None:
+def test_peers_known_only_by_hearsay_evict_few_sessions() -> None:
     bob = Node(2, limits=SessionLimits(peers_max=30, wanted_max=5))
     friends = friends_of(bob, 30)
     for number in range(100):
@@ -299,7 +299,7 @@ def test_peers_named_by_others_evict_few_sessions() -> None:
     assert len(bob.sessions.peers) == 30
 
 
-def test_an_initiation_captured_before_a_crowd_is_still_refused_afterwards() -> None:
+def test_an_initiation_captured_before_a_flood_is_still_refused_after_it() -> None:
     alice, bob, crowd = (
         Node(1),
         Node(2, limits=SessionLimits(memories_max=50, peers_max=10, seen_max=10, wanted_max=5)),
@@ -308,7 +308,7 @@ def test_an_initiation_captured_before_a_crowd_is_still_refused_afterwards() -> 
     (caught,) = alice.send(0.0, bob, b"pay")
     carry(0.0, alice, bob, [caught])
     for step in range(30):
-        # A crowd of few, each with a session for some minutes; alice left long ago.
+        # A few peers, each with a session of some minutes; alice left long ago.
         now = 300.0 + 200.0 * step
         bob.sessions.wake(now)
         crowd.come(now, bob, 8)
@@ -329,7 +329,7 @@ def test_a_dropped_peer_leaves_nothing_behind() -> None:
     assert sum(isinstance(each, PeerState) for each in gc.get_objects()) == before_count
 
 
-def test_messages_to_strangers_do_not_displace_those_to_others() -> None:
+def test_messages_to_unknown_peers_do_not_displace_messages_to_known_ones() -> None:
     bob = Node(2, limits=SessionLimits(queued_bytes_max=2 * 16 * 16 * 1_000, strangers_max=16))
     flood(bob, 0.0, 16)
     absent = mallory_peer(7)
@@ -346,7 +346,7 @@ def test_messages_to_strangers_do_not_displace_those_to_others() -> None:
 
 
 def come_with_cookies(bob: Node, now: float, sources: list[Source], *, first: int) -> int:
-    """Return how many of these strangers, each from its own source, get their handshake computed."""
+    """Return how many of these unknown peers, each from its own source, get their handshake computed."""
     computed = 0
     for number, source in enumerate(sources):
         eager = stranger(first + number, now=now)
@@ -372,7 +372,7 @@ def test_one_network_with_cookies_leaves_handshakes_for_others() -> None:
     assert bob.counters["busy"] == 500 - (limits.SHOWN_BURST - limits.SPARED)
 
 
-def test_one_network_gets_all_handshakes_if_no_other_asks() -> None:
+def test_one_network_may_use_all_handshakes_if_no_other_needs_them() -> None:
     bob = Node(2)
     flood(bob, 0.0, 250)
     crowd: list[Source] = [(f"203.0.113.{number % 200}", 7) for number in range(500)]
@@ -401,7 +401,7 @@ def test_messages_waiting_for_all_peers_are_bounded() -> None:
     assert alice.counters["datagrams_dropped_unsent"] == 21
 
 
-def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
+def test_a_token_bucket_allows_its_burst_and_then_its_rate() -> None:
     bucket = TokenBucket(rate=2.0, burst=3.0, tokens=3.0, at=0.0)
     assert [bucket.take(0.0) for _ in range(4)] == [True, True, True, False]
     assert [bucket.take(0.5), bucket.take(0.5), bucket.take(0.4)] == [True, False, False]

@@ -1,5 +1,6 @@
-"""Three peers under every misfortune of a network: loss, disorder, copies, replays, changes, forged and new
-addresses, and time. No message arrives twice or changed; once the network is good every message arrives.
+"""Three peers under every fault of a network: loss, reordering, duplicates, replays, changed packets, forged
+and new addresses, and time. No message arrives twice or changed, and once the network is good again every
+message arrives.
 """
 
 from typing import Any, NamedTuple
@@ -16,9 +17,10 @@ from tests.crypto.meeting import PING, Node
 
 PEERS = 3
 VICTIM: Source = ("203.0.113.7", 7)
-"""No peer has this address; an attacker on the path writes it as the source of others' packets."""
+"""An address that no peer has. An attacker on the path writes it into other peers' packets as their
+source."""
 GOOD_SECONDS = 15.0
-"""The longest backoff, and a margin."""
+"""The longest backoff, plus a margin."""
 
 Number = st.integers(0, PEERS - 1)
 Which = st.integers(0, 200)
@@ -116,7 +118,8 @@ class BadNetwork(RuleBasedStateMachine):
     # --- invariants ---------------------------------------------------------------------------------------
 
     def where(self, sender: int, receiver: int) -> Source:
-        """Return the address in an address book. An address that was silent for long counts as hearsay."""
+        """Return the address in an address book. An address that has been silent for long counts as
+        hearsay."""
         is_old = self.now >= self.heard_at.get((sender, receiver), 0.0) + FORGET_SECONDS
         if is_old or self.nodes[receiver].peer not in self.nodes[sender].sessions.peers:
             self.book[sender, receiver] = self.nodes[receiver].source
@@ -165,8 +168,8 @@ class BadNetwork(RuleBasedStateMachine):
             assert len(node.sessions.peers) < PEERS
 
     def teardown(self) -> None:
-        """From now on the network is good, and every peer knows all addresses. The first message may still be
-        lost with a session that the other side has forgotten; later ones must arrive.
+        """Make the network good from now on, and let every peer know all addresses. The first message may
+        still be lost, together with a session that the other side has forgotten; later messages must arrive.
         """
         for one, other in self.book:
             self.book[one, other] = self.nodes[other].source

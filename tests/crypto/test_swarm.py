@@ -1,4 +1,4 @@
-"""The secrets of swarms: separate by name and by key, in the order of the keys."""
+"""The secrets of swarms differ by name and by key, and keep the order of the keys."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_swarms_have_separate_secrets() -> None:
     assert [swarm.is_private for swarm in swarms] == [False, False, True, True, True]
 
 
-def test_a_rotation_keeps_the_secrets_of_each_key() -> None:
+def test_a_key_has_the_same_secrets_before_and_during_a_rotation() -> None:
     both = Swarm("a", (ONE, OTHER))
     assert both.secrets == Swarm("a", (ONE,)).secrets + Swarm("a", (OTHER,)).secrets
 

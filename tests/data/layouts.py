@@ -2,7 +2,7 @@
 
 Sources: the documents of torchvision's `ImageFolder`, Keras' `image_dataset_from_directory` and data sets,
 fastai's `ImageDataLoaders.from_folder`, Hugging Face's `imagefolder` and `datasets`, MedMNIST, pandas, R,
-numpy, Excel, SQL tools. A layout is read correctly, or refused with a key to set.
+numpy, Excel, SQL tools. A layout must be read correctly, or refused with a key to set.
 """
 
 import json
@@ -25,8 +25,9 @@ Write = Callable[[Path], Path]
 
 @dataclass(frozen=True)
 class Layout:
-    """`write` puts the source into an empty folder. With `keys` the reader returns `rows` of x and the words
-    or numbers `labels`; or it refuses with an error that contains `refused` and names the key `asks`.
+    """`write` creates the source in an empty folder. With `keys` the reader must return `rows` of x and
+    `labels` (words or numbers). Otherwise it must refuse the source with an error that contains `refused` and
+    names the key `asks`.
     """
 
     write: Write
@@ -94,7 +95,7 @@ def parquet(columns: dict[str, Any], **metadata: Any) -> Write:
 
 
 def images(*paths: str, bits: int = 8, extra: dict[str, str] | None = None) -> Write:
-    """Images of 6 x 5 at these paths, each 40 % grey, and texts at others."""
+    """Create images of 6 x 5 pixels at these paths, each 40 % grey, and texts at the other paths."""
 
     def write(folder: Path) -> Path:
         image = pytest.importorskip("PIL.Image")
@@ -122,7 +123,7 @@ CLASS_NAMES = {"info": {"features": {"label": {"names": ["ant", "bee", "cow"], "
 
 
 def folders(*parts: str) -> list[str]:
-    """Two images of each of two classes in each part."""
+    """Create two images of each of two classes in each part."""
     return [f"{part}{name}/{n}.png" for part in parts for name in ("cats", "dogs") for n in (1, 2)]
 
 

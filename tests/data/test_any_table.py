@@ -1,4 +1,4 @@
-"""Random tables, written as programs write them, are read to the same rows and labels or refused."""
+"""Random tables in the formats of common programs are read back to the same rows and labels, or refused."""
 
 import csv
 import io
@@ -49,7 +49,7 @@ WORDS = st.one_of(
 
 @dataclass(frozen=True)
 class Table:
-    """The meaning of a table: names and fields of the features, the label, and its column."""
+    """The content of a table: names and fields of the features, the label, and its column."""
 
     names: list[str]
     rows: list[list[str]]
@@ -58,7 +58,7 @@ class Table:
     place: int
     has_index: bool
     is_plain: bool
-    """All features are numbers."""
+    """Whether all features are numbers."""
 
     def lines(self) -> list[list[str]]:
         rows = [self.names, *self.rows]
@@ -88,7 +88,8 @@ def tables(draw: st.DrawFn) -> Table:
 
 
 def attempt(path: Path, table: Table, says_label: bool) -> SampleParts | None:
-    """Return the reading of a file, None if it is refused. Features of words may look like the label."""
+    """Return the reading of a file; None if it is refused. Features that are words may look like the
+    label."""
     keys = {"label": table.label} if says_label or not table.is_plain else {}
     try:
         return read_here(path, **keys)
@@ -132,7 +133,7 @@ def test_a_table_of_text_is_read_correctly_or_refused(
         if found is None:
             return
         if encoding == "cp1252" and not file.getvalue().isascii():
-            pytest.fail("bytes that are no UTF-8 were read without a key")
+            pytest.fail("bytes that are not UTF-8 were read without a key")
         as_meant(table, found)
 
 

@@ -45,7 +45,7 @@ def write_folder(folder: Path, template: str = TEMPLATE) -> Path:
     return folder
 
 
-def test_a_strangers_template_is_bounded_in_memory_and_time(tmp_path: Path) -> None:
+def test_an_untrusted_template_is_limited_in_memory_and_time(tmp_path: Path) -> None:
     data = collect(write_folder(tmp_path / "model"))
 
     async def main() -> None:
@@ -72,7 +72,7 @@ def test_a_strangers_template_is_bounded_in_memory_and_time(tmp_path: Path) -> N
     trio.run(main)
 
 
-async def test_a_chat_of_too_many_messages_is_refused_and_never_truncated(tmp_path: Path) -> None:
+async def test_a_chat_with_too_many_messages_is_refused_not_truncated(tmp_path: Path) -> None:
     text = await FencedText.open(collect(write_folder(tmp_path / "model")), allow_unfenced=True)
     try:
         with pytest.raises(UsageError, match="4,097 messages"):
@@ -107,7 +107,7 @@ def test_an_unreadable_tokenizer_is_refused(tmp_path: Path) -> None:
     trio.run(main)
 
 
-def test_files_travel_as_chunks_that_their_list_names(tmp_path: Path) -> None:
+def test_text_files_are_sent_as_chunks_that_a_list_names(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", "x" * (CHUNK_BYTES + 7))
     (folder / "model.safetensors").write_bytes(b"weights are no part of it")
     data = collect(folder)
@@ -146,7 +146,7 @@ def test_files_that_are_too_large_are_refused(tmp_path: Path) -> None:
         collect(folder)
 
 
-def test_a_folder_gives_its_models_default_sampling(tmp_path: Path) -> None:
+def test_a_model_folder_gives_the_default_sampling(tmp_path: Path) -> None:
     asked = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 7, "eos_token_id": 5}
     (tmp_path / "generation_config.json").write_text(json.dumps(asked))
     facts = read_facts(tmp_path, 9, has_template=False)

@@ -1,5 +1,5 @@
-"""Records for a language model: which tokens count in the loss, how samples are cut and padded, and what is
-unclear.
+"""Records for a language model: which tokens count in the loss, how samples are cut and padded, and which
+records are refused as ambiguous.
 """
 
 import json
@@ -26,8 +26,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_for(source: Path, kind: str = "Qwen2ForCausalLM", *, window: Any = 0, **more: Any) -> SampleParts:
-    """Return records as a model of this kind learns them; `config` is the folder's, the rest are keys of
-    [data].
+    """Return records as a model of this kind learns them. `config` belongs to the folder, the other arguments
+    are keys of [data].
     """
     folder = write_folder(Path("m"), kind, **more.pop("config", {}))
     table = msgspec.convert({"source": str(source), **more}, DataTable)
@@ -36,7 +36,7 @@ def read_for(source: Path, kind: str = "Qwen2ForCausalLM", *, window: Any = 0, *
 
 
 def learnt(samples: SampleParts) -> list[tuple[str, str]]:
-    """Return for each sample, in order, the visible text and the text that counts; `.` stands for
+    """Return, for each sample in order, the visible text and the text that counts in the loss; `.` stands for
     the rest.
     """
     import tokenizers
@@ -130,7 +130,7 @@ def test_chats_of_sharegpt_are_read_by_their_roles() -> None:
     assert learnt(found)[0] == ("<|user|>hi<|end|>\n<|assistant|>yes<|end|>", "yes<|end|>\n")
 
 
-def test_labels_use_the_numbers_of_the_models_folder() -> None:
+def test_labels_get_the_class_numbers_of_the_model_folder() -> None:
     rows = [{"text": f"t{n}", "label": word} for n, word in enumerate(["good", "bad", "bad", "good"])]
     words = {"config": {"id2label": {"0": "good", "1": "bad"}}}
     found = read_for(write_lines(Path("d.jsonl"), *rows), "BertForSequenceClassification", **words)
@@ -144,7 +144,7 @@ def test_labels_use_the_numbers_of_the_models_folder() -> None:
         assert (again.parts["train"]["labels"] == found.parts["train"]["labels"]).all()
 
 
-def test_a_prompt_and_completion_become_both_sides_of_a_translator() -> None:
+def test_a_translation_model_reads_prompts_and_writes_completions() -> None:
     found = read_for(write_lines(Path("d.jsonl"), *PAIRS), "T5ForConditionalGeneration", window=6)
     train = found.parts["train"]
     assert set(train) == {"input_ids", "attention_mask", "decoder_input_ids", "labels"}
@@ -194,7 +194,7 @@ def test_ambiguous_records_are_refused(
     assert asks in (caught.value.written[1] or "")
 
 
-def test_a_line_of_the_error_decides_between_columns(capsys: Capture) -> None:
+def test_a_line_copied_from_the_error_decides_between_columns(capsys: Capture) -> None:
     write_folder(Path("m"))
     write_lines(Path("d.jsonl"), *[{"instruction": "a", "input": "b", "output": "c"}] * 3)
     assert (

@@ -1,4 +1,4 @@
-"""The requester keeps how its data was read, and the files beside its weights."""
+"""The requester stores how its data was read, and stores the files that lie with the weights."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_a_reading_is_kept_and_errors_name_the_users_file(tmp_path: Path) -> Non
     simulate(scenario)
 
 
-def test_files_beside_the_weights_are_kept_with_the_run(tmp_path: Path) -> None:
+def test_files_in_the_folder_of_the_weights_are_kept_with_the_run(tmp_path: Path) -> None:
     graph = tmp_path / "model.peerloom"
     graph.write_bytes(simple_cnn().data)
     folder = write_folder(tmp_path / "m")

@@ -14,13 +14,13 @@ from tests.data.layouts import LAYOUTS, Layout
 
 
 def read_here(source: Path, **keys: Any) -> SampleParts:
-    """Return a source as read with these keys of [data], in this process."""
+    """Return the reading of a source with these keys of [data], done in this process."""
     table = msgspec.convert({"source": str(source), **keys}, DataTable)
     return read(SourceWish(str(source), source.parent, table))
 
 
 def in_order(samples: SampleParts) -> tuple[list[list[float]], list[str | float]]:
-    """Return rows and labels in the order of the source, labels as words if they have names."""
+    """Return rows and labels in the order of the source, with labels as words if they have names."""
     rows = {
         int(number): (arrays["x"][at].tolist(), arrays["y"][at].item())
         for part, arrays in samples.parts.items()

@@ -19,7 +19,7 @@ def packed(folder: Path) -> Path:
 
 
 def labelled(*labels: object) -> Layout:
-    """A table of these labels, two of which look alike."""
+    """Create a table with these labels, two of which look alike."""
     return Layout(text("d.csv", table(labels)), refused="look alike", asks="classes")
 
 

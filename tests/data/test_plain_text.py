@@ -30,7 +30,7 @@ MNIST = struct.pack(">IIII", 0x803, 4, 28, 28) + bytes(3136)
         ("d.jsonl", b'{"a": 1}\n' * 30, "records are read for", 'form = "bytes"'),
     ],
 )
-def test_doubtful_texts_are_refused_until_a_key_decides(
+def test_an_ambiguous_text_is_refused_until_a_key_decides(
     name: str,
     content: bytes,
     said: str,
@@ -57,7 +57,7 @@ def test_doubtful_texts_are_refused_until_a_key_decides(
         "1\n2\n3\n" * 99,
     ],
 )
-def test_a_clear_text_is_read_as_text(
+def test_an_unambiguous_text_is_read_as_text(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "t.txt").write_text(content)

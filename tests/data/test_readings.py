@@ -1,4 +1,5 @@
-"""The reading of data is shown before training, and kept with the run; ambiguous data needs a decision."""
+"""How data was read is shown before training, and stored with the run. Ambiguous data is refused until a key
+decides."""
 
 import json
 import re
@@ -37,7 +38,7 @@ def test_a_byte_order_mark_is_not_part_of_the_first_name(capsys: Capture) -> Non
     assert [each["samples"] for each in shown["classes"]] == [3, 3, 3]
 
 
-def test_a_line_of_the_error_decides_an_ambiguity(capsys: Capture) -> None:
+def test_a_line_copied_from_the_error_resolves_an_ambiguity(capsys: Capture) -> None:
     Path("d.csv").write_text("cut,x,y,z\n" + "".join(f"{n % 2},{n}.5,{n},{n}\n" for n in range(20)))
     Path("RUN.toml").write_text('model = "mlp"\ndata = "d.csv"\n')
     assert run(["data", "show", "RUN.toml"]) == 2
@@ -77,7 +78,7 @@ def test_errors_name_a_part_as_the_user_does(tmp_path: Path, capsys: Capture) ->
 # The fenced process
 
 
-def test_parquet_that_swells_is_refused_within_bounds(tmp_path: Path) -> None:
+def test_a_parquet_file_that_expands_enormously_is_refused_within_bounds(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     words = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 200), ["a" * 20_000_000])
@@ -95,7 +96,7 @@ def test_a_table_of_very_many_columns_is_refused_at_once(tmp_path: Path) -> None
         fenced("wide.csv", tmp_path)
 
 
-def test_linked_images_are_read_and_nothing_else_is(tmp_path: Path) -> None:
+def test_images_behind_symbolic_links_are_read_but_no_other_linked_files(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     for name in ("cats", "dogs"):
         (tmp_path / "store" / name).mkdir(parents=True)

@@ -30,7 +30,7 @@ def windows(text: str, *, window: int = 8, **tokenizer: Any) -> SampleParts:
     return read(SourceWish("t.txt", Path(), DataTable("t.txt"), language=language))
 
 
-def test_ids_beyond_the_token_count_are_kept() -> None:
+def test_token_ids_beyond_the_token_count_are_kept() -> None:
     found = windows("a b " * 40, ids={"a": 70_000})
     assert 70_000 in set(np.unique(found.parts["train"]["x"]).tolist())
     assert found.reading.vocabulary == 70_001

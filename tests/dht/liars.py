@@ -1,8 +1,10 @@
-"""Kademlia cores that lie, for `tests.dht.table_world`: false neighbours, false values, and silence.
+"""Kademlia cores that lie, for `tests.dht.table_world`: they send false neighbours or false values, or stay
+silent.
 
-They collude: each knows all other liars, answers a lookup with the liars nearest to its key, withholds the
-records that it was given, and hands out forged ones instead. Signatures of the simulation are keyed hashes
-that any simulated peer could make, so a forgery here carries a wrong one, as it would with real keys.
+Liars collude. Each knows all other liars, and answers a lookup with the liars nearest to its key. It
+withholds the records that it was given, and hands out forged ones instead. In the simulation, signatures are
+keyed hashes that any simulated peer could make. So a forged record here carries a wrong hash, as it would
+carry a wrong signature with real keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +21,11 @@ from dht.records import BODY_BYTES_MAX, RecordBody, sign_record
 from dht.settings import KademliaSettings
 
 NAMED = 8
-"""Liars named in an answer: as many as an honest node could name."""
+"""Number of liars named in an answer: as many as an honest node could name."""
 
 
 class FalseNeighbours(Kademlia):
-    """A node that names the liars nearest to each key, and no records."""
+    """A node that names the liars nearest to each key, and hands out no records."""
 
     liars: Sequence[PeerId] = ()
 
@@ -71,7 +73,7 @@ class FalseValues(FalseNeighbours):
 
 
 class Silent(FalseNeighbours):
-    """A node that answers pings, so that tables keep it, and nothing else."""
+    """A node that answers pings, so that it stays in tables, but answers nothing else."""
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
         """Receive requests, and never answer lookups or stores."""
@@ -92,7 +94,7 @@ KINDS = (FalseNeighbours, FalseValues, Silent)
 
 
 def liar_of(kinds: Sequence[type[FalseNeighbours]] = KINDS) -> Callable[..., Kademlia]:
-    """Return a factory of liars that cycles through the kinds by id."""
+    """Return a factory of liars that chooses their kind by id, in turn."""
 
     def make(
         signer: Signer, settings: KademliaSettings, rng: Random, addresses: tuple[Address, ...]

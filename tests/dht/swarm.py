@@ -40,7 +40,7 @@ def record(
 
 class Swarm:
     """Nodes by number; node `i` has the identity `signer(i)`. `tamper` may change a node's packets, and
-    `far_seconds` adds distance between a node and all others.
+    `far_seconds` adds latency between a node and all others.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Swarm:
         settings: KademliaSettings | None = None,
         signer_of: Callable[[int], Signer] = signer,
     ) -> None:
-        """`signer_of` may make cheaper signatures, for tests of many records."""
+        """`signer_of` may return cheaper signers, for tests with many records."""
         self.rng = Random(seed)
         self.now = 0.0
         self.loss = loss
@@ -75,7 +75,8 @@ class Swarm:
         return node
 
     def grow(self, count: int, where: Callable[[int], Address] = address) -> list[Kademlia]:
-        """`count` nodes that joined one by one through a random earlier one, in a settled table."""
+        """Return a swarm of `count` nodes that joined one by one, each through a random earlier one, after
+        tables have settled."""
         nodes: list[Kademlia] = []
         for number in range(count):
             node = self.start(number, where(number))
@@ -95,7 +96,7 @@ class Swarm:
             if self.rng.random() >= self.loss:
                 far = self.far_seconds.get(node.peer, 0.0) + self.far_seconds.get(peer, 0.0)
                 self._push(self.now + self.rng.uniform(0.02, 0.08) + far, node.peer, peer, data)
-        # One entry for each deadline ever set; outdated entries wake no node.
+        # There is one entry for each deadline ever set; outdated entries wake no node.
         if node.deadline < inf:
             self._push(node.deadline, node.peer, node.peer, None)
 
@@ -138,7 +139,8 @@ class Swarm:
 
 
 def token(node: Kademlia, sender: PeerId, now: float = 0.0) -> bytes:
-    """Return the token with which `sender` may store at `node`; the pings that follow are not answered."""
+    """Return the token with which `sender` may store at `node`; the pings that `node` then sends stay
+    unanswered."""
     for receiver, message in node.receive(now, sender, Ping(0, ())):
         if receiver == sender and isinstance(message, Pong):
             return message.token
@@ -146,12 +148,12 @@ def token(node: Kademlia, sender: PeerId, now: float = 0.0) -> bytes:
 
 
 def lone(number: int = 0) -> Kademlia:
-    """A node without contacts."""
+    """Return a node without contacts."""
     return Swarm(17).start(number)
 
 
 def met(node: Kademlia, peer: PeerId, texts: tuple[str, ...] = ()) -> Kademlia:
-    """`node`, with `peer` as an answered contact."""
+    """Add `peer` to `node` as a contact that has answered."""
     ((_, ping),) = node.add(0.0, peer, [])
     assert isinstance(ping, Ping)
     node.receive(0.0, peer, Pong(ping.id, texts))

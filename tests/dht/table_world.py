@@ -1,11 +1,12 @@
-"""A world of Kademlia cores alone: the DHT under churn, splits and attack without membership's help.
+"""A world of Kademlia cores alone: the DHT under churn, splits and attack, without the help of membership.
 
-`sim.worlds.cores` has SWIM beside Kademlia, which reports deaths at once and costs most of the events. Here a
-node detects them itself, so figures from here are the harder ones, and hours of a thousand nodes take
-minutes. The population is constant: when a life ends, one with a new id starts without any contacts.
+`sim.worlds.cores` runs SWIM in addition to Kademlia; SWIM reports deaths at once and costs most of the
+events. Here a node must detect deaths itself, so these figures are for the harder case, and hours of a
+thousand nodes take minutes. The population is constant: when a node stops, a node with a new id starts
+without any contacts.
 
-Attackers are cores of other classes, given by number (`tests.dht.liars`). The world decides where a node is
-seen, so no node can claim an address.
+Attackers are cores of other classes, chosen by node number (`tests.dht.liars`). The world decides the address
+at which a node is seen, so no node can claim one.
 """
 
 import math
@@ -34,7 +35,7 @@ from sim.worlds.timers import Agenda
 
 SWARM = "table"
 JOINED_THROUGH = 3
-"""Peers that a newcomer knows: those of a short seed list."""
+"""Number of peers that a newcomer knows, as from a short seed list."""
 GIGABYTE = 10**9
 
 MakeCore = Callable[..., Kademlia]
@@ -42,7 +43,8 @@ MakeCore = Callable[..., Kademlia]
 
 @dataclass
 class Found:
-    """One lookup: whether the record existed, whether it was found, how soon, and in how many rounds."""
+    """One lookup: whether the record existed, whether it was found, how long that took, and in how many
+    rounds."""
 
     at: float
     is_found: bool
@@ -54,7 +56,7 @@ class Found:
 
 @dataclass
 class Entry:
-    """One record that the world stored: its publisher, and its newest sequence."""
+    """One record that the world stored: its publisher, and its newest sequence number."""
 
     key: Key
     publisher: PeerId
@@ -82,20 +84,21 @@ class Figures:
 
     found: list[Found] = field(default_factory=list)
     stores: list[tuple[float, int, int, float]] = field(default_factory=list)
-    """The time, the number of holders, the number tried, and the duration."""
+    """The time, the number of holders, the number of nodes tried, and the duration."""
     replicas: list[tuple[float, list[int]]] = field(default_factory=list)
     """The time, and the number of live holders of each record."""
     stale: list[float] = field(default_factory=list)
-    """The share of dead contacts in all tables, by sample."""
+    """The share of dead contacts in all tables, one value per sample."""
     recall: list[float] = field(default_factory=list)
     hunts: list[tuple[float, int, int, float]] = field(default_factory=list)
-    """Seconds, nodes found, those of them that are up with that advert, and their share of `count`."""
+    """Seconds, nodes found, how many of them are running with the wanted advert, and the share of `count`
+    that these are."""
     unended: int = 0
 
 
 class TableWorld:
-    """A world of nodes started at once from `seed`. `median_seconds` is the median session, inf without
-    churn.
+    """A world of nodes started at the same time, from `seed`. `median_seconds` is the median time a node
+    stays, inf without churn.
     """
 
     def __init__(
@@ -181,7 +184,7 @@ class TableWorld:
         return self._rng.sample(joined, min(count, len(joined)))
 
     def _acquaint(self) -> None:
-        """Give the first nodes tables as after long acquaintance."""
+        """Give the first nodes the tables that they would have after running for long."""
         peers = sorted(self.lives, key=node_number)
         for place, peer in enumerate(peers):
             table = self.lives[peer].core.table
@@ -237,7 +240,7 @@ class TableWorld:
         entry: Entry | None = None,
         lasts: float = 14_400.0,
     ) -> Entry | None:
-        """Have a random node, or this one, store a record, or a newer version of an `entry`."""
+        """Have `node`, or a random node, store a record, or a newer version of the record of `entry`."""
         life = life or self.pick()
         if life is None:
             return None
@@ -265,7 +268,7 @@ class TableWorld:
         return entry
 
     def look(self, life: Life | None = None, *, entry: Entry | None = None, paths: int = 1) -> None:
-        """Have a random node, or this one, look for a random record, or this one."""
+        """Have `node`, or a random node, look for the record of `entry`, or a random record."""
         life = life or self.pick()
         live = [each for each in self.entries if each.is_stored and each.expires > self.now]
         if life is None or not live:
@@ -304,7 +307,7 @@ class TableWorld:
         self.order(life, lambda core, now: core.locate(now, key), ended)
 
     def hunt(self, query: Query, life: Life | None = None) -> None:
-        """Have a random node, or this one, search by capability."""
+        """Have `node`, or a random node, search by capability."""
         life = life or self.pick()
         if life is None:
             return
@@ -340,7 +343,7 @@ class TableWorld:
             )
 
     def pick(self) -> Life | None:
-        """A random node that has joined and whose core is honest."""
+        """Return a random node that has joined and whose core is honest."""
         for _ in range(64):
             life = self.lives[self._rng.choice(list(self.lives))] if self.lives else None
             if life is not None and life.has_joined and type(life.core) is Kademlia:
@@ -348,7 +351,7 @@ class TableWorld:
         return None
 
     def sample(self) -> None:
-        """Count the replicas of all live records, and the dead in all tables."""
+        """Count the replicas of all live records, and the dead contacts in all tables."""
         held: dict[tuple[Key, PeerId], int] = {}
         wall = EPOCH_SECONDS + self.now
         contacts = dead = 0
@@ -367,7 +370,7 @@ class TableWorld:
         self.figures.stale.append(dead / max(1, contacts))
 
     def holders(self, entry: Entry) -> dict[PeerId, int]:
-        """Return which live nodes hold a record, with which sequence."""
+        """Return the live nodes that hold a record, and the sequence number that each holds."""
         kept = {peer: life.core.records.kept(entry.key, entry.publisher) for peer, life in self.lives.items()}
         return {peer: record.sequence for peer, record in kept.items() if record is not None}
 
@@ -399,7 +402,7 @@ class TableWorld:
 
 
 def grind(seed: int, key: Key, count: int, tries: int) -> list[PeerId]:
-    """Return the `count` nearest to a key among `tries` invented ids, as an attacker makes them."""
+    """Return the `count` ids nearest to a key among `tries` invented ones, as an attacker generates them."""
     place = int.from_bytes(key, "big")
     made = [PeerId(draw(seed, "ground", number)[:32]) for number in range(tries)]
     nearest = sorted((node_number(peer) ^ place, peer) for peer in made)
@@ -418,8 +421,8 @@ def _own_network(number: int) -> str:
 
 
 def some_advert(number: int, rng: Random) -> Advert:
-    """Return the offer of a node in a mixed swarm: a tenth have GPUs, memory from 2 to 128 GB,
-    three regions.
+    """Return the offer of a node in a mixed swarm: a tenth of nodes have GPUs, memory ranges from 2 to 128
+    GB, and there are three regions.
     """
     device = "cuda" if rng.random() < 0.1 else "cpu"
     memory = rng.choice((2, 8, 8, 16, 32, 128)) * GIGABYTE

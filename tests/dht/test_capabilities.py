@@ -1,4 +1,4 @@
-"""Adverts and searches by capability: classes, shards, and the results."""
+"""Adverts and searches by capability: their classes and shards, and what searches find."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +36,7 @@ def advert(
 
 
 def many(seed: int, settings: KademliaSettings) -> Swarm:
-    """A swarm with free signatures: it checks hundreds of adverts."""
+    """Return a swarm with free signatures, because it checks hundreds of adverts."""
     return Swarm(
         seed, settings=settings, signer_of=lambda number: HashSigner(seeded_peer(seed, number), "test", seed)
     )
@@ -166,8 +166,8 @@ def test_nodes_with_near_coordinates_are_asked_first() -> None:
 
 
 def test_a_search_near_a_place_lists_nodes_by_latency() -> None:
-    """Five nodes of one region are near and nine far; one of the far claims to be the nearest, and its
-    latency exposes it.
+    """Five nodes of one region are near and nine are far. One of the far nodes claims to be the nearest, but
+    its latency exposes it.
     """
     swarm = many(46, KademliaSettings(k=8, find_width=4))
     nodes = swarm.grow(16)
@@ -183,11 +183,11 @@ def test_a_search_near_a_place_lists_nodes_by_latency() -> None:
     found = hunt(swarm, nodes[0], Query("cpu", near="eu", count=6))
     named = [offer.peer for offer in found.offers]
     assert set(named[:5]) == {node.peer for node in near}
-    assert named[5:] == [liar.peer], "nodes with a farther estimate are asked only when needed"
+    assert named[5:] == [liar.peer], "farther nodes were asked although nearer ones were enough"
     assert [offer.seconds for offer in found.offers] == sorted({offer.seconds for offer in found.offers})
 
 
-def test_a_lone_node_finds_nobody_and_reports_it_at_once() -> None:
+def test_a_search_by_a_lone_node_ends_at_once_without_results() -> None:
     node = lone()
     node.advertise(0.0, advert())
     number, sends = node.hunt(0.0, Query("cpu"))

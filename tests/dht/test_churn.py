@@ -1,4 +1,4 @@
-"""The DHT under churn, liars, an eclipse and a split: small forms of `benchmarks/dht_churn.py`."""
+"""The DHT under churn, liars, an eclipse and a split: smaller versions of `benchmarks/dht_churn.py`."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_records_outlive_the_sessions_of_their_publishers() -> None:
     assert world.figures.recall[0] >= 0.9
 
 
-def test_a_fifth_of_liars_forges_nothing_and_hides_nothing() -> None:
+def test_liars_among_a_fifth_of_nodes_neither_forge_nor_hide_records() -> None:
     make = liar_of()
     world = TableWorld(60, 2, core_of=lambda number: make if number % 5 == 0 else Kademlia)
     FalseNeighbours.liars = [
@@ -46,7 +46,7 @@ def test_a_fifth_of_liars_forges_nothing_and_hides_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_ids_ground_in_five_networks_do_not_hide_a_record() -> None:
+def test_ids_generated_near_a_key_in_five_networks_hide_no_record() -> None:
     world = TableWorld(
         60,
         3,
@@ -69,7 +69,7 @@ def test_ids_ground_in_five_networks_do_not_hide_a_record() -> None:
     assert sum(found.is_found for found in world.figures.found) >= 19
 
 
-def test_a_healed_split_has_the_newest_sequence_within_one_republish() -> None:
+def test_after_a_split_heals_one_republish_spreads_the_newest_record() -> None:
     world = TableWorld(40, 4, settings=KademliaSettings(republish_seconds=300))
     peers = list(world.lives)
     for number in range(5):
@@ -117,4 +117,4 @@ def test_a_search_by_capability_takes_fewer_than_hundreds_of_messages() -> None:
     world.hunt(Query("cpu", 8 * GIGABYTE, count=10), asker)
     world.run(325)
     assert world.figures.hunts[0][1] >= 9
-    assert sent() - before <= 160  # 226 to 252 when six holders of every depth were asked
+    assert sent() - before <= 160  # it was 226 to 252 when six holders of every depth were asked

@@ -1,4 +1,4 @@
-"""An unreachable node queries like any other, and no table lists it."""
+"""A node that cannot be reached queries like any other, but no table lists it (client mode)."""
 
 from random import Random
 
@@ -52,7 +52,7 @@ def test_a_node_that_becomes_a_client_leaves_tables_and_may_return() -> None:
     assert swarm.refused == []
 
 
-def test_others_store_nothing_with_a_client_named_to_them() -> None:
+def test_no_node_stores_records_at_a_client_that_others_named() -> None:
     swarm = Swarm(3)
     nodes = swarm.grow(12)
     client = nodes[5]
@@ -62,5 +62,5 @@ def test_others_store_nothing_with_a_client_named_to_them() -> None:
     assert len(client.records) == 0
 
 
-def test_older_versions_read_a_clients_mark_as_no_address() -> None:
+def test_older_versions_see_a_client_as_a_peer_without_addresses() -> None:
     assert readable_addresses(CLIENT_ADDRESSES, Swarm(4).start(1).peer) == ()

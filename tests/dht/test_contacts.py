@@ -16,7 +16,7 @@ from tests.dht.swarm import Swarm, address, lone, met, signer
 KEY = record_key("test", b"name")
 
 
-def test_a_stranger_who_asks_is_a_contact_only_after_it_answered_us() -> None:
+def test_an_unknown_asker_becomes_a_contact_only_after_answering_us() -> None:
     node = lone()
     stranger = signer(1).peer
     (_, pong), (receiver, ping) = node.receive(0.0, stranger, Ping(5, ("10.0.0.9:1",)))
@@ -25,7 +25,7 @@ def test_a_stranger_who_asks_is_a_contact_only_after_it_answered_us() -> None:
     assert receiver == stranger
     assert node.events == [PeerHeard(stranger, (make_address("10.0.0.9", 1, stranger),))]
     assert node.table.get(stranger) is None
-    # During that ping, and after it, more questions trigger no more pings.
+    # During that ping, and after it, further questions cause no further pings.
     assert len(node.receive(0.1, stranger, Ping(6, ()))) == 1
     node.receive(0.2, stranger, Pong(ping.id, ("10.0.0.9:1",)))
     assert node.table.get(stranger) is not None
@@ -73,7 +73,7 @@ def test_a_full_bucket_pings_its_oldest_before_a_newcomer_takes_its_place() -> N
     ((_, ping),) = node.add(100.0, far[2], [])
     sends = node.receive(100.0, far[2], Pong(ping.id, ()))
     assert [(peer, type(message)) for peer, message in sends] == [(far[0], Ping)]
-    # The oldest stays if it answers, and is removed after several failures.
+    # The oldest contact stays if it answers, and is removed after several failures.
     assert node.table.get(far[0]) is not None
     now = 100.0
     while node.table.get(far[0]) is not None:
@@ -84,7 +84,7 @@ def test_a_full_bucket_pings_its_oldest_before_a_newcomer_takes_its_place() -> N
 
 
 def asked(node: Kademlia, seconds: float) -> Counter[tuple[PeerId, type]]:
-    """Return the requests to each peer while none is answered, until `seconds`."""
+    """Return how many requests each peer gets until `seconds`, if no request is answered."""
     counts: Counter[tuple[PeerId, type]] = Counter()
     while node.deadline <= seconds:
         counts.update((peer, type(message)) for peer, message in node.wake(node.deadline))
@@ -92,7 +92,8 @@ def asked(node: Kademlia, seconds: float) -> Counter[tuple[PeerId, type]]:
 
 
 def halves(*, far: int, near: int) -> tuple[Kademlia, list[PeerId], list[PeerId]]:
-    """A node with k = 2 that met this many of the other half of the key space and of its own."""
+    """Return a node with k = 2, which met `far` peers in the other half of the key space and `near` in its
+    own."""
     node = Swarm(18, settings=KademliaSettings(k=2, alpha=1, find_width=1)).start(0)
     peers = [signer(number).peer for number in range(1, 40)]
     distant = [peer for peer in peers if distance(node_key(peer), node.key) >> 159][:far]
@@ -110,18 +111,18 @@ def test_a_full_bucket_is_pinged_instead_of_refreshed() -> None:
     node, far, near = halves(far=2, near=1)
     counts = asked(node, JUST_AFTER)
     assert all(counts[peer, Ping] for peer in (*far, *near))
-    # A lookup went into the bucket of its own key, through all known contacts.
+    # A lookup asked all known contacts, and passed through the bucket of the node's own key.
     assert {peer for peer, kind in counts if kind is FindNode} == {*far, *near}
     assert sum(counts[peer, FindNode] for peer in far) <= 2 * len(far)
 
 
-def test_the_bucket_of_its_own_key_is_refreshed_though_full() -> None:
+def test_the_bucket_of_the_nodes_own_key_is_refreshed_even_if_full() -> None:
     node, far, near = halves(far=0, near=2)
     assert sum(asked(node, JUST_AFTER)[peer, FindNode] for peer in near) > 0
     assert far == []
 
 
-def test_a_bucket_of_contacts_watched_by_others_is_seldom_checked() -> None:
+def test_a_bucket_of_contacts_that_membership_watches_is_seldom_checked() -> None:
     refreshes, questions = 80, []
     for watched in (3, 4):
         swarm = Swarm(19)
@@ -140,7 +141,7 @@ def test_a_bucket_of_contacts_watched_by_others_is_seldom_checked() -> None:
     assert questions[0] / 6 < questions[1] < questions[0] / 2.5
 
 
-def test_watched_contacts_are_seldom_pinged_for_their_silence() -> None:
+def test_silent_contacts_that_membership_watches_are_seldom_pinged() -> None:
     node, far, _ = halves(far=2, near=0)
     node.add(0.0, far[0], [])
     assert node.deadline == node.settings.refresh_seconds
@@ -160,7 +161,7 @@ def test_a_watched_peer_that_became_a_client_is_detected() -> None:
     assert node.table.get(far[0]) is None
 
 
-def test_a_peer_unwatched_before_it_answers_is_an_unwatched_contact() -> None:
+def test_a_peer_unwatched_before_it_answers_becomes_an_unwatched_contact() -> None:
     for forget in (Kademlia.unwatch, lambda node, peer: node.remove(0.0, peer)):
         node = lone()
         peer = signer(1).peer
@@ -171,7 +172,7 @@ def test_a_peer_unwatched_before_it_answers_is_an_unwatched_contact() -> None:
         assert not node.table.get(peer).watched  # type: ignore[union-attr]  # it answered
 
 
-def test_a_peer_watched_before_it_answers_is_a_watched_contact() -> None:
+def test_a_peer_watched_before_it_answers_becomes_a_watched_contact() -> None:
     node = lone()
     peer = signer(1).peer
     _, (_, ping) = node.receive(0.0, peer, Ping(5, ()))
@@ -180,7 +181,7 @@ def test_a_peer_watched_before_it_answers_is_a_watched_contact() -> None:
     assert node.table.get(peer).watched  # type: ignore[union-attr]  # it answered
 
 
-def test_a_contact_added_while_its_ping_is_out_is_watched_too() -> None:
+def test_a_peer_added_by_membership_during_its_ping_becomes_watched() -> None:
     node = lone()
     peer = signer(1).peer
     ((_, ping),) = node.add(0.0, peer, [])
@@ -204,10 +205,10 @@ def test_a_replacement_of_a_lost_contact_is_pinged() -> None:
     full = node.table.bucket_of(node_key(far[0]))
     assert list(full.replacement_nodes) == [node_key(far[2])]
     assert [(peer, type(message)) for peer, message in node.remove(70.0, far[0])] == [(far[2], Ping)]
-    assert node.remove(71.0, far[1]) == []  # no caller waits
+    assert node.remove(71.0, far[1]) == []  # no peer waits in its replacement list
 
 
-def test_a_contact_seen_before_is_watched_from_the_hint_on() -> None:
+def test_a_known_contact_becomes_watched_when_membership_adds_it() -> None:
     node = lone()
     peer = signer(1).peer
     _, (_, ping) = node.receive(0.0, peer, Ping(5, ("10.0.0.9:1",)))
@@ -217,12 +218,12 @@ def test_a_contact_seen_before_is_watched_from_the_hint_on() -> None:
     seen = [contact.watched]
     assert node.add(1.0, peer, []) == []
     seen.append(contact.watched)
-    node.unwatch(signer(2).peer)  # which it does not know
+    node.unwatch(signer(2).peer)  # a peer that it does not know
     node.unwatch(peer)
     assert [*seen, contact.watched] == [False, True, False]
 
 
-def test_a_reply_names_the_nearest_that_fit_its_payload() -> None:
+def test_a_reply_names_the_nearest_contacts_that_fit_into_it() -> None:
     node = lone()
     for number in range(1, 40):
         met(node, signer(number).peer, (f"[2001:db8::{number}]:65535", f"10.0.0.{number}:65535"))

@@ -1,6 +1,6 @@
-"""One owner of addresses with unlimited ids neither surrounds a key nor fills a store.
+"""One owner of addresses with unlimited ids can neither surround a key nor fill a store.
 
-The addresses are public ones, since local networks are not divided into groups.
+The addresses are public ones, because local networks are not divided into groups.
 """
 
 from collections.abc import Callable
@@ -28,17 +28,18 @@ FIRST_SYBIL = 100_000
 
 
 def public(number: int) -> Address:
-    """Addresses that are each in their own network."""
+    """Return an address in a network of its own."""
     return make_address(f"8.{number // 250}.{number % 250}.1", 9747)
 
 
 def crowded(number: int) -> Address:
-    """All in one network."""
+    """Return an address in the one network that all such addresses share."""
     return make_address(f"45.67.89.{number % 250 + 1}", 9747)
 
 
 def near(key: Key, count: int, *, among: int = 3_000) -> list[int]:
-    """Numbers of ids ground to be nearest to a key: a few tenths of a second of work."""
+    """Return the numbers of the `count` ids nearest to a key, out of `among`: a few tenths of a second of
+    work."""
     made = range(FIRST_SYBIL, FIRST_SYBIL + among)
     return sorted(made, key=lambda number: distance(node_key(signer(number).peer), key))[:count]
 
@@ -57,7 +58,7 @@ def conspire(hints: tuple[Hint, ...], message: Message) -> Message:
 
 
 def surround(swarm: Swarm, claims: Callable[[int], Address]) -> set[PeerId]:
-    """Have ids of one owner join next to KEY. They claim to keep records, and do not."""
+    """Let ids of one owner join next to KEY. They claim to keep records, but do not."""
     numbers = near(KEY, SYBILS)
     hints = tuple(Hint(signer(number).peer, (claims(number).short,)) for number in numbers)
     honest = list(swarm.nodes.values())
@@ -75,12 +76,12 @@ def surround(swarm: Swarm, claims: Callable[[int], Address]) -> set[PeerId]:
 
 
 @pytest.mark.parametrize("is_lying", [False, True], ids=["one network", "with false addresses"])
-def test_ids_of_one_network_do_not_surround_a_key(is_lying: bool) -> None:
+def test_ids_of_one_network_cannot_surround_a_key(is_lying: bool) -> None:
     swarm = Swarm(31)
     nodes = swarm.grow(60, public)
     seen = {node.peer: public(number).host for number, node in enumerate(nodes)}
     if is_lying:
-        # Each claims its own network; it cannot choose the address where it is seen.
+        # Each id claims a network of its own, but cannot choose the address at which it is seen.
         seen |= {signer(number).peer: crowded(number).host for number in near(KEY, SYBILS)}
         for node in nodes:
             node.origins.host_of = seen.get
@@ -113,7 +114,7 @@ def test_a_swarm_within_one_network_works_like_any_other() -> None:
 
 
 def keep(node: Kademlia, sender: int, place: Address, author: int, key: Key = KEY) -> str:
-    """Send one Store and return the answer; the sender's later ping is not answered."""
+    """Send one Store and return the answer; the ping that the store then sends stays unanswered."""
     given = token(node, signer(sender).peer)
     message = Store(1, (place.short,), record(author, key), given)
     sends = node.receive(0.0, signer(sender).peer, message)
@@ -132,7 +133,7 @@ def test_invented_publishers_of_one_network_leave_room_under_a_key() -> None:
     kept = {each.publisher for each in node.records.get(WALL, KEY)}
     assert {signer(author).peer for author in range(1, 9)} <= kept
     assert len(kept) == publishers_max
-    # And later ones do not evict them.
+    # Later records do not evict them either.
     for author in range(3_000, 3_050):
         keep(node, author, crowded(author % 7), author)
     assert {signer(author).peer for author in range(1, 9)} <= {
@@ -198,7 +199,7 @@ def test_a_store_far_from_the_node_is_refused() -> None:
         nearer = sum(distance(node_key(peer), key) < distance(node.key, key) for peer in others)
         if nearer < node.settings.k:
             assert answer == ""
-    # A record that is kept already may be renewed at any distance.
+    # A record that is already stored may be renewed from any distance.
     kept = next(key for key, answer in answers.items() if answer == "")
     for peer in sorted(others, key=lambda peer: distance(node_key(peer), kept))[:100]:
         node.table.answered(1.0, Contact(peer))
@@ -218,7 +219,8 @@ def test_no_node_refuses_an_honest_store_for_its_distance() -> None:
 
 
 def flooded_table(seed: int) -> Table:
-    """A table of many networks, and ten times as many later contacts of one network."""
+    """Return a table of contacts in many networks, after ten times as many later contacts from one
+    network."""
     rng = Random(seed)
     table = Table(node_key(PeerId(bytes(32))), k=8, failures_max=2)
     for number in range(60):
@@ -228,11 +230,11 @@ def flooded_table(seed: int) -> Table:
     return table
 
 
-def test_a_network_that_fills_buckets_makes_room_for_others() -> None:
+def test_a_network_that_filled_buckets_makes_room_for_other_networks() -> None:
     table, rng = Table(node_key(PeerId(bytes(32))), k=8, failures_max=2), Random(2)
     for _ in range(600):
         table.answered(1.0, Contact(PeerId(rng.randbytes(32)), (), b"crowd"))
-    # These two are half and a quarter of all; nearer to the node newcomers are few.
+    # These two buckets cover half and a quarter of all keys; buckets nearer to the node get few newcomers.
     far = sorted(table.buckets, key=lambda bucket: bucket.range[0] - bucket.range[1])[:2]
     assert all(bucket.full and len(bucket.replacement_nodes) == 8 for bucket in far)
     for number in range(100):
@@ -243,7 +245,7 @@ def test_a_network_that_fills_buckets_makes_room_for_others() -> None:
         groups = [contact.group for contact in bucket.nodes.values()]
         assert len(groups) == 8
         assert groups.count(b"crowd") <= BUCKET_GROUP_MAX
-    # And the crowd does not come back.
+    # Nor does the crowd come back.
     for _ in range(600):
         table.answered(3.0, Contact(PeerId(rng.randbytes(32)), (), b"crowd"))
     for bucket in far:
@@ -264,7 +266,7 @@ def test_few_of_the_nearest_share_a_network_while_others_exist() -> None:
     assert distances == sorted(distances)
 
 
-def test_groups_fill_the_places_that_others_leave_empty() -> None:
+def test_a_network_may_exceed_its_limit_if_places_stay_empty() -> None:
     members = [Contact(PeerId(bytes([number]) * 32), (), b"ab"[number % 2 :][:1]) for number in range(12)]
     assert spread(members, 6, 3) == members[:6]
     one = [Contact(PeerId(bytes([number]) * 32), (), b"a") for number in range(12)]

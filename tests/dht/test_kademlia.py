@@ -1,4 +1,4 @@
-"""The Kademlia core among others: every node finds stored records, despite deaths and liars."""
+"""The Kademlia core in a swarm: every node finds stored records, despite deaths and liars."""
 
 from collections.abc import Callable
 from functools import partial
@@ -86,7 +86,7 @@ def test_a_record_outlives_the_death_of_half_its_replicas() -> None:
     started = swarm.now
     alive = [node for node in nodes if node.peer in swarm.nodes]
     assert all(find(swarm, node) == [b"v"] for node in alive)
-    # The time-outs of the dead run concurrently.
+    # The timeouts of the dead nodes run concurrently.
     assert swarm.now - started < 2.0 * len(alive)
 
 
@@ -95,7 +95,7 @@ def test_the_highest_sequence_of_each_publisher_is_found() -> None:
     nodes = swarm.grow(30)
     store(swarm, nodes[1], record(1, KEY, b"old", 1))
     store(swarm, nodes[2], record(2, KEY, b"other", 1))
-    # Half of the holders miss the newer one: a find asks several.
+    # Half of the holders lack the newer record, so a find asks several.
     for peer in nearest(swarm, KEY, 20)[1::2]:
         node = swarm.nodes[peer]
         node.records.put = lambda *_, **__: None  # type: ignore[method-assign]  # deaf to what comes
@@ -104,7 +104,7 @@ def test_the_highest_sequence_of_each_publisher_is_found() -> None:
         assert sorted(find(swarm, node)) == [b"new", b"other"]
 
 
-def test_a_lower_sequence_is_refused_by_all_and_the_count_says_so() -> None:
+def test_a_store_with_a_lower_sequence_is_refused_and_counts_no_holder() -> None:
     swarm = Swarm(5)
     nodes = swarm.grow(30)
     assert store(swarm, nodes[1], record(1, KEY, b"new", 2)).acknowledged == 20
@@ -124,7 +124,7 @@ def test_a_store_that_reached_nobody_reports_no_success() -> None:
     assert (stored.acknowledged, stored.tried, stored.refusals) == (0, 20, (Refusal.FULL,))
 
 
-def test_a_store_counts_only_the_living_when_all_others_die() -> None:
+def test_a_store_counts_only_living_holders_when_all_others_die() -> None:
     swarm = Swarm(7)
     nodes = swarm.grow(25)
     for node in nodes[1:]:
@@ -165,7 +165,7 @@ def test_locate_returns_the_nearest_live_nodes_in_order() -> None:
 # Alone, joining, leaving.
 
 
-def test_a_lonely_node_stores_with_itself_and_finds_it() -> None:
+def test_a_lone_node_stores_records_with_itself_and_finds_them() -> None:
     swarm = Swarm(11)
     node = swarm.start(0)
     assert node.deadline == inf
@@ -204,7 +204,7 @@ def test_a_node_rejoins_after_an_outage_of_all_others() -> None:
     assert len(nodes[0].table) == 7
 
 
-def test_the_dead_leave_the_table_and_newcomers_get_the_records() -> None:
+def test_dead_contacts_leave_the_table_and_newcomers_get_the_records() -> None:
     swarm = Swarm(14, settings=KademliaSettings(republish_seconds=300, refresh_seconds=200))
     nodes = swarm.grow(30)
     store(swarm, nodes[0], record(0, KEY))
@@ -230,7 +230,7 @@ def test_a_forgotten_record_is_not_stored_again() -> None:
     assert len(swarm.trace) == before
 
 
-def test_a_member_known_dead_is_removed_and_not_waited_for() -> None:
+def test_a_member_reported_dead_is_removed_and_delays_no_lookup() -> None:
     swarm = Swarm(16)
     nodes = swarm.grow(25)
     dead = nearest(swarm, KEY, 5)
@@ -249,7 +249,7 @@ def test_a_member_known_dead_is_removed_and_not_waited_for() -> None:
 # Liars.
 
 
-def test_an_answer_counts_only_from_the_asked_peer_and_kind() -> None:
+def test_an_answer_of_a_wrong_peer_or_kind_is_ignored() -> None:
     node = lone()
     asked, other = signer(1).peer, signer(2).peer
     ((_, ping),) = node.add(0.0, asked, [])
@@ -288,7 +288,7 @@ def test_a_forged_record_is_neither_stored_nor_accepted_from_an_answer() -> None
         with pytest.raises(RemoteProtocolError):
             node.receive(0.0, signer(1).peer, Values(asked.id, (), facts, more, ()))
     assert len(node.records) == 0
-    # A bad answer counts as none: the right one is still accepted.
+    # A bad answer counts as no answer, so the right one is still accepted.
     node.receive(0.1, signer(1).peer, Values(asked.id, (), (record(2, KEY),), False, ()))
     event = node.events[-1]
     assert isinstance(event, RecordsFound)
@@ -296,7 +296,7 @@ def test_a_forged_record_is_neither_stored_nor_accepted_from_an_answer() -> None
 
 
 def ghosts(swarm: Swarm, message: Message, *, count: int) -> Message:
-    """A node that names peers that do not exist, nearer to the key than any other."""
+    """A node that names nonexistent peers, nearer to the key than any real one."""
     if not isinstance(message, Nodes | Values):
         return message
     made = [PeerId(swarm.rng.randbytes(32)) for _ in range(2_000)]
@@ -323,7 +323,7 @@ def endless(message: Message) -> Message:
     ],
     ids=["ghosts near the key", "an oversize list", "no records", "endless pages"],
 )
-def test_a_fifth_of_liars_neither_ends_nor_inflates_a_lookup(
+def test_liars_among_a_fifth_of_nodes_neither_end_nor_inflate_a_lookup(
     lie: Callable[[Swarm], Callable[[Message], Message]],
 ) -> None:
     swarm = Swarm(19)
@@ -377,7 +377,7 @@ def test_random_messages_never_crash_a_node() -> None:
     assert len(node.events) < 500
 
 
-def test_settings_out_of_bounds_are_named() -> None:
+def test_an_error_names_the_setting_that_is_out_of_bounds() -> None:
     with pytest.raises(ValueError, match="alpha, find_width"):
         KademliaSettings(k=2)
     with pytest.raises(ValueError, match="payload_bytes_max"):
@@ -391,7 +391,7 @@ def test_an_address_too_long_for_a_hint_is_omitted() -> None:
     assert ping.addresses == ()
 
 
-def test_a_corrected_clock_drops_no_stored_record() -> None:
+def test_correcting_the_clock_deletes_no_stored_record() -> None:
     node = lone()
     kept = check_record(signer(0), record(1, KEY, expires=int(WALL + 3_600)))
     node.adopt(0.0, kept)

@@ -52,7 +52,7 @@ def test_a_lookup_ends_within_its_requests_and_asks_each_peer_once(
         new = lookup.next()
         asked += new
         waiting += new
-        assert waiting, "an unfinished lookup always waits for a peer"
+        assert waiting, "an unfinished lookup waits for no peer"
         place, rng = next(steps, (0, Random(0)))
         contact = waiting.pop(place % len(waiting))
         if contact.peer in silent:
@@ -83,7 +83,7 @@ def test_a_lookup_ends_when_the_nearest_alive_have_answered() -> None:
     assert asked < 12
 
 
-def test_a_lone_lookup_ends_at_once() -> None:
+def test_a_lookup_without_contacts_ends_at_once() -> None:
     lookup = begin([OWN])
     assert lookup.done
     assert lookup.next() == []
@@ -129,12 +129,12 @@ def test_a_peer_that_names_invented_peers_loses_only_its_own_hints() -> None:
                 lookup.passed_over(contact.peer)
             else:
                 answer(lookup, contact, [])
-    # After the first four did not answer, the rest that only the liar had named were not asked.
+    # After the first four peers did not answer, the others that only the liar had named were not asked.
     assert ghosts <= 4 + settings.alpha
     assert [contact.peer for contact in lookup.nearest] == [order[10], order[30], liar, honest]
 
 
-def test_a_wrong_address_named_first_does_not_hide_the_right_one() -> None:
+def test_a_wrong_address_hint_does_not_hide_the_right_address() -> None:
     lookup = begin(PEERS[:2])
     one, two = lookup.next()
     sought = PEERS[9]

@@ -1,4 +1,4 @@
-"""Keys and messages: bytes from the wire are bounded and checked before use."""
+"""Keys and messages: bytes from the wire are limited and checked before use."""
 
 import pytest
 from hypothesis import given

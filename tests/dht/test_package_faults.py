@@ -1,8 +1,8 @@
-"""Faults of the `kademlia` package that this DHT is built on: each test fails on the plain package, and
+"""Faults of the `kademlia` package on which this DHT is built: each test fails on the plain package, and
 passes on ours.
 
-A test asserts both: the package still has the fault, so its repair is still needed, and ours does not have
-it. The package runs without sockets, on its own event loop.
+A test asserts both that the package still has the fault, so our repair is still needed, and that our version
+does not have it. The package runs without sockets, on its own event loop.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from tests.dht.swarm import WALL, Swarm, lone, met, record, signer, token
 
 KEY = record_key("test", b"name")
 PAYLOAD_BYTES = 77
-"""The request of the reference measurement, whose answer had 794 bytes."""
+"""The request of the reference measurement, which was answered with 794 bytes."""
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -83,8 +83,8 @@ def protocol(k: int = 20, own: bytes = bytes(20)) -> Any:
     return made
 
 
-def test_a_flood_of_ids_makes_few_buckets() -> None:
-    # Crowds whose ids share 151 bits: a full bucket of them is split bit by bit down to there.
+def test_a_flood_of_ids_creates_few_buckets() -> None:
+    # These crowds have ids that share 151 bits: a full bucket of them is split bit by bit down to there.
     rng, flood = Random(2), []
     for _ in range(8):
         prefix = rng.getrandbits(151) << 9
@@ -105,7 +105,7 @@ def test_a_flood_of_ids_makes_few_buckets() -> None:
 
 
 def test_a_contact_enters_a_full_bucket_without_an_event_loop() -> None:
-    # The first two share five bits: their bucket is not split, and its head is pinged at once.
+    # The first two share five bits, so their bucket is not split, and its head is pinged at once.
     first, second, third = (Node(bytes([number]) + bytes(19)) for number in (0, 7, 3))
     made = protocol(k=2, own=b"\xff" * 20)
     made.call_ping = lambda node: asyncio.sleep(0, node)
@@ -140,7 +140,7 @@ def test_all_the_nearest_known_contacts_are_named() -> None:
 
 
 def recall(held: list[Any], name: Any) -> float:
-    """Return how many of the 20 nearest held contacts are named, for random keys."""
+    """For random keys, return how many of the 20 nearest contacts of the table are named."""
     shares = []
     for key in ids(50, seed=9):
         nearest = sorted(held, key=lambda each: distance(each, key))[:20]
@@ -176,16 +176,16 @@ def test_the_core_reads_no_clock() -> None:
         assert not re.search(r"^import time|time\.(monotonic|time)\(", source, re.MULTILINE)
 
 
-def test_a_peer_that_waits_for_a_place_is_handed_records_once() -> None:
+def test_a_peer_waiting_for_a_bucket_place_gets_records_only_once() -> None:
     async def package() -> int:
         made = protocol(k=2, own=b"\xff" * 20)
         made.storage[b"key"] = "value"
-        # Bits 0-4 alike: the depth is a multiple of five, so the full bucket is not split.
+        # Bits 0-4 are equal and the depth is a multiple of five, so the full bucket is not split.
         near = [bytes([number]) + bytes(19) for number in range(1, 8)]
         for each in near[:2]:
             made.welcome_if_new(Node(each, "10.0.0.1", 1))
         waiting = near[2]
-        # The full bucket is not split: a newcomer waits, and counts as new for ever.
+        # The full bucket is not split. So a newcomer waits for a place, and counts as new forever.
         places = made.router.buckets[0].replacement_nodes
         made.router.add_contact = lambda node: places.update({node.id: node})
         made.router.find_neighbors = lambda node, k=None, exclude=None: []
@@ -224,7 +224,7 @@ def test_a_store_without_any_holder_fails() -> None:
         server.protocol.call_find_node = call_find_node
         return bool(await server.set("key", "value"))
 
-    assert run(package()) is True  # call_store answered (False, None): no answer came
+    assert run(package()) is True  # call_store returned (False, None): no answer came
     swarm = Swarm(4)
     nodes = swarm.grow(5)
     for node in nodes[1:]:
@@ -233,7 +233,7 @@ def test_a_store_without_any_holder_fails() -> None:
     assert not stored.is_safe
 
 
-def test_a_reply_counts_only_from_the_asked_peer() -> None:
+def test_a_reply_from_a_peer_that_was_not_asked_is_ignored() -> None:
     async def package() -> Any:
         made = protocol()
         answer = made.find_node(("10.0.0.1", 1), bytes(20), bytes(20))
@@ -288,7 +288,7 @@ def test_records_of_others_are_limited() -> None:
     assert len(store) <= 100
 
 
-def test_a_strangers_small_packet_gets_no_large_answer() -> None:
+def test_a_small_packet_from_an_unknown_peer_gets_no_large_answer() -> None:
     async def package() -> float:
         made = protocol()
         for place, each in enumerate(ids(200)):
@@ -304,7 +304,7 @@ def test_a_strangers_small_packet_gets_no_large_answer() -> None:
         return len(made.transport.sent[0][0]) / len(request)
 
     assert run(package()) > 8
-    # Ours answers only after a session is proven: claiming an address yields nothing there.
+    # Ours answers only after a session has proven the address, so claiming an address gains nothing.
     entropy = Random(5).randbytes
     sessions = Sessions(Identity(bytes(32)), Name("test", ()), entropy, now=0.0, wall_milliseconds=1)
     for first in range(256):
@@ -345,7 +345,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_a_saved_state_runs_no_code(tmp_path: Path) -> None:
+def test_loading_a_saved_state_runs_no_code(tmp_path: Path) -> None:
     went_off = tmp_path / "went off"
     state = pickle.dumps(Bomb(went_off))
     (tmp_path / "state").write_bytes(state)

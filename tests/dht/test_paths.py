@@ -1,4 +1,4 @@
-"""Disjoint paths, per-peer timeouts, limits of address groups, and proof of work: defences against liars."""
+"""Defences against liars: disjoint paths, timeouts per peer, limits per address group, and proof of work."""
 
 from random import Random
 
@@ -46,7 +46,7 @@ def test_no_peer_is_asked_on_two_paths_and_all_paths_end(
         new = lookup.next()
         asked += [contact.peer for contact in new]
         waiting += new
-        assert waiting, "an unfinished lookup always waits for a peer"
+        assert waiting, "an unfinished lookup waits for no peer"
         place, named = next(steps, (0, 0))
         contact = waiting.pop(place % len(waiting))
         if contact.peer in silent:
@@ -58,7 +58,7 @@ def test_no_peer_is_asked_on_two_paths_and_all_paths_end(
     assert {contact.peer for contact in lookup.answers}.isdisjoint(silent)
 
 
-def test_a_path_without_liars_finds_what_the_others_hide() -> None:
+def test_one_path_without_liars_finds_records_that_other_paths_hide() -> None:
     swarm = Swarm(21, settings=KademliaSettings(k=8, find_width=4))
     nodes = swarm.grow(40)
     by_distance = sorted(nodes, key=lambda node: distance(node.key, KEY))
@@ -138,7 +138,7 @@ def test_one_network_is_limited_in_a_table_and_in_a_bucket() -> None:
     for number in range(400, 600):
         table.answered(float(number), placed(number, number % 200 + 1))
     groups = [contact.group for contact in table]
-    assert crowded > 20  # alone, a network is not limited
+    assert crowded > 20  # one network alone is not limited
     assert max(groups.count(group) for group in set(groups)) <= 3
     for number in range(600, 900):
         table.answered(float(number), placed(number, 0))
@@ -148,7 +148,7 @@ def test_one_network_is_limited_in_a_table_and_in_a_bucket() -> None:
         assert max((inside.count(group) for group in inside), default=0) <= max(BUCKET_GROUP_MAX, 3)
 
 
-def test_a_stranger_of_a_full_network_is_not_pinged() -> None:
+def test_an_unknown_peer_from_a_network_at_its_limit_is_not_pinged() -> None:
     table = Table(node_key(OWN), k=8, failures_max=2)
     for number in range(1, 60):
         table.answered(float(number), placed(number, number))

@@ -75,7 +75,7 @@ def test_a_record_out_of_bounds_is_refused(body: RecordBody) -> None:
         check_record(signer(0), fact)
 
 
-def test_signing_a_record_out_of_bounds_is_our_own_error() -> None:
+def test_signing_a_record_out_of_bounds_raises_a_local_error() -> None:
     with pytest.raises(LocalProtocolError):
         sign_record(signer(1), KEY, bytes(VALUE_BYTES_MAX + 1), sequence=1, expires=1)
     with pytest.raises(LocalProtocolError):
@@ -97,7 +97,7 @@ def test_a_lower_sequence_is_refused_and_a_higher_replaces() -> None:
 
 
 @given(st.permutations([(1, b"a", 60), (2, b"a", 60), (2, b"a", 90), (2, b"b", 90)]))
-def test_any_order_of_arrival_ends_in_the_same_record(order: list[tuple[int, bytes, int]]) -> None:
+def test_any_order_of_arrival_keeps_the_same_record(order: list[tuple[int, bytes, int]]) -> None:
     store = RecordStore(KademliaSettings())
     for sequence, value, seconds in order:
         store.put(WALL, checked(1, sequence=sequence, value=value, expires=WALL + seconds))
@@ -123,7 +123,7 @@ def test_an_expiry_more_than_two_days_ahead_is_refused() -> None:
     assert store.put(WALL, checked(2, expires=edge + 1)) is Refusal.FAR
 
 
-def test_the_store_is_bounded_per_key_per_publisher_and_in_all() -> None:
+def test_the_store_is_limited_per_key_per_publisher_and_in_total() -> None:
     store = RecordStore(SMALL)
     keys = [record_key("test", bytes([number])) for number in range(9)]
     for author in (1, 2, 3):
@@ -139,7 +139,7 @@ def test_the_store_is_bounded_per_key_per_publisher_and_in_all() -> None:
     assert store.put(WALL, checked(6, key=near)) is None
     farthest = max((KEY, keys[1], keys[3], keys[4]), key=lambda key: distance(key, near))
     assert len(store.get(WALL, farthest)) < 3
-    # A newer version of a kept record needs no room.
+    # A newer version of a stored record needs no extra room.
     assert store.put(WALL, checked(1, sequence=9)) is None
     assert len(store) == 6
 

@@ -1,6 +1,4 @@
-"""How records reach and stay with their holders: tokens, immutable values, republishing,
-hand-over, repair.
-"""
+"""How records reach their holders and stay there: tokens, immutable values, republishing and repair."""
 
 from math import inf
 
@@ -92,7 +90,7 @@ def refusal(node: Kademlia, sender: int, given: bytes, now: float = 0.0) -> str:
     return answer.refused
 
 
-def test_only_recent_askers_may_store() -> None:
+def test_only_peers_with_a_recent_write_token_may_store() -> None:
     node = lone()
     given = token(node, signer(1).peer)
     assert refusal(node, 1, b"") == Refusal.UNPROVEN
@@ -113,7 +111,7 @@ def test_holders_keep_a_departed_publishers_record_alive() -> None:
     nodes = swarm.grow(14)
     stored(swarm, nodes[0], record(0, KEY, expires=WALL + 20_000))
     del swarm.nodes[nodes[0].peer]
-    for number in range(30, 44):  # at the end, none of its first holders is left
+    for number in range(30, 44):  # by the end, none of the first holders is left
         del swarm.nodes[order_of(swarm)[0].peer]
         introducer = order_of(swarm)[-1].peer
         newcomer = swarm.start(number)
@@ -124,7 +122,7 @@ def test_holders_keep_a_departed_publishers_record_alive() -> None:
     assert [each.value for each in found(swarm, order_of(swarm)[-1]).records] == [b"v"]
 
 
-def test_one_holder_republishes_for_all() -> None:
+def test_one_holder_republishes_a_record_for_all_holders() -> None:
     swarm = Swarm(3, settings=KademliaSettings(republish_seconds=300))
     nodes = swarm.grow(12)
     stored(swarm, nodes[0], record(0, KEY, expires=WALL + 20_000))
@@ -132,9 +130,9 @@ def test_one_holder_republishes_for_all() -> None:
     before = len(swarm.trace)
     swarm.run(480)
     times = sorted({node.replication._due[KEY, nodes[0].peer] for node in swarm.nodes.values()})
-    assert times[0] > swarm.now  # all have seen a later store than the first
+    assert times[0] > swarm.now  # every holder has seen a later store than the first
     stores = len(swarm.trace) - before
-    assert stores < 12 * 12 * 4  # a few stores, and not one by each holder
+    assert stores < 12 * 12 * 4  # a few stores, instead of one by each holder
 
 
 def test_an_expired_record_is_not_stored_again() -> None:
@@ -166,7 +164,7 @@ def test_a_newcomer_receives_its_records_once() -> None:
         swarm.send(node, node.remove(swarm.now, newcomer.peer))
         swarm.send(node, node.add(swarm.now, newcomer.peer, [address(50)]))
     swarm.run(5)
-    assert len(swarm.trace) - sent <= 2 * 2 * len(nodes)  # pings and pongs, both ways
+    assert len(swarm.trace) - sent <= 2 * 2 * len(nodes)  # pings and pongs in both directions
 
 
 def test_a_newcomer_far_from_the_key_receives_nothing() -> None:
@@ -218,7 +216,7 @@ def test_a_node_far_from_the_key_keeps_a_copy_briefly() -> None:
     assert shown() == 0
 
 
-def test_copies_are_few_and_never_go_back_to_an_old_sequence() -> None:
+def test_copies_left_by_finds_are_few_and_never_older_than_the_record() -> None:
     cache = RecordCache(3, 100.0)
     old, new = (check_record(signer(0), record(1, KEY, b"v", sequence=number)) for number in (1, 2))
     assert (cache.put(0.0, new), cache.put(0.0, old)) == (True, False)
@@ -249,7 +247,7 @@ def test_a_small_swarm_needs_no_more_holders_than_it_has() -> None:
     assert (both.acknowledged, both.wanted, both.is_safe) == (2, 2, True)
 
 
-def test_a_client_that_reaches_nobody_is_told_that_its_store_failed() -> None:
+def test_a_store_by_a_client_that_reaches_nobody_fails() -> None:
     node = lone()
     node.appear([], client=True)
     node.store(0.0, record(0, KEY))
@@ -260,14 +258,14 @@ def test_a_client_that_reaches_nobody_is_told_that_its_store_failed() -> None:
 # Splits.
 
 
-def test_two_rejoined_halves_agree_on_the_newest_record() -> None:
+def test_two_halves_agree_on_the_newest_record_after_a_split() -> None:
     settings = KademliaSettings(republish_seconds=600, refresh_seconds=200, lost_retry_seconds=30)
     swarm = Swarm(11, settings=settings)
     nodes = swarm.grow(12)
     stored(swarm, nodes[0], record(0, KEY, b"old", sequence=1, expires=WALL + 20_000))
     left = {node.peer: node for node in nodes[:6]}
     right = {node.peer: node for node in nodes[6:]}
-    # Each half runs while the other is stopped: stopped nodes are dead to the others.
+    # Each half runs while the other is stopped: stopped nodes look dead to the others.
     swarm.nodes = dict(right)
     swarm.run(900)
     swarm.nodes = dict(left)
@@ -287,7 +285,7 @@ def test_two_rejoined_halves_agree_on_the_newest_record() -> None:
 # Contacts that may become members of a table.
 
 
-def test_a_contact_that_asks_and_never_answers_loses_its_place() -> None:
+def test_a_contact_that_asks_but_never_answers_is_removed() -> None:
     swarm = Swarm(12)
     nodes = swarm.grow(4)
     mute = nodes[2]
@@ -303,7 +301,7 @@ def test_a_contact_that_asks_and_never_answers_loses_its_place() -> None:
     assert all(node.table.get(mute.peer) is None for node in nodes if node is not mute)
 
 
-def test_a_bad_answer_costs_its_sender_its_place() -> None:
+def test_a_contact_that_sends_a_bad_answer_is_removed() -> None:
     node = met(met(lone(), signer(1).peer), signer(2).peer)
     _, sends = node.find(0.0, KEY)
     asked = dict(sends)
@@ -315,7 +313,8 @@ def test_a_bad_answer_costs_its_sender_its_place() -> None:
     node.receive(0.015, honest, Values(asked[honest].id, (), (record(4, KEY),), False, ()))
     assert [len(event.records) for event in node.events if isinstance(event, RecordsFound)] == [1]
     assert node.table.get(liar) is None
-    assert node.receive(0.1, liar, Ping(1, ()))[1:] == []  # it is answered, and not added
+    # its request is answered, but it is not added to the table
+    assert node.receive(0.1, liar, Ping(1, ()))[1:] == []
 
 
 # A store in a known neighbourhood.
@@ -332,7 +331,7 @@ def test_a_store_among_known_nodes_is_one_request_to_each_holder() -> None:
     nodes = swarm.grow(12)
     since, begun = len(swarm.trace), swarm.now
     assert stored(swarm, nodes[3], record(3, KEY)).acknowledged == 12
-    assert swarm.now - begun < 0.25  # two ways of 20 to 80 ms, polled every 100 ms
+    assert swarm.now - begun < 0.25  # two one-way delays of 20 to 80 ms, polled every 100 ms
     sends = sent_by(swarm, nodes[3], since)
     assert [type(message) for message in sends] == [Store] * 11
     assert len(holders(swarm)) == 12
@@ -368,7 +367,7 @@ def test_an_outdated_token_costs_one_more_round_trip() -> None:
     assert len([message for message in sent_by(swarm, nodes[0], since) if isinstance(message, Store)]) == 14
 
 
-def test_tokens_of_minutes_ago_are_not_used() -> None:
+def test_a_node_does_not_use_tokens_from_minutes_ago() -> None:
     swarm = Swarm(24, settings=KademliaSettings(refresh_seconds=10_000))
     nodes = swarm.grow(8)
     swarm.run(TOKEN_SECONDS + 60)

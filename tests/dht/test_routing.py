@@ -1,4 +1,4 @@
-"""The routing table: bounded for any ids, ordered by last contact, exact about the nearest."""
+"""The routing table is bounded for any ids, ordered by last contact, and exact about the nearest contacts."""
 
 from itertools import pairwise
 from random import Random
@@ -21,7 +21,7 @@ def table(k: int = K) -> Table:
 
 
 class TableRules(RuleBasedStateMachine):
-    """Any order of answers, failures and removals keeps the table's invariants."""
+    """Check the table's invariants after any order of answers, failures and removals."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class TableRules(RuleBasedStateMachine):
         for bucket in self.table.buckets:
             assert len(bucket.nodes) <= K
             assert len(bucket.replacement_nodes) <= K
-            # No contact waits while there is a place.
+            # No contact waits in the replacement list while the bucket has room.
             assert len(bucket.nodes) == K or not bucket.replacement_nodes
             for contact in (*bucket.nodes.values(), *bucket.replacement_nodes.values()):
                 assert bucket.has_in_range(contact)
@@ -104,17 +104,17 @@ def test_nearest_is_exact_over_all_buckets(peers: list[PeerId], key: bytes, coun
     assert full.nearest(Key(key), count) == everyone[:count]
 
 
-def test_a_flood_of_ids_makes_no_more_buckets_than_doublings() -> None:
+def test_a_flood_of_ids_splits_buckets_only_logarithmically() -> None:
     rng = Random(1)
     flooded = table(k=20)
     for _ in range(5_000):
         flooded.answered(0.0, Contact(PeerId(rng.randbytes(32))))
-    # 5,000 / 20 is 2 to the 8th; a few more by chance.
+    # 5,000 / 20 is about 2 to the 8th; chance adds a few more.
     assert len(flooded.buckets) <= 12
     assert len(flooded) <= 20 * len(flooded.buckets)
 
 
-def test_a_contact_heard_again_moves_to_the_end_of_its_bucket() -> None:
+def test_a_contact_that_answers_again_moves_to_the_end_of_its_bucket() -> None:
     contacts = table(k=20)
     for peer in PEERS[:3]:
         contacts.answered(0.0, Contact(peer))
@@ -127,7 +127,7 @@ def test_the_newest_replacement_replaces_a_failed_contact() -> None:
     contacts = table()
     for peer in far[: K + 2]:
         waits = contacts.answered(0.0, Contact(peer))
-    # The bucket splits once, then the far half is full and keeps its oldest for now.
+    # The bucket splits once. After that its far half is full, and keeps its oldest contact for now.
     assert waits is not None
     assert waits.peer == far[0]
     assert contacts.failed(1.0, far[0], asked=0.5) is waits
@@ -152,14 +152,14 @@ def test_a_failed_contact_is_not_named_until_it_answers() -> None:
     contacts.failed(1.0, PEERS[0], asked=0.5)
     assert contacts.nearest(node_key(PEERS[0]), 1) == []
     assert len(contacts.nearest(node_key(PEERS[0]), 1, failing=True)) == 1
-    contacts.heard(1.0, PEERS[0])  # a request from it proves nothing: only an answer does
+    contacts.heard(1.0, PEERS[0])  # a request from it proves nothing; only an answer does
     assert contacts.nearest(node_key(PEERS[0]), 1) == []
     contacts.answered(1.0, Contact(PEERS[0]))
     assert len(contacts.nearest(node_key(PEERS[0]), 1)) == 1
     assert contacts.nearest(node_key(PEERS[0]), 1, without=PEERS[0]) == []
 
 
-def test_a_full_bucket_wants_strangers_only_while_they_can_wait() -> None:
+def test_a_full_bucket_accepts_unknown_peers_only_as_waiting_replacements() -> None:
     far = [peer for peer in PEERS if distance(node_key(peer), node_key(OWN)) >> 159]
     contacts = table()
     for peer in far[: 2 * K]:

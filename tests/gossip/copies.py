@@ -1,9 +1,9 @@
-"""Processes that share a key, among a few members, in virtual time.
+"""Processes that share a key, together with a few other members, in virtual time.
 
-Datagrams follow `crypto.sessions`: a member sends to the process of its last handshake, and receives from
-either. A process that hears nothing shakes hands again, and so does one whose core reports that it has
-outlived a rival. A stream goes to any running process. This file replaces `node.services.lives`: it dials the
-address of another reported life, after which both know each other.
+Datagrams follow `crypto.sessions`: a member sends to the process with which it last shook hands, and receives
+from every process. A process that hears nothing shakes hands again, and so does one whose core reports that
+it has outlived a rival. A stream goes to any running process. This file replaces `node.services.lives`, which
+dials the address of another reported life (process with the same identity), after which both know each other.
 """
 
 import heapq
@@ -28,15 +28,15 @@ from tests.gossip.swarm import DATAGRAM_BYTES_MAX, HashSigner, peer_of
 KEY = peer_of(0)
 """The peer with several processes."""
 UNPROVEN_LOSS = 0.7
-"""The share of packets lost soon after a peer's handshake from another address: they wait, or go to either
-address, until the newer one has answered a challenge (`crypto.sessions.state`).
+"""The share of packets lost soon after a peer's handshake from a different address. Until the newer address
+has answered a challenge, packets wait or go to either address (`crypto.sessions.state`).
 """
 STARTED = 1_000_000
 """Unix milliseconds at which virtual time begins."""
 
 
 class Machine:
-    """A process, and its sessions."""
+    """A process and its sessions."""
 
     def __init__(self, name: str, peer: PeerId, core: Swim, life: bytes, address: Address) -> None:
         self.name = name
@@ -48,7 +48,8 @@ class Machine:
         self.stops_at = inf
         # The process with which each peer has its session.
         self.sessions: dict[PeerId, str] = {}
-        # When the session moved to another process, and since when packets to it are unanswered.
+        # When the session moved to a different process, and since when packets to that process are
+        # unanswered.
         self.moved_at: dict[PeerId, float] = {}
         self.unanswered: dict[PeerId, float] = {}
 
@@ -65,7 +66,7 @@ class Machine:
 
 
 class Swarm:
-    """Members "1", "2" and so on, and processes of KEY by any names. One seed drives everything."""
+    """Members "1", "2" and so on, and processes of KEY under any names. One seed determines everything."""
 
     def __init__(self, seed: int, settings: SwimSettings, *, others: int = 2) -> None:
         self.rng = Random(seed)
@@ -96,7 +97,7 @@ class Swarm:
             join = partial(self._join, machine, self.running[seed].peer)
             self._later(self.rng.uniform(0.0, 0.05), machine, join)
         for seconds in (0.7, 2.0):
-            # A node's profile changes once it has measured its machine.
+            # A node's profile changes once the node has measured its machine.
             said = Profile(name, (address,), bytes(f"{seconds}", "ascii"))
             self._later(seconds, machine, partial(self._update, machine, said))
         return machine
@@ -174,7 +175,7 @@ class Swarm:
         since = machine.unanswered.setdefault(peer, self.now)
         held = machine.sessions.get(peer)
         if held is None or self.now - since > SILENCE_SECONDS:
-            # A handshake, with the last known address of the other or its claimed one.
+            # A handshake, sent to the last known address of the other peer, or to the address it claimed.
             known = machine.core.member(peer)
             said = [each.of(None) for each in known.addresses] if known is not None and held is None else []
             there = [each for each in self.running.values() if each.peer == peer]
@@ -207,7 +208,7 @@ class Swarm:
 
         self._push(seconds, arrive)
 
-    # The work of a node's shell.
+    # The work of the program around the core.
 
     def _heed(self, machine: Machine, event: Event) -> None:
         match event:

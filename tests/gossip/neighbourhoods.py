@@ -1,5 +1,5 @@
-"""A swarm in which each peer lists only its neighbourhood; a search for neighbours is answered at once with
-the nearest running peers, which a DHT would return after a moment.
+"""A swarm in which each peer lists only its neighbourhood. A search for neighbours is answered at once with
+the nearest running peers; a real DHT would take a moment.
 """
 
 from collections import Counter
@@ -13,11 +13,12 @@ from tests.gossip.swarm import Swarm, peer_of
 
 NEAREST = 8
 SMALL = SwimSettings(scope_members_min=8, scope_members_max=24, sync_interval_seconds=10.0)
-"""Neighbourhoods are so small that a few hundred peers make many."""
+"""Neighbourhoods are so small that a few hundred peers form many."""
 
 
 class Neighbourhoods(Swarm):
-    """`messages` counts each peer's sent messages; `depths` are the successive depths of each."""
+    """`messages` counts the messages that each peer sent; `depths` lists the successive depths of each
+    peer."""
 
     place = staticmethod(node_number)
 
@@ -45,12 +46,12 @@ class Neighbourhoods(Swarm):
             self.send(number, core.join(self.now, [peer_of(near) for near in self.nearest(key, number)]))
 
     def nearest(self, key: bytes, without: int) -> list[int]:
-        """The running peers nearest to `key`."""
+        """Return the running peers nearest to `key`."""
         others = (number for number in self.cores if number != without)
         return sorted(others, key=lambda number: distance(node_key(peer_of(number)), key))[:NEAREST]
 
     def missing(self, number: int) -> set[int]:
-        """Return the running peers in the scope of `number` that it does not list."""
+        """Return the running peers in the scope of `number` that this peer does not list."""
         return self.around(number) - self.listed(number)
 
     def listed(self, number: int) -> set[int]:
@@ -63,12 +64,12 @@ class Neighbourhoods(Swarm):
         return {other for other in self.cores if scope.holds(peer_of(other))}
 
     def settle(self, at_most: float) -> None:
-        """Run until every list is right."""
+        """Run until every peer's list is right."""
         begun = self.now
         while not self.right():
             assert self.now - begun < at_most, {number: self.missing(number) for number in self.cores}
             self.run(2)
 
     def right(self) -> bool:
-        """Whether every peer lists exactly the running peers in its scope."""
+        """Return whether every peer lists exactly the running peers in its scope."""
         return all(self.listed(number) == self.around(number) for number in self.cores)

@@ -24,7 +24,7 @@ DATAGRAM_BYTES_MAX = 1_232
 
 
 class HashSigner:
-    """A keyed hash for a signature: as good as Ed25519 among tests, and fast."""
+    """A keyed hash as a signature: between tests it is as good as Ed25519, and faster."""
 
     def __init__(self, peer: PeerId) -> None:
         self.peer = peer
@@ -51,12 +51,12 @@ def profile_of(number: int, metadata: bytes = b"") -> Profile:
 
 
 Arrival = tuple[PeerId, bytes, bool]
-"""The sender, the message, and whether it came by a stream."""
+"""The sender, the message, and whether it came over a stream."""
 
 
 class Swarm:
     """Cores by number. `blocked(a, b)` says whether everything from a to b is lost, and `without_datagrams(a,
-    b)` whether a datagram is. A message by stream is answered by stream.
+    b)` whether only datagrams are lost. A message that came over a stream is answered over the stream.
     """
 
     place: Place | None = None
@@ -83,7 +83,7 @@ class Swarm:
     def start(
         self, number: int, incarnation: int = 1, join: int | None = None, metadata: bytes = b""
     ) -> Swim:
-        """Start or restart a node; it joins through `join`, else through its predecessor."""
+        """Start or restart a node. It joins through `join`, or by default through its predecessor."""
         peer = peer_of(number)
         core = Swim(
             HashSigner(peer),
@@ -106,7 +106,7 @@ class Swarm:
         del self.cores[number]
 
     def stall(self, number: int, seconds: float) -> None:
-        """Suspend the node's machine: messages wait meanwhile, and timers fire late."""
+        """Suspend the node's machine: messages wait, and timers fire late."""
         self.stalled[number] = self.now + seconds
 
     def send(self, number: int, sends: Sends) -> None:
@@ -121,7 +121,7 @@ class Swarm:
             target = self.numbers.get(peer)
             if target is None or self.blocked(number, target):
                 continue
-            # A message too large for a datagram goes by a stream, which loses nothing.
+            # A message too large for a datagram goes over a stream, which loses nothing.
             by_stream = by_stream or len(data) > DATAGRAM_BYTES_MAX
             if not by_stream and (self.without_datagrams(number, target) or self.rng.random() < self.loss):
                 continue
@@ -164,7 +164,7 @@ class Swarm:
         return all(member is not None and member.status is status for member in views)
 
     def converged(self) -> bool:
-        """Whether all running nodes list exactly each other as alive."""
+        """Return whether all running nodes list exactly each other as alive."""
         running = set(self.cores)
         return all(
             {other for other, member in self.view(number).items() if member.status is Status.ALIVE} == running

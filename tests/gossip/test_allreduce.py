@@ -1,4 +1,4 @@
-"""The all-reduce equals the plain sum in member order, bit for bit, whatever the network does."""
+"""The all-reduce equals the plain sum in member order, bit for bit, in any order of delivery."""
 
 from contextlib import suppress
 from random import Random
@@ -25,14 +25,14 @@ def members_of(count: int) -> tuple[PeerId, ...]:
 
 
 def vectors_of(count: int, size: int, dtype: Any, seed: int) -> list[Vector]:
-    # Magnitudes far apart, so that another order of addition gives other bits.
+    # Magnitudes are far apart, so a different order of addition gives different bits.
     generator = np.random.default_rng(seed)
     exponents = generator.integers(-12, 12, (count, size))
     return list((generator.standard_normal((count, size)) * 10.0**exponents).astype(dtype))
 
 
 def deliver(machines: dict[PeerId, AllReduce], rng: Random, repeat: float = 0.0) -> None:
-    """Start all, and deliver in any order, some messages twice."""
+    """Start all members, and deliver messages in any order, some of them twice."""
     waiting: list[tuple[PeerId, PeerId, bytes]] = []
     starts = list(machines)
     while waiting or starts:
@@ -112,7 +112,7 @@ def test_the_vector_may_change_once_started() -> None:
     assert machines[members[0]].total.tolist() == [2.0] * 6
 
 
-def test_nan_and_overflow_pass_without_a_warning() -> None:
+def test_nan_and_overflow_cause_no_numpy_warning() -> None:
     members = members_of(3)
     big = np.finfo(np.float32).max
     vectors = [np.array(row, np.float32) for row in ([np.nan, np.inf, big], [1, -np.inf, big], [1, 1, 1])]
@@ -124,7 +124,7 @@ def test_nan_and_overflow_pass_without_a_warning() -> None:
     assert np.isinf(totals[0][2])
 
 
-def test_missing_lists_the_members_it_waits_for() -> None:
+def test_missing_lists_the_members_that_are_awaited() -> None:
     members = members_of(3)
     machines = {member: AllReduce(member, members, KEY, np.ones(9, np.float32)) for member in members}
     first = machines[members[0]]
@@ -140,7 +140,7 @@ def test_missing_lists_the_members_it_waits_for() -> None:
         for receiver, reply in machines[peer].receive(members[2], part):
             machines[receiver].receive(peer, reply)
     assert first.unsummed == ()
-    assert first.missing == members[1:]  # their sums, for which they still need our summands
+    assert first.missing == members[1:]  # their sums: these still need our summands
     with pytest.raises(LocalProtocolError):
         _ = first.total
 
@@ -160,7 +160,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("change", WRONG)
-def test_a_part_that_does_not_belong_is_refused(change: dict[str, Any]) -> None:
+def test_a_part_of_the_wrong_member_step_or_size_is_refused(change: dict[str, Any]) -> None:
     members = members_of(3)
     vector = np.ones(9, np.float32)
     machine = AllReduce(members[0], members, KEY, vector)

@@ -1,4 +1,5 @@
-"""Facts: which peer may state what about which, and that a forged fact changes nothing. Real signatures."""
+"""Facts: which peer may state a fact about which other peer, and that a forged fact changes nothing.
+Signatures are real."""
 
 from collections.abc import Collection
 from random import Random
@@ -51,7 +52,7 @@ def alive(author: Identity, incarnation: int = 5, metadata: bytes = b"") -> Fact
 
 
 class Peer:
-    """A core that knows Ann and Bob, and hears everything through Bob."""
+    """Return a core that knows Ann and Bob, and hears everything through Bob."""
 
     def __init__(self, **settings: Any) -> None:
         signer = IdentitySigner(ME, "test")
@@ -68,7 +69,7 @@ class Peer:
         self.answer(self.core.receive(self.now, sender.peer, Gossip(facts)))
 
     def answer(self, sends: Sends) -> None:
-        """Answer these pings."""
+        """Answer the pings to these peers."""
         for receiver, sent in sends:
             self.told.append((receiver, getattr(sent, "facts", ())))
             if isinstance(sent, Ping):
@@ -77,7 +78,7 @@ class Peer:
                 self.answer(self.core.receive(self.now, receiver, Ack(sent.number)))
 
     def wait(self, seconds: float = 30.0, answering: Collection[PeerId] = (BOB.peer,)) -> None:
-        """Let time pass, while these peers answer pings and send nothing else."""
+        """Let time pass while these peers answer pings and send nothing else."""
         until, self.answering = self.now + seconds, answering
         while self.core.deadline <= until:
             self.now = self.core.deadline
@@ -150,7 +151,7 @@ NOT_BELIEVED = [
 
 
 @pytest.mark.parametrize("fact", NOT_BELIEVED)
-def test_a_valid_signature_is_not_sufficient(fact: Fact) -> None:
+def test_a_validly_signed_but_inadmissible_fact_changes_nothing(fact: Fact) -> None:
     peer = Peer()
     before = peer.core.members
     peer.hear(fact)
@@ -193,12 +194,12 @@ def test_a_member_that_answers_us_is_never_suspected_on_hearsay(kinds: Any) -> N
     assert not [event for event in peer.core.events if isinstance(event, MemberSuspected)]
 
 
-def test_an_accusation_is_forwarded_only_after_an_own_failed_probe() -> None:
+def test_an_accusation_is_forwarded_only_if_our_own_probe_fails() -> None:
     peer = Peer()
     accusation = say(BOB, SuspectBody(ANN.peer, 5, 0))
     peer.hear(accusation)
     peer.wait(0.9, answering={BOB.peer})
-    # But the accused member itself receives the accusation.
+    # However, the accused member itself receives the accusation.
     assert {receiver for receiver, facts in peer.told if accusation in facts} == {ANN.peer}
     peer.wait(1.1, answering={BOB.peer})
     assert {receiver for receiver, facts in peer.told if accusation in facts} == {ANN.peer, BOB.peer}
@@ -230,7 +231,7 @@ def test_an_accuser_refuted_too_often_is_ignored_for_a_while() -> None:
         peer.answering = {ANN.peer, BOB.peer}
         peer.hear(say(BOB, SuspectBody(ANN.peer, 5, number)))
         asked.append(ANN.peer in peer.pinged or peer.core.sizes["hints"][0] == 1)
-        peer.wait(10.0, peer.answering)  # after the time for which an answer spares it another probe
+        peer.wait(10.0, peer.answering)  # later than an answer spares the peer another probe
     assert asked == [True] * int(REFUTED_MAX) + [False] * int(REFUTED_MAX)
     peer.now += 3 * LEAK_INTERVALS
     peer.pinged.clear()
@@ -284,7 +285,7 @@ def test_new_incarnations_after_accusations_are_rate_limited() -> None:
     assert peer.incarnation == 6 + REFUTATIONS_MAX
 
 
-def test_the_accusers_whose_errors_are_counted_are_bounded() -> None:
+def test_errors_are_counted_for_a_bounded_number_of_accusers() -> None:
     credit = Credit(30.0)
     for number in range(ACCUSERS_MAX + 50):
         credit.refuted(PeerId(number.to_bytes(32, "big")), float(number))
@@ -299,7 +300,7 @@ def test_a_claim_about_us_is_refuted_once_per_incarnation() -> None:
     assert peer.core.events == [SelfAccused(BOB.peer, "no ack for 0.7 s, says x", 6)]
 
 
-def test_we_exceed_the_incarnation_of_our_earlier_life() -> None:
+def test_a_restarted_node_exceeds_its_previous_incarnation() -> None:
     peer = Peer()
     peer.hear(alive(ME, 40))
     assert peer.incarnation == 41
@@ -335,7 +336,7 @@ def test_a_full_list_accepts_a_newcomer_only_after_a_departure() -> None:
     assert peer.status(ANN) is None
 
 
-def test_a_long_profile_loses_its_last_addresses_to_fit_a_message() -> None:
+def test_a_long_profile_is_shortened_by_its_last_addresses_to_fit() -> None:
     hosts = [f"host-{number}." + "long-name." * 8 + "example" for number in range(8)]
     addresses = tuple(Address("dns", host, 9747, PeerId(ME.peer)) for host in hosts)
     profile = Profile("\u00fc" * 40, addresses, bytes(300))

@@ -75,7 +75,7 @@ def test_a_broadcast_that_is_too_long_is_refused_locally() -> None:
         core.broadcast(0.0, b"t", b"")
 
 
-def test_strangers_forgers_and_earlier_lives_are_ignored() -> None:
+def test_broadcasts_of_non_members_forgers_and_earlier_incarnations_are_ignored() -> None:
     swarm = Swarm(3, LAN)
     swarm.start(3, incarnation=1_000, join=0)
     swarm.run(10)
@@ -94,7 +94,7 @@ def test_strangers_forgers_and_earlier_lives_are_ignored() -> None:
     assert sum(isinstance(event, BroadcastHeard) for event in core.events) == 1
 
 
-def test_a_flooding_author_is_limited_and_no_member_is_lost() -> None:
+def test_a_flooding_author_is_rate_limited_and_no_member_is_lost() -> None:
     swarm = Swarm(8, LAN)
     swarm.run(10)
     before = swarm.sent_bytes
@@ -131,7 +131,7 @@ topics = st.sampled_from([b"%d" % number for number in range(2 * TOPICS_MAX)])
 
 
 @given(st.lists(st.tuples(topics, st.integers(0, 60))))
-def test_a_topic_delivers_increasing_sequences_only(told: list[tuple[bytes, int]]) -> None:
+def test_a_topic_delivers_only_increasing_sequence_numbers(told: list[tuple[bytes, int]]) -> None:
     broadcasts = Broadcasts(LAN, 1, 0.0)
     author, newest = peer_of(1), dict[bytes, int]()
     for count, (topic, sequence) in enumerate(told):

@@ -1,4 +1,4 @@
-"""Candidates that others name: the cost of a large list of them, and which of them are listed."""
+"""Candidates (peers that others name): what a large list of them costs, and which of them become listed."""
 
 from collections import Counter
 from random import Random
@@ -25,7 +25,7 @@ CHECKS_MAX = SLICE_COST_MAX // CHECK_COST
 
 
 class CountingSigner(HashSigner):
-    """A signer that counts the signatures it checks."""
+    """A signer that counts the signatures that it checks."""
 
     checked = 0
 
@@ -40,8 +40,9 @@ def alive(number: int, incarnation: int = 1) -> Fact:
 
 
 class Peer:
-    """A core that lists a liar and an honest member. `pinged` are the candidates it asked, in order; of
-    these, `there` answer. `most` is the largest number of signatures checked in one call of the core.
+    """A core that lists a liar and an honest member. `pinged` contains the candidates that it pinged, in
+    order; of these, those in `there` answer. `most` is the largest number of signatures checked in one call
+    of the core.
     """
 
     def __init__(self, there: tuple[int, ...] = (LIAR, HONEST), settings: SwimSettings | None = None) -> None:
@@ -92,7 +93,7 @@ def test_invented_members_are_verified_in_slices_and_never_listed() -> None:
     assert peer.signer.checked >= len(INVENTED)
     assert peer.most <= CHECKS_MAX + 1
     assert peer.core.live == 3
-    # Each was pinged for a while, and is forgotten.
+    # Each invented peer was pinged for a while, and is forgotten.
     asked = Counter(peer.pinged)
     assert max(asked[peer_of(number)] for number in INVENTED) == TRIES_MAX
     assert len(peer.core._candidates) == 0
@@ -117,7 +118,7 @@ def test_an_honest_list_of_hundreds_is_listed_within_seconds() -> None:
     assert peer.most <= CHECKS_MAX + 1
 
 
-def test_a_named_stranger_is_listed_only_once_it_answers() -> None:
+def test_a_peer_named_by_others_is_listed_only_once_it_answers() -> None:
     peer = Peer()
     peer.hear(HONEST, Gossip((alive(10), alive(11))))
     assert [peer.status(number) for number in (10, 11)] == [None, None]
@@ -164,14 +165,14 @@ def test_a_forged_fact_rejects_the_rest_of_its_list() -> None:
         peer.core.receive(peer.now, peer_of(LIAR), Sync(False, (forged,)))
 
 
-def test_received_lists_are_bounded_and_one_per_sender() -> None:
+def test_pending_lists_are_bounded_and_one_per_sender() -> None:
     peer = Peer()
     for sender in (*range(3_000, 3_000 + 3 * JOBS_MAX), 3_000, 3_000):
         peer.hear(sender, Sync(False, tuple(alive(number) for number in range(10, 200))))
         assert len(peer.core._beliefs.intake) <= JOBS_MAX
 
 
-def test_one_source_gets_only_its_share_of_a_filling_list() -> None:
+def test_when_the_list_fills_one_source_gets_only_its_share() -> None:
     told = range(10, 400)
     peer = Peer(there=(LIAR, HONEST, *told), settings=SwimSettings(members_max=300))
     for first in range(10, 400, 30):
@@ -199,7 +200,9 @@ moves = st.lists(
 
 
 @given(moves)
-def test_the_table_of_candidates_is_bounded_and_counts_right(sequence: list[tuple[str, int, int]]) -> None:
+def test_the_table_of_candidates_is_bounded_and_its_counts_are_right(
+    sequence: list[tuple[str, int, int]],
+) -> None:
     candidates = Candidates(20)
     for move, number, introducer in sequence:
         peer, teller = peer_of(number), peer_of(1_000 + introducer)

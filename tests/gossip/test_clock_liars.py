@@ -1,4 +1,4 @@
-"""Members with false clocks move the swarm's time little, however many ids a liar invents."""
+"""Members with false clocks hardly move the swarm's time, however many ids a liar invents."""
 
 import pytest
 
@@ -17,7 +17,7 @@ FIRST_LIAR = 1_000
 
 
 class SwarmOfLiars(Swarm):
-    """The `liars` answer each ping of a core at once, with clocks that are off by `lie` seconds."""
+    """Let the `liars` answer each ping of a core at once, with clocks that are off by `lie` seconds."""
 
     liars: range = range(0)
     lie = YEAR
@@ -32,7 +32,7 @@ class SwarmOfLiars(Swarm):
                 self._push(self.now + 0.001, number, (peer, encode(Ack(sent.number, (), None, wall)), False))
 
     def introduce(self, count: int, observer: int = 0) -> None:
-        """Have a member introduce this many liars to `observer`, in one burst."""
+        """Let a member introduce this many liars to `observer`, in one burst."""
         self.liars = range(FIRST_LIAR, FIRST_LIAR + count)
         core = self.cores[observer]
         for liar in self.liars:
@@ -64,7 +64,7 @@ def test_a_burst_of_invented_members_does_not_move_the_clock(lie: float) -> None
     for _ in range(20):
         swarm.run(5)
         assert swarm.error() == pytest.approx(0.0, abs=0.01)
-    assert swarm.cores[0].live == 70, "all liars are listed, and were asked for the time"
+    assert swarm.cores[0].live == 70, "not all liars are listed and were asked for the time"
     assert max(swarm.cores[0].clocks.peers(swarm.now)) - TODAY == pytest.approx(max(lie, 0.0), abs=0.01)
 
 

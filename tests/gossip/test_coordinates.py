@@ -1,4 +1,4 @@
-"""Coordinates: distances of an invented world are estimated, and liars gain little."""
+"""Network coordinates estimate the distances of an invented world, and liars gain little."""
 
 import math
 from random import Random
@@ -28,7 +28,7 @@ coordinates = st.builds(
 
 
 def world(count: int, liars: int, rounds: int = 300) -> float:
-    """Return the median relative error over honest pairs after each has pinged `rounds` others."""
+    """Return the median relative error over honest pairs, after each peer has pinged `rounds` others."""
     rng = Random(7)
     places = [(rng.uniform(0, 0.08), rng.uniform(0, 0.08)) for _ in range(count)]
     heights = [rng.uniform(0.001, 0.01) for _ in range(count)]
@@ -58,7 +58,7 @@ def test_round_trips_are_predicted_within_a_sixth() -> None:
     assert world(60, 0) < 0.17
 
 
-def test_liars_of_a_tenth_shift_others_coordinates_little() -> None:
+def test_liars_among_a_tenth_of_peers_shift_others_coordinates_little() -> None:
     assert world(60, 6) < 0.45
 
 
@@ -75,7 +75,7 @@ def test_a_coordinate_stays_in_its_bounds_and_moves_slowly(
         assert decode(encode(mine.here), Coordinate, bytes_max=100) == mine.here
 
 
-def test_the_peers_with_kept_samples_are_bounded() -> None:
+def test_samples_are_kept_for_a_bounded_number_of_peers() -> None:
     mine = Coordinates(Random(1))
     there = Coordinates(Random(2)).here
     for number in range(PEERS_KEPT_MAX + 20):

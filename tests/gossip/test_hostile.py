@@ -1,4 +1,4 @@
-"""Hostile input raises nothing but RemoteProtocolError, and every table stays bounded."""
+"""Hostile input raises only RemoteProtocolError, and every table stays bounded."""
 
 from contextlib import suppress
 from random import Random
@@ -106,7 +106,7 @@ def test_no_sequence_of_messages_breaks_a_core(
         try:
             if message is not None:
                 sends += core.receive(now, sender, message)
-            # Include the answers of a correct peer, so that probes succeed and fail.
+            # Include the answers of a correct peer, so that some probes succeed and some fail.
             for receiver, sent in sends if answered else []:
                 if isinstance(sent, Ping | PingRequest):
                     core.receive(now, receiver, Ack(sent.number))
@@ -121,11 +121,11 @@ def test_no_sequence_of_messages_breaks_a_core(
         assert len([member for member in core.members if member.live]) == core._table.live
         assert core.deadline > now
     core.leave(now)
-    # The core has facts to send exactly if a member is left to receive them.
+    # The core has facts to send exactly if there is still a member to receive them.
     assert (core.deadline < float("inf")) == any(member.live for member in core.members)
 
 
-def test_relayed_pings_and_answered_strangers_are_bounded() -> None:
+def test_relayed_pings_and_answers_to_unknown_peers_are_bounded() -> None:
     core = Swim(HashSigner(PEERS[0]), profile_of(0), SwimSettings(), Random(1), 1, 0.0)
     for peer in PEERS[1:3]:
         core.receive(0.0, peer, Gossip((sign_body(HashSigner(peer), AliveBody(1, "x", (), b"")),)))

@@ -1,4 +1,4 @@
-"""A few members under all faults at once: invariants hold despite loss, duplicates and delays."""
+"""A few members under all faults simultaneously: invariants hold despite loss, duplicates and delays."""
 
 import os
 from collections import defaultdict
@@ -18,13 +18,15 @@ numbers = st.integers(0, MEMBERS - 1)
 
 
 class Unreliable(RuleBasedStateMachine):
-    """Members that crash, restart, stall and lose each other; clocks of restarts may be set back."""
+    """Members crash, restart, stall and lose each other's messages. At a restart the clock may be set
+    back."""
 
     def __init__(self) -> None:
         super().__init__()
         self.swarm = Swarm(MEMBERS, LAN, seed=3)
         self.swarm.run(5)
-        # The highest incarnation that each observer ever held of each subject, in its present life.
+        # The highest incarnation of each subject that each observer has held since the observer's latest
+        # start.
         self.held: dict[int, dict[int, int]] = defaultdict(dict)
 
     @rule(loss=st.sampled_from([0.0, 0.1, 0.5]))
@@ -62,7 +64,7 @@ class Unreliable(RuleBasedStateMachine):
 
     @rule(one=numbers, other=numbers)
     def repeat_what_is_held(self, one: int, other: int) -> None:
-        """An old list arrives once more, out of order."""
+        """Deliver an old list once more, out of order."""
         cores = self.swarm.cores
         if one in cores and other in cores and one != other:
             facts = cores[one]._beliefs.table.facts()[:8]
@@ -76,7 +78,7 @@ class Unreliable(RuleBasedStateMachine):
                 assert member.incarnation >= before.get(subject, 0)
                 before[subject] = member.incarnation
             for subject in set(before) - set(self.swarm.view(observer)):
-                del before[subject]  # forgotten after ten minutes
+                del before[subject]  # a member is forgotten after ten minutes
 
     @invariant()
     def the_dead_were_dead_in_the_incarnation_that_is_held(self) -> None:
@@ -86,11 +88,11 @@ class Unreliable(RuleBasedStateMachine):
                     assert row.verdict.incarnation >= row.said.incarnation
 
     def teardown(self) -> None:
-        """Once the network is good again, no living member stays dead in any list."""
+        """Once the network is good again, no list names a living member as dead."""
         self.swarm.loss, self.swarm.blocked = 0.0, lambda _a, _b: False
         self.swarm.run(60)
         for number in list(self.swarm.cores):
-            # A member that has forgotten all others joins again, as a lonely node does.
+            # A member that has forgotten all others joins again, as a lone node does.
             if len(self.swarm.view(number)) == 1:
                 others = [peer_of(other) for other in self.swarm.cores if other != number]
                 self.swarm.send(number, self.swarm.cores[number].join(self.swarm.now, others))

@@ -1,4 +1,4 @@
-"""How peers agree on a group: the core, in virtual time."""
+"""How peers agree on a group: the matchmaking core, in virtual time."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -71,7 +71,7 @@ class World:
         found = {}
         for peer, events in self.events.items():
             formed = [event.group for _, event in events if isinstance(event, Formed)]
-            assert len(formed) <= 1, "a wish puts a peer into one group"
+            assert len(formed) <= 1, "a wish put a peer into two groups"
             if formed:
                 found[peer] = formed[0]
         return found
@@ -94,7 +94,7 @@ def test_all_expected_peers_form_one_group_before_the_window_ends() -> None:
     assert max(now for rows in world.events.values() for now, _ in rows) < 2.0
 
 
-def test_the_window_bounds_the_wait_for_absent_peers() -> None:
+def test_absent_peers_are_awaited_only_until_the_window_ends() -> None:
     world = World(4)
     for number in range(3):
         world.wish(number)
@@ -106,7 +106,7 @@ def test_a_dead_convener_is_skipped() -> None:
     world = World(6)
     order = sorted(range(5), key=lambda number: blake3(KEY + peer_of(number)).digest())
     for number in range(5):
-        # All wait for a sixth peer that never comes, so that the first in order dies before it proposes.
+        # All wait for a sixth peer that never comes, so the first in order dies before it proposes.
         world.wish(number, window_seconds=3.0, patience_seconds=30.0)
     world.engine.kill(peer_of(order[0]), 1.0)
     world.engine.run(25.0)
@@ -115,7 +115,7 @@ def test_a_dead_convener_is_skipped() -> None:
     assert len({group.id for group in groups.values()}) == 1
 
 
-def test_a_late_peer_learns_that_the_round_is_formed() -> None:
+def test_a_late_peer_learns_that_the_round_has_its_group() -> None:
     world = World(4)
     for number in range(3):
         world.wish(number)
@@ -125,7 +125,7 @@ def test_a_late_peer_learns_that_the_round_is_formed() -> None:
     assert world.reasons() == ["the group of this round was formed without this peer"]
 
 
-def test_an_unexpected_peer_that_is_ready_first_joins_the_group() -> None:
+def test_an_unexpected_peer_that_is_ready_in_time_joins_the_group() -> None:
     for seed in range(8):
         world = World(3, seed=seed)
         world.wish(2)
@@ -158,7 +158,7 @@ def test_an_unanswered_early_message_delays_one_group_only() -> None:
     assert all(seconds < 0.2 for seconds in formed[1:])
 
 
-def test_without_rounds_the_remaining_peers_form_the_next_group() -> None:
+def test_without_round_numbers_the_remaining_peers_form_the_next_group() -> None:
     world = World(5)
     for number in range(5):
         world.wish(number, size_max=2, is_exclusive=False)
@@ -178,8 +178,8 @@ def test_a_lone_peer_forms_no_group() -> None:
     assert world.reasons() == ["nobody else was ready"]
 
 
-def test_a_ready_but_excluded_peer_is_not_expected() -> None:
-    """Otherwise its wish alone would keep a peer from its own step, round after round."""
+def test_a_peer_that_all_others_exclude_is_not_waited_for() -> None:
+    """Otherwise its wish alone would keep a peer from making a step by itself, round after round."""
     world = World(2)
     silent = peer_of(1)
     world.wish(0, patience_seconds=5.0, leaves_out=lambda peer: peer == silent)
@@ -198,7 +198,7 @@ def test_no_group_is_smaller_than_requested() -> None:
 
 @settings(max_examples=30)
 @given(st.integers(2, 9), st.integers(0, 1_000), st.sampled_from([0.0, 0.1, 0.3]), st.booleans())
-def test_members_of_a_group_all_hold_it_or_decline_it(
+def test_either_all_members_of_a_group_hold_it_or_it_is_declined(
     count: int, seed: int, loss: float, is_exclusive: bool
 ) -> None:
     world = World(count, loss=loss, seed=seed)
@@ -298,9 +298,9 @@ def test_peers_introduced_later_learn_of_a_wish_and_are_bounded() -> None:
     assert core.introduce(KEY, [peer_of(10**6)]) == []
 
 
-def test_peers_with_crowded_out_declarations_still_join_groups() -> None:
-    """A DHT key holds a bounded number of records. Peers whose records were crowded out find the others
-    there, and send them their wish.
+def test_peers_whose_declarations_did_not_fit_still_join_groups() -> None:
+    """A DHT key holds a bounded number of records. Peers whose own records did not fit find the others there,
+    and send them their wishes.
     """
     count, declared = 96, DhtSettings().records_per_key_max
     assert declared < count
@@ -312,7 +312,7 @@ def test_peers_with_crowded_out_declarations_still_join_groups() -> None:
     world.engine.run(30.0)
     groups = world.groups()
     crowded_out = {peer_of(number) for number in range(declared, count)}
-    assert len(crowded_out & groups.keys()) >= len(crowded_out) - 1, "at most one peer is left over"
+    assert len(crowded_out & groups.keys()) >= len(crowded_out) - 1, "more than one peer is left over"
     assert len(groups) >= count - 1
     assert {len(group.members) for group in groups.values()} <= set(range(2, 9))
 
@@ -329,7 +329,8 @@ def test_one_peers_claim_that_a_round_is_closed_ends_no_wish() -> None:
 
 
 def test_forty_silent_ready_peers_delay_only_the_first_round() -> None:
-    """They say that they want a group and never propose one. Each round has another key, so another order."""
+    """Such peers say that they want a group, and never propose one. Each round has a different key, and so a
+    different order."""
     honest, silent = [peer_of(n) for n in range(8)], [peer_of(100 + n) for n in range(40)]
     attendances = {peer: Attendance() for peer in honest}
     lasted = []
@@ -356,7 +357,7 @@ def test_forty_silent_ready_peers_delay_only_the_first_round() -> None:
             attendances[peer].passed_over(wish.passed_over)
             attendances[peer].failed(0.0, [other for other in wish.group.peers if other in silent], 2.0)
             attendances[peer].completed(other for other in wish.group.peers if other in honest)
-    assert max(lasted[1:]) < 2.0, "the first round skipped their turns"
+    assert max(lasted[1:]) < 2.0, "the first round did not wait for their turns to propose"
 
 
 def rank_of(attendance: Attendance, me: PeerId, other: PeerId) -> int:
@@ -364,7 +365,7 @@ def rank_of(attendance: Attendance, me: PeerId, other: PeerId) -> int:
 
 
 def form(wishes: dict[PeerId, GroupWish], silent: list[PeerId], key: bytes) -> float:
-    """Deliver all messages at once until each wish has a group; return the time that it took."""
+    """Deliver all messages simultaneously until each wish has a group; return how long that took."""
     now = 0.0
     while any(wish.group is None for wish in wishes.values()):
         assert now < 60.0, "no group formed"

@@ -1,4 +1,4 @@
-"""Which of several different states is taken when some are invented."""
+"""Which of several different states is chosen if some of them are invented."""
 
 import numpy as np
 import pytest
@@ -8,11 +8,11 @@ from gossip.nearest import Numbers, nearest_first
 
 PEERS = [PeerId(bytes([number]) * 32) for number in range(9)]
 SPREAD = 0.1
-"""The largest distance of each number of an honest member from the true one."""
+"""The largest distance of each value of an honest member from the true value."""
 
 
 def states(*changes: dict[str, Numbers | float] | None, seed: int = 1) -> dict[PeerId, dict[str, Numbers]]:
-    """Honest states for None, and others with their own arrays."""
+    """Return honest states for each None, and the other states with the given arrays."""
     rng = np.random.default_rng(seed)
     common = {"tensor": rng.normal(size=500), "memory/exp_avg": 0.01 * rng.normal(size=500)}
     found: dict[PeerId, dict[str, Numbers]] = {}
@@ -33,12 +33,13 @@ def test_invented_states_of_a_minority_come_last(name: str, value: float) -> Non
     lie: dict[str, Numbers | float] = {name: value}
     for seed in range(10):
         assert set(nearest_first(states(lie, None, None, seed=seed))[:2]) == set(PEERS[1:3])
-        # Two that hold the same bytes are near each other, but are no majority.
+        # Two states with the same bytes are near each other, but are no majority.
         assert set(nearest_first(states(lie, lie, None, None, None, seed=seed))[:3]) == set(PEERS[2:5])
 
 
 def test_copied_arrays_do_not_hide_an_invented_one() -> None:
-    """In one array each honest member is far from the others, and the liar's array is a copy of another's."""
+    """In one array each honest member is far from the others, and the liar's array is a copy of another
+    member's."""
     for seed in range(10):
         found = states(None, None, None, seed=seed)
         first, second, liar = (found[peer] for peer in PEERS[:3])
@@ -48,7 +49,7 @@ def test_copied_arrays_do_not_hide_an_invented_one() -> None:
         assert nearest_first(found)[-1] == PEERS[2]
 
 
-def test_a_state_that_differs_where_most_are_zero_comes_last() -> None:
+def test_a_state_that_differs_in_mostly_zero_values_comes_last() -> None:
     found = states({"outer/momentum": 0.0}, {"outer/momentum": 1e-6}, {"outer/momentum": 0.0})
     assert nearest_first(found)[-1] == PEERS[1]
 

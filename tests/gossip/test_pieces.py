@@ -66,7 +66,7 @@ def test_urgent_pieces_go_before_rare_ones() -> None:
     assert picked == [7, 0, 1]
 
 
-def test_a_piece_is_requested_of_a_second_peer_only_when_late() -> None:
+def test_a_piece_is_requested_from_a_second_peer_only_when_late() -> None:
     core = fetching(3, A, B)
     assert not set(asked_of(core, A)) & set(asked_of(core, B))
     late = asked_of(core, A)[0]
@@ -126,11 +126,11 @@ def test_a_source_sends_each_piece_once_before_any_twice() -> None:
     core.events.clear()
     for number in (0, 2):
         core.uploaded(0.5, A if number == 0 else B, number, was_sent=True)
-    assert core.receive(1.0, B, PieceRequest(DATA, (0,))) == []  # all pieces have been sent now
+    assert core.receive(1.0, B, PieceRequest(DATA, (0,))) == []  # all pieces have been sent once now
     assert UploadDue(B, 0) in core.events
 
 
-def test_a_dead_peers_piece_is_requested_of_another() -> None:
+def test_a_piece_requested_from_a_peer_that_dies_is_requested_elsewhere() -> None:
     core = PieceSwarm(ME, DATA, 3, range(3), Random(1))
     for peer in (A, B):
         core.receive(0.0, peer, PiecesHeld(DATA, bits(3), is_question=True))
@@ -160,20 +160,21 @@ def test_invalid_messages_are_refused(message: object) -> None:
 
 
 def test_a_swarm_is_four_times_as_fast_as_its_source_alone() -> None:
-    """8 peers, 16 MB of 20 Mbit/s each way; the source dies after 1.1 copies, and all have everything."""
+    """8 peers, 16 MB, links of 20 Mbit/s each way; the source dies after 1.1 copies, and all still get
+    everything."""
     found = trade(peers=8, pieces=64, mbit_per_second=20, seed=3, kill_after_copies=1.1)
     assert found.finished == 8
     assert found.copies_of_source <= 1.2
     assert found.seconds <= 0.25 * found.seconds_of_source_alone
 
 
-def test_a_liar_and_a_mute_peer_delay_nobody() -> None:
+def test_a_liar_and_a_silent_peer_delay_nobody() -> None:
     found = trade(peers=6, pieces=48, mbit_per_second=20, seed=4, liars=1, mutes=1)
     assert found.finished == 4
     assert found.dropped_liars >= 4
 
 
-def test_events_arrive_for_verification_before_a_piece_counts() -> None:
+def test_a_piece_counts_only_after_its_bytes_were_verified() -> None:
     core = fetching(2, A)
     number = asked_of(core, A)[0]
     core.receive(1.0, A, Piece(DATA, number, b"x"))
@@ -181,7 +182,7 @@ def test_events_arrive_for_verification_before_a_piece_counts() -> None:
     assert not core.have[number]
 
 
-def test_silent_peers_make_room_in_a_full_exchange() -> None:
+def test_silent_peers_are_evicted_from_a_full_exchange() -> None:
     core = PieceSwarm(ME, DATA, 4, range(4), Random(1))
     crowd = [PeerId(bytes([100 + number]) * PEER_ID_BYTES) for number in range(PEERS_MAX)]
     for peer in crowd:
@@ -203,4 +204,4 @@ def test_a_served_peer_stays_in_a_full_exchange() -> None:
     for number in range(3 * PEERS_MAX):
         stranger = PeerId(bytes([100 + number]) * PEER_ID_BYTES)
         core.receive(2.0 * number, stranger, PiecesHeld(DATA, bits(4), True, False))
-        assert A in core.peers, "strangers are evicted first"
+        assert A in core.peers, "a served peer was evicted before an unknown one"

@@ -1,4 +1,5 @@
-"""The accepted location of each peer, from its claim and the round trips that confirm or contradict it."""
+"""The accepted location of each peer follows from its claim, and from round trips that confirm or contradict
+the claim."""
 
 from random import Random
 
@@ -16,7 +17,8 @@ def at(east_seconds: float, error: int = 10) -> Coordinate:
 
 
 def regions(rng: Random, liars: int = 0) -> dict[PeerId, Claim]:
-    """Six peers in the east, six 100 ms away; the first in the east claims the west."""
+    """Return six peers in the east and six that are 100 ms away; the first peer in the east claims to be in
+    the west."""
     found = {}
     for number, peer in enumerate(PEERS):
         is_east = number < 6
@@ -53,5 +55,5 @@ def test_an_unmeasured_claim_is_accepted() -> None:
     assert locate({PEERS[0]: Claim("moon", at(0.1))})[PEERS[0]] == Located("moon", "moon")
 
 
-def test_a_distance_is_that_of_the_points_plus_both_heights() -> None:
+def test_a_distance_is_between_the_points_plus_both_heights() -> None:
     assert distance_seconds(at(0.0), at(0.05)) == pytest.approx(0.052)

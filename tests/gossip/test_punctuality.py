@@ -1,5 +1,5 @@
-"""Members that answer late or only through others are marked where it is observed, and stay alive
-everywhere.
+"""Members that answer late, or only through others, are marked by the peers that observe this, and stay alive
+for all.
 """
 
 import pytest
@@ -18,7 +18,7 @@ LAN = SwimSettings.lan()
 
 
 class SlowAnswers(Swarm):
-    """A swarm in which `slow` answers pings `delay` seconds late."""
+    """Return a swarm in which `slow` answers pings `delay` seconds late."""
 
     slow = 0
     delay = 0.0
@@ -38,7 +38,7 @@ def marks(swarm: Swarm, number: int) -> list[object]:
     return [event for event in swarm.events[number] if isinstance(event, kinds)]
 
 
-def test_a_late_member_is_degraded_with_its_rate_and_recovers() -> None:
+def test_a_late_member_is_marked_degraded_and_recovers() -> None:
     swarm = SlowAnswers(4, LAN)
     swarm.run(10)
     swarm.delay = 0.6
@@ -70,7 +70,7 @@ def test_a_distant_member_is_probed_patiently_and_no_longer_suspected(delay: flo
     assert took > 0
 
 
-def test_one_machine_presets_stretch_no_timeout_and_forget_nobody() -> None:
+def test_presets_for_one_machine_keep_timeouts_fixed_and_forget_nobody() -> None:
     for settings in (SwimSettings.local(), SwimSettings.host()):
         trips = RoundTrips(settings)
         trips.learn(0.0, peer_of(1), 5.0)
@@ -98,7 +98,7 @@ def test_a_member_that_stalled_is_not_considered_distant() -> None:
     assert [trips.stretch(peer_of(3)) for trips in observers] == [1.0] * 4
 
 
-def test_a_member_without_a_path_is_reported_as_such_and_not_dead() -> None:
+def test_a_member_without_a_direct_path_is_reported_but_not_dead() -> None:
     swarm = Swarm(5, LAN)
     swarm.run(10)
     swarm.blocked = lambda one, other: {one, other} == {0, 1}
@@ -136,7 +136,7 @@ def test_marks_follow_the_latest_answers_and_use_bounded_memory(answers: list[Pr
         event = punctuality.note(peer_of(1), answer, 0.5)
         last = answers[max(0, count - RECENT) : count]
         if event is not None:
-            # Every event changes something, and a path is lost only after this many failures in a row.
+            # Every event changes the marks, but a path counts as lost only after this many failures in a row.
             assert isinstance(event, MemberDegraded) or told
             if isinstance(event, MemberDegraded) and event.condition is Condition.NO_PATH:
                 assert last[-RELAYED_MIN:] == [ProbeAnswer.RELAYED] * RELAYED_MIN

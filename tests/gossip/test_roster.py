@@ -1,4 +1,4 @@
-"""The roster of an averaging run: the core, in virtual time."""
+"""The roster (list of participants) of an averaging run: the core, in virtual time."""
 
 from random import Random
 
@@ -27,7 +27,7 @@ def peer_of(number: int) -> PeerId:
 
 
 class World:
-    """Participants that greet each other through the first one."""
+    """Return participants that greet each other through the first one."""
 
     def __init__(
         self, count: int, *, loss: float = 0.0, seed: int = 1, kept: int = roster.PARTICIPANTS_MAX
@@ -88,7 +88,7 @@ def test_a_report_reaches_all_within_one_message() -> None:
         assert report.has_state
 
 
-def test_a_silent_participant_is_forgotten_and_a_restarted_one_counts_anew() -> None:
+def test_a_silent_participant_is_forgotten_and_may_return_after_a_restart() -> None:
     world = World(3)
     world.engine.kill(world.peers[1], 5.0)
     world.engine.run(20.0)
@@ -118,7 +118,7 @@ def test_a_peer_that_leaves_is_forgotten_at_once() -> None:
     assert world.known(0) == {world.peers[2]}
 
 
-def test_only_participants_can_introduce_names() -> None:
+def test_only_participants_may_name_others() -> None:
     core = Roster(peer_of(0), RUN, TENSORS, Random(1), 0.0, 1)
     assert core.receive(0.0, peer_of(1), Names(RUN, (peer_of(2),))) == []
     core.receive(0.0, peer_of(1), Report(RUN, TENSORS, 1, 0, 0, 0, LINEAGE))
@@ -136,7 +136,7 @@ def test_an_older_report_changes_nothing() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_bytes_of_strangers_are_refused_or_a_valid_message(data: bytes) -> None:
+def test_random_bytes_are_refused_or_a_valid_message(data: bytes) -> None:
     try:
         message: roster.Message = decode(data, roster.Message, bytes_max=roster.MESSAGE_BYTES_MAX)
     except RemoteProtocolError:
@@ -163,8 +163,9 @@ def test_a_roster_is_bounded_for_any_reporters() -> None:
 
 
 @pytest.mark.parametrize("come_first", [False, True], ids=["honest-first", "eclipse-first"])
-def test_near_ids_of_one_network_do_not_fill_a_roster(come_first: bool) -> None:
-    """Ids are ground until their hashes are next to this peer's, nearer than those of any honest peer."""
+def test_nearby_ids_of_one_network_do_not_fill_a_roster(come_first: bool) -> None:
+    """These ids are generated until their hashes are next to this peer's, nearer than those of any honest
+    peer."""
     own = Roster(
         peer_of(0), RUN, TENSORS, Random(1), 0.0, 1,
         network_of=lambda peer: b"rack" if peer in near else blake3(peer).digest()[:3],
@@ -178,10 +179,10 @@ def test_near_ids_of_one_network_do_not_fill_a_roster(come_first: bool) -> None:
     assert set(honest) <= set(own.reports)
     assert len(own.reports) == roster.PARTICIPANTS_MAX
     own.receive(0.0, honest[0], Names(RUN, (peers[-1],)))
-    assert peers[-1] in own._candidates  # far, and in a network with few members
+    assert peers[-1] in own._candidates  # far away, and in a network with few members
 
 
-def test_members_of_one_network_alone_keep_the_nearest() -> None:
+def test_a_roster_within_one_network_keeps_the_nearest_members() -> None:
     own = Roster(
         peer_of(0), RUN, TENSORS, Random(1), 0.0, 1, participants_max=40, network_of=lambda _peer: b"rack"
     )
@@ -223,7 +224,8 @@ def test_a_list_is_complete_again_once_enough_have_left() -> None:
 
 
 def test_a_silent_participant_is_forgotten_at_the_deadline() -> None:
-    """0.1 + 8 - 8 is less than 0.1: a limit computed differently from the deadline is never reached."""
+    """In floating point, 0.1 + 8 - 8 is less than 0.1. So a limit that is computed differently from the
+    deadline would never be reached."""
     own = Roster(peer_of(0), RUN, TENSORS, Random(1), 0.0, 1)
     own.receive(0.1, peer_of(1), Report(RUN, TENSORS, 1, 0, 0, 0, LINEAGE))
     own.wake(0.1 + roster.SILENT_SECONDS)

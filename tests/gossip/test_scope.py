@@ -1,4 +1,5 @@
-"""Neighbourhoods: which peers list which as a swarm grows and shrinks, and the influence of strangers."""
+"""Neighbourhoods: which peers list each other as a swarm grows and shrinks, and how little unknown peers and
+liars can change."""
 
 from collections import Counter
 from contextlib import suppress
@@ -47,7 +48,8 @@ def settled(count: int, seed: int = 1, loss: float = 0.0) -> Neighbourhoods:
 
 @pytest.fixture(scope="module")
 def town() -> Neighbourhoods:
-    """110 peers at rest, with a tenth of all datagrams lost; tests that share it only watch or kill."""
+    """110 peers in a stable swarm, with a tenth of all datagrams lost. Tests that share it only observe it or
+    kill members."""
     return settled(110, seed=2, loss=0.1)
 
 
@@ -62,7 +64,7 @@ def test_all_list_exactly_their_neighbourhood_wherever_they_joined(town: Neighbo
 
 def test_depths_are_stable_and_nobody_is_declared_dead_under_loss(town: Neighbourhoods) -> None:
     before = depths(town)
-    assert len(set(before.values())) > 1, "the swarm must have different depths"
+    assert len(set(before.values())) > 1, "all peers have the same depth, so the test is too weak"
     town.run(60)
     assert depths(town) == before
     assert not [event for heard in town.events.values() for event in heard if isinstance(event, MemberDown)]
@@ -85,7 +87,7 @@ def test_fruitless_searches_become_less_frequent() -> None:
     swarm.run(2 * SEARCH_SYNCS_MAX * period)
     seldom = searches() - before
     assert all(1 <= seldom[number] <= 4 for number in swarm.cores)
-    # A newcomer does not wait for the next one.
+    # A newcomer does not wait for the next search.
     swarm.start(100, join=3)
     swarm.run(2 * period)
     assert swarm.right()
@@ -98,7 +100,7 @@ def test_a_death_is_reported_only_to_peers_that_listed_the_member(
     assert LEAST - 1 <= len(listed_by) < 100
     town.kill(7)
     town.run_until(lambda: not any(7 in town.listed(number) for number in listed_by), at_most=60)
-    town.run(10)  # suspected by all, it has over 5 s to refute
+    town.run(10)  # all suspect it, so it has over 5 s to refute
     told = {
         number
         for number, heard in town.events.items()
@@ -121,8 +123,8 @@ def test_neighbourhoods_split_as_the_swarm_grows_and_merge_as_it_shrinks() -> No
         swarm.run(1)
     swarm.settle(at_most=240)
     assert all(depth < grown[number] for number, depth in depths(swarm).items())
-    # There and back, each depth occurs once on the way: the old peers have seen them all, and none
-    # oscillated.
+    # While the swarm grows and shrinks, each depth occurs once each way: the old peers have had all depths,
+    # and none oscillated.
     assert all(max(map(swarm.depths[number].count, swarm.depths[number])) <= 2 for number in swarm.cores)
 
 
@@ -176,7 +178,7 @@ def test_a_fitted_depth_is_stable_for_the_same_members(population: list[PeerId],
 
 
 @given(st.sampled_from(PEERS), st.sampled_from(PEERS), st.integers(0, 8), st.integers(0, 8))
-def test_two_scopes_agree_on_the_peers_both_hold(one: PeerId, other: PeerId, depth: int, others: int) -> None:
+def test_two_scopes_agree_on_the_peers_in_both(one: PeerId, other: PeerId, depth: int, others: int) -> None:
     left, right = scope_of(one, depth), scope_of(other, others)
     ours, theirs = left.common(other, others), right.common(one, depth)
     both = {peer for peer in PEERS if left.holds(peer) and right.holds(peer)}
@@ -186,7 +188,7 @@ def test_two_scopes_agree_on_the_peers_both_hold(one: PeerId, other: PeerId, dep
 
 
 @given(st.integers(0, 30), st.randoms(use_true_random=False))
-def test_search_keys_lie_where_neighbours_may_be_missing(depth: int, rng: Random) -> None:
+def test_search_keys_are_near_possibly_missing_neighbours(depth: int, rng: Random) -> None:
     scope = scope_of(PEERS[0], depth)
     own, beyond = _bits(scope.own_key()), _bits(scope.key_beyond())
     assert beyond[:depth] == own[:depth]
@@ -253,7 +255,7 @@ def test_a_scope_made_too_deep_by_a_liar_recovers() -> None:
     liar = next(peer for peer in PEERS[1:] if core.scope.held_by(peer, 3))
     core.join(0.0, [liar])
     core.receive(0.0, liar, ScopedSync(False, DEPTH_MAX, ()))
-    assert core.scope.joining, "a peer's claim is limited to the bits that we share with it"
+    assert core.scope.joining, "a liar made the scope deeper than the bits that it shares with us"
     core.receive(0.0, liar, ScopedSync(False, 3, ()))
     assert core.scope.depth == 3
     while core.deadline < 3 * SMALL.sync_interval_seconds + 30:
@@ -282,7 +284,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.integers(0, 3),
     st.booleans(),
 )
-def test_only_the_neighbourhood_is_ever_listed(
+def test_a_peer_outside_the_neighbourhood_is_never_listed(
     arrivals: list[tuple[PeerId, Message]], depth: int, joining: bool
 ) -> None:
     core = core_of(0, depth, SwimSettings(scope_members_min=2, scope_members_max=6, members_max=6))

@@ -1,5 +1,5 @@
-"""Two processes with one key, as of a copied data folder: which of them stops, and which cases
-are no copy.
+"""Two processes with one key, as after copying a data folder: which of them stops, and which cases are not
+copies.
 """
 
 from functools import partial
@@ -15,13 +15,13 @@ from tests.gossip.copies import KEY, STARTED, Swarm
 SECONDS_MAX = 60.0
 STOP_SECONDS_MAX = 5.0
 LISTED_SECONDS_MAX = 3.0
-"""Seconds from the end of a copy until all list its original with name and address."""
+"""Seconds from the end of a copy until all members list the original with its name and address."""
 EARLIER, LATER = STARTED - 60_000, STARTED + 60_000
 SEEDS = range(50)
 
 
 def start_original(seed: int = 1, *, others: int = 2, settings: SwimSettings | None = None) -> Swarm:
-    """A swarm in which the original has run for a while."""
+    """Return a swarm in which the original has been running for a while."""
     swarm = Swarm(seed, settings or SwimSettings.lan(), others=others)
     swarm.run(3.0)
     swarm.start("original", KEY, "1")
@@ -30,7 +30,8 @@ def start_original(seed: int = 1, *, others: int = 2, settings: SwimSettings | N
 
 
 def is_right(swarm: Swarm) -> bool:
-    """Whether all running members list each other as alive, and only the original for its key."""
+    """Return whether all running members list each other as alive, and list only the original under its
+    key."""
     running = list(swarm.running.values())
     return all(
         machine.listed(other.peer) == (other.name, Status.ALIVE) for machine in running for other in running
@@ -84,7 +85,7 @@ def test_each_of_several_copies_stops_soon_and_nobody_is_lost(others: int) -> No
     assert slow == []
 
 
-def test_more_copies_than_are_remembered_stop_one_by_one() -> None:
+def test_more_copies_than_a_member_remembers_stop_one_by_one() -> None:
     swarm = start_original()
     for number in range(LIVES_MAX + 4):
         swarm.start(f"copy {number}", KEY, "1")
@@ -95,7 +96,7 @@ def test_more_copies_than_are_remembered_stop_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("again", [LATER, EARLIER - 1], ids=["later", "clock-set-back"])
-def test_an_earlier_life_of_a_node_is_not_a_copy(again: int) -> None:
+def test_a_node_does_not_take_its_own_earlier_process_for_a_copy(again: int) -> None:
     swarm = Swarm(1, SwimSettings.lan())
     swarm.start("before", KEY, "1", started=EARLIER)
     swarm.run(5.0)

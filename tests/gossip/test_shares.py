@@ -1,4 +1,4 @@
-"""The share of a list that one source may fill, by the packets' source addresses and not by claims."""
+"""The share of a list that one source may fill, judged by the packets' source addresses and not by claims."""
 
 from crypto.contact import Address
 from crypto.identity import PeerId
@@ -22,7 +22,7 @@ def rows(claimed: str) -> list[MemberRow]:
     return [MemberRow(said(number, claimed), 0.0, peer_of(number)) for number in range(MOST // 2)]
 
 
-def test_a_claimed_address_fills_no_other_networks_share() -> None:
+def test_a_claimed_address_does_not_use_up_another_networks_share() -> None:
     shares = Shares(MOST)
     shares.host_of = lambda _peer: "203.0.113.9"
     liars, newcomer = rows(claimed="198.51.100.7"), said(900, "198.51.100.7")

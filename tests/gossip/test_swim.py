@@ -1,4 +1,4 @@
-"""The sentences of SWIM and Lifeguard, on whole swarms in virtual time."""
+"""The claims of SWIM and Lifeguard, tested on whole swarms in virtual time."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def settled(count: int, settings: SwimSettings = LOCAL, seed: int = 1, loss: flo
 
 
 @pytest.mark.parametrize(("count", "seconds"), [(2, 0.2), (5, 0.6), (20, 1.5), (60, 2.5)])
-def test_members_joined_in_a_chain_soon_hold_the_same_list(count: int, seconds: float) -> None:
+def test_members_that_join_in_a_chain_soon_hold_the_same_list(count: int, seconds: float) -> None:
     swarm = Swarm(count, LOCAL)
     assert swarm.run_until(swarm.converged, at_most=seconds) > 0
     ups = [event for event in swarm.events[0] if isinstance(event, MemberUp)]
@@ -64,7 +64,7 @@ def test_a_member_is_listed_with_its_introducer() -> None:
 
 
 @pytest.mark.parametrize("settings", [LOCAL, SwimSettings.lan()], ids=["local", "lan"])
-def test_a_probe_without_datagrams_is_answered_by_stream_and_nobody_is_suspected(
+def test_if_datagrams_are_lost_probes_by_stream_prevent_suspicion(
     settings: SwimSettings,
 ) -> None:
     swarm = settled(4, settings)
@@ -88,7 +88,7 @@ def test_stream_pings_are_answered_by_streams_at_the_probe_rate() -> None:
     burst = [by_stream(1, swarm.now) for _ in range(10)]
     assert burst == [True] * int(BURST) + [False] * (10 - int(BURST))
     assert by_stream(1, swarm.now + LOCAL.probe_interval_seconds)
-    assert not by_stream(9, swarm.now), "a stranger gets no answer"
+    assert not by_stream(9, swarm.now), "a stranger gets an answer"
 
 
 def test_two_members_without_any_datagrams_stay_alive() -> None:
@@ -120,7 +120,7 @@ def test_a_killed_member_is_found_by_all_within_one_to_two_seconds(count: int) -
         )
 
 
-def test_a_killed_member_of_a_lan_is_found_within_the_longest_suspicion() -> None:
+def test_with_lan_settings_a_killed_member_is_found_within_the_longest_suspicion() -> None:
     swarm = settled(10, SwimSettings.lan())
     swarm.kill(9)
     shortest, longest = SwimSettings.lan().suspicion_bounds_seconds(10)
@@ -137,7 +137,7 @@ def test_a_stall_of_two_thirds_of_a_second_is_not_a_death() -> None:
     swarm.run_until(swarm.converged, at_most=1.0)
 
 
-def test_a_peer_that_stalled_itself_blames_no_other() -> None:
+def test_a_peer_that_stalled_accuses_nobody_for_its_own_delay() -> None:
     swarm = settled(5)
     swarm.events.clear()
     for _ in range(10):
@@ -152,7 +152,7 @@ def test_a_lost_refutation_is_repeated_to_a_peer_that_still_accuses() -> None:
     accuser, accused = swarm.cores[0], swarm.cores[1]
     accusation = sign_body(HashSigner(peer_of(0)), SuspectBody(peer_of(1), 1, 0))
     accused.receive(swarm.now, peer_of(0), Gossip((accusation,)))
-    # None of its later facts about itself arrived.
+    # None of the peer's later facts about itself arrived.
     accused._beliefs.queue.drop(peer_of(1))
     [(_, ack)] = accused.receive(swarm.now, peer_of(0), Ping(1, (accusation,)))
     assert isinstance(ack, Ack)
@@ -160,7 +160,7 @@ def test_a_lost_refutation_is_repeated_to_a_peer_that_still_accuses() -> None:
     assert swarm.view(0)[1].incarnation == 2
 
 
-def test_a_stall_of_a_whole_machine_loses_nobody() -> None:
+def test_a_stall_of_a_whole_machine_declares_no_member_dead() -> None:
     swarm = settled(5)
     swarm.events.clear()
     for _ in range(5):
@@ -232,7 +232,7 @@ def test_a_dead_member_returns_with_a_higher_incarnation() -> None:
 
 
 @pytest.mark.parametrize("earlier", ["dead", "left", "alive"])
-def test_a_member_returning_with_an_old_incarnation_exceeds_it(earlier: str) -> None:
+def test_a_member_that_returns_with_an_old_incarnation_raises_it(earlier: str) -> None:
     swarm = settled(5)
     swarm.send(2, swarm.cores[2].update(swarm.now, profile_of(2, b"new")))
     swarm.run(1)
@@ -278,14 +278,14 @@ def test_ten_percent_loss_kills_nobody_on_one_machine() -> None:
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.1])
-def test_a_member_that_calls_all_others_dead_buries_nobody(loss: float) -> None:
+def test_a_member_that_calls_all_others_dead_is_not_believed(loss: float) -> None:
     for seed in range(5):
         swarm = settled(8, seed=seed)
         swarm.loss = loss
         liar = HashSigner(peer_of(0))
         for _ in range(60):
             for number in range(1, 8):
-                # Its facts about each name the present incarnation, and go to all.
+                # The liar's facts name each member's present incarnation, and go to all.
                 lies = [
                     sign_body(liar, kind(peer_of(number), swarm.view(number)[number].incarnation, 0))
                     for kind in (SuspectBody, DeadBody)
@@ -298,7 +298,7 @@ def test_a_member_that_calls_all_others_dead_buries_nobody(loss: float) -> None:
         ]
         assert downs == [], f"seed {seed}"
         swarm.run_until(swarm.converged, at_most=5)
-        # It is no longer believed, so the last lies changed nothing.
+        # The liar is no longer believed, so its last lies changed nothing.
         swarm.kill(1)
         swarm.run_until(partial(swarm.all_see, 1, Status.DEAD), at_most=6)
 
@@ -310,7 +310,7 @@ def test_a_split_swarm_merges_after_it_heals() -> None:
     assert all(swarm.view(0)[number].status is Status.DEAD for number in range(4, 8))
     swarm.blocked = lambda _a, _b: False
     swarm.run_until(swarm.converged, at_most=15)
-    # A dead fact from the other side is hearsay: no member declared a neighbour dead for it.
+    # A dead fact from the other side is hearsay: no member declared a neighbour dead because of it.
     near = {peer_of(number) for number in range(4)}
     assert not [event for event in swarm.events[0] if isinstance(event, MemberDown) and event.peer in near]
 
@@ -326,7 +326,7 @@ def test_two_swarms_merge_when_one_member_joins_the_other() -> None:
     swarm.run_until(swarm.converged, at_most=2)
 
 
-def test_a_stranger_that_pings_is_answered_and_asked_for_its_facts() -> None:
+def test_an_unknown_peer_that_pings_is_answered_and_asked_for_its_facts() -> None:
     swarm = settled(2)
     sends = swarm.cores[0].receive(swarm.now, peer_of(9), Ping(3))
     assert [receiver for receiver, _ in sends] == [peer_of(9), peer_of(9)]
@@ -335,12 +335,12 @@ def test_a_stranger_that_pings_is_answered_and_asked_for_its_facts() -> None:
     assert isinstance(ask, Sync)
     assert ask.reply_wanted
     assert [fact.author for fact in ask.facts] == [peer_of(0)]
-    # It is asked once in a probe interval, and becomes a member only by its own fact.
+    # The stranger is asked once per probe interval, and becomes a member only by a fact of its own.
     assert len(swarm.cores[0].receive(swarm.now, peer_of(9), Ping(4))) == 1
     assert 9 not in swarm.view(0).keys() | {0}
 
 
-def test_a_stranger_cannot_make_a_member_ping_for_it() -> None:
+def test_an_unknown_peer_cannot_make_a_member_ping_others() -> None:
     swarm = settled(3)
     sends = swarm.cores[0].receive(swarm.now, peer_of(9), PingRequest(1, peer_of(1)))
     assert all(receiver == peer_of(9) for receiver, _ in sends)
@@ -433,7 +433,7 @@ def test_a_members_frequent_changes_are_forwarded_rarely() -> None:
     for number in range(300):
         swarm.send(7, swarm.cores[7].update(swarm.now, profile_of(7, b"%d" % number)))
         swarm.run(0.2)
-    # If all forwarded each of the 300, they would cost a member 50 bytes a second.
+    # If all members forwarded each of the 300 changes, this would cost a member 50 bytes a second.
     assert (swarm.sent_bytes - before) / 60 / 40 < 400
 
 
@@ -444,7 +444,7 @@ def test_members_measure_their_round_trips_by_probes() -> None:
         others = [core.coordinates.round_trip_seconds_to(peer_of(number)) for number in swarm.cores]
         known = [seconds for seconds in others if seconds is not None]
         assert len(known) == 7
-        assert all(0.001 <= seconds <= 0.005 for seconds in known)  # each way takes 0.5 to 2.5 ms
+        assert all(0.001 <= seconds <= 0.005 for seconds in known)  # each direction takes 0.5 to 2.5 ms
 
 
 def test_a_relay_reports_at_once_that_it_considers_the_target_dead() -> None:

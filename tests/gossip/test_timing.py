@@ -124,7 +124,7 @@ def test_new_facts_precede_those_already_sent() -> None:
     assert queue.take(9, 850) == (suspect(3, 9), suspect(2, 9), suspect(1, 9))
 
 
-def test_facts_that_must_come_first_count_as_sent() -> None:
+def test_facts_that_must_be_sent_first_count_as_sent() -> None:
     queue = Dissemination()
     queue.put(peer_of(1), suspect(1, 9))
     queue.put(peer_of(2), suspect(2, 9))
@@ -137,7 +137,7 @@ def test_facts_that_must_come_first_count_as_sent() -> None:
 
 
 @given(st.lists(st.integers(0, 60)), st.integers(110, 10_000), st.integers(1, 5))
-def test_a_message_respects_its_bounds_and_every_fact_gets_its_turns(
+def test_a_message_keeps_its_size_limit_and_every_fact_is_sent(
     subjects: list[int], bytes_max: int, transmits_max: int
 ) -> None:
     queue = Dissemination()
@@ -154,7 +154,7 @@ def test_a_message_respects_its_bounds_and_every_fact_gets_its_turns(
     assert sent == {suspect(subject, 99): transmits_max for subject in subjects}
 
 
-def test_first_changes_are_sent_in_full_and_a_crowds_are_rationed() -> None:
+def test_a_members_first_changes_are_all_sent_and_many_are_limited() -> None:
     changes = Changes(1.0, 100, 0.0)
     assert [changes.sends(peer_of(1), 0.0) for _ in range(3)] == [SENDS_MAX, CHANGED_SENDS, 0]
     crowd = [changes.sends(peer_of(number), 0.0) for number in range(10, 40) for _ in range(2)]

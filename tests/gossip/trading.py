@@ -1,7 +1,9 @@
-"""A data set on its way from one peer to many, on the engine: the real exchange core, with dummy pieces.
+"""A data set is sent from one peer to many, with the simulator's engine and the real exchange core, but with
+dummy pieces.
 
 Every link is a queue with a rate each way (`sim.network.model.Access`); nothing is lost, as on streams. A
-piece holds its number; a liar sends another's, a mute peer makes true claims and sends nothing.
+piece contains its number. A liar sends the number of a different piece; a mute peer makes true claims and
+sends nothing.
 """
 
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Trade:
-    """The outcome: the number of complete peers, and virtual seconds until the last of them."""
+    """The outcome: the number of peers that completed, and the virtual seconds until the last of them did."""
 
     finished: int
     seconds: float
@@ -38,7 +40,7 @@ class Trade:
 
 
 class Trader:
-    """One peer: the core, and the immediate actions of its shell. Number 0 is the source."""
+    """One peer: the core, and the immediate actions of the program around it. Number 0 is the source."""
 
     def __init__(self, slot: PeerSlot, count: int, *, dies_after: float = inf, kind: str = "") -> None:
         self.events: list[Any] = []
@@ -85,7 +87,7 @@ class Trader:
                 case PeerDropped():
                     self.events.append(event)
         if self.core.uploaded_pieces >= self._dies_after:
-            # As by SIGKILL; packets that its kernel has accepted still go out.
+            # As after SIGKILL: packets that the kernel has accepted are still sent.
             self._is_dead = True
             self.core.deadline = inf
         if not self._is_source and not self._is_finished and self.core.is_complete:
@@ -105,8 +107,8 @@ def trade(
     mutes: int = 0,
     seconds_max: float = 3_600.0,
 ) -> Trade:
-    """Send `pieces` from one source to `peers`, of which the last are `liars` and `mutes` that claim to have
-    everything. The source dies once it has sent this many copies.
+    """Send `pieces` from one source to `peers`. The last of these are `liars` and `mutes`, which claim to
+    have everything. The source dies once it has sent this many copies.
     """
     kinds = ["", *[""] * (peers - liars - mutes), *["liar"] * liars, *["mute"] * mutes]
     access = Access(1.0, mbit_per_second, mbit_per_second, queue_seconds=1e6)

@@ -1,4 +1,4 @@
-"""The base of all attacks, and their clock. No attack is here."""
+"""The base class of all attacks, and their timing. No attack is here."""
 
 import random
 import socket
@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from crypto.identity import PeerId
 
 HOSTS = tuple(f"127.0.0.{number}" for number in range(2, 10))
-"""The addresses of strangers. The honest peer is at 127.0.0.1, like the victim."""
+"""The source addresses of the attackers. The honest peer is at 127.0.0.1, like the victim."""
 _NAP_SECONDS_MIN = 50e-6
 """Shorter sleeps take this long anyway."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A stranger's knowledge of the victim. The beacons of its local network are heard at `beacon_port`."""
+    """An attacker's knowledge of the victim. The victim receives beacons of its local network at
+    `beacon_port`."""
 
     host: str
     port: int
@@ -30,9 +31,9 @@ class Target:
 
 
 class Attack:
-    """One kind of hostile traffic: `strike` does it once, and may fail, because the victim defends itself.
+    """One kind of hostile traffic. `strike` sends it once, and may fail, because the victim defends itself.
 
-    `rate` is per second; `counters` are the victim's names for refusals of this attack.
+    `rate` is strikes per second; `counters` are the victim's counters of refusals of this attack.
     """
 
     rate = 0.0
@@ -43,7 +44,7 @@ class Attack:
         self.rng = random.Random(type(self).__name__)
 
     def strike(self) -> None:
-        raise AssertionError("an attack does something")
+        raise AssertionError("a subclass must implement `strike`")
 
     def close(self) -> None:
         """Close all sockets."""
@@ -64,8 +65,8 @@ def from_all_hosts(kind: int) -> list[socket.socket]:
 
 
 def keep_striking(attack: Attack, rate: float, over: threading.Event) -> int:
-    """Strike evenly, `rate` times a second, until it is over; return how often. A late strike is made up for,
-    up to a tenth of a second."""
+    """Strike evenly, `rate` times a second, until `is_over`; return the number of strikes. A strike that is
+    up to a tenth of a second late is made up for."""
     strikes, due_at = 0, time.perf_counter()
     while not over.is_set():
         now = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The hostile client's own process: each attack in a thread of its own, at its rate."""
+"""The hostile client's own process: each attack runs in a thread of its own, at its own rate."""
 
 import os
 import resource
@@ -39,13 +39,15 @@ ATTACKS = {attack.__name__: attack for attack in (*BY_PACKETS, *BY_CONNECTIONS)}
 
 
 def be_hostile(connection: Connection, target: Target) -> None:
-    """Run the process: it receives the rates of attacks, sends "ready" once they are made, begins at the next
-    message, ends at the one after, sends how often each struck, and receives the next rates."""
-    # In reality it would be another machine: it must not win by taking the victim's processor.
+    """Run the process. It receives the rates of attacks, sends "ready" once the attacks are prepared, begins
+    at the next message, and ends at the message after that. It then sends how often each attack struck, and
+    waits for new rates."""
+    # In reality the client would be a different machine, so it must not win by using up the victim's
+    # processor.
     os.nice(NICENESS)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with suppress(EOFError):  # the other end of the line is gone
+    with suppress(EOFError):  # the parent process is gone
         while True:
             _strike_for_a_while(connection, target, connection.recv())
 
@@ -73,5 +75,5 @@ def _strike_for_a_while(connection: Connection, target: Target, rates: Mapping[s
 
 
 def rates_of(attacks: Iterable[type[Attack]], part: float = 1.0) -> dict[str, float]:
-    """Return each attack's own rate, or that part of it."""
+    """Return each attack's own rate, multiplied by `part`."""
     return {attack.__name__: attack.rate * part for attack in attacks}

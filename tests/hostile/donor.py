@@ -1,8 +1,8 @@
-"""A peer that hands over states in every wrong way, each time another: `/peerloom/catchup/1`.
+"""A peer that hands over states in every wrong way, a different one each time: `/peerloom/catchup/1`.
 
-Its messages are plausible: steps a little or far ahead, tables like the honest one with other hashes, states
-of the right size that are NaN, zero, or negated. It falls silent, hangs up or sends nonsense at each point of
-the conversation.
+Its messages are plausible: steps a little or far ahead, tables like the honest one with different hashes,
+states of the right size that are NaN, zero, or negated. It falls silent, hangs up or sends nonsense at each
+point of the conversation.
 """
 
 from random import Random
@@ -19,11 +19,12 @@ from node.seams import Stream
 
 STEPS_AHEAD = (0, 1, 2, 4, 100, 2**20, 2**52)
 FACTORS = (0.0, -1.0, 2.0, 1e30, np.nan, np.inf)
-"""Factors of the honest numbers."""
+"""Factors by which the honest values are multiplied."""
 
 
 class LyingDonor:
-    """Answers by `rng`; `honest` is the state that others deliver. `said` are the names of its lies."""
+    """Answers at random, with `rng`. `honest` is the state that others deliver. `said` contains the names of
+    its lies so far."""
 
     def __init__(self, rng: Random, honest: Snapshot) -> None:
         self._rng = rng
@@ -36,7 +37,7 @@ class LyingDonor:
         self._state = make_snapshot(step, 1, bytes(32), {"parameters": ("float32", numbers.shape, vector)})
 
     async def serve(self, stream: Stream) -> None:
-        """Handle one stream, until a lie ends it."""
+        """Handle one stream until a lie ends it."""
         while True:
             question: Question = decode(await stream.receive(), Question, bytes_max=1_024)
             if isinstance(question, StateRequest):
@@ -46,7 +47,7 @@ class LyingDonor:
 
     async def _offer(self, stream: Stream) -> None:
         kinds = ("state", "digest", "step", "size", "nothing", "silence", "end", "nonsense")
-        # Half of the offers are honest, because chunks are requested only of an offer that looks right.
+        # Half of the offers are honest, because chunks are requested only from an offer that looks right.
         kind = self._lie(*kinds, *["honest"] * len(kinds))
         table = self._table(kind)
         if kind == "nothing":
@@ -58,7 +59,7 @@ class LyingDonor:
             await stream.send(encode(StateOffer(table)))
 
     def _table(self, kind: str) -> SnapshotTable:
-        """Return the table of its own state, or one much like the honest one."""
+        """Return the table of its own state, or a table that is nearly the honest one."""
         honest = self._honest.table
         if kind == "state":
             return self._state.table

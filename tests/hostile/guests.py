@@ -1,4 +1,4 @@
-"""Attacks on connections by peers of the swarm: their handshakes are correct, their later messages are not.
+"""Attacks on connections by peers of the swarm whose handshakes are correct and whose later messages are not.
 
 In an open swarm anybody can run any number of such peers.
 """
@@ -21,19 +21,20 @@ from tests.hostile.attack import Attack, Target
 from tests.hostile.visitors import REFUSALS, handshake, read
 
 ECHO = "/hostile/echo/1"
-"""The stream that the victim serves to everybody: it sends back what comes."""
+"""The stream protocol that the victim serves to everybody: it echoes what it receives."""
 ANSWER_SECONDS = 3.0
 GREEDY_BYTES = 60_000
 SOCKET_BYTES = 4_096
 
 
 class Guest:
-    """One connection, after the handshake. Raises OSError, EOFError if the victim has closed it."""
+    """One connection after its handshake. Raises OSError, or EOFError if the victim has closed the
+    connection."""
 
     def __init__(self, target: Target, host: str, identity: Identity | None = None) -> None:
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            # A small receive buffer, so that unread data burdens the victim.
+            # A small receive buffer, so that unread data burdens the victim and not this process.
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
             self.socket.settimeout(ANSWER_SECONDS)
             self.socket.bind((host, 0))
@@ -61,7 +62,7 @@ class Guest:
         self.socket.sendall(self._writer.mark(Mark.END))
 
     def seal(self, plain: bytes) -> None:
-        """Send a record of any content."""
+        """Send a record with any content."""
         sealed = self._cipher.encrypt(plain)
         self.socket.sendall(len(sealed).to_bytes(2, "big") + sealed)
 
@@ -82,7 +83,8 @@ class Guest:
 
 
 class Guests(Attack):
-    """Makes a handshake, does what `misbehave` does, and stays until thrown out."""
+    """Complete a handshake, do what `misbehave` does, and stay connected until the victim closes the
+    connection."""
 
     counters: tuple[str, ...] = (*REFUSALS, "hellos_refused", "streams_broken", "streams_refused_busy")
     held_max = 100
@@ -91,13 +93,13 @@ class Guests(Attack):
         super().__init__(target)
         self._held: deque[Guest] = deque()
         self.turns = count()
-        """Strikes so far: an attack with several misbehaviours takes them in turn."""
+        """Counts the strikes so far. An attack with several misbehaviours uses them in turn."""
 
     def guest(self) -> Guest:
         return Guest(self.target, self.host())
 
     def misbehave(self, guest: Guest) -> None:
-        raise AssertionError("an attack does something")
+        raise AssertionError("a subclass must implement `misbehave`")
 
     def strike(self) -> None:
         with suppress(OSError, EOFError, RemoteProtocolError):
@@ -113,7 +115,7 @@ class Guests(Attack):
 
 
 class WrongHellos(Guests):
-    """Hellos that are garbage, a mark, unknown, or too long."""
+    """Send hellos that are garbage, contain a wrong mark, are unknown, or are too long."""
 
     rate = 20.0
     counters = (*Guests.counters, "streams_refused_protocol")
@@ -136,7 +138,7 @@ class WrongHellos(Guests):
 
 
 class GarbledGuests(Guests):
-    """Unsealed records; valid ones without a message; messages in crumbs."""
+    """Send unsealed records, valid records without a message, and messages in tiny pieces."""
 
     rate = 20.0
 
@@ -155,7 +157,7 @@ class GarbledGuests(Guests):
 
 
 class HugeGuests(Guests):
-    """Forbidden lengths, and the longest allowed ones, with nothing after them."""
+    """Send forbidden lengths, and the longest allowed ones, with nothing after them."""
 
     rate = 20.0
 
@@ -171,8 +173,8 @@ class HugeGuests(Guests):
 
 
 class DrippingGuests(Guests):
-    """A hello, and messages in its streams, a byte at a time; `rate` is the bytes a second of all
-    together."""
+    """Send a hello, and messages in its streams, one byte at a time. `rate` is bytes per second over all
+    connections."""
 
     rate = 60.0
     held_max = 60
@@ -196,7 +198,7 @@ class DrippingGuests(Guests):
 
 
 class GreedyGuests(Guests):
-    """One peer with as many streams as it can get, which requests much on all of them and reads nothing."""
+    """One peer opens as many streams as it can, requests much on all of them, and reads nothing."""
 
     rate = 30.0
     held_max = 200
@@ -216,7 +218,7 @@ class GreedyGuests(Guests):
 
 
 class CrowdingGuests(Guests):
-    """New peers that each open a stream and stay: enough to leave no room for others."""
+    """New peers each open a stream and stay: enough of them to leave no room for others."""
 
     rate = 50.0
     held_max = 2_000

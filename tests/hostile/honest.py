@@ -19,22 +19,22 @@ from tests.hostile.guests import ECHO
 from tests.hostile.victim import ASK, HOST
 
 DATAGRAM_SECONDS = 0.05
-"""The pause between two requests by datagram."""
+"""Seconds between two requests by datagram."""
 DATAGRAM_RETRY_SECONDS = 0.5
-"""The pause before a repeated request, as of a probe of SWIM and a question to the DHT."""
+"""Seconds before a request is repeated, as for a SWIM probe or a DHT query."""
 STREAM_SECONDS = 1.0
-"""The pause between two requests on the open stream, and between two streams opened."""
+"""Seconds between two requests on the open stream, and between opening two streams."""
 CONNECT_SECONDS = 2.0
-"""The pause between two new connections."""
+"""Seconds between two new connections."""
 RETRY_SECONDS = 0.2
 DEADLINE_SECONDS = 15.0
-"""A request without an answer by then, despite retries, counts as unanswered."""
+"""Seconds after which a request counts as unanswered, despite retries."""
 REQUEST_BYTES = 200
 
 
 @dataclass
 class Tally:
-    """The requests of one kind. `tries` beyond `asked` are retries."""
+    """Counts of the requests of one kind. `tries` beyond `asked` are retries."""
 
     asked: int = 0
     tries: int = 0
@@ -44,7 +44,8 @@ class Tally:
 
 
 class Asker:
-    """Asks until told to pause; `pause` returns once all requests were answered, or given up."""
+    """Sends requests until it is told to pause. `pause` returns once all requests were answered or given
+    up."""
 
     def __init__(self, network: RealNetwork, target: Target) -> None:
         self._network = network
@@ -144,8 +145,8 @@ async def _echo(stream: Stream) -> bool:
 
 
 def be_honest(connection: Connection, target: Target) -> None:
-    """Run the process: it sends "ready" after its first answer; then its counts, whenever it is told to pause
-    or, by another message, to go on."""
+    """Run the process. It sends "ready" after its first answer. From then on, one message pauses it and makes
+    it send its counts, and the next message lets it go on."""
     trio.run(_be_honest, connection, target)
 
 

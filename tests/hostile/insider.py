@@ -1,9 +1,9 @@
 """A peer of the swarm that sends every message of every protocol, with hostile values.
 
-It has an identity, is a member like any other, and may have a place in a run. `Insider` sends datagrams, and
-opens streams. `LyingNetwork` is between its node and the world: it learns from received messages, and answers
-some requests to this node by any answer of the protocol. Nothing is checked here: the victims' own counters,
-steps and events show the effects.
+It has an identity, is a member like any other, and may have a stage in a run. `Insider` sends datagrams and
+opens streams. `LyingNetwork` stands between its node and the network: it learns from received messages, and
+answers some requests to this node with any answer of the protocol. Nothing is checked here: the victims' own
+counters, steps and events show the effects.
 """
 
 from collections import Counter, deque
@@ -25,38 +25,40 @@ from tests.hostile.values import Values
 from tests.hostile.wire import PROTOCOLS, Protocol, structs
 
 ANSWER_SECONDS = 1.0
-"""How long an answer is awaited; a slower one goes on without its asker."""
+"""Seconds that an answer is awaited; after that the conversation is abandoned."""
 OPEN_SECONDS = 5.0
 HELD_MAX = 6
-"""Silent streams kept open: of all protocols and victims together, the latest."""
+"""Maximum number of silent streams kept open, over all protocols and victims; the oldest are closed first."""
 REPEATS = 40
-"""Repeats of a request on one stream, and on as many streams at once."""
+"""Number of times that a request is repeated on one stream, and number of streams for simultaneous
+repeats."""
 PARTS_MAX = 20
-"""Messages read of one answer."""
+"""Maximum number of messages read from one answer."""
 ANSWER_BYTES_MAX = 4 << 20
 PAYLOAD_BYTES = 64 << 10
 LIES_PART = 0.2
-"""The share of others' requests that this node answers by a lie."""
+"""The share of others' requests that this node answers with a lie."""
 AT_ONCE = 8
-"""Concurrent deeds of one round."""
+"""Maximum number of concurrent deeds in one round."""
 LONG = 1 << 30
 
 Deed = Callable[[], Awaitable[None]]
 
 
 def read(data: bytes, kind: Any) -> Any:
-    """Return a decoded message, None if it is malformed."""
+    """Return a decoded message; None if it is malformed."""
     with suppress(RemoteProtocolError):
         return decode(data, kind, bytes_max=LONG)
     return None
 
 
 class Insider:
-    """Sends over `network`. `sent` counts messages by protocol and kind, and other deeds by name."""
+    """Sends hostile messages over `network`. `sent` counts messages by protocol and kind, and other deeds by
+    name."""
 
     def __init__(self, network: Network, values: Values) -> None:
         self.protocols: Sequence[Protocol] = PROTOCOLS
-        """The protocols that it uses: all."""
+        """The protocols that the insider uses; all by default."""
         self._network = network
         self._values = values
         self._rng: Random = values.rng
@@ -73,7 +75,8 @@ class Insider:
         )
 
     async def round(self, victims: Collection[PeerId]) -> None:
-        """Send every kind of every protocol to each victim once, and do each misdeed in some protocol."""
+        """Send every kind of message of every protocol to each victim once, and do each misdeed in some
+        protocol."""
         deeds = deque(self._rng.sample(found := self._deeds(victims), len(found)))
 
         async def go_through() -> None:
@@ -109,7 +112,7 @@ class Insider:
             await self._held.popleft().aclose()
 
     async def _do(self, deed: Deed) -> None:
-        """Do a deed; it may fail, because the victim defends itself."""
+        """Do a deed. It may fail, because the victim defends itself."""
         try:
             await deed()
         except (StreamClosed, Unreachable):
@@ -121,7 +124,7 @@ class Insider:
 
     async def _datagram(self, victim: PeerId, protocol: Protocol, kind: type) -> None:
         message = self._made(protocol, kind)
-        with suppress(LocalProtocolError):  # longer than the transport takes
+        with suppress(LocalProtocolError):  # longer than any timeout of the transport
             self._network.send(victim, protocol.name, message)
         await trio.lowlevel.checkpoint()
 
@@ -141,7 +144,7 @@ class Insider:
         await self.put(victim, protocol, self._made(protocol, kind))
 
     async def put(self, victim: PeerId, protocol: Protocol, message: bytes) -> Any:
-        """Send a raw request; return its first answer, None if there is none."""
+        """Send a raw request; return its first answer, None if there is no answer."""
         first = None
         stream = await self._open(victim, protocol)
         try:
@@ -153,7 +156,7 @@ class Insider:
                         first = read(answer, protocol.answered)
                         self._values.known.learn(first)
         except StreamClosed:
-            pass  # after its answer, or instead
+            pass  # after the answer, or instead of it
         finally:
             await _close(stream)
         return first
@@ -161,7 +164,8 @@ class Insider:
     async def converse(
         self, victim: PeerId, protocol: Protocol, kinds: Sequence[type], **fixed: bytes
     ) -> None:
-        """Send all kinds on one stream, some with a payload; `fixed` is for `Values.message`."""
+        """Send all kinds of messages on one stream, some with a payload; `fixed` is passed to
+        `Values.message`."""
         stream = await self._open(victim, protocol)
         try:
             for kind in kinds:
@@ -251,8 +255,8 @@ async def _close(stream: Stream) -> None:
 
 
 class LyingNetwork:
-    """A network whose node answers some requests by lies, and which learns from all received datagrams. The
-    rest is `network`'s."""
+    """A network for a lying node: it answers some requests with lies, and learns from all received datagrams.
+    Everything else is passed to `network`."""
 
     def __init__(self, network: Network, values: Values) -> None:
         self._network = network
@@ -263,11 +267,11 @@ class LyingNetwork:
         return getattr(self._network, name)
 
     def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
-        """Handle as its node wishes, except for some requests."""
+        """Let the node handle streams, except for some requests that are answered with lies."""
         self._network.handle(protocol, partial(self._serve, handler), limits)
 
     def inbox(self, protocol: str) -> Inbox:
-        """Return the same inbox, observed."""
+        """Return the same inbox, with its messages observed."""
         return _Heard(self._network.inbox(protocol), self._values, protocol)
 
     async def _serve(self, handler: Handler, stream: Stream) -> None:

@@ -1,4 +1,5 @@
-"""The hostile peer's own process: a member of the swarm that sends without end, and has runs of its own."""
+"""The hostile peer's own process: a member of the swarm that sends hostile messages without end, and requests
+runs of its own."""
 
 import os
 from collections.abc import Sequence
@@ -37,16 +38,16 @@ from tests.hostile.watched import HOST, SWARM, capacity, settings, word
 NAME = "m"
 OWN_RUN_SECONDS_MAX = 30.0
 PAUSE_SECONDS = 5.0
-"""The pause between two of its own runs: each placed one starts a process that loads torch, seconds of a
-core."""
+"""Seconds between two of the peer's own runs. Each placed run starts a process that loads torch, which takes
+seconds of a core."""
 
 
 def be_insider(
     connection: Connection, folder: Path, join: str, seed: int, wanted: bytes, graph: bytes
 ) -> None:
-    """Run the process: it sends its peer id once it is a member; then it answers `("speak", victims, idle)`,
-    `("hear", messages, runs)` and `sent` at once."""
-    os.nice(NICENESS)  # in reality it would be another machine
+    """Run the process. It sends its peer id once it is a member. After that it answers `("speak", victims,
+    idle)`, `("hear", messages, runs)` and `sent` immediately."""
+    os.nice(NICENESS)  # in reality it would be a different machine
     folder.mkdir()
     with suppress(KeyboardInterrupt):
         trio.run(_be_insider, connection, folder, join, seed, wanted, graph)
@@ -95,8 +96,8 @@ async def _speak(insider: Insider, victims: Sequence[PeerId]) -> None:
 
 
 async def _have_runs(node: Node, insider: Insider, values: Values, idle: PeerId, wanted: Manifest) -> None:
-    """Place runs one after another, so that others find slots too: by raw messages, then as an honest
-    requester, while the same peer sends everything else."""
+    """Place runs one after another, so that others find slots too: first with raw messages, then as an honest
+    requester while the same peer sends everything else."""
     number = 0
     while True:
         with suppress(StreamClosed, Unreachable):

@@ -1,6 +1,7 @@
 """A hostile peer's knowledge of a live swarm: real messages, and their values by field name.
 
-A made-up hash is refused early, a real one is not, so its messages are made of those that it received.
+A made-up hash is refused early, but a real one is not. So the peer makes its messages from values that it
+received.
 """
 
 from collections import defaultdict, deque
@@ -12,18 +13,18 @@ import msgspec
 from crypto.facts import Fact
 
 KEPT_MAX = 24
-"""The latest values of one name, and messages of one kind."""
+"""How many of the latest values are kept for each name, and how many messages for each kind."""
 ITEMS_MAX = 4
-"""Items of a long list that are learnt: they are alike."""
+"""How many items of a long list are learnt; the others are like them."""
 BYTES_MAX = 256
-"""Longer ones name nothing."""
+"""Longer values identify nothing, so they are not learnt."""
 
 Plain = int | float | str | bytes
-"""A value by itself."""
+"""Types whose values have no parts."""
 
 
 class Known:
-    """Filled by `learn`; lookups return None if no such value was received yet."""
+    """Filled by `learn`. Lookups return None if no such value has been received yet."""
 
     def __init__(self) -> None:
         self._specimens: dict[type, deque[msgspec.Struct]] = defaultdict(lambda: deque(maxlen=KEPT_MAX))
@@ -59,7 +60,7 @@ class Known:
         return rng.choice(held) if held else None
 
     def fact(self, rng: Random) -> Fact | None:
-        """Return a received fact, as signed."""
+        """Return a received fact with its signature."""
         found = self.specimen(Fact, rng)
         assert found is None or isinstance(found, Fact)
         return found
@@ -70,7 +71,7 @@ class Known:
         return rng.choice(held) if held else None
 
     def of_length(self, length: int, rng: Random) -> bytes | None:
-        """Return any value of this length: a peer, a hash."""
+        """Return any value of this length, such as a peer or a hash."""
         held = self._sized.get(length)
         return rng.choice(held) if held else None
 

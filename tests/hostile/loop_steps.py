@@ -1,10 +1,10 @@
-"""How long each step of a node's event loop takes, and where the longest were.
+"""Measures how long each step of a node's event loop takes, and locates the longest steps in the program.
 
 A step is a task's work between two waits; nothing else happens in the node meanwhile. A step is measured by
 the processor time of the loop's own thread, so that a busy machine does not lengthen it. The thread's waits
-within the step, for a disk or a lock, are measured separately: the elapsed time, less the time it computed
-and the time it was ready while the kernel ran others. A thread samples the loop's stack at intervals to
-locate long steps in the program.
+within the step, for a disk or a lock, are measured separately: the elapsed time, minus the time it computed,
+minus the time it was ready while the kernel ran others. A second thread samples the loop's stack at intervals
+to locate long steps.
 """
 
 import gc
@@ -21,19 +21,19 @@ import trio
 
 LOOK_SECONDS = 0.01
 SLOW_SECONDS = 0.02
-"""Steps from this length on are recorded."""
+"""Steps that take at least this long are recorded."""
 KEPT_MAX = 20
-"""The longest steps kept."""
+"""Maximum number of longest steps kept."""
 PLACES_MAX = 6
 SOURCE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step computed for `cpu_seconds`, of which `garbage_seconds` collected garbage, and waited for
-    `waited_seconds`.
+    """A step that computed for `cpu_seconds`, of which garbage collection took `garbage_seconds`, and that
+    waited for `waited_seconds`.
 
-    `messages` are those it handled.
+    `messages` are the messages that the step handled.
     """
 
     cpu_seconds: float
@@ -55,7 +55,7 @@ class Step:
 class LoopSteps(trio.abc.Instrument):
     """An instrument for `trio.run`.
 
-    Linux reports how long a thread was ready without running; elsewhere that counts as waiting.
+    Linux reports how long a thread was ready without running; on other systems that time counts as waiting.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class LoopSteps(trio.abc.Instrument):
             self._garbage_seconds += time.thread_time() * (1 if phase == "stop" else -1)
 
     def _ready_seconds(self) -> float:
-        """Return how long the thread was ready without running so far."""
+        """Return how long the thread has been ready without running so far."""
         return 0.0 if self._file is None else int(os.pread(self._file, 100, 0).split()[1]) / 1e9
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
@@ -128,7 +128,8 @@ class LoopSteps(trio.abc.Instrument):
 
 
 def _describe(frame: FrameType | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return our own functions, the innermost first, and the messages that they hold."""
+    """Return the functions of this project on the stack, the innermost first, and the messages that they
+    hold."""
     places: list[str] = []
     messages: list[str] = []
     while frame is not None and len(places) < PLACES_MAX:

@@ -1,7 +1,7 @@
-"""Victims and a hostile member of their swarm, all in processes of their own, measured.
+"""Victims and a hostile member of their swarm, each in a process of its own, with measurements.
 
-One of four victims requests honest runs, whose results are compared; another is left to the hostile peer,
-which takes it into its own runs as often as it can. Every process started here ends in any case.
+One of the four victims requests honest runs, whose results are compared. Another is left to the hostile peer,
+which draws it into its own runs as often as it can. Every process started here is ended in any case.
 """
 
 import tempfile
@@ -28,13 +28,13 @@ from tests.stack import Model, Tensors, manifest
 NAMES = ("a", "b", "c", "d")
 REQUESTER, IDLE = "a", "d"
 LOOK_SECONDS = 0.5
-"""The interval between two looks at the victims."""
+"""Seconds between two measurements of the victims."""
 HONEST_SECONDS_MAX = 180.0
-"""For one honest run, on a busy machine."""
+"""Seconds allowed for one honest run on a busy machine."""
 
 
 def member_run() -> Manifest:
-    """Return an honest run of some seconds, in two stages."""
+    """Return an honest run that takes some seconds, in two stages."""
     return manifest(
         steps=4, microbatch=8, microbatches=8, test_samples=32, stages=2, replicas=1, save_every=2
     )
@@ -44,9 +44,9 @@ def member_run() -> Manifest:
 class Found:
     """The outcome, by victim.
 
-    `grown_bytes` is the most that a victim's own process grew by, `failures` are failures that its node
-    contained, `logs` with tracebacks. `outcomes` are those of the honest runs, `results` their weights;
-    `put_off` counts how often one found no place and was requested again.
+    `grown_bytes` is the largest growth of a victim's own process, `failures` are the failures that its node
+    contained, and `logs` contain their tracebacks. `outcomes` and `results` are the ends and the weights of
+    the honest runs; `put_off` counts how often such a run found no slots and was requested again.
     """
 
     seconds: float = 0.0
@@ -78,7 +78,7 @@ class Found:
 
 
 class MemberScene:
-    """Made by `member_scene`; plays once."""
+    """Made by `member_scene`; can be played once."""
 
     def __init__(self, stack: ExitStack, model: Model, wanted: Manifest, seed: int) -> None:
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -100,10 +100,10 @@ class MemberScene:
     def _wait_until_met(self) -> None:
         until = time.monotonic() + READY_SECONDS
         while any(victim.ask("figures")["live"] <= len(NAMES) for victim in self._victims.values()):
-            assert time.monotonic() < until, "the members have not met"
+            assert time.monotonic() < until, "the members have not found each other"
 
     def play(self, seconds: float) -> Found:
-        """Let the hostile peer send for this long, and until the last honest run begun meanwhile has
+        """Let the hostile peer send for this long, and until the last honest run that began in this time has
         ended."""
         found, pause = Found(), threading.Event()
         before = {name: self._figures(name) for name in NAMES}
@@ -121,7 +121,7 @@ class MemberScene:
             trained = self._victims[REQUESTER].ask("trained")
             if trained is not None and trained["outcome"] == NOT_PLACED:
                 found.put_off += 1
-                self._begin_run()  # the hostile peer's own runs have the slots for a while
+                self._begin_run()  # the hostile peer's own runs occupy the slots for a while
             elif trained is not None:
                 found.note(trained)
                 if now - begun >= seconds:
@@ -158,7 +158,7 @@ class MemberScene:
         found.refused[name] = dict(Counter(figures["counters"]) - Counter(before["counters"]))
 
     def _begin_run(self) -> None:
-        self._runs += 1  # the same run would be over already
+        self._runs += 1  # a repetition of the same run would be over already
         wanted = msgspec.structs.replace(self._wanted, created_milliseconds=self._runs)
         self._victims[REQUESTER].ask(("train", encode(wanted), self._model.data))
 
@@ -170,6 +170,7 @@ class MemberScene:
 
 @contextmanager
 def member_scene(model: Model, wanted: Manifest, seed: int = 1) -> Iterator[MemberScene]:
-    """Yield a scene, and end all its processes. Honest runs, and the hostile peer's own, are as `wanted`."""
+    """Yield a scene, and end all its processes afterwards. `wanted` selects honest runs, the hostile peer's
+    own runs, or both."""
     with ExitStack() as stack:
         yield MemberScene(stack, model, wanted, seed)

@@ -1,7 +1,8 @@
-"""Runs that the hostile peer itself requests: a lease and a Start make an idle node a member of one.
+"""Runs that the hostile peer itself requests: with a lease and a Start it makes an idle node a member of such
+a run.
 
-Manifest and plan fit each other, so that a victim takes part; all else in them is as hostile as possible. The
-hostile peer is requester, trainer and committer, so its messages pass every check of their sender.
+Manifest and plan fit each other, so a victim takes part; everything else in them is as hostile as possible.
+The hostile peer is requester, trainer and committer, so its messages pass every check of their sender.
 """
 
 from crypto.encoding import encode
@@ -19,16 +20,16 @@ from tests.hostile.values import Values
 from tests.hostile.wire import PROTOCOLS, structs
 
 TRIES_MAX = 20
-"""Manifests generated until one is well-formed."""
+"""Maximum number of manifests generated until one is well-formed."""
 WORDS = 3
-"""Conversations as the committer of such a run."""
+"""Number of conversations that the peer has as the committer of such a run."""
 
 RUNS = next(protocol for protocol in PROTOCOLS if protocol.name == wire.RUNS_PROTOCOL)
 PIPELINE = next(protocol for protocol in PROTOCOLS if protocol.name == wire.PIPELINE_PROTOCOL)
 
 
 def hostile_run(values: Values, signer: Signer) -> Run | None:
-    """Return a run signed by the hostile peer; None if nothing is known of any run."""
+    """Return a run signed by the hostile peer; None if no manifest has been received yet."""
     for _ in range(TRIES_MAX):
         if values.known.specimen(Manifest, values.rng) is None:
             return None
@@ -40,7 +41,8 @@ def hostile_run(values: Values, signer: Signer) -> Run | None:
 
 
 def hostile_plan(values: Values, run: Run, me: PeerId, victim: PeerId) -> Plan | None:
-    """All of the model on the victim, as whoever asked for another run of it has cut it."""
+    """Return a plan that puts the whole model on the victim, with the layers of a plan that was received;
+    None if there is none."""
     known = values.known.specimen(Plan, values.rng)
     if not isinstance(known, Plan):
         return None
@@ -52,8 +54,8 @@ def hostile_plan(values: Values, run: Run, me: PeerId, victim: PeerId) -> Plan |
 
 
 async def take_in(insider: Insider, values: Values, signer: Signer, victim: PeerId) -> bool:
-    """Make an idle victim a member, say everything as its committer, and end the run or not; whether it came
-    to that. Raises StreamClosed, Unreachable."""
+    """Make an idle victim a member, send it everything as its committer, and end the run. Return whether the
+    victim became a member. Raises StreamClosed, Unreachable."""
     run = hostile_run(values, signer)
     plan = hostile_plan(values, run, signer.peer, victim) if run is not None else None
     if run is None or plan is None:
@@ -81,7 +83,7 @@ async def take_in(insider: Insider, values: Values, signer: Signer, victim: Peer
             await insider.put(victim, RUNS, values.message(kind, RUNS.name, plan=plan_hash(plan), run=run.id))
     end = values.message(wire.End, RUNS.name, plan=plan_hash(plan))
     await insider.put(victim, RUNS, end)
-    # Where that was no end, the victim is to have its slot back.
+    # If that did not end the run, free the victim's slot with a valid End.
     await insider.put(victim, RUNS, encode(wire.End(plan_hash(plan), "failed", "enough", "")))
     return isinstance(begun, Done)
 

@@ -1,4 +1,4 @@
-"""Attacks by datagram: random ones, ones that are almost right, real ones in a flood, old ones once more."""
+"""Attacks by datagram: random packets, nearly correct ones, floods of correct ones, and replayed ones."""
 
 import os
 import socket
@@ -30,18 +30,18 @@ from tests.hostile.attack import Attack, Target, from_all_hosts
 
 PROTOCOL = "/peerloom/swim/1"
 PACKETS_MADE = 2_048
-"""Made before, so that to send one costs little more than the system call."""
+"""Number of packets prepared in advance, so that sending one costs little more than the system call."""
 WAITING_MAX = 512
-"""Handshakes whose answer is awaited."""
+"""Maximum number of handshakes whose answer is awaited."""
 SESSION_SECONDS = 60.0
-"""After this a new one is made: one that is used no more ends in 180 s."""
+"""Seconds after which the attack makes a new session. An unused session expires after 180 s."""
 
 LIES = 0.1
-"""The share of false beacons."""
+"""The share of beacons that are well-formed but false; the others are random."""
 
 
 class Packets(Attack):
-    """Sends what `packet` makes, from all hosts in turn."""
+    """Sends the packets that `packet` returns, each from a random host."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -51,10 +51,10 @@ class Packets(Attack):
         self.send(self.packet())
 
     def packet(self) -> bytes:
-        raise AssertionError("an attack sends something")
+        raise AssertionError("a subclass must implement `packet`")
 
     def send(self, packet: bytes) -> None:
-        with suppress(OSError):  # a full buffer
+        with suppress(OSError):  # the send buffer is full
             self.rng.choice(self.sockets).sendto(packet, self.target.place)
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class Packets(Attack):
 
 
 class RandomPackets(Packets):
-    """Packets of all sizes, from none to too many bytes."""
+    """Random packets of all sizes, from empty to too long."""
 
     rate = 10_000.0
     counters = (
@@ -81,7 +81,7 @@ class RandomPackets(Packets):
 
 
 class NearlyPackets(RandomPackets):
-    """The right first byte and a right size, and nothing else."""
+    """Packets with a valid first byte and a valid size, but random content."""
 
     rate = 2_000.0
 
@@ -102,20 +102,20 @@ class NearlyPackets(RandomPackets):
 
 
 def stranger(swarm: str) -> Sessions:
-    """Somebody of whom nobody has heard."""
+    """Return the sessions of a peer that nobody knows."""
     identity = Identity(os.urandom(32))
     now, wall = time.monotonic(), int(time.time() * 1000)
     return Sessions(identity, Swarm(swarm), os.urandom, now=now, wall_milliseconds=wall)
 
 
 def initiation(sessions: Sessions, target: Target) -> bytes:
-    """Its first packet, with a message in it."""
+    """Return a first packet (initiation) to the target, with a message in it."""
     (packet,) = sessions.send(time.monotonic(), target.peer, PROTOCOL, b"let me in")
     return packet
 
 
 class OtherSwarmPackets(Packets):
-    """First packets of members of another swarm, perfect but for that; and of this one, with a wrong byte."""
+    """Perfect initiations of members of another swarm, and initiations of this swarm with one wrong byte."""
 
     rate = 1_000.0
     counters = ("datagrams_refused_swarm",)
@@ -133,7 +133,7 @@ class OtherSwarmPackets(Packets):
 
 
 class ReplayedPackets(Packets):
-    """First packets that came before, perfect in every respect."""
+    """Perfect initiations that have been sent before."""
 
     rate = 1_000.0
     counters = ("datagrams_refused_replay",)
@@ -147,7 +147,7 @@ class ReplayedPackets(Packets):
 
 
 class UnwelcomePackets(Packets):
-    """First packets of members of the swarm, each a new one that forged its address: no answer reaches it."""
+    """Initiations of ever new members of the swarm that forge their addresses, so no answer reaches them."""
 
     rate = 500.0
     counters = ("cookies_sent", "datagrams_refused_busy")
@@ -157,7 +157,8 @@ class UnwelcomePackets(Packets):
 
 
 class PatientPackets(Packets):
-    """The same by some who are where they say: they show the cookie and go on, and fill the tables."""
+    """The same initiations from real addresses: the members answer with the cookie, go on, and fill the
+    tables."""
 
     rate = 300.0
     counters = ("cookies_sent", "datagrams_refused_busy")
@@ -178,7 +179,7 @@ class PatientPackets(Packets):
             self._read(each)
 
     def _read(self, own: socket.socket) -> None:
-        """Go on wherever an answer has come."""
+        """Continue every handshake for which an answer has arrived."""
         now = time.monotonic()
         with suppress(OSError):
             while True:
@@ -194,7 +195,7 @@ class PatientPackets(Packets):
 
 
 class KnownIndexPackets(Packets):
-    """Transport packets of a session that there is: with a body that nobody sealed, or old ones again."""
+    """Transport packets of an existing session, with a body that nobody sealed, or replayed."""
 
     rate = 2_000.0
     counters = ("datagrams_refused_seal", "datagrams_refused_replay")
@@ -218,7 +219,7 @@ class KnownIndexPackets(Packets):
         return head + self.rng.randbytes(self.rng.randint(16, 1_000))
 
     def _meet(self) -> None:
-        """A session of our own; under load it takes more than one attempt."""
+        """Start a session for the attack; under load this takes more than one attempt."""
         sessions = stranger(self.target.swarm)
         self._until = time.monotonic() + 0.5
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
@@ -238,7 +239,8 @@ class KnownIndexPackets(Packets):
 
 
 class Beacons(Attack):
-    """To the local network: random ones of all sizes, and a member's that lead to peers who are not there."""
+    """Beacons to the local network: random ones of all sizes, and a member's beacons with addresses where
+    nobody listens."""
 
     rate = 1_000.0
     counters = ("beacons_dropped", "beacons_over_rate", "beacons_of_others", "beacons_refused_size")

@@ -1,4 +1,5 @@
-"""A participant of a named averaging run that lies about itself: the real classes, with claims of its own."""
+"""A participant of a named averaging run that lies about itself: it uses the real classes, but makes its own
+claims."""
 
 from typing import Any
 
@@ -19,12 +20,13 @@ from node.protocols.calls import conversation
 
 
 class LyingParticipant:
-    """Takes part in a run, averages nothing, and hands out a state in which every number is `value`."""
+    """Takes part in a run, averages nothing, and hands out a state in which every value is `value`."""
 
     def __init__(
         self, me: SyncNode, optimizer: torch.optim.Optimizer, run_id: str, *, value: float, **options: Any
     ) -> None:
-        """`optimizer` and its model are of the kind that the run trains; the model becomes the garbage."""
+        """`optimizer` and its model must be of the kind that the run trains; the model is filled with
+        `value`."""
         settings = Settings(run_id, **options)
         self._layout = Layout(names_of([optimizer], None))
         for slot in self._layout.slots:
@@ -40,12 +42,12 @@ class LyingParticipant:
         self._session = TrainingSession(portal, self.run)
 
     def claim(self, step: int, *, samples: int = 0, rounds: int = 0, lineage: bytes = bytes(32)) -> None:
-        """Tell these numbers, and offer the garbage as the state of that step."""
+        """Announce these counts, and offer the filled model as the state of that step."""
         self._session.tell(step=step, samples=samples, rounds=rounds, lineage=lineage, has_state=True)
         self._session.offer(step, rounds, lineage, copy_state(self._layout, [self._optimizer], {}))
 
     def ask_for_state(self, peer: PeerId, step: int) -> Answer:
-        """Ask a member for its state at this step; what it answers."""
+        """Ask a member for its state at this step; return the answer."""
 
         async def ask() -> Answer:
             network = self._portal.subject.network

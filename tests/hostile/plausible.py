@@ -1,8 +1,9 @@
-"""A participant of the optimizer's run that lies plausibly in all that it says, each moment another way.
+"""A participant of the optimizer's run that lies plausibly in everything it sends, differently at each
+moment.
 
-It enters the same groups by the same code as others: what it says of its step, its samples and its weight,
-what it sends in a round and what it hands out as its state are lies near enough to be believed, and it falls
-silent at every point of a round.
+It enters the same groups with the same code as others. Its claimed step, samples and weight, the values it
+sends in a round and the state it hands out are lies that are near enough to be believed. It also falls silent
+at every point of a round.
 """
 
 from random import Random
@@ -23,22 +24,23 @@ STEPS_AHEAD = (-1, 0, 0, 0, 1, 2, 4, 100, 2**20, 2**52)
 SAMPLES = (0, 1, 16, 64, 10**6, 2**52)
 WEIGHTS = (0.0, 1e-9, 1.0, 16.0, 64.0, 1e6, 1e12)
 FACTORS = (0.0, -1.0, 1.0, 3.0, 1e3, 1e30)
-"""By which the values that it sends and hands out differ from small random ones."""
+"""Factors by which the values that the liar sends and hands out differ from small random ones."""
 SILENT_AFTER_SECONDS = (0.0, 0.02, 0.1, 0.3, 1.0, 1.5)
-"""How long it keeps on in a round: not at all, to its start, to some point of it, mostly to its end."""
+"""How long the liar takes part in a round before it falls silent: not at all, until the start, until some
+point of it, or usually to the end."""
 
 
 class PlausibleLiar(LyingParticipant):
-    """Lies by `rng` until it is closed; `said` are the kinds of its lies."""
+    """Lies, at random with `rng`, until it is closed; `said` contains the kinds of its lies."""
 
     def __init__(
         self, me: SyncNode, optimizer: torch.optim.Optimizer, run_id: str, *, rng: Random, **options: Any
     ) -> None:
-        """`options` are those of the run."""
+        """`options` are the options of the run."""
         super().__init__(me, optimizer, run_id, value=0.0, **options)
         self.said: set[tuple[str, float]] = set()
         self.entered = self.averaged = 0
-        """Rounds that it began, and those that it completed."""
+        """Numbers of rounds that the liar began and completed."""
         self._rng = rng
         self._is_batch = "target_batch_size" in options
         self._calls: list[LoopCall[None]] = [self._portal.begin(each) for each in (self._tell, self._average)]
@@ -71,7 +73,7 @@ class PlausibleLiar(LyingParticipant):
 
     @property
     def _step(self) -> int:
-        """Where the honest are."""
+        """Return where the honest peers are."""
         claims = sorted(each.claimed_step for each in self.run.roster.reports.values())
         return claims[len(claims) // 2] if claims else 0
 

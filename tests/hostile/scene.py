@@ -1,4 +1,4 @@
-"""A victim, an honest peer, and hostile clients for a while: their processes and measurements.
+"""Starts a victim, an honest peer and hostile clients as processes, and measures them.
 
 Every process started here ends with the scene in any case.
 """
@@ -24,20 +24,20 @@ from tests.hostile.honest import DEADLINE_SECONDS, be_honest
 from tests.hostile.victim import be_victim
 
 READY_SECONDS = 60.0
-"""The time to load, to make the packets, and to answer once, on a busy machine."""
+"""Seconds allowed to load, prepare the packets, and answer once, on a busy machine."""
 ENDING_SECONDS = 5.0
 SAMPLE_SECONDS = 0.2
-"""The interval between two looks at the victim's memory."""
+"""Seconds between two measurements of the victim's memory."""
 
 
 class Far:
-    """A process of ours and the line to it."""
+    """One of our processes, and the pipe to it."""
 
     def __init__(self, process: BaseProcess, line: Connection) -> None:
         self.process, self._line = process, line
 
     def hear(self, seconds: float = READY_SECONDS) -> Any:
-        """The next that it says; AssertionError if it says nothing, or has ended."""
+        """Return the process's next message. Raises AssertionError if it sends nothing, or has ended."""
         assert self._line.poll(seconds), f"{self.process.name} says nothing for {seconds:g} s"
         try:
             return self._line.recv()
@@ -54,8 +54,8 @@ class Far:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one attack, or several at once. `refused` counts by the victim's own names; `tallies`
-    are the honest peer's; `highest_bytes` is the victim's peak memory."""
+    """The outcome of one attack, or of several simultaneous ones. `refused` counts by the victim's own names;
+    `tallies` are the honest peer's counts; `highest_bytes` is the victim's peak memory."""
 
     seconds: float
     strikes: Mapping[str, int]
@@ -75,7 +75,7 @@ class Outcome:
 
 
 def start(stack: ExitStack, name: str, main: Callable[..., None], *arguments: Any) -> Far:
-    """A process that runs `main(line, *arguments)`, and ends with `stack`."""
+    """Start a process that runs `main(pipe, *arguments)`, and ends with `stack`."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=main, args=(theirs, *arguments), name=name, daemon=True)
@@ -86,7 +86,7 @@ def start(stack: ExitStack, name: str, main: Callable[..., None], *arguments: An
 
 
 class Scene:
-    """Made by `scene`. The clients have one process for packets and one for connections."""
+    """Made by `scene`. There is one client process for packets and one for connections."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -104,7 +104,7 @@ class Scene:
         return start(self._stack, name, main, *arguments)
 
     def figures(self) -> dict[str, Any]:
-        """The victim's own."""
+        """Return the victim's own figures."""
         found: dict[str, Any] = self._victim.ask("figures")
         return found
 
@@ -113,7 +113,8 @@ class Scene:
         return int(self._memory.memory_info().rss)
 
     def run(self, rates: Mapping[str, float], *, seconds: float, honest: bool = True) -> Outcome:
-        """Let the attacks strike, each so often a second; none to see what peace costs."""
+        """Let the attacks strike, each at its rate per second. Without attacks, measure the cost of honest
+        traffic."""
         sides = [
             (client, {name: rates[name] for name in rates if ATTACKS[name] in attacks})
             for client, attacks in zip(self._clients, (BY_PACKETS, BY_CONNECTIONS), strict=True)
@@ -145,7 +146,7 @@ class Scene:
 
     @contextmanager
     def _highest(self) -> Iterator[Callable[[], int]]:
-        """The most memory that the victim has had since; looked at now and then."""
+        """Yield the largest memory of the victim so far, measured at intervals."""
         found, over = [self.rss_bytes], threading.Event()
 
         def look() -> None:
@@ -163,7 +164,7 @@ class Scene:
 
 @contextmanager
 def scene() -> Iterator[Scene]:
-    """With all processes ended in the end."""
+    """Yield a scene, and end all its processes afterwards."""
     with ExitStack() as stack:
         yield Scene(stack)
 
@@ -181,7 +182,7 @@ def _end(process: BaseProcess, line: Connection) -> None:
 
 
 def unused_port() -> int:
-    """For the beacons: the node's own port is the kernel's choice."""
+    """Return a free port for the beacons; the kernel chooses the node's own port."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A participant of a named averaging run that is there, keeps up with the steps of the others, and gives
+"""A participant of a named averaging run that is listed and keeps up with the others' steps, but contributes
 nothing."""
 
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from tests.hostile.participant import LyingParticipant
 FOLLOW_SECONDS = 0.02
 WISH_SECONDS = 1.0
 LINEAGE = b"\xff" * 32
-"""The largest hash: it wins no tie, so that nobody asks it for its state."""
+"""The largest hash. It wins no tie, so nobody asks this participant for its state."""
 Silence = Literal["absent", "ready"]
 
 
@@ -33,7 +33,7 @@ class SilentParticipant(LyingParticipant):
         samples: int = 0,
         **options: Any,
     ) -> None:
-        """It claims so many samples of every batch. `options` are those of the run."""
+        """It claims this many samples of every batch. `options` are the options of the run."""
         super().__init__(me, optimizer, run_id, value=0.0, **options)
         self._silence, self._samples = silence, samples
         self._is_batch = "target_batch_size" in options
@@ -51,7 +51,7 @@ class SilentParticipant(LyingParticipant):
                     await self.run._search.find(self._vector, wanted, 0)
 
     def close(self) -> None:
-        """Leave the run. Raises what has ended its part in it before."""
+        """Leave the run. Raises the error that ended its part in the run before, if any."""
         if self._call.future.done():
             self._call.future.result()
         self._portal.cancel(self._call)

@@ -1,9 +1,9 @@
-"""Hostile values for every message, generated from its struct, whose types and bounds are read.
+"""Hostile values for every message, generated from the types and bounds of the message's struct.
 
-Most values pass the decoder, because refusals are cheap: the limits of a field and their neighbours, numbers
-at which arithmetic breaks, and values of the live swarm (`known`). A few fit no struct. A message may also be
-a received one with a field or two changed. The content of facts is generated the same way, and signed by the
-hostile peer itself.
+Most values pass the decoder, because a refused message costs the victim little: the limits of a field and
+their neighbours, numbers at which arithmetic breaks, and values of the live swarm (`known`). A few fit no
+struct. A message may also be a received one with a field or two changed. The content of facts is generated
+the same way, and signed by the hostile peer itself.
 """
 
 import math
@@ -56,30 +56,31 @@ TEXTS = (
     "9" * 400,
 )
 WRONG_PART = 0.01
-"""How often a value is one that its own field does not allow."""
+"""Probability that a value is not allowed by its own field."""
 KNOWN_PART, LIMIT_PART = 0.6, 0.25
-"""How often a value is one that was heard, and one at a limit; else it is drawn within the bounds."""
+"""Probabilities that a value is a received one, and that it is at a limit; otherwise it is drawn within the
+bounds."""
 SPECIMEN_PART = 0.5
-"""How often a struct is one that was heard, with up to `CHANGES_MAX` fields of another value."""
+"""Probability that a struct is a received one, with up to `CHANGES_MAX` fields changed."""
 CHANGES_MAX = 2
 FULL_PART = 0.04
-"""How often a list or a text is as long as it may be."""
+"""Probability that a list or a text is as long as allowed."""
 PLAUSIBLE = (2, 4, 10, 100, 1_000)
-"""A number that was heard, so many times: a step ahead, a weight or a share that nobody would doubt."""
+"""Factors for received numbers: they give a step ahead, or a weight or a share that nobody would doubt."""
 ITEMS_MAX, BYTES_MAX = 3, 80
-"""The lengths of other lists and byte strings."""
+"""Maximum lengths of other lists and byte strings."""
 REPEATED_MAX = 5_000
-"""A list without a limit of its own, when it is to be a long one."""
+"""Maximum length of a long list, if its field sets no limit."""
 LONG_BYTES_MAX = 1 << 20
-"""And bytes."""
+"""Maximum length of a long byte string, if its field sets no limit."""
 DEPTH_MAX = 6
-"""Facts in facts."""
+"""Maximum depth of facts within facts."""
 
 T = TypeVar("T")
 
 
 class Values:
-    """Draws them by `rng`, so that a seed is a sequence of messages."""
+    """Draws values with `rng`, so that a seed gives a fixed sequence of messages."""
 
     def __init__(self, rng: Random, known: Known, signer: Signer) -> None:
         self.rng = rng
@@ -91,9 +92,9 @@ class Values:
         self._fixed: dict[str, bytes] = {}
 
     def message(self, kind: type, protocol: str, **fixed: bytes) -> bytes:
-        """One message of this kind, encoded; a field of a `fixed` name has this value.
+        """Return an encoded message of this kind; a field named in `fixed` gets the given value.
 
-        It may be longer than the protocol allows.
+        The message may be longer than the protocol allows.
         """
         self._protocol, self._fixed = protocol, fixed
         try:
@@ -106,11 +107,11 @@ class Values:
         return encode(self.of(kind))
 
     def of(self, kind: Any, name: str = "") -> Any:
-        """A value of a type, for a field of this name: builtins, or a struct that stays as it was heard."""
+        """Return a value of a type for a field of this name: builtins, or an unchanged received struct."""
         return self._make(_described(kind), name)
 
     def like(self, kind: type) -> Any:
-        """A struct that was heard, with up to `CHANGES_MAX` fields of another value."""
+        """Return a received struct with up to `CHANGES_MAX` fields changed."""
         before, self._specimen_part = self._specimen_part, 1.0
         try:
             return self.of(kind)
@@ -140,7 +141,7 @@ class Values:
         return self._choice(kind)
 
     def _choice(self, kind: types.Type) -> Any:
-        """A value of a type that has few."""
+        """Return a value of a type that has few values."""
         match kind:
             case types.LiteralType():
                 right: str | int | None = self.rng.choice(kind.values)
@@ -250,7 +251,8 @@ class Values:
         return [self._make(kind.item_type, name) for _ in range(length)]
 
     def fact(self) -> Any:
-        """Signed by the hostile peer over what may be nonsense; somebody else's; or by nobody."""
+        """Return a fact: a received one, one signed by the hostile peer over possible nonsense, or one with a
+        wrong signature."""
         rng = self.rng
         heard = self.known.fact(rng)
         draw = rng.random()
@@ -266,7 +268,7 @@ class Values:
 
 
 def _as_sent(kind: types.StructType, values: dict[str, Any]) -> Any:
-    """As msgspec lays a struct of this type out."""
+    """Arrange values as msgspec encodes a struct of this type."""
     if kind.array_like:
         head = [] if kind.tag is None else [kind.tag]
         return [*head, *(values[field.name] for field in kind.fields)]
@@ -275,7 +277,8 @@ def _as_sent(kind: types.StructType, values: dict[str, Any]) -> Any:
 
 
 def _takes(field: types.Field, value: bytes | None) -> bool:
-    """Whether a field is for such a value: `plan` is a hash in one message and the whole plan in another."""
+    """Return whether a field expects such a value: `plan` is a hash in one message and the whole plan in
+    another."""
     if value is None or not isinstance(field.type, types.BytesType):
         return False
     return field.type.min_length == len(value) or (field.type.min_length is None and field.name not in INSIDE)
@@ -294,7 +297,7 @@ def _described(kind: Any) -> types.Type:
 
 @lru_cache(maxsize=64)
 def _allowed(pattern: str) -> str:
-    """A text that a pattern allows, the first found."""
+    """Return the first text found that matches the pattern."""
     quiet = settings(
         database=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
     )

@@ -1,4 +1,4 @@
-"""The process that is attacked: a whole node on loopback, which besides its own protocols serves an echo."""
+"""The process that is attacked: a whole node on loopback, which also serves an echo."""
 
 import os
 import time
@@ -23,12 +23,12 @@ from tests.hostile.guests import ECHO
 HOST = "127.0.0.1"
 SWARM = "hostile"
 ASK = "/hostile/ask/1"
-"""Datagrams that come back as they are."""
+"""The datagram protocol of the echo."""
 
 
 def be_victim(connection: Connection, folder: Path, beacon_port: int) -> None:
-    """The whole of the process: sends its `Target`, then its figures whenever it is asked, until it is told
-    to leave or the other end of `connection` is gone."""
+    """Run the process. It sends its `Target`, and then its figures at each request, until it is told to stop
+    or the other end of `connection` is gone."""
     trio.run(_be_victim, connection, folder, beacon_port)
 
 
@@ -69,13 +69,13 @@ def _asked(connection: Connection) -> bool:
 
 
 async def echo(stream: Stream) -> None:
-    """Until the other side has enough."""
+    """Echo messages until the other side closes the stream."""
     while True:
         await stream.send(await stream.receive())
 
 
 async def answer(network: RealNetwork) -> None:
-    """Every datagram, as it is."""
+    """Echo every datagram."""
     inbox = network.inbox(ASK)
     while True:
         for sender, message in await inbox.take(trio.current_time() + 3_600):

@@ -1,4 +1,5 @@
-"""The hostile peer in virtual time: a whole node beside those of `tests.stack.swarm` that lies and speaks."""
+"""The hostile peer in virtual time: a whole node among the nodes of `tests.stack.swarm`, which lies and sends
+hostile messages."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -28,7 +29,7 @@ MET_SECONDS = 60.0
 
 @dataclass
 class Hostile:
-    """It, what it knows, and its mouth."""
+    """The hostile node, what it has learnt, and its `Insider`."""
 
     node: Node
     values: Values
@@ -53,7 +54,8 @@ class Hostile:
 async def hostile_in(
     group: Swarm, seed: int, *, takes_stages: bool = False, flops_per_second: float = 5e9
 ) -> AsyncIterator[Hostile]:
-    """A member of the swarm; one that `takes_stages` may get a place in an honest run."""
+    """Start the hostile node as a member of the swarm; with `takes_stages` it may get a stage in an honest
+    run."""
     identity = Identity(bytes([seed, ord(NAME)]) * 16)
     storage = MemoryStorage()
     storage.write("identity.key", identity.seed)

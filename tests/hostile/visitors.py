@@ -1,4 +1,4 @@
-"""Attacks on connections by strangers who prove nothing: silent, slow, garbled, half-way, recorded."""
+"""Attacks on connections by visitors without an identity: silent, slow, garbled, aborted and replayed."""
 
 import os
 import socket
@@ -13,7 +13,8 @@ from node.transport.handshake import default_suites
 from tests.hostile.attack import Attack, Target
 
 HELD_MAX = 2_000
-"""Sockets that one attack keeps open, the latest; below the files that a process may have."""
+"""Maximum number of sockets that one attack keeps open, the latest; fewer than the files that a process may
+open."""
 REFUSALS = (
     "handshakes_displaced",
     "handshakes_refused",
@@ -24,7 +25,7 @@ REFUSALS = (
 
 
 def handshake(target: Target, identity: Identity | None = None) -> PeerHandshake:
-    """An initiator's side, of somebody new if need be."""
+    """Return an initiator's side of a handshake, by default with a new identity."""
     static = os.urandom(KEY_BYTES)
     return PeerHandshake(
         initiator=True,
@@ -38,7 +39,7 @@ def handshake(target: Target, identity: Identity | None = None) -> PeerHandshake
 
 
 class Visitors(Attack):
-    """Connects, sends `words` and then waits to be thrown out."""
+    """Connects, sends `words`, and then waits until the victim closes the connection."""
 
     counters = REFUSALS
     held_max = HELD_MAX
@@ -59,7 +60,7 @@ class Visitors(Attack):
         self._held.append((visitor, _send(visitor, self.words())))
         if len(self._held) > self.held_max:
             self._held.popleft()[0].close()
-        # Those whose connection was not there yet get another chance.
+        # A visitor whose connection was not established yet gets another chance to send.
         oldest, left = self._held.popleft()
         self._held.append((oldest, _send(oldest, left)))
 
@@ -69,7 +70,7 @@ class Visitors(Attack):
 
 
 def _send(visitor: socket.socket, words: bytes) -> bytes:
-    """Return the unsent rest of the bytes; all of them while there is no connection yet."""
+    """Return the bytes that were not sent; all of them while the connection is not established."""
     try:
         return words[visitor.send(words) :] if words else b""
     except BlockingIOError:
@@ -79,13 +80,13 @@ def _send(visitor: socket.socket, words: bytes) -> bytes:
 
 
 class SilentVisitors(Visitors):
-    """Connect, and say nothing."""
+    """Connect, and send nothing."""
 
     rate = 200.0
 
 
 class GarbledVisitors(Visitors):
-    """Speak another protocol, or none, or name a length that no message has."""
+    """Speak a different protocol or none, or announce a length that no message has."""
 
     rate = 200.0
 
@@ -103,7 +104,7 @@ class GarbledVisitors(Visitors):
 
 
 class HastyVisitors(Visitors):
-    """Connect and cut the connection, at once and hard."""
+    """Connect, and reset the connection at once."""
 
     rate = 200.0
 
@@ -116,8 +117,8 @@ class HastyVisitors(Visitors):
 
 
 class HalfVisitors(Visitors):
-    """Send a first flight as it should be, and let the answer lie: the most that a stranger makes us compute
-    before it has shown who it is."""
+    """Send a correct first flight with a false answer after it: this is the most computation that an unknown
+    peer can cause before it has shown its identity."""
 
     rate = 50.0
 
@@ -130,7 +131,7 @@ class HalfVisitors(Visitors):
 
 
 class RecordedVisitors(HalfVisitors):
-    """Play both flights of somebody else's handshake, which was right in its time, and more of it."""
+    """Replay both flights of another peer's handshake, which was valid in its time, and more of its bytes."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -138,7 +139,7 @@ class RecordedVisitors(HalfVisitors):
 
 
 def record(target: Target) -> bytes:
-    """All that an initiator says to the victim in a handshake, as somebody on the way hears it."""
+    """Return all that an initiator sends to the victim in a handshake, as an eavesdropper records it."""
     said = b""
     with socket.create_connection(target.place, timeout=20) as connection:
         hands = handshake(target)
@@ -152,7 +153,7 @@ def record(target: Target) -> bytes:
 
 
 def read(connection: socket.socket, count: int) -> bytes:
-    """Exactly so many bytes. Raises EOFError, OSError."""
+    """Receive exactly `count` bytes. Raises EOFError, OSError."""
     came = b""
     while len(came) < count:
         more = connection.recv(count - len(came))
@@ -163,7 +164,7 @@ def read(connection: socket.socket, count: int) -> bytes:
 
 
 class DrippingVisitors(Visitors):
-    """A right first flight, a byte at a time: `rate` bytes a second, spread over all who do so."""
+    """Send a correct first flight one byte at a time: `rate` bytes per second, spread over all visitors."""
 
     rate = 200.0
     held_max = 200
@@ -180,7 +181,7 @@ class DrippingVisitors(Visitors):
             left = left or self._flight
             left = left[visitor.send(left[:1]) :]
         except BlockingIOError:
-            pass  # its turn comes again
+            pass  # it is served again in its turn
         except OSError:
             visitor.close()
             return

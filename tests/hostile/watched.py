@@ -1,8 +1,8 @@
-"""A victim's process: a whole node as the daemon has it, whose event loop is timed; it may ask for runs.
+"""A victim's process: a whole node as the daemon runs it, whose event loop is timed. It may request runs.
 
-It answers one word at a time on its line: `figures`, what it has used so far; `heard`, what everybody in its
-runs knows of them; `told`, its latest events of runs; `train`, begin a run; `trained`, what became of that,
-None while it goes on.
+It answers one command at a time on its pipe. `figures` returns what it has used so far; `heard`, what any
+member of its runs knows of them; `told`, its latest events of runs; `train` begins a run; `trained` returns
+the run's outcome, None while it goes on.
 """
 
 import os
@@ -33,10 +33,11 @@ SWARM = "hostile members"
 NOT_PLACED = "not placed"
 """The outcome of a run that found no free slots."""
 HEARD_MAX = 100
-"""Messages that it has sent in runs, the latest, as a member would have had them."""
+"""How many of the latest messages that it has sent in runs are kept, as another member would have received
+them."""
 
 TOLD_MAX, TOLD_LENGTH_MAX = 40, 300
-"""Events of runs that are kept."""
+"""Maximum number of kept events of runs, and of their length."""
 
 
 def settings(name: str, folder: Path, **resources: Any) -> config.Config:
@@ -52,12 +53,12 @@ def settings(name: str, folder: Path, **resources: Any) -> config.Config:
 
 
 def capacity() -> Capacity:
-    """The same of all: nobody measures while others compute."""
+    """Return the same fixed capacity for all nodes, so that none measures while others compute."""
     return Capacity("cpu", 1, 8 << 30, 16 << 30, 5e9, "")
 
 
 def word(connection: Connection) -> Any:
-    """The next, None where the other end of the line is gone."""
+    """Return the next command; None if the other end of the pipe is gone."""
     try:
         return connection.recv()
     except EOFError:
@@ -65,7 +66,7 @@ def word(connection: Connection) -> Any:
 
 
 def be_watched(connection: Connection, folder: Path, name: str, join: str | None) -> None:
-    """The whole of the process: sends its address and peer, then answers until it is told to leave."""
+    """Run the process. It sends its address and peer id, then answers until it is told to stop."""
     folder.mkdir()
     containment.write_log(folder)
     spare_imports()  # as the daemon does
@@ -121,7 +122,7 @@ class _Watched:
             self._told.append(str(event)[:TOLD_LENGTH_MAX])
 
     def _observe(self, event: object) -> None:
-        """Messages of runs alone: events of the cores have no wire form."""
+        """Record only messages of runs: events of the cores have no wire form."""
         if isinstance(event, msgspec.Struct):
             data = encode(event)
             if len(data) < 1 << 16:

@@ -1,8 +1,9 @@
 """All messages of peers above the transport, as data: protocols, messages, signed bodies.
 
 A union of messages is listed by its name, so its new messages are covered automatically. A new protocol, or a
-new decoded type, must be entered: `tests.test_hostile_wire` searches the program for both. Strangers'
-messages below, in handshakes, hellos and beacons, are in `packets`, `visitors` and `guests`.
+new decoded type, must be entered: `tests.test_hostile_wire` searches the program for both. Messages of
+unknown peers below the transport, in handshakes, hellos and beacons, are in `packets`, `visitors` and
+`guests`.
 """
 
 from collections.abc import Mapping
@@ -53,12 +54,13 @@ from partition.serve import messages as serve
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader
 
 DATAGRAM_BYTES_MAX = 1_100
-"""A length that certainly fits one packet; a longer message goes by a stream of its own."""
+"""A length that certainly fits into one packet; a longer message goes over a stream of its own."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """One protocol: `said` by whoever asks or tells, `answered` on the same stream by the other side."""
+    """One protocol. The opener of a stream sends `said`, and the other side sends `answered` on the same
+    stream."""
 
     name: str
     said: Any
@@ -67,11 +69,12 @@ class Protocol:
     payloads: bool = False
     limits: StreamLimits = USUAL_STREAMS
     former: str = ""
-    """The name by which nodes of the version before speak it, where it was raised since."""
+    """The name under which nodes of the previous version speak the protocol, if its version has been raised
+    since."""
 
     @property
     def kinds(self) -> tuple[type, ...]:
-        """Return the message types on a stream or, without one, of datagrams."""
+        """Return the types of messages that the opener sends on a stream."""
         return structs(self.said)
 
 
@@ -152,7 +155,7 @@ FACTS: Mapping[str, tuple[type, ...]] = {
     averaging.PROTOCOL: (averaging.CommitmentBody, averaging.HaveBody, averaging.SealBody),
     evidence.PROTOCOL: (averaging.CommitmentBody, averaging.HaveBody, averaging.SealBody),
 }
-"""Which facts a protocol carries; what belongs elsewhere is tried now and then all the same."""
+"""The facts that a protocol carries. Other facts are also tried, with a low probability."""
 
 INSIDE: Mapping[str, tuple[type, ...]] = {
     "plan": (Plan,),
@@ -169,7 +172,7 @@ INSIDE: Mapping[str, tuple[type, ...]] = {
     "metadata": (metadata.Metadata,),
     "data": (checkpoint.StatePart,),
 }
-"""Fields of bytes that are decoded once more, and as what."""
+"""Fields of bytes that the receiver decodes again, and the types that they contain."""
 
 WORDS = (
     WEIGHTS_PURPOSE,
@@ -181,12 +184,12 @@ WORDS = (
     "-",
     "simple-cnn",
 )
-"""Texts without a pattern that make sense somewhere."""
+"""Texts for fields without a pattern that are meaningful in some field."""
 
 
 @cache
 def structs(kind: Any) -> tuple[type, ...]:
-    """The structs of a union, of a union of unions, or of one; none of None."""
+    """Return the structs of a union, of a union of unions, or of a single struct; none for None."""
     if kind is None:
         return ()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -195,7 +198,7 @@ def structs(kind: Any) -> tuple[type, ...]:
 
 
 def everything() -> frozenset[type]:
-    """Every struct that is sent as a message, signed as a fact, or decoded inside another."""
+    """Return every struct that is sent as a message, signed as a fact, or decoded inside another."""
     found: set[type] = set(PURPOSES)
     for protocol in PROTOCOLS:
         for kind in (protocol.said, protocol.answered, protocol.datagrams):

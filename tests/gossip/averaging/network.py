@@ -1,7 +1,7 @@
 """Averaging attempts over a small simulated network, in virtual time.
 
-A message between two peers takes a latency and its bytes over the sender's rate; messages of one pair stay in
-order, as on a stream. Every message is encoded and decoded on its way.
+A message between two peers takes a latency plus its bytes divided by the sender's rate. Messages of one pair
+stay in order, as on a stream. Every message is encoded and decoded on its way.
 """
 
 import heapq
@@ -81,7 +81,7 @@ C = TypeVar("C", bound=Core)
 
 
 class Network(Generic[C]):
-    """Cores by number, over one network."""
+    """Cores by number, connected by one network."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Network(Generic[C]):
             self.send(number, self.attempts[number].start(self.now))
 
     def kill(self, number: int, *, noticed_after: float | None = None) -> None:
-        """End the process: it sends nothing more, and others notice after a while."""
+        """End the process: it sends nothing more, and the others notice only after a while."""
         self.gone[number] = inf if noticed_after is None else self.now + noticed_after
 
     def restart(self, number: int, core: C) -> None:
@@ -134,7 +134,7 @@ class Network(Generic[C]):
         for peer, message in sends:
             receiver = self.numbers.get(peer)
             if receiver is None:
-                # No peer has this id: it cannot be dialled.
+                # No peer has this id, so it cannot be dialled.
                 self.send(sender, self.attempts[sender].lost(self.now, peer))
                 continue
             changed = self.tamper(sender, receiver, message)
@@ -177,7 +177,7 @@ class Network(Generic[C]):
 
     def _pull(self) -> None:
         for number, attempt in self.attempts.items():
-            # As on a stream, the next chunk is pulled once the last was sent.
+            # As on a stream, the next chunk is pulled once the previous one has been sent.
             for peer in attempt.ready:
                 if number not in self.gone and self._free_at[number] <= self.now:
                     self.send(number, attempt.pull(self.now, peer))
@@ -203,7 +203,7 @@ class Network(Generic[C]):
 
 
 class Averaging(Network[Attempt]):
-    """One attempt of a group. `vectors` and `weights` by number."""
+    """One attempt of a group. `vectors` and `weights` are by member number."""
 
     def __init__(
         self,
@@ -234,8 +234,8 @@ class PlaySettings:
 
 
 class Play:
-    """One peer's side of one round, driven as a node does (`node.averaging.participation`): a wish for a
-    group, an attempt, and both again if the attempt fails.
+    """One peer's part in one round, driven as a node does it (`node.averaging.participation`): a wish for a
+    group, then an attempt, and both again if the attempt fails.
     """
 
     def __init__(
@@ -320,14 +320,14 @@ class Play:
             self._lost.discard(sender)
             wish = self._met.get(message.key)
             if wish is None:
-                # As for a repeated wish: the convener of a later group waits for this peer.
+                # As if the peer had repeated its wish: the convener of a later group waits for it.
                 self._early.setdefault(message.key, []).append((sender, message))
                 return []
             return [*wish.receive(now, sender, message), *self._advance(now)]
         for each in self._attempts:
             if each.id == message.attempt:
                 return [*each.receive(now, sender, message), *self._advance(now)]
-        if self.result is None:  # as a node's stream, it waits until its group is known here
+        if self.result is None:  # like a node's stream, it waits until its group is known here
             self._early.setdefault(message.attempt, []).append((sender, message))
         return []
 
@@ -432,7 +432,7 @@ def vectors_of(
 
 
 def mean_of(vectors: dict[int, Vector], shares: dict[int, float]) -> Vector:
-    """The weighted mean in float64."""
+    """Return the weighted mean, computed in float64."""
     total: Vector = sum(
         (vectors[number].astype(np.float64) * share for number, share in shares.items()),
         start=np.zeros(len(next(iter(vectors.values()))), np.float64),

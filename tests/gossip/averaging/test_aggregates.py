@@ -1,4 +1,4 @@
-"""Aggregation rules of a group, end to end in one attempt, with members that lie in their vectors."""
+"""Aggregation rules of a group, tested end to end in one attempt with members that send false vectors."""
 
 from typing import get_args
 
@@ -26,7 +26,7 @@ def group_by(aggregate: Aggregate, count: int, items: int, codec: str = "float32
 def averaged(
     aggregate: Aggregate, vectors: dict[int, Vector], codec: str = "float32", **options: object
 ) -> tuple[Averaging, Vector]:
-    """Run one attempt in which all succeed, and return their vectors."""
+    """Run one attempt in which all succeed. Return its world, and the vector that all members hold."""
     items = len(vectors[0])
     world = Averaging(group_by(aggregate, len(vectors), items, codec), vectors, **options)  # type: ignore[arg-type]  # weights
     world.start()
@@ -40,7 +40,7 @@ def averaged(
 
 @pytest.mark.parametrize("aggregate", ["median", "trimmed-mean"])
 @pytest.mark.parametrize("codec", ["float32", "bfloat16"])
-def test_a_liar_of_five_moves_no_number_out_of_the_honest_range(aggregate: Aggregate, codec: str) -> None:
+def test_one_liar_in_five_moves_no_value_out_of_the_honest_range(aggregate: Aggregate, codec: str) -> None:
     vectors = vectors_of(range(5), ITEMS)
     honest = np.stack([vectors[number] for number in range(1, 5)])
     vectors[0] = -1_000 * honest.mean(axis=0)
@@ -55,7 +55,7 @@ def test_a_liar_of_five_moves_no_number_out_of_the_honest_range(aggregate: Aggre
 @pytest.mark.parametrize("aggregate", [rule for rule in RULES if rule != "mean"])
 @pytest.mark.parametrize("count", [3, 4, 5, 8])
 def test_no_lie_moves_the_result_far_from_the_honest_vectors(aggregate: Aggregate, count: int) -> None:
-    """The lies differ by chunk: all liars lie in one chunk, or each in another."""
+    """The lies differ by chunk: either all liars lie in the same chunk, or each in a different one."""
     vectors = vectors_of(range(count), CHUNK_ITEMS + 12_345)
     liars = liars_max(aggregate, count)
     assert liars
@@ -69,7 +69,7 @@ def test_no_lie_moves_the_result_far_from_the_honest_vectors(aggregate: Aggregat
     assert np.linalg.norm(found - centre) < 3 * farthest
 
 
-def test_the_mean_of_five_follows_one_liar() -> None:
+def test_the_plain_mean_of_five_is_moved_by_one_liar() -> None:
     vectors = vectors_of(range(5), 5_000)
     centre = np.stack([vectors[number] for number in range(1, 5)]).mean(axis=0)
     vectors[0] = -1_000 * centre
@@ -88,7 +88,7 @@ def test_the_trimmed_mean_survives_the_stated_number_of_liars(count: int) -> Non
     assert (found <= honest.max(axis=0)).all()
 
 
-def test_two_members_get_the_mean_by_every_rule() -> None:
+def test_every_rule_gives_two_members_their_mean() -> None:
     vectors = vectors_of(range(2), 5_000)
     expected = mean_of(vectors, {0: 0.5, 1: 0.5})
     for aggregate in ("mean", "median", "trimmed-mean"):
@@ -106,7 +106,7 @@ def test_a_run_may_use_every_rule_that_a_group_knows() -> None:
     assert get_args(AggregateName) == ("auto", *RULES)
 
 
-def test_members_by_different_rules_never_mix() -> None:
+def test_members_with_different_rules_never_form_a_group() -> None:
     first, second = group_by("mean", 3, 100), group_by("median", 3, 100)
     assert first.id != second.id
 
@@ -135,7 +135,7 @@ def test_sparse_payloads_are_refused_by_robust_rules() -> None:
         ("trimmed-mean", True, "", "trimmed-mean"),
     ],
 )
-def test_auto_is_robust_where_strangers_may_join(
+def test_auto_chooses_a_robust_rule_if_anybody_may_join(
     choice: str, is_private: bool, obstacle: str, rule: str
 ) -> None:
     assert chosen(choice, is_private=is_private, obstacle=obstacle) == rule
@@ -149,7 +149,7 @@ def test_auto_is_robust_where_strangers_may_join(
         ("gossip", "float32", "strategy gossip averages in pairs"),
     ],
 )
-def test_an_impossible_rule_is_refused_by_name(strategy: str, codec: str, named: str) -> None:
+def test_the_error_names_a_rule_that_is_unknown_or_unusable(strategy: str, codec: str, named: str) -> None:
     with pytest.raises(ValueError, match=f"aggregate median: {named}"):
         chosen("median", is_private=False, obstacle=obstacle_of(strategy, codec))
     with pytest.raises(

@@ -1,4 +1,5 @@
-"""Success means that all hold the same bytes: an owner that signs two results is proved to lie."""
+"""Success means that all members hold the same bytes. An owner that signs two different results is proved to
+lie."""
 
 import msgspec
 import numpy as np
@@ -35,7 +36,7 @@ def world_of(count: int = 4, **network: object) -> Averaging:
 
 
 def seals_twice(sender: int, receiver: int, message: Message) -> Message:
-    """Send member 1 another reduced part than all others, under a separate seal."""
+    """Send member 1 a reduced part that differs from the others', under a separate seal."""
     if sender != LIAR or receiver != 1:
         return message
     match message:
@@ -65,7 +66,7 @@ def claims_two_sets(sender: int, receiver: int, message: Message) -> Message:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_nobody_succeeds_with_other_bytes_when_an_owner_seals_twice(seed: int) -> None:
+def test_if_an_owner_seals_two_results_nobody_succeeds_with_different_bytes(seed: int) -> None:
     world = world_of(seed=seed)
     world.tamper = seals_twice
     world.start()
@@ -77,10 +78,12 @@ def test_nobody_succeeds_with_other_bytes_when_an_owner_seals_twice(seed: int) -
         (proof,) = world.attempts[number].equivocations
         assert (proof.author, proof.purpose) == (peer_of(LIAR), SEAL_PURPOSE)
         assert proof.first.body != proof.second.body
-    assert not any("differ" in reason for _, reason in world.refusals), "forwarding a proof is no lie"
+    assert not any("differ" in reason for _, reason in world.refusals), (
+        "a member that forwards a proof was blamed"
+    )
 
 
-def test_two_have_sets_of_one_owner_fail_the_attempt_and_prove_it() -> None:
+def test_two_different_have_messages_of_an_owner_prove_its_lie() -> None:
     world = world_of()
     world.tamper = claims_two_sets
     world.start()
@@ -113,7 +116,7 @@ def test_a_claim_without_proof_delays_others_and_changes_no_result(says: str) ->
     assert all(world.attempts[number].undeclared == (peer_of(LIAR),) for number in range(1, 4))
 
 
-def test_members_that_were_silent_last_time_are_not_waited_for() -> None:
+def test_members_that_were_silent_in_the_previous_attempt_are_not_awaited() -> None:
     def seconds(*silent: int) -> float:
         world = world_of()
         for number, member in enumerate(world.group.members):

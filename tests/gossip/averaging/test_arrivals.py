@@ -1,4 +1,4 @@
-"""Part sizes that follow the uploads which members measure of each other."""
+"""Part sizes follow the upload rates that members measure of each other."""
 
 from math import inf
 
@@ -17,8 +17,8 @@ UPLOADS = (4e6, 4e6, 4e6, 4e5)
 
 
 def best_seconds(uploads: tuple[float, ...]) -> float:
-    """Return the shortest possible time of a round, which the slowest upload determines: every member sends
-    the parts that it does not own, and its own part to all others.
+    """Return the shortest possible time of a round, which the slowest uploader determines. Every member sends
+    the parts that it does not own to their owners, and its own part to all others.
     """
     others, size = len(uploads) - 1, 4 * ITEMS
 
@@ -32,7 +32,7 @@ def best_seconds(uploads: tuple[float, ...]) -> float:
     return max(high, *(size / each for each in uploads))
 
 
-def test_parts_follow_the_measured_uploads_to_near_the_best_time() -> None:
+def test_with_parts_sized_by_measured_uploads_a_round_is_nearly_optimal() -> None:
     rates = [UploadRate() for _ in UPLOADS]
     draws = np.random.default_rng(1)
     seconds = []
@@ -56,7 +56,7 @@ def test_parts_follow_the_measured_uploads_to_near_the_best_time() -> None:
         for place, rate in enumerate(rates):
             rate.measured(world.attempts[place].upload_rate)
     best = best_seconds(UPLOADS)
-    assert seconds[0] > 1.2 * best, "equal parts delay all members"
+    assert seconds[0] > 1.2 * best, "with equal parts, the slow member should delay all"
     assert seconds[-1] < 1.15 * best, (seconds, best)
 
 
@@ -69,16 +69,16 @@ def test_a_member_without_measurements_counts_as_the_median_one() -> None:
     assert len(owners_of(equal)) == 4
 
 
-def test_the_slowest_reporter_is_not_believed_alone() -> None:
+def test_a_single_low_report_of_a_members_rate_is_not_believed() -> None:
     own = Arrivals(bytes(32), 0.0)
     for place, microseconds in ((1, 1_000_000), (2, 1_000_000), (3, 900_000_000)):
         own.take(place, Arrived(bytes(32), 1_000_000, microseconds), 1_000_000)
     assert own.upload_rate == 3_000_000
     own.take(4, Arrived(bytes(32), 2**52, 1), 1_000_000)
-    assert own.upload_rate == 3_000_000, "the claim exceeds the bytes sent"
+    assert own.upload_rate == 3_000_000, "the claimed bytes do not exceed the bytes sent"
 
 
-def test_claims_are_rounded_and_within_bounds() -> None:
+def test_reported_rates_are_rounded_and_within_bounds() -> None:
     rate = UploadRate()
     assert rate.claimed == RATE_UNKNOWN
     rate.measured(None)

@@ -1,4 +1,4 @@
-"""One attempt: exact without failures; with failures, all who succeed hold the same bytes."""
+"""One attempt: exact without failures. With failures, all members that succeed hold the same bytes."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,8 @@ def by_number(world: Averaging, result: Averaged) -> dict[int, float]:
 
 
 def check(world: Averaging, vectors: dict[int, Vector], tolerance: float = 1e-6) -> None:
-    """Assert that all who succeed hold identical bytes, which are the mean of the stated set."""
+    """Assert that all members that succeed hold identical bytes, which are the mean of the stated set of
+    members."""
     results = list(world.successes.values())
     for result in results:
         assert result.vector.tobytes() == results[0].vector.tobytes()
@@ -36,7 +37,9 @@ def check(world: Averaging, vectors: dict[int, Vector], tolerance: float = 1e-6)
 
 @pytest.mark.parametrize("send_only", [0, 1, 2])
 @pytest.mark.parametrize("without_tensors", [0, 1, 2])
-def test_four_peers_average_exactly_beside_others(send_only: int, without_tensors: int) -> None:
+def test_four_peers_average_exactly_while_other_groups_average_too(
+    send_only: int, without_tensors: int
+) -> None:
     members = members_of(4, send_only, without_tensors)
     vectors = vectors_of(range(4 + send_only), 100_003)
     world = Averaging(group_of(members, 100_003), vectors)
@@ -127,7 +130,7 @@ def test_two_of_five_fail_and_no_result_is_wrong(
 
 
 @pytest.mark.parametrize("way", ["killed", "slow"])
-def test_peers_that_only_send_cost_nothing_when_they_fail(way: str) -> None:
+def test_a_failed_peer_that_only_sends_does_not_fail_the_attempt(way: str) -> None:
     items = 3 * CHUNK_ITEMS
     vectors = vectors_of(range(5), items)
     world = Averaging(group_of(members_of(3, send_only=2), items), vectors, rate=20e6)
@@ -173,7 +176,7 @@ def test_a_member_that_misses_a_part_gets_it_from_any_holder() -> None:
     check(world, vectors)
 
 
-def test_parts_follow_bandwidth() -> None:
+def test_the_sizes_of_parts_follow_the_members_bandwidth() -> None:
     items = 4_096 * 100
     group = group_of(members_of(3, rates=[1_000_000, 2_000_000, 4_000_000]), items)
     sizes = [owner.end - owner.begin for owner in owners_of(group)]
@@ -193,7 +196,7 @@ def test_too_few_tensors_are_a_failure_with_a_reason() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**9), st.integers(2, 6), st.integers(0, 2), st.integers(0, 2))
-def test_no_walk_of_loss_delay_and_deaths_gives_two_results(
+def test_no_sequence_of_losses_delays_and_deaths_gives_two_results(
     seed: int, full: int, send_only: int, without_tensors: int
 ) -> None:
     members = members_of(full, send_only, without_tensors)

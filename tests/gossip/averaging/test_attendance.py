@@ -1,4 +1,4 @@
-"""One peer's record of the others' attendance, and its effect on the next groups."""
+"""A peer's record of the attendance of others, and how the record affects the next groups."""
 
 from crypto.identity import PeerId
 from gossip.averaging.attendance import (
@@ -17,7 +17,7 @@ SILENT, PUNCTUAL, SLOW = peer_of(1), peer_of(2), peer_of(3)
 
 
 def wait(attendance: Attendance, now: float, ready: dict[PeerId, float], *awaited: PeerId) -> None:
-    """A wish that began at `now` - 5; `ready` counts from its beginning."""
+    """Record a wish that began at `now` - 5. `ready` counts seconds from its beginning."""
     times = {peer: now - 5.0 + seconds for peer, seconds in ready.items()}
     attendance.attended(now, now - 5.0, awaited, times, 1.0)
 
@@ -31,7 +31,7 @@ def test_an_absent_peer_is_not_waited_for_until_it_comes() -> None:
     assert attendance.is_waited_for(10_000.0, SILENT)
 
 
-def test_a_peer_that_is_often_late_gets_fewer_and_fewer_chances() -> None:
+def test_a_peer_that_is_often_late_is_awaited_less_and_less() -> None:
     attendance, now, pauses = Attendance(), 0.0, []
     for _ in range(12):
         now += 5.0
@@ -41,23 +41,23 @@ def test_a_peer_that_is_often_late_gets_fewer_and_fewer_chances() -> None:
         while not attendance.is_waited_for(now, SLOW):
             now += 1.0
         pauses.append(now - begun)
-    assert pauses[0] == 0.0, "one delay is allowed"
+    assert pauses[0] == 0.0, "no longer waited for after a single delay"
     assert pauses[1:] == sorted(pauses[1:])
     assert pauses[-1] == BACKOFF_SECONDS_MAX
     wait(attendance, now, {PUNCTUAL: 0.0, SLOW: 0.1}, SLOW, PUNCTUAL)
     wait(attendance, now, {PUNCTUAL: 0.0, SLOW: 2.0}, SLOW, PUNCTUAL)
     attendance.came(SLOW)
-    assert attendance.is_waited_for(now, SLOW), "punctuality resets the record"
+    assert attendance.is_waited_for(now, SLOW), "an arrival in time does not reset the record"
 
 
-def test_a_peer_within_its_share_of_a_round_stays_punctual() -> None:
+def test_a_delay_within_the_allowed_share_of_a_round_counts_as_punctual() -> None:
     attendance = Attendance()
     for number in range(9):
         wait(attendance, 5.0 * number, {PUNCTUAL: 0.0, SLOW: 0.45}, SLOW, PUNCTUAL)
     assert attendance.is_waited_for(50.0, SLOW)
 
 
-def test_failures_leave_a_peer_out_for_longer_until_a_round_completes() -> None:
+def test_repeated_failures_exclude_a_peer_for_longer_until_a_round_completes() -> None:
     attendance, now, pauses = Attendance(), 0.0, []
     for _ in range(10):
         attendance.failed(now, [SILENT], 2.0)
@@ -83,7 +83,7 @@ def test_one_withdrawal_is_not_a_failure() -> None:
     assert attendance.is_left_out(0.0, PUNCTUAL)
 
 
-def test_silent_newcomers_share_one_back_off() -> None:
+def test_all_silent_newcomers_share_one_backoff() -> None:
     attendance, now, waited = Attendance(), 0.0, 0
     attendance.completed([PUNCTUAL])
     for number in range(100):
@@ -103,15 +103,16 @@ def test_records_are_bounded_and_keep_those_that_completed() -> None:
     assert len(attendance._records) == RECORDS_MAX
 
 
-def test_a_left_out_peer_is_tried_once_per_failure() -> None:
-    """Thus two peers that exclude each other meet again, and a silent one that proposes costs one attempt."""
+def test_an_excluded_peer_is_tried_once_per_failure() -> None:
+    """So two peers that exclude each other meet again, and a silent peer that proposes costs only one
+    attempt."""
     attendance = Attendance()
     assert not attendance.declines(0.0, PUNCTUAL)
     attendance.failed(0.0, [PUNCTUAL], 1.0)
     assert [attendance.declines(1.0, PUNCTUAL) for _ in range(3)] == [False, True, True]
     attendance.failed(2.0, [PUNCTUAL], 2.0)
     assert attendance.is_left_out(33.0, PUNCTUAL)
-    assert attendance.declines(9.0, PUNCTUAL), "a quarter of the 32 s is not over"
+    assert attendance.declines(9.0, PUNCTUAL), "tried again before a quarter of the 32 s was over"
     assert [attendance.declines(10.0, PUNCTUAL) for _ in range(2)] == [False, True]
     attendance.completed([PUNCTUAL])
     assert not any(attendance.declines(11.0, PUNCTUAL) for _ in range(3))
@@ -123,18 +124,18 @@ def test_a_peer_that_completed_a_round_is_excused_at_intervals() -> None:
     attendance.failed(0.0, [PUNCTUAL, SILENT], 4.0)
     assert attendance.is_left_out(1.0, SILENT)
     assert not attendance.is_left_out(1.0, PUNCTUAL)
-    assert not attendance.is_waited_for(1.0, PUNCTUAL), "it is absent until it comes again"
+    assert not attendance.is_waited_for(1.0, PUNCTUAL), "waited for again before it came"
     attendance.came(PUNCTUAL)
     assert attendance.is_waited_for(1.0, PUNCTUAL)
     attendance.completed([PUNCTUAL])
     attendance.failed(EXCUSE_SECONDS - 1.0, [PUNCTUAL], 4.0)
-    assert attendance.is_left_out(EXCUSE_SECONDS, PUNCTUAL), "its excuse costs one attempt in ten minutes"
+    assert attendance.is_left_out(EXCUSE_SECONDS, PUNCTUAL), "excused twice within ten minutes"
     attendance.completed([PUNCTUAL])
     attendance.failed(EXCUSE_SECONDS, [PUNCTUAL], 4.0)
     assert not attendance.is_left_out(EXCUSE_SECONDS, PUNCTUAL)
 
 
-def test_only_strangers_are_left_out_over_a_dispute() -> None:
+def test_a_dispute_excludes_only_peers_that_never_completed_a_round() -> None:
     attendance, pauses = Attendance(), []
     attendance.completed([PUNCTUAL])
     for number in range(5):
@@ -142,7 +143,7 @@ def test_only_strangers_are_left_out_over_a_dispute() -> None:
         attendance.disputed(now, [PUNCTUAL, SILENT], 4.0)
         assert not attendance.is_left_out(now, PUNCTUAL)
         pauses.append(next(s for s in range(1_000) if not attendance.is_left_out(now + s, SILENT)))
-    assert pauses == [32] * 5, "a dispute is no proof, so disputes do not add up"
+    assert pauses == [32] * 5, "disputes add up although a dispute is no proof"
 
 
 def test_a_peer_that_is_always_slightly_late_is_waited_for_seldom() -> None:
@@ -182,10 +183,14 @@ def absent(attendance: Attendance, *peers: PeerId, is_strict: bool = False) -> s
 def test_a_listed_peer_that_never_averages_is_absent_after_some_rounds() -> None:
     attendance = Attendance()
     for _ in range(ROUNDS_MIN):
-        assert absent(attendance, PUNCTUAL, SILENT) == set(), "the peer may be a moment late"
+        assert absent(attendance, PUNCTUAL, SILENT) == set(), (
+            "absent although the peer may just be a moment late"
+        )
         attendance.completed([PUNCTUAL])
     assert absent(attendance, PUNCTUAL, SILENT) == {SILENT}
-    assert absent(attendance, SILENT) == set(), "with no other peer listed the run may be at fault"
+    assert absent(attendance, SILENT) == set(), (
+        "absent although no other peer is listed, so the run itself may be at fault"
+    )
 
 
 def test_a_peer_whose_silence_failed_an_attempt_is_absent_until_averaging() -> None:
@@ -194,7 +199,9 @@ def test_a_peer_whose_silence_failed_an_attempt_is_absent_until_averaging() -> N
     assert absent(attendance, PUNCTUAL, SILENT) == {SILENT}
     attendance.completed([SILENT])
     attendance.failed(100.0, [SILENT], 4.0)
-    assert absent(attendance, PUNCTUAL, SILENT) == set(), "a peer that has averaged may have stalled"
+    assert absent(attendance, PUNCTUAL, SILENT) == set(), (
+        "absent although a peer that has averaged may only have stalled"
+    )
 
 
 def test_a_peer_that_averaged_is_absent_after_many_rounds_without_it() -> None:
@@ -210,6 +217,8 @@ def test_a_peer_that_averaged_is_absent_after_many_rounds_without_it() -> None:
 
 def test_in_strict_mode_only_peers_that_averaged_here_are_present() -> None:
     attendance = Attendance()
-    assert absent(attendance, PUNCTUAL, SILENT, is_strict=True) == set(), "a newcomer has no records"
+    assert absent(attendance, PUNCTUAL, SILENT, is_strict=True) == set(), (
+        "absent although a newcomer has no records of others yet"
+    )
     attendance.completed([PUNCTUAL])
     assert absent(attendance, PUNCTUAL, SILENT, is_strict=True) == {SILENT}

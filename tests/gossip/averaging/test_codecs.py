@@ -1,4 +1,5 @@
-"""Codecs of averaging: bounded error, repeatable bytes, and only finite numbers from strangers."""
+"""Codecs of averaging have bounded errors and repeatable bytes, and decode hostile input to finite values
+only."""
 
 from contextlib import suppress
 
@@ -24,7 +25,9 @@ LOSSY = ("bfloat16", "float16", "int8", "int4", "topk64", "topk512")
         ("int4", 0.13, 7),
     ],
 )
-def test_errors_on_normal_numbers_are_small(name: str, error_max: float, ratio_min: float) -> None:
+def test_errors_on_normally_distributed_values_are_small(
+    name: str, error_max: float, ratio_min: float
+) -> None:
     values = np.random.default_rng(1).standard_normal(300_001).astype(np.float32)
     codec = codec_of(name, "float32")
     error = float(np.sqrt(np.mean((roundtrip(codec, values) - values) ** 2)))
@@ -32,7 +35,7 @@ def test_errors_on_normal_numbers_are_small(name: str, error_max: float, ratio_m
     assert values.nbytes / coded_bytes(codec, len(values)) >= ratio_min
 
 
-def test_topk_keeps_the_largest_numbers_of_each_block() -> None:
+def test_topk_keeps_the_largest_values_of_each_block() -> None:
     values = np.random.default_rng(1).standard_normal(1 << 18).astype(np.float32)
     codec = codec_of("topk64", "float32")
     decoded = roundtrip(codec, values).reshape(-1, 4_096)
@@ -49,7 +52,7 @@ def test_topk_keeps_the_largest_numbers_of_each_block() -> None:
 @given(
     st.sampled_from(("float32", *LOSSY)), st.integers(1, 9_000), st.integers(0, 10**6), st.integers(-30, 30)
 )
-def test_coding_is_repeatable_and_decodes_to_finite_numbers(
+def test_coding_is_repeatable_and_decodes_to_finite_values(
     name: str, count: int, seed: int, exponent: int
 ) -> None:
     draws = np.random.default_rng(seed)
@@ -68,7 +71,7 @@ def test_coding_is_repeatable_and_decodes_to_finite_numbers(
 
 @settings(max_examples=200)
 @given(st.sampled_from(("float32", *LOSSY)), st.integers(1, 300), st.binary(max_size=1_300))
-def test_hostile_bytes_are_refused_or_decode_to_finite_numbers(name: str, count: int, data: bytes) -> None:
+def test_hostile_bytes_are_refused_or_decode_to_finite_values(name: str, count: int, data: bytes) -> None:
     codec = codec_of(name, "float32")
     size = codec.encode(np.zeros(count, np.float32)).nbytes
     for each in (data, (data * (size // max(len(data), 1) + 1))[:size]):
@@ -78,7 +81,7 @@ def test_hostile_bytes_are_refused_or_decode_to_finite_numbers(name: str, count:
             assert np.isfinite(decoded).all()
 
 
-def test_numbers_that_are_not_finite_are_never_sent() -> None:
+def test_values_that_are_not_finite_are_never_sent() -> None:
     for name in ("float32", *LOSSY):
         with pytest.raises(ValueError, match="not finite"):
             codec_of(name, "float32").encode(np.array([1.0, np.nan], np.float32))
@@ -94,7 +97,7 @@ def test_error_feedback_eventually_sends_what_a_codec_omits(name: str) -> None:
     rounds = 400
     for number in range(rounds):
         sent = feedback.add(truth)
-        # Every fifth round fails: its error must not be counted twice.
+        # Every fifth round fails, and its error must not be counted twice.
         failed = number % 5 == 4
         if not failed:
             received += roundtrip(codec, sent)

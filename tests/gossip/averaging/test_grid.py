@@ -1,4 +1,4 @@
-"""The grid follows the number of peers, and mixes them in as many rounds as it has axes."""
+"""The grid follows the number of peers, and spreads their values to all in as many rounds as it has axes."""
 
 from math import prod
 
@@ -13,7 +13,7 @@ from tests.gossip.swarm import peer_of
 
 
 def rounds_to_agree(count: int, group_size: int, absence: float = 0.0, seed: int = 0) -> int:
-    """Count rounds until the variance of one number per peer is below 1e-9."""
+    """Return how many rounds pass until the variance of one value per peer is below 1e-9."""
     draws = np.random.default_rng(seed)
     peers = [peer_of(number) for number in range(count)]
     grid = Grid(b"run", seed, peers, group_size)
@@ -76,12 +76,12 @@ def test_eight_peers_in_groups_of_two_agree_by_the_third_round() -> None:
     assert rounds_to_agree(8, 2) == 3
 
 
-def test_any_number_of_peers_agrees_soon() -> None:
+def test_any_number_of_peers_agrees_within_few_rounds() -> None:
     assert np.mean([rounds_to_agree(509, 32, seed=seed) for seed in range(10)]) <= 5
     assert np.mean([rounds_to_agree(61, 8, seed=seed) for seed in range(10)]) <= 6
 
 
-def test_absent_peers_cost_as_many_rounds_as_in_the_paper() -> None:
-    # Ryabinin et al.: 5.9 rounds; here the mean of few seeds.
+def test_with_absent_peers_the_rounds_needed_match_the_paper() -> None:
+    # Ryabinin et al. report 5.9 rounds; this is the mean over a few seeds.
     found = [rounds_to_agree(1024, 32, 0.01, seed) for seed in range(5)]
     assert 5.2 <= np.mean(found) <= 6.6

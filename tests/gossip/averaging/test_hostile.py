@@ -1,4 +1,4 @@
-"""Members that lie cost an attempt at most, and raise nothing but RemoteProtocolError."""
+"""A member that lies costs at most an attempt, and its messages raise only RemoteProtocolError."""
 
 from contextlib import suppress
 from random import Random
@@ -38,7 +38,7 @@ def check(world: Averaging, vectors: dict[int, Vector]) -> None:
         assert np.abs(result.vector - mean_of(vectors, shares)).max() < 1e-6
 
 
-def test_a_sender_that_commits_to_other_numbers_is_left_out() -> None:
+def test_a_sender_that_commits_to_other_values_than_it_sends_is_excluded() -> None:
     vectors = vectors_of(range(4), ITEMS)
     world = Averaging(group_of(members_of(4), ITEMS), vectors)
     lie = view_of(np.full(4_096, 9.0, np.float32))
@@ -71,7 +71,7 @@ def test_two_commitments_of_one_member_are_kept_as_proof() -> None:
     world.tamper = tamper
     world.start()
     world.run()
-    # Owner 1 holds it under another weight than the others do: no mean includes it.
+    # Owner 1 holds the vector under a different weight than the others do, so no mean includes it.
     assert all(peer_of(0) not in result.shares for result in world.successes.values())
     check(world, vectors)
     true = world.attempts[0]._statements.facts[COMMITMENT_PURPOSE, 0]
@@ -145,7 +145,8 @@ def test_a_hostile_peer_cannot_break_a_round(seed: int) -> None:
 
 
 def mutated(message: Message, rng: Random) -> Message:
-    """Return another valid message like it: one field of it, or of a nested struct, is changed."""
+    """Return another valid message of the same type, with one field of the message or of a nested struct
+    changed."""
     data = bytearray(encode(message))
     for _ in range(20):
         changed = bytearray(data)

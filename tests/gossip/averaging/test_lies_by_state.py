@@ -1,7 +1,7 @@
-"""Each state of an averaging attempt, by name, and each plausible lie in it, in virtual time.
+"""For each state of an averaging attempt, every plausible lie in that state is tried, in virtual time.
 
-The liar is one of five members and runs the real core; its messages are changed on their way, to all other
-members or to one of them. `STATES` is complete: a message without a row fails.
+The liar is one of five members and runs the real core. Its messages are changed on their way, either to all
+other members or to one of them. `STATES` is complete: a message without a row fails the test.
 """
 
 from collections.abc import Callable
@@ -41,19 +41,20 @@ from tests.gossip.swarm import HashSigner, peer_of
 COUNT, ITEMS, LIAR = 5, 5 * 4_096, 0
 SECONDS_MAX = 60.0
 FAR = 3.0
-"""The allowed distance of a result from the honest mean, relative to that of the farthest honest vector."""
+"""The allowed distance of a result from the honest mean, as a multiple of the distance of the farthest honest
+vector."""
 CANCELLED_SECONDS = 0.015
 FACTORS = (0.0, -1.0, 3.0, 1e3, 1e30)
 WEIGHTS = (1e-9, 16.0, 1e6, 1e12)
 
 Lie = Callable[[Any], Any]
-"""The false message to send instead; None for nothing."""
+"""Returns the false message to send instead; None to send nothing."""
 
 
 def signed(purpose: str, kind: Any, change: Callable[[Any], Any]) -> Lie:
     def lie(message: Any) -> Any:
         if message.fact.author != peer_of(LIAR):
-            return message  # forwarded: the liar cannot sign for others
+            return message  # facts of others are only forwarded: the liar cannot sign for them
         body = change(decode(message.fact.body, kind, bytes_max=10_000))
         return type(message)(message.attempt, HashSigner(peer_of(LIAR)).sign(purpose, encode(body)))
 
@@ -161,7 +162,7 @@ CASES = [
 
 @dataclass
 class Liar:
-    """A wire that changes the liar's messages in one state."""
+    """Changes the liar's messages in one state, between the liar and the others."""
 
     state: str
     lie: str
@@ -169,7 +170,7 @@ class Liar:
     is_silent: bool = False
     told: int = 0
     one: int | None = None
-    """The victim of the lie, if not all: the first member that would receive such a message."""
+    """The member that is lied to, if not all are: the first that would receive such a message."""
 
     def says(self, receiver: int, message: Any) -> Any:
         kind, fits, lies = STATES[self.state]
@@ -186,8 +187,8 @@ class Liar:
 
 
 class World(Averaging):
-    """Run an attempt in which one member lies. To make it ask, a part is lost on its way to it. In states of
-    withdrawal or of a silent request, it is cancelled in the middle.
+    """Run an attempt in which one member lies. In states of asking, a part is lost on its way to the liar, so
+    that it asks. In states of withdrawal or of a silent request, the liar is cancelled in the middle.
     """
 
     def __init__(self, group: Group, vectors: Any, liar: Liar) -> None:
@@ -225,7 +226,7 @@ def test_every_message_of_an_attempt_has_its_lies() -> None:
 
 
 @pytest.mark.parametrize(("state", "lie", "to_all"), CASES)
-def test_a_lie_in_any_state_has_one_outcome_for_the_honest(state: str, lie: str, to_all: bool) -> None:
+def test_after_a_lie_in_any_state_all_honest_members_agree(state: str, lie: str, to_all: bool) -> None:
     world = World(group_by_the_default(), vectors_of(range(COUNT), ITEMS), Liar(state, lie, to_all))
     check(world)
     assert world.liar.told
@@ -233,8 +234,8 @@ def test_a_lie_in_any_state_has_one_outcome_for_the_honest(state: str, lie: str,
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("weight", WEIGHTS)
-def test_a_member_that_lies_from_its_start_moves_no_result(factor: float, weight: float) -> None:
-    """It enters with other numbers, and claims the same ones to all in every state."""
+def test_a_member_that_lies_consistently_cannot_move_the_result(factor: float, weight: float) -> None:
+    """The liar takes part with different values, but in every state it claims the same values to all."""
     vectors = vectors_of(range(COUNT), ITEMS)
     world = Averaging(
         group_by_the_default(), vectors | {LIAR: vectors[LIAR] * np.float32(factor)}, {LIAR: weight}
@@ -253,7 +254,7 @@ def check(world: Averaging) -> None:
     assert len({(each.digest, each.vector.tobytes()) for each in found}) <= 1
     truth = np.stack([vectors[number] for number in range(COUNT) if number != LIAR])
     centre = truth.mean(axis=0)
-    others = np.ones(ITEMS, bool)  # no result is promised for the liar's own part
+    others = np.ones(ITEMS, bool)  # nothing is guaranteed about the liar's own part
     for owner in owners_of(group):
         others[owner.begin : owner.end] &= owner.place != LIAR
     farthest = np.linalg.norm((truth - centre)[:, others], axis=1).max()
@@ -261,4 +262,6 @@ def check(world: Averaging) -> None:
         assert np.linalg.norm((each.vector - centre)[others]) < FAR * farthest
     failed = [each for each in honest if isinstance(each, NotAveraged)]
     suspects = {peer for each in failed for peer in each.suspects}
-    assert suspects == ({peer_of(LIAR)} if failed else set()), "the liar is blamed, and no honest member"
+    assert suspects == ({peer_of(LIAR)} if failed else set()), (
+        "an honest member is blamed instead of the liar"
+    )

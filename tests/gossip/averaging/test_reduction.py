@@ -1,4 +1,4 @@
-"""The weighted mean: the same bytes in any order of decoding, with few members' chunks in memory
+"""The weighted mean gives the same bytes in any order of decoding, with only a few members' chunks in memory
 at a time.
 """
 
@@ -17,7 +17,8 @@ SIZES = (2 * BLOCK_ITEMS, 2 * BLOCK_ITEMS, BLOCK_ITEMS + 77)
 
 @dataclass
 class _Part:
-    """A member's chunks, each decoded anew as a lossy codec does; `alive` counts those not yet dropped."""
+    """A member's chunks. Each is decoded anew at each use, as with a lossy codec; `alive` counts the decoded
+    chunks still in memory."""
 
     peer: PeerId
     weight: float
@@ -54,7 +55,7 @@ def parts_of(count: int, dtype: str) -> list[_Part]:
 
 
 def one_by_one(parts: Sequence[_Part], number: int) -> Vector:
-    """The sum by definition: in float64, member after member."""
+    """Return the sum by definition: in float64, member after member."""
     sums = parts[0].vectors[number].astype(np.float64) * parts[0].weight
     for part in parts[1:]:
         sums += part.vectors[number].astype(np.float64) * part.weight

@@ -1,6 +1,4 @@
-"""A round forms its group without a leader, survives its members' deaths, and never reports a
-false success.
-"""
+"""A round forms its group without a leader, survives deaths of members, and never falsely reports success."""
 
 from typing import Any
 
@@ -19,7 +17,8 @@ ITEMS = 9_000
 
 
 def check(world: Rounds) -> None:
-    """Assert that within one attempt all who succeed hold the same bytes, the mean of the stated set."""
+    """Assert that within one attempt all members that succeed hold the same bytes, the mean of the stated
+    set."""
     by_attempt: dict[bytes, Averaged] = {}
     for number, result in world.successes.items():
         attempt = world.attempts[number].attempt
@@ -59,7 +58,7 @@ def test_a_peer_whose_partners_never_come_fails_after_a_bounded_wait() -> None:
     assert world.results[0] == NotAveraged(Reason.ALONE)
 
 
-def test_peers_with_other_tensors_never_meet_in_a_group() -> None:
+def test_peers_with_different_tensors_never_form_a_group() -> None:
     vectors = vectors_of(range(3), ITEMS)
     world = Rounds(vectors, 3)
     world.terms = Terms("butterfly", "float32", b"o" * 32, ITEMS, "float32")
@@ -72,7 +71,7 @@ def test_peers_with_other_tensors_never_meet_in_a_group() -> None:
     check(world)
 
 
-def test_a_dead_member_costs_an_attempt_and_not_the_round() -> None:
+def test_a_dead_member_fails_only_an_attempt_not_the_round() -> None:
     world = Rounds(vectors_of(range(5), 3 * ITEMS), 5, rate=2e6)
 
     def die() -> None:
@@ -93,7 +92,7 @@ def test_a_silent_proposer_is_skipped() -> None:
         world = Rounds(vectors_of(range(4), ITEMS), 4, seed=dead)
 
         def die(world: Rounds = world, dead: int = dead) -> None:
-            # It joins, so that all count on it, and then is silent; no peer notices.
+            # The liar joins, so that all count on it, and then stays silent; no peer notices.
             if world.now > 0.02 and dead not in world.gone:
                 world.kill(dead)
 
@@ -126,7 +125,7 @@ def test_a_restarted_process_takes_part_in_a_later_attempt() -> None:
     assert all(result is not None for result in world.results.values())
 
 
-def test_eight_peers_in_groups_of_two_hold_the_mean_by_round_four() -> None:
+def test_eight_peers_in_groups_of_two_reach_the_mean_by_round_four() -> None:
     vectors = vectors_of(range(8), ITEMS, dtype="float64")
     mean = np.mean(list(vectors.values()), axis=0)
     peers = {peer_of(number): number for number in range(8)}
@@ -152,7 +151,7 @@ def test_eight_peers_in_groups_of_two_hold_the_mean_by_round_four() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**9), st.integers(2, 6))
-def test_walks_of_loss_delay_crash_and_restart_give_no_false_result(seed: int, count: int) -> None:
+def test_losses_delays_crashes_and_restarts_give_no_false_result(seed: int, count: int) -> None:
     world = Rounds(
         vectors_of(range(count), ITEMS, seed), count, seed=seed, settings=PlaySettings(0.3, 5.0, 4)
     )

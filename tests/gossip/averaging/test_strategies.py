@@ -1,4 +1,5 @@
-"""Strategies on a quadratic with a different minimum for each peer: all find the common minimum."""
+"""Strategies on a quadratic with a different minimum for each peer: every strategy finds the common
+minimum."""
 
 import numpy as np
 import pytest
@@ -22,8 +23,8 @@ COUNT, ITEMS, LOCAL_STEPS = 16, 512, 10
 
 
 def train(strategies: list[Strategy], rounds: int, failing: float = 0.0) -> tuple[float, float]:
-    """Run local gradient steps and rounds. Return the distance of the mean from the common minimum, relative
-    to the start's, and the spread of peers.
+    """Run local gradient steps and rounds. Return the final distance of the mean from the common minimum, as
+    a share of the initial distance, and the spread of the peers.
     """
     draws = np.random.default_rng(3)
     centres = [draws.standard_normal(ITEMS) + 3 for _ in strategies]
@@ -51,7 +52,7 @@ def train(strategies: list[Strategy], rounds: int, failing: float = 0.0) -> tupl
                 mean = None if vector is None or place in late else Mean(vector)
                 thetas[place] = strategies[place].take(thetas[place], mean)
             if vector is not None and grouping == "all":
-                # A member that missed the round catches up from one that did not.
+                # A member that missed the round catches up from a member that did not.
                 for place in late:
                     strategies[place].load(strategies[here[0]].state())
                     thetas[place] = thetas[here[0]].copy()
@@ -94,9 +95,9 @@ def test_every_strategy_finds_the_common_minimum(
 ) -> None:
     strategies = [strategy for _ in range(COUNT) for strategy in made(name)]
     distance, spread = train(strategies, rounds, failing)
-    # A missing peer also misses with its own minimum.
+    # While a peer is missing, its own minimum is missing from the common one too.
     assert distance < distance_max * (2 if failing else 1)
-    # Where all average in one group, those that succeed or catch up hold the same numbers.
+    # If all average in one group, the members that succeed or catch up hold the same values.
     assert spread <= (1e-12 if strategies[0].grouping == "all" else 1.5)
 
 
@@ -111,7 +112,7 @@ def test_a_failed_round_changes_nothing() -> None:
         assert all((before[key] == after[key]).all() for key in before), name
 
 
-def test_rounds_without_local_steps_only_pull_copies_together() -> None:
+def test_rounds_without_local_steps_only_reduce_the_spread_of_copies() -> None:
     draws = np.random.default_rng(1)
     peers = [NoLoCo(np.zeros(ITEMS), 1) for _ in range(4)]
     thetas: list[Vector] = [draws.standard_normal(ITEMS) for _ in peers]
@@ -120,7 +121,7 @@ def test_rounds_without_local_steps_only_pull_copies_together() -> None:
         for place in pair:
             thetas[place] = peers[place].take(thetas[place], mean)
     expected = np.mean(thetas, axis=0)
-    assert np.std(thetas, axis=0).max() > 0.1, "each copy carries the noise of its own group"
+    assert np.std(thetas, axis=0).max() > 0.1, "no copy carries the noise of its own group"
     for pair in ((0, 2), (1, 3)):
         mean = Mean(np.mean([peers[place].offer(thetas[place]) for place in pair], axis=0))
         for place in pair:
@@ -129,7 +130,7 @@ def test_rounds_without_local_steps_only_pull_copies_together() -> None:
 
 
 @pytest.mark.parametrize("name", ["diloco", "sparseloco"])
-def test_momentum_alone_does_not_move_a_common_value(name: str) -> None:
+def test_momentum_does_not_move_a_value_that_all_share_already(name: str) -> None:
     (strategy,) = made(name)
     theta = np.ones(ITEMS)
     moved = strategy.take(theta, Mean(strategy.offer(theta)))
@@ -137,7 +138,7 @@ def test_momentum_alone_does_not_move_a_common_value(name: str) -> None:
     assert (strategy.take(moved, Mean(np.zeros(ITEMS))) == moved).all()
 
 
-def test_a_stale_mean_weighs_less_and_a_too_old_one_nothing() -> None:
+def test_a_stale_mean_weighs_less_and_a_very_old_one_is_ignored() -> None:
     strategy = Asynchronous(1, stale_steps_max=8)
     theta, mean = np.zeros(3), np.ones(3)
     assert strategy.take(theta, Mean(mean)).tolist() == [1, 1, 1]
@@ -155,7 +156,7 @@ def test_delayed_averaging_keeps_the_steps_made_meanwhile() -> None:
     assert strategy.take(theta + 0.25, None).tolist() == [0.25, 0.25, 0.25]
 
 
-def test_a_late_peer_loads_the_shared_state() -> None:
+def test_a_peer_that_joins_late_loads_the_shared_state() -> None:
     one = DiLoCo(np.zeros(4), 1)
     one.offer(np.ones(4))
     one.take(np.ones(4), Mean(np.full(4, -1.0)))

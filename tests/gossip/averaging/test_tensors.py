@@ -1,4 +1,4 @@
-"""Tensors to one vector and back, and the signature that names them."""
+"""Tensors are packed into one vector and back, under a signature of their names, shapes and types."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def test_the_signature_covers_names_shapes_and_types_but_not_their_order() -> No
         assert TensorLayout((one[0], other)).signature != signature
 
 
-def test_undeclared_tensors_are_refused() -> None:
+def test_tensors_that_were_not_declared_are_refused() -> None:
     layout = layout_of({"w": np.zeros(3, np.float32)})
     for wrong in ({}, {"w": np.zeros(4, np.float32)}, {"w": np.zeros(3, np.float64)}):
         with pytest.raises(ValueError, match="tensor 'w'"):

@@ -1,4 +1,5 @@
-"""Peers that compute their own grid positions meet as planned, and recover when they drift apart."""
+"""Peers that compute their own grid positions meet in the planned groups, and recover when their positions
+drift apart."""
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ def walks_of(count: int) -> dict[PeerId, GridWalk]:
 
 
 def average(walks: dict[PeerId, GridWalk], values: dict[PeerId, float], size: int) -> None:
-    """Run one round of all, each at the position that it computes itself."""
+    """Run one round of all peers, each at the position that it computes itself."""
     spots: dict[PeerId, Spot] = {}
     for peer, walk in walks.items():
         spot = walk.spot([other for other in walks if other != peer], size)
@@ -51,7 +52,7 @@ def test_peers_reach_the_mean_after_one_round_per_axis(count: int, size: int, ro
     assert np.allclose(list(values.values()), mean, atol=1e-12)
 
 
-def test_a_peer_one_turn_behind_catches_up_with_its_group() -> None:
+def test_a_peer_one_round_behind_catches_up_with_its_group() -> None:
     first, second = (walk for walk in walks_of(2).values())
     group = group_of({peer_of(0): 0, peer_of(1): 0}, 6)
     first.averaged(group, None)
@@ -60,7 +61,7 @@ def test_a_peer_one_turn_behind_catches_up_with_its_group() -> None:
     assert first.turn == second.turn == 7
 
 
-def test_a_turn_far_ahead_is_not_believed() -> None:
+def test_a_claimed_round_number_far_ahead_is_not_believed() -> None:
     walk = walks_of(1)[peer_of(0)]
     walk.averaged(group_of({peer_of(0): 0, peer_of(1): 0}, TURNS_AHEAD_MAX + 1), None)
     assert walk.turn == 1
@@ -76,7 +77,8 @@ def test_there_is_no_grid_if_all_fit_into_one_group() -> None:
 
 @pytest.mark.parametrize("count", [256, 362])
 def test_peers_that_only_estimate_their_number_still_reach_one_mean(count: int) -> None:
-    """Estimates are off by 3 %: near a border between two sizes half of the peers are in another grid."""
+    """Estimates are off by 3 %, so near the border between two grid sizes half of the peers use a different
+    grid."""
     draws = np.random.default_rng(1)
     walks = walks_of(count)
     values = {peer: float(draws.standard_normal()) for peer in walks}

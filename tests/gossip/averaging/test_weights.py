@@ -31,17 +31,14 @@ def test_a_claimed_weight_of_a_trillion_does_not_dominate_the_mean(mode: str) ->
 
 
 def share_max(members: int) -> float:
-    """The largest share of one member: members
-
-    2 others weigh at least the lower median.
-    """
+    """Return the largest share of one member: `members // 2` others weigh at least the lower median."""
     return WEIGHT_MEDIANS_MAX / (WEIGHT_MEDIANS_MAX + members // 2)
 
 
 @given(WEIGHTS)
 def test_no_member_has_more_than_the_stated_share(weights: list[float]) -> None:
     bounded = bounded_weights(weights)
-    # Where the lower median itself is the largest weight, all members with it count alike.
+    # If the lower median itself is the largest weight, all members with that weight count alike.
     assert max(bounded) / sum(bounded) <= share_max(len(weights)) + 1e-9
 
 

@@ -1,4 +1,5 @@
-"""Each rule: near the mean without liars, near the honest vectors with some, and the same in any order."""
+"""Each robust rule stays near the mean without liars and near the honest vectors with some, and gives the
+same result in any order."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +46,7 @@ def lies_of(kind: str, honest: Vectors, count: int, draws: np.random.Generator) 
             rows = np.tile(centre * 0 + 1e30, (count, 1))
         case "sign":
             rows = np.tile(-10 * centre, (count, 1))
-        case "tiny spread":  # a little is enough (Baruch et al. 2019)
+        case "tiny spread":  # a small shift is enough (Baruch et al. 2019)
             rows = np.tile(centre - 1.5 * honest.std(axis=0), (count, 1))
         case "one coordinate":
             rows = np.tile(centre, (count, 1))
@@ -57,7 +58,7 @@ def lies_of(kind: str, honest: Vectors, count: int, draws: np.random.Generator) 
 
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[Vectors, Vectors, int, int]:
-    """Honest vectors, those of f liars, f, and a seed."""
+    """Draw honest vectors, those of f liars, f, and a seed."""
     seed, f = draw(st.integers(0, 2**32 - 1)), draw(st.integers(0, 5))
     draws = np.random.default_rng(seed)
     count = f + 3 + draw(st.integers(0, 6))
@@ -84,9 +85,9 @@ def test_the_order_of_members_changes_no_byte(rule: Rule, group: Any) -> None:
 @pytest.mark.parametrize("rule", COORDINATE_WISE)
 @settings(max_examples=100, deadline=None)
 @given(groups())
-def test_each_number_stays_within_the_honest_range(rule: Rule, group: Any) -> None:
+def test_each_value_of_a_result_stays_within_the_honest_range(rule: Rule, group: Any) -> None:
     honest, lies, f, seed = group
-    # Liars claim the largest accepted values.
+    # Liars claim the largest weights that are accepted.
     weights = np.array([1.0] * len(honest) + [4.0] * len(lies))
     if seed % 2:
         weights = np.ones(len(weights))
@@ -97,7 +98,7 @@ def test_each_number_stays_within_the_honest_range(rule: Rule, group: Any) -> No
 
 @settings(max_examples=100, deadline=None)
 @given(groups())
-def test_the_geometric_median_stays_within_its_radius(group: Any) -> None:
+def test_the_geometric_median_stays_within_its_proven_radius(group: Any) -> None:
     honest, lies, f, _ = group
     n = len(honest) + len(lies)
     found = geometric_median(np.concatenate([honest, lies]), np.ones(n), f).astype(np.float64)
@@ -108,7 +109,7 @@ def test_the_geometric_median_stays_within_its_radius(group: Any) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(groups())
-def test_centered_clipping_stays_within_its_radius(group: Any) -> None:
+def test_centered_clipping_stays_within_its_proven_radius(group: Any) -> None:
     honest, lies, f, _ = group
     vectors = np.concatenate([honest, lies])
     centre = np.zeros(honest.shape[1], honest.dtype)
@@ -159,7 +160,7 @@ def test_a_majority_of_equal_vectors_gives_that_vector(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", ROBUST)
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-def test_non_finite_numbers_of_liars_never_enter_a_result(rule: Rule, number: float) -> None:
+def test_non_finite_values_of_liars_never_enter_a_result(rule: Rule, number: float) -> None:
     draws = np.random.default_rng(5)
     vectors = draws.standard_normal((9, 300)).astype(np.float32)
     vectors[2, 17] = vectors[6, 0] = number
