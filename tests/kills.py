@@ -1,7 +1,7 @@
-"""Real nodes of which one process dies by SIGKILL in the middle of a run, and the state that must remain.
+"""Real nodes, of which one process dies by SIGKILL in the middle of a run, and a check of what remains.
 
 Nothing may remain: no endless run, no stage's process, no occupied slot, no file of a dead process.
-`tests.test_kills` says which process dies when.
+`tests.test_kills` decides which process dies when.
 """
 
 import json
@@ -25,10 +25,10 @@ from tests.source import ROOT
 
 OVER = ("done", "failed", "stopped")
 RUN_SECONDS_MAX = 120.0
-"""Seconds of a run: six steps take ten on a quiet machine."""
+"""Seconds allowed for a run: six steps take ten seconds on a quiet machine."""
 WAIT = "20s"
-"""Seconds until peers free everything: a dead requester's promises for its first plan are held for ten
-seconds more, an unreturned slot for minutes.
+"""Seconds until peers have freed everything. Promises to a dead requester for its first plan are held for ten
+seconds more; a slot that was never returned would be held for minutes.
 """
 NAMES = "abc"
 RUN = """
@@ -47,7 +47,7 @@ Ready = Callable[["Command"], bool]
 
 
 class Command:
-    """`peerloom train` as a process, its events read as they come."""
+    """`peerloom train` as a process, whose events are read as they come."""
 
     def __init__(self, folder: Path, data_dir: Path, *, steps: int, replicas: int, more: str) -> None:
         self.events: list[dict[str, Any]] = []
@@ -83,15 +83,15 @@ class Command:
                 self.events.append(json.loads(line))
 
     def last(self, kind: str) -> dict[str, Any] | None:
-        """The newest event of this kind."""
+        """Return the newest event of this kind."""
         return next((event for event in reversed(self.events) if event.get("kind") == kind), None)
 
     def end(self) -> int:
-        """Wait for its end; return the exit code."""
+        """Wait for the command to end; return its exit code."""
         return self.process.wait(RUN_SECONDS_MAX)
 
     def close(self) -> None:
-        """End it in any state."""
+        """Kill the process, whatever its state."""
         self.process.kill()
         self.process.wait()
         self._reader.join()
@@ -104,7 +104,7 @@ class Command:
 
 
 class Playground:
-    """Three nodes and the command of a run."""
+    """Three nodes and the command that starts a run."""
 
     def __init__(self, folder: Path, model: bytes) -> None:
         self.folder = folder
@@ -122,7 +122,7 @@ class Playground:
             self.swarm.start(name, first.address)
         self._wait(
             lambda: all(self.swarm.status(name)["members_alive"] == len(NAMES) - 1 for name in NAMES),
-            "the nodes do not meet",
+            "the nodes do not find each other",
         )
 
     @property
@@ -130,14 +130,14 @@ class Playground:
         return [name for name in NAMES if name not in self.killed]
 
     def train(self, *, steps: int, replicas: int = 2, more: str = "") -> Command:
-        """Start a run on the first live node; `more` is added to its [train]."""
+        """Start a run on the first live node; the lines `more` are added to its [train] table."""
         data_dir = self.swarm.nodes[self.living[0]].data_dir
         command = Command(self.folder, data_dir, steps=steps, replicas=replicas, more=more)
         self._commands.append(command)
         return command
 
     def stages(self, name: str) -> list[psutil.Process]:
-        """The processes below a node."""
+        """Return the processes below a node."""
         with suppress(psutil.NoSuchProcess):
             found = psutil.Process(self.swarm.nodes[name].process.pid).children(recursive=True)
             self._stages |= set(found)
@@ -148,7 +148,7 @@ class Playground:
         return next(name for name, node in self.swarm.nodes.items() if node.peer == peer)
 
     def kill_node(self, name: str) -> None:
-        """Send SIGKILL only to a node's own process: its stages must end by themselves."""
+        """Send SIGKILL only to a node's own process; its stages must end by themselves."""
         self.stages(name)
         self.killed.add(name)
         self.swarm._ended.add(name)
@@ -157,13 +157,13 @@ class Playground:
         process.wait()
 
     def kill_stage(self) -> None:
-        """Send SIGKILL to a stage's process, once there is one."""
+        """Send SIGKILL to a stage's process as soon as there is one."""
         self._wait(lambda: any(self.stages(name) for name in self.living), "no stage began")
         next(stage for name in self.living for stage in self.stages(name)).kill()
 
     def settle(self) -> list[str]:
-        """Wait until the runs of all live nodes are over; return their outcomes, and the reasons of those not
-        done."""
+        """Wait until the runs of all live nodes are over; return their outcomes, and the reasons of all runs
+        that did not succeed."""
         for name in self.living:
             self.stages(name)
         self._wait(lambda: all(run["status"] in OVER for run in self._runs()), "a run goes on")
@@ -173,7 +173,7 @@ class Playground:
         return [run["status"] for run in runs]
 
     def assert_clean(self) -> None:
-        """Assert that no orphans remain: another run finds its slots, and dead processes left nothing."""
+        """Assert that nothing is left over: a new run finds its slots, and dead processes left no files."""
         after = self.train(steps=2, replicas=len(self.living) - 1)
         assert after.end() == 0, after.errors
         self._wait(lambda: not any(map(_runs, self._stages)), "a process is left")
@@ -199,7 +199,7 @@ class Playground:
     def _wait(self, ready: Callable[[], bool], otherwise: str) -> None:
         until = time.monotonic() + RUN_SECONDS_MAX
         while True:
-            with suppress(NoNode):  # it is still in use
+            with suppress(NoNode):  # a live process still uses it
                 if ready():
                     return
             if time.monotonic() > until:

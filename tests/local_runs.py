@@ -6,7 +6,8 @@ from node.local.service import LocalRuns
 
 
 def local_runs(node: Any) -> LocalRuns:
-    """Return this node's runs in local mode, not only the part visible to the service of runs."""
+    """Return this node's runs in local mode with all their parts, not only those that the service of runs
+    sees."""
     local = node.runs.local
     assert isinstance(local, LocalRuns)
     return local

@@ -1,4 +1,4 @@
-"""The lines that the package's log gets while a test listens."""
+"""Collect the lines that are written to the package's log during a test."""
 
 import logging
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ class _Listener(logging.Handler):
 
 @contextmanager
 def heard_log() -> Iterator[list[str]]:
-    """Yield the lines of the log, as they come."""
+    """Yield a list that receives the lines of the log as they come."""
     listener, log = _Listener(), logging.getLogger("peerloom")
     log.addHandler(listener)
     try:

@@ -1,7 +1,8 @@
-"""A run of whole nodes under a partition and crashes, drawn from a seed, and the checker that watches it.
+"""A run of whole nodes under a partition and crashes, drawn from a seed, and the checker that watches the
+run.
 
 The run is real: protocol, plans, checkpoints, arithmetic. The network, the clock and the disks are virtual; a
-crash keeps the disk. `faults` judges by every node's events alone.
+crash keeps the disk. `faults` judges only by the events of all nodes.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,14 +26,14 @@ from tests.stack import Swarm, _live, assert_equal, manifest, prepare, reference
 
 NAMES = "abcdefg"
 PASS_SECONDS = 0.3
-"""The modelled time of a pass: a step then takes 2 to 3 s, and a run lasts longer than its troubles."""
+"""Modelled seconds of a pass. With this, a step takes 2 to 3 s, and a run lasts longer than its troubles."""
 SPLIT_SECONDS = 60.0
 RESUME_SECONDS_MAX = 10.0
-"""A step is committed again within this time after healing."""
+"""Seconds after healing within which a step must be committed again."""
 SPREAD_SECONDS = 1.0
-"""News of events just before a split may still be in transit for this long."""
+"""Seconds for which news of events just before a split may still be in transit."""
 TAKEOVER_SECONDS_MAX = 20.0
-"""The larger side continues within this time after a split, if it has a replica of every stage."""
+"""Seconds after a split within which the larger side must continue, if it has a replica of every stage."""
 END_SECONDS_MAX = 400.0
 CRASHES_MAX = 3
 
@@ -48,7 +49,7 @@ class Crash:
 
 @dataclass(frozen=True)
 class Troubles:
-    """The troubles of a run, in seconds after its first committed step."""
+    """The troubles of a run; times are in seconds after its first committed step."""
 
     split: float
     minority: str
@@ -81,7 +82,7 @@ def _crash(rng: Random, before: Sequence[Crash], at: float, back: float) -> Cras
 
 
 def run_manifest(**changes: Any) -> Manifest:
-    """Three stages of two replicas, with little arithmetic."""
+    """Return a run of three stages with two replicas each, and with little arithmetic."""
     fields: dict[str, Any] = {
         "steps": 32,
         "microbatch": 8,
@@ -95,7 +96,7 @@ def run_manifest(**changes: Any) -> Manifest:
 
 @dataclass
 class World:
-    """A swarm with a run in it. Instants are by the clock that all simulated nodes share."""
+    """A swarm with a run in it. Times are by the clock that all simulated nodes share."""
 
     group: Swarm
     run: Run
@@ -113,7 +114,7 @@ class World:
         return SimClock().wall()
 
     def split(self, minority: str) -> None:
-        """Part these nodes from all others."""
+        """Disconnect these nodes from all others."""
         nodes = self.group.nodes
         self.minority, self.split_at = frozenset(minority), self.now
         self.group.medium.split(
@@ -142,13 +143,13 @@ class World:
         self.down.discard(name)
 
     def begin(self) -> None:
-        """Have the requester submit the run, in a task that dies with it."""
+        """Let the requester submit the run, in a task that dies with the requester."""
         requester = self.group.nodes[self.group.name_of(self.run.requester)]
         requester.runs.start_task(requester.runs.submit, self.run, of=self.run)
         self.nursery.start_soon(self.note_plans)
 
     async def note_plans(self) -> None:
-        """Keep every plan that a node knows, until cancelled."""
+        """Record every plan that a node knows, until cancelled."""
         while True:
             for name, node in self.group.nodes.items():
                 member = node.runs.members.get(self.run.id)
@@ -160,7 +161,7 @@ class World:
             await trio.sleep(0.5)
 
     def commits(self, since: float = 0.0) -> list[StepCommitted]:
-        """Return all commits, as reported by their committers and all others, by time."""
+        """Return all commits by time, as reported by their committers and by all others."""
         found = [
             event
             for events in self.group.events.values()
@@ -170,7 +171,7 @@ class World:
         return sorted(found, key=lambda event: event.at)
 
     def ends(self) -> dict[str, RunEnded]:
-        """Return the end of the run, by the node that reports it."""
+        """Return the end of the run as each node reports it."""
         return {
             name: event
             for name, events in self.group.events.items()
@@ -179,7 +180,7 @@ class World:
         }
 
     async def committed(self, since: float, seconds: float) -> float | None:
-        """Return the seconds from `since` to the first step committed after it; None if too late."""
+        """Return the seconds from `since` to the first step committed after it; None if that is too late."""
         with trio.move_on_after(seconds):
             while not (found := self.commits(since)):  # noqa: ASYNC110 - virtual time
                 await trio.sleep(0.1)
@@ -203,7 +204,7 @@ class World:
                 await trio.sleep(0.1)
 
     async def ended(self, seconds: float = END_SECONDS_MAX) -> bool:
-        """Return whether it ends in time at every live node in it."""
+        """Return whether the run ends in time at every live node that takes part."""
         with trio.move_on_after(seconds):
             while not self.ends() or any(  # noqa: ASYNC110 - virtual time
                 self.run.id in node.runs.members
@@ -220,7 +221,7 @@ class World:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step as one node learnt of it: its plan and time."""
+    """A step as one node learnt of it, with its plan and time."""
 
     name: str
     plan: str
@@ -252,7 +253,7 @@ def _plan_faults(world: World) -> list[str]:
                 found.append(f"height {event.height}: {name} has plan {event.plan}, others {other}")
             plan = world.plans.get(event.plan)
             if plan is not None and plan.height and plan.parent.hex()[:16] not in world.plans:
-                found.append(f"height {event.height}: the parent of {event.plan} is no plan that anybody had")
+                found.append(f"height {event.height}: no node had the parent of {event.plan}")
     return found
 
 
@@ -271,7 +272,7 @@ def _steps(world: World) -> list[_Step]:
 
 
 def _step_faults(world: World, steps: Sequence[_Step]) -> list[str]:
-    """Check that no step is twice in the chain, except those that a checkpoint took back."""
+    """Check that no step is twice in the chain, except for steps that a checkpoint took back."""
     found = []
     restored = {
         event.height: event.restored_step
@@ -303,7 +304,7 @@ def _step_faults(world: World, steps: Sequence[_Step]) -> list[str]:
 
 
 def _minority_faults(world: World, steps: Sequence[_Step]) -> list[str]:
-    """Check that while parted, a committer has all replicas of the plan on its side."""
+    """Check that during the split, a committer has all replicas of its plan on its own side."""
     found = []
     for step in steps:
         if _is_parted(world, step.event.at):
@@ -314,7 +315,7 @@ def _minority_faults(world: World, steps: Sequence[_Step]) -> list[str]:
 
 
 def _planned_by_a_minority(world: World) -> list[str]:
-    """Check that while parted, only the side with a majority of the votes adopts a new plan."""
+    """Check that during the split, only the side with a majority of the votes adopts a new plan."""
     found = []
     known_at: dict[str, float] = {}
     rows = sorted(
@@ -332,7 +333,7 @@ def _planned_by_a_minority(world: World) -> list[str]:
         voters = committee(parent)
         here = [peer for peer in voters if _side(world, peer) == (name in world.minority)]
         if not decides(voters, here, world.run.tie_breaker):
-            found.append(f"{name} has plan {event.height}, which its side could not decide")
+            found.append(f"{name} has plan {event.height}, which its side cannot have decided alone")
     return found
 
 
@@ -349,14 +350,14 @@ def _end_faults(world: World) -> list[str]:
     ends = world.ends()
     found = [f"{name}: {end.outcome}: {end.detail}" for name, end in ends.items() if end.outcome != "done"]
     if len({end.weights for end in ends.values()}) > 1:
-        found.append("members that say done name different weights")
+        found.append("members that report success name different weights")
     kept = {
         name: world.group.storages[name].read(weights_name(world.run.text))
         for name, end in ends.items()
         if end.outcome == "done" and not end.detail
     }
     if len(set(kept.values())) > 1 or None in kept.values():
-        found.append("members that say done do not keep the same weights")
+        found.append("members that report success do not keep the same weights")
     return found
 
 
@@ -365,8 +366,8 @@ def _end_faults(world: World) -> list[str]:
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of one seed: seconds from healing to the next step, None if too late; steps while parted;
-    whether the run went back to a checkpoint."""
+    """The outcome of one seed: seconds from healing to the next step (None if too late), the number of steps
+    during the split, and whether the run went back to a checkpoint."""
 
     seed: int
     resumed_seconds: float | None
@@ -423,7 +424,7 @@ async def _befall(world: World, troubles: Troubles) -> float | None:
 
 
 def _stood_still(world: World, troubles: Troubles) -> list[str]:
-    """Check that the larger side continued if it had all it needed and no member crashed."""
+    """Check that the larger side continued, if it had all it needed and no member crashed."""
     first = next(plan for plan in world.plans.values() if plan.height == 0)
     has_all = all(any(not _side(world, peer) for peer in stage.replicas) for stage in first.stages)
     if not has_all or any(crash.at < troubles.heal for crash in troubles.crashes):
@@ -435,7 +436,7 @@ def _stood_still(world: World, troubles: Troubles) -> list[str]:
 
 
 def result_faults(world: World) -> list[str]:
-    """Check that the result is that of one process: repeated steps are of the same micro-batches."""
+    """Check that the result equals that of one process: repeated steps use the same micro-batches."""
     done = [name for name, end in world.ends().items() if end.outcome == "done" and not end.detail]
     if not done:
         return ["nobody has a result"]
@@ -447,12 +448,12 @@ def result_faults(world: World) -> list[str]:
 
 
 def repeatably(seed: int, scenario: Callable[[], Awaitable[None]]) -> None:
-    """Simulate so that the same seed repeats the same run: trio, too, draws from it."""
+    """Simulate so that the same seed repeats the same run; trio's scheduler draws from the seed too."""
     run_repeatably(scenario, Random(seed))
 
 
 def standing(world: World) -> str:
-    """Return the state of all nodes, to find out why a run hangs."""
+    """Return the state of all nodes, to show why a run hangs."""
     rows = []
     for name, node in sorted(world.group.nodes.items()):
         member = node.runs.members.get(world.run.id)

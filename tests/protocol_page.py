@@ -1,7 +1,8 @@
-"""docs/protocol.md: every message of every protocol, generated from the structs that decode it.
+"""Generates docs/protocol.md: every message of every protocol, from the structs that decode it.
 
-`python -m tests.protocol_page` writes it. The types alone define what a decoder refuses, so the page states
-all that holds before any code of ours reads a message; `tests.test_protocol_page` compares it.
+`python -m tests.protocol_page` writes the page. The types alone define what a decoder refuses, so the page
+states everything that holds before any of our code reads a message. `tests.test_protocol_page` compares the
+page with the types.
 """
 
 import ast
@@ -62,7 +63,7 @@ def bounds(kind: Any, unit: str = "") -> str:
     """Return the limits of a number, or of a length, as ` 0..9`; "" if there are none."""
     if isinstance(kind, types.IntType | types.FloatType):
         limits = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
-        # typing considers 10 and 10.0 equal, and keeps the one that a process has read first.
+        # typing considers 10 and 10.0 equal, and keeps whichever a process has read first.
         is_whole = isinstance(kind, types.IntType)
         found = [(sign, limit) for sign, limit in limits if limit is not None]
         exact = [
@@ -76,7 +77,7 @@ def bounds(kind: Any, unit: str = "") -> str:
 
 
 def shown(kind: types.Type) -> str:
-    """Return a type as people read it."""
+    """Return a type as it is written for people."""
     match kind:
         case types.Metadata(type=inner):
             return shown(inner)
@@ -154,7 +155,8 @@ def message(cls: type, purpose: str | None = None) -> Iterator[str]:
 
 
 def parts_of(kinds: tuple[type, ...], known: set[type]) -> list[type]:
-    """Return the structs inside these that have not been shown yet, and those inside them, in order."""
+    """Return, in order, the structs inside these that have not been shown yet, and the structs inside
+    those."""
     found: list[type] = []
     waiting = list(kinds)
     while waiting:
@@ -168,19 +170,23 @@ def parts_of(kinds: tuple[type, ...], known: set[type]) -> list[type]:
 
 
 def protocol_lines(protocol: Protocol, known: set[type]) -> Iterator[str]:
-    """Yield a protocol: its limits, then the messages of either side, then the structs inside them."""
+    """Yield the lines of a protocol: its limits, then the messages of either side, then the structs inside
+    them."""
     yield from (f"## `{protocol.name}`", "", paragraph(sys.modules[home(protocol.name)].__doc__), "")
     if protocol.said is not None:
         limits = protocol.limits
         yield (
-            f"Streams: a message of at most {limits.message_bytes_max:,} bytes from whoever opens one, at"
-            f" most {limits.streams_per_peer_max} streams of one peer at once, and {limits.streams_max}"
-            " of all." + (" A message may have a payload beside it." if protocol.payloads else "")
+            (
+                f"Streams: a message of at most {limits.message_bytes_max:,} bytes from the "
+                f"side that opens a stream, at most {limits.streams_per_peer_max} "
+                f"simultaneous streams of one peer, and {limits.streams_max} of all peers."
+            )
+            + (" A message may be followed by a payload." if protocol.payloads else "")
         )
     else:
-        yield "Datagrams, or single messages by a stream where one does not fit a packet."
+        yield "Datagrams; a message that does not fit into one packet goes over a stream of its own."
     if protocol.former:
-        yield from ("", f"Nodes of the version before are served as `{protocol.former}`.")
+        yield from ("", f"Nodes of the previous version are served under the name `{protocol.former}`.")
     sides = (
         ("By stream", protocol.said),
         ("Answers", protocol.answered),
@@ -223,7 +229,7 @@ def page() -> str:
     lines = [HEAD]
     for protocol in PROTOCOLS:
         lines += protocol_lines(protocol, known)
-    lines += ["## Bytes that are decoded once more", ""]
+    lines += ["## Bytes that the receiver decodes again", ""]
     kinds = tuple(dict.fromkeys(each for several in INSIDE.values() for each in several))
     lines += [
         f"- `{name}`: " + ", ".join(each.__name__ for each in several)

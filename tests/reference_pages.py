@@ -1,6 +1,7 @@
-"""docs/reference: commands, settings, library, events, metrics and errors, generated from the program.
+"""Generates docs/reference: commands, settings, library, events, metrics and errors, from the program.
 
-`python -m tests.reference_pages` writes the pages; `tests.test_reference_pages` compares them.
+`python -m tests.reference_pages` writes the pages; `tests.test_reference_pages` compares them with the
+program.
 """
 
 import ast
@@ -108,9 +109,13 @@ def node_settings() -> str:
         rows.append((code(".".join(rule.key)), code(sample), code(rule.environment), text))
     return page(
         "node.toml",
-        "Settings of a node. A flag wins over the environment, the environment over the file, the file over "
-        "the default; of flags there are those of `peerloom --help`. `peerloom init node` writes the file "
-        "with all of them as comments. A key before the dot is its table: `[join]`.",
+        (
+            "Settings of a node. A flag takes precedence over the environment, the "
+            "environment over the file, and the file over the default. The flags are "
+            "those that `peerloom --help` lists. `peerloom init node` writes the file, "
+            "with all settings as comments. The part of a key before the dot is its "
+            "table: `[join]`."
+        ),
         table(("key", "default", "environment", "meaning"), rows),
     )
 
@@ -118,12 +123,15 @@ def node_settings() -> str:
 def run_settings() -> str:
     return page(
         "RUN.toml",
-        "Settings of a run, all of them optional. `peerloom init` writes the file with all of them as "
-        "comments. A key before the dot is its table: `[train]`. One that has no effect in a run's mode is "
-        "refused, with the reason.",
+        (
+            "Settings of a run, all of them optional. `peerloom init` writes the file, "
+            "with all settings as comments. The part of a key before the dot is its "
+            "table: `[train]`. A setting that has no effect in a run's mode is refused, "
+            "with the reason."
+        ),
         table(("key", "default", "values", "meaning"), list(_keys(RunFile(), RUN_KEYS))),
         "## The table data",
-        "With `[data]` in place of `data = ...`, these say how a source is read (docs/data.md).",
+        "With `[data]` instead of `data = ...`, these settings say how a source is read (docs/data.md).",
         table(("key", "default", "values", "meaning"), list(_keys(DataTable(""), DATA_KEYS))),
     )
 
@@ -170,15 +178,18 @@ def _number(value: float | None) -> str:
 def library() -> str:
     return page(
         "Library",
-        "`async with node.Node(...) as me` under trio, `with node.sync(...) as me` in any script or "
-        "notebook: the same methods, blocking there. Errors are those of `node.errors`.",
+        (
+            "Use `async with node.Node(...) as me` under trio, or `with node.sync(...) "
+            "as me` in any script or notebook: the latter has the same methods, and they "
+            "block. Errors are those of `node.errors`."
+        ),
         "## A node",
         *_methods("me", Surface),
         "## A run",
-        "`me.train(...)` and `me.run(ID)` return it.",
+        "`me.train(...)` and `me.run(ID)` return a handle of this class.",
         *_methods("run", RunHandle),
         "## The optimizer",
-        "`me.optimizer(...)` of a blocking node wraps an optimizer of torch.",
+        "`me.optimizer(...)` of a blocking node wraps a torch optimizer.",
         *_methods("optimizer", PeerOptimizer),
     )
 
@@ -218,8 +229,11 @@ def event_kinds() -> str:
     ]
     return page(
         "Events",
-        "What `peerloom events --json` prints, `me.events()` yields and `events.log` keeps. Each also has "
-        "`at`, in seconds since 1970 by this node's clock. Kinds and fields are added, never renamed.",
+        (
+            "`peerloom events --json` prints these events, `me.events()` yields them and "
+            "`events.log` stores them. Each event also has `at`, in seconds since 1970 "
+            "by this node's clock. Kinds and fields are added, never renamed."
+        ),
         table(("kind", "meaning", "fields"), rows),
     )
 
@@ -245,8 +259,11 @@ def metrics() -> str:
     ]
     return page(
         "Metrics",
-        "What `http://127.0.0.1:9748/metrics` says, in the text form of Prometheus. `deploy/` has a scrape "
-        "configuration, alert rules and a Grafana dashboard. Names are never changed.",
+        (
+            "`http://127.0.0.1:9748/metrics` returns these metrics, in the text format "
+            "of Prometheus. `deploy/` has a scrape configuration, alert rules and a "
+            "Grafana dashboard. Names are never changed."
+        ),
         table(("name", "kind", "labels", "meaning"), rows),
     )
 
@@ -264,8 +281,11 @@ def errors() -> str:
     }
     return page(
         "Errors",
-        f"What a command says on its way out, what it ends with, and what to do. `{GAP}` stands for what "
-        "differs. What looks wrong while a node runs, and is no error, stands in docs/troubleshooting.md.",
+        (
+            f"The errors of commands, with their exit codes and remedies. `{GAP}` stands "
+            "for a part that varies. For problems of a running node that are not errors, "
+            "see docs/troubleshooting.md."
+        ),
         table(("error", "exit code", "what to do"), sorted(row for row in rows if row[0].strip(GAP + ": "))),
     )
 
@@ -300,7 +320,7 @@ def _remedy(call: ast.Call) -> ast.expr:
 
 
 def _shown(text: ast.expr) -> str:
-    """Return a message as people read it, with a gap for each inserted value."""
+    """Return a message as it is written for people, with a gap for each inserted value."""
     match text:
         case ast.Constant(value=str(value)):
             return value

@@ -1,6 +1,6 @@
-"""docs/scripts.md: the supported parts of a training script, with tables generated from the tests.
+"""Generates the tables of docs/scripts.md, the supported parts of a training script, from the tests.
 
-`python -m tests.scripts_page` writes them; `tests.node.optimizer.test_compatibility` compares.
+`python -m tests.scripts_page` writes the tables; `tests.node.optimizer.test_compatibility` compares them.
 """
 
 from tests.node.optimizer.compatibility import MORE, OPTIMIZERS, SCHEDULERS, TESTS

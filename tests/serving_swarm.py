@@ -1,7 +1,7 @@
 """Services of real nodes whose processes are killed during answers, and the outcome of each stream.
 
-`Ground` has the nodes and kills them; `Streams` constantly requests answers and compares each with the
-undisturbed one. `tests.test_serving_processes` plays a few kills, `tests.test_serving_kills` many.
+`Ground` holds the nodes and kills them. `Streams` constantly requests answers, and compares each with the
+undisturbed answer. `tests.test_serving_processes` plays a few kills, `tests.test_serving_kills` many.
 """
 
 import os
@@ -22,15 +22,15 @@ from node.errors import PeerloomError
 from partition.capture.models.model_spec import capture_built_in
 
 SECONDS_MAX = 90.0
-"""Seconds on a machine that is three times slower than ours, and busy."""
+"""Seconds allowed on a machine that is three times slower than ours, and busy."""
 LOOK_SECONDS = 0.05
 PROMPT = "In olden times, when wishing still helped, there lived a king by the sea"
-"""A prompt long enough that a session starts from the tokens that another has read of it."""
+"""A prompt long enough that a session starts from tokens that an earlier session has read of it."""
 CONTEXT = 256
 
 
 def until(
-    holds: Callable[[], bool], seconds: float = SECONDS_MAX, what: str = "it did not come to that"
+    holds: Callable[[], bool], seconds: float = SECONDS_MAX, what: str = "the condition did not hold in time"
 ) -> None:
     """Wait until a condition holds."""
     end = time.monotonic() + seconds
@@ -40,10 +40,11 @@ def until(
 
 
 class Ground:
-    """Nodes of one swarm, the first of which is the door. Use `close` at the end."""
+    """Nodes of one swarm, the first of which is the door (the node that asks the service). Call `close` at
+    the end."""
 
     def __init__(self, folder: Path, nodes: Mapping[str, tuple[int, int]]) -> None:
-        """`nodes` has the slots and the cores of each node by its name."""
+        """`nodes` gives the slots and the cores of each node, by name."""
         self.folder = folder
         self.sizes = nodes
         self.names = list(nodes)
@@ -93,7 +94,7 @@ class Ground:
     # Holders of stages
 
     def stages(self, service: str) -> list[list[dict[str, Any]]]:
-        """Return the holders that answer for each stage; no stages if the service does not answer."""
+        """Return the holders that answer for each stage; an empty list if the service does not answer."""
         rows = ask(self.door, "services", seconds=SECONDS_MAX)["services"]
         return next((list(row["stages"]) for row in rows if row["name"] == service), [])
 
@@ -121,7 +122,7 @@ class Ground:
 
     def kill_stage(self, name: str) -> None:
         """Send SIGKILL to the process of one stage of a live node. A spare process has mapped no memory for
-        tensors, and is spared."""
+        tensors, so it is not chosen."""
         for process in list(filter(_maps_exchange, self.processes(name)))[:1]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -168,7 +169,7 @@ def _maps_exchange(process: psutil.Process) -> bool:
 
 @dataclass
 class Question:
-    """A stream's question, and the tokens of the undisturbed answer."""
+    """A stream's question, and the tokens of its undisturbed answer."""
 
     service: str
     seed: int
@@ -177,7 +178,7 @@ class Question:
     expected: list[int] = field(default_factory=list)
 
     def ask(self, door: Path, on_token: Callable[[int], object]) -> dict[str, Any]:
-        """Ask; return the outcome. Raises PeerloomError."""
+        """Ask, and return the outcome. Raises PeerloomError."""
         question = {
             "prompt": list(f"{PROMPT} {self.seed}".encode()),
             "tokens_max": self.tokens,
@@ -195,8 +196,8 @@ class Question:
 
 
 class Streams:
-    """`count` threads that each ask repeatedly until `stop`; their answers are compared as they come.
-    Questions alternate between greedy and seeded, and between the services.
+    """`count` threads, each of which asks repeatedly until `stop`; their answers are compared as they come.
+    Questions alternate between greedy and seeded sampling, and between the services.
     """
 
     def __init__(self, door: Path, services: Sequence[str], count: int, tokens: int) -> None:
@@ -209,7 +210,8 @@ class Streams:
         self._over = threading.Event()
         self._newest = [0.0] * count
         self._gaps: list[list[tuple[float, float]]] = [[] for _ in range(count)]
-        """For each stream: the time of each token, and the seconds since the one before or the question."""
+        """For each stream: the time of each token, and the seconds since the previous token or the
+        question."""
         self.answers = 0
         self.moves = 0
         self.failures: list[str] = []
@@ -218,7 +220,7 @@ class Streams:
         ]
 
     def begin(self) -> None:
-        """Learn the expected answers, then ask."""
+        """Record the expected answers, then start to ask."""
         for each in self._questions:
             each.ask(self._door, each.expected.append)
             assert len(each.expected) == each.tokens
@@ -227,11 +229,11 @@ class Streams:
         self.flow()
 
     def flow(self) -> None:
-        """Wait until every stream has brought a new token."""
+        """Wait until every stream has delivered a new token."""
         since = time.monotonic()
         until(
             lambda: bool(self.failures) or all(at > since for at in self._newest),
-            what=f"not every stream went on: {self.failures}",
+            what=f"not every stream delivered a token: {self.failures}",
         )
         assert not self.failures, self.failures[0]
 
@@ -241,7 +243,7 @@ class Streams:
             return [max((gap for at, gap in rows if at > since), default=0.0) for rows in self._gaps]
 
     def stop(self) -> None:
-        """Finish the current answers, and ask no more."""
+        """Let the current answers finish, and ask no more."""
         self._over.set()
         for thread in self._threads:
             thread.join(SECONDS_MAX)
@@ -268,7 +270,7 @@ class Streams:
                 return
             if said != question.expected:
                 first = next(n for n in range(len(said)) if said[n] != question.expected[n])
-                self.failures.append(f"stream {number}: token {first} is another ({went})")
+                self.failures.append(f"stream {number}: token {first} differs ({went})")
             with self._lock:
                 self.answers += 1
                 self.moves += went["moves"]

@@ -1,7 +1,7 @@
 """The program as data, for the tests of its laws: every file of the tree, read and parsed once.
 
-Files are parsed on first use, not on import: every process of a test run imports them all, but only one uses
-them.
+Files are parsed on first use and not on import, because every process of a test run imports this module, but
+only one uses them.
 """
 
 import ast
@@ -17,12 +17,12 @@ Node = TypeVar("Node", bound=ast.AST)
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("crypto", "dht", "gossip", "partition", "node", "sim")
 SIDES = ("tests", "benchmarks", "examples")
-"""Code outside the program: import laws do not apply to it, tidiness does."""
+"""Code that is not part of the program: import laws do not apply to it, but rules of tidiness do."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file. `module` is its dotted name, `place` its path from the root, for messages."""
+    """One file. `module` is its dotted name; `place` is its path from the root, for messages."""
 
     path: Path
     module: str
@@ -37,19 +37,20 @@ class Source:
         found: dict[type[ast.AST], list[ast.AST]] = defaultdict(list)
         for node in ast.walk(self.tree):
             found[type(node)].append(node)
-        # millions of objects live as long as the process: the garbage collector need not look at them
+        # Exempt these objects from garbage collection: there are millions, and they live as long as the
+        # process.
         gc.freeze()
         return found
 
     def each(self, *kinds: type[Node]) -> Iterator[Node]:
-        """Yield all nodes of the tree that are of these types, one type after the other; a file is walked
+        """Yield all nodes of the tree that have these types, one type after the other; a file is walked only
         once."""
         for kind in kinds:
             yield from self._nodes.get(kind, ())  # type: ignore[misc]  # the list of a type has that type
 
     @property
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-        """All functions, also those in classes and in functions."""
+        """Return all functions, including those in classes and in functions."""
         yield from self.each(ast.FunctionDef)
         yield from self.each(ast.AsyncFunctionDef)
 
@@ -63,7 +64,7 @@ class Source:
 
 
 def sources(*folders: str) -> tuple[Source, ...]:
-    """All Python files under these folders of the root, in the order of their paths."""
+    """Return all Python files under these folders of the root, in the order of their paths."""
     return tuple(source for folder in folders for source in _under(folder))
 
 
@@ -79,15 +80,15 @@ def _under(folder: str) -> tuple[Source, ...]:
 
 @cache
 def modules() -> frozenset[str]:
-    """The dotted names of all modules of the program."""
+    """Return the dotted names of all modules of the program."""
     return frozenset(source.module for source in sources(*PACKAGES))
 
 
 @cache
 def imports(source: Source) -> list[tuple[int, str]]:
-    """(line, module) of each import of a file, at any depth, also for types alone.
+    """Return (line, module) of each import of a file, at any depth, including those for types alone.
 
-    `from a import b` counts as a.b if that is a module, else as a.
+    `from a import b` counts as a.b if that is a module, and otherwise as a.
     """
     found = [(node.lineno, alias.name) for node in source.each(ast.Import) for alias in node.names]
     for node in source.each(ast.ImportFrom):

@@ -1,7 +1,8 @@
-"""A swarm of whole nodes on simulated seams that train for real: set-up shared by several tests.
+"""A swarm of whole nodes on simulated seams (interfaces to the outside world) that really train: set-up
+shared by several tests.
 
-Virtual time, real protocol code, real torch arithmetic. `reference` is the expected result: one process with
-the same micro-batches, seeds and rules.
+It has virtual time, real protocol code, and real torch arithmetic. `reference` is the expected result,
+computed in one process with the same micro-batches, seeds and rules.
 """
 
 from collections import Counter
@@ -55,15 +56,16 @@ from sim.worlds.scheduling import run_virtually
 Reply = TypeVar("Reply", bound=api.Reply)
 Tensors = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
 
-torch.set_num_threads(1)  # many small stages in one process: threads would only wait for each other
+torch.set_num_threads(1)  # with many small stages in one process, threads would only wait for each other
 
 STAGE_SECONDS = 0.02
-"""The modelled time of a forward or backward pass: long beside a message, short beside a probe."""
+"""Modelled seconds of a forward or backward pass: long compared with a message, short compared with a
+probe."""
 
 
 @dataclass
 class Swarm:
-    """Live nodes by name, their kill switches, and every event that each published."""
+    """Live nodes by name, their kill switches, and every event that each node published."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     scopes: dict[str, trio.CancelScope] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class Swarm:
     parts_of: Mapping[str, Parts] = field(default_factory=dict)
 
     def kill(self, name: str) -> PeerId:
-        """Kill as by SIGKILL: no further packets in or out, no goodbye."""
+        """Kill a node as by SIGKILL: no further packets in or out, no goodbye."""
         peer = self.nodes[name].peer
         self.medium.kill(peer)
         self.scopes[name].cancel()
@@ -103,11 +105,11 @@ async def swarm(
     parts: Parts | None = None,
     parts_of: Mapping[str, Parts] | None = None,
 ) -> AsyncIterator[Swarm]:
-    """Yield nodes named by one letter each; each joins through the one before it. `storages` are disks of
-    earlier lives, `recorders` record the nodes, `executors` compute in their place. `offer` is each node's
-    offer, `network` the network between them, `preset` their timers: with "lan" a virtual second costs a
-    fifth of one with "local". `settings` are those of the services; `parts` are
-    classes of all nodes in the place of ours, `parts_of` those of one node, by its name."""
+    """Yield nodes, each named by one letter; each joins through the previous one. `storages` are disks of
+    earlier processes, `recorders` record the nodes, and `executors` compute in place of stage processes.
+    `offer` is each node's offer, `network` the network between the nodes, `preset` their timers: with "lan" a
+    virtual second costs a fifth of one with "local". `settings` apply to the services. `parts` are
+    replacement classes for all nodes, `parts_of` those for one node, by its name."""
     medium = SimNetworkFabric(SimLinks(network or NetworkModel(), seed))
     group = Swarm(
         medium=medium,
@@ -144,13 +146,13 @@ async def _live(
     offer: Offering | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Make a node; `storage` is that of an earlier life, None for an empty disk."""
+    """Start a node; `storage` is the disk of an earlier process, None for an empty disk."""
     identity = Identity(bytes([seed, ord(name)]) * 16)
     storage = group.storages[name] = storage or MemoryStorage()
     storage.write("identity.key", identity.seed)
     storage.write("static.key", bytes(32))
     events = group.events.setdefault(name, [])
-    # Another life draws other nonces, as at a real node.
+    # Like a real node, a restarted one draws different nonces.
     life = [group.lives[name]] if group.lives[name] else []
     group.lives[name] += 1
     join = [group.nodes[before].network.addresses[0].short] if before else []
@@ -196,7 +198,7 @@ class Model:
     values: bytes | None = None
 
     def put(self, node: Node) -> None:
-        """Store it at this node, as after its own command's request."""
+        """Store the model at this node, as the `train` command would."""
         node.seams.storage.write(graph_name(self.hash), self.data)
         if self.values is not None:
             node.seams.storage.write(values_name(self.hash), self.values)
@@ -207,7 +209,7 @@ MODELS: dict[str, Model] = {}
 
 
 def known(captured: Captured) -> Model:
-    """Return a model that `manifest` may name."""
+    """Return a model that `manifest` may name, by its hash."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         write_weights(path, captured)
@@ -224,7 +226,7 @@ def simple_cnn(dtype: Precision = "float64") -> Model:
 
 
 def manifest(captured: Model | None = None, *, dtype: Precision = "float64", **changes: Any) -> Manifest:
-    """Return a manifest of five steps of simple-cnn on digits over 2 stages x 2 replicas."""
+    """Return a manifest of five steps of simple-cnn on digits, with 2 stages x 2 replicas."""
     captured = captured or simple_cnn(dtype)
     fields: dict[str, Any] = {
         "model": "simple-cnn",
@@ -249,7 +251,7 @@ def manifest(captured: Model | None = None, *, dtype: Precision = "float64", **c
 
 
 def prepare(node: Node, wanted: Manifest) -> Run:
-    """Sign a run as this node, which holds its model."""
+    """Sign a run as this node, which holds the run's model."""
     if wanted.graph in MODELS:
         MODELS[wanted.graph].put(node)
     return make_run(node.signer, wanted)
@@ -264,8 +266,8 @@ async def train(
     watcher: str = "",
     seconds: float = 600,
 ) -> tuple[Run, list[Event]]:
-    """Have `requester` submit a run; return its events to its end, within `seconds`, as the node `watcher`
-    (by default the requester) sees them. `on_event` may disturb the run."""
+    """Let `requester` submit a run. Return the run's events up to its end, within `seconds`, as the node
+    `watcher` (by default the requester) sees them. `on_event` may disturb the run."""
     node = group.nodes[requester]
     run = prepare(node, wanted)
     seen: list[Event] = []
@@ -296,8 +298,8 @@ def reference(
     steps: int | None = None,
     rate: Callable[[int], float] = lambda _step: 1.0,
 ) -> Tensors:
-    """Compute the same run in one process: one stage, micro-batches in order. `steps`, and `rate` as factor
-    of each step's learning rate, follow a revision."""
+    """Compute the same run in one process, with one stage and micro-batches in order. `steps`, and `rate` as
+    a factor of each step's learning rate, follow a revision."""
     wanted = run.manifest
     model = MODELS[wanted.graph]
     graphs = cut_layers(model.graph, model.hash, [(0, len(model.graph.layers))])
@@ -351,7 +353,7 @@ def ask(executor: StageExecutor, request: api.Request, kind: type[Reply]) -> Rep
 def _fill(
     arena: memoryview, specification: api.StageSpecification, model: Model, executor: StageExecutor
 ) -> None:
-    """Fill an arena as a replica does with values fetched from the requester."""
+    """Fill an arena with values fetched from the requester, as a replica does."""
     if model.values is None:
         return
     start = 8 + int.from_bytes(model.values[:8], "little")
@@ -364,7 +366,7 @@ def _fill(
 
 
 def assert_equal(result: Tensors, expected: Tensors, dtype: str) -> None:
-    """Assert equality: float64 every tensor within 1e-9, float32 the whole vector within 1e-5."""
+    """Assert equality: in float64 every tensor within 1e-9, in float32 the whole vector within 1e-5."""
     assert sorted(result) == sorted(expected)
     differences = {name: result[name].astype("f8") - expected[name].astype("f8") for name in expected}
     if dtype == "float64":
@@ -378,7 +380,7 @@ def assert_equal(result: Tensors, expected: Tensors, dtype: str) -> None:
 
 
 def is_equal(result: Tensors, expected: Tensors, dtype: str) -> bool:
-    """Whether `assert_equal` holds."""
+    """Return whether `assert_equal` holds."""
     try:
         assert_equal(result, expected, dtype)
     except AssertionError:
@@ -387,5 +389,5 @@ def is_equal(result: Tensors, expected: Tensors, dtype: str) -> bool:
 
 
 def simulate(scenario: Callable[[], Awaitable[None]]) -> None:
-    """Run under a clock that jumps."""
+    """Run under a clock that jumps to the next event."""
     run_virtually(scenario)

@@ -1,4 +1,5 @@
-"""Many runs submitted at once: which run was served where and when, by the providers' own reports."""
+"""Many runs submitted concurrently: which run was served where and when, according to the providers' own
+reports."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,13 +26,13 @@ class Served:
     ended: float
 
     def seconds(self, until: float) -> float:
-        """Return the length of its part before `until`."""
+        """Return the length of the part of this time before `until`."""
         return max(0.0, min(self.ended, until) - self.begun)
 
 
 def served(told: Iterable[Told]) -> list[Served]:
-    """Return each time that a run had a slot. A run that was leased another slot of the same provider before
-    its end keeps one."""
+    """Return each time that a run had a slot. If a run got a second slot of the same provider before its end,
+    the first entry continues."""
     begun: dict[tuple[str, str], float] = {}
     found = []
     for each in sorted(told, key=lambda each: each.at):
@@ -40,13 +41,13 @@ def served(told: Iterable[Told]) -> list[Served]:
             begun.setdefault(key, each.at)
         elif key in begun:
             found.append(Served(each.run, each.provider, begun.pop(key), each.at))
-    assert not begun, f"these never ended where they were served: {sorted(begun)}"
+    assert not begun, f"these runs never ended where they were served: {sorted(begun)}"
     return found
 
 
 def most_at_once(rows: Sequence[Served]) -> Mapping[str, int]:
-    """Return the most slots that each provider gave at once, not counting the instant when one ends as
-    another begins."""
+    """Return the largest number of slots that each provider gave simultaneously, not counting the instant
+    when one ends as the next begins."""
     changes = defaultdict[str, list[tuple[float, int]]](list)
     for row in rows:
         changes[row.provider] += [(row.begun, 1), (row.ended, -1)]
@@ -60,8 +61,8 @@ def most_at_once(rows: Sequence[Served]) -> Mapping[str, int]:
 
 
 def shares(rows: Sequence[Served], requesters: Mapping[str, str]) -> Mapping[str, float]:
-    """Return what each requester got as a multiple of its equal share, while all had waiting runs.
-    `requesters` names the requester of each run."""
+    """Return what each requester got as a multiple of its equal share, during the time in which all had
+    waiting runs. `requesters` names the requester of each run."""
     last = dict[str, float]()
     for row in rows:
         whose = requesters[row.run]

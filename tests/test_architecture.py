@@ -23,7 +23,7 @@ ALLOWED = {
     "sim": {"crypto", "dht", "gossip", "partition", "node", "sim"},
 }
 
-# The floors inside node, lowest first: a file imports its own floor and those below.
+# The floors (layers) inside node, lowest first: a file imports its own floor and those below.
 FLOORS = (
     (
         "shadowing",
@@ -85,14 +85,14 @@ FLOORS = (
     ("cli", "demo", "doctor", "main", "child_node", "__main__"),
 )
 
-# Law 1. Imports forbidden in a pure core: it reaches the outside world only through the six seams.
+# Law 1. Imports forbidden in a pure core, which reaches the outside world only through the six seams.
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "io", "logging", "mmap", "multiprocessing",
     "os", "pathlib", "secrets", "select", "selectors", "shutil", "signal", "socket", "sqlite3", "ssl",
     "subprocess", "sys", "tempfile", "threading", "time", "trio", "uuid",
 }  # fmt: skip
 
-# Code that runs in its own process: it may import torch, and is not a core.
+# Code that runs in a process of its own: it may import torch, and is not a core.
 COMPUTING = {
     "partition/capture/": "the requester's side: from a module to a graph, in the command's own process",
     "partition/execute/": "the stage's side: admission and arithmetic, in the stage's process",
@@ -100,28 +100,28 @@ COMPUTING = {
     "node/optimizer/": "the optimizer wrapper, in a user's own process",
     "partition/measure.py": "the measuring of an accelerator, in a process that ends with it",
 }
-# Modules that may import it, in a function, once they run in such a process.
+# Modules that may import such code, inside a function, once they run in such a process.
 COMPUTERS = {
     "node.stages.process": "the stage's process",
     "node.serving.proof_process": "the proof of a graph before it is served, in a process that ends with it",
-    "node.library.sync": "me.optimizer, which a script calls that has torch",
-    "node.api.capturing": "me.train, which a program calls that has torch",
+    "node.library.sync": "me.optimizer, called by a script that has torch",
+    "node.api.capturing": "me.train, called by a program that has torch",
     "node.cli.model": "the command `model`",
-    "node.cli.capture": "the command `train`, which captures what it is given",
+    "node.cli.capture": "the command `train`, which captures the model that it is given",
     "node.cli.predict_words": "the command `predict`, for models of text",
     "node.cli.predict": "the command `predict`, which runs a person's own model on their own machine",
 }
 
-# Law 6. No node runs a stranger's code.
+# Law 6. No node runs code of other peers.
 UNPICKLERS = {"cloudpickle", "code", "codeop", "dill", "joblib", "marshal", "pickle", "runpy", "shelve"}
 EVALUATORS = {"eval", "exec", "compile", "__import__"}
 LOADERS = {"torch.load", "torch.export.load", "torch.jit.load"}
-# Code that can name a file of code can run it.
+# Code that can name a file of code can also run that file.
 IMPORTERS = {"import_module", "exec_module", "load_module", "run_path", "run_module"}
 IMPORTING = {
     "partition/capture/": "a person's own file, on that person's machine, by their own command",
-    "node/__init__.py": "its own names, when they are first used",
-    "node/cli/sim.py": "the simulator, which stands above the node, by its one name",
+    "node/__init__.py": "the module's own names, when they are first used",
+    "node/cli/sim.py": "the simulator, a layer above the node, under its one name",
 }
 
 PURE = tuple(
@@ -133,7 +133,8 @@ PURE = tuple(
 
 @cache
 def graph() -> dict[str, frozenset[str]]:
-    """Each of our modules with those of ours that it imports, also for their types alone."""
+    """Return each of our modules with those of our modules that it imports, including imports for types
+    alone."""
     return {
         source.module: frozenset(name for _, name in imports(source) if name in modules()) - {source.module}
         for source in sources(*PACKAGES)
@@ -141,14 +142,14 @@ def graph() -> dict[str, frozenset[str]]:
 
 
 def floor(module: str) -> int:
-    """The floor of a module of node."""
+    """Return the floor of a module of node."""
     room = module.split(".")[1]
     return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
 
 
 @cache
 def calls(source: Source) -> list[tuple[int, str]]:
-    """(line, dotted name) of everything that a file calls."""
+    """Return (line, dotted name) of everything that a file calls."""
     return [
         (node.lineno, ast.unparse(node.func))
         for node in source.each(ast.Call)
@@ -165,7 +166,7 @@ def test_packages_import_only_those_below_them_and_no_sibling() -> None:
     ] == []
 
 
-def test_every_room_of_node_is_on_a_floor() -> None:
+def test_every_package_of_node_has_a_floor() -> None:
     rooms = {source.module.split(".")[1] for source in sources("node") if "." in source.module}
     assert rooms - {room for rooms in FLOORS for room in rooms} == set()
 
@@ -198,12 +199,12 @@ def test_no_modules_import_each_other_in_a_cycle() -> None:
 
 @cache
 def places() -> dict[str, str]:
-    """The path of each module's file."""
+    """Return the path of each module's file."""
     return {source.module: source.place for source in sources(*PACKAGES)}
 
 
 def room(module: str) -> str:
-    """The folder of a module; of one directly in a package, the module itself."""
+    """Return the folder of a module, or the module itself if it lies directly in a package."""
     folder = places()[module].rpartition("/")[0].replace("/", ".")
     return module if folder in PACKAGES else folder
 
@@ -236,17 +237,17 @@ def test_cores_have_nothing_async() -> None:
 
 
 OPEN_MATCHES = {
-    "gossip/state_table.py": "a body about a life is taken before",
-    "gossip/swim.py": "gossip and lists of members are learnt before, and want no answer",
-    "partition/steps/committer.py": "what is no trouble is answered before",
+    "gossip/state_table.py": "a body about an incarnation is handled before the match",
+    "gossip/swim.py": "gossip and member lists are learnt before the match, and need no answer",
+    "partition/steps/committer.py": "messages that report no trouble are answered before the match",
     "partition/run/verdicts.py": "most events of a committer change nothing",
 }
-"""Cores in which a match deliberately leaves out some kinds."""
+"""Cores in which a match deliberately omits some kinds."""
 
 
-def test_a_match_over_kinds_in_a_core_names_them_all() -> None:
-    """Each match ends in a wildcard, such as `assert_never`; or each case returns, and only an error follows,
-    so that mypy detects omitted kinds.
+def test_a_match_over_message_kinds_in_a_core_is_exhaustive() -> None:
+    """Each match must end in a wildcard, such as `assert_never`. Or each case must return and only an error
+    may follow, so that mypy detects omitted kinds.
     """
     closed = {
         match
@@ -269,7 +270,7 @@ def test_a_match_over_kinds_in_a_core_names_them_all() -> None:
 def test_cores_take_their_rng_as_an_argument() -> None:
     wrong = []
     for source in PURE:
-        # The type may be named; the module's own functions share one hidden generator.
+        # The type may be named. But the module's own functions share one hidden generator.
         for module in source.each(ast.Import):
             if any(alias.name == "random" for alias in module.names):
                 wrong.append(f"{source.place}:{module.lineno} imports the module random")
@@ -285,7 +286,7 @@ def test_cores_take_their_rng_as_an_argument() -> None:
 
 
 def test_cores_never_iterate_over_a_set() -> None:
-    # Its order depends on the hash seed of the process; what a core sends must not.
+    # The order of a set depends on the hash seed of the process; what a core sends must not.
     assert [
         f"{source.place}:{iterated.lineno} {ast.unparse(iterated)}"
         for source in PURE
@@ -318,11 +319,11 @@ def test_cores_neither_print_nor_open_files() -> None:
 
 TRIO_CLOCK = {
     "node/seams.py": "it is the clock seam",
-    "node/stages/": "it stands behind the Executor seam, and the simulator has another",
-    "node/transport/": "it stands behind the Network seam, and the simulator has another",
+    "node/stages/": "it stands behind the Executor seam, which the simulator implements differently",
+    "node/transport/": "it stands behind the Network seam, which the simulator implements differently",
     "node/web/door.py": "the page's server is outside of the seams",
 }
-"""Files that read trio's clock themselves, and why."""
+"""Files that read trio's clock themselves, and why they may."""
 
 
 def test_the_node_reads_time_only_from_the_clock_seam() -> None:
@@ -376,13 +377,13 @@ def test_the_node_imports_no_computing() -> None:
 
 
 def is_computing(module: str) -> bool:
-    """Whether a module belongs to the part of `partition` that imports torch."""
+    """Return whether a module belongs to the part of `partition` that imports torch."""
     return f"{module.replace('.', '/')}/".startswith(
         tuple(place.removesuffix(".py").rstrip("/") + "/" for place in COMPUTING)
     )
 
 
-def test_code_for_strangers_graphs_never_imports_capture() -> None:
+def test_code_that_runs_graphs_of_others_never_imports_capture() -> None:
     assert [
         f"{source.place}:{line} imports {name}"
         for source in sources("partition")
@@ -457,11 +458,12 @@ REPEATS = {
     "sim/worlds/records.py",
     "sim/worlds/routed.py",
 }
-"""Worlds of bare cores that repeat glue of a node and say so; none of it belongs to a run."""
+"""Worlds of bare cores that repeat connecting code of a node and say so; none of that code belongs to a
+run."""
 
 
 def test_simulated_runs_repeat_no_file_of_the_node() -> None:
-    """`partition.run` defines a run's member; a docstring that names a file of node reveals a copy."""
+    """`partition.run` defines a run's member. A docstring that names a file of node reveals a copy."""
     found = {
         source.place
         for source in sources("sim/worlds")
@@ -477,15 +479,15 @@ def test_simulated_runs_repeat_no_file_of_the_node() -> None:
 
 # Public names that the program does not use itself, with the reason.
 FOR_OTHERS = {
-    "PeerOptimizer.stats": "the library: what a script reads",
-    "PeerOptimizer.average_now": "the library: what a script calls",
-    "PlanReport.to_json": "the library: what a program writes",
-    "PaxosChain.rejoin": "how a member returns after a fork; the walks over the chain of plans play it",
+    "PeerOptimizer.stats": "the library: scripts read it",
+    "PeerOptimizer.average_now": "the library: scripts call it",
+    "PlanReport.to_json": "the library: programs set it",
+    "PaxosChain.rejoin": "how a member returns after a fork; used by the walks over the chain of plans",
     "SimLinks.unblock": "a play's script in the simulator",
-    "simulated_seams": "one node's seams for a play by hand",
+    "simulated_seams": "the seams of one node, for a play that is driven by hand",
     "Averaging.runners": "how far a node's attempts are, for plays that stop one in the middle",
-    "Assets.script_bytes": "how large the page's scripts are, which are bounded",
-    "INSTRUCTIONS_MAX": "the kernel's own bound on a filter, which the filter must keep",
+    "Assets.script_bytes": "the limited size of the page's scripts",
+    "INSTRUCTIONS_MAX": "the kernel's own limit on a filter, which the filter must keep",
 }
 # Names that a library calls.
 CALLED_BY_NAME = {
@@ -503,12 +505,12 @@ def test_public_names_are_used_by_the_program_itself() -> None:
     found = {
         name for source in sources(*PACKAGES) for name, word in _public_names(source) if counts[word] == 1
     }
-    assert found - CALLED_BY_NAME - set(FOR_OTHERS) == set(), "the program does not use it"
+    assert found - CALLED_BY_NAME - set(FOR_OTHERS) == set(), "public, but the program does not use it"
     assert (CALLED_BY_NAME | set(FOR_OTHERS)) - found == set(), "remove it from the list"
 
 
 def _public_names(source: Source) -> Iterator[tuple[str, str]]:
-    """The names that a module defines; methods follow their class's name, and also appear alone."""
+    """Return the names that a module defines. Methods follow their class's name, and also appear alone."""
     for node in source.tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             if not node.name.startswith("_") and not node.decorator_list:

@@ -1,7 +1,7 @@
-"""Machines that lack something: a home folder, room on the disk, a writable folder, locks.
+"""Nodes on machines that lack something: a home folder, room on the disk, a writable folder, locks.
 
-Each runs in its own namespaces (unshare(1)), where the test's user may mount a small disk; the tests are
-skipped if the system forbids that.
+Each machine runs in its own namespaces (unshare(1)), where the test's user may mount a small disk. The tests
+are skipped if the system forbids that.
 """
 
 import errno
@@ -23,9 +23,9 @@ from node.errors import NoNode
 from tests.source import ROOT
 
 STRANGER = 12_345
-"""A user that is in no user list, like that of a container with an arbitrary uid."""
+"""A user id that is in no user list, like that of a container with an arbitrary uid."""
 FORM = f"{sys.executable} -m node"
-"""How these tests start a node, and so how advice names the command."""
+"""The command that these tests start a node with, and so the form in which advice names the command."""
 QUIET = ("--listen", "127.0.0.1:0", "--no-lan", "--web", "off")
 
 
@@ -78,7 +78,8 @@ def node(*arguments: str) -> list[str]:
 
 
 def on_mount(folder: Path, options: str, before: str, *arguments: str) -> list[str]:
-    """Run a node's command on a machine with its own disk at `folder`, after a line of shell there."""
+    """Run a node's command on a machine whose disk is mounted at `folder`, after a line of shell on that
+    machine."""
     script = f'mount -t tmpfs -o {options} none "$0" && cd "$0" && {before} && exec "$@"'
     return ["unshare", "-rm", "sh", "-c", script, str(folder), *node(*arguments)]
 
@@ -138,7 +139,7 @@ def test_a_node_whose_disk_fills_continues_and_reports_it_once(tmp_path: Path) -
                 while True:
                     fill.write(bytes(4_096))
             assert shutil.disk_usage(there).free == 0
-            for number in range(80):  # more than fits on the last pages of the files
+            for number in range(80):  # more than fits into the unused space of the files' last pages
                 ask(there / "d", "config.set", {"name": "upload", "value": f"{number + 1}MB/s"})
                 if number % 10 == 0:
                     ask(there / "d", "dht.put", {"key": f"{number}", "value": "ab" * 400})
@@ -190,7 +191,8 @@ def test_a_machine_without_a_temporary_folder_gets_an_error(tmp_path: Path) -> N
 
 
 def test_a_file_system_without_locks_is_an_error_of_the_data_folder(tmp_path: Path) -> None:
-    """Network file systems without a lock service say ENOLCK; none can be made here."""
+    """Network file systems without a lock service return ENOLCK, and cannot be set up here, so the test fakes
+    one."""
     program = f"""
 import fcntl, runpy, sys
 def lockf(*_): raise OSError({errno.ENOLCK}, "No locks available")

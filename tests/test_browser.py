@@ -1,4 +1,5 @@
-"""Every view in a real browser: on five real nodes that train and lose one, and on a thousand members."""
+"""Every view of the page in a real browser: on five real nodes that train and lose one, and on a thousand
+members."""
 
 import contextlib
 import os
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[SwarmProcesses]:
-    """Five nodes; the page is d's."""
+    """Yield five nodes; the page is node d's."""
     require()
     swarm = SwarmProcesses(tmp_path, "browser", time.sleep, with_page="d", calibrate=False)
     try:
@@ -82,7 +83,7 @@ def test_every_view_shows_a_running_swarm_with_a_death(training: SwarmProcesses)
 
 
 LOOK_SECONDS = 0.6
-"""The time between a death's event and this test's knowledge of it, on a busy machine."""
+"""Seconds allowed between a death's event and the time when this test learns of it, on a busy machine."""
 
 
 def event_time(training: SwarmProcesses, kind: str) -> float:
@@ -90,11 +91,12 @@ def event_time(training: SwarmProcesses, kind: str) -> float:
     for reply in request(training.nodes["d"].data_dir, "events", {"since": 0.0, "kinds": [kind]}):
         if "event" in reply:
             return float(reply["event"]["at_seconds"])
-    raise AssertionError("the node went away")
+    raise AssertionError("the node closed the connection")
 
 
 def faults(page: Any) -> list[str]:
-    """Return serious accessibility errors by axe-core, if PEERLOOM_AXE names its file; otherwise none."""
+    """Return serious accessibility errors found by axe-core, if PEERLOOM_AXE names its file; otherwise
+    none."""
     path = os.environ.get("PEERLOOM_AXE")
     if not path:
         return []
@@ -137,7 +139,7 @@ def test_the_page_reports_a_stopped_node_and_works_by_keyboard() -> None:
 
 @contextlib.contextmanager
 def page_of_a_thousand() -> Iterator[str]:
-    """The address of a page that shows a thousand members in five regions, served by a thread."""
+    """Return the address of a page that shows a thousand members in five regions, served by a thread."""
     node = Told()
     for event in [
         started(),

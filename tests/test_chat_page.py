@@ -1,4 +1,5 @@
-"""The page's chat in a real browser: on an invented model, and on real nodes through the death of a stage."""
+"""The page's chat in a real browser: with an invented model, and with real nodes of which one dies during an
+answer."""
 
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from tests.test_serving_text_processes import make_folder
 # Playwright leaves pipes of its driver to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 NAMES = "abcde"
-"""The last node has the page, and no slot."""
+"""The last node serves the page, and has no slot."""
 CONTEXT = 4_096
 TOKENS = 400
 CODE = "So:\n\n```\nx = 1\n```\nThat is it."
@@ -28,7 +29,7 @@ QUESTION = "What does an assignment statement evaluate?"
 
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[SwarmProcesses]:
-    """Five nodes; four of them hold two stages, each twice, of a model that chats."""
+    """Yield five nodes, four of which hold two stages, each twice, of a model that chats."""
     require()
     (tmp_path / "nodes").mkdir()
     swarm = SwarmProcesses(tmp_path / "nodes", "chat", time.sleep, with_page="e", calibrate=False)
@@ -78,9 +79,7 @@ def test_a_conversation_works_by_keyboard_on_a_narrow_screen() -> None:
         assert prompt.endswith("\nuser: and?")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         chain = "document.querySelector('.chain').parentElement"
-        assert page.evaluate(f"{chain}.scrollWidth <= {chain}.clientWidth"), (
-            "one stage lies outside the screen"
-        )
+        assert page.evaluate(f"{chain}.scrollWidth <= {chain}.clientWidth"), "a stage lies outside the screen"
         said.says = CODE.encode()
         page.click("button:text-is('Regenerate')")
         page.wait_for_function(f"document.querySelector('li:last-child .text').textContent === {CODE!r}")

@@ -1,4 +1,4 @@
-"""The claims of commands about a real node are true: two processes, queried by a user's commands."""
+"""What commands print about a real node is true: two processes, queried with a user's commands."""
 
 import json
 import time
@@ -12,13 +12,13 @@ from node.main import run
 
 NAMES = "ab"
 pause = time.sleep
-"""Real processes take real time to expire a record."""
+"""Seconds allowed for real processes to expire a record."""
 Command = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwarmProcesses]:
-    """Two nodes, of which the second joined through the first."""
+    """Yield two nodes, of which the second joined through the first."""
     processes = SwarmProcesses(tmp_path_factory.mktemp("claims"), "claims", time.sleep, calibrate=False)
     try:
         processes.launch(NAMES)
@@ -50,7 +50,7 @@ def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> None:
         pause(0.05)
 
 
-def test_a_machine_that_accepts_no_runs_reports_that_it_serves_nobody(typed: Command) -> None:
+def test_a_machine_that_accepts_no_runs_reports_that_it_serves_no_others(typed: Command) -> None:
     assert "serves" not in typed("b", "status")
     reason = "accept_runs = never"
     assert f"serves no others now: {reason}" in typed("b", "config", "set", "accept_runs", "never")

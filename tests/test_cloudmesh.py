@@ -1,7 +1,7 @@
-"""docs/cloudmesh.md: what it names exists, and a play of real nodes prints the shown output.
+"""docs/cloudmesh.md: what the page names exists, and a play of real nodes prints the shown output.
 
-Every test run includes a quick part, which starts nodes and refuses invalid input. All of it takes minutes on
-a busy machine: `make soak` runs it, and so does `PEERLOOM_DOCS=write`, which also writes the page.
+Every test run includes a quick part, which starts nodes and refuses invalid input. The whole play takes
+minutes on a busy machine: `make soak` runs it, and so does `PEERLOOM_DOCS=write`, which also writes the page.
 """
 
 import ast
@@ -40,11 +40,11 @@ IS_WRITING = os.environ.get("PEERLOOM_DOCS") == "write"
 IS_WHOLE = IS_WRITING or "PEERLOOM_PROCESSES" in os.environ
 SUBMISSIONS = 6
 SPARES = "de"
-"""Later providers, of which one is killed and one leaves."""
+"""Nodes that join later as providers; one of them is killed and one leaves."""
 RUN = 'model = "model.peerloom"\n[train]\nsteps = {steps}\nbatch = 32\n[plan]\n{plan}\n'
 ONE = "stages = 1\nreplicas = 1"
 STILL_SECONDS = 2.0
-"""How long a frozen process goes unnoticed on a busy machine."""
+"""Seconds for which a frozen process goes unnoticed on a busy machine."""
 
 
 def test_each_test_that_the_page_names_exists() -> None:
@@ -61,7 +61,7 @@ def test_each_test_that_the_page_names_exists() -> None:
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
-@pytest.mark.skipif(IS_WRITING, reason="it is written below")
+@pytest.mark.skipif(IS_WRITING, reason="this run writes the page below")
 def test_the_page_has_every_function_and_shows_every_case() -> None:
     text = PAGE.read_text()
     shown = shown_in(text)
@@ -69,7 +69,7 @@ def test_the_page_has_every_function_and_shows_every_case() -> None:
     assert [section.number for section in REPORT] == [f"4.{number}" for number in range(1, 23)]
     kinds = {section.number: [case.kind for case in section.cases] for section in REPORT}
     assert {number for number, found in kinds.items() if len(found) < 3} == {"4.8"}, (
-        "the report has no such function"
+        "only 4.8 has no alternative case in the report"
     )
     wanted = {section.key(case) for section, case in cases() if case.is_played}
     assert wanted == shown.keys()
@@ -78,7 +78,7 @@ def test_the_page_has_every_function_and_shows_every_case() -> None:
     assert "one of these" not in text
 
 
-# Alone
+# Without a swarm
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def _start_alone(play: Play) -> dict[str, list[str]]:
 
 
 def _frozen(play: Play, process: int) -> None:
-    """Freeze a process for a while, as a busy machine does."""
+    """Freeze a process for a while, as it would stall on a busy machine."""
     os.kill(process, signal.SIGSTOP)
     play.pause(STILL_SECONDS)
     os.kill(process, signal.SIGCONT)
@@ -164,7 +164,7 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
 
 
 def _keep(shown: dict[str, list[str]]) -> None:
-    """Write the page with a part's new output in place of the old."""
+    """Write the page, with a part's new output instead of the old."""
     before = shown_in(PAGE.read_text()) if PAGE.exists() else {}
     PAGE.write_text(page(before | shown))
 
@@ -187,7 +187,7 @@ def _keep(shown: dict[str, list[str]]) -> None:
     ],
 )
 def test_a_part_of_the_play_of_real_nodes(play: Play, part: str) -> None:
-    """Play the parts in this order; each may be played alone."""
+    """Play the parts in this order; each may also be played alone."""
     play.shown = {}
     PARTS[part](play)
     if IS_WRITING:
@@ -195,7 +195,7 @@ def test_a_part_of_the_play_of_real_nodes(play: Play, part: str) -> None:
 
 
 def _starting(play: Play) -> None:
-    """4.1, 4.2, 4.15, 4.16: nodes start, including nodes that stall or are killed on the way."""
+    """Play 4.1, 4.2, 4.15, 4.16: nodes start, including nodes that stall or are killed on the way."""
     port = str(free_port())
     refused = play.node("--port", "70000")
     assert refused.process.wait() == 2
@@ -230,7 +230,7 @@ def _starting(play: Play) -> None:
 
 
 def _settings(play: Play) -> None:
-    """4.3, 4.17 to 4.21: a provider's offer."""
+    """Play 4.3 and 4.17 to 4.21: a provider's offer."""
     said = play.type("b", "config", "set", "location", "eu-west")
     play.show("4.17 alternative", said, "^location = eu-west; this machine serves others$")
     play.wait(lambda: "eu-west" in play.type("a", "peers"))
@@ -258,7 +258,7 @@ def _settings(play: Play) -> None:
 
 
 def _sources(play: Play) -> None:
-    """4.4: readable sources, missing ones, and their locations."""
+    """Play 4.4: readable sources, missing ones, and sources of several kinds."""
     rows = "".join(f"{n % 3}.5,{n % 7}.25,{'odd' if n % 2 else 'even'}\n" for n in range(40))
     sets = play.folder / "sets"
     sets.mkdir(exist_ok=True)
@@ -286,7 +286,7 @@ def _sources(play: Play) -> None:
     said = play.here("data", "show", "ftp://host/train.csv", code=2)
     play.show("4.4 alternative", said, "ftp:// is not read; what is: http://, https://, s3://, gs://")
     if importlib.util.find_spec("s3fs") is not None:
-        return  # another test reads a bucket
+        return  # a different test reads a bucket
     said = play.here("data", "show", "s3://sets/train.csv", code=2)
     play.show("4.4 alternative", said, "the package s3fs, which reads s3://, is not installed", "install")
 
@@ -303,7 +303,7 @@ CONFIGURED = (
 
 
 def _peers(play: Play) -> None:
-    """4.5 to 4.11, 4.13, 4.14, 4.20: runs on the available peers."""
+    """Play 4.5 to 4.11, 4.13, 4.14, 4.20: runs on the available peers."""
     said = play.type("a", "train", play.write("run.toml", CONFIGURED), "--devices", "common")
     play.typed += "      # epochs = 0.1, batch = 16, learning_rate = 0.01, 2 stages x 1"
     done = r"^run \w+ done"
@@ -340,7 +340,7 @@ def _peers(play: Play) -> None:
 
 
 def _slots_taken(play: Play, name: str) -> bool:
-    """Whether a node holds a stage."""
+    """Return whether a node holds a stage."""
     return any(run["status"] == "running" for run in play.swarm.status(name)["runs"])
 
 
@@ -353,7 +353,7 @@ def _watched(play: Play, run: str) -> None:
 
 
 def _absurd(play: Play) -> None:
-    """4.5, 4.9: a model that no provider could hold never reaches one."""
+    """Play 4.5, 4.9: a model that no provider could hold never reaches one."""
     play.write("words.txt", "the quick brown fox jumps over the lazy dog\n" * 200)
     text = (
         'model = "gpt"\ndata = "words.txt"\noptions = {layers = 8, heads = 32, width = 32768}\n'
@@ -373,7 +373,7 @@ SHARES = "Shares by what each has given typical"
 
 
 def _data_and_what_comes_of_it(play: Play) -> None:
-    """An unsuitable table and a suitable one; validation, predictions, and receipts of the work."""
+    """Play an unsuitable table and a suitable one; validation, predictions, and receipts of the work."""
     rows = [f"{n % 3}.{n % 7},{(n * 5) % 11}.5,{'odd' if n % 3 == 1 else 'even'}\n" for n in range(200)]
     play.write("bad.csv", "".join(["width,height,label\n", *rows[:20], "wide,1.5,odd\n"]))
     play.write("table.csv", "".join(["width,height,label\n", *rows]))
@@ -422,11 +422,11 @@ def _held(play: Play, name: str) -> tuple[int, list[str]]:
 
 
 def _many_at_once(play: Play) -> None:
-    """4.21: more runs than slots, asked for at two nodes at once."""
+    """Play 4.21: two nodes request more runs than there are slots."""
     files = [play.write(f"many-{n}.toml", RUN.format(steps=3 + n % 2, plan=ONE)) for n in range(SUBMISSIONS)]
     commands = [play.begin("ab"[n % 2], "train", file, "--wait", "5m") for n, file in enumerate(files)]
     said = [play.end(command) for command in commands]
-    assert all(re.search(r"^run \w+ done", each, re.M) for each in said), "no run waits for ever"
+    assert all(re.search(r"^run \w+ done", each, re.M) for each in said), "a run waits forever"
     waited = next((each for each in said if "waiting for peers" in each), "")
     play.show("4.21 exceptional, 4.21 alternative", waited, "waiting for peers: ", r"^run \w+ done")
     turns = 0
@@ -438,7 +438,8 @@ def _many_at_once(play: Play) -> None:
 
 
 def _lost(play: Play) -> None:
-    """4.13, 4.15: one of two providers of a stage is killed after its assignment, and the other continues."""
+    """Play 4.13, 4.15: one of two providers of a stage is killed after its assignment, and the other
+    continues."""
     play.add(SPARES)
     for name in SPARES:
         play.type(name, "config", "set", "location", "spares")
@@ -472,7 +473,7 @@ def _lost(play: Play) -> None:
 
 
 def _steering(play: Play) -> None:
-    """A long run: only its requester may stop it; it is paused, resumed and revised."""
+    """Play a long run, which only its requester may stop; it is paused, resumed and revised."""
     file = play.write("long.toml", RUN.format(steps=5_000, plan=ONE))
     said = play.type("a", "train", file, "--detach")
     run = re.search(r"run (\w{16}) handed over", said)
@@ -487,7 +488,7 @@ def _steering(play: Play) -> None:
     play.wait(lambda: row("a")["status"] == "paused")
     at = row("a")["step"]
     play.pause(1.0)
-    assert row("a")["step"] == at, "the paused run makes no step"
+    assert row("a")["step"] == at, "the paused run makes a step"
     play.show("Pausing and changing a run typical", play.type("a", "runs", "resume", name), "")
     play.wait(lambda: row("a")["step"] > at)
     said = play.type("a", "runs", "revise", name, "--learning-rate", "0.0005", "--priority", "7")
@@ -499,7 +500,7 @@ def _steering(play: Play) -> None:
 
 
 def _data_that_stays(play: Play) -> None:
-    """Each node has a third of the digits, disjoint from the others'."""
+    """Play federated training: each node has a third of the digits, disjoint from the others'."""
     file = play.write("federated.toml", 'model = "simple-cnn"\n[train]\nfederated = true\n')
     said = play.type("a", "train", file, code=2)
     play.show(
@@ -535,7 +536,7 @@ def _data_that_stays(play: Play) -> None:
 
 
 def _leaving(play: Play) -> None:
-    """4.12, 4.14, 4.22: goodbyes that arrive, that are lost, and that come during a run."""
+    """Play 4.12, 4.14, 4.22: goodbyes that arrive, that are lost, and that come during a run."""
     play.add([name for name in "fg" if name not in play.swarm.nodes])
     others = len(_alive(play)) - 1
     said = play.type("f", "leave")

@@ -1,4 +1,5 @@
-"""The container files: copied files exist, started programs form a swarm, and the image is small."""
+"""The container files: files that they copy exist, programs that they start form a swarm, and the image is
+small."""
 
 import os
 import re

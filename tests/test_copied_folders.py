@@ -1,4 +1,4 @@
-"""A data folder that was copied to another machine: two real nodes with one key, on loopback."""
+"""A data folder that was copied to a second machine: two real nodes with one key, on loopback."""
 
 import shutil
 import signal
@@ -23,7 +23,7 @@ from tests.source import ROOT
 
 SECONDS_MAX = 20.0
 STOP_SECONDS_MAX = 5.0
-"""The time from a copy's first answer on its control channel to the end of its process."""
+"""Maximum seconds from a copy's first answer on its control channel to the end of its process."""
 LISTED_SECONDS_MAX = 3.0
 
 
@@ -49,7 +49,7 @@ class Machine:
         return answer
 
     def wait(self, look: Callable[[], Any], seconds: float = SECONDS_MAX) -> Any:
-        """Return the result of `look` as soon as there is one."""
+        """Return the result of `look` as soon as it is true."""
         until = time.monotonic() + seconds
         while not (found := look()):
             assert time.monotonic() < until
@@ -90,7 +90,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """The folders `original` and `copy`, with the same keys."""
+    """Yield the folders `original` and `copy`, with the same keys."""
     load_keys(FolderStorage(tmp_path / "original"), lambda count: bytes(range(count)))
     shutil.copytree(tmp_path / "original", tmp_path / "copy")
     return tmp_path
@@ -123,7 +123,7 @@ async def test_copies_stop_one_after_the_other_and_the_original_stays(copied: Pa
         assert time.monotonic() - came_up < STOP_SECONDS_MAX
         third.wait(lambda: third.listed() == [("original", "alive", [original.address])], LISTED_SECONDS_MAX)
         assert [(name, status) for name, status, _ in original.listed()] == [("third", "alive")]
-    assert copies[0] in original.wait(original.alert), "the alert is raised once, not at each start of a copy"
+    assert copies[0] in original.wait(original.alert), "the alert is raised again at each start of a copy"
     assert original.process.poll() is None
     listen = Listen(addresses=(read_listen("127.0.0.1:0"),))
     steps = Steps(lambda _: None)

@@ -1,6 +1,6 @@
 """Models of other libraries, from capture to stages: two kinds here, twenty-five with PEERLOOM_CORPUS=sample.
 
-`benchmarks/corpus.py` examines all listed models, and writes docs/corpus.md. Two nodes train each, too.
+`benchmarks/corpus.py` examines all listed models, and writes docs/corpus.md. Two nodes also train each model.
 """
 
 import os
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import corpus
 
 SMALL = ("vit",)
-"""The sample also has a model that needs the remedy named in its refusal."""
+"""The sample also includes a model that needs the remedy named in its refusal."""
 SAMPLED = corpus.SAMPLE.split() if os.environ.get("PEERLOOM_CORPUS") == "sample" else SMALL
 CASES = [
     (kind, name)
@@ -28,7 +28,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES, ids=[name for _, name in CASES])
-def test_a_library_model_trains_in_stages_as_in_one_process(kind: str, name: str) -> None:
+def test_a_library_model_trains_equally_in_stages_and_in_one_process(kind: str, name: str) -> None:
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -43,7 +43,7 @@ def test_a_library_model_trains_in_stages_as_in_one_process(kind: str, name: str
         assert 'config._experts_implementation = "batched_mm"' in row["refusal"]
 
 
-def test_a_model_is_proved_after_applying_its_refusals_remedy() -> None:
+def test_a_refused_model_is_accepted_after_applying_the_named_remedy() -> None:
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

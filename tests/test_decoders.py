@@ -1,6 +1,7 @@
-"""Every decoder of bytes from the wire, in one table: random bytes end in RemoteProtocolError and a counter.
+"""Every decoder of bytes from the wire, in one table: random bytes must end in RemoteProtocolError and a
+counter.
 
-The rooms test their own decoders more closely; a new decoder must be entered in this table.
+The packages test their own decoders more closely. A new decoder must be entered in this table.
 """
 
 from collections.abc import Callable
@@ -44,12 +45,12 @@ SIGNER = IdentitySigner(IDENTITY, "home")
 
 
 def fact(body: bytes) -> Fact:
-    """Return a validly signed fact, so that the body is what is refused."""
+    """Return a validly signed fact, so that only its body can be refused."""
     return SIGNER.sign("any", body)
 
 
 def handshake(data: bytes) -> None:
-    # The responder, to which any peer may send first bytes.
+    # The responder of a handshake, which any peer may send first bytes to.
     responder = PeerHandshake(
         initiator=False,
         proof=identity_payload(IDENTITY, bytes(32)),
@@ -128,13 +129,13 @@ VALUES = st.recursive(
 
 @pytest.mark.parametrize("name", sorted(DECODERS))
 @given(value=VALUES)
-def test_well_formed_messagepack_of_another_shape_is_refused(name: str, value: object) -> None:
+def test_well_formed_messagepack_with_the_wrong_shape_is_refused(name: str, value: object) -> None:
     with pytest.raises(RemoteProtocolError):
         DECODERS[name](encode(value))
 
 
 @given(data=st.binary(max_size=300))
-def test_metadata_of_another_version_are_ignored(data: bytes) -> None:
+def test_metadata_of_a_different_version_are_ignored(data: bytes) -> None:
     assert read_metadata(data) is None
 
 

@@ -1,4 +1,4 @@
-"""The demo: its reading of events, its screen, and two complete plays in real processes."""
+"""The demo: how it reads events, its screen, and two complete plays in real processes."""
 
 import io
 import json
@@ -42,7 +42,8 @@ def step(number: int, at: float) -> dict[str, Any]:
 
 
 def story(*, steps: int = 10, accuracy: float = 0.98) -> Story:
-    """A run of ten steps half a second apart, with a kill after four and a second and a half of silence."""
+    """Return the events of a run of ten steps, half a second apart, with a kill after four steps and then a
+    second and a half of silence."""
     told = Story(steps)
     told.take(PLAN)
     for number in range(4):
@@ -63,7 +64,7 @@ def test_the_victim_is_node_c_if_its_stage_has_another_replica() -> None:
     assert choose_victim(PLAN, PEERS) == Victim("c", "peer-c", 1)
 
 
-def test_the_victim_is_neither_a_trainer_nor_a_last_replica() -> None:
+def test_the_victim_is_never_a_trainer_or_a_last_replica() -> None:
     plan = {"trainer": "peer-c", "stages": [["peer-c", "peer-b"], ["peer-a"]]}
     assert choose_victim(plan, PEERS) == Victim("b", "peer-b", 0)
 
@@ -86,7 +87,7 @@ def test_the_result_times_detection_and_failover_of_a_lost_replica() -> None:
     assert json.loads(json.dumps(result)) == result
 
 
-def test_the_kill_comes_once_at_four_tenths_of_the_steps() -> None:
+def test_the_demo_kills_once_after_four_tenths_of_the_steps() -> None:
     told = Story(10)
     told.take(PLAN)
     times = []
@@ -98,11 +99,11 @@ def test_the_kill_comes_once_at_four_tenths_of_the_steps() -> None:
     assert not told.is_time_to_kill
 
 
-def test_a_run_that_shows_everything_misses_nothing() -> None:
+def test_a_run_that_meets_all_goals_reports_no_missed_goal() -> None:
     assert story().missing is None
 
 
-def test_goals_that_a_run_missed_are_named() -> None:
+def test_the_result_names_the_goals_that_a_run_missed() -> None:
     low = story(accuracy=ACCURACY_MIN - 0.01).missing
     assert low == "accuracy 0.960 on 360 unseen digits; at least 0.97 was wanted"
     assert story(steps=11).missing == "10 of 11 steps were committed"
@@ -111,7 +112,7 @@ def test_goals_that_a_run_missed_are_named() -> None:
     assert unnoticed.missing == "no replica was lost and replaced"
 
 
-def test_a_story_without_any_event_still_has_a_result() -> None:
+def test_a_play_without_any_event_still_has_a_result() -> None:
     result = Story(10).result()
     assert (result["peers"], result["killed"], result["accuracy"]) == (0, None, None)
 
@@ -212,7 +213,7 @@ def test_missing_or_misshapen_parameters_are_named(
 # The folder of the results
 
 
-def test_a_folder_that_holds_other_things_is_left_alone(
+def test_an_output_folder_with_other_files_is_not_touched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "RUN.toml").write_text('model = "mine"')
@@ -232,8 +233,8 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks for proce
 class Program:
     """A Python program and all its descendants.
 
-    They are identified by a mark in their environment; stage processes, which get none, by their working
-    folder.
+    They are identified by a mark in their environment. Stage processes do not get the mark, so they are
+    identified by their working folder.
     """
 
     def __init__(self, folder: Path, *arguments: str) -> None:
@@ -250,8 +251,8 @@ class Program:
         )
 
     def left(self) -> dict[int, str]:
-        """Return pids and command lines of running processes; ended ones have no mark, even before they are
-        reaped."""
+        """Return pids and command lines of running processes; ended processes have no mark, even before they
+        are reaped."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -259,11 +260,11 @@ class Program:
                 if is_marked or (folder / "cwd").readlink().is_relative_to(self.temporary):
                     found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
-                continue  # it ended meanwhile, or belongs to another user
+                continue  # the process ended meanwhile, or belongs to another user
         return found
 
     def wait_for_line(self, start: str) -> str:
-        """Return the next line on stdout with this beginning."""
+        """Return the next line on stdout that begins with this text."""
         assert self.process.stdout is not None
         return next(line for line in self.process.stdout if line.startswith(start))
 
@@ -297,7 +298,7 @@ def test_a_demo_survives_the_death_of_a_replica_and_leaves_nothing_behind(tmp_pa
         printed, said = demo.process.communicate(timeout=150)
         left = demo.left()
     result = json.loads((out / "result.json").read_text())
-    # Twenty steps are too few for the accuracy; everything else must hold.
+    # Twenty steps are too few for the accuracy; all other goals must be met.
     assert demo.process.returncode == (0 if result["accuracy"] >= ACCURACY_MIN else 5), said
     numbered = [line[:4] for line in printed.splitlines() if line[1:2] == "/"]
     assert numbered == [f"{number}/6 " for number in range(1, 7)]
@@ -365,7 +366,7 @@ time.sleep(60)
         ends = [os.pidfd_open(pid) for pid in starter.left()]
         starter.process.kill()
         for end in ends:
-            # Readable once the process has ended.
+            # The output can be read once the process has ended.
             assert select.select([end], [], [], 30.0)[0], starter.left()
             os.close(end)
 

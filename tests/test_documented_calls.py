@@ -1,4 +1,5 @@
-"""Each library call in README.md and docs/ names an existing function and arguments that it takes."""
+"""Each library call in README.md and docs/ names an existing function, and arguments that the function
+takes."""
 
 import ast
 import dataclasses
@@ -27,7 +28,7 @@ from tests.test_documented_commands import commands as commands_of
 from tests.test_documents import product_texts
 
 CODE = re.compile(r"((?:^    .*\n)+)|`([^`\n]+)`", re.MULTILINE)
-"""Blocks of indented lines and code spans."""
+"""Blocks of indented lines, and code spans."""
 CALL = re.compile(r"(?<![\w./\"])(me\.dht|me|run|optimizer|report|node|sim)\.([a-z_A-Z]\w*)(\()?")
 OBJECTS: dict[str, tuple[Any, ...]] = {
     "me": (SyncNode, node.Node),
@@ -38,7 +39,7 @@ OBJECTS: dict[str, tuple[Any, ...]] = {
     "node": (node,),
     "sim": (sim,),
 }
-"""The object behind each name in the documents; `me` is a node in either form."""
+"""The object that each name in the documents stands for; `me` is a node in either form."""
 MODULES = {"node", "sim"}
 
 
@@ -63,15 +64,15 @@ def arguments(text: str) -> str:
 
 
 def wrong(owner: str, name: str, given: str) -> str | None:
-    """Return the missing name or argument of a call; None for a right call."""
+    """Return the missing name or argument of a call; None if the call is right."""
     found = [getattr(each, name) for each in OBJECTS[owner] if hasattr(each, name)]
     if (owner, name) == ("me", "watch"):
-        found = [Journal.watch]  # which a node adopts from its journal
+        found = [Journal.watch]  # a node adopts this one from its journal
     if owner in MODULES and (given == "" or not found):
-        return None  # a module's path, which `tests/test_documents.py` follows
+        return None  # this is a module's path, which `tests/test_documents.py` checks
     if not found:
         return f"{owner} has no {name}"
-    with suppress(SyntaxError):  # which has a gap for the reader to fill
+    with suppress(SyntaxError):  # this has a gap for the reader to fill
         call = ast.parse(f"f{given}", mode="eval").body
         if isinstance(call, ast.Call):
             unknown = {str(each.arg) for each in call.keywords} - taken(found[0])
@@ -88,11 +89,11 @@ def taken(function: Callable[..., object]) -> set[str]:
     if "settings" in names:
         names |= set(_homes())
     elif function is PeerOptimizer.scheduler:
-        names |= set(inspect.signature(CosineAnnealingLR).parameters)  # that of the README
+        names |= set(inspect.signature(CosineAnnealingLR).parameters)  # the one in the README
     return names
 
 
-# The library's page is made of the signatures themselves.
+# The library's page is generated from the signatures themselves.
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name != "library.md"], ids=lambda page: page.name
 )

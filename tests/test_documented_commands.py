@@ -1,4 +1,4 @@
-"""Each command in README.md and docs/ names existing subcommands and flags; none is run."""
+"""Each command in README.md and docs/ names existing subcommands and flags. The commands are not run."""
 
 import re
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ FLAG = re.compile(r"--?[a-z][\w-]*")
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command after the program's name."""
+    """Return the words of each command after the program's name."""
     for code in IN_CODE.finditer(text):
         for found in COMMAND.finditer(code[1] or code[0]):
             yield [word for each in found[1].split() if (word := each.strip("[](),:."))]
@@ -41,7 +41,7 @@ def _names(parameter: Any) -> Iterator[str]:
 
 
 def fault(words: list[str]) -> str | None:
-    """Return the unknown part of a command line; None for a right one."""
+    """Return the unknown part of a command line; None if all of it is known."""
     node, sim, replayed = parsers()
     at = node
     for number, word in enumerate(words):

@@ -1,6 +1,6 @@
 """Documents and docstrings name only existing files, sections, settings and code.
 
-`tests/test_documented_commands.py` checks commands of `peerloom`; commands that need no node run here.
+`tests/test_documented_commands.py` checks commands of `peerloom`; commands that need no node are run here.
 """
 
 import ast
@@ -41,13 +41,13 @@ FILE = re.compile(rf"(?<![\w/.-])((?:{'|'.join(ROOMS)})/[\w./-]*\w\.(?:{SUFFIXES
 SHORT = re.compile(r"`([a-z_]+/[a-z_/]+\.py)`")
 """A path in a code span that may omit a package, as in tables of ARCHITECTURE.md."""
 SECTION = re.compile(r"`?((?:docs/)?[\w-]+\.md)`?,?\s+\(?\"([^\"]+)\"\)?")
-"""A page, and the section meant."""
+"""A page and a section of it."""
 LINK = re.compile(r"\]\(([^)#\s]+)")
 SCRIPT = re.compile(r"python (benchmarks/\w+\.py)((?: --?[a-z][\w-]*(?: [A-Z0-9][\w]*)?)*)")
 PYTHON = re.compile(r"(?:# \w+\.py\n)?(?:import \w+$|from [\w.]+ import |with \w|async with )", re.MULTILINE)
-"""The beginning of a block of Python, as opposed to shell commands."""
+"""Matches the beginning of a block of Python, as opposed to shell commands."""
 MADE = {"docs/cloudmesh.svg"}
-"""Files written by a command named beside them."""
+"""Files that a command written next to them creates."""
 WITHOUT_NODE = (
     ["--version"],
     ["--help"],
@@ -60,14 +60,14 @@ WITHOUT_NODE = (
 
 @cache
 def product_texts() -> dict[str, str]:
-    """The files of the program, with their docstrings and comments."""
+    """Return the files of the program, with their docstrings and comments."""
     rooms = ("crypto", "dht", "gossip", "partition", "node", "sim", "benchmarks", "examples")
     paths = [path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
 
 
 def headings(page: str) -> set[str]:
-    """The sections of a page, as one line each."""
+    """Return the section titles of a page, each on one line."""
     path = ROOT / page if (ROOT / page).exists() else ROOT / "docs" / page
     return set(re.findall(r"^#+ (.+?)\s*$", path.read_text(encoding="utf-8"), re.MULTILINE))
 
@@ -85,7 +85,7 @@ def missing_files(text: str) -> list[str]:
 
 
 def blocks(page: Path) -> Iterator[list[str]]:
-    """The indented blocks of a page, without their indentation; a blank line does not end one."""
+    """Return the indented blocks of a page, without their indentation; a blank line does not end a block."""
     block: list[str] = []
     for line in [*page.read_text(encoding="utf-8").splitlines(), "end"]:
         if line.startswith("    ") or (block and not line.strip()):
@@ -107,7 +107,7 @@ def test_files_and_sections_that_a_page_names_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_links_of_a_page_have_existing_targets(page: Path) -> None:
     links = LINK.findall(page.read_text(encoding="utf-8"))
     assert [each for each in links if "://" not in each and not (page.parent / each).exists()] == []
 
@@ -172,7 +172,7 @@ def test_commands_that_need_no_node_run(
     assert run(words) == EXIT_DONE, capsys.readouterr().err
 
 
-def test_a_missing_section_is_found() -> None:
+def test_a_missing_file_or_section_is_detected() -> None:
     assert list(missing_sections('docs/failures.md, "No such section"')) == [
         "docs/failures.md: No such section"
     ]

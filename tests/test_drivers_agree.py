@@ -1,7 +1,7 @@
 """The heap engine and the node's own driver give the same trace for the same cores (ARCHITECTURE law 1).
 
-Experiments in `sim.engine` therefore hold for real nodes. The scenario is in `tests/sim/agreement.py`; it is
-full of simultaneous ticks, without which this would prove nothing.
+So experiments in `sim.engine` hold for real nodes. The scenario is in `tests/sim/agreement.py`. It is full of
+simultaneous ticks, without which the comparison would prove nothing.
 """
 
 import os
@@ -27,7 +27,7 @@ rough = pytest.mark.parametrize("model", [EVEN, ROUGH], ids=["even", "rough"])
 
 
 def difference(one: Outcome, other: Outcome) -> tuple[TraceEntry | None, TraceEntry | None]:
-    """Return where two traces differ first, which explains more than two digests."""
+    """Return the first difference of two traces, which explains more than two digests."""
     ours, theirs = one.trace.entries(), other.trace.entries()
     for left, right in zip(ours, theirs, strict=False):
         if left != right:
@@ -58,7 +58,7 @@ def test_the_scenario_is_full_of_simultaneous_ticks(seed: int) -> None:
     assert engine(seed, EVEN).ties > TIES_MIN
 
 
-def test_the_scenario_exercises_the_cores() -> None:
+def test_the_scenario_exercises_the_main_functions_of_the_cores() -> None:
     learnt = {
         entry.data.split(b" ")[0].decode()
         for entry in engine(1, EVEN).trace.entries()
@@ -67,7 +67,7 @@ def test_the_scenario_exercises_the_cores() -> None:
     assert learnt >= {"MemberUp", "MemberSuspected", "MemberDown", "Joined", "RecordStored", "RecordsFound"}
 
 
-def test_the_rough_scenario_exercises_every_fate_of_a_message() -> None:
+def test_messages_have_every_possible_fate_in_the_rough_scenario() -> None:
     assert min(engine(1, ROUGH).fates.values()) > 0, engine(1, ROUGH).fates
 
 

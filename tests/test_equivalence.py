@@ -1,6 +1,6 @@
-"""Exactness: a model trained in stages over many peers equals one process, also after a death in a step.
+"""Exactness: a model trained in stages over many peers equals one process, even after a death in a step.
 
-docs/design.md, a step. Whole nodes, simulated network and time, real arithmetic.
+See docs/design.md, a step. Whole nodes, simulated network and time, real arithmetic.
 """
 
 from collections.abc import Awaitable, Callable
@@ -62,7 +62,7 @@ def test_two_stages_of_two_replicas_equal_one_process(dtype: Precision) -> None:
 @pytest.mark.parametrize(("stage", "moment"), [(0, 0.02), (1, 0.97)])
 def test_a_step_with_a_death_in_it_equals_the_undisturbed_step(stage: int, moment: float) -> None:
     """`moment` is the share of a step that has passed when the replica is killed; `tests.test_exactness`
-    tries each phase of a step by name."""
+    kills in each named phase of a step."""
     replayed: list[int] = []
 
     async def scenario() -> None:
@@ -82,10 +82,12 @@ def test_a_step_with_a_death_in_it_equals_the_undisturbed_step(stage: int, momen
             assert_equal(weights(group, "e", run), reference(run), "float64")
 
     simulate(scenario)
-    assert replayed == [4], "one replica held half of the step's eight micro-batches"
+    assert replayed == [4], (
+        "not exactly the dead replica's half of the step's eight micro-batches was replayed"
+    )
 
 
-def test_with_int8_frames_a_replay_is_equal_and_the_result_close() -> None:
+def test_with_int8_frames_a_replay_is_equal_and_the_result_is_close() -> None:
     results: list[Tensors] = []
     expected: list[Tensors] = []
 
@@ -146,7 +148,7 @@ def test_a_stage_without_replicas_ends_the_run_and_names_the_loss() -> None:
 
 
 class NormalisedCNN(nn.Module):
-    """Batch norm, dropout, and a skip connection over a possible cut."""
+    """A model with batch norm, dropout, and a skip connection over a possible cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +180,7 @@ def normalised_cnn() -> Model:
 
 @cache
 def tied_gpt() -> Model:
-    """A model whose first and last stage share the table of tokens."""
+    """A model whose first and last stage share the embedding table."""
     tokens = torch.zeros(2, WINDOW, dtype=torch.int64)
     with default_dtype("float64"), skeleton():
         model = GPT(GPTConfiguration(256, WINDOW, layers=2, heads=2, width=8, dropout=0.1))
@@ -187,7 +189,7 @@ def tied_gpt() -> Model:
 
 
 def text(folder: Path) -> tuple[Path, Dataset]:
-    """A text to memorize."""
+    """Return a text for a model to memorize."""
     path = folder / "text.txt"
     path.write_text("".join(f"{number} times {number} is {number * number}\n" for number in range(200)))
     return path, load_text(path, window=WINDOW)
@@ -229,7 +231,7 @@ def test_tied_weights_and_clipping_over_three_stages_survive_a_death(tmp_path: P
             await group.nodes["g"].runs.data.keep(data.digest, path, window=data.window)
             run, events = await train_with_a_death(group, wanted, 0)
             evaluated = next(event for event in events if isinstance(event, RunEvaluated))
-            assert evaluated.samples == data.test_samples * WINDOW, "samples are counted in tokens"
+            assert evaluated.samples == data.test_samples * WINDOW, "samples are not counted in tokens"
             assert evaluated.accuracy == evaluated.metrics[0] / evaluated.samples
             results.append(weights(group, "g", run))
             assert_equal(results[0], reference(run, data), "float64")

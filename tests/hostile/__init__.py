@@ -18,7 +18,7 @@ And a hostile member of the swarm, which sends every message of every protocol:
     own_run       runs that the member requests itself
     virtual       the member among the whole nodes of tests.stack, in virtual time
     insider_process, watched, loop_steps, member_scene
-                  the same with real nodes in processes: their resources, and how long steps of their loops take
+                  the same with real nodes in processes: their resources, and the steps of their loops
 
 And in a named averaging run:
 

@@ -20,8 +20,8 @@ Silence = Literal["absent", "ready"]
 
 
 class SilentParticipant(LyingParticipant):
-    """`absent` is listed, and wants no group. `ready` also says that it wants one, and takes the place in it;
-    it neither proposes a group nor sends anything in one."""
+    """With `absent`, it is listed but wants no group. With `ready`, it also says that it wants a group, and
+    takes its place in one; but it neither proposes a group nor sends anything in one."""
 
     def __init__(
         self,

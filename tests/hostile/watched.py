@@ -31,7 +31,7 @@ from tests.hostile.loop_steps import LoopSteps
 HOST = "127.0.0.1"
 SWARM = "hostile members"
 NOT_PLACED = "not placed"
-"""The outcome of a run that found no free slots."""
+"""The outcome of a run for which no free slots were found."""
 HEARD_MAX = 100
 """How many of the latest messages that it has sent in runs are kept, as another member would have received
 them."""

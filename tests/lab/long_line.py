@@ -1,9 +1,9 @@
-"""A long line between two machines of a laboratory: what goes in at one end comes out at the other later.
+"""A long line between two machines of a laboratory, which delivers each packet after a delay.
 
 python -m tests.lab.long_line HOLDER-PID SECONDS ONE-MACHINE INTERFACE OTHER-MACHINE INTERFACE
 
-Both ends are tunnel interfaces that this program makes, for the kernel's own means to delay (netem) is often
-missing. It ends with the process that holds the laboratory.
+Both ends are tunnel interfaces that this program makes, because many kernels lack netem, their own means to
+delay packets. The program ends with the process that holds the laboratory.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ from contextlib import suppress
 PACKET_BYTES = 65_536
 LOOK_SECONDS = 0.5
 HELD_MAX = 20_000
-"""Packets on the way; more are dropped, as a full queue does."""
+"""Maximum number of packets on the way; further packets are lost, as in a full queue."""
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF = 0x400454CA
 _TUN_WITHOUT_HEADER = 0x1001
 
 
 def open_end(machine: str, interface: str) -> int:
-    """Make an end of the line on a machine."""
+    """Create one end of the line on a machine."""
     libc = ctypes.CDLL(None, use_errno=True)
     namespace = os.open(f"/run/netns/{machine}", os.O_RDONLY)
     if libc.setns(namespace, _CLONE_NEWNET):
@@ -38,7 +38,7 @@ def open_end(machine: str, interface: str) -> int:
 
 
 def carry(ends: tuple[int, int], seconds: float, holder: int) -> None:
-    """Carry packets both ways, as long as the holder is there."""
+    """Carry packets in both directions as long as the holder lives."""
     waiting: list[tuple[float, int, int, bytes]] = []
     number = 0
     while True:

@@ -1,8 +1,9 @@
-"""A laboratory of address translators: sites behind real NATs and firewalls, joined by an internet.
+"""A laboratory of address translators: sites behind real NATs and firewalls, joined by a model of the
+internet.
 
-Each site has a public address of its own, and behind it a router that translates with nftables, a carrier's
-in front of it where the preset says so, and machines. Mapping and filtering are named as in RFC 4787. Not
-here: how the presets are proved (`test_nat.py`), nodes (`tests.lab.nodes`).
+Each site has a public address of its own. Behind the address are a router that translates with nftables, for
+some presets a carrier's router in front of it, and the machines. Mapping and filtering are named as in RFC
+4787. Not here: the proof that the presets work (`test_nat.py`), nodes (`tests.lab.nodes`).
 """
 
 import json
@@ -16,22 +17,24 @@ from typing import Any, Literal
 from tests.lab.network import COMMAND_SECONDS, Host, Lab, Machine, held, python, refuse
 
 PORTS = 20_000
-"""The number of external ports of a translator that does not keep the port, from its base on."""
+"""The number of external ports of a translator that does not preserve ports, counted from `PORT_BASE`."""
 PORT_BASE, PORT_BASE_REBOOTED = 20_000, 42_000
 HOME_SECONDS = 300
-"""RFC 4787 requires routers to keep a UDP mapping for this long; home routers nearly do."""
+"""Seconds for which a UDP mapping is kept: RFC 4787 requires this long, and home routers nearly comply."""
 SHORT_SECONDS = 50
-"""Carriers' translators were measured to keep mappings for this long."""
+"""Seconds for which carriers' translators were measured to keep mappings."""
 
 
 @dataclass(frozen=True)
 class Nat:
-    """How a router translates. `mapping` is kept for `seconds` without traffic."""
+    """How a router translates. A mapping expires after `seconds` without traffic."""
 
     mapping: Literal["independent", "dependent"] = "independent"
-    """Whether one inner address and port has one outer port for every destination."""
+    """"independent": one inner address and port has one outer port for all destinations; "dependent": one for
+    each destination."""
     filtering: Literal["independent", "address and port"] = "address and port"
-    """Whether everybody may answer to a mapping, or those who were written to."""
+    """"independent": any host may send to a mapping; "address and port": only endpoints that the machine has
+    written to."""
     has_hairpin: bool = False
     has_udp: bool = True
     seconds: int = HOME_SECONDS
@@ -47,19 +50,19 @@ CARRIER = Nat(seconds=60)
 
 @dataclass(frozen=True)
 class Site:
-    """One place on the internet: `machines` behind `nat`, which is behind a `carrier`'s where there is one;
-    without a `nat` one machine with a public address."""
+    """One site on the internet: `machines` behind `nat`, which may be behind a `carrier`'s router. Without a
+    `nat`, the site is one machine with a public address."""
 
     name: str
     machines: tuple[str, ...] = ()
     nat: Nat | None = None
     carrier: Nat | None = None
     has_ipv6: bool = False
-    """Global addresses; behind a router a firewall lets in only what answers."""
+    """The machines have global IPv6 addresses; a router's firewall lets in only answers."""
     rate: str = ""
-    """As `tc` reads it, both ways: `100mbit`."""
+    """The rate in both directions, as `tc` reads it, such as `100mbit`."""
     delay_seconds: float = 0.0
-    """One way, from the rest of the internet: see `tests.lab.long_line`."""
+    """Delay in one direction between the site and the rest of the internet: see `tests.lab.long_line`."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -79,15 +82,15 @@ PRESETS = {
 
 
 def named(preset: str, name: str, *machines: str, rate: str = "", delay_seconds: float = 0.0) -> Site:
-    """Return a site like the preset with another name."""
+    """Return a site like the preset, under a different name."""
     return replace(PRESETS[preset], name=name, machines=machines, rate=rate, delay_seconds=delay_seconds)
 
 
 def can_be_direct(one: Site, other: Site, transport: Literal["tcp", "udp"]) -> bool:
-    """Return whether both can have a path without a third, by the mappings alone.
+    """Return whether two sites can have a path without a relay, judged by the mappings alone.
 
-    A firewall of IPv6 maps nothing, so each side knows where the other is. Each of two translators must know
-    the outer port from which the other sends to it, unless it filters nothing.
+    An IPv6 firewall does not translate, so each side knows the other's address. Behind translators, each side
+    must know the outer port from which the other sends, unless its own translator filters nothing.
     """
     sites = (one, other)
     if transport == "udp" and any(
@@ -103,7 +106,7 @@ def can_be_direct(one: Site, other: Site, transport: Literal["tcp", "udp"]) -> b
 
 
 def nats(site: Site) -> list[Nat]:
-    """Return its translators, the machines' own first."""
+    """Return the translators of a site, the one nearest to the machines first."""
     return [nat for nat in (site.nat, site.carrier) if nat is not None]
 
 
@@ -116,8 +119,8 @@ def lets_everybody_in(site: Site) -> bool:
 
 
 class Internet(Lab):
-    """Machines by name, behind the routers of their sites. Site N, counted from 1, has 45.N.0.2; its LAN is
-    192.168.1.0/24 as everywhere, and 2a0f:N:1::/64."""
+    """Machines by name, behind the routers of their sites. Site N, counted from 1, has the address 45.N.0.2;
+    its LAN is 192.168.1.0/24, as on every site, and 2a0f:N:1::/64."""
 
     def put(self, sites: Sequence[Site]) -> None:
         """Build them all."""
@@ -129,26 +132,28 @@ class Internet(Lab):
         self.run("\n".join(lines))
 
     def public(self, site: str, family: int = 4) -> str:
-        """Return where the rest of the internet sees a site's machines; of IPv6 its router's address."""
+        """Return the address at which the internet sees a site's machines; for IPv6, the address of the
+        site's router."""
         return f"45.{self._numbers[site]}.0.2" if family == 4 else f"2a0f:{self._numbers[site]:x}::2"
 
     def router(self, site: str) -> str:
-        """Return the name of its router."""
+        """Return the name of the router of a site."""
         return f"nat-{site}"
 
     def in_router(self, site: str, script: str) -> str:
-        """Run lines of `sh` on a site's router; what they print."""
+        """Run lines of `sh` on a site's router; return what they print."""
         return self.run(f"ip netns exec {self.router(site)} sh -ec '{script}'")
 
     def start_router(self, site: str, protocol: str) -> "subprocess.Popen[bytes]":
-        """Have a site's router answer who ask it for a port: see `tests.lab.router` and `upnp_router`."""
+        """Let a site's router answer requests for port mappings: see `tests.lab.router` and `upnp_router`."""
         module = ["tests.lab.upnp_router"] if protocol == "upnp" else ["tests.lab.router", protocol]
         program = [python(), "-m", *module, self._routers(self.sites[site])[-1][2]]
         return subprocess.Popen([*self.enter, "ip", "netns", "exec", self.router(site), *program])
 
     def reboot(self, site: str, *, is_strict: bool = False) -> None:
-        """Have its routers forget every mapping, and give out other ports. A connection that stood gets a
-        new mapping, which the other side rejects; of a router that `is_strict` nobody hears anything."""
+        """Let the routers of a site forget every mapping, and hand out different ports from now on. A
+        connection that existed gets a new mapping, which the other side rejects. If the router `is_strict`,
+        it drops the packets of such a connection instead."""
         for name, nat, wan in self._routers(self.sites[site]):
             self.run("\n".join(_rule_lines(name, nat, wan, PORT_BASE_REBOOTED)))
             loose = "/proc/sys/net/netfilter/nf_conntrack_tcp_loose"
@@ -156,12 +161,12 @@ class Internet(Lab):
         self.forget(site)
 
     def forget(self, *sites: str) -> None:
-        """Have the routers of these forget every mapping."""
+        """Let the routers of these sites forget every mapping."""
         names = [name for site in sites for name, _, _ in self._routers(self.sites[site])]
         self.run(f"{python()} -m tests.lab.prober forget {' '.join(names)}")
 
     def _routers(self, site: Site) -> list[tuple[str, Nat, str]]:
-        """Each with its translation and its outer address."""
+        """Return each router's name, with its translation and its outer address."""
         outer = self.public(site.name)
         found = [(f"carrier-{site.name}", site.carrier, outer)] if site.carrier is not None else []
         if site.nat is not None:
@@ -214,7 +219,7 @@ class Internet(Lab):
         ]
 
     def _lan_lines(self, site: Site) -> list[str]:
-        """The router's switch, and the machines on it."""
+        """Return the commands that create the router's switch, and the machines on it."""
         router, number = self.router(site.name), self._numbers[site.name]
         prefix = f"2a0f:{number:x}:1::"
         lines = [f"ip -n {router} link add lan type bridge"]
@@ -266,13 +271,14 @@ def _address_lines(name: str, interface: str, *addresses: "str | bool") -> list[
 
 def _rule_lines(router: str, nat: Nat, outer: str, port_base: int) -> list[str]:
     """Return the nftables rules that translate and filter. They drop unsolicited packets before conntrack
-    confirms them: else one would take the mapping that the machine inside is about to make."""
+    confirms them. Otherwise such a packet could occupy the mapping that the machine inside is about to
+    make."""
     source = f"snat to {outer}:jhash ip saddr . th sport mod {PORTS} seed 0x5eed offset {port_base}"
     cone, learn, into = "", "", ""
     if nat.mapping == "dependent":
         source = "masquerade random,fully-random"
     elif nat.filtering == "independent":
-        # Ports are kept, and whoever writes to one reaches the machine that has used it last.
+        # Ports are preserved, and a packet to a port reaches the machine that has used the port last.
         source = "masquerade"
         cone = f"""map cone {{ typeof meta l4proto . th dport : ip daddr . th dport
             flags dynamic,timeout; timeout {nat.seconds}s; size 1000; }}"""
@@ -320,7 +326,7 @@ def _rule_lines(router: str, nat: Nat, outer: str, port_base: int) -> list[str]:
 
 @contextmanager
 def internet(sites: Iterable[Site]) -> Iterator[Internet]:
-    """Build these sites. Skips the test where the system does not allow it, and says why."""
+    """Build these sites. Skip the test, with the reason, if the system does not allow it."""
     if shutil.which("nft") is None:
         refuse("a laboratory of NATs needs nft (nftables)")
     with held() as holder:
@@ -330,7 +336,7 @@ def internet(sites: Iterable[Site]) -> Iterator[Internet]:
 
 
 class Prober:
-    """Sockets on a machine: see `tests.lab.prober`. Addresses are (host, port)."""
+    """Sockets on a machine: see `tests.lab.prober`. Addresses are pairs (host, port)."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -343,7 +349,7 @@ class Prober:
         self._process.communicate(timeout=COMMAND_SECONDS)
 
     def begin(self, do: str, **arguments: Any) -> None:
-        """Ask; `result` waits for what comes of it."""
+        """Send a request; `result` waits for its result."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self._process.stdin.flush()
@@ -360,7 +366,7 @@ class Prober:
 
 @contextmanager
 def probers(lab: Internet, *names: str) -> "Iterator[dict[str, Prober]]":
-    """One on each of these machines; on all where none is named."""
+    """Start a prober on each of these machines, or on all if none is named."""
     with ExitStack() as stack:
         made = {name: Prober(lab.machines[name]) for name in names or lab.machines}
         for prober in made.values():

@@ -1,8 +1,8 @@
 """A laboratory of machines: network namespaces joined by virtual cables, switches and a router.
 
 The laboratory is one user, mount and network namespace, made by `unshare` without privileges; each machine is
-a network namespace inside it. Everything vanishes with the process that holds it, and nothing of this
-machine's own network is touched. Not here: nodes (`tests.lab.nodes`) and what is expected of them.
+a network namespace inside it. Everything vanishes with the process that holds it, and this machine's own
+network is not touched. Not here: nodes (`tests.lab.nodes`) and what is expected of them.
 """
 
 import os
@@ -20,10 +20,10 @@ from tests.source import ROOT
 
 COMMAND_SECONDS = 30
 TOOLS = ("unshare", "nsenter", "ip", "tc")
-"""Programs of Debian's packages util-linux and iproute2."""
+"""Required programs, from Debian's packages util-linux and iproute2."""
 WANTED = os.environ.get("PEERLOOM_LAB", "")
-"""`required`: a laboratory that cannot be had is a failure, for a skipped one proves nothing. `full`: the
-same, and every plan is played, which takes several minutes."""
+"""With `required`, a laboratory that cannot be built fails the test, because a skipped test proves nothing.
+With `full`, in addition every plan is played, which takes several minutes."""
 FULL = WANTED == "full"
 
 _HOLD = "mount -t tmpfs none /run && mkdir -p /run/netns && ip link set lo up && echo ready && exec cat"
@@ -31,13 +31,13 @@ _HOLD = "mount -t tmpfs none /run && mkdir -p /run/netns && ip link set lo up &&
 
 @dataclass(frozen=True)
 class Extra:
-    """One more interface of a machine: a `bridge` without a port, a `tun` that no program has opened, or a
-    `dead_end`, which has a carrier and leads nowhere."""
+    """An additional interface of a machine: a `bridge` without a port, a `tun` that no program has opened, or
+    a `dead_end`, which has a carrier and leads nowhere."""
 
     name: str
     kind: str
     network: str
-    """With the prefix length; `{n}` stands for the machine's number."""
+    """The address with its prefix length; `{n}` stands for the machine's number."""
 
 
 DOCKER = (
@@ -46,20 +46,20 @@ DOCKER = (
     Extra("br-1f1e2d3c4b5a", "bridge", "172.19.0.1/16"),
     Extra("br-2f1e2d3c4b5a", "bridge", "172.20.0.1/16"),
 )
-"""A machine with Docker and three networks of Compose: the same addresses on each such machine."""
+"""A machine with Docker and three networks of Compose, whose addresses are the same on each such machine."""
 LAPTOP = (
     Extra("docker0", "bridge", "172.17.0.1/16"),
     Extra("virbr0", "bridge", "192.168.122.1/24"),
     Extra("tailscale0", "tun", "100.101.102.{n}/32"),
 )
 STORAGE = tuple(Extra(f"aa{index}", "dead_end", f"10.20{index}.0.{{n}}/24") for index in range(4))
-"""Four networks that have a carrier and sort first, and on which no other machine is."""
+"""Four networks that have a carrier and come first by name, but contain no other machine."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of a plan. Its interface on the switch of `segment` is called `interface`; `more` are
-    further ones, each with the segment of its switch."""
+    """One machine of a plan. Its interface on the switch of `segment` is called `interface`; `more` lists
+    further interfaces, each with the segment of its switch."""
 
     name: str
     interface: str = "eth0"
@@ -75,7 +75,7 @@ class Host:
 
 @dataclass
 class Machine:
-    """A machine of a laboratory that stands. `hosts` are its addresses on its switch, by family."""
+    """A running machine of a laboratory. `hosts` are its addresses on its switch, by family."""
 
     lab: "Lab"
     host: Host
@@ -93,7 +93,8 @@ class Machine:
         environment: dict[str, str] | None = None,
         output: Path | None = None,
     ) -> "subprocess.Popen[bytes]":
-        """Run a program there, in a process group of its own; what it says goes to the file `output`."""
+        """Run a program on the machine, in a process group of its own, with its output in the file
+        `output`."""
         program = [*self.lab.enter, "ip", "netns", "exec", self.name, *arguments]
         with open(output or os.devnull, "ab") as file:
             return subprocess.Popen(
@@ -107,13 +108,14 @@ class Machine:
             )
 
     def run(self, script: str) -> str:
-        """Run lines of `sh` there; what they print."""
+        """Run lines of `sh` on the machine; return what they print."""
         return self.lab.run(f"ip netns exec {self.name} sh -ec '{script}'")
 
 
 class Lab:
     """Machines by name. Each segment is a switch with the networks 10.77.SEGMENT.0/24 and
-    fd77:SEGMENT+1::/64; where there are several, a router joins them and is everybody's default route."""
+    fd77:SEGMENT+1::/64. If there are several segments, a router joins them, and is the default route of all
+    machines."""
 
     def __init__(self, holder: "subprocess.Popen[str]") -> None:
         self._holder = holder
@@ -130,7 +132,7 @@ class Lab:
         ]
 
     def run(self, script: str) -> str:
-        """Run lines of `sh` in the laboratory, beside all machines; what they print."""
+        """Run lines of `sh` in the laboratory, outside of its machines; return what they print."""
         done = subprocess.run(
             [*self.enter, "sh", "-ec", script], capture_output=True, text=True, timeout=COMMAND_SECONDS
         )
@@ -217,7 +219,7 @@ def _route_lines(machines: Iterable[Machine]) -> list[str]:
 
 @contextmanager
 def laboratory(hosts: Sequence[Host], *, mtu: int = 1_500, has_router: bool = False) -> Iterator[Lab]:
-    """Build these machines. Skips the test where the system does not allow it, and says why."""
+    """Build these machines. Skip the test, with the reason, if the system does not allow it."""
     with held() as holder:
         lab = Lab(holder)
         lab.build(hosts, mtu=mtu, has_router=has_router)
@@ -226,7 +228,8 @@ def laboratory(hosts: Sequence[Host], *, mtu: int = 1_500, has_router: bool = Fa
 
 @contextmanager
 def held() -> Iterator["subprocess.Popen[str]"]:
-    """The process that holds a laboratory, and ends with its input. Skips the test where none can be had."""
+    """Start the process that holds a laboratory, and ends when its input closes. Skip the test if the system
+    cannot have a laboratory."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         refuse(f"a laboratory needs {', '.join(missing)} (util-linux, iproute2)")
@@ -251,5 +254,5 @@ def refuse(reason: str) -> None:
 
 
 def python() -> str:
-    """The interpreter of this test run."""
+    """Return the interpreter of this test run."""
     return sys.executable

@@ -19,7 +19,7 @@ PORT = 9747
 START_SECONDS_MAX = 40.0
 LOOK_SECONDS = 0.1
 _pause = time.sleep
-"""Between two looks at other processes; every wait ends at a deadline of its own."""
+"""Seconds between two checks of other processes; every wait has a deadline of its own."""
 SETTINGS = {
     "CALIBRATE": "false",
     "WEB": "off",
@@ -28,11 +28,11 @@ SETTINGS = {
     "CORES": "1",
     "ALLOW_UNFENCED": "true",
 }
-"""No beacons: a node is found by what others know of it."""
+"""There are no beacons: a node is found only through what others know of it."""
 
 
 class LabNode:
-    """One node, which may end and come back with the same data folder."""
+    """One node, which may stop and restart with the same data folder."""
 
     def __init__(self, machine: Machine, folder: Path) -> None:
         self.machine = machine
@@ -46,14 +46,15 @@ class LabNode:
         return self.process is not None and self.process.poll() is None
 
     def start(self, *arguments: str, **settings: str) -> None:
-        """Begin to start it; `ready` waits. `settings` are those of the environment."""
+        """Start the process without waiting for it; `ready` waits. `settings` are passed in the
+        environment."""
         assert not self.is_up
         environment = {f"{ENVIRONMENT_PREFIX}{name}": value for name, value in (SETTINGS | settings).items()}
         program = [python(), "-m", "node", "--data-dir", str(self.data_dir), "--name", self.name, *arguments]
         self.process = self.machine.start(program, environment=environment, output=self.output)
 
     def ready(self) -> "LabNode":
-        """Wait until it answers."""
+        """Wait until the node answers."""
         wait_until(
             lambda: self._answers, START_SECONDS_MAX, lambda: f"{self.name} did not start:\n{self.said}"
         )
@@ -67,14 +68,14 @@ class LabNode:
         return False
 
     def kill(self) -> None:
-        """SIGKILL to it and its stages, as a power cut would."""
+        """Send SIGKILL to the node and its stages, like a power cut."""
         assert self.process is not None
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def leave(self) -> None:
-        """Ctrl-C; wait until it is gone."""
+        """Send Ctrl-C, and wait until the process has ended."""
         assert self.process is not None
         self.process.send_signal(signal.SIGINT)
         self.process.wait(START_SECONDS_MAX)
@@ -86,12 +87,12 @@ class LabNode:
 
     @property
     def members(self) -> dict[str, str]:
-        """The status of each other member by its name."""
+        """Return the status of each other member, by name."""
         return {peer["name"]: peer["status"] for peer in ask(self.data_dir, "peers")["peers"]}
 
     @property
     def said(self) -> str:
-        """All that it printed in all its lives."""
+        """Return everything that the node has printed since its first start."""
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
 
@@ -105,14 +106,14 @@ class LabSwarm:
         return self.nodes[name]
 
     def start(self, names: Sequence[str], *arguments: str, **settings: str) -> None:
-        """Start several at once and wait for all of them."""
+        """Start several nodes concurrently, and wait for all of them."""
         for name in names:
             self[name].start(*arguments, **settings)
         for name in names:
             self[name].ready()
 
     def kill(self) -> None:
-        """End all of them."""
+        """Kill all of them."""
         for node in self.nodes.values():
             if node.process is not None:
                 node.kill()
@@ -134,11 +135,11 @@ class LabSwarm:
         )
 
     def converge(self, seconds: float) -> float:
-        """Wait until all agree; how long it took."""
+        """Wait until all agree; return how long that took."""
         return wait_until(self.agrees, seconds, lambda: f"no agreement in {seconds:g} s: {self.views()}")
 
     def stay(self, seconds: float) -> None:
-        """Hold that everybody goes on to agree for so long."""
+        """Assert that all nodes continue to agree for `seconds`."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             assert self.agrees(), self.views()
@@ -147,7 +148,7 @@ class LabSwarm:
 
 @contextmanager
 def swarm(lab: Lab, folder: Path) -> Iterator[LabSwarm]:
-    """The nodes of this laboratory, none of them started; all are ended with it."""
+    """Yield the nodes of this laboratory, none of them started; all are killed afterwards."""
     made = LabSwarm(lab, folder)
     try:
         yield made
@@ -156,7 +157,8 @@ def swarm(lab: Lab, folder: Path) -> Iterator[LabSwarm]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, failure: Callable[[], str]) -> float:
-    """Look again and again; how long it took. Fails with what `failure` says."""
+    """Check the condition repeatedly until it holds; return how long that took. Fail with the text that
+    `failure` returns."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < seconds, failure()

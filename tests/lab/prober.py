@@ -1,7 +1,7 @@
-"""Plain sockets on a machine of a laboratory, told line by line what to do: no node, nothing of the product.
+"""Plain sockets on a machine of a laboratory, controlled line by line. Nothing of the product is involved.
 
-python -m tests.lab.prober                       answer requests in JSON, one a line
-python -m tests.lab.prober forget NAMESPACE...   have these forget every connection that they track
+python -m tests.lab.prober answer requests in JSON, one a line python -m tests.lab.prober forget NAMESPACE...
+let these namespaces forget every connection that they track
 
 `tests.lab.nat.Prober` is the other end, in the test.
 """
@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 WAIT_SECONDS = 5.0
-"""The time for expected packets, on a busy machine too."""
+"""Seconds to wait for expected packets, even on a busy machine."""
 _NETFILTER, _FLUSH, _REQUEST_ACK = 12, 1 << 8 | 2, 1 | 4
 
 
@@ -28,7 +28,7 @@ class _Sockets:
         self._listening: dict[int, socket.socket] = {}
 
     def open(self, port: int) -> None:
-        """Open sockets of all families, for datagrams and to listen on, and close those before."""
+        """Open sockets of all families for datagrams and for listening, and close earlier ones."""
         for before in (*self._udp.values(), *self._listening.values()):
             before.close()
         self._udp = {port: socket.socket(*_family(), socket.SOCK_DGRAM)}
@@ -41,7 +41,7 @@ class _Sockets:
         self._udp[port].sendto(text.encode(), _name(self._udp[port], to))
 
     def receive(self, port: int, seconds: float = WAIT_SECONDS) -> "list[Any] | None":
-        """Return where the next one came from, and what it says; None if none came."""
+        """Return the source of the next datagram, and its text; None if none came."""
         readable, _, _ = select.select([self._udp[port]], [], [], seconds)
         if not readable:
             return None
@@ -49,7 +49,7 @@ class _Sockets:
         return [*_plain(source), data.decode()]
 
     def accept(self, port: int, seconds: float = WAIT_SECONDS) -> "list[Any] | None":
-        """Return where the next connection came from, and greet it; None if none came."""
+        """Return the source of the next connection, and greet it; None if none came."""
         readable, _, _ = select.select([self._listening[port]], [], [], seconds)
         if not readable:
             return None
@@ -61,8 +61,9 @@ class _Sockets:
     def connect(
         self, port: int, to: list[Any], seconds: float = WAIT_SECONDS, *, greets: bool = True
     ) -> bool:
-        """Connect from this port, or be connected to at it where it listens, whichever is first; whether both
-        have said something, or where nobody `greets` whether they are connected."""
+        """Connect from this port, or accept a connection to it, whichever happens first. Return whether both
+        sides have received the other's greeting; if this side does not `greet`, return whether they are
+        connected."""
         made = socket.socket(*_family(), socket.SOCK_STREAM)
         _bind(made, port)
         made.setblocking(False)
@@ -113,7 +114,7 @@ def _plain(source: Any) -> list[Any]:
 
 
 def forget(namespace: str) -> None:
-    """The request of conntrack-tools' `conntrack --flush`."""
+    """Send the request of conntrack-tools' `conntrack --flush`."""
     with open(f"/run/netns/{namespace}") as file:
         assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETFILTER) as netlink:

@@ -1,9 +1,9 @@
-"""Answers requests for port mappings as a home router does, with real nftables rules: NAT-PMP or PCP.
+"""Answers requests for port mappings like a home router, with real nftables rules: NAT-PMP or PCP.
 
 python -m tests.lab.router (nat-pmp|pcp|refusing) EXTERNAL-HOST
 
-Runs on a router of `tests.lab.nat`, whose map `forwarded` it fills. For a port that is taken it grants the
-next. Its answers are written from the RFCs, and share no code with the product.
+The program runs on a router of `tests.lab.nat`, and fills the router's map `forwarded`. If a requested port
+is taken, it grants the next one. Its answers are written from the RFCs, and share no code with the product.
 """
 
 import socket
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 ROUTER_PORT = 5_351
 Forward = Callable[[str, str, int, str], object]
-"""Changes the map: the change, the transport, the port, and where it leads."""
+"""Changes the map of forwarded ports: the change, the transport, the port, and its destination."""
 
 TRANSPORTS = {1: "udp", 2: "tcp", 17: "udp", 6: "tcp"}
 
@@ -64,7 +64,7 @@ class Router:
         return header + struct.pack(">12sB3xHH", nonce, transport, inner, port) + there
 
     def grant(self, transport: str, host: str, inner: int, wanted: int, seconds: int) -> int:
-        """Map, map again, or unmap where it is for no seconds."""
+        """Map a port or renew a mapping; with zero seconds, remove the mapping."""
         own = transport, host, inner
         before = self.granted.pop(own, None)
         if before is not None:

@@ -1,8 +1,8 @@
-"""Machines with many interfaces: whoever dies, everybody alive finds everybody alive.
+"""Machines with many interfaces: whichever machine dies, all live nodes find each other.
 
-Each plan is played to its end: all join through the first, all are killed and come back, the first is killed,
-another one is killed and comes back. Nobody sends beacons, and after the first start nobody is told an
-address.
+Each plan has these parts. All nodes join through the first. All are killed and come back. The first is
+killed. A different one is killed and comes back. Nobody sends beacons, and after the first start no node is
+given an address.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from tests.lab.network import DOCKER, FULL, LAPTOP, STORAGE, Host, laboratory
 from tests.lab.nodes import PORT, LabNode, LabSwarm, swarm
 
 FOUND_SECONDS_MAX = 15.0
-"""From the last start until all agree again."""
+"""Seconds from the last start until all agree again."""
 DEATH_SECONDS_MAX = 40.0
-"""SWIM's longest suspicion in a swarm of this size, and a margin for a busy machine."""
+"""Seconds of SWIM's longest suspicion in a swarm of this size, plus a margin for a busy machine."""
 STEADY_SECONDS = 4.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The machines of a laboratory; `has_router`: their segments are joined by a router."""
+    """The machines of a laboratory; `has_router` is whether a router joins their segments."""
 
     hosts: tuple[Host, ...]
     mtu: int = 1_500
@@ -69,11 +69,11 @@ PLANS = {
 
 
 @pytest.mark.slow
-def test_everybody_alive_finds_everybody_alive_on_six_unlike_machines(tmp_path: Path) -> None:
+def test_live_nodes_find_each_other_on_six_different_kinds_of_machines(tmp_path: Path) -> None:
     play(SAMPLE, tmp_path)
 
 
-def test_an_unreachable_machine_prints_the_reason_for_an_address(tmp_path: Path) -> None:
+def test_a_machine_without_usable_addresses_prints_the_reason(tmp_path: Path) -> None:
     with laboratory([Host("a", "eth0", extras=DOCKER)]) as lab, swarm(lab, tmp_path) as nodes:
         lab.machines["a"].run("ip link set eth0 down")
         nodes.start(["a"])
@@ -84,7 +84,7 @@ def test_an_unreachable_machine_prints_the_reason_for_an_address(tmp_path: Path)
         assert "On another machine:  none: this node listens on this machine alone" in nodes["a"].said
 
 
-def test_machines_with_nothing_but_ipv6_find_each_other(tmp_path: Path) -> None:
+def test_machines_with_only_ipv6_find_each_other(tmp_path: Path) -> None:
     hosts = [Host(name, "eth0", extras=DOCKER[:1], families=(6,)) for name in "ab"]
     with laboratory(hosts) as lab, swarm(lab, tmp_path) as nodes:
         join(nodes)
@@ -93,12 +93,12 @@ def test_machines_with_nothing_but_ipv6_find_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(PLANS))
 @pytest.mark.skipif(not FULL, reason="PEERLOOM_LAB=full plays every plan")
-def test_everybody_alive_finds_everybody_alive_in_every_network(name: str, tmp_path: Path) -> None:
+def test_live_nodes_find_each_other_in_every_network(name: str, tmp_path: Path) -> None:
     print(name, {what: round(seconds, 1) for what, seconds in play(PLANS[name], tmp_path).items()})  # noqa: T201
 
 
 @pytest.mark.skipif(not FULL, reason="PEERLOOM_LAB=full plays every plan")
-def test_a_machine_with_a_new_address_is_found_after_the_first_died(tmp_path: Path) -> None:
+def test_a_changed_address_is_found_after_the_first_node_died(tmp_path: Path) -> None:
     plan = Plan(tuple(Host(name, "eth0", extras=DOCKER) for name in "abc"))
     with laboratory(plan.hosts) as lab, swarm(lab, tmp_path) as nodes:
         join(nodes)
@@ -111,7 +111,7 @@ def test_a_machine_with_a_new_address_is_found_after_the_first_died(tmp_path: Pa
         nodes["c"].kill()
         nodes.start(["c"])
         nodes.converge(FOUND_SECONDS_MAX)
-        # All come back where nobody has seen the other one start: only what was saved tells where.
+        # After this restart nobody has seen the others start, so only saved addresses can lead to them.
         nodes.kill()
         nodes.start(["b", "c"])
         nodes.converge(FOUND_SECONDS_MAX)
@@ -124,7 +124,7 @@ def play(plan: Plan, folder: Path) -> dict[str, float]:
         took = {"joined": join(nodes)}
         for node in nodes.nodes.values():
             assert f"--join {typed(node)}\n" in node.said
-        # All lose their power as soon as they have met.
+        # All lose power as soon as they have found each other.
         nodes.kill()
         nodes.start(names)
         took["all back"] = nodes.converge(FOUND_SECONDS_MAX)
@@ -134,7 +134,8 @@ def play(plan: Plan, folder: Path) -> dict[str, float]:
         nodes[names[-1]].kill()
         nodes.start(names[-1:])
         took["one back"] = nodes.converge(FOUND_SECONDS_MAX)
-        # 172.17.0.1 of another machine is this machine itself, or a node of its own that is somebody else.
+        # Every machine has 172.17.0.1 itself. So to a node that address is its own machine, or a different
+        # node.
         assert all("wrong key" not in node.said for node in nodes.nodes.values())
         return took
 
@@ -148,6 +149,7 @@ def join(nodes: LabSwarm) -> float:
 
 
 def typed(node: LabNode) -> str:
-    """Return the address that a person types to join through a node: its first one on the switch."""
+    """Return the address that a person types to join through a node: the node's first address on the
+    switch."""
     here = next(iter(node.machine.hosts.values()))
     return f"[{here}]:{PORT}" if ":" in here else f"{here}:{PORT}"

@@ -1,6 +1,7 @@
 """Two machines train together, their cable is cut, each trains on alone, and one branch is kept.
 
-Real nodes on machines of their own, started and asked as a person does. It takes three minutes.
+Real nodes run on machines of their own, and are started and asked as a person does it. This takes three
+minutes.
 """
 
 import subprocess
@@ -32,7 +33,7 @@ on_lost_quorum = "fork"
 
 
 def run_of(node: LabNode) -> dict[str, Any]:
-    """The only run that a node knows."""
+    """Return the only run that a node knows."""
     runs = node.status["runs"]
     return dict(runs[-1]) if runs else {}
 
@@ -42,7 +43,7 @@ def step(node: LabNode) -> int:
 
 
 @pytest.mark.skipif(not FULL, reason="three minutes: PEERLOOM_LAB=full")
-def test_two_parted_machines_train_on_alone_and_one_branch_is_kept(tmp_path: Path) -> None:
+def test_two_disconnected_machines_train_on_alone_and_one_branch_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "RUN.toml"
     file.write_text(RUN)
     with laboratory((Host("a", "eth0"), Host("b", "eth0"))) as lab, swarm(lab, tmp_path) as nodes:
@@ -79,7 +80,7 @@ def is_kept(text: str) -> bool:
 
 
 def merged(a: LabNode, b: LabNode) -> bool:
-    """Whether both say what became of the branches."""
+    """Return whether both nodes report what became of the branches."""
     said = [node.said for node in (a, b)]
     is_given_up = any("steps that were committed here are discarded" in text for text in said)
     return is_given_up and any(map(is_kept, said))

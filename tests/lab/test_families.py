@@ -1,4 +1,5 @@
-"""Nodes probe IPv4 and IPv6 each by itself: here behind a router that firewalls IPv6 and translates IPv4."""
+"""Nodes probe IPv4 and IPv6 separately: here they are behind a router with an IPv6 firewall and an IPv4
+translator."""
 
 import re
 from functools import partial
@@ -12,7 +13,7 @@ from tests.lab.nodes import PORT, LabNode, swarm, wait_until
 
 SECONDS_MAX = 120.0
 IPV6 = "IPv6: TCP( and UDP)? not translated"
-"""Datagrams may go by IPv4 alone: then nothing is known of them by IPv6."""
+"""If datagrams go over IPv4 alone, nothing is known about UDP over IPv6."""
 PATTERNS = {
     "hub": (
         f"TCP and UDP not translated; {IPV6}",
@@ -32,7 +33,7 @@ def router_text(node: LabNode) -> str:
 
 
 @pytest.mark.skipif(not FULL, reason="five nodes and a minute: PEERLOOM_LAB=full")
-def test_a_firewall_of_ipv6_is_told_from_none(tmp_path: Path) -> None:
+def test_a_node_detects_whether_ipv6_is_behind_a_firewall(tmp_path: Path) -> None:
     public = [Site(name, has_ipv6=True) for name in ("hub", "second", "third", "fourth")]
     with internet([*public, named("firewall6", "hidden")]) as lab, swarm(lab, tmp_path) as nodes:
         nodes["hub"].start()

@@ -1,6 +1,6 @@
-"""Each translator of the laboratory does as its name says, seen from plain sockets: nothing of the product.
+"""Each translator of the laboratory behaves as its name says, seen from plain sockets without the product.
 
-What a node does behind them is in `test_punching.py`.
+`test_punching.py` tests what nodes do behind these translators.
 """
 
 import time
@@ -26,7 +26,8 @@ from tests.lab.prober import WAIT_SECONDS
 
 PORT = 9747
 VAIN_SECONDS = 0.15
-"""For what must not come: on one machine whatever is let through takes a millisecond."""
+"""Seconds to wait for packets that must not come: on one machine, a packet that is let through takes a
+millisecond."""
 _pause = time.sleep
 
 SITES = (
@@ -59,7 +60,8 @@ def everybody(lab: Internet) -> "Iterator[dict[str, Prober]]":
 
 @pytest.fixture
 def at(lab: Internet, everybody: dict[str, Prober]) -> dict[str, Prober]:
-    """Machines that no translator knows yet: what one test has sent opens no way for the next."""
+    """Return the machines, unknown to every translator, so that the packets of one test open no way for the
+    next."""
     lab.forget(*(site.name for site in SITES if site.nat is not None))
     for prober in everybody.values():
         prober.begin("open", port=PORT)
@@ -71,14 +73,14 @@ def at(lab: Internet, everybody: dict[str, Prober]) -> dict[str, Prober]:
 def seen_by(
     at: dict[str, Prober], lab: Internet, name: str, server: str, seconds: float = WAIT_SECONDS
 ) -> tuple[str, int] | None:
-    """Where a server sees a machine that writes to it."""
+    """Return the endpoint at which a server sees a machine that sends to it."""
     at[name]("send", port=PORT, to=(lab.public(server), PORT))
     came = at[server]("receive", port=PORT, seconds=seconds)
     return None if came is None else (came[0], came[1])
 
 
 def connected(at: dict[str, Prober], lab: Internet, name: str, server: str) -> tuple[str, int] | None:
-    """Where a server sees a machine that connects to it."""
+    """Return the endpoint at which a server sees a machine that connects to it."""
     at[name].begin("connect", port=PORT, to=(lab.public(server), PORT))
     came = at[server]("accept", port=PORT)
     at[name].result()
@@ -86,13 +88,13 @@ def connected(at: dict[str, Prober], lab: Internet, name: str, server: str) -> t
 
 
 def answers(at: dict[str, Prober], server: str, there: Any, name: str, seconds: float = WAIT_SECONDS) -> bool:
-    """Whether what a server writes to that address gets to the machine."""
+    """Return whether a datagram of a server to this endpoint reaches the machine."""
     at[server]("send", port=PORT, to=there)
     return at[name]("receive", port=PORT, seconds=seconds) is not None
 
 
 def dials(at: dict[str, Prober], server: str, there: Any, name: str, seconds: float = WAIT_SECONDS) -> bool:
-    """Whether a server can connect to that address."""
+    """Return whether a server can connect to this endpoint."""
     at[server].begin("connect", port=0, to=there, seconds=seconds)
     came = at[name]("accept", port=PORT, seconds=seconds)
     at[server].result()
@@ -100,7 +102,7 @@ def dials(at: dict[str, Prober], server: str, there: Any, name: str, seconds: fl
 
 
 @pytest.mark.parametrize(("name", "site"), [("h1", "home"), ("carrier", "carrier"), ("short", "short")])
-def test_a_home_router_maps_endpoint_independently_and_filters_by_address_and_port(
+def test_a_home_router_maps_endpoint_independently_and_filters_by_endpoint(
     lab: Internet, at: dict[str, Prober], name: str, site: str
 ) -> None:
     there = seen_by(at, lab, name, "a")
@@ -124,7 +126,9 @@ def test_a_symmetric_router_maps_to_another_port_for_each_destination(
         assert {place and place[0] for place in ports} == {lab.public("symmetric")}
 
 
-def test_a_full_cone_lets_in_everybody_also_from_behind_itself(lab: Internet, at: dict[str, Prober]) -> None:
+def test_a_full_cone_router_lets_in_everybody_including_its_own_machines(
+    lab: Internet, at: dict[str, Prober]
+) -> None:
     there = seen_by(at, lab, "c1", "a")
     assert there == (lab.public("cone"), PORT)
     assert answers(at, "b", there, "c1")
@@ -134,12 +138,12 @@ def test_a_full_cone_lets_in_everybody_also_from_behind_itself(lab: Internet, at
     assert dials(at, "c2", there, "c1")
 
 
-def test_blocked_udp_does_not_get_out_and_tcp_does(lab: Internet, at: dict[str, Prober]) -> None:
+def test_a_router_that_blocks_udp_lets_only_tcp_out(lab: Internet, at: dict[str, Prober]) -> None:
     assert seen_by(at, lab, "blocked", "a", VAIN_SECONDS) is None
     assert connected(at, lab, "blocked", "a") == connected(at, lab, "blocked", "b") is not None
 
 
-def test_a_firewall_of_ipv6_lets_in_nothing_but_answers(lab: Internet, at: dict[str, Prober]) -> None:
+def test_an_ipv6_firewall_lets_in_only_answers(lab: Internet, at: dict[str, Prober]) -> None:
     here, server = ((lab.machines[name].hosts[6], PORT) for name in ("firewall6", "a"))
     assert not answers(at, "a", here, "firewall6", VAIN_SECONDS)
     assert not dials(at, "a", here, "firewall6", VAIN_SECONDS)
@@ -148,7 +152,7 @@ def test_a_firewall_of_ipv6_lets_in_nothing_but_answers(lab: Internet, at: dict[
     assert answers(at, "a", here, "firewall6")
 
 
-def test_a_short_mapping_is_forgotten_when_nothing_passes(lab: Internet, at: dict[str, Prober]) -> None:
+def test_a_short_lived_mapping_expires_without_traffic(lab: Internet, at: dict[str, Prober]) -> None:
     there = seen_by(at, lab, "short", "a")
     wait_until(
         lambda: answers(at, "a", seen_by(at, lab, "short", "a"), "short", VAIN_SECONDS),
@@ -159,7 +163,7 @@ def test_a_short_mapping_is_forgotten_when_nothing_passes(lab: Internet, at: dic
     assert not answers(at, "a", there, "short", VAIN_SECONDS)
 
 
-def test_a_rebooted_router_has_forgotten_all_and_gives_other_ports(
+def test_a_rebooted_router_forgets_its_mappings_and_uses_different_ports(
     lab: Internet, at: dict[str, Prober]
 ) -> None:
     before = seen_by(at, lab, "rebooted", "a")
@@ -188,7 +192,7 @@ def test_two_machines_behind_one_router_reach_each_other_only_inside(
     ("one", "other"),
     [("h1", "home2"), ("h1", "carrier"), ("h1", "symmetric"), ("c1", "symmetric"), ("carrier", "short")],
 )
-def test_plain_sockets_punch_where_the_mappings_make_it_possible(
+def test_plain_sockets_punch_holes_exactly_if_the_mappings_allow_it(
     lab: Internet, at: dict[str, Prober], one: str, other: str
 ) -> None:
     sites = {name: site for site in SITES for name in site.names}
@@ -205,8 +209,9 @@ def test_plain_sockets_punch_where_the_mappings_make_it_possible(
 
 
 def punched(at: dict[str, Prober], one: str, other: str, places: dict[str, Any], is_possible: bool) -> bool:
-    """Whether a datagram came both ways after each has written to where the other was seen, and then to where
-    it comes from: a symmetric router shows another port."""
+    """Return whether datagrams arrive in both directions. Each machine writes first to the endpoint at which
+    the other was seen, and then to the one from which the other writes: a symmetric router shows a different
+    port."""
     until = time.monotonic() + (WAIT_SECONDS if is_possible else VAIN_SECONDS)
     reached: set[str] = set()
     while len(reached) < 2 and time.monotonic() < until:

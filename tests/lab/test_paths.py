@@ -1,4 +1,4 @@
-"""Two machines that share two networks of unlike speed: what is large goes by the faster one."""
+"""Two machines share two networks with different speeds: large transfers use the faster one."""
 
 import json
 import subprocess
@@ -11,10 +11,10 @@ import pytest
 from tests.lab.network import FULL, Host, Machine, laboratory, python
 
 RATE_MIN = 0.8
-"""The least share of the rate that the same transfer reaches where the faster network is the only one."""
+"""The transfer must reach at least this share of its rate when only the faster network exists."""
 SECONDS_MAX = 150
 BYTES_MIN = 7_000_000
-"""Averaging brings half of the 16 MB back and sends half of the other's; a state is sent whole."""
+"""In averaging, a machine receives half of the 16 MB back, and half of the other's; a state is sent whole."""
 RATES = ("10mbit", "100mbit")
 """The rate of each segment."""
 SETTINGS = {"PEERLOOM_CALIBRATE": "false", "PEERLOOM_ALLOW_UNFENCED": "true"}
@@ -28,7 +28,7 @@ def shape(machine: Machine, interface: str, rate: str) -> None:
 def program(
     machine: Machine, folder: Path, environment: dict[str, str], *arguments: str
 ) -> "Iterator[subprocess.Popen[bytes]]":
-    """Run `tests.lab.two_paths` there; it is ended with the block."""
+    """Run `tests.lab.two_paths` on the machine; the program is killed at the end of the block."""
     command = [python(), "-m", "tests.lab.two_paths", str(folder), *arguments]
     process = machine.start(command, environment=environment, output=folder.with_suffix(".log"))
     try:
@@ -39,9 +39,9 @@ def program(
 
 
 def rates(folder: Path, *, has_slow: bool) -> dict[str, float]:
-    """Bytes a second that the second of two machines received, by what was transferred."""
+    """Return the bytes per second that the second of two machines received, by kind of transfer."""
     folder.mkdir()
-    # The slow one has the first name, and the other machine is joined by it.
+    # The slow network comes first by name, and the machines join each other over it.
     hosts = [Host(name, "eth1", 1) for name in "ab"]
     if has_slow:
         hosts = [Host(name, "eth0", 0, more=(("eth1", 1),)) for name in "ab"]

@@ -1,4 +1,5 @@
-"""Where stages go among nodes behind routers: two that only a relay joins are no neighbours without need."""
+"""Placement of stages on nodes behind routers: two nodes that only a relay connects get neighbouring stages
+only if necessary."""
 
 import json
 import os
@@ -52,7 +53,7 @@ def plan(lab: Internet, node: LabNode, *words: str) -> dict[str, Any]:
 
 
 def measured(node: LabNode) -> dict[frozenset[str], float]:
-    """The slower rate of each link, by the names of its ends, so far as the node knows it."""
+    """Return the slower rate of each link by the names of its ends, as far as the node knows the links."""
     names = {row["peer"]: row["name"] for row in ask(node.data_dir, "peers")["peers"]}
     found: dict[frozenset[str], float] = {}
     for row in ask(node.data_dir, "measurements")["links"]:
@@ -68,14 +69,15 @@ def is_slowest(node: LabNode) -> bool:
 
 
 def knows_all(node: LabNode) -> bool:
-    """Whether it has heard of all links, and of the one between the hidden nodes what they have measured."""
+    """Return whether the node has heard of all links, including the measurements of the one between the
+    hidden nodes."""
     rates = measured(node)
     is_calibrated = len(ask(node.data_dir, "measurements")["calibrations"]) == 4
     return is_calibrated and len(rates) == 6 and rates[frozenset(HIDDEN)] != RELAYED_BYTES_PER_SECOND
 
 
 @pytest.mark.skipif(not FULL, reason="four calibrated nodes: PEERLOOM_LAB=full")
-def test_two_that_only_a_relay_joins_are_no_neighbours_without_need(tmp_path: Path) -> None:
+def test_nodes_joined_only_by_a_relay_are_neighbours_only_if_necessary(tmp_path: Path) -> None:
     sites = [named("public", name, rate=RATE) for name in ("asks", "public")]
     sites += [named(name, name, rate=RATE) for name in sorted(HIDDEN)]
     with internet(sites) as lab, swarm(lab, tmp_path) as nodes:
@@ -88,7 +90,7 @@ def test_two_that_only_a_relay_joins_are_no_neighbours_without_need(tmp_path: Pa
         )
         paths = {row["name"]: row["path"] for row in ask(nodes["home"].data_dir, "peers")["peers"]}
         assert paths["symmetric"]["way"] == "relayed"
-        # What was measured through a relay, before there was a direct path, is measured anew.
+        # A link that was measured through a relay, before there was a direct path, is measured again.
         wait_until(
             partial(is_slowest, nodes["asks"]), MEASURED_SECONDS_MAX, lambda: str(measured(nodes["asks"]))
         )

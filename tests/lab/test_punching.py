@@ -1,7 +1,6 @@
-"""Nodes behind real NATs reach each other directly where the mappings make it possible, and not elsewhere.
+"""Nodes behind real NATs reach each other directly exactly if the mappings allow it.
 
-That a plain dial fails there, and that each router maps and filters as its name says, is shown in
-`test_nat.py`.
+`test_nat.py` shows that a plain dial fails there, and that each router maps and filters as its name says.
 """
 
 import time
@@ -23,20 +22,20 @@ DIRECT = ("direct", "punched")
 
 
 def path(node: LabNode, other: LabNode) -> dict[str, Any]:
-    """How a node says it speaks to another one."""
+    """Return the path that a node reports to another node."""
     rows = {row["name"]: row.get("path") for row in ask(node.data_dir, "peers")["peers"]}
     return rows.get(other.name) or {"way": "none", "datagrams": False}
 
 
 def start(lab: Internet, nodes: LabSwarm) -> None:
-    """All join through the first."""
+    """Start all nodes; they join through the first."""
     first, *others = nodes.nodes
     nodes.start([first])
     nodes.start(others, JOIN=f"{lab.public(first)}:{PORT}")
 
 
 def wait_for(nodes: LabSwarm, condition: Callable[[], bool], seconds: float = SECONDS_MAX) -> None:
-    """Wait until it is so; fails with what all say of their paths."""
+    """Wait until the condition holds; on failure, show the paths that all nodes report."""
 
     def told() -> str:
         return "\n".join(
@@ -50,7 +49,7 @@ def wait_for(nodes: LabSwarm, condition: Callable[[], bool], seconds: float = SE
 
 
 @pytest.mark.slow
-def test_two_nodes_behind_routers_speak_directly_and_without_the_relay(tmp_path: Path) -> None:
+def test_two_nodes_behind_routers_connect_directly_without_the_relay(tmp_path: Path) -> None:
     sites = [Site("hub"), Site("second"), named("home", "a"), named("home", "b")]
     with internet(sites) as lab, swarm(lab, tmp_path) as nodes:
         start(lab, nodes)
@@ -65,7 +64,7 @@ def test_two_nodes_behind_routers_speak_directly_and_without_the_relay(tmp_path:
         wait_for(nodes, lambda: router_text(a) == text)
         lab.reboot("a")
         wait_for(nodes, lambda: not is_direct())
-        # The other router still lets in what comes from this address: a dial may come first.
+        # The other router still lets in packets from this address, so a plain dial may succeed first.
         wait_for(nodes, is_direct)
         nodes["hub"].kill()
         nodes["second"].kill()
@@ -94,7 +93,7 @@ def test_one_public_node_is_enough_to_punch_again_through_a_rebooted_router(tmp_
 
 
 @pytest.mark.slow
-def test_two_nodes_without_relays_meet_by_a_peer_that_both_know(tmp_path: Path) -> None:
+def test_two_nodes_without_relays_connect_through_a_peer_that_both_know(tmp_path: Path) -> None:
     with (
         internet([Site("hub"), named("home", "a"), named("home", "b")]) as lab,
         swarm(lab, tmp_path) as nodes,
@@ -113,7 +112,7 @@ def router_text(node: LabNode) -> str:
 
 @pytest.mark.skipif(not FULL, reason="PEERLOOM_LAB=full plays every pair")
 @pytest.mark.parametrize("is_diagonal", [False, True], ids=["unlike", "alike"])
-def test_every_pair_is_direct_just_where_the_mappings_make_it_possible(
+def test_every_pair_gets_a_direct_path_exactly_if_the_mappings_allow_it(
     is_diagonal: bool, tmp_path: Path
 ) -> None:
     hub, second = Site("hub", has_ipv6=True), Site("second", has_ipv6=True)
@@ -152,7 +151,7 @@ def test_every_pair_is_direct_just_where_the_mappings_make_it_possible(
 
 
 def ways(nodes: LabSwarm, one: Site, other: Site) -> dict[str, tuple[bool, bool]]:
-    """Whether each of two says that it speaks to the other directly, by transport."""
+    """Return whether each of two nodes reports a direct path to the other, by transport."""
     ends = nodes[one.name], nodes[other.name]
     paths = path(ends[0], ends[1]), path(ends[1], ends[0])
     return {
@@ -162,7 +161,8 @@ def ways(nodes: LabSwarm, one: Site, other: Site) -> dict[str, tuple[bool, bool]
 
 
 def matrix(pairs: list[tuple[Site, Site]], since: dict[tuple[str, str, str], float]) -> str:
-    """After how many seconds each pair was direct; `-` for never, `!` where the mappings say otherwise."""
+    """Return a table of the seconds after which each pair was direct. `-` means never; `!` marks a result
+    that contradicts the mappings."""
     rows = [f"{'':24}{'tcp':>8}{'udp':>8}"]
     for one, other in pairs:
         cells = []

@@ -1,7 +1,8 @@
-"""Nodes behind real address translators: relays make them members that host stages.
+"""Nodes behind real address translators become members that host stages, with the help of relays.
 
-Real nodes on machines of their own, started and asked as a person does. The short form shows that a node
-behind a home router is reached; the long one (PEERLOOM_LAB=full) trains through relays and kills one.
+Real nodes run on machines of their own, and are started and asked as a person does it. The short form shows
+that a node behind a home router is reached; the long one (PEERLOOM_LAB=full) trains through relays and kills
+one.
 """
 
 import subprocess
@@ -29,7 +30,7 @@ STEPS = 500
 KILLED_AT = 60
 TOKENS = 200
 BACK_SECONDS_MAX = 10.0
-"""From a router's reboot, or a relay's death, to the next steps."""
+"""Seconds allowed from a router's reboot, or a relay's death, until further steps are made."""
 RUN = """
 model = "simple-cnn"
 data = "digits"
@@ -46,7 +47,7 @@ checkpoint_every = 100
 
 
 def paths(node: LabNode) -> dict[str, Any]:
-    """Which way each other member is spoken to, by its name."""
+    """Return the path to each other member, by name."""
     return {row["name"]: row["path"] for row in ask(node.data_dir, "peers")["peers"]}
 
 
@@ -55,7 +56,8 @@ def reservations(node: LabNode) -> int:
 
 
 def begin(nodes: LabSwarm, public: str, *others: str, relays: int = 1, **settings: str) -> None:
-    """Start one with a public address, then the others through it; until they agree and are reached."""
+    """Start a node with a public address, then the others through it; wait until they agree and have
+    reservations at relays."""
     nodes.start([public], **settings)
     join(nodes, public, *others, **settings)
     hidden = [nodes[name] for name in others if nodes[name].machine.hosts[4].startswith("192.168.")]
@@ -63,7 +65,7 @@ def begin(nodes: LabSwarm, public: str, *others: str, relays: int = 1, **setting
 
 
 def join(nodes: LabSwarm, public: str, *others: str, **settings: str) -> None:
-    """Start these through one that is up; until all agree."""
+    """Start these nodes through a running one; wait until all agree."""
     for name in others:
         nodes[name].start("--join", f"{nodes[public].machine.hosts[4]}:{PORT}", **settings)
     for name in others:
@@ -72,7 +74,7 @@ def join(nodes: LabSwarm, public: str, *others: str, **settings: str) -> None:
 
 
 def wait_for_places(hidden: list[LabNode], relays: int) -> None:
-    """Wait until each has a place at so many relays."""
+    """Wait until each node has reservations at this many relays."""
     wait_until(
         lambda: all(reservations(node) >= relays for node in hidden),
         FOUND_SECONDS_MAX,
@@ -101,14 +103,14 @@ def step(node: LabNode) -> int:
 
 
 def trained(node: LabNode, file: Path, stages: int, steps: int = STEPS) -> "subprocess.Popen[bytes]":
-    """Begin a run as a person does, on this node's machine."""
+    """Start a run as a person does, on this node's machine."""
     file.write_text(RUN % (steps, stages))
     command = [python(), "-m", "node", "train", str(file), "--data-dir", str(node.data_dir)]
     return node.machine.start(command, output=file.with_suffix(".log"))
 
 
 def result(node: LabNode) -> dict[str, Any]:
-    """The weights that a node keeps of its only run."""
+    """Return the weights that a node keeps of its only run."""
     data = FolderStorage(node.data_dir).read(weights_name(node.status["runs"][-1]["run"]))
     assert data is not None, node.said
     found: dict[str, Any] = safetensors.numpy.load(data)
@@ -116,7 +118,7 @@ def result(node: LabNode) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not FULL, reason="four minutes: PEERLOOM_LAB=full")
-def test_a_run_through_relays_is_exact_and_outlives_routers_and_a_relay(tmp_path: Path) -> None:
+def test_a_run_through_relays_is_exact_and_survives_lost_routers_and_relays(tmp_path: Path) -> None:
     public = [named("public", name) for name in ("p", "q", "alone")]
     sites = [*public, named("home", "h"), named("home", "i"), named("symmetric", "s")]
     with internet(sites) as lab, swarm(lab, tmp_path) as nodes:
@@ -149,7 +151,8 @@ def test_a_run_through_relays_is_exact_and_outlives_routers_and_a_relay(tmp_path
 
 @pytest.mark.skipif(not FULL, reason="two minutes: PEERLOOM_LAB=full")
 def test_a_run_leaves_the_relay_once_a_direct_path_exists(tmp_path: Path) -> None:
-    """A punched path is lost with a router's mappings: the run goes on by the relay, then punched again."""
+    """When a router forgets its mappings, the punched path is lost. The run goes on over the relay until a
+    new path is punched."""
     sites = [named("public", "p"), named("public", "q"), named("home", "h"), named("home", "i")]
     with internet(sites) as lab, swarm(lab, tmp_path) as nodes:
         h, i, relays = nodes["h"], nodes["i"], (nodes["p"], nodes["q"])
@@ -186,7 +189,8 @@ def relayed_bytes(relay: LabNode) -> int:
 
 
 def answer(door: LabNode, at: int = -1, disturb: Callable[[], object] = bool) -> tuple[list[int], float]:
-    """The tokens of an answer, and the longest pause between two; `disturb` is called after `at` of them."""
+    """Return the tokens of an answer, and the longest pause between two; `disturb` is called after `at` of
+    them."""
     tokens: list[int] = []
     came: list[float] = []
 
@@ -204,7 +208,7 @@ def answer(door: LabNode, at: int = -1, disturb: Callable[[], object] = bool) ->
 
 
 @pytest.mark.skipif(not FULL, reason="two minutes: PEERLOOM_LAB=full")
-def test_an_answer_through_relays_outlives_the_one_that_carries_it(tmp_path: Path) -> None:
+def test_an_answer_survives_the_death_of_the_relay_that_carries_it(tmp_path: Path) -> None:
     sites = [named("public", name) for name in ("p", "q")]
     sites += [named("home", "h"), named("symmetric", "s"), named("home", "door")]
     with internet(sites) as lab, swarm(lab, tmp_path) as nodes:

@@ -1,9 +1,9 @@
 """The program of two machines that share a slow and a fast network: they average, and one sends its state.
 
-python -m tests.lab.two_paths DATA_DIR first            be there, average, train until the other has the state
-python -m tests.lab.two_paths DATA_DIR second ADDRESS   join, average, take over the state
+python -m tests.lab.two_paths DATA_DIR first start, average, train until the other has the state python -m
+tests.lab.two_paths DATA_DIR second ADDRESS join, average, take over the state
 
-Each prints lines of JSON: the bytes a second that all interfaces together received during a transfer.
+Each prints lines of JSON: the bytes per second that all interfaces together received during a transfer.
 """
 
 import json
@@ -63,12 +63,12 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def _wait(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + WAIT_SECONDS_MAX
     while not condition():
-        assert time.monotonic() < until, "it did not happen in time"
+        assert time.monotonic() < until, "the condition did not hold in time"
         _pause(LOOK_SECONDS)
 
 
 class Received:
-    """Watches in a thread what comes by the interfaces of this machine, but for loopback."""
+    """Measures, in a thread, the bytes that arrive at all interfaces of this machine except loopback."""
 
     def __enter__(self) -> "Received":
         self._samples = [(time.monotonic(), _received_bytes())]
@@ -86,7 +86,8 @@ class Received:
             self._samples.append((time.monotonic(), _received_bytes()))
 
     def tell(self, what: str) -> None:
-        """Print the rate from a tenth to nine tenths of what came: without the talk before and after."""
+        """Print the rate between a tenth and nine tenths of the bytes, which excludes the messages before and
+        after."""
         first, last = self._samples[0][1], self._samples[-1][1]
         inside = [each for each in self._samples if 0.1 <= (each[1] - first) / max(1, last - first) <= 0.9]
         (began, had), (ended, has) = inside[0], inside[-1]

@@ -1,5 +1,6 @@
-"""A router that maps ports by UPnP: SSDP, a description and SOAP, written from the specifications; it shares
-nothing with the product. In-process for tests on loopback, a program on a router of `tests.lab.nat`:
+"""A router that maps ports by UPnP: SSDP, a description and SOAP, written from the specifications. It shares
+nothing with the product. It runs in-process for tests on loopback, or as a program on a router of
+`tests.lab.nat`:
 
 python -m tests.lab.upnp_router EXTERNAL-HOST
 """
@@ -25,7 +26,7 @@ DESCRIPTION = """<?xml version="1.0"?>
 
 
 class UpnpRouter:
-    """`granted` is what it maps: (transport, outer port) to (host, inner port, seconds)."""
+    """`granted` are the current mappings: (transport, outer port) to (host, inner port, seconds)."""
 
     def __init__(
         self, host: str, external: str, ssdp_port: int = 0, nft: Callable[..., None] | None = None

@@ -1,13 +1,13 @@
-"""The messages of nodes, as a record of each protocol: of the version before, and of this one.
+"""The messages of nodes as a record of each protocol, for the previous version and for this one.
 
-`previous.json` has the record of the version before, `previous.tar.xz` its packages, as they stand in its
-wheel (without the simulator, the page's files and the demo's weights). A node must speak with nodes of both,
-so a message that changes is told by another name of its protocol: `/peerloom/serve/1` became
-`/peerloom/serve/2`, and this version serves both. Where the version before reads a changed message rightly
-all the same, the change may stand in `COMPATIBLE` with the reason.
+`previous.json` has the record of the previous version. `previous.tar.xz` has its packages as in its wheel
+(without the simulator, the page's files and the demo's weights). A node must speak with nodes of both
+versions. So if a message changes, its protocol gets a new name: `/peerloom/serve/1` became
+`/peerloom/serve/2`, and this version serves both. If the previous version reads a changed message correctly
+all the same, the change may instead stand in `COMPATIBLE`, with the reason.
 
-`python -m tests.rolling.schemas` prints what changed since; with `--release VERSION` it records what this
-version says, for the next: see CONTRIBUTING.md.
+`python -m tests.rolling.schemas` prints what has changed since. With `--release VERSION` it records the
+messages of this version, for the next: see CONTRIBUTING.md.
 """
 
 import json
@@ -53,16 +53,17 @@ CARRIED: Mapping[str, tuple[type, ...]] = {
     runs.PIPELINE_PROTOCOL: (Change,),
     blobs.BLOBS_PROTOCOL: (checkpoint.StatePart,),
 }
-"""Structs that a protocol carries as bytes, which are decoded once more."""
+"""Structs that a protocol carries as bytes, which the receiver decodes again."""
 
 UNNAMED: Mapping[str, tuple[type, ...]] = {
     "the hello of a connection": (router.Hello, router.HelloAnswer),
     "the beacon of the local network": (beacon.Beacon,),
 }
-"""Messages before any name: no version of them can be chosen, so they may only grow."""
+"""Messages that are sent before any protocol name. No version of them can be chosen, so they may only
+grow."""
 
 GOAL_FIELDS = {
-    f"RevisionBody.{field}": "a field at the end, which the requester's own node alone acts on"
+    f"RevisionBody.{field}": "a field at the end, which only the requester's own node uses"
     for field in (
         "samples_per_second: float >= 0 <= 1,000,000,000; without it `0.0`",
         "goal_seconds: int >= 0 <= 86,400; without it `0`",
@@ -101,29 +102,32 @@ FORMER_NAMES: Mapping[str, str] = {
     "StateRequest": "Ask",
     "UnitWork": "Work",
 }
-"""By the names of structs now, their names in the version before: names are not on the wire."""
+"""Names of structs in this version, and their names in the previous version. Such names are not sent on the
+wire."""
 
 COMPATIBLE: Mapping[str, Mapping[str, str]] = {
     gossip.swim.PROTOCOL: {
         "AliveBody.circuits: list <= 8 of (text <= 200); without it empty": (
-            "a field at the end, which a version without relays skips; such addresses among `addresses` it"
-            " would refuse, with the fact and whoever passed it on"
+            "a field at the end, which a version without relays skips. Among "
+            "`addresses` it would refuse such an address, together with the fact and "
+            "the peer that passed it on"
         ),
     },
     dht.messages.PROTOCOL: {
         "SettingsBody: new": (
-            "a value under a key of its own, that a node stores as any other; only nodes that follow a key"
-            " read it"
+            "a value under a key of its own, which a node stores like any other; only "
+            "nodes that follow a key read the value"
         ),
-        "SharedSetting: new": "stands in SettingsBody alone",
-        "RelayRecord: new": "a value under keys of its own, that a node stores as any other",
+        "SharedSetting: new": "used only in SettingsBody",
+        "RelayRecord: new": "a value under keys of its own, which a node stores like any other",
     },
     "/peerloom/services/1": {
         "Row.is_stopgap: bool; without it `False`": (
-            "a field at the end; the version before takes such a member for any other that answers"
+            "a field at the end; the previous version treats such a member like any other that answers"
         ),
         "ServiceManifest.version: one of 1, 2; required": (
-            "2 is written for encoders alone, which the version before could not hold: it refuses the service"
+            "2 is written only for encoders, which the previous version could not "
+            "hold: it refuses the service"
         ),
         "ServiceManifest.vector: int >= 0 <= 65,536; without it `0`": (
             "a field at the end, 0 in all manifests of version 1"
@@ -133,18 +137,20 @@ COMPATIBLE: Mapping[str, Mapping[str, str]] = {
     runs.PIPELINE_PROTOCOL: GOAL_FIELDS,
     "the hello of a connection": {
         'Hello.kind: one of "identify", "message", "path", "stream"; required': (
-            "a path is offered to a peer that cannot be dialled back; the version before hangs up, and the"
-            " offer counts as refused: it is reached as it was before there were paths"
+            "a path is offered to a peer that cannot be dialled back. The previous "
+            "version hangs up, and the offer counts as refused, so the peer is reached "
+            "as before there were paths"
         ),
     },
 }
-"""By protocol: a changed line of its record, and why the version before is not misled by it."""
+"""For each protocol: the changed lines of its record, and why each change does not mislead the previous
+version."""
 
 Record = dict[str, list[str]]
 
 
 def fields(cls: type) -> Iterator[str]:
-    """Yield the record of one struct: how it is written, then its fields in their order."""
+    """Yield the record of one struct: how it is written, then its fields in order."""
     found = description(cls)
     form = "array" if found.array_like else "map"
     tag = "" if found.tag is None else f", tag {found.tag}"
@@ -157,12 +163,12 @@ def fields(cls: type) -> Iterator[str]:
 
 
 def limits_text(limits: StreamLimits) -> str:
-    """Return what a sender has to keep to on one stream."""
+    """Return the limits that a sender must observe on one stream."""
     return f"a message of at most {limits.message_bytes_max:,} bytes"
 
 
 def record() -> dict[str, Record]:
-    """Return what this version says: by protocol its lines, in groups of one struct each."""
+    """Return the record of this version: for each protocol its lines, in groups of one struct each."""
     found: dict[str, Record] = {}
     for protocol in PROTOCOLS:
         unions: tuple[Any, ...] = (protocol.said, protocol.answered, protocol.datagrams)
@@ -178,7 +184,7 @@ def record() -> dict[str, Record]:
 
 
 def as_before(now: dict[str, Record]) -> dict[str, Record]:
-    """Return what this version says with structs called as in the version before."""
+    """Return the record of this version, with structs named as in the previous version."""
 
     def former(text: str) -> str:
         return re.sub(r"\w+", lambda word: FORMER_NAMES.get(word[0], word[0]), text)
@@ -196,7 +202,7 @@ def _of(kinds: tuple[type, ...]) -> Record:
 
 
 def changes(before: Record, now: Record) -> list[str]:
-    """Return the lines that are new, and with a minus in front those that are gone or moved."""
+    """Return the new lines, and, each with a minus sign in front, the lines that are gone or have moved."""
     found: list[str] = []
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name, []), now.get(name, [])
@@ -207,7 +213,7 @@ def changes(before: Record, now: Record) -> list[str]:
         found += [line for line in new if line not in old]
         is_array = bool(new) and ": array" in new[0]
         if is_array and _kept(old, new) != [_field(line) for line in new][: len(_kept(old, new))]:
-            found.append(f"- {name}: its fields stand in another order")
+            found.append(f"- {name}: the order of its fields has changed")
     return found
 
 
@@ -216,7 +222,7 @@ def _field(line: str) -> str:
 
 
 def _kept(old: list[str], new: list[str]) -> list[str]:
-    """Return the fields of `old` that are still there, in their former order."""
+    """Return the fields of `old` that still exist, in their former order."""
     names = {_field(line) for line in new}
     return [_field(line) for line in old if _field(line) in names]
 
@@ -226,13 +232,14 @@ def _is_replaced(line: str, new: list[str]) -> bool:
 
 
 def previous() -> dict[str, Record]:
-    """Return what the version before said."""
+    """Return the record of the previous version."""
     found: dict[str, Record] = json.loads(RECORD.read_text(encoding="utf-8"))["protocols"]
     return found
 
 
 def undeclared() -> list[str]:
-    """Return, a line each, what changed since the version before under a name that did not, and no reason."""
+    """Return, one line each, what changed since the previous version under an unchanged name and without a
+    reason."""
     lines, before, now = [], previous(), as_before(record())
     for name in sorted(before.keys() & now.keys()):
         allowed = COMPATIBLE.get(name, {})
@@ -241,7 +248,7 @@ def undeclared() -> list[str]:
 
 
 def main() -> None:
-    """Print what changed, or record it for the next version."""
+    """Print what changed, or record this version for the next one."""
     if sys.argv[1:2] == ["--release"] and len(sys.argv) == 3:
         document = {"version": sys.argv[2], "protocols": record()}
         RECORD.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

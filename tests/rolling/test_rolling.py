@@ -1,8 +1,9 @@
-"""Nodes of the version before and of this one in one swarm: they join, train, serve, and roll over.
+"""Nodes of the previous version and of this one in one swarm: they join, train, serve, and are upgraded one
+by one.
 
-The version before is the archive beside this file, run by this interpreter with the packages that this tree
-needs. The short form, in which both see each other, is in every run of the tests; PEERLOOM_ROLLING=1 plays
-the rest.
+The previous version is the archive in this folder, run by this interpreter with the packages that this tree
+needs. The short form, in which both versions see each other, is part of every test run; PEERLOOM_ROLLING=1
+plays the rest.
 """
 
 import os
@@ -30,9 +31,10 @@ from tests.stack import simple_cnn
 full = pytest.mark.skipif("PEERLOOM_ROLLING" not in os.environ, reason="minutes: PEERLOOM_ROLLING=1")
 SECONDS_MAX = 120.0
 STEPS = 100_000
-"""More than are taken. It is part of the manifest, by which the draws of dropout are seeded."""
+"""More steps than are made. The number is part of the manifest, from which the random numbers of dropout are
+seeded."""
 FURTHER_STEPS = 30
-"""Between one node that is replaced and the next."""
+"""Number of steps between the replacements of two nodes."""
 RUN = """
 model = "model.peerloom"
 [train]
@@ -59,7 +61,7 @@ print(*parse_addresses(body.addresses, bytes(32)))
 
 @pytest.fixture(scope="module")
 def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packages of the version before, in a folder of their own."""
+    """Unpack the packages of the previous version into a folder of their own."""
     folder = tmp_path_factory.mktemp("previous")
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(folder, filter="data")
@@ -67,7 +69,7 @@ def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Versions:
-    """Nodes of either version, one of which may come back on its folder as another."""
+    """Nodes of either version, each of which may come back on its folder under a different version."""
 
     def __init__(self, folder: Path, previous: Path) -> None:
         self.folder = folder
@@ -88,13 +90,13 @@ class Versions:
         )
 
     def roll(self, name: str, through: str) -> None:
-        """Have a node leave, and come back by the newer version."""
+        """Let a node leave, and come back under the newer version."""
         self.swarm.leave(name)
         self.launch("new", name)
         self.start(name, through)
 
     def train(self, version: str, name: str, steps: int) -> "subprocess.Popen[bytes]":
-        """Begin a run by the command of a version on a node."""
+        """Start a run with the command of a version, on a node."""
         (self.folder / "model.peerloom").write_bytes(simple_cnn().data)
         file = self.folder / "RUN.toml"
         file.write_text(RUN.format(steps=steps))
@@ -120,7 +122,7 @@ class Versions:
         return (self.folder / f"train-{name}.log").read_text()
 
     def run(self, name: str) -> dict[str, Any]:
-        """The newest run that a node knows; empty for none."""
+        """Return the newest run that a node knows; empty if it knows none."""
         runs: list[dict[str, Any]] = self.swarm.status(name)["runs"]
         return runs[-1] if runs else {}
 
@@ -134,7 +136,7 @@ def versions(tmp_path: Path, previous: Path) -> Iterator[Versions]:
         found.swarm.close()
 
 
-def test_a_node_of_the_version_before_joins_and_both_see_each_other(versions: Versions) -> None:
+def test_a_node_of_the_previous_version_joins_and_both_see_each_other(versions: Versions) -> None:
     versions.launch("new", "a")
     versions.launch("old", "b")
     versions.start("a")
@@ -145,8 +147,9 @@ def test_a_node_of_the_version_before_joins_and_both_see_each_other(versions: Ve
         assert (row["name"], row["status"]) == (other, "alive")
 
 
-def test_the_version_before_reads_a_member_that_relays_reach(previous: Path) -> None:
-    """It knows no circuits: it lists the member by its other addresses, and blames nobody."""
+def test_the_previous_version_lists_a_member_that_only_relays_reach(previous: Path) -> None:
+    """The previous version knows no circuits (addresses through relays). So it lists the member with its
+    other addresses, and blames nobody."""
     relay = "12D3KooWDWtcniAMuGbcgPhdXwQgXjftDbGe35c1hkwHJw7AXAgv"
     texts = ("/ip4/10.0.0.7/tcp/9747", f"/ip4/10.0.0.9/tcp/9747/p2p/{relay}/p2p-circuit")
     profile = Profile("x", tuple(map(parse_address, texts)))
@@ -161,7 +164,7 @@ def test_the_version_before_reads_a_member_that_relays_reach(previous: Path) -> 
 
 
 @full
-def test_runs_of_either_version_train_on_both_alike(versions: Versions) -> None:
+def test_runs_requested_by_either_version_train_on_nodes_of_both(versions: Versions) -> None:
     versions.launch("new", "a", "c")
     versions.launch("old", "b")
     versions.start("a")
@@ -174,42 +177,45 @@ def test_runs_of_either_version_train_on_both_alike(versions: Versions) -> None:
         run = versions.run(name)
         assert (run["status"], run["step"], run["steps_lost"]) == ("done", 6, 0)
         losses.append(run["loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-9), "sums come in another order, and no more"
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9), (
+        "the sums differ by more than their order of addition explains"
+    )
 
 
 class Losses:
-    """The loss of every step of a run, by what its members say while it goes on: each remembers only some."""
+    """The loss of every step of a run, as reported by its members while it goes on: each member remembers
+    only some steps."""
 
     def __init__(self, versions: Versions, run: str) -> None:
         self._versions, self._run = versions, run
         self.rows: dict[int, float] = {}
 
     def look(self, name: str) -> int:
-        """Take in what a node knows; return its newest step, 0 for none."""
+        """Take in the steps that a node knows; return the newest, 0 if it knows none."""
         try:
             document = ask(self._versions.folder / name, "runs.metrics", {"run": self._run})
-        except NodeRefused:  # it has no part in the run
+        except NodeRefused:  # the node has no part in the run
             return 0
         rows = {row["step"]: row["loss"] for row in document["rows"] if "loss" in row}
         for step, loss in rows.items():
-            assert self.rows.setdefault(step, loss) == loss, f"two losses of step {step}"
+            assert self.rows.setdefault(step, loss) == loss, f"nodes report different losses of step {step}"
         return max(rows, default=0)
 
     def look_at(self, names: Iterable[str]) -> int:
-        """The same of several nodes."""
+        """Take in the steps that several nodes know."""
         return max(map(self.look, names))
 
     def go_on(self, names: Sequence[str], since: int) -> None:
-        """Wait for further steps."""
+        """Wait until this many further steps are made."""
         until(
             lambda: self.look_at(names) >= since + FURTHER_STEPS,
             SECONDS_MAX,
-            f"no step is taken after {since}: {self._versions.said('a')}",
+            f"no step was made after {since}: {self._versions.said('a')}",
         )
 
 
 @full
-def test_a_swarm_rolls_over_one_by_one_while_a_run_goes_on(versions: Versions) -> None:
+def test_nodes_are_upgraded_one_by_one_while_a_run_goes_on(versions: Versions) -> None:
     names = ("a", "b", "c", "d")
     versions.launch("old", *names)
     versions.start("a")
@@ -231,20 +237,20 @@ def test_a_swarm_rolls_over_one_by_one_while_a_run_goes_on(versions: Versions) -
             until(
                 lambda other=other: versions.run(other)["status"] == "running",  # type: ignore[misc]  # of now
                 SECONDS_MAX,
-                f"it is not whole again: {versions.run(other)}",
+                f"the run is not complete again: {versions.run(other)}",
             )
             told = versions.run(other)
             sys.stdout.write(f"{name} rolled at step {before}: {told['steps_lost']} lost\n")
             assert told["steps_lost"] == 0
-        # The new node ends what the requester asked for in the version before.
+        # The new node ends the run that the requester asked for under the previous version.
         assert ask(versions.folder / "a", "runs.stop", {"run": run})["status"] == "stopped"
         last = losses.look_at(names)
     finally:
         command.kill()
         command.wait()
     missing = set(range(1, last + 1)) - set(losses.rows)
-    assert not missing, f"steps that nobody saw: {sorted(missing)}"
-    # The same once more, undisturbed, on the swarm that is all new.
+    assert not missing, f"no node reported these steps: {sorted(missing)}"
+    # The same run again, undisturbed, with all nodes on the new version.
     command = versions.train("new", "b", STEPS)
     try:
         until(lambda: versions.run("b").get("run", run) != run, SECONDS_MAX, versions.said("b"))
@@ -260,7 +266,7 @@ def test_a_swarm_rolls_over_one_by_one_while_a_run_goes_on(versions: Versions) -
 
 
 def assert_answers(versions: Versions, new: str, other: str) -> None:
-    """Hold a value that the one node keeps against what the other finds, both ways."""
+    """Assert that each of two nodes finds a value that the other keeps."""
     for writer, reader in ((new, other), (other, new)):
         kept = {"key": f"by {writer} for {reader}", "value": writer.encode().hex()}
         ask(versions.folder / writer, "dht.put", kept, seconds=SECONDS_MAX)
@@ -270,7 +276,7 @@ def assert_answers(versions: Versions, new: str, other: str) -> None:
 
 
 class MixedGround(Ground):
-    """A service whose nodes are of both versions."""
+    """A service whose nodes have different versions."""
 
     def __init__(self, folder: Path, versions: dict[str, Path]) -> None:
         super().__init__(folder, dict.fromkeys(versions, (1, 1)))
@@ -282,7 +288,9 @@ class MixedGround(Ground):
 
 @full
 @pytest.mark.parametrize("door", ["old", "new"])
-def test_a_service_answers_over_both_versions(door: str, tmp_path: Path, previous: Path) -> None:
+def test_a_service_answers_with_stages_on_nodes_of_both_versions(
+    door: str, tmp_path: Path, previous: Path
+) -> None:
     sources = {"old": previous, "new": ROOT}
     other = "new" if door == "old" else "old"
     ground = MixedGround(tmp_path, {"a": sources[door], "b": sources[other]})
@@ -292,7 +300,8 @@ def test_a_service_answers_over_both_versions(door: str, tmp_path: Path, previou
         until(lambda: ground.is_whole("words"))
         assert sorted(name for stage in ground.holders("words") for name in stage) == ["a", "b"]
         answers = []
-        for _ in range(2):  # the second would begin with what the first has read, were both of this version
+        # if both were of this version, the second session would reuse what the first has read
+        for _ in range(2):
             question = Question("words", 3, 0.0, 20)
             went = question.ask(ground.door, question.expected.append)
             assert (len(question.expected), went["moves"]) == (20, 0)

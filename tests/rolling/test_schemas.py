@@ -1,4 +1,4 @@
-"""A changed message has another name of its protocol, and the name before is served for one version."""
+"""A protocol with a changed message gets a new name, and its previous name is served for one version."""
 
 import re
 import tarfile
@@ -26,37 +26,39 @@ NAME = re.compile(r"^\w+ = \"(/peerloom/[a-z]+/\d+)\"", re.MULTILINE)
 
 
 def raised(name: str, names: Collection[str]) -> str:
-    """Return the name of a later version of a protocol, "" for none; several may have passed between
-    releases."""
+    """Return the name of a later version of a protocol, "" if there is none; several versions may have passed
+    between releases."""
     path, _, version = name.rpartition("/")
     parts = [(each.rpartition("/"), each) for each in names]
     return next((each for (p, _, v), each in parts if p == path and int(v) > int(version)), "")
 
 
-def test_a_changed_message_has_a_raised_protocol() -> None:
+def test_a_protocol_with_a_changed_message_has_a_higher_version() -> None:
     found = undeclared()
     assert not found, TO_DO + "\n".join(found)
 
 
-def test_each_reason_belongs_to_a_change() -> None:
+def test_each_compatibility_reason_belongs_to_a_real_change() -> None:
     before, now = previous(), as_before(record())
     assert set(FORMER_NAMES.values()) <= {name for said in before.values() for name in said}
     for name, reasons in COMPATIBLE.items():
-        assert name in before, f"{name} is new: it needs no reason"
+        assert name in before, f"{name} is new, so it needs no reason"
         assert reasons.keys() <= set(changes(before[name], now[name])), name
 
 
-def test_a_raised_protocol_is_served_by_its_name_before() -> None:
+def test_a_protocol_is_also_served_under_its_previous_name() -> None:
     now = {each.name: each for each in PROTOCOLS}
     gone = previous().keys() - now.keys() - UNNAMED.keys()
     for name in gone:
         later = raised(name, now)
         assert later, f"{name} has no next version"
         assert now[later].former == name, f"{name} is not served any more"
-    assert {each.former for each in PROTOCOLS if each.former} == gone, "what is older is served no longer"
+    assert {each.former for each in PROTOCOLS if each.former} == gone, (
+        "a name older than the previous version is still served"
+    )
 
 
-def test_the_archive_is_of_the_version_that_is_recorded() -> None:
+def test_the_archive_and_the_record_are_of_the_same_version() -> None:
     names = set()
     with tarfile.open(ARCHIVE) as archive:
         for member in archive:
@@ -66,7 +68,7 @@ def test_the_archive_is_of_the_version_that_is_recorded() -> None:
     assert names == previous().keys() - UNNAMED.keys()
 
 
-def test_the_record_has_all_that_is_decoded() -> None:
+def test_the_record_contains_everything_that_is_decoded() -> None:
     recorded = {name for structs in record().values() for name in structs}
     assert {each.__name__ for several in INSIDE.values() for each in several} <= recorded
 
@@ -83,7 +85,7 @@ def test_every_kind_of_change_is_found() -> None:
     assert found("A: array, tag a", x) == [f"- {y}"]
     assert found("A: array, tag a", "A.x: int; without it `0`", y) == ["A.x: int; without it `0`"]
     assert found("A: array, tag a", x, y, "A.z: int; required") == ["A.z: int; required"]
-    assert found("A: array, tag a", y, x) == ["- A: its fields stand in another order"]
-    assert "- A: its fields stand in another order" in found("A: array, tag a", x, "A.z: int; required", y)
+    assert found("A: array, tag a", y, x) == ["- A: the order of its fields has changed"]
+    assert "- A: the order of its fields has changed" in found("A: array, tag a", x, "A.z: int; required", y)
     assert found("A: array, tag a", x, y, C=["C: map"]) == ["C: new"]
     assert changes(before, {"A": before["A"]}) == ["- B: map"]

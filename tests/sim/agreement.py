@@ -2,11 +2,11 @@
 digests.
 
 Twelve peers, each with SWIM and Kademlia, join, store a record, find it, and lose two of their number. The
-links are even or rough. Even links take exactly 50 ms, so that messages sent at one instant arrive at one
-instant, with some loss. Rough ones have two regions, asymmetric delays, copies, messages held back, narrow
-accesses, translators and wrong clocks; one peer freezes, one is slow, the swarm is split for a while, and one
-link is blocked. Local commands fall on odd microseconds: within an instant both drivers promise only the
-order of deliveries and wakes, not that of commands.
+links are even or rough. Even links take exactly 50 ms, with some loss, so that messages sent in one instant
+also arrive in one instant. Rough links have two regions, asymmetric delays, duplicates, messages held back,
+narrow accesses, translators and wrong clocks. In addition one peer freezes, one is slow, the swarm is split
+for a while, and one link is blocked. Local commands are given at odd microseconds: within an instant both
+drivers promise only the order of deliveries and wakes, not of commands.
 """
 
 import sys
@@ -70,8 +70,8 @@ FATES = ("sent", "delivered", "lost", "cut", "duplicated", "filtered", "overflow
 
 @dataclass(frozen=True)
 class Outcome:
-    """A driver's outcome of the scenario: `ties` counts events at the same instant of the same core, `fates`
-    the fates of messages, `under_way` the messages without one yet.
+    """A driver's outcome of the scenario. `ties` counts events at the same instant in the same core, `fates`
+    counts messages by fate, and `under_way` counts messages still in flight.
     """
 
     trace: Trace
@@ -81,7 +81,7 @@ class Outcome:
 
 
 class Story:
-    """The scenario for one seed: fresh cores, and the timed actions on them."""
+    """Return the scenario for one seed: fresh cores, and the timed actions on them."""
 
     def __init__(self, seed: int, model: NetworkModel) -> None:
         self.seed = seed
@@ -122,7 +122,7 @@ class Story:
             ]
 
     def _orders(self) -> list[tuple[float, PeerId, str, Order]]:
-        # The first peer that all can reach without having been dialled first.
+        # The first peer that all others can reach without having been dialled by it first.
         first = next(peer for peer in self.peers if self.links.at(peer).nat is None)
         second, last = self.peers[1], self.peers[-1]
         orders: list[tuple[float, PeerId, str, Order]] = []
@@ -140,7 +140,7 @@ class Story:
 
 
 def by_engine(seed: int, model: NetworkModel = EVEN, *, codec: bool = True) -> Outcome:
-    """The heap engine."""
+    """Run with the heap engine."""
     story, trace = Story(seed, model), Trace(keep=True)
     engine = Engine(story.links, trace=trace, wires=WIRES if codec else None)
     for peer, protocol, core in story.cores:
@@ -161,7 +161,7 @@ def by_engine(seed: int, model: NetworkModel = EVEN, *, codec: bool = True) -> O
 
 
 def by_trio(seed: int, model: NetworkModel = EVEN) -> Outcome:
-    """The node's own driver, on the simulated network, under trio's virtual clock."""
+    """Run with the node's own driver, on the simulated network, under trio's virtual clock."""
     return trio.run(_drive, seed, model, clock=MockClock(autojump_threshold=0))
 
 

@@ -1,4 +1,4 @@
-"""A hand-made world: a test sets the events, watchers receive them, and lists are kept by simple code."""
+"""A hand-made world: a test produces the events, watchers receive them, and simple code keeps the lists."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,8 +1,9 @@
-"""A small play on the simulated network, performed by the heap engine or by trio: same peers, same actions.
+"""A small play on the simulated network, performed by the heap engine or by trio, with the same peers and
+actions.
 
-The peers are `Clockwork`s: they record what they receive, and when they are woken. An action is a function of
-`Hands`, by which a play sends, freezes, kills and starts in either fidelity, or of its links. Each action
-should have its own instant.
+The peers are `Clockwork`s: they record what they receive, and when they are woken. An action is a function
+that takes a `Hands` object. It sends messages, freezes, kills or starts peers, or changes `hands.links`; it
+works the same under both engines. Each action should have its own instant.
 """
 
 import math
@@ -34,7 +35,7 @@ NAMES = dict(zip(PEERS, "ABCD", strict=True))
 
 
 class Clockwork:
-    """A core that wakes every `period_seconds`, and appends (time, what) to `heard`."""
+    """A core that wakes every `period_seconds`, and appends (time, event) to `heard`."""
 
     def __init__(self, heard: list[tuple[float, str]], period_seconds: float, now: float) -> None:
         self.events: list[Any] = []
@@ -53,7 +54,7 @@ class Clockwork:
 
 
 class Hands(ABC):
-    """The actions of a play."""
+    """The actions that a play can use."""
 
     links: SimLinks
 
@@ -78,7 +79,8 @@ class Hands(ABC):
 
 @dataclass
 class Outcome:
-    """`heard` by each peer in order; the fates of all messages, and the number without a fate yet."""
+    """`heard` is what each peer received, in order. `fates` counts messages by fate (delivered, lost, ...);
+    `under_way` is the number still in flight."""
 
     heard: dict[PeerId, list[tuple[float, str]]]
     fates: Counter[str]
@@ -94,7 +96,7 @@ class Outcome:
 
 @dataclass
 class Play:
-    """The actions and their instants. `period_seconds`: how often peers wake."""
+    """The actions and their instants. Peers wake every `period_seconds`."""
 
     model: NetworkModel = field(default_factory=NetworkModel)
     seed: int = 1
@@ -127,7 +129,7 @@ class Play:
             for time, deed in self.deeds:
                 await trio.sleep_until(time)
                 deed(hands)
-            await trio.sleep_until(until + 5e-7)  # the events of the last instant are over
+            await trio.sleep_until(until + 5e-7)  # all events of the last instant have happened
             outcome = hands.outcome()
             nursery.cancel_scope.cancel()
         return outcome

@@ -1,4 +1,4 @@
-"""A world of cores with training runs in it, disturbed as a test says."""
+"""A world of cores with training runs in it, disturbed as a test decides."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,15 +14,15 @@ from sim.worlds.cores import CoresWorld
 from sim.worlds.factories import Cores
 
 END_SECONDS = 1.0
-"""After the first member reports the end of a run, all others must report it within this time."""
+"""Seconds after the first member reports the end of a run, within which all others must report it too."""
 BEGINS = 10.0
-"""When runs start here: by then all know each other."""
+"""Time at which runs start: by then all peers know each other."""
 
 
 def scenario(
     *runs: TrainingScenario, nodes: int = 7, seconds: float = 120.0, preset: Any = "lan", **changes: Any
 ) -> Scenario:
-    """Peers that find each other fast, and nothing but runs."""
+    """Peers that find each other fast, and do nothing but runs."""
     return Scenario(
         name="runs",
         about="",
@@ -66,7 +66,7 @@ class Story:
 
     @property
     def steps(self) -> list[int]:
-        """Those that committers reported, in order of their reports."""
+        """Return the steps that committers reported, in order of their reports."""
         return [row.event.step for row in self.of(StepCommitted)]
 
     @property
@@ -75,7 +75,7 @@ class Story:
 
 
 class Troubled:
-    """A world and its script. Peers go by number: the first is the requester, which feeds and commits."""
+    """A world and its script. Peers have numbers: peer 0 is the requester, which feeds and commits."""
 
     def __init__(self, played: Scenario, seed: int = 1, cores: Cores | None = None) -> None:
         self.story = Story()
@@ -103,7 +103,7 @@ class Troubled:
         self.world.at(time, action, *arguments)
 
     def crash(self, *numbers: int, seconds: float = 0.0) -> None:
-        """Stop the peer now, and start it again after `seconds`, unless that is 0."""
+        """Stop the peer now, and restart it after `seconds`, unless that is 0."""
         for number in numbers:
             if self.world.runs(number):
                 self.world.stop(number, "crash")
@@ -117,7 +117,7 @@ class Troubled:
         self.world.split({})
 
     def when(self, holds: Callable[[Observation], bool], action: Callable[[], None]) -> None:
-        """Act right after the first event that meets the condition."""
+        """Call the action immediately after the first event that meets the condition."""
 
         def look(observed: Observation) -> None:
             if holds(observed):

@@ -1,7 +1,8 @@
 """Scenarios of whole nodes that are defined once and played by several processes.
 
-`python -m tests.sim.stack_scenarios NAME SEED [GC]` plays one and prints the digest of all events, then the
-hash of each run's weights. GC is the threshold of Python's collector, which must not matter.
+`python -m tests.sim.stack_scenarios NAME SEED [GC]` plays one, and prints the digest of all events and then
+the hash of each run's weights. GC is the threshold of Python's garbage collector, which must not affect the
+digest.
 """
 
 import gc
@@ -16,12 +17,12 @@ from sim.scenario import Scenario, TrainingScenario
 from sim.worlds.stack import StackWorld
 
 SWARM = Scenario(
-    name="swarm", about="Eight nodes and nothing to do.", fidelity="stack", nodes=8, seconds=30.0
+    name="swarm", about="Eight nodes that have nothing to do.", fidelity="stack", nodes=8, seconds=30.0
 )
-# All distances are equal, without jitter: many events fall on one instant.
+# All distances are equal, without jitter, so many events fall on the same instant.
 DIGITS = Scenario(
     name="digits",
-    about="Digits are trained on machines that come and go, and a little of everything befalls them.",
+    about="Digits are trained on machines that come and go, with a little of every disturbance.",
     fidelity="stack",
     nodes=7,
     seconds=130.0,
@@ -79,12 +80,12 @@ class Played:
 
     @property
     def printed(self) -> list[str]:
-        """Return the lines that must be the same wherever it is played."""
+        """Return the lines that must be the same wherever the scenario is played."""
         return [self.watch.digest(), *(trained.weights or trained.outcome for trained in self.world.trained)]
 
 
 def play(scenario: Scenario, seed: int) -> Played:
-    """Play it to the end, with every invariant watched."""
+    """Play a scenario to its end, with every invariant watched."""
     watch = Watch(checkers_for(scenario))
 
     def publish(observed: Observation) -> None:

@@ -1,4 +1,4 @@
-"""Isolated members continue if their run allows it, and one branch is kept: in virtual time."""
+"""Isolated members continue if their run allows it, and one branch is kept, in virtual time."""
 
 import os
 from collections import Counter
@@ -17,7 +17,7 @@ SEEDS = int(os.environ.get("PEERLOOM_PARTITION_SEEDS", "2"))
 SPLIT_AT = BEGINS + 12
 APART_SECONDS = FORK_SECONDS + 40
 AGREED_SECONDS = 60.0
-"""Seconds after healing until one branch is left."""
+"""Seconds after healing within which only one branch must be left."""
 
 
 def play(seed: int, *, members: int, steps: int, stages: int = 2) -> Troubled:
@@ -35,7 +35,7 @@ def play(seed: int, *, members: int, steps: int, stages: int = 2) -> Troubled:
 
 
 def committers(played: Troubled, since: float, until: float) -> Counter[int]:
-    """Return the number of steps that each member committed in a time."""
+    """Return the number of steps that each member committed in a period."""
     rows = played.story.of(StepCommitted, since)
     return Counter(played.number(row.peer) for row in rows if row.time < until)
 
@@ -68,8 +68,8 @@ def test_three_isolated_members_end_on_one_branch() -> None:
 
 
 @pytest.mark.slow
-def test_members_that_wake_up_adopt_the_lone_members_branch() -> None:
-    """All others sleep: the remaining member is further when they return."""
+def test_members_that_wake_up_adopt_the_branch_of_the_lone_member() -> None:
+    """All others sleep, so the remaining member has made more steps when they return."""
     played = play(3, members=3, steps=400)
     awake = 1
     for sleeper in (0, 2):
@@ -79,14 +79,14 @@ def test_members_that_wake_up_adopt_the_lone_members_branch() -> None:
     assert set(apart) == {awake}
     assert apart[awake] > 10
     steps = [row.event.step for row in played.story.of(StepCommitted, SPLIT_AT + FORK_SECONDS)]
-    assert steps == sorted(set(steps)), "no step of the branch is committed a second time"
+    assert steps == sorted(set(steps)), "a step of the branch is committed a second time"
     assert set(played.story.outcomes.values()) == {"done"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
 def test_partitions_and_deaths_leave_one_branch_and_the_run_ends(seed: int) -> None:
-    """Some splits are too short for a fork; some members die, or sleep, on their branch."""
+    """Some splits are too short for a fork. Some members die or sleep on their branch."""
     rng = seeded_rng(seed, PeerId(bytes(32)))
     members = rng.randint(2, 5)
     played = play(seed, members=members, steps=rng.choice((60, 300)), stages=rng.randint(1, min(3, members)))

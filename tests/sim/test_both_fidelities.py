@@ -1,6 +1,6 @@
-"""The network model's guarantees, checked under the heap engine and under trio: one suite for both.
+"""The network model's guarantees, checked under the heap engine and under trio by one suite of tests.
 
-The last test plays random actions in both, and expects the same outcome.
+The last test plays random actions under both, and expects the same outcome.
 """
 
 import math
@@ -22,16 +22,16 @@ from tests.sim.plays import PEERS, PROTOCOL, A, B, C, D, Hands, Play
 both = pytest.mark.parametrize("fidelity", ["heap", "trio"])
 
 PING_BYTES = envelope_bytes(PROTOCOL) + len(b"\x92\xa4Ping\x01")
-"""A ping with a small number, in its envelope."""
+"""Bytes of a ping with a small number, including its envelope."""
 
 
 def rate(pings_per_second: float) -> float:
-    """A bandwidth, in Mbit/s."""
+    """Return the bandwidth, in Mbit/s, that carries this many pings per second."""
     return pings_per_second * PING_BYTES / BYTES_PER_MBIT
 
 
 def accounts(fates: Counter[str]) -> tuple[int, int]:
-    """The number of messages sent, and the number with a fate."""
+    """Return the number of messages sent, and the number that were delivered or lost."""
     names = ("delivered", "lost", "cut", "filtered", "overflowed", "missed")
     return fates["sent"] + fates["duplicated"], sum(fates[name] for name in names)
 
@@ -78,7 +78,7 @@ def test_some_messages_arrive_twice_and_some_overtake_others(fidelity: str) -> N
 def test_a_narrow_uplink_queues_messages_and_drops_late_ones(
     fidelity: str,
 ) -> None:
-    # Ten per second, and room for half a second: one leaves at once, five wait, the rest is lost.
+    # Ten messages per second, and room for half a second: one leaves at once, five wait, the rest is lost.
     access = Access(1.0, up_mbit_per_second=rate(10), queue_seconds=0.55)
     play = Play(NetworkModel(access=(access,)))
     for number in range(20):
@@ -121,7 +121,7 @@ def test_a_thawed_peer_receives_waiting_messages_before_its_missed_deadline(fide
     assert outcome.heard[B] == [
         (0.4, "woken"),
         (0.8, "woken"),
-        (3.0, "C0"),  # in transit when the freeze started
+        (3.0, "C0"),  # in transit when the freeze began
         (3.0, "A1"),
         (3.0, "C2"),
         (3.0, "D3"),
@@ -183,7 +183,7 @@ def test_a_slow_peer_delays_each_message(fidelity: str) -> None:
 
 
 @both
-def test_messages_reach_the_next_life_unless_they_arrive_between_lives(
+def test_messages_reach_a_restarted_peer_unless_they_arrive_while_it_is_down(
     fidelity: str,
 ) -> None:
     play = Play(NetworkModel(0.2, 0.2))
@@ -215,7 +215,7 @@ def test_a_split_cuts_messages_sent_during_it(fidelity: str) -> None:
 
 
 @both
-def test_temporary_blocks_deafness_and_losses_hit_only_their_targets(fidelity: str) -> None:
+def test_temporary_blocks_deafness_and_losses_affect_only_their_targets(fidelity: str) -> None:
     play = Play()
     play.at(1.0, lambda hands: hands.links.block(A, B))
     play.at(1.0, lambda hands: hands.links.deafen(C))
@@ -235,7 +235,7 @@ def test_temporary_blocks_deafness_and_losses_hit_only_their_targets(fidelity: s
 
 
 @both
-def test_two_peers_behind_translators_meet_once_both_have_sent(fidelity: str) -> None:
+def test_two_peers_behind_translators_connect_once_both_have_sent(fidelity: str) -> None:
     play = Play(NetworkModel(access=(Access(1.0, nat="restricted"),)))
     for number in range(3):
         play.send(1.0 + number, A, B, number)
@@ -291,7 +291,7 @@ models = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(models, st.lists(st.one_of(DEEDS), max_size=40), st.integers(0, 5))
-def test_any_play_is_equal_by_heap_and_by_trio(
+def test_any_play_has_the_same_outcome_under_heap_and_trio(
     model: NetworkModel, deeds: list[Callable[[Hands], object]], seed: int
 ) -> None:
     play = Play(model, seed, period_seconds=0.33)

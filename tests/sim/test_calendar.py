@@ -21,7 +21,8 @@ def test_entries_come_in_the_order_of_a_heap(moves: list[tuple[str, float]]) -> 
     calendar, heap, now = Calendar(), list[Entry](), 0.0
     for number, (move, seconds) in enumerate(moves):
         if move == "add":
-            # Ties in time, ordered by the rest of the entry; the later ones come first.
+            # Some entries have equal times, so the rest of the entry decides their order; the later ones come
+            # first here.
             entry = (now + seconds, 0, 0, NOBODY, -number, None)
             calendar.add(entry)
             heappush(heap, entry)
@@ -45,7 +46,7 @@ def test_additions_to_the_current_instant_keep_their_order() -> None:
     assert [calendar.take(1.0) for _ in range(3)] == [second, third, None]
 
 
-def test_taken_entries_leave_no_memory() -> None:
+def test_entries_that_were_taken_leave_no_memory() -> None:
     calendar = Calendar()
     for number in range(1_000):
         calendar.add((number / 300, 0, 0, NOBODY, number, None))

@@ -1,4 +1,4 @@
-"""The heap engine on toy cores: repeatable, and in one defined order within an instant."""
+"""The heap engine on toy cores is repeatable, and follows one defined order within an instant."""
 
 import gc
 import math
@@ -27,7 +27,7 @@ NAMES = {A: "A", B: "B", C: "C"}
 
 
 def ring(seed: int, *, model: NetworkModel | None = None, wires: dict[str, Wire] | None = None) -> Trace:
-    """Ten pingers for two seconds."""
+    """Run ten pingers for two seconds."""
     trace = Trace()
     engine = Engine(SimLinks(model or NetworkModel(loss=0.1), seed), trace=trace, wires=wires)
     peers = [seeded_peer(1, index) for index in range(10)]
@@ -72,7 +72,7 @@ def test_the_real_codec_changes_nothing_but_the_cost() -> None:
     assert ring(1).digest() == ring(1, wires={"": Wire(Message, 1_232)}).digest()
 
 
-def test_running_in_small_pieces_gives_the_same_as_running_at_once() -> None:
+def test_running_in_small_pieces_gives_the_same_as_in_one_piece() -> None:
     digests = []
     for pieces in (1, 40):
         trace = Trace()
@@ -86,7 +86,7 @@ def test_running_in_small_pieces_gives_the_same_as_running_at_once() -> None:
     assert digests[0] == digests[1]
 
 
-def test_an_instant_delivers_by_sender_then_calls_then_wakes() -> None:
+def test_within_an_instant_deliveries_precede_commands_and_wakes() -> None:
     engine = Engine(SimLinks(NetworkModel(), 1))
     listener = Listener(deadline=0.15)
 
@@ -182,7 +182,7 @@ def test_garbage_is_refused_and_counted() -> None:
     assert engine.counters["refused"] == 1
 
 
-def test_one_peer_has_one_core_for_a_protocol() -> None:
+def test_a_peer_cannot_have_two_cores_for_one_protocol() -> None:
     engine = Engine(SimLinks(NetworkModel(), 1))
     engine.add(A, Listener())
     engine.add(A, Listener(), protocol="other")
@@ -257,7 +257,7 @@ def test_a_core_with_a_wrong_clock_wakes_by_its_own_time() -> None:
     engine.call(2.0, A, call)
     engine.run(100.0)
     assert sleeper.heard == [(clock.local(1.05), "ping 1 of B"), (clock.local(2.0), "call")]
-    assert seen == [2.0], "published events have the true time"
+    assert seen == [2.0], "a published event does not have the true time"
     assert len(woken) == int(95 / 0.7)
     assert all(now - deadline < 2e-6 for now, deadline in woken)
 
@@ -287,7 +287,7 @@ def test_messages_are_counted_by_protocol_and_peer_and_bytes_on_request() -> Non
     assert engine.traffic()[""] == SentTraffic(3, sum(sizes) + sizes[0])
 
 
-def test_a_thousand_lives_leave_no_memory() -> None:
+def test_a_thousand_restarts_leave_no_memory() -> None:
     engine = Engine(SimLinks(NetworkModel(), 1))
     engine.add(A, pinger([B]))
     lives = []
@@ -327,4 +327,4 @@ def test_pairs_of_peers_cost_no_memory() -> None:
     before = blocks()
     for peer in peers:
         engine.call(engine.now, peer, everybody)
-    assert blocks() - before < 60 * 60, "less than one block per pair"
+    assert blocks() - before < 60 * 60, "a pair of peers costs a memory block or more"

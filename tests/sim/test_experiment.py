@@ -31,7 +31,7 @@ def test_a_result_has_events_and_measures(tmp_path: Path) -> None:
     assert result.summary["population"]["max"] == 5
 
 
-def test_the_same_seed_gives_the_same_digest_and_another_seed_another(tmp_path: Path) -> None:
+def test_digests_are_equal_for_equal_seeds_and_differ_for_others(tmp_path: Path) -> None:
     assert digest(tmp_path, seed=3) == digest(tmp_path, seed=3) != digest(tmp_path, seed=4)
 
 
@@ -83,7 +83,7 @@ def test_the_event_file_is_bounded_and_the_summary_counts_missing_events(tmp_pat
     assert sum(result.summary["events_left_out"].values()) == result.events - 30
 
 
-def test_a_broken_invariant_ends_it_with_the_last_events_and_the_command(tmp_path: Path) -> None:
+def test_a_broken_invariant_reports_the_last_events_and_the_command(tmp_path: Path) -> None:
     scenario = deaf(tmp_path)
     result = sim.run(scenario, seed=3, folder=tmp_path / "out")
     broken = result.broken
@@ -115,14 +115,14 @@ def test_whole_nodes_are_measured_and_broken_in_the_same_way(tmp_path: Path) -> 
 
 
 class MeetsNobody(Swim):
-    """A SWIM that never joins."""
+    """A SWIM core that never joins."""
 
     def join(self, now: float, peers: Any) -> Any:
         return []
 
 
 class Stumbles(Swim):
-    """A SWIM that raises when it is woken."""
+    """A SWIM core that raises when it is woken."""
 
     def wake(self, now: float) -> Any:
         if now > 5.0:
@@ -146,7 +146,7 @@ def test_exceptions_of_a_core_propagate_with_their_time(tmp_path: Path) -> None:
     assert "seed=3, swim=Stumbles" in note
 
 
-def test_a_users_checker_may_break_a_run_and_no_checkers_never_do(tmp_path: Path) -> None:
+def test_a_users_checker_may_end_a_run_unless_checkers_are_disabled(tmp_path: Path) -> None:
     class Impatient:
         def see(self, observed: Observation, world: World) -> None:
             if observed.time > 7.0:

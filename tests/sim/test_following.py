@@ -1,4 +1,4 @@
-"""Idle peers follow a stage and take it over, in virtual time: sums stay exact, no step is made twice."""
+"""Idle peers follow a stage and take it over, in virtual time. Sums stay exact, and no step is made twice."""
 
 import os
 from functools import partial
@@ -19,14 +19,14 @@ SEEDS = int(os.environ.get("PEERLOOM_PARTITION_SEEDS", "2"))
 
 
 def play(seed: int, *, stages: int, idle: int, steps: int = 30, seconds: float = 200.0) -> Troubled:
-    """A run whose stages have one replica each, beside some idle peers."""
+    """Return a run whose stages have one replica each, in a world with some idle peers."""
     members = stages + idle
     run = training(members=members, stages=stages, replicas=1, steps=steps, checkpoint_every=20)
     return Troubled(scenario(run, nodes=members, seconds=seconds), seed)
 
 
 def following(played: Troubled, newcomer: PeerId, plan: Plan) -> Change | None:
-    """The change by which a peer without a stage follows the stage with the fewest holders."""
+    """Return the change by which a peer without a stage follows the stage with the fewest holders."""
     if plan.stage_of(newcomer) is not None:
         return None
     covers = [cover(stage, lambda _: 0) for stage in plan.stages]
@@ -35,7 +35,7 @@ def following(played: Troubled, newcomer: PeerId, plan: Plan) -> Change | None:
 
 
 def follow_whenever(played: Troubled, every: float) -> None:
-    """At intervals, have the committer want every peer without a stage to follow one."""
+    """At intervals, let the committer want every peer without a stage to follow one."""
 
     def want() -> None:
         for committer in played.world.peers:
@@ -54,13 +54,13 @@ def test_a_follower_takes_over_and_no_step_is_committed_twice() -> None:
     assert_done(played.play(), 30)
     assert played.story.steps == list(range(len(played.story.steps)))
     assert len({row.event.height for row in played.story.of(PlanAdopted)}) >= 3, (
-        "followers joined and took over"
+        "no follower joined and took over"
     )
 
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
 def test_a_followed_run_ends_exactly_under_any_disturbance(seed: int) -> None:
-    """One to four temporary deaths, and a partition; followers may die, too."""
+    """There are one to four temporary deaths, and a partition; followers may die, too."""
     rng = seeded_rng(seed, PeerId(bytes(32)))
     played = play(seed, stages=rng.randint(2, 4), idle=rng.randint(1, 3), steps=40, seconds=900)
     names = range(1, len(played.world.peers))

@@ -1,4 +1,4 @@
-"""Runs in local mode in a world of cores: deaths, restarts and partitions drawn from a seed.
+"""Runs in local mode in a world of cores, with deaths, restarts and partitions drawn from a seed.
 
 The rules are those of nodes (`partition.run.local`). Every run ends with one result, no stage works for two
 heads at one time, no step counts twice (`sim.worlds.local_truth` raises Broken otherwise), and no stage lacks
@@ -24,19 +24,20 @@ SEEDS = int(os.environ.get("PEERLOOM_LOCAL_SEEDS", "3"))
 STEPS = 40
 TROUBLE_SECONDS = 40.0
 PARTED_SECONDS_MAX = GRACE_SECONDS - 2.0
-"""Both sides of a longer split may settle a result each: members out of sight lose their votes."""
+"""A longer split may let each side settle on a result, because members that cannot be reached lose their
+votes."""
 CALM_SECONDS = 15.0
-"""Seconds from the end of a trial's disturbances to the first check whether its run is over."""
+"""Seconds from the end of a trial's disturbances to the first check whether the run is over."""
 NOBODY_SECONDS_MAX = 60.0
 END_SECONDS = 900.0
 
 
 class Ended(Exception):
-    """The run has no member left."""
+    """Raised when the run has no member left."""
 
 
 class LocalPlay(Troubled):
-    """A world with one run in local mode."""
+    """Return a world with one run in local mode."""
 
     def __init__(self, training: LocalTraining, seed: int = 1, nodes: int = 0) -> None:
         count = nodes or training.members
@@ -65,7 +66,7 @@ class LocalPlay(Troubled):
 
     @property
     def ends(self) -> list[LocalRunEnded]:
-        """The ends of members that did not leave the run to others."""
+        """Return the outcomes of members that did not leave the run to others."""
         found = [row.event for row in self.story.of(LocalRunEnded)]
         return [event for event in found if event.outcome != "left"]
 
@@ -84,7 +85,8 @@ def trial(seed: int) -> LocalPlay:
         at_seconds=BEGINS,
     )
     played = LocalPlay(training, seed)
-    if rng.random() < 0.5:  # while stages load: without a copy of each, a death may end the run
+    # while stages load, there is no second copy of each stage, so a death may end the run
+    if rng.random() < 0.5:
         played.at(BEGINS + rng.uniform(2, 10), played.split, [rng.randrange(members)])
         played.at(BEGINS + 12, played.heal)
     at = BEGINS + rng.uniform(20, 30)
@@ -114,7 +116,7 @@ def test_disturbed_local_runs_end_with_one_result(seed: int) -> None:
     assert played.longest_nobody_seconds <= NOBODY_SECONDS_MAX
 
 
-def test_undisturbed_columns_average_and_end() -> None:
+def test_columns_of_an_undisturbed_run_average_and_end() -> None:
     played = LocalPlay(LocalTraining(steps=STEPS, at_seconds=BEGINS)).play()
     assert len(played.ends) == 4
     steps = [(row.peer, row.event.step) for row in played.story.of(ColumnStepped)]
@@ -124,7 +126,7 @@ def test_undisturbed_columns_average_and_end() -> None:
 
 
 def test_a_holder_takes_the_place_of_a_dead_head() -> None:
-    """The requester holds the first stage of the only column, and dies for good."""
+    """The requester holds the first stage of the only column, and dies permanently."""
     played = LocalPlay(LocalTraining(members=2, steps=STEPS, at_seconds=BEGINS))
     played.at(BEGINS + 25.0, played.crash, 0)
     played.calm_since = BEGINS + 30.0
@@ -134,10 +136,10 @@ def test_a_holder_takes_the_place_of_a_dead_head() -> None:
     assert heads == {1}
 
 
-def test_a_stage_that_works_for_two_heads_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_works_for_two_heads_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def take(seat: StageSeat, now: float, head: SeatedHead, **told: Any) -> bool:
         del now, told
-        seat._seated, seat.head = head, head.peer  # the other member that has the place
+        seat._seated, seat.head = head, head.peer  # a second head is accepted too
         return True
 
     monkeypatch.setattr(StageSeat, "take", take)

@@ -1,4 +1,4 @@
-"""Measures of a hand-made world: each figure against a direct count."""
+"""Measures of a hand-made world: each figure is compared with a direct count."""
 
 import pytest
 from hypothesis import given
@@ -32,7 +32,7 @@ def measured(nodes: int, *, seconds: float = 100.0, scope: str = "all") -> tuple
 
 
 def swarm(nodes: int, *, scope: str = "all") -> tuple[MadeWorld, Measures]:
-    """All peers are up and know each other."""
+    """Return a world in which all peers are up and know each other."""
     world, measures = measured(nodes, scope=scope)
     for peer in range(nodes):
         world.start(0.0, peer)
@@ -52,7 +52,8 @@ def all_of(measures: Measures, metric: str) -> list[tuple[float, str, float]]:
 
 
 def right_share(world: MadeWorld) -> tuple[float, float]:
-    """Return the share of fully right lists and of right entries, from the definitions."""
+    """Return the share of lists that are fully right, and the mean share of right entries, computed from the
+    definitions."""
     up = [peer for peer in world.peers if world.is_up(peer)]
     wholly, shares = 0, []
     for observer in up:
@@ -99,14 +100,14 @@ def test_a_list_with_missing_and_departed_peers_is_partly_right() -> None:
     world.bury(3.0, 1, 3)
     world.bury(3.0, 2, 3)
     world.sample(5.0)
-    # Peer 0 lists 2 and 3 instead of 1 and 2; peers 1 and 2 are right.
+    # Peer 0 lists 2 and 3 instead of 1 and 2; the lists of peers 1 and 2 are right.
     assert last(measures, "views_right_share") == pytest.approx(2 / 3)
     assert last(measures, "entries_right_share") == pytest.approx((1 / 3 + 1 + 1) / 3)
     assert last(measures, "entries_missing_share") == pytest.approx(1 / 6)
     assert last(measures, "entries_stale_share") == pytest.approx(1 / 6)
 
 
-def test_during_a_split_a_right_list_has_only_ones_own_side() -> None:
+def test_during_a_split_a_right_list_has_only_peers_on_the_same_side() -> None:
     world, measures = swarm(4)
     here, there = tuple(world.peers[:2]), tuple(world.peers[2:])
     world.happen(2.0, None, NetworkSplit((here, there)))
@@ -121,12 +122,12 @@ def test_during_a_split_a_right_list_has_only_ones_own_side() -> None:
     world.happen(30.0, None, NetworkHealed())
     world.sample(31.0)
     assert last(measures, "views_right_share") == 0
-    # No peer was really dead, and none is blamed for declaring one dead.
+    # No peer was really dead, and no peer is blamed for declaring one dead.
     membership = measures.summary(world)["membership"]
     assert (membership["false_deaths"], membership["excused_deaths"]) == (0, 4)
 
 
-def test_a_life_with_a_remembered_list_is_measured_by_it() -> None:
+def test_a_restarted_peer_with_a_remembered_list_is_measured_by_that_list() -> None:
     world, measures = swarm(3)
     world.crash(2.0, 2)
     world.remembered[world.peers[2]] = {world.peers[0]: Status.ALIVE, world.peers[1]: Status.DEAD}
@@ -191,7 +192,7 @@ def test_a_large_scoped_swarm_samples_peers_within_their_scope() -> None:
     assert all_of(measures, "crash_known_to_all_seconds") == [(9.0, "n0", 6.0)]
 
 
-def test_crash_times_cover_first_suspicion_first_verdict_and_last_listener() -> None:
+def test_crashes_are_timed_to_first_suspicion_first_verdict_and_last_notice() -> None:
     world, measures = swarm(4)
     world.crash(10.0, 3)
     world.suspect(12.0, 0, 3)
@@ -206,7 +207,7 @@ def test_crash_times_cover_first_suspicion_first_verdict_and_last_listener() -> 
     assert (membership["false_suspicions"], membership["false_deaths"]) == (0, 0)
 
 
-def test_dead_observers_and_returned_peers_are_not_timed() -> None:
+def test_deaths_are_not_timed_for_dead_observers_and_returned_peers() -> None:
     world, measures = swarm(4)
     world.crash(10.0, 3)
     world.bury(15.0, 1, 3)
@@ -220,9 +221,9 @@ def test_dead_observers_and_returned_peers_are_not_timed() -> None:
     membership = measures.summary(world)["membership"]
     assert membership["known_to_all_crashes"] == 1
     assert membership["excused_deaths"] == 1, (
-        "the peer had just returned, and the verdicts meant its earlier life"
+        "a verdict about the peer's previous incarnation was counted against the returned peer"
     )
-    assert membership["false_deaths"] == 1, "one mistake of two observers"
+    assert membership["false_deaths"] == 1, "one mistake of two observers was not counted as one"
 
 
 def test_a_false_suspicion_counts_once_and_is_excused_by_a_freeze() -> None:
@@ -260,7 +261,7 @@ def test_a_lookup_fails_only_if_the_record_existed() -> None:
     assert (dht["store_copies_mean"], dht["lookups_without_end"]) == (20.0, 2)
 
 
-def test_traffic_is_by_protocol_and_by_the_uptime_of_all_peers() -> None:
+def test_traffic_is_measured_per_protocol_and_per_uptime_of_all_peers() -> None:
     world, measures = measured(2)
     world.start(0.0, 0)
     world.start(10.0, 1)

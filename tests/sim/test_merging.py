@@ -1,4 +1,4 @@
-"""Stages without a holder go to the adjacent ones, in virtual time: sums stay exact, runs end."""
+"""Stages without a holder are merged into adjacent stages, in virtual time: sums stay exact, and runs end."""
 
 import os
 from functools import partial
@@ -16,11 +16,13 @@ from tests.sim.test_training import assert_done, is_step
 
 SEEDS = int(os.environ.get("PEERLOOM_PARTITION_SEEDS", "2"))
 GOES_ON_SECONDS_MAX = 12.0
-"""Seconds between two applied steps: 7 s until SWIM is sure of a death, and the steps before and after it."""
+"""Maximum seconds between two applied steps: 7 s until SWIM is sure of a death, plus the steps before and
+after."""
 
 
 def play(seed: int, *, stages: int, steps: int = 30, seconds: float = 200.0) -> Troubled:
-    """A run whose stages have one replica each, its requester included, and that no other peer can join."""
+    """Play a run whose stages have one replica each, one of them at the requester, and that no other peer can
+    join."""
     run = training(members=stages, stages=stages, replicas=1, steps=steps)
     return Troubled(scenario(run, nodes=stages, seconds=seconds), seed)
 
@@ -32,7 +34,7 @@ def assert_one_plan_at_each_height(played: Troubled) -> None:
 
 
 def stages_of(played: Troubled) -> list[int]:
-    """The number of stages that applied the last step."""
+    """Return the stages that applied the last step."""
     last = max(row.event.step for row in played.story.of(SamplesCounted))
     return sorted({row.event.stage for row in played.story.of(SamplesCounted) if row.event.step == last})
 
@@ -56,7 +58,8 @@ def test_two_successive_deaths_leave_two_stages_of_four() -> None:
 
 
 def split_with(played: Troubled, newcomer: PeerId, plan: Plan) -> Change | None:
-    """The change by which a stage of two or more layers gives half of them to a peer without a stage."""
+    """Return the change by which a stage of two or more layers gives half of them to a peer without a
+    stage."""
     if plan.stage_of(newcomer) is not None or len(plan.stages) >= played.world.scenario.runs[0].stages:
         return None
     stages = list(plan.stages)
@@ -71,7 +74,7 @@ def split_with(played: Troubled, newcomer: PeerId, plan: Plan) -> Change | None:
 
 
 def split_whenever(played: Troubled, every: float) -> None:
-    """At intervals, have the committer want a stage for each peer that has none."""
+    """At intervals, let the committer want a stage for each peer that has none."""
 
     def want() -> None:
         for committer in played.world.peers:
@@ -90,11 +93,13 @@ def test_a_machine_that_returns_gets_its_own_stage_again() -> None:
     assert_done(played.play(), 40)
     assert stages_of(played) == [0, 1, 2]
     merged = [row for row in played.story.of(SamplesCounted) if row.event.stage == 2]
-    assert any(later.time - earlier.time > 5 for earlier, later in pairwise(merged)), "the run had two stages"
+    assert any(later.time - earlier.time > 5 for earlier, later in pairwise(merged)), (
+        "the run does not have two stages after the merge"
+    )
 
 
 def test_a_stage_that_nobody_takes_costs_a_pause_and_no_step() -> None:
-    """The newcomer is asked, and dies before it answers."""
+    """The newcomer is asked to take a stage, and dies before it answers."""
     played = play(1, stages=3, steps=40)
     played.when(is_step(6), partial(played.crash, 1, seconds=15.0))
     split_whenever(played, 4.0)
@@ -105,7 +110,7 @@ def test_a_stage_that_nobody_takes_costs_a_pause_and_no_step() -> None:
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
 def test_a_run_without_spares_ends_exactly_under_any_disturbance(seed: int) -> None:
-    """One to three temporary deaths, one at a time, and a partition."""
+    """The disturbances are one to three temporary deaths, one at a time, and a partition."""
     rng = seeded_rng(seed, PeerId(bytes(32)))
     played = play(seed, stages=rng.randint(3, 5), steps=40, seconds=900)
     names = range(1, len(played.world.peers))
@@ -124,7 +129,7 @@ def test_a_run_without_spares_ends_exactly_under_any_disturbance(seed: int) -> N
 
 
 def leave(played: Troubled, number: int, seconds: float) -> None:
-    """Have a peer hand over its stage and leave, and return after `seconds`."""
+    """Let a peer hand over its stage and leave, and return after `seconds`."""
     peer = played.world.peers[number]
     if played.world.runs(number) and not played.world.lives[peer].leaving:
         played.world.stop(number, "leave")
@@ -132,7 +137,7 @@ def leave(played: Troubled, number: int, seconds: float) -> None:
 
 
 def come_back(played: Troubled, number: int) -> None:
-    """Start a peer once it has left."""
+    """Start a peer again once it has left."""
     if played.world.runs(number):
         played.at(played.world.now + 1.0, come_back, played, number)
     else:
@@ -141,7 +146,7 @@ def come_back(played: Troubled, number: int) -> None:
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
 def test_leaving_members_hand_over_and_the_run_ends_exactly(seed: int) -> None:
-    """The last holders of their stages say goodbye, sometimes two at once, and one dies."""
+    """The last holders of their stages say goodbye, sometimes two simultaneously, and one member dies."""
     rng = seeded_rng(seed, PeerId(bytes(32)))
     played = play(seed, stages=rng.randint(3, 5), steps=40, seconds=900)
     names = range(1, len(played.world.peers))

@@ -1,4 +1,5 @@
-"""The links: instants, locations, distances and fates, and draws that depend only on their names."""
+"""The simulated links: instants, locations, distances and fates, and draws that depend only on their
+names."""
 
 import math
 from collections import Counter
@@ -36,12 +37,12 @@ def test_an_instant_is_its_time_rounded_up_to_a_microsecond(seconds: float) -> N
     assert seconds <= instant(seconds) < seconds + 1.01e-6
 
 
-def test_never_stays_never() -> None:
+def test_an_infinite_time_stays_infinite() -> None:
     assert instant(math.inf) == math.inf
     assert instant(-math.inf) == -math.inf
 
 
-def test_sums_of_durations_coincide_as_on_paper() -> None:
+def test_equal_sums_of_durations_give_the_same_instant() -> None:
     assert after(after(0.0, 0.1), 0.2) == after(0.0, 0.3) == 0.3
 
 
@@ -78,13 +79,13 @@ def test_messages_of_one_instant_have_separate_fates() -> None:
     assert len({sender.trips(1_000_000, links.at(B)) for _ in range(100)}) > 90
 
 
-def test_another_seed_gives_other_fates() -> None:
+def test_a_different_seed_gives_different_fates() -> None:
     model = NetworkModel(0.02, 0.2, jitter_seconds=0.05)
     assert fates(SimLinks(model, 7), 5) != fates(SimLinks(model, 8), 5)
 
 
 def is_share(count: int, of: int, share: float) -> bool:
-    """Within four standard deviations of a binomial."""
+    """Return whether a count is within four standard deviations of a binomial."""
     return abs(count - share * of) <= 4 * math.sqrt(of * share * (1 - share))
 
 
@@ -107,13 +108,13 @@ def test_losses_of_network_accesses_and_disturbances_multiply() -> None:
     assert is_share(fates(links, 4_000).count(()), 4_000, 1 - 0.9 * 0.8 * 0.8)
 
 
-def test_latencies_are_uniform_and_the_same_both_ways() -> None:
+def test_latencies_are_uniform_and_equal_in_both_directions() -> None:
     links = SimLinks(NetworkModel(0.02, 0.2), 5)
     peers = [seeded_peer(5, index) for index in range(150)]
     drawn = [links.latency_seconds(one, other) for one in peers for other in peers if one < other]
     tenths = Counter(int((seconds - 0.02) / 0.018) for seconds in drawn)
     assert sorted(tenths) == list(range(10))
-    # Pairs share their ends, so they are not independent; still each tenth holds about its share.
+    # The pairs share their ends, so they are not independent; still each tenth holds about its share.
     assert max(tenths.values()) < 1.2 * min(tenths.values())
     assert links.latency_seconds(A, B) == links.latency_seconds(B, A)
 
@@ -181,12 +182,14 @@ def test_splits_may_overlap_and_end_one_by_one() -> None:
     assert links.reaches(B, C)
     assert links.is_even
     links.split([A])
-    assert not links.reaches(A, seeded_peer(1, 99)), "also for peers that were unknown then"
+    assert not links.reaches(A, seeded_peer(1, 99)), (
+        "the split does not separate peers that were unknown when it began"
+    )
     links.heal()
     assert links.reaches(A, B)
 
 
-def test_a_block_cuts_one_direction_and_the_deaf_are_heard() -> None:
+def test_a_block_cuts_one_direction_and_deaf_peers_can_still_send() -> None:
     links = SimLinks(NetworkModel(), 1)
     links.block(A, B)
     assert (links.reaches(A, B), links.reaches(B, A), links.reaches(A, C)) == (False, True, True)
@@ -203,7 +206,7 @@ def test_a_block_cuts_one_direction_and_the_deaf_are_heard() -> None:
 
 
 def natted(one: Nat, other: Nat) -> tuple[SimLinks, PeerId, PeerId]:
-    """Two peers behind such translators."""
+    """Return two peers behind translators of these kinds."""
     links = SimLinks(NetworkModel(access=(Access(0.5, nat=one), Access(0.5, nat=other))), 1)
     peers = [seeded_peer(1, index) for index in range(50)]
     a = next(peer for peer in peers if links.at(peer).access.nat == one)
@@ -223,7 +226,7 @@ def send(links: SimLinks, one: PeerId, other: PeerId, at: float) -> bool:
 @pytest.mark.parametrize(
     ("one", "other", "passes"),
     [
-        # one to the other, the other to the one, and both again
+        # First one to the other, then the other to the one, then both again.
         ("none", "none", (True, True, True, True)),
         ("none", "full-cone", (False, True, True, True)),
         ("none", "restricted", (False, True, True, True)),
@@ -265,11 +268,11 @@ def test_a_mapping_opens_after_its_instant_and_closes_when_idle() -> None:
         links.sender(b, "").trips(ticks(200.0 + second), links.at(seeded_peer(2, second)))
     nat = links.at(b).nat
     assert nat is not None
-    assert len(nat._mappings) < 1_100, "expired mappings are removed"
+    assert len(nat._mappings) < 1_100, "an expired mapping was kept"
 
 
 @pytest.mark.parametrize("nat", ["restricted", "symmetric", "blocked"])
-def test_streams_open_out_of_a_translator_but_not_into_it(nat: Nat) -> None:
+def test_streams_open_from_behind_a_translator_but_not_to_peers_behind_it(nat: Nat) -> None:
     links, a, b = natted("none", nat)
     links.sender(b, "").trips(ticks(1.0), links.at(a))
     assert links.may_open(a, 2.0)
@@ -310,7 +313,7 @@ Sent = list[tuple[int, int, str, int]]
     st.randoms(use_true_random=False),
 )
 def test_queues_do_not_depend_on_the_order_of_driving_peers(sent: Sent, random: Random) -> None:
-    """The messages of one peer by one protocol are ordered; a driver may interleave those of several
+    """The messages of one peer over one protocol are ordered; a driver may interleave the messages of several
     protocols.
     """
 

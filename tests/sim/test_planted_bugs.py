@@ -1,6 +1,7 @@
-"""Bugs planted in cores, and the checkers that find them: each within a few seeds, with no false alarms.
+"""Bugs planted in cores, and the checkers that find them: each bug is found within a few seeds, without false
+alarms.
 
-A bug is a core that replaces ours, as a user's own would (`sim.worlds.factories`).
+A bug is a core that replaces ours, like a core that a user supplies (`sim.worlds.factories`).
 """
 
 from collections.abc import Collection
@@ -39,7 +40,7 @@ SEEDS_MAX = 50
 
 
 def broken(scenario: Scenario, seed: int, **cores: Any) -> str | None:
-    """The broken invariant; None if all hold."""
+    """Return the name of the broken invariant; None if all hold."""
     watch = Watch(checkers_for(scenario))
 
     def publish(observed: Observation) -> None:
@@ -55,8 +56,8 @@ def broken(scenario: Scenario, seed: int, **cores: Any) -> str | None:
 
 
 def seeds_until(invariant: str, scenario: Scenario, **cores: Any) -> int:
-    """Return the number of seeds until the bug is found; without it no checker reports anything over those
-    seeds.
+    """Return the number of seeds until the bug is found. Without the bug, no checker may report anything for
+    these seeds.
     """
     for seed in range(1, SEEDS_MAX + 1):
         assert broken(scenario, seed) is None
@@ -93,7 +94,7 @@ class ForgetsToRefute(Swim):
 
 
 class DropsRecords(Kademlia):
-    """A core that says that it keeps a record, and does not."""
+    """A core that claims to keep a record, but does not."""
 
     def receive(self, now: float, sender: PeerId, message: RecordMessage) -> Sends:
         sends = super().receive(now, sender, message)
@@ -103,8 +104,8 @@ class DropsRecords(Kademlia):
 
 
 class CountsTwice(Replica):
-    """A core that says that it took a micro-batch out of its sums, which another replica counts,
-    and did not.
+    """A core that claims to have taken a micro-batch, which another replica counts, out of its sums, but has
+    not.
     """
 
     def next(self, now: float) -> WorkItem | None:
@@ -115,10 +116,10 @@ class CountsTwice(Replica):
         return item
 
 
-def test_a_swim_that_forgets_to_refute_is_found_with_the_first_seed() -> None:
+def test_a_swim_core_that_does_not_refute_is_found_with_the_first_seed() -> None:
     frozen = Scenario(
         name="frozen",
-        about="a peer is frozen for so long that the others hold it for dead, and lives",
+        about="a live peer is frozen for so long that the others declare it dead",
         nodes=12,
         seconds=60.0,
         start=SwarmStart(spread_seconds=1.0),
@@ -131,10 +132,10 @@ def test_a_swim_that_forgets_to_refute_is_found_with_the_first_seed() -> None:
 
 
 @pytest.mark.slow
-def test_a_dht_that_drops_records_is_found_with_the_first_seed() -> None:
+def test_a_dht_core_that_loses_records_is_found_with_the_first_seed() -> None:
     storing = Scenario(
         name="storing",
-        about="more peers than keep a copy, so that a record's author is seldom among them",
+        about="there are more peers than copies, so that a record's author is seldom a holder",
         nodes=40,
         seconds=40.0,
         start=SwarmStart(spread_seconds=5.0),
@@ -147,7 +148,7 @@ def test_a_dht_that_drops_records_is_found_with_the_first_seed() -> None:
 
 
 class HearsOfItself(PaxosChain):
-    """A core that takes every other branch for the longer one."""
+    """A core that judges any branch other than its own to be the longer one."""
 
     def receive(self, now: float, sender: PeerId, message: AgreementMessage) -> Any:
         sends = super().receive(now, sender, message)
@@ -161,7 +162,7 @@ class HearsOfItself(PaxosChain):
 
 FORKED_RUN = Scenario(
     name="forked-run",
-    about="a split long enough for both sides to go on alone, and time to heal",
+    about="a split long enough for both sides to continue alone, and time to heal",
     nodes=7,
     seconds=130.0,
     start=SwarmStart(spread_seconds=2.0),
@@ -225,7 +226,7 @@ class DecidesAlone(PaxosChain):
 
 SPLIT_RUN = Scenario(
     name="split-run",
-    about="two sides of which only one has a majority",
+    about="a split into two sides, of which only one has a majority",
     nodes=7,
     seconds=45.0,
     start=SwarmStart(spread_seconds=2.0),
@@ -246,7 +247,7 @@ def test_a_minority_that_decides_is_found_with_the_first_seed() -> None:
 
 LOSSY_RUN = Scenario(
     name="lossy-run",
-    about="members are suspected that live, so that what they have counted is given to others as well",
+    about="live members are suspected, so that what they have counted is also given to others",
     nodes=7,
     seconds=45.0,
     start=SwarmStart(spread_seconds=2.0),
@@ -261,11 +262,11 @@ LOSSY_RUN = Scenario(
 )
 
 
-def test_a_step_that_counts_twice_is_found_within_three_seeds() -> None:
+def test_a_step_that_counts_a_microbatch_twice_is_found_within_three_seeds() -> None:
     assert seeds_until("sums", LOSSY_RUN, replica=CountsTwice) <= 3
 
 
-def test_watching_alone_finds_it_without_computing_the_expected_sums(
+def test_double_counting_is_found_even_without_computing_expected_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Truth, "state", lambda *_: ANY)

@@ -1,4 +1,4 @@
-"""The plots: the set of files, and that each is an image."""
+"""The plots of an experiment: which files are written, and that each is an image."""
 
 from pathlib import Path
 

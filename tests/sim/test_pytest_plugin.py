@@ -1,4 +1,4 @@
-"""The fixtures for users' tests, in a separate test run."""
+"""The fixtures for users' tests, tried in a separate test run."""
 
 import tomllib
 from textwrap import dedent
@@ -13,7 +13,7 @@ pytest_plugins = ("pytester",)
 
 @pytest.fixture
 def theirs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A folder of tests with a scenario, in which the simulator is installed as its pyproject says."""
+    """Return a folder of tests with a scenario; the simulator is installed in it as its pyproject says."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{pytester.path}")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     installed = pytester.mkdir("simulator_under_test-1.dist-info")

@@ -34,7 +34,7 @@ def machines(*presets: Preset, behind_one: int = 1) -> list[RoutedMachine]:
 def seen(
     one: RoutedMachine, server: RoutedMachine, transport: Transport, now: float = 0.0, family: int = 4
 ) -> Endpoint | None:
-    """The address at which a server sees a machine that writes to it."""
+    """Return the address at which a server sees a machine that sends to it."""
     return carry(transport, one, server, server.cards[family].inner, now)
 
 
@@ -57,7 +57,9 @@ def punched(one: RoutedMachine, other: RoutedMachine, server: RoutedMachine, tra
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("one", "other"), [*combinations_with_replacement(NAMES, 2)])
-def test_a_pair_is_direct_if_the_laboratory_says_so(one: Preset, other: Preset, transport: Transport) -> None:
+def test_two_machines_connect_directly_exactly_as_in_the_laboratory(
+    one: Preset, other: Preset, transport: Transport
+) -> None:
     server, *ends = machines("none", one, other)
     sites = [lab.PRESETS[NAMES[each]] for each in (one, other)]
     assert punched(ends[0], ends[1], server, transport) == lab.can_be_direct(sites[0], sites[1], transport)
@@ -68,9 +70,9 @@ def test_a_mapping_is_forgotten_after_its_time() -> None:
     there = seen(home, a, "udp")
     assert there is not None
     assert carry("udp", a, home, there, 29.0) is not None
-    assert carry("udp", b, home, there, 29.0) is None, "no packet was sent to it"
+    assert carry("udp", b, home, there, 29.0) is None, "a packet was sent to the expired mapping"
     assert carry("udp", a, home, there, 60.0) is None
-    assert seen(home, b, "udp", 61.0) == there, "the same port for every destination"
+    assert seen(home, b, "udp", 61.0) == there, "the port differs by destination"
 
 
 def test_a_rebooted_router_breaks_connections_and_changes_ports() -> None:
@@ -135,7 +137,7 @@ def scenario(seconds: str = "180") -> Scenario:
 
 
 class Story:
-    """A collector of events, to be read by kind."""
+    """Collects events, to be read by kind."""
 
     def __init__(self) -> None:
         self.rows: list[Observation] = []
@@ -151,7 +153,7 @@ class Story:
         return [row for row in self.rows if isinstance(row.event, kind)]
 
 
-def test_peers_behind_routers_are_members_by_relays_and_punched_paths() -> None:
+def test_peers_behind_routers_are_members_through_relays_or_punched_paths() -> None:
     story = Story()
     played = sim.run(scenario(), seed=3, watchers=[story])
     assert played.broken is None
@@ -163,13 +165,13 @@ def test_peers_behind_routers_are_members_by_relays_and_punched_paths() -> None:
     assert played.summary["membership"]["entries_right_share_end"] == 1.0
 
 
-def test_one_seed_gives_one_course() -> None:
+def test_the_same_seed_gives_the_same_events() -> None:
     short = scenario(seconds="40")
     assert sim.run(short, seed=3).digest == sim.run(short, seed=3).digest
 
 
 @pytest.mark.slow
-def test_no_living_member_behind_expiring_mappings_is_declared_dead_in_twelve_hours() -> None:
+def test_expiring_mappings_cause_no_false_death_in_twelve_hours() -> None:
     played = sim.run("nat", seed=1)
     assert played.broken is None
     assert played.summary["membership"]["false_deaths"] == 0

@@ -1,7 +1,8 @@
 """Random walks of whole runs: members crash, restart, leave, stall and are cut off, and every run ends.
 
 All checkers watch: one plan per height, each sample in one committed step, exact sums. A walk ends once its
-run has. `PEERLOOM_RUN_WALK_EVENTS=1000000` walks on until the members' cores have had this many calls.
+run has ended. `PEERLOOM_RUN_WALK_EVENTS=1000000` starts new walks until the members' cores have had this many
+calls.
 """
 
 import os
@@ -22,7 +23,8 @@ from tests.sim.test_following import follow_whenever
 
 EVENTS_WANTED = int(os.environ.get("PEERLOOM_RUN_WALK_EVENTS", "3000"))
 FOUND = (3_058,)
-"""A requester returned with a plan of which the committer never heard, and was made the next committer."""
+"""In this walk, a requester returned with a plan of which the committer had never heard, and was made the
+next committer."""
 PEERS = 7
 TROUBLE_SECONDS = 40.0
 AWAY_SECONDS_MAX = 15.0
@@ -30,7 +32,7 @@ ENDS_SECONDS = 400.0
 
 
 class Trouble:
-    """The disturbances of one walk; at its end each peer is up again, and all reach each other."""
+    """The disturbances of one walk. At its end each peer is up again, and all can reach each other."""
 
     def __init__(self, played: Troubled, rng: Random) -> None:
         self.played = played
@@ -60,7 +62,7 @@ class Trouble:
     def start(self, number: int) -> None:
         world = self.played.world
         if world.peers[number] in world.lives:
-            self.played.at(world.now + 1.0, self.start, number)  # it is still saying goodbye
+            self.played.at(world.now + 1.0, self.start, number)  # the peer is still saying goodbye
         else:
             world.start(number)
 
@@ -74,14 +76,14 @@ class Trouble:
             world.tell(world.lives[world.peers[some[0]]], PeerFrozen(min(seconds, 4.0)))
 
     def suspect(self, some: list[int], _seconds: float) -> None:
-        """Cut one peer off for a moment, so that it is suspected."""
+        """Cut one peer off for a moment, so that others suspect it."""
         world = self.played.world
         world.deafen(some[0], True)
         self.played.at(world.now + 2.0, world.deafen, some[0], False)
 
 
 def walk(seed: int, *, follows: bool = True) -> tuple[Troubled, Trouble]:
-    """With `follows`, idle peers follow a stage in half of the walks."""
+    """Return a walk and its disturbances. With `follows`, idle peers follow a stage in half of the walks."""
     rng = seeded_rng(seed, "run walk")
     run = training(
         stages=rng.randint(1, 3), replicas=2, steps=60, microbatches=4, checkpoint_every=4, pass_seconds=0.05
@@ -140,14 +142,14 @@ def test_every_run_ends_under_any_disturbance(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("seed", FOUND)
-def test_a_run_that_once_did_not_end_ends(seed: int) -> None:
+def test_seeds_whose_run_once_did_not_end_do_end(seed: int) -> None:
     played, _trouble = walk(seed, follows=False)
     played.play()
     assert {row.event.outcome for row in played.story.of(RunEnded)} == {"done"}
 
 
-def test_every_cause_in_the_table_of_states_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Except "asked to stop": no peer does so in a world of cores."""
+def test_every_cause_in_the_table_of_run_states_occurs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception is "asked to stop": no peer does so in a world of cores."""
     seen: set[str] = set()
 
     def after(state: State, cause: Cause) -> State:

@@ -1,4 +1,5 @@
-"""Scenario files: strict reading with errors that name the line, and writing that reads back the same."""
+"""Scenario files are read strictly, with errors that name the line, and a written file reads back the
+same."""
 
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def test_a_written_scenario_reads_back_the_same(
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_built_in_scenarios_are_valid_and_explain_their_choices(name: str) -> None:
+def test_built_in_scenarios_are_valid_and_have_explanations(name: str) -> None:
     scenario = load(name)
     assert scenario.name == name
     assert len(scenario.about) > 20
@@ -140,7 +141,7 @@ def test_built_in_scenarios_are_part_of_the_package() -> None:
         ),
     ],
 )
-def test_an_invalid_value_is_named_with_its_line(tmp_path: Path, text: str, complaint: str) -> None:
+def test_the_error_names_an_invalid_value_and_its_line(tmp_path: Path, text: str, complaint: str) -> None:
     path = written(tmp_path, HEAD + text)
     with pytest.raises(UsageError) as caught:
         load(path)
@@ -255,7 +256,7 @@ def test_a_trace_path_is_relative_to_its_scenario_and_checked(tmp_path: Path) ->
         load(path)
 
 
-def test_an_unknown_name_gets_the_nearest_and_a_missing_file_is_reported() -> None:
+def test_errors_suggest_the_nearest_name_and_report_missing_files() -> None:
     with pytest.raises(UsageError, match=r"there is no scenario 'chrun'; did you mean 'churn'"):
         load("chrun")
     with pytest.raises(UsageError, match=r"there is no scenario 'x'; use one of lan, wan, .* path of a file"):
@@ -264,7 +265,7 @@ def test_an_unknown_name_gets_the_nearest_and_a_missing_file_is_reported() -> No
         load("nowhere/x.toml")
 
 
-def test_single_values_are_set_as_a_user_types_them() -> None:
+def test_set_options_change_single_values() -> None:
     scenario = with_values(
         load("wan"),
         {
@@ -295,7 +296,9 @@ def test_single_values_are_set_as_a_user_types_them() -> None:
         ("name", "5", "--set name=5: name = 5: want text"),
     ],
 )
-def test_a_wrong_value_set_is_reported_like_one_in_a_file(key: str, text: str, complaint: str) -> None:
+def test_an_invalid_set_option_is_reported_like_a_value_in_a_file(
+    key: str, text: str, complaint: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         with_values(load("partition"), {key: text})
     assert str(caught.value) == complaint

@@ -1,4 +1,5 @@
-"""The simulated seams under a virtual clock: datagrams, streams, executor, storage."""
+"""The simulated seams (interfaces to the outside world) under a virtual clock: datagrams, streams, executor,
+storage."""
 
 import contextlib
 import math
@@ -35,7 +36,7 @@ TALK = "/peerloom/talk/1"
 
 
 def simulate(scenario: Callable[[], Awaitable[Any]]) -> None:
-    """Run under a clock that jumps; a deadlock ends after a virtual hour."""
+    """Run under a clock that jumps to the next event; a deadlock ends after a virtual hour."""
 
     async def main() -> None:
         with trio.fail_after(3_600):
@@ -98,7 +99,7 @@ def test_simultaneous_datagrams_are_ordered_by_sender_and_number() -> None:
     simulate(scenario)
 
 
-def test_a_waiting_take_sees_a_datagram_sent_meanwhile_and_a_changed_deadline() -> None:
+def test_a_waiting_inbox_reacts_to_datagrams_and_a_changed_deadline() -> None:
     async def scenario() -> None:
         one, other, _ = attach(medium())
         inbox = other.inbox(TALK)
@@ -121,7 +122,7 @@ def test_a_waiting_take_sees_a_datagram_sent_meanwhile_and_a_changed_deadline() 
     simulate(scenario)
 
 
-def test_messages_to_strangers_dead_peers_and_unknown_protocols_are_lost() -> None:
+def test_messages_to_unknown_or_dead_peers_and_unknown_protocols_are_lost() -> None:
     async def scenario() -> None:
         shared = medium()
         one, other, third = attach(shared, acquainted=False)
@@ -168,7 +169,7 @@ def test_a_stream_delivers_in_order_with_latency() -> None:
         async with running(one, other):
             stream = await one.open(B, TALK)
             opened = SimClock().monotonic()
-            assert opened == 0.2  # four trips
+            assert opened == 0.2  # four one-way delays
             assert stream.peer == B
             for number in range(5):
                 await stream.send(memoryview(bytes([number])))
@@ -178,7 +179,7 @@ def test_a_stream_delivers_in_order_with_latency() -> None:
     simulate(scenario)
 
 
-def test_a_payload_arrives_beside_its_message_unless_too_long() -> None:
+def test_a_payload_arrives_with_its_message_unless_too_long() -> None:
     async def scenario() -> None:
         one, other, _ = attach(medium())
 
@@ -208,7 +209,7 @@ def test_a_payload_arrives_beside_its_message_unless_too_long() -> None:
     simulate(scenario)
 
 
-def test_a_narrow_link_delays_bulk() -> None:
+def test_a_slow_link_delays_large_messages() -> None:
     async def scenario() -> None:
         one, other, _ = attach(medium(up_bytes_per_second=1_000 * STREAM_OVERHEAD))
         other.handle(TALK, echo)
@@ -218,7 +219,7 @@ def test_a_narrow_link_delays_bulk() -> None:
             for _ in range(3):
                 await stream.send(bytes(500))
             await stream.receive()
-            # 0.5 s of sending and a trip in each direction.
+            # 0.5 s of sending, plus a one-way delay in each direction.
             assert SimClock().monotonic() - begun == pytest.approx(1.1)
 
     simulate(scenario)
@@ -410,7 +411,7 @@ def test_a_simulated_stage_runs_the_real_executor() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(stage.call, Export())
             nursery.start_soon(stage.call, Export())
-        assert SimClock().monotonic() == 0.75, "calls run one after the other"
+        assert SimClock().monotonic() == 0.75, "the calls did not run one after the other"
         assert stage.vector("parameters").nbytes > 0
         with pytest.raises(LocalProtocolError):
             await stage.call("a request")

@@ -1,4 +1,4 @@
-"""Draws by name, seeded entropy, and the signer of the simulation."""
+"""Draws that are identified by name, seeded entropy, and the signer of the simulation."""
 
 import pytest
 

@@ -24,7 +24,7 @@ DEAF_FLAGS = [word for key, value in DEAF.items() for word in ("--set", f"{key}=
 
 
 def in_process(words: Sequence[str], folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m ...` as a shell in `folder` would."""
+    """Run `python -m ...` as a shell in `folder` would, and return the result."""
     return subprocess.run(
         [sys.executable, *words],
         cwd=folder,
@@ -48,7 +48,7 @@ def test_the_built_in_scenarios_are_listed_with_their_topics(
     assert [row["name"] for row in document["scenarios"]] == list(BUILT_IN)
 
 
-def test_a_printed_scenario_includes_the_given_values(
+def test_a_printed_scenario_includes_the_values_from_the_command_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert sim_command(["churn", "--print"]) == 0
@@ -131,16 +131,14 @@ def test_a_run_shows_its_figures_on_stdout_and_writes_its_files(
     ]  # fmt: skip
 
 
-def test_with_json_stdout_has_the_summary_and_quiet_adds_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_with_json_stdout_has_only_the_summary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert sim_command([written(tmp_path), "--seed", "3", "--json", "--quiet"]) == 0
     told = capsys.readouterr()
     assert json.loads(told.out)["digest"] == digest(tmp_path, seed=3)
     assert told.err == ""
 
 
-def test_a_broken_invariant_exits_with_six_and_its_command_breaks_it_again(tmp_path: Path) -> None:
+def test_a_broken_invariant_exits_with_six_and_its_command_repeats_it(tmp_path: Path) -> None:
     scenario = Path(written(tmp_path)).name
     words = ["-m", "node", "sim", scenario, "--seed", "3", *DEAF_FLAGS, "--json"]
     first = in_process(words, tmp_path, PYTHONHASHSEED="1")
@@ -162,7 +160,7 @@ def test_a_broken_invariant_exits_with_six_and_its_command_breaks_it_again(tmp_p
     assert summaries[0]["broken"]["repeat"] == command
 
 
-def test_ctrl_c_ends_in_order_with_partial_results(
+def test_ctrl_c_ends_the_simulation_cleanly_with_partial_results(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(_: ProgressScreen, progress: ExperimentProgress) -> None:
@@ -185,7 +183,7 @@ def test_progress_shows_position_speed_and_remaining_time() -> None:
     )
 
 
-def test_a_missing_matplotlib_is_explained_in_one_line(
+def test_a_missing_matplotlib_is_reported_in_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:

@@ -1,7 +1,8 @@
-"""Runs of two members and their witnesses in a world of cores: deaths, freezes and partitions among the few.
+"""Runs of two members and their witnesses in a world of cores, with deaths, freezes and partitions among
+these few.
 
-There are never two plans at one height, even if the requester breaks ties; and the run continues wherever
-enough voters are up and see each other. `PEERLOOM_SMALL_SEEDS` plays more of them.
+There are never two plans at one height, even if the requester breaks ties. The run continues whenever enough
+voters are up and can reach each other. `PEERLOOM_SMALL_SEEDS` plays more seeds.
 """
 
 import os
@@ -17,8 +18,8 @@ from tests.sim.runs_world import BEGINS, Troubled, scenario, training
 
 SEEDS = int(os.environ.get("PEERLOOM_SMALL_SEEDS", "3"))
 FOUND = (46, 56)
-"""Two members that were absent in turn each waited for the other's proposal; a lone requester went back to a
-checkpoint of which it had no copy.
+"""In one of these, two members that were absent in turn each waited for the other's proposal. In the other, a
+lone requester went back to a checkpoint of which it had no copy.
 """
 STEPS = 40
 OPENS_AT = BEGINS + 12.7
@@ -29,8 +30,8 @@ LOST = "lost its last replica, and no checkpoint holds its parameters"
 
 
 def trial(seed: int, rule: str) -> Troubled:
-    """A requester, a replica and up to three members without a stage; splits and crashes for a minute, then
-    calm.
+    """A requester, a replica and up to three members without a stage. There are splits and crashes for a
+    minute, and none afterwards.
     """
     rng = seeded_rng(seed, "small")
     members = rng.randint(2, 5)
@@ -67,7 +68,8 @@ def test_small_runs_never_have_two_plans_at_one_height_and_end(rule: str) -> Non
         assert len({height for height, _ in plans}) == len(plans), f"seed {seed}: two plans at one height"
         ends = played.story.of(RunEnded)
         outcomes = {row.event.outcome for row in ends}
-        # The only replica may die before the first checkpoint: that cannot be survived, and is reported.
+        # The only replica may die before the first checkpoint. The run cannot survive that, and must report
+        # it.
         is_told = all(LOST in row.event.reason for row in ends if row.event.outcome == "failed")
         if not outcomes or not is_told:
             wrong[seed] = (
@@ -95,7 +97,8 @@ def test_only_a_tie_breaking_requester_continues_after_a_split(rule: str, goes_o
 
 @pytest.mark.parametrize("how", ["killed", "stopped", "restarted"])
 def test_an_idle_node_is_free_again_once_its_planner_dies(how: str) -> None:
-    """A stage loses both replicas; another member dies while the idle node opens that stage for it."""
+    """A stage loses both replicas. A different member dies while the idle node opens that stage for the
+    run."""
     stalled = {}
     for victim in (1, 2, 4, 5):
         run = training(

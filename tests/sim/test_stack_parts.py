@@ -1,4 +1,5 @@
-"""The parts of a stack: a repeatable trio, the cost of computing, the contents of a stage's sums."""
+"""The parts of a stack of whole nodes: repeatable scheduling by trio, the cost of computing, the contents of
+a stage's sums."""
 
 from random import Random
 
@@ -26,7 +27,7 @@ NATURAL_SECONDS, BYTES_PER_SECOND = 0.5, 1e6
 
 
 async def order() -> list[int]:
-    """Return the order in which twelve tasks take their turns at one instant."""
+    """Return the order in which twelve tasks that are ready at one instant run."""
     turns: list[int] = []
 
     async def turn(number: int) -> None:
@@ -39,7 +40,7 @@ async def order() -> list[int]:
     return turns
 
 
-def test_simultaneous_tasks_take_their_turns_by_the_seed() -> None:
+def test_the_seed_decides_the_order_of_simultaneous_tasks() -> None:
     before = trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r
     first, again, other = (run_repeatably(order, Random(seed)) for seed in (1, 1, 2))
     assert first == again
@@ -59,13 +60,13 @@ def test_the_scheduling_switch_is_restored_after_a_failure() -> None:
     assert (trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r) == before
 
 
-def test_a_trio_without_the_switch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trio_version_without_the_scheduling_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(trio_run, "_ALLOW_DETERMINISTIC_SCHEDULING")
     with pytest.raises(LocalProtocolError, match=f"trio {trio.__version__} .*scheduling"):
         run_repeatably(order, Random(1))
 
 
-def test_virtual_time_costs_no_time() -> None:
+def test_virtual_time_costs_no_real_time() -> None:
     async def sleep() -> float:
         await trio.sleep(80_000)
         return trio.current_time()
@@ -81,14 +82,14 @@ def specifications() -> list[api.StageSpecification]:
     return [make_specification(run, graphs, stage, Machine(1, "cpu", 1 << 40)) for stage in (0, 1)]
 
 
-def test_a_pass_takes_the_scenarios_time_and_the_rest_in_proportion() -> None:
+def test_a_pass_takes_the_scenarios_time_and_other_work_in_proportion() -> None:
     first, last = (
         StageCost(wanted, NATURAL_SECONDS, 2 * NATURAL_SECONDS, BYTES_PER_SECOND)
         for wanted in specifications()
     )
     forward, backward = api.Forward(0, 0, True, NO_HASH), api.Backward(0, 0, NO_HASH)
     assert (first.seconds(forward), first.seconds(backward)) == (1.0, 2.0)
-    assert last.seconds(forward) == 3.0  # both directions
+    assert last.seconds(forward) == 3.0  # forward and backward
     assert last.seconds(api.Forward(0, 0, False, NO_HASH)) == 1.0
     size_bytes = gradient_bytes(specifications()[0])
     assert first.seconds(api.Apply(0, 1)) == pytest.approx(2 * 6 * size_bytes / BYTES_PER_SECOND)
@@ -113,7 +114,7 @@ class Obedient:
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_the_sums_hold_kept_microbatches_only(is_last: bool) -> None:
+def test_the_sums_contain_only_microbatches_that_were_not_subtracted(is_last: bool) -> None:
     applied: list[tuple[int, tuple[int, ...]]] = []
     wanted = specifications()[is_last]
     stage = WatchedStage(wanted, Obedient(), lambda _, step, numbers: applied.append((step, numbers)))

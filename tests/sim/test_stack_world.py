@@ -1,4 +1,4 @@
-"""Whole nodes in virtual time: they train under churn, repeat bit for bit, and watchers may stop them.
+"""Whole nodes in virtual time: they train under churn and repeat bit for bit, and watchers may stop them.
 
 PEERLOOM_STACK=full plays the scenario of twenty nodes too.
 """
@@ -27,11 +27,11 @@ from tests.sim.stack_scenarios import DIGITS, FULL, SWARM, Played, play
 ROOT = Path(__file__).parent.parent.parent
 FULLY = os.environ.get("PEERLOOM_STACK") == "full"
 OTHER_GC_THRESHOLD = 5_000
-"""Python's default is 700: garbage is collected at other moments."""
+"""Python's default is 700. With this value garbage is collected at other moments."""
 
 
 def play_here_and_elsewhere(scenario: Scenario, seed: int) -> Played:
-    """Play it in two concurrent processes, which must agree on all events and on every weight."""
+    """Play a scenario in two concurrent processes, which must agree on all events and on every weight."""
     other = subprocess.Popen(
         [
             sys.executable,
@@ -64,7 +64,7 @@ def play_here_and_elsewhere(scenario: Scenario, seed: int) -> Played:
     ],
     ids=["digits", "full"],
 )
-def test_digits_on_spot_machines_are_bit_identical_elsewhere(scenario: Scenario, seed: int) -> None:
+def test_training_on_spot_machines_is_bit_identical_in_another_process(scenario: Scenario, seed: int) -> None:
     played = play_here_and_elsewhere(scenario, seed)
     (trained,) = played.world.trained
     (training,) = scenario.runs
@@ -83,19 +83,19 @@ def test_digits_on_spot_machines_are_bit_identical_elsewhere(scenario: Scenario,
 
 
 def assert_whole(commits: Sequence[StepCommitted], training: TrainingScenario) -> None:
-    """Assert that each step counts its micro-batches once in every stage; a checker has seen that the sums
-    held these.
+    """Assert that each step counts its micro-batches once in every stage. A checker has already verified that
+    the sums contain exactly these.
     """
     for commit in commits:
         first = commit.step * training.microbatches
         for stage in commit.counted:
             numbers = sorted(number for _, named in stage for number in named)
             assert numbers == list(range(first, first + training.microbatches))
-    # A step whose committer died is finished by the next committer, without its own commit.
+    # If the committer of a step died, the next committer finishes the step without a commit of its own.
     assert len({commit.step for commit in commits}) >= 0.9 * training.steps
 
 
-def test_another_seed_is_another_world_with_ties_in_it() -> None:
+def test_a_different_seed_gives_a_different_world_with_simultaneous_events() -> None:
     worlds = [play(SWARM, seed) for seed in (1, 2)]
     assert worlds[0].printed == play(SWARM, 1).printed
     assert worlds[0].printed != worlds[1].printed
@@ -132,7 +132,7 @@ def test_a_watcher_may_stop_the_world_when_it_samples() -> None:
         world.play(sample)
 
 
-def test_a_run_that_does_not_reach_its_accuracy_is_broken() -> None:
+def test_a_run_that_misses_its_accuracy_breaks_an_invariant() -> None:
     (training,) = DIGITS.runs
     hopeless = replace(training, steps=1, at_seconds=22.0, microbatches=1)
     scenario = replace(SWARM, seconds=40.0, runs=(hopeless,))
@@ -140,7 +140,7 @@ def test_a_run_that_does_not_reach_its_accuracy_is_broken() -> None:
         StackWorld(scenario, 1, lambda observed: None).play(lambda: None)
 
 
-def test_a_stack_accepts_another_swim_but_no_other_replica() -> None:
+def test_a_stack_accepts_a_replaced_swim_core_but_no_replaced_replica() -> None:
     made: list[Swim] = []
 
     class Counted(Swim):
@@ -175,4 +175,4 @@ def test_a_peer_returns_with_its_disk_or_as_a_new_peer(remembers: bool) -> None:
     assert back.event.remembers is remembers
     assert world.up_since(gone) == back.time == 25.0
     dialled = world.lives[gone].node.state.joins
-    assert (len(dialled) > 1) is remembers  # peers that it met in its earlier life
+    assert (len(dialled) > 1) is remembers  # the peers that it knew before the restart

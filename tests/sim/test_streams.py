@@ -38,7 +38,7 @@ async def talkers(
     stall_seconds: float = 0.0,
     handler: Callable[[Stream], Awaitable[None]] = echo,
 ) -> AsyncIterator[tuple[SimNetworkFabric, SimNetwork, SimNetwork, SimNetwork]]:
-    """Three peers that know each other and answer with `handler`."""
+    """Yield three peers that know each other and answer with `handler`."""
     medium = SimNetworkFabric(SimLinks(model or NetworkModel(), 1), stall_seconds=stall_seconds)
     networks = medium.attach(A), medium.attach(B), medium.attach(C)
     for network in networks:
@@ -72,7 +72,7 @@ def test_the_streams_of_a_peer_share_its_bandwidth_fairly(up: float, down: float
         async with talkers(narrow(up=up, down=down), handler=reader) as (_, one, _, third):
             streams = [await one.open(B, TALK), await one.open(B, TALK), await third.open(B, TALK)]
             begun = now()
-            # Both of A's streams use its uplink, all three use B's downlink.
+            # Both of A's streams use its uplink, and all three use B's downlink.
             for number, stream in enumerate(streams):
                 await stream.send(bytes([number]) * 100_000)
             await trio.sleep(20)
@@ -86,7 +86,7 @@ def test_the_streams_of_a_peer_share_its_bandwidth_fairly(up: float, down: float
     simulate(scenario)
 
 
-def test_a_path_is_filled_at_any_latency() -> None:
+def test_a_stream_uses_its_full_bandwidth_at_any_latency() -> None:
     async def scenario() -> None:
         model = NetworkModel(0.3, 0.3, access=narrow(up=100_000).access)
         async with talkers(model) as (_, one, _, _):
@@ -116,7 +116,7 @@ def test_a_datagram_waits_behind_segments_of_streams_and_is_not_starved() -> Non
     simulate(scenario)
 
 
-def test_messages_of_all_sizes_arrive_in_order_before_the_closing() -> None:
+def test_messages_of_all_sizes_arrive_in_order_before_the_close() -> None:
     async def scenario() -> None:
         seen: list[int] = []
 
@@ -176,7 +176,7 @@ def test_a_stream_that_stalls_for_too_long_breaks_on_both_sides() -> None:
             await trio.sleep(50)
             medium.heal()
             await trio.sleep(5)
-            assert ended == [], "the time of the first stall no longer counts"
+            assert ended == [], "the first stall still counts toward the limit"
             medium.links.block(B, A)
             medium.look_at_streams()
             with pytest.raises(StreamClosed):
@@ -206,7 +206,7 @@ def test_without_patience_a_split_breaks_streams_and_prevents_connections() -> N
 
 
 @pytest.mark.parametrize("model", [NetworkModel(), narrow(up=100_000)], ids=["free", "narrow"])
-def test_a_frozen_peer_neither_sends_nor_takes_nor_closes_before_the_thaw(model: NetworkModel) -> None:
+def test_a_frozen_peer_neither_sends_receives_nor_closes_before_the_thaw(model: NetworkModel) -> None:
     async def scenario() -> None:
         async with talkers(model) as (medium, one, other, _):
             stream = await one.open(B, TALK)
@@ -266,7 +266,7 @@ def test_a_kill_breaks_streams_and_ends_a_freeze() -> None:
 
 
 @pytest.mark.parametrize("nat", ["restricted", "symmetric", "blocked"])
-def test_streams_open_out_of_a_translator_but_not_in(nat: Nat) -> None:
+def test_streams_open_from_behind_a_translator_but_not_to_it(nat: Nat) -> None:
     async def scenario() -> None:
         model = NetworkModel(access=(Access(0.5, nat=nat),))
         medium = SimNetworkFabric(SimLinks(model, 1))
@@ -315,7 +315,7 @@ def test_computing_slows_with_a_slow_peer_and_stops_with_a_frozen_one() -> None:
     simulate(scenario)
 
 
-def test_a_wrong_wall_clock_leaves_timers_right() -> None:
+def test_a_wrong_wall_clock_does_not_affect_timers() -> None:
     async def scenario() -> None:
         medium = SimNetworkFabric(SimLinks(NetworkModel(clock_offset_seconds=30.0, clock_drift=0.01), 1))
         wrong = medium.links.clock(A)

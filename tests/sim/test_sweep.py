@@ -1,4 +1,4 @@
-"""Sweeps: which plays run, which are skipped, and the final table."""
+"""Sweeps of scenarios: which combinations are played, which are skipped, and the final table."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ from tests.sim.tiny import DEAF, digest, tiny, written
 
 
 def swept(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any], list[str]]:
-    """Run the command; return the exit code, the document, and the other lines."""
+    """Run the command; return the exit code, the JSON document, and the other lines."""
     code = sim_command([*words, "--json", "--jobs", "2"])
     told = capsys.readouterr()
     return code, json.loads(told.out), told.err.splitlines()
@@ -38,8 +38,8 @@ def test_a_sweep_plays_every_combination_once_and_resumes(
         ({"nodes": "5"}, 3),
     ]
     digests = [run["digest"] for run in document["runs"]]
-    assert digest(tmp_path, seed=3) not in digests, "progress is out of 30 seconds"
-    # As after a kill while one summary was written, and a stop of another play.
+    assert digest(tmp_path, seed=3) not in digests, "progress is not shown out of 30 seconds"
+    # The state after a kill while one summary was being written, and after a stop of a second play.
     kept = (out / "nodes=4" / "seed=3" / "summary.json").stat().st_mtime_ns
     half = out / "nodes=5" / "seed=3" / "summary.json"
     half.write_text(half.read_text()[:100])
@@ -55,7 +55,7 @@ def test_a_sweep_plays_every_combination_once_and_resumes(
     assert not list(out.rglob("*.png"))
 
 
-def test_only_a_whole_summary_of_the_same_play_counts_as_done(tmp_path: Path) -> None:
+def test_only_a_complete_summary_of_the_same_play_counts_as_done(tmp_path: Path) -> None:
     scenario = tiny(tmp_path, seconds=5)
     sim.run(scenario, seed=3, folder=tmp_path / "run")
     run = SweepRun((), 3, tmp_path / "run", to_toml(scenario))
@@ -64,7 +64,7 @@ def test_only_a_whole_summary_of_the_same_play_counts_as_done(tmp_path: Path) ->
     assert replace(run, text=to_toml(tiny(tmp_path, seconds=6))).summary() is None
     assert replace(run, folder=tmp_path).summary() is None
     sim.run(scenario, seed=3, folder=tmp_path / "run", progress=stop)
-    assert run.summary() is None, "the play was stopped before its end"
+    assert run.summary() is None, "a play that was stopped before its end counts as done"
 
 
 def stop(_: ExperimentProgress) -> None:
@@ -86,7 +86,7 @@ def test_a_broken_sweep_names_the_play_and_how_to_repeat_it(
     assert talk[-2] == "error: an invariant broke in 1 of 2 runs"
     command = f"python -m node sim {scenario} --seed 3 {' '.join(flags)} --set network.loss=1.0"
     assert talk[-1] == f"  do: {command}"
-    # A broken run stays broken: it is not repeated, and still counts.
+    # A broken run is not repeated, and still counts as broken.
     code, _, talk = swept(capsys, *words, "--seed", "3")
     assert (code, talk[0]) == (6, f"2 runs, 2 of them done before; into {tmp_path / 'out'}")
 
@@ -96,7 +96,7 @@ VALUES = ("1", "0.05", "lan", "[2,3]", "[a, [b,c]]", '"a,b"', "'x]'", "{a = [1,2
 
 @settings(max_examples=50)
 @given(st.lists(st.sampled_from(VALUES), min_size=1, max_size=5))
-def test_a_comma_within_brackets_or_quotes_separates_nothing(values: list[str]) -> None:
+def test_a_comma_within_brackets_or_quotes_does_not_separate_values(values: list[str]) -> None:
     assert split_values(", ".join(values)) == values
 
 
@@ -106,7 +106,7 @@ def test_a_comma_within_brackets_or_quotes_separates_nothing(values: list[str]) 
         st.tuples(st.sampled_from(["nodes", "churn.trace"]), st.text(max_size=5)), min_size=1, max_size=2
     )
 )
-def test_a_folder_is_named_by_its_values_and_stays_one_folder(values: list[tuple[str, str]]) -> None:
+def test_a_play_folder_is_named_by_its_values_without_subfolders(values: list[tuple[str, str]]) -> None:
     name = folder_name(tuple(values))
     assert Path(name).name == name
     assert "\0" not in name

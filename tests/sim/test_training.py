@@ -1,4 +1,4 @@
-"""Runs in a world of cores: exact sums under any disturbance of members, and planted bugs that are found."""
+"""Runs in a world of cores: sums are exact under any disturbance of members, and planted bugs are found."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ RESUME_SECONDS_MAX = 10.0
 SPLIT_SECONDS = 60.0
 STAGES = 2
 NOTED = (21, 18)
-"""A newcomer must commit; no member can continue until the network heals."""
+"""In these seeds, a newcomer must commit, and no member can continue until the network heals."""
 SEVEN = range(7)
 
 
@@ -47,7 +47,8 @@ def assert_done(played: Troubled, steps: int) -> None:
 
 
 def counted(played: Troubled) -> dict[tuple[bytes, int, int], Counter[int]]:
-    """By plan, step and stage: how often each micro-batch is in the sums of members that applied the step."""
+    """Return, by plan, step and stage, how often each micro-batch is in the sums of members that applied the
+    step."""
     found: dict[tuple[bytes, int, int], Counter[int]] = {}
     for row in played.story.of(SamplesCounted):
         key = (row.event.plan, row.event.step, row.event.stage)
@@ -55,7 +56,7 @@ def counted(played: Troubled) -> dict[tuple[bytes, int, int], Counter[int]]:
     return found
 
 
-def test_an_undisturbed_run_counts_each_micro_batch_once_and_ends_well() -> None:
+def test_an_undisturbed_run_counts_each_micro_batch_once_and_succeeds() -> None:
     played = Troubled(scenario(training(), seconds=40)).play()
     assert played.story.steps == list(range(10))
     assert len(played.story.outcomes) == 7
@@ -74,7 +75,7 @@ def test_an_undisturbed_run_counts_each_micro_batch_once_and_ends_well() -> None
 
 
 def crash_in(phase: str, victim: int) -> Troubled:
-    """The victim dies while the committer is in this phase of the fifth step, or of its end."""
+    """The victim dies while the committer is in this phase of the fifth step, or in the final evaluation."""
     played = Troubled(scenario(training(), seconds=100))
     wanted = "evaluating step 10" if phase == "evaluating" else f"{phase} step 4"
 
@@ -91,10 +92,10 @@ def crash_in(phase: str, victim: int) -> Troubled:
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("phase", ["counting", "committing", "applying", "evaluating"])
 def test_a_death_in_any_phase_of_a_step_leaves_the_sums_exact(phase: str, victim: int) -> None:
-    """0 commits, 1 holds the first stage, 2 the last."""
+    """Victim 0 commits, 1 holds the first stage, 2 the last."""
     played = crash_in(phase, victim)
     assert_done(played, 10)
-    # Others soon evaluate the dead member's samples: no plan is needed.
+    # The others soon evaluate the dead member's samples, so no plan is needed.
     assert phase == "evaluating" or played.story.of(PlanAdopted)[-1].event.height > 0
 
 
@@ -111,17 +112,17 @@ def test_a_run_that_loses_a_stage_restores_its_newest_checkpoint() -> None:
     again = [row.event.step for row in played.story.of(SamplesCounted) if row.event.stage == 0]
     height = {row.event.plan: row.event.height for row in played.story.of(PlanAdopted)}
     later = {row.event.step for row in played.story.of(SamplesCounted) if height[row.event.plan] > 0}
-    assert min(later) == 6, "the checkpoint has six steps"
+    assert min(later) == 6, "the checkpoint does not have six steps"
     assert Counter(again)[6] > Counter(again)[8]
 
 
-def test_without_a_checkpoint_the_run_fails_and_names_what_is_lost() -> None:
+def test_without_a_checkpoint_the_run_fails_and_names_the_lost_stage() -> None:
     played = Troubled(scenario(training(checkpoint_every=0), seconds=200))
     played.when(is_step(4), lambda: played.crash(2, 4))
     played.play()
     reasons = {row.event.reason for row in played.story.of(RunEnded)}
     assert set(played.story.outcomes.values()) == {"failed"}
-    # The reason may be followed by details of the lost members.
+    # After this reason, details of the lost members may follow.
     lost = "stage 2 of 2 lost its last replica, and no checkpoint holds its parameters"
     assert {reason[: len(lost)] for reason in reasons} == {lost}
 
@@ -137,7 +138,7 @@ def test_the_run_notices_a_quick_restart_that_lost_its_stage(remembers: bool) ->
     assert not [row for row in played.story.seen if isinstance(row.event, MemberDown)]
 
 
-def test_a_stalled_peer_is_worked_around_and_counted_once() -> None:
+def test_others_do_the_work_of_a_stalled_peer_and_it_counts_once() -> None:
     played = Troubled(scenario(training(steps=20), seconds=90))
 
     def freeze() -> None:
@@ -152,7 +153,8 @@ def test_a_stalled_peer_is_worked_around_and_counted_once() -> None:
 
 
 def split_trial(seed: int) -> tuple[Troubled, float]:
-    """Seven members, a split of a minute, crashes that leave a majority; and the end of the split."""
+    """Seven members, a split of a minute, and crashes that leave a majority. Return the play and the end of
+    the split."""
     rng = seeded_rng(seed, "troubles")
     run = training(stages=3, steps=110, microbatches=4, checkpoint_every=4, pass_seconds=0.05)
     played = Troubled(scenario(run, seconds=250, preset="local"), seed)
@@ -186,8 +188,8 @@ def test_a_run_resumes_after_healing_and_minorities_never_commit() -> None:
 
 
 def parted(on_lost_quorum: str, apart_seconds: float) -> Troubled:
-    """Three sides for a while, none of them a majority: the requester with a replica of each stage, another
-    such pair, and two that keep copies.
+    """The network is in three parts for a while, none of which has a majority: the requester with a replica
+    of each stage, another such pair, and two members that keep copies.
     """
     steps = 100 if on_lost_quorum == "fork" else 60
     run = training(steps=steps, on_lost_quorum=on_lost_quorum, checkpoint_every=5)
@@ -212,13 +214,13 @@ def test_allowed_forks_continue_and_one_branch_survives_healing() -> None:
     (healed,) = played.story.of(NetworkHealed)
     apart = [row for row in played.story.of(StepCommitted) if BEGINS + 10 < row.time < healed.time]
     branches = {row.event.plan: played.number(row.peer) for row in apart}
-    assert len(set(branches.values())) >= 2, "each side has its committer"
+    assert len(set(branches.values())) >= 2, "a side has no committer of its own"
     after = {row.peer for row in played.story.of(StepCommitted, healed.time + 30)}
-    assert len(after) == 1, "one branch is left"
+    assert len(after) == 1, "more than one branch is left"
     assert_done(played, 100)
 
 
-# Many, and repeatable
+# Many runs, and repeatable ones
 
 
 @pytest.mark.slow
@@ -240,7 +242,7 @@ def digest_of(seed: int) -> str:
     return played.play().watch.digest()
 
 
-def test_the_same_seed_is_the_same_run_also_in_another_process() -> None:
+def test_the_same_seed_gives_the_same_run_in_another_process() -> None:
     assert digest_of(1) == digest_of(1) != digest_of(2)
     code = "from tests.sim.test_training import digest_of; print(digest_of(1))"
     other = subprocess.run(
@@ -257,7 +259,7 @@ def test_the_same_seed_is_the_same_run_also_in_another_process() -> None:
 
 
 class CountsTwice(Replica):
-    """A replica that does not take out what another replica counts by now."""
+    """A replica that does not subtract micro-batches that another replica counts by now."""
 
     def _committed(self, step: int) -> WorkItem:
         work = super()._committed(step)
@@ -293,7 +295,7 @@ def test_fifty_seeds_expose_a_replica_that_counts_twice() -> None:
     assert_done(cut_off_for_a_moment(seed, Cores()).play(), 12)
 
 
-def test_a_replacement_core_is_the_one_driven() -> None:
+def test_a_replacement_core_is_really_used() -> None:
     made: Counter[str] = Counter()
 
     def counting(name: str) -> Callable[..., Any]:
@@ -324,8 +326,8 @@ def test_actions_planned_within_an_event_happen_on_time() -> None:
     assert max(map(abs, late)) < 1e-6
 
 
-def test_a_thin_access_makes_steps_longer() -> None:
-    """A frame of 16 KiB takes 0.13 s up at 1 Mbit/s, and eight micro-batches cross the link in each
+def test_a_slow_access_link_makes_steps_longer() -> None:
+    """At 1 Mbit/s a frame of 16 KiB takes 0.13 s to send, and eight micro-batches cross the link in each
     direction.
     """
 
@@ -351,7 +353,7 @@ def test_a_run_waits_until_enough_of_its_members_are_up() -> None:
 
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
-def test_sums_stay_exact_when_borders_move_while_members_die(seed: int) -> None:
+def test_sums_stay_exact_if_members_die_while_stage_borders_move(seed: int) -> None:
     played = Troubled(scenario(training(steps=40), seconds=150), seed)
     rng = seeded_rng(seed, PeerId(bytes(32)))
     for step in (3, 9, 10, 17, 25):
@@ -364,6 +366,6 @@ def test_sums_stay_exact_when_borders_move_while_members_die(seed: int) -> None:
 
 
 def move_borders(played: Troubled, cut: int) -> None:
-    """Have the committer move the border between the two stages."""
+    """Let the committer move the border between the two stages."""
     for peer in played.world.peers:
         played.world.training.recut(peer, lambda _: Change(cuts=(cut,)))

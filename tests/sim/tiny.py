@@ -20,7 +20,7 @@ stores_per_second = 0.3
 lookups_per_second = 1.0
 """
 DEAF = {"network.loss": "1.0", "checks.converge_seconds": "8", "seconds": "20"}
-"""No peer reaches another, and yet all must find each other."""
+"""Return a scenario in which no peer can reach another, although all must find each other."""
 
 
 def tiny(folder: Path, **values: Any) -> Scenario:

@@ -1,4 +1,4 @@
-"""Toy cores: the smallest cores, to try the simulator on."""
+"""Toy cores, as small as possible, to try the simulator on."""
 
 import math
 from random import Random
@@ -19,7 +19,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ponged(msgspec.Struct, frozen=True):
-    """An event: the answer to ping `number` came."""
+    """An event: the answer to ping `number` has arrived."""
 
     number: int
     peer: bytes

@@ -35,7 +35,8 @@ SIGNATURE = b"s" * 32
 def members_of(
     full: int, send_only: int = 0, without_tensors: int = 0, nonce: int = 0, rates: Sequence[int] = ()
 ) -> tuple[GroupMember, ...]:
-    """Members by number: first the full ones, then those that only send, then those that only reduce."""
+    """Return members by number: first the full members, then those that only send, then those that only
+    reduce."""
     count = full + send_only + without_tensors
     return tuple(
         GroupMember(

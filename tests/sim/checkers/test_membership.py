@@ -1,4 +1,4 @@
-"""Hand-made streams that checkers of membership accept, and streams that they stop."""
+"""Hand-made event streams that the checkers of membership accept, and streams that make them raise."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def up(peer: bytes) -> MemberUp:
     return MemberUp(peer, "", (), b"", 1, N0)  # type: ignore[arg-type]  # a peer id is bytes
 
 
-def test_right_views_pass_for_ever() -> None:
+def test_correct_views_are_always_accepted() -> None:
     stage = Stage(ViewsConverge(a_scenario()))
     stage.wait(500)
     stage.checker.end(stage)
@@ -35,7 +35,7 @@ def test_a_late_listing_is_reported_with_both_names() -> None:
         stage.wait(3)
 
 
-def test_a_newcomer_has_time_to_be_known_and_to_know_the_others() -> None:
+def test_a_newcomer_has_time_to_be_listed_and_to_list_others() -> None:
     stage = Stage(ViewsConverge(a_scenario()))
     stage.wait(200)
     newcomer = PEERS[5]
@@ -50,7 +50,7 @@ def test_a_newcomer_has_time_to_be_known_and_to_know_the_others() -> None:
         stage.wait(3)
 
 
-def test_the_dead_may_not_stay_listed_for_ever() -> None:
+def test_a_dead_peer_may_not_stay_listed_forever() -> None:
     stage = Stage(ViewsConverge(a_scenario()))
     stage.wait(200)
     stage.stop(N3)
@@ -82,7 +82,7 @@ def test_peers_out_of_scope_or_reach_need_not_be_listed() -> None:
         stage.wait(3)
 
 
-def test_a_goodbye_is_heard_before_the_peer_has_stopped() -> None:
+def test_a_goodbye_may_be_heard_before_the_peer_has_stopped() -> None:
     stage = Stage(ViewsConverge(a_scenario()))
     stage.wait(200)
     stage.tell(N0, MemberLeft(N3))
@@ -103,7 +103,7 @@ def test_each_check_samples_some_views_and_covers_all_in_turn() -> None:
         stage.views[wrong] = dict.fromkeys(PEERS, Status.ALIVE)
 
 
-def test_a_false_death_is_stopped_and_a_real_one_passes() -> None:
+def test_a_false_death_is_reported_and_a_real_one_is_accepted() -> None:
     stage = Stage(NoFalseDeaths(a_scenario()))
     stage.wait(DETECTION + 1)
     stage.stop(N2)
@@ -112,7 +112,7 @@ def test_a_false_death_is_stopped_and_a_real_one_passes() -> None:
         stage.tell(N0, MemberDown(N3, N1, "no ack"))
 
 
-def test_deaths_of_earlier_lives_and_across_splits_are_not_false() -> None:
+def test_deaths_of_earlier_incarnations_and_across_splits_are_not_false() -> None:
     stage = Stage(NoFalseDeaths(a_scenario(events=(PARTITION,))))
     stage.wait(200)
     stage.stop(N2)
@@ -125,7 +125,7 @@ def test_deaths_of_earlier_lives_and_across_splits_are_not_false() -> None:
     stage.tell(N0, MemberDown(N1, N0, "no ack"))
 
 
-def test_a_death_that_is_retracted_in_time_passes() -> None:
+def test_a_death_that_is_retracted_in_time_is_accepted() -> None:
     stage = Stage(DeathsAreRefuted(a_scenario()))
     stage.wait(10)
     stage.views[N0][N3] = Status.DEAD
@@ -134,7 +134,7 @@ def test_a_death_that_is_retracted_in_time_passes() -> None:
     stage.views[N0][N3] = Status.ALIVE
     stage.tell(N0, up(N3))
     stage.wait(10)
-    # Another false death has its own time limit.
+    # A second false death has a time limit of its own.
     stage.views[N0][N3] = Status.DEAD
     stage.tell(N0, MemberDown(N3, N1, "no ack"))
     stage.wait(REFUTATION - 2)
@@ -150,7 +150,7 @@ def test_a_member_that_forgets_to_refute_is_found() -> None:
         stage.wait(2)
 
 
-def test_a_split_or_a_new_life_renews_the_time_to_refute() -> None:
+def test_a_split_or_a_restart_renews_the_time_to_refute() -> None:
     stage = Stage(DeathsAreRefuted(a_scenario()))
     stage.views[N0][N3] = Status.DEAD
     stage.tell(N0, MemberDown(N3, N1, "no ack"))

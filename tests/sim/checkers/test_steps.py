@@ -1,4 +1,5 @@
-"""Streams that checkers of plans, steps, averages, records and limits accept, and streams that they stop."""
+"""Hand-made event streams that the checkers of plans, steps, averages, records and limits accept, and streams
+that make them raise."""
 
 import pytest
 
@@ -44,12 +45,12 @@ def chain(stage: Stage, plans: int) -> None:
 # Plans.
 
 
-def test_a_chain_of_plans_passes() -> None:
+def test_a_chain_of_plans_is_accepted() -> None:
     for checker in (OnePlanAHeight(), PlansFollow()):
         chain(Stage(checker), 5)
 
 
-def test_two_plans_at_one_height_are_stopped() -> None:
+def test_two_plans_at_one_height_are_reported() -> None:
     stage = Stage(OnePlanAHeight())
     chain(stage, 2)
     with pytest.raises(Broken, match=r"plans: two plans at height 1 of run 00000000: 0+ at n0, 0+ at n3"):
@@ -66,7 +67,7 @@ def test_two_plans_at_one_height_are_stopped() -> None:
         (adopted(2, PLANS[1], PLANS[0]), "had height 1 or a different parent"),
     ],
 )
-def test_a_plan_that_does_not_follow_its_parent_is_stopped(event: PlanAdopted, what: str) -> None:
+def test_a_plan_that_does_not_follow_its_parent_is_reported(event: PlanAdopted, what: str) -> None:
     stage = Stage(PlansFollow())
     chain(stage, 2)
     with pytest.raises(Broken, match=rf"chain: .* at n2 .*{what}"):
@@ -76,7 +77,7 @@ def test_a_plan_that_does_not_follow_its_parent_is_stopped(event: PlanAdopted, w
 # Steps.
 
 
-def test_steps_that_count_each_microbatch_once_pass_after_checkpoints_too() -> None:
+def test_steps_that_count_each_microbatch_once_are_accepted_even_after_checkpoints() -> None:
     stage = Stage(SamplesOnce())
     chain(stage, 2)
     for step in range(4):
@@ -100,7 +101,7 @@ def test_steps_that_count_each_microbatch_once_pass_after_checkpoints_too() -> N
         (committed(1, ((N1, (1, 2)),), plan=1), "micro-batch 1 is in step 0 and in step 1"),
     ],
 )
-def test_a_step_that_counts_twice_is_stopped(event: StepCommitted, what: str) -> None:
+def test_a_step_that_counts_a_microbatch_twice_is_reported(event: StepCommitted, what: str) -> None:
     stage = Stage(SamplesOnce())
     chain(stage, 2)
     stage.tell(N0, committed(0, ((N1, (0, 1)),)))
@@ -120,12 +121,12 @@ def test_branches_of_a_fork_may_count_the_same_microbatch() -> None:
         stage.tell(N3, committed(2, ((N1, (0,)),), plan=2))
 
 
-def test_sums_that_match_the_commit_pass_in_any_order_of_reports() -> None:
+def test_sums_that_match_the_commit_are_accepted_in_any_order() -> None:
     stage = Stage(SumsAgree())
     stage.tell(N1, SamplesCounted(RUN, PLANS[0], 0, 0, (1, 0)))
     stage.tell(N0, committed(0, ((N1, (0, 1)), (N2, (2,)))))
     stage.tell(N2, SamplesCounted(RUN, PLANS[0], 0, 0, (2,)))
-    # Another plan deals the micro-batches anew, and a new life has applied nothing.
+    # The next plan distributes the micro-batches anew, and a restarted peer has applied nothing.
     stage.tell(N2, SamplesCounted(RUN, PLANS[1], 0, 0, (0, 2)))
     stage.stop(N2)
     stage.start(N2)
@@ -143,14 +144,14 @@ def test_sums_that_match_the_commit_pass_in_any_order_of_reports() -> None:
         (SamplesCounted(RUN, PLANS[0], 0, 0, ()), "n2 applies step 0 .* its sums lack micro-batch 2"),
     ],
 )
-def test_sums_that_differ_from_the_commit_are_stopped(event: SamplesCounted, what: str) -> None:
+def test_sums_that_differ_from_the_commit_are_reported(event: SamplesCounted, what: str) -> None:
     stage = Stage(SumsAgree())
     stage.tell(N0, committed(0, ((N1, (0, 1)), (N2, (2,)))))
     with pytest.raises(Broken, match=f"sums: {what}"):
         stage.tell(N2, event)
 
 
-def test_a_microbatch_summed_by_two_replicas_is_stopped() -> None:
+def test_a_microbatch_summed_by_two_replicas_is_reported() -> None:
     stage = Stage(SumsAgree())
     stage.tell(N1, SamplesCounted(RUN, PLANS[0], 0, 0, (1, 2)))
     stage.tell(N3, SamplesCounted(RUN, PLANS[0], 0, 1, (2, 3)))
@@ -158,7 +159,7 @@ def test_a_microbatch_summed_by_two_replicas_is_stopped() -> None:
         stage.tell(N2, SamplesCounted(RUN, PLANS[0], 0, 0, (2, 3)))
 
 
-def test_a_step_applied_twice_is_stopped() -> None:
+def test_a_step_applied_twice_is_reported() -> None:
     stage = Stage(SumsAgree())
     stage.tell(N2, SamplesCounted(RUN, PLANS[0], 0, 0, (2,)))
     with pytest.raises(Broken, match=r"n2 applies step 0 twice, first at 0.000 s"):
@@ -168,7 +169,7 @@ def test_a_step_applied_twice_is_stopped() -> None:
 # Averages.
 
 
-def test_an_agreed_average_passes_and_the_next_attempt_may_differ() -> None:
+def test_an_agreed_average_is_accepted_and_the_next_attempt_may_differ() -> None:
     stage = Stage(AveragesAgree())
     for attempt, entered in enumerate([(N0, N1, N2), (N0, N1)]):
         for peer in entered:
@@ -188,7 +189,7 @@ def test_an_agreed_average_passes_and_the_next_attempt_may_differ() -> None:
         (Averaged(b"r", 2, (N0, N1, PEERS[9]), b"sum"), "n9 never ran, but is a member in attempt 2"),
     ],
 )
-def test_an_average_on_which_peers_disagree_is_stopped(event: Averaged, what: str) -> None:
+def test_an_average_on_which_peers_disagree_is_reported(event: Averaged, what: str) -> None:
     stage = Stage(AveragesAgree())
     stage.tell(N0, Averaged(b"r", 1, (N0, N1, N2), b"sum"))
     with pytest.raises(Broken, match=f"averages: .*{what}"):
@@ -203,7 +204,7 @@ def a_record(author: PeerId, value: bytes, sequence: int, key: Key = KEY) -> Rec
     return check_record(signer, sign_record(signer, key, value, sequence=sequence, expires=9))
 
 
-def test_published_records_may_be_found_old_or_new() -> None:
+def test_finding_an_old_or_a_new_version_of_a_record_is_accepted() -> None:
     stage = Stage(RecordsAreGenuine())
     for sequence in (7, 8):
         stage.tell(N0, RecordPublished(KEY, b"value", sequence))
@@ -215,7 +216,7 @@ def test_published_records_may_be_found_old_or_new() -> None:
 @pytest.mark.parametrize(
     "forged", [a_record(N0, b"eulav", 7), a_record(N0, b"value", 8), a_record(N3, b"value", 7)]
 )
-def test_a_forged_record_is_stopped(forged: Record) -> None:
+def test_a_forged_record_is_reported(forged: Record) -> None:
     stage = Stage(RecordsAreGenuine())
     stage.tell(N0, RecordPublished(KEY, b"value", 7))
     with pytest.raises(Broken, match=r"forged-record: n1 found a record of n\d under"):
@@ -227,7 +228,7 @@ def looked(stage: Stage, times: int, *, copies: int, expected: bool = True, stor
         stage.tell(N0, RecordGot(1, storing, copies, expected, 0.1, 1))
 
 
-def test_a_few_misses_pass_and_too_many_are_stopped_at_the_end() -> None:
+def test_a_few_missed_records_are_accepted_and_many_reported_at_the_end() -> None:
     stage = Stage(RecordsAreFound(RECORDS))
     stage.now = 30.0
     looked(stage, 90, copies=1)
@@ -247,7 +248,7 @@ def test_lookups_before_the_first_republishing_do_not_count() -> None:
     stage.checker.end(stage)
 
 
-def test_a_table_that_drops_records_is_stopped_early() -> None:
+def test_a_table_that_loses_records_is_reported_early() -> None:
     stage = Stage(RecordsAreFound(RECORDS))
     stage.now = 30.0
     looked(stage, 20, copies=0)
@@ -258,7 +259,7 @@ def test_a_table_that_drops_records_is_stopped_early() -> None:
 # Limits, and the set of checkers.
 
 
-def test_sizes_up_to_their_limits_pass_and_one_above_is_stopped() -> None:
+def test_sizes_up_to_their_limits_are_accepted_and_larger_ones_reported() -> None:
     stage = Stage(WithinLimits())
     stage.held = {N2: {"queue": (5, 5), "members": (3, 9)}}
     stage.wait(3)
@@ -276,7 +277,7 @@ def names(scenario: Scenario) -> set[str]:
     return {checker.name for checker in watcher.checkers}
 
 
-def test_a_scenario_has_requested_and_breakable_invariants() -> None:
+def test_a_scenario_checks_the_invariants_that_it_requests_or_may_break() -> None:
     always = {"limits", "refutation", "forged-record", "averages"}
     plain = Scenario(name="t", about="t")
     assert names(plain) == always

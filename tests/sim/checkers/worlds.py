@@ -1,4 +1,4 @@
-"""A minimal world for tests of checkers: its state is set by hand."""
+"""A minimal world for tests of checkers, whose state is set by hand."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def a_scenario(**values: Any) -> Scenario:
 
 
 class Stage:
-    """A rig in which one checker watches a hand-made stream."""
+    """A rig in which one checker watches a hand-made event stream."""
 
     def __init__(self, checker: Checker, peers: int = 4) -> None:
         self.now = 0.0
@@ -60,7 +60,7 @@ class Stage:
             self.now = min(end, self.now + 1.0)
             self.checker.sample(self)
 
-    # As in `sim.observers.World`.
+    # Same as in `sim.observers.World`.
 
     @property
     def peers(self) -> Sequence[PeerId]:

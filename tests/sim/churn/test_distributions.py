@@ -1,4 +1,4 @@
-"""Session lengths: quantiles agree with means, and remaining session times with renewal theory."""
+"""Session lengths: quantiles agree with means, and the remaining session times agree with renewal theory."""
 
 import math
 from random import Random
@@ -24,7 +24,7 @@ STEPS = 20_000
 
 
 def quantiles(distribution: Distribution) -> list[float]:
-    """Return the middle value of each of many equal shares."""
+    """Divide the distribution into many equal shares, and return the middle value of each."""
     return [quantile_seconds(distribution, (step + 0.5) / STEPS) for step in range(STEPS)]
 
 
@@ -38,7 +38,7 @@ def test_remaining_sessions_have_the_mean_of_the_inspection_paradox(
     distribution: Distribution,
 ) -> None:
     found = quantiles(distribution)
-    # E[X^2] / 2 E[X]: above half the mean, because long sessions are observed more often.
+    # The mean is E[X^2] / 2 E[X], above half the mean session, because long sessions are observed more often.
     want = sum(seconds**2 for seconds in found) / sum(found) / 2
     rng = Random(1)
     rests = [rest_seconds(distribution, rng) for _ in range(STEPS)]
@@ -49,13 +49,13 @@ def test_remaining_sessions_have_the_mean_of_the_inspection_paradox(
     st.sampled_from(FINITE),
     st.lists(st.floats(0, 1), min_size=2, max_size=20).map(sorted),
 )
-def test_a_greater_share_never_ends_earlier(distribution: Distribution, shares: list[float]) -> None:
+def test_session_quantiles_never_decrease(distribution: Distribution, shares: list[float]) -> None:
     found = [quantile_seconds(distribution, share) for share in shares]
     assert found == sorted(found)
     assert all(0 <= seconds < math.inf for seconds in found)
 
 
-def test_the_bathtub_fails_many_early_and_the_rest_at_its_stop() -> None:
+def test_bathtub_sessions_end_early_or_at_the_final_limit() -> None:
     found = [seconds / 3600 for seconds in quantiles(Distribution("bathtub", 86_400.0))]
     per_hour = [sum(hour <= seconds < hour + 1 for seconds in found) for hour in range(24)]
     assert per_hour[0] > 20 * per_hour[12]
@@ -65,7 +65,7 @@ def test_the_bathtub_fails_many_early_and_the_rest_at_its_stop() -> None:
     assert max(found) <= 24
 
 
-def test_forever_never_ends() -> None:
+def test_a_session_of_kind_forever_never_ends() -> None:
     forever = Distribution("forever")
     assert (
         quantile_seconds(forever, 0.0)
@@ -80,7 +80,7 @@ def test_every_kind_of_distribution_is_tested_here() -> None:
     assert {each.distribution for each in FINITE} | {"forever"} == set(kinds)
 
 
-def test_a_fifth_of_kad_and_most_spot_machines_are_up() -> None:
+def test_a_fifth_of_kad_peers_and_most_spot_machines_are_up() -> None:
     shares = {}
     for name, (sessions, absences) in PROFILES.items():
         here, away = mean_seconds(sessions), mean_seconds(absences)

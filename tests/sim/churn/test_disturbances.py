@@ -44,7 +44,7 @@ events = st.builds(
 
 @settings(deadline=None)
 @given(st.lists(events, max_size=5), st.integers(0, 2**32))
-def test_events_are_ordered_hit_their_share_and_spare_the_permanent(
+def test_events_are_ordered_affect_their_share_and_spare_permanent_peers(
     found: list[ChurnEvent], seed: int
 ) -> None:
     resolved = resolve(*found, seed=seed, churn=Churn(permanent=3), late=0.25)
@@ -75,13 +75,13 @@ def test_a_share_of_a_region_is_exact_and_drawn_by_the_seed() -> None:
     assert (one.begins, one.ends) == (5.0, 25.0)
 
 
-def test_a_region_without_an_end_fails_at_once_and_for_ever() -> None:
+def test_a_region_failure_without_an_end_is_immediate_and_permanent() -> None:
     (crash,) = resolve(ChurnEvent(5.0, "crash", share=1.0, regions=("europe",), lasts_seconds=0.0))
     assert crash.numbers == tuple(range(2, NODES, 2))  # peer 0 is permanent
     assert crash.ends == math.inf
 
 
-def test_a_repeated_event_hits_others_each_time_until_the_end() -> None:
+def test_a_repeated_event_affects_different_peers_each_time() -> None:
     found = resolve(ChurnEvent(100.0, "freeze", share=0.1, lasts_seconds=5.0, every_seconds=300.0))
     assert [each.begins for each in found] == [100.0, 400.0, 700.0]
     assert len({each.numbers for each in found}) == 3
@@ -101,7 +101,7 @@ def test_a_flash_crowd_starts_each_held_peer_once_over_its_duration() -> None:
     assert len(third.numbers) == NODES
 
 
-def test_a_new_version_reaches_a_share_of_the_rest_with_each_restart() -> None:
+def test_each_restart_upgrades_a_share_of_the_remaining_peers() -> None:
     churn = Churn(versions=(Version("1.0", 0.75), Version("1.1", 0.25)), permanent=0)
     old = [number for number in range(NODES) if version_of(churn, number, 1) == "1.0"]
     assert 20 < len(old) < NODES

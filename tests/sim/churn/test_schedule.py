@@ -1,4 +1,4 @@
-"""Churn schedules: in order, the same for the same seed, in the steady state from the beginning."""
+"""Churn schedules are in order, identical for the same seed, and in the steady state from the beginning."""
 
 from itertools import groupby, islice, pairwise
 from pathlib import Path
@@ -46,7 +46,7 @@ def up_at(found: list[PopulationChange], numbers: range, moment: float) -> set[i
 
 @settings(max_examples=60, deadline=None)
 @given(churns, st.integers(0, 12), st.integers(0, 2**32))
-def test_changes_are_ordered_alternate_and_spare_the_permanent(churn: Churn, nodes: int, seed: int) -> None:
+def test_changes_are_ordered_alternate_and_spare_permanent_peers(churn: Churn, nodes: int, seed: int) -> None:
     found = list(islice(changes(churn, nodes, 2_000.0, seed), 2_000))
     assert [(change.time, change.number) for change in found] == sorted(
         (change.time, change.number) for change in found
@@ -61,7 +61,7 @@ def test_changes_are_ordered_alternate_and_spare_the_permanent(churn: Churn, nod
         assert [change.why for change in lives if change.why == "absent"] == ["absent"] * (lives[0].time == 0)
 
 
-def test_sessions_depend_on_neither_other_peers_nor_the_horizon() -> None:
+def test_sessions_are_independent_of_other_peers_and_of_the_horizon() -> None:
     few = list(changes(EXPONENTIAL, 5, HOUR, 7))
     many = [change for change in changes(EXPONENTIAL, 500, 10 * HOUR, 7) if change.number < 5]
     assert few == [change for change in many if change.time < HOUR]
@@ -81,7 +81,7 @@ def test_the_swarm_is_in_its_steady_state_from_the_beginning(shape: float) -> No
         assert len(up_at(found, nodes, hour * HOUR)) / len(nodes) == pytest.approx(2 / 3, abs=0.04)
 
 
-def test_a_session_without_end_never_ends_and_one_without_return_ends_once() -> None:
+def test_endless_sessions_never_end_and_departed_peers_stay_away() -> None:
     assert list(changes(Churn(), 100, DAY, 1)) == []
     mortal = Churn(sessions=Distribution("exponential", HOUR), absences=Distribution("forever"))
     found = list(changes(mortal, 101, 100 * HOUR, 1))
@@ -103,7 +103,7 @@ def test_some_peers_crash_and_the_others_say_goodbye() -> None:
     assert {change.why for change in downs} == {"crash", "leave"}
 
 
-def test_a_wave_removes_peers_by_night_and_keeps_the_daily_mean() -> None:
+def test_a_daily_wave_removes_peers_at_night_and_keeps_the_mean() -> None:
     wave = Churn(
         sessions=EXPONENTIAL.sessions,
         absences=EXPONENTIAL.absences,
@@ -120,7 +120,7 @@ def test_a_wave_removes_peers_by_night_and_keeps_the_daily_mean() -> None:
     assert sum(share) / len(share) == pytest.approx(0.5, abs=0.05)
 
 
-def test_a_lab_works_by_day_and_not_at_the_weekend() -> None:
+def test_lab_machines_are_up_by_day_and_down_at_weekends() -> None:
     nodes = range(300)
     found = list(changes(Churn(profile="lab", permanent=0), len(nodes), 8 * DAY, 6))
     # The schedule starts on a Monday at noon.
@@ -150,7 +150,7 @@ lab-2,20,up
 """
 
 
-def test_a_trace_numbers_peers_by_appearance_and_has_initial_ones(tmp_path: Path) -> None:
+def test_a_trace_numbers_peers_by_appearance_including_initial_peers(tmp_path: Path) -> None:
     path = tmp_path / "lab.csv"
     path.write_text(TRACE)
     found = list(changes(Churn(trace=str(path), crash_share=1.0), 5, 60.0, 1))
@@ -176,7 +176,7 @@ def test_a_trace_numbers_peers_by_appearance_and_has_initial_ones(tmp_path: Path
         ('"lab-1,90,up', "lab.csv:8: not CSV: unexpected end of data"),
     ],
 )
-def test_a_wrong_line_of_a_trace_is_named(line: str, complaint: str) -> None:
+def test_the_error_names_a_wrong_line_of_a_trace(line: str, complaint: str) -> None:
     with pytest.raises(UsageError) as caught:
         read_trace((TRACE + line).splitlines(keepends=True), name="lab.csv")
     assert str(caught.value) == complaint

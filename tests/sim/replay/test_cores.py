@@ -1,4 +1,5 @@
-"""Every core that a node makes through its seams can be replayed: found in the source, and played."""
+"""Every core that a node creates through its seams can be replayed: the cores are found in the source, and
+played."""
 
 import ast
 from importlib import import_module
@@ -15,7 +16,7 @@ from tests.stack import manifest, simulate, swarm
 
 
 def made_through_seams() -> dict[type, str]:
-    """Return each core that a module of `node` makes by `core` of its seams, and the place."""
+    """Return each core that a module of `node` creates with `core` of its seams, and where."""
     found: dict[type, str] = {}
     for file in sorted((ROOT / "node").rglob("*.py")):
         place = ".".join(file.relative_to(ROOT).with_suffix("").parts)
@@ -27,7 +28,7 @@ def made_through_seams() -> dict[type, str]:
             value: object = import_module(place)
             kind = call.args[0]
             if isinstance(kind, ast.Call) and ast.unparse(kind.func).endswith("seams.part"):
-                kind = kind.args[0]  # a node makes another class in its place only where a program says so
+                kind = kind.args[0]  # a node uses a different class in its place only if a program says so
             for name in ast.unparse(kind).split("."):
                 value = getattr(value, name)
             assert isinstance(value, type), f"{place}:{call.lineno}: {ast.unparse(call)}"
@@ -44,14 +45,15 @@ def test_the_player_knows_every_core_made_through_seams() -> None:
 
 ONLY_TOLD = {
     ("records", "get"): "returns records",
-    ("records", "watch_changes"): "notes what the disk has to keep; no message depends on it",
+    ("records", "watch_changes"): "only records what the disk must keep; no message depends on it",
     ("records", "take_changes"): "as watch_changes",
 }
-"""Calls from shells to a part of a core outside its turns, and why they change none of its answers."""
+"""Calls from the surrounding code to a part of a core, outside the recorded calls, and why none of them
+changes the core's answers."""
 
 
 def shell_changes() -> dict[tuple[str, str], str]:
-    """Return each part of a core that a module of `node` assigns to or calls, with the name and the place."""
+    """Return each part of a core that a module of `node` assigns to or calls, with its name and place."""
     found: dict[tuple[str, str], str] = {}
     for file in sorted((ROOT / "node").rglob("*.py")):
         if "recording" in file.parts:
@@ -68,7 +70,7 @@ def shell_changes() -> dict[tuple[str, str], str]:
     return found
 
 
-def test_every_change_of_a_core_part_by_a_shell_is_recorded() -> None:
+def test_every_change_of_a_core_part_from_outside_is_recorded() -> None:
     changes = shell_changes()
     assert ("saves", "every") in changes, "the search finds nothing"
     known = {*PARTS, *OUTBOXES, "plan"}
@@ -97,6 +99,6 @@ def test_transferred_data_replays_and_its_bytes_are_not_recorded(tmp_path: Path)
         recorder.close()
         played = play(recorder.path)
         assert (played.diverged, played.damage) == ("", "")
-        assert played.over == "the node has ended"
+        assert played.over == "the node has stopped"
         assert played.turns["PieceSwarm"] > 10
         assert recorder.size_bytes < PIECE_BYTES

@@ -1,7 +1,8 @@
-"""Records of real processes, one of them killed, replay to the same events: exact, local, optimizer scripts.
+"""Records of real processes, one of them killed, replay to the same events: exact runs, local runs, optimizer
+scripts.
 
-For `make soak`, by PEERLOOM_REPLAYS=20: five processes train for minutes. The same in virtual time is in
-`test_replay`.
+Run by `make soak`, or with PEERLOOM_REPLAYS=20: five processes train for minutes. `test_replay` has the same
+in virtual time.
 """
 
 import json
@@ -30,9 +31,9 @@ RUNS = {
     "exact": 'model = "simple-cnn"\n[train]\nsteps = 60\n',
     "local": 'model = "simple-cnn"\n[train]\nmode = "local"\nsteps = 300\nbatch = 32\n',
 }
-"""Every other setting is the default."""
+"""All other settings have their default values."""
 KILLED_AFTER = 12
-"""Steps that the requester reports."""
+"""Number of steps that the requester must report."""
 SCRIPT = """
 import sys, time, torch, node
 
@@ -58,7 +59,8 @@ with node.sync(join=join, listen=["127.0.0.1:0"], lan=False, data_dir=f"{folder}
 
 
 def replays(folder: Path, killed: str) -> None:
-    """Play each record this many times; a changed byte in one is found and named."""
+    """Play each record `TIMES` times. Also change one byte of a record, which must be detected and
+    located."""
     for name in NAMES:
         path = folder / f"{name}.record"
         for _ in range(TIMES):

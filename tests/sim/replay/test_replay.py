@@ -1,4 +1,4 @@
-"""A recorded node replays to the same events, and a change in its record is named."""
+"""A recorded node replays to the same events, and an error names any change in its record."""
 
 import errno
 import io
@@ -35,7 +35,7 @@ CHANGES = int(os.environ.get("PEERLOOM_RECORD_CHANGES", "40"))
 
 
 class FullDisk(io.BufferedIOBase):
-    """A file that accepts its header and the first block, and no more."""
+    """A file that accepts its header and the first block, and nothing more."""
 
     def __init__(self, file: IO[Any]) -> None:
         self._file = file
@@ -63,8 +63,8 @@ async def lost(group: Swarm, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The records of five nodes that train with checkpoints, one of which dies while it holds a stage. The
-    rest then train in local mode, and another one dies.
+    """Return the records of five nodes that train with checkpoints, one of which dies while it holds a stage.
+    The others then train in local mode, and a second one dies.
     """
     folder = tmp_path_factory.mktemp("records")
     recorders = {name: Recorder(folder / f"{name}.record") for name in NAMES}
@@ -107,7 +107,7 @@ def test_nodes_of_a_run_with_a_death_replay_to_equal_events(records: dict[str, P
         for _ in range(TIMES):
             played = play(path)
             assert (played.diverged, played.damage) == ("", ""), name
-            assert played.over == "the node has ended"
+            assert played.over == "the node has stopped"
             assert played.learnt > 0
             kinds |= set(played.turns)
     assert kinds == {"Committer", "Feeder", "Kademlia", "Member", "PaxosChain", "Replica", "Swim"}
@@ -125,7 +125,7 @@ def test_a_record_contains_no_key(records: dict[str, Path]) -> None:
             assert TOKEN_SECRETS[name] not in block
 
 
-def test_one_changed_byte_is_found_and_named(records: dict[str, Path], tmp_path: Path) -> None:
+def test_a_changed_byte_in_a_record_is_detected_and_located(records: dict[str, Path], tmp_path: Path) -> None:
     data, rng = records["b"].read_bytes(), random.Random(1)
     copy = tmp_path / "changed"
     for at in [0, len(MAGIC), len(data) - 1, *(rng.randrange(len(data)) for _ in range(CHANGES))]:
@@ -139,8 +139,9 @@ def test_one_changed_byte_is_found_and_named(records: dict[str, Path], tmp_path:
     assert f"byte {len(data) - 1} is 0x{data[-1] ^ 1:02x} and was 0x{data[-1]:02x}" in played.damage
 
 
-def test_a_core_with_different_behaviour_is_named(records: dict[str, Path], tmp_path: Path) -> None:
-    """A record with another message in it, sealed anew: its signature and its sums are valid."""
+def test_the_error_names_a_core_that_behaves_differently(records: dict[str, Path], tmp_path: Path) -> None:
+    """Return a record with a changed message, sealed anew, so that its signature and its checksums are
+    valid."""
     blocks = [block for block in read_blocks(records["b"].read_bytes()) if isinstance(block, bytes)]
     changed, before = MAGIC, MAGIC
     for block in blocks:
@@ -154,10 +155,10 @@ def test_a_core_with_different_behaviour_is_named(records: dict[str, Path], tmp_
     assert run(["replay", str(copy)]) == 6
 
 
-def test_a_truncated_record_is_played_to_its_end(records: dict[str, Path], tmp_path: Path) -> None:
+def test_a_truncated_record_is_replayed_up_to_its_end(records: dict[str, Path], tmp_path: Path) -> None:
     data = records["c"].read_bytes()
     copy = tmp_path / "cut"
-    # A block may end exactly there, but none is one byte long.
+    # The cut may fall exactly between two blocks, because no block is one byte long.
     ends = (len(data) * 2 // 3, len(data) * 2 // 3 + 1)
     copy.write_bytes(
         data[: next(end for end in ends if not isinstance([*read_blocks(data[:end])][-1], bytes))]
@@ -186,7 +187,7 @@ def test_a_full_record_ends_and_the_node_continues(tmp_path: Path) -> None:
     assert played.over.startswith("the record has 2")
 
 
-def test_a_record_ends_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_ends_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_descriptor = os.fdopen
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdopen", lambda number, mode: FullDisk(open_descriptor(number, mode)))
@@ -204,7 +205,7 @@ def test_a_record_ends_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytes
     assert played.turns.total() > 0
 
 
-def test_many_turns_at_once_are_readable_blocks(tmp_path: Path) -> None:
+def test_many_large_events_recorded_together_form_readable_blocks(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "long")
     noise = os.urandom(1 << 20).hex()
     for number in range(14):
@@ -239,12 +240,12 @@ def test_the_command_reports_what_it_played(records: dict[str, Path]) -> None:
         ["what"],
     ],
 )
-def test_a_strangers_file_names_nothing_that_runs(value: list[object]) -> None:
+def test_a_record_from_others_cannot_name_code_that_runs(value: list[object]) -> None:
     with pytest.raises(Unrecordable):
         read(value, lambda reference: reference)
 
 
-def test_a_strangers_record_calls_nothing_else(tmp_path: Path) -> None:
+def test_a_record_from_others_calls_only_methods_of_cores(tmp_path: Path) -> None:
     for items in (
         [["make", 1, "node.storage.folder:FolderStorage", ["list", "/"], ["dict"]]],
         [["call", 1, "__init__", ["list"], ["dict"]]],

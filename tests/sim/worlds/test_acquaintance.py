@@ -1,5 +1,5 @@
-"""A swarm that starts settled: from its first instant all know the peers that a long life would have shown
-them.
+"""A swarm that starts settled: from its first instant all peers know the others that they would know after
+running for long.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def acquainted(**changes: Any) -> Scenario:
     return scenario(**(fields | changes))
 
 
-def test_all_list_each_other_and_report_it() -> None:
+def test_all_peers_list_each_other_and_report_each_other_as_joined() -> None:
     played = Played(acquainted())
     assert played.live_views() == [set(played.world.peers)] * 60
     ups = played.of(MemberUp)
@@ -54,7 +54,7 @@ def test_the_routing_tables_are_full() -> None:
 
 
 def test_a_settled_swarm_has_no_backlog_of_messages() -> None:
-    """Only probes, their answers, and each peer's own fact that it forwards once are sent."""
+    """Only probes, their answers, and each peer's own fact are sent; each peer forwards such a fact once."""
     world = Played(acquainted(seconds=20.0)).world
     counters = world.counters()
     assert counters[f"messages {SWIM}"] < 60 * 20 * 4
@@ -74,7 +74,7 @@ def test_a_settled_swarm_behaves_like_one_that_grew() -> None:
 
 
 @pytest.mark.slow
-def test_neighbourhood_lists_are_complete_and_late_peers_find_theirs() -> None:
+def test_neighbourhood_lists_are_complete_also_for_late_peers() -> None:
     crowd = acquainted(
         nodes=500,
         seconds=7.0,
@@ -103,7 +103,7 @@ def test_real_keys_give_the_same_lists() -> None:
     assert played.live_views() == [set(played.world.peers)] * 8
 
 
-def test_only_members_are_watched_in_the_table() -> None:
+def test_in_the_routing_table_only_members_are_watched() -> None:
     world = Played(acquainted(nodes=3)).world
     one, other, _ = world.peers
     contact = world.lives[one].kademlia.table.get(other)  # type: ignore[attr-defined]  # ours, not just any

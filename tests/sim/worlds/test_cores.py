@@ -1,4 +1,4 @@
-"""A world of cores: repeatable by seed, with peers that behave like nodes."""
+"""A world of cores is repeatable by seed, and its peers behave like nodes."""
 
 import os
 import subprocess
@@ -59,7 +59,8 @@ class Played:
 
 
 def scenario(**changes: Any) -> Scenario:
-    """Twenty peers in one minute, over links of exactly 50 ms, so that many events fall on one instant."""
+    """Twenty peers in one minute over links of exactly 50 ms, so that many events fall on the same
+    instant."""
     fields: dict[str, Any] = {"name": "test", "about": "", "nodes": 20, "seconds": 60.0}
     return Scenario(**(fields | changes))
 
@@ -88,7 +89,7 @@ def test_stored_records_are_found() -> None:
     assert all(got.copies == 1 and got.rounds >= 0 and got.seconds < 2 for got in lookups)
 
 
-def test_the_same_seed_gives_the_same_digest_and_another_seed_another() -> None:
+def test_digests_are_equal_for_equal_seeds_and_differ_for_others() -> None:
     digests = [Played(scenario(nodes=12, seconds=40.0), seed).digest for seed in (1, 1, 2)]
     assert digests[0] == digests[1] != digests[2]
 
@@ -137,12 +138,12 @@ def test_a_flash_crowd_comes_at_its_configured_time() -> None:
     assert played.live_views() == [set(played.world.peers)] * 20
 
 
-def test_an_instant_restart_is_a_new_life_of_the_peer() -> None:
+def test_an_instant_restart_gives_the_peer_a_new_incarnation() -> None:
     played = Played(scenario(events=(ChurnEvent(at_seconds=30.0, kind="restart", share=0.2),)))
     assert [o.event.why for o in played.of(PeerStopped)] == ["restart"] * 4
     assert [o.time for o in played.of(PeerStarted) if o.event.remembers] == [30.0] * 4
     assert played.live_views() == [set(played.world.peers)] * 20
-    assert not played.of(MemberDown), "each was back before any member declared it dead"
+    assert not played.of(MemberDown), "a peer was declared dead before it was back"
 
 
 def test_a_swarm_under_churn_keeps_working() -> None:
@@ -192,7 +193,7 @@ def test_a_peer_without_datagrams_is_probed_by_streams_and_stays_alive() -> None
 
 
 def test_a_frozen_peer_is_suspected_and_refutes_after_its_thaw() -> None:
-    # Long enough to be suspected, too short to be declared dead.
+    # This is long enough to be suspected, but too short to be declared dead.
     still = ChurnEvent(at_seconds=40.0, kind="freeze", share=0.05, lasts_seconds=6.0)
     played = Played(scenario(seconds=100.0, events=(still,)))
     (frozen,) = played.of(PeerFrozen)
@@ -222,7 +223,7 @@ def test_a_users_swim_core_replaces_ours() -> None:
     made: list[PeerId] = []
 
     class Shy(Swim):
-        """A core that says goodbye to nobody."""
+        """A core that does not say goodbye."""
 
         def __init__(self, *arguments: Any, **more: Any) -> None:
             super().__init__(*arguments, **more)
@@ -250,7 +251,7 @@ def test_messages_through_the_real_encoding_change_nothing() -> None:
     assert one.digest == other.digest
 
 
-def test_wrong_clocks_do_no_harm() -> None:
+def test_a_swarm_works_despite_wrong_clocks() -> None:
     network = NetworkModel(clock_offset_seconds=20.0, clock_drift=0.001)
     crash = ChurnEvent(at_seconds=60.0, kind="crash", share=0.1, lasts_seconds=30.0)
     played = Played(scenario(nodes=12, seconds=150.0, network=network, events=(crash,)))
@@ -258,7 +259,7 @@ def test_wrong_clocks_do_no_harm() -> None:
     assert played.live_views() == [set(played.world.peers)] * 12
 
 
-def test_neighbourhoods_list_only_their_own_peers() -> None:
+def test_a_peer_lists_only_peers_of_its_neighbourhood() -> None:
     played = Played(scenario(nodes=16, seconds=60.0, membership=MembershipScenario(scope="neighbourhood")))
     for peer in played.world.peers:
         view = {other for other, status in played.world.believes(peer).items() if status is Status.ALIVE}
@@ -287,7 +288,7 @@ def test_many_events_share_one_instant() -> None:
 
 @cache
 def eventful() -> Played:
-    """A scenario with some of everything, over links of exactly 50 ms."""
+    """A scenario with a little of everything, over links of exactly 50 ms."""
     return Played(
         scenario(
             nodes=10,

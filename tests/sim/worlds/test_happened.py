@@ -17,7 +17,7 @@ from tests.node.saved import saved, signer
 
 
 class Talk:
-    """One node that holds the only stage of a run by a plan, `plan`, and can adopt the next."""
+    """A node that holds the only stage of a run under the plan `plan`, and can adopt the next plan."""
 
     def __init__(self) -> None:
         made = saved(stages=1)
@@ -50,7 +50,7 @@ class Talk:
         assert self.planned().parent == plan_hash(self.plan)
 
 
-def test_a_late_step_report_counts_for_its_own_plan() -> None:
+def test_a_late_step_report_counts_for_the_plan_of_the_step() -> None:
     talk = Talk()
     plan, row = talk.plan, talk.row
     talk.words.sent(talk.life, StepCommit(plan=plan_hash(plan), step=4, attempt=0, replicas=(row,)))
@@ -64,11 +64,11 @@ def test_a_late_step_report_counts_for_its_own_plan() -> None:
     )
 
 
-def test_a_late_applied_step_was_summed_under_its_own_plan() -> None:
+def test_a_step_applied_late_counts_under_the_plan_of_its_sum() -> None:
     talk = Talk()
     talk.words.sent(talk.life, Reduced(plan=plan_hash(talk.plan), step=4, attempt=0, digest=bytes(32)))
     talk.adopt_next()
-    # And if it is applied twice, a checker must see that.
+    # If the step is applied twice, a checker must see both reports.
     for _ in range(2):
         said = talk.words.of_stage(talk.life, talk.specification, 4, (8, 9))
         assert said == events.SamplesCounted(talk.run.id, plan_hash(talk.plan), 4, 0, (8, 9))

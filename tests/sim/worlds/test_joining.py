@@ -1,4 +1,4 @@
-"""How newcomers find the swarm if most peers cannot be reached before they have sent a packet."""
+"""Newcomers find the swarm even if most peers cannot be reached before they have sent a packet."""
 
 from gossip.member import Status
 from sim.network.model import Access, NetworkModel

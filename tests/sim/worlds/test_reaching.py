@@ -1,4 +1,5 @@
-"""Unreachable peers detect it, and no table lists them: in both fidelities."""
+"""Peers that cannot be reached detect it, and no table lists them, in a world of cores and in one of whole
+nodes."""
 
 from collections import Counter
 from functools import cache
@@ -44,7 +45,7 @@ MIXED = Scenario(
 
 class Told:
     """One world's events about reachability, the peers whose final messages mark their sender as a client,
-    and the number that each lists as live.
+    and the number of live peers that each lists.
     """
 
     def __init__(self, world: type[CoresWorld] | type[StackWorld], scenario: Scenario, seed: int) -> None:
@@ -75,7 +76,7 @@ class Told:
 cores = cache(lambda seed: Told(CoresWorld, MIXED, seed))
 stack = cache(lambda seed: Told(StackWorld, MIXED, seed))
 SEEDS = (11,)
-"""With peers of all kinds, and a first one that others can dial."""
+"""A scenario with peers of all kinds of access, and a first peer that others can dial."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -92,11 +93,11 @@ def test_both_fidelities_find_the_same_peers_unreachable(seed: int) -> None:
 def test_exactly_the_unreachable_peers_are_clients(seed: int) -> None:
     nats = cores(seed).nats()
     assert cores(seed).clients == {peer for peer, nat in nats.items() if nat in ("restricted", "symmetric")}
-    # A peer with a public address asks nobody.
+    # A peer with a public address does not need to ask.
     assert set(cores(seed).judged) == {peer for peer, nat in nats.items() if nat != "none"}
 
 
-def test_every_kind_of_outcome_occurs() -> None:
+def test_every_kind_of_reachability_verdict_occurs() -> None:
     assert {nat for seed in SEEDS for nat in cores(seed).nats().values()} == {
         "none",
         "full-cone",
@@ -105,14 +106,14 @@ def test_every_kind_of_outcome_occurs() -> None:
     }
 
 
-def test_no_peer_knows_before_three_failed_dial_backs() -> None:
+def test_no_peer_becomes_a_client_before_three_failed_dial_backs() -> None:
     told = cores(SEEDS[0])
     for peer in told.clients:
         verdicts = [(judged.reachable, judged.asked) for judged in told.judged[peer]]
         assert verdicts[:OTHERS] == [(None, 1), (None, 2), (False, 3)]
 
 
-def test_without_dial_back_servers_no_peer_knows_and_all_serve() -> None:
+def test_without_dial_back_servers_no_peer_becomes_a_client() -> None:
     network = replace(MIXED.network, access=(Access(share=1.0, nat="restricted"),))
     told = Told(CoresWorld, replace(MIXED, network=network), 1)
     assert told.judged == {}
@@ -129,7 +130,7 @@ def test_a_swarm_forms_around_a_first_peer_behind_full_cone(
     assert set(told.live.values()) == {6}
 
 
-def test_a_new_life_must_detect_it_again() -> None:
+def test_a_restarted_peer_must_detect_its_reachability_again() -> None:
     network = replace(MIXED.network, access=(Access(share=0.5, nat="symmetric"),))
     restart = ChurnEvent(at_seconds=100.0, kind="restart", share=1.0)
     told = Told(CoresWorld, replace(MIXED, network=network, events=(restart,)), 1)
@@ -138,7 +139,7 @@ def test_a_new_life_must_detect_it_again() -> None:
 
 
 class Counting(Kademlia):
-    """Counts requests and unanswered ones, of all peers together."""
+    """Counts the requests of all peers together, and how many stay unanswered."""
 
     counts: ClassVar[Counter[str]] = Counter()
 
@@ -152,7 +153,7 @@ class Counting(Kademlia):
 
 
 class Unaware(Counting):
-    """A node that stays in tables even if unreachable."""
+    """A node that stays in tables even if it is unreachable."""
 
     def appear(self, addresses: Any, *, client: bool = False) -> None:
         del client
@@ -160,8 +161,8 @@ class Unaware(Counting):
 
 
 def lookups(core: type[Counting]) -> tuple[float, float, float]:
-    """Two fifths behind symmetric translators: the share of lookups that found their record, of requests
-    without an answer, and of unreachable contacts in tables.
+    """Two fifths of the peers are behind symmetric translators. Return the share of lookups that found their
+    record, of requests without an answer, and of unreachable contacts in tables.
     """
 
     counts = Counting.counts
@@ -181,7 +182,7 @@ def lookups(core: type[Counting]) -> tuple[float, float, float]:
         records=RecordsScenario(stores_per_second=0.5, lookups_per_second=2.0),
     )
     world = CoresWorld(scenario, 1, see, cores=Cores(kademlia=core))
-    # From when most have been judged.
+    # Count from the time at which most peers have been judged.
     world.at(scenario.seconds / 2, counts.clear)
     world.play(lambda: None)
     tables = [life.kademlia.table for life in world.lives.values() if isinstance(life.kademlia, core)]
@@ -192,10 +193,10 @@ def lookups(core: type[Counting]) -> tuple[float, float, float]:
 
 
 @pytest.mark.slow
-def test_tables_without_unreachable_peers_avoid_most_vain_requests() -> None:
+def test_tables_without_unreachable_peers_avoid_most_unanswered_requests() -> None:
     found_before, silent_before, hidden_before = lookups(Unaware)
     found, silent, hidden = lookups(Counting)
     assert found >= found_before > 0.98
     assert silent < silent_before / 3
-    # Peers without successful requests have not detected it yet.
+    # Peers without successful requests have not yet detected that they are unreachable.
     assert hidden < hidden_before / 5

@@ -1,5 +1,5 @@
-"""Services in a world of cores: answers continue through churn, each token right, and equal for the same
-seed.
+"""Services in a world of cores: answers continue through churn, every token is right, and equal seeds give
+equal answers.
 """
 
 from typing import Any
@@ -40,7 +40,8 @@ FEW = SMALL | {
     "services.0.load_seconds": "2",
     "services.0.at_seconds": "8",
 }
-"""Sometimes too few machines for two stages, of which half leave and half die."""
+"""Half of the departing machines die without a goodbye, and sometimes too few machines for two stages
+remain."""
 
 
 def small() -> Scenario:
@@ -68,14 +69,14 @@ def test_a_stopgap_answers_until_another_peer_holds_the_stage() -> None:
 
 
 class Confused(Door):
-    """A door that continues from a wrong token once its route is lost."""
+    """A door (the node that asks a service) that continues from a wrong token once its route is lost."""
 
     def _leave_route(self, now: float, generation: Any, lost: Any, reason: str) -> Any:
         generation.tokens[-1] = 1 - generation.tokens[-1] % 2
         return super()._leave_route(now, generation, lost, reason)
 
 
-def test_a_door_that_loses_a_token_in_a_move_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_door_that_loses_a_token_while_changing_routes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "Door", Confused)
     found = run(small(), seed=1)
     assert found.broken is not None

@@ -39,7 +39,7 @@ LIES = ["large", "sign", "tiny spread", "one coordinate", "random"]
 
 
 def lies_of(kind: str, honest: Vectors, count: int, draws: np.random.Generator) -> Vectors:
-    """Vectors of liars that know what all others send."""
+    """Return vectors of liars that know what all other members send."""
     centre = honest.mean(axis=0)
     match kind:
         case "large":
@@ -147,7 +147,7 @@ def test_without_liars_a_rule_is_near_the_mean(rule: Rule) -> None:
     vectors = (truth + 0.1 * draws.standard_normal((15, 2_000))).astype(np.float32)
     found = rule(vectors, np.ones(15), 3)
     error = np.sqrt(np.square(found - vectors.mean(axis=0)).mean())
-    # Krum returns one member's vector, with all of its noise; the others average most of it away.
+    # Krum returns one member's vector with all of its noise; the other rules average most of the noise away.
     assert error < (0.11 if rule is krum else 0.03)
 
 
