@@ -273,8 +273,7 @@ REPORT = (
             typical("The weights are fetched, and all providers are free again."),
             exceptional(
                 "There is no leader that could vanish: the requester left before the end, as in 4.12.",
-                "tests/test_requester_restarts.py::"
-                "test_a_requester_that_was_restarted_hears_how_its_run_ended",
+                "tests/test_requester_restarts.py::test_a_restarted_requester_learns_how_its_run_ended",
             ),
             alternative("Every member has the result, so another node fetches it."),
         ),
@@ -411,7 +410,7 @@ BEYOND = (
                     "The run is validated on samples of its own. It ends when it no longer "
                     "improves, and the best state is the result."
                 ),
-                "tests/test_validation.py::test_a_run_stops_early_at_the_same_step_though_its_committer_dies",
+                "tests/test_validation.py::test_early_stopping_keeps_its_step_if_the_committer_dies",
                 "tests/test_validation.py::test_the_result_is_the_state_that_validated_best",
             ),
         ),

@@ -1,4 +1,4 @@
-"""What commands print about a real node is true: two processes, queried with a user's commands."""
+"""Commands print true claims about a real node: two processes, queried with a user's commands."""
 
 import json
 import time

@@ -87,7 +87,7 @@ def test_a_step_with_a_death_in_it_equals_the_undisturbed_step(stage: int, momen
     )
 
 
-def test_with_int8_frames_a_replay_is_equal_and_the_result_is_close() -> None:
+def test_with_int8_frames_a_replay_is_equal_and_the_result_close() -> None:
     results: list[Tensors] = []
     expected: list[Tensors] = []
 

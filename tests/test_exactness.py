@@ -1,12 +1,12 @@
 """Exactness over twenty steps: any stages x replicas x trainers, and any death, give the result of one
 process.
 
-Whole nodes in virtual time (`tests.stack`); float64, lossless frames, SGD with momentum and clipping;
-compared with `tests.stack.reference`, every tensor within 1e-9. Deaths occur in the phases of their names
-(`tests.exact_deaths`).
+Whole nodes in virtual time (`tests.stack`), with float64, lossless frames, and SGD with momentum and
+clipping. The result is compared with `tests.stack.reference`, every tensor within 1e-9. Deaths occur in the
+named phases (`tests.exact_deaths`).
 
-`make test` takes a sample; PEERLOOM_EXACTNESS=full, as in `make soak`, takes all, and pytest's -s shows the
-figures.
+`make test` runs a sample; PEERLOOM_EXACTNESS=full, as in `make soak`, runs all cases, and pytest's -s shows
+the figures.
 """
 
 import os
@@ -56,13 +56,13 @@ DISTURBED_STEPS = STEPS if FULL else 4
 DEATH_STEP = 7 if FULL else 1
 
 Shape = tuple[int, int, int]
-"""Stages, replicas of each, trainers."""
+"""Number of stages, replicas of each stage, and trainers."""
 SHAPES: list[Shape] = list(product((1, 2, 3), (1, 2), (1, 2)))
 PLACES = {"first": 0, "last": -1}
 
 
 class Tally:
-    """The findings, for people."""
+    """Counts the compared cases, and prints the worst errors for people."""
 
     def __init__(self) -> None:
         self.cases: Counter[str] = Counter()
@@ -87,7 +87,7 @@ def tally() -> Iterator[Tally]:
 
 
 EXPECTED: dict[bytes, Tensors] = {}
-"""The result of the same manifest in one process, by the run's key, however often it is trained."""
+"""The result of one process for each run's key, so that the same manifest is computed only once."""
 
 
 def expected_of(run: Run, job: Job) -> Tensors:
@@ -98,7 +98,7 @@ def expected_of(run: Run, job: Job) -> Tensors:
 
 
 def worst_error(result: Tensors, expected: Tensors) -> float:
-    """Return the largest error over all tensors, relative to the largest number of each."""
+    """Return the largest error over all tensors, relative to the largest absolute value of each tensor."""
     errors = []
     for name, array in expected.items():
         scale = max(1e-12, float(np.abs(array).max()))
@@ -109,7 +109,8 @@ def worst_error(result: Tensors, expected: Tensors) -> float:
 def trained(
     job: Job, shape: Shape, steps: int, death: Death | None = None, **changes: Any
 ) -> tuple[Run, list[Event], dict[str, Tensors]]:
-    """Train over a swarm of one node more than there are replicas, which requests the run and commits it.
+    """Train in a swarm with one node more than there are replicas; the last node requests the run and commits
+    it.
 
     Returns the events as a survivor saw them, and each survivor's result.
     """
@@ -143,7 +144,8 @@ def trained(
 
 
 async def until_ended(group: Swarm, name: str) -> None:
-    """Wait until `name` has ended. The committer ends last; some others have the result before the rest."""
+    """Wait until the run has ended for `name`. It ends last for the committer; some others have the result
+    before the rest."""
     with trio.fail_after(60):
         while not any(  # noqa: ASYNC110 - virtual time: waiting costs nothing
             isinstance(event, RunEnded) for event in group.events[name]
@@ -152,7 +154,7 @@ async def until_ended(group: Swarm, name: str) -> None:
 
 
 def error_of(job: Job, run: Run, results: dict[str, Tensors]) -> float:
-    """Return the worst error after checking that every survivor's result equals the reference."""
+    """Check that every survivor's result equals the reference; return the worst error."""
     expected = expected_of(run, job)
     for result in results.values():
         assert_equal(result, expected, "float64")
@@ -164,7 +166,7 @@ def committed(events: list[Event]) -> list[int]:
 
 
 def cases(chosen: list[Any], everything: list[Any]) -> list[Any]:
-    """(model, ...) rows: every model with everything, or the chosen ones."""
+    """Return rows of (model, ...): every combination with every model, or only the chosen ones."""
     return [(name, *row) for name in JOBS for row in everything] if FULL else chosen
 
 
@@ -180,7 +182,7 @@ def cases(chosen: list[Any], everything: list[Any]) -> list[Any]:
         [(shape,) for shape in SHAPES],
     ),
 )
-def test_twenty_steps_over_any_shape_equal_one_process(
+def test_twenty_steps_with_any_stages_and_replicas_equal_one_process(
     name: str, shape: Shape, tmp_path: Path, tally: Tally
 ) -> None:
     job = JOBS[name](tmp_path)
@@ -192,7 +194,7 @@ def test_twenty_steps_over_any_shape_equal_one_process(
     tally.add(f"undisturbed, {name}", error_of(job, run, results))
 
 
-def test_clipping_acts_in_the_compared_runs(tmp_path: Path) -> None:
+def test_clipping_has_an_effect_in_the_compared_runs(tmp_path: Path) -> None:
     job = JOBS["unet"](tmp_path)
     runs: list[Run] = []
 
@@ -208,13 +210,15 @@ def test_clipping_acts_in_the_compared_runs(tmp_path: Path) -> None:
 
 
 def check_death(name: str, shape: Shape, death: Death, folder: Path, tally: Tally) -> list[Event]:
-    """Train with a death; check that it fell into its phase and the result is the same. Return a survivor's
-    events.
+    """Train with a death, and check that it happened in its phase and that the result is the same. Return a
+    survivor's events.
     """
     job = JOBS[name](folder)
     run, events, results = trained(job, shape, DISTURBED_STEPS, death)
     death.check()
-    assert committed(events) == list(range(DISTURBED_STEPS)), "each step is reported once, by any survivor"
+    assert committed(events) == list(range(DISTURBED_STEPS)), (
+        "a step was not reported exactly once by a survivor"
+    )
     error = error_of(job, run, results)
     tally.add(f"death of {death.role}, {death.phase}", error)
     tally.add(f"with a death, {name}", error)
@@ -222,7 +226,8 @@ def check_death(name: str, shape: Shape, death: Death, folder: Path, tally: Tall
 
 
 def check_replays(events: list[Event], death: Death, shape: Shape) -> None:
-    """Check that the others of its stage recompute the victim's sums; none once they are applied."""
+    """Check that the other replicas of its stage recompute the victim's sums, or none if the sums were
+    already applied."""
     (dropped,) = [event for event in events if isinstance(event, ReplicaDropped)]
     assert (dropped.peer, dropped.step) == (death.peer, death.step)
     replays = 0 if death.phase in COMMITTED else MICROBATCHES // shape[1]
@@ -306,10 +311,10 @@ def test_a_second_trainer_may_die_while_it_feeds(
 def test_int8_frames_train_to_nearly_the_same_loss(
     make_job: Callable[[Path], Job], shape: Shape, seed: int, tmp_path: Path, tally: Tally
 ) -> None:
-    """The mean loss over the run is within 2 %.
+    """The mean loss over the run must be within 2 %.
 
-    The mean, because rounding errors of single steps grow: by 3 % in one of the first 20 steps of the digits,
-    by 43 % in one of 60, where the mean is off by 0.3 % and 1.4 % at most.
+    The mean is compared because rounding errors of single steps grow: by 3 % in one of the first 20 steps of
+    the digits, by 43 % in one of 60, where the mean is off by 0.3 % and 1.4 % at most.
     """
     job = make_job(tmp_path)
     means: dict[Frames, float] = {}
@@ -325,4 +330,4 @@ def test_int8_frames_train_to_nearly_the_same_loss(
     difference = abs(means["int8"] / means["exact"] - 1)
     tally.add(f"int8 frames, {job.name}, mean loss", difference)
     assert difference < 0.02
-    assert worst_error(*results) > 1e-6, "some value was rounded"
+    assert worst_error(*results) > 1e-6, "no value was rounded"

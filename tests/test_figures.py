@@ -1,4 +1,4 @@
-"""The ledger of figures is read back as written, marks worse figures, and keeps unmeasured ones."""
+"""The ledger of figures is read back as it was written, marks worse figures, and keeps unmeasured ones."""
 
 import importlib.util
 import sys
@@ -64,14 +64,14 @@ def test_a_figure_is_worse_in_the_direction_of_its_goal(
     assert ("**worse**" in ledger.page([figure], {}, "")) is worse
 
 
-def test_a_figure_is_compared_with_the_commit_before() -> None:
+def test_a_figure_is_compared_with_the_previous_commit() -> None:
     first = ledger.merged([], [ledger.Figure("plan", "ratio", "<= 2.0", 1.0, "a")])
     second = ledger.merged(first, [ledger.Figure("plan", "ratio", "<= 2.0", 1.5, "b")])
     again = ledger.merged(second, [ledger.Figure("plan", "ratio", "<= 2.0", 1.4, "b")])
     assert [each.before for each in (*first, *second, *again)] == [None, 1.0, 1.0]
 
 
-def test_unmeasured_figures_keep_their_rows_and_lost_goals_go() -> None:
+def test_unmeasured_figures_keep_their_rows_and_removed_goals_lose_theirs() -> None:
     known = [
         ledger.Figure("plan", "ratio", "<= 2.0", 1.0, "a"),
         ledger.Figure("stage", "old goal", "<= 2.0", 1.0, "a"),
@@ -80,7 +80,7 @@ def test_unmeasured_figures_keep_their_rows_and_lost_goals_go() -> None:
     assert [(each.benchmark, each.name) for each in found] == [("plan", "ratio"), ("stage", "new goal")]
 
 
-def test_every_benchmark_is_in_the_ledger_or_has_its_page() -> None:
+def test_every_benchmark_is_in_the_ledger_or_has_a_page() -> None:
     assert {*ledger.FIRST, *ledger.APART} - {
         path.stem for path in (ROOT / "benchmarks").glob("*.py")
     } == set()

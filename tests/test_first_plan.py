@@ -1,5 +1,4 @@
-"""A requester that dies while it hands out its first plan: members that have started bring the plan to the
-others.
+"""A requester dies while it hands out its first plan: members that have started bring the plan to the others.
 
 Whole nodes in virtual time. `tests.test_kills` kills real processes at that point.
 """
@@ -34,7 +33,7 @@ def test_a_requester_that_dies_early_leaves_no_waiting_run(told: int) -> None:
         async with swarm("abc", parts=parts) as group, trio.open_nursery() as nursery:
             groups.append(group)
             a = group.nodes["a"]
-            a.limit(accept_runs="never")  # it requests, the two others compute
+            a.limit(accept_runs="never")  # a requests the run, the two others compute
             await trio.sleep(5)
             run = prepare(a, manifest(steps=STEPS, stages=1, replicas=2, trainers=2, test_samples=16))
             nursery.start_soon(a.runs.submit, run)

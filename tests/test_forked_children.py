@@ -1,4 +1,4 @@
-"""Children that a script forks beside its node keep no part of the node.
+"""Children that a script forks from the process of its node keep no part of the node.
 
 The workers of torch's DataLoader are such children. They outlive a killed script for as long as their current
 item takes.
@@ -144,23 +144,23 @@ def ended(script: Script) -> Iterator[Script]:
             script.process.stdout.close()
 
 
-def test_a_killed_script_keeps_its_identity_while_its_loader_lives_on(tmp_path: Path) -> None:
+def test_a_killed_script_can_restart_while_its_loader_still_runs(tmp_path: Path) -> None:
     children: list[int] = []
     try:
         with ended(Script(tmp_path, WITH_A_LOADER, "127.0.0.1:0")) as script:
             first = script.tell()
-            assert first["links"] > 5, "a lock, sockets and the loop's descriptors"
+            assert first["links"] > 5, "the parent should hold a lock, sockets and the loop's descriptors"
             for told in (script.tell(), script.tell()):
                 children.append(told["child"])
                 kept = [link for link in told["left"] if "/records.sqlite" not in link]
-                assert kept == [], "all except the files of SQLite, on which it has no lock"
+                assert kept == [], "the child holds more than the files of SQLite, on which it has no lock"
                 belongs = f"this node belongs to process {script.process.pid}"
                 assert belongs in told["step"]
                 assert belongs in told["call"]
                 assert told["close"] == "None"
             script.kill()
             for child in children:
-                os.kill(child, 0)  # it still exists
+                os.kill(child, 0)  # the process still exists
             with ended(Script(tmp_path, PLAIN, first["address"], "end")) as again:
                 second = again.tell()
             assert second["id"] == first["id"]
@@ -174,14 +174,14 @@ def test_a_killed_script_keeps_its_identity_while_its_loader_lives_on(tmp_path: 
 def test_a_forked_child_opens_its_own_node_beside_its_parents(tmp_path: Path) -> None:
     with ended(Script(tmp_path, PLAIN, "127.0.0.1:0", "fork")) as script:
         parent, child = script.tell(), script.tell()
-        assert script.tell() == {"members": 0}, "the parent's node still answers"
+        assert script.tell() == {"members": 0}, "the parent's node no longer answers"
     assert child["id"] != parent["id"]
     said = (tmp_path / "stderr").read_text()
     assert f"process {script.process.pid} holds {parent['folder']}" in said
     assert f"takes {child['folder']}" in said
 
 
-def test_children_that_a_node_under_trio_forks_hold_neither_folder_nor_port(tmp_path: Path) -> None:
+def test_children_forked_under_trio_hold_neither_folder_nor_port(tmp_path: Path) -> None:
     folder, children = tmp_path / "data", []
     try:
         with ended(Script(tmp_path, WITH_A_LOOP, "127.0.0.1:0", str(folder))) as script:
@@ -191,7 +191,7 @@ def test_children_that_a_node_under_trio_forks_hold_neither_folder_nor_port(tmp_
             script.kill()
             assert find_holder(folder) is None
             with lock(folder), socket.create_server((host, int(port))):
-                os.kill(children[0], 0)  # it still exists
+                os.kill(children[0], 0)  # the process still exists
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)

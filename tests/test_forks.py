@@ -1,8 +1,8 @@
-"""A run on two branches: only a branch's committer abandons it, by its own knowledge, and one branch
-survives.
+"""A run on two branches: only a branch's own committer abandons it, judging by its own knowledge, and one
+branch survives.
 
-Whole nodes in virtual time receive hand-made reports that another branch is further; `test_takeover` really
-partitions a swarm. Below, the rule alone is tested, in any order of messages.
+Whole nodes in virtual time receive hand-made reports that another branch has made more steps; `test_takeover`
+really partitions a swarm. Below, the rule alone is tested, in any order of messages.
 """
 
 from collections.abc import Callable
@@ -50,14 +50,14 @@ def given_up(world: World) -> set[str]:
 
 
 def told(whom: Callable[[str, World], list[str]], step: int, *, ends: bool = True) -> World:
-    """Play a run of ten steps in which these members learn, after three, of another branch."""
+    """Play a run of ten steps; after three steps, these members learn of a different branch."""
 
     async def scenario(world: World) -> None:
         await world.reached(SAVE_EVERY)
         names = whom(committer(world.group, world), world)
         for name in names:
             member = world.group.nodes[name].runs.members[world.run.id]
-            member.core.progress.step = 0  # its reports are old
+            member.core.progress.step = 0  # the member's reports are old
             tell(world, name, step)
         if not ends:
             await trio.sleep(5)
@@ -69,12 +69,12 @@ def others(first: str, world: World) -> list[str]:
     return [name for name in world.group.nodes if name != first]
 
 
-def test_members_keep_their_branch_while_its_committer_lives() -> None:
+def test_members_stay_on_their_branch_while_its_committer_lives() -> None:
     world = told(others, 100)
     assert given_up(world) == set()
 
 
-def test_a_committer_compares_by_its_commits_not_its_announcements() -> None:
+def test_a_committer_compares_branches_by_commits_not_by_announcements() -> None:
     world = told(lambda first, world: [first], SAVE_EVERY - 1)
     assert given_up(world) == set()
 
@@ -121,7 +121,7 @@ def test_one_of_two_branches_survives_in_any_message_order(seed: int, behind: tu
                 sent[branch].append(head(branch))
             case "hear" if sent[1 - branch]:
                 gone[branch] = other_branch_wins(head(branch), rng.choice(sent[1 - branch]))
-    # At the end each learns the other's true state.
+    # At the end each branch learns the other's true state.
     for branch in range(2):
         if not any(gone):
             gone[branch] = other_branch_wins(head(branch), head(1 - branch))

@@ -1,4 +1,5 @@
-"""A node whose stage died and whose run continues without it learns how the run ends, whoever requested it.
+"""A node whose stage died and whose run continues without the node learns how the run ends, whoever requested
+it.
 
 Whole nodes in virtual time.
 """
@@ -24,7 +25,7 @@ GOES_ON = ("paused", "the run goes on without this node")
 
 
 async def left_out(group: Swarm, steps: int, *, asked_again: bool = False) -> tuple[Run, str]:
-    """Return a run of `a` after another node's stage died, and that node's name."""
+    """Start a run of `a`; a stage of another node dies. Return the run and that node's name."""
     run = prepare(group.nodes["a"], manifest(steps=steps, stages=1, replicas=2, trainers=2, test_samples=16))
     with group.nodes["a"].watch() as events:
         await group.nodes["a"].runs.submit(run)
@@ -54,7 +55,7 @@ async def until(ready: Callable[[], object], seconds: float = 60) -> None:
 
 
 def view(group: Swarm, name: str, run: Run) -> tuple[str, str]:
-    """Return this node's listing of the run, and its reason."""
+    """Return this node's status of the run, and the reason it gives."""
     found = group.nodes[name].state.runs[run.text]
     return found.status, found.detail or found.reason
 
@@ -74,7 +75,7 @@ def play(scenario: Callable[[Swarm], Awaitable[None]], names: str = "abc", **lim
 
 @pytest.mark.parametrize("serves", [True, False])
 def test_a_provider_whose_stage_died_learns_the_runs_end_and_result(serves: bool) -> None:
-    """If its owner does not let it serve others, it fetches nothing for them."""
+    """If its owner does not let it serve others, it fetches no result for them."""
 
     async def scenario(group: Swarm) -> None:
         run, victim = await left_out(group, STEPS, asked_again=serves)
@@ -98,7 +99,7 @@ def test_a_provider_whose_stage_died_learns_that_the_run_was_stopped() -> None:
     play(scenario)
 
 
-def test_a_provider_outside_of_a_run_may_still_drop_it_for_ever() -> None:
+def test_a_provider_outside_of_a_run_may_still_drop_it_permanently() -> None:
     async def scenario(group: Swarm) -> None:
         run, victim = await left_out(group, ENDLESS)
         stopping = group.nodes[victim].runs.stopping
@@ -112,7 +113,7 @@ def test_a_provider_outside_of_a_run_may_still_drop_it_for_ever() -> None:
 
 
 @pytest.mark.slow
-def test_a_dropped_provider_is_readmitted_and_informed_of_the_end_once() -> None:
+def test_a_readmitted_provider_is_informed_of_the_end_only_once() -> None:
     async def scenario(group: Swarm) -> None:
         run, victim = await left_out(group, 150, asked_again=True)
         await until(lambda: group.nodes[victim].runs.members)

@@ -1,4 +1,4 @@
-"""A run that misses its goal alerts only its requester."""
+"""If a run misses its goal, only its requester gets an alert."""
 
 import os
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_only_the_requester_learns_that_its_run_is_too_slow() -> None:
             document = run_document(a.state.runs[run.text])
             for lines in (run_lines(document), runs_lines({"runs": [document]})):
                 assert any("100000 samples/s over 5 s; the last step had" in line for line in lines)
-            # A changed goal applies from the next step on; without one there is no alert.
+            # A changed goal applies from the next step on. Without a goal there is no alert.
             said = await Commands(a).revise(run.text, samples_per_second=50.0)
             assert said["goal"] == {"samples_per_second": 50.0, "seconds": 5}
             await Commands(a).revise(run.text, samples_per_second=0.0)

@@ -1,6 +1,6 @@
-"""64 peers that hold as much as they can of one protocol prevent no other's answers.
+"""If 64 peers hold as much as they can of one protocol, other peers still get answers.
 
-Whole nodes in virtual time; `tests.test_held_places_processes` does it for minutes, with a real node.
+Whole nodes in virtual time; `tests.test_held_places_processes` does the same for minutes with a real node.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -35,9 +35,9 @@ from tests.stack import Swarm, simulate, swarm
 HOSTILE = 64
 ANSWER_SECONDS = 2.0
 HOLD_SECONDS = 1.0
-"""Seconds that the hostile peers have held their places before another peer comes."""
+"""Seconds for which the hostile peers hold their places before the honest peer comes."""
 AGAIN_SECONDS = 1.0
-"""The pause before a hostile peer that lost a place wants it back."""
+"""Seconds after which a hostile peer that lost a place tries to get one again."""
 STREAMED = [
     protocol.name for protocol in PROTOCOLS if protocol.said is not None and protocol.name != PUNCH_PROTOCOL
 ]
@@ -46,7 +46,8 @@ ROUNDS, STREAMS_EACH = 3, 4
 
 
 async def hold(network: Network, victim: PeerId, protocol: str, first: bytes) -> None:
-    """Open a stream, send `first` if anything, then neither read nor write; reopen it once it is closed."""
+    """Open a stream, send `first` if it is not empty, and then neither read nor write. Reopen the stream once
+    it is closed."""
     while True:
         with suppress(Unreachable, StreamClosed):
             stream = await network.open(victim, protocol)
@@ -72,7 +73,7 @@ async def ask(network: Network, node: Node, protocol: str, question: object, kin
 
 
 class DataPeer:
-    """Ask about data; the answer comes by a stream of the other side."""
+    """Ask about data; the answer arrives on a stream that the other side opens."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -85,7 +86,7 @@ class DataPeer:
                 await self._send.send(await stream.receive())
 
     async def ask(self, peer: PeerId) -> None:
-        """Return once it has the answer."""
+        """Return once the answer has arrived."""
         stream = await self._network.open(peer, pieces.DATA_PROTOCOL)
         try:
             await stream.send(encode(pieces.PiecesHeld(NOTHING, b"\0", True, False)))
@@ -105,11 +106,12 @@ QUESTIONS: dict[str, tuple[object, Any, type]] = {
     receipts.RECEIPTS_PROTOCOL: (receipts.ShowReceipts(), receipts.Answer, receipts.ShownReceipts),
     traces.TRACES_PROTOCOL: (traces.SpanRequest(NOTHING, 0, 0), traces.Told, traces.Told),
 }
-"""By protocol: a question, the type of its answer, and the type of an answer other than `busy`."""
+"""For each protocol: a question, the type of its answers, and the type of an answer other than `busy`."""
 
 
 async def honest_call(network: Network, node: Node, protocol: str) -> None:
-    """Use a protocol as an honest peer: ask and await the answer, else open a stream that is accepted."""
+    """Use a protocol as an honest peer: ask and await the answer. If the protocol has no question, open a
+    stream, which must be accepted."""
     if protocol == pieces.DATA_PROTOCOL:
         await DataPeer(network).ask(node.peer)
     elif protocol in QUESTIONS:
@@ -121,7 +123,7 @@ async def honest_call(network: Network, node: Node, protocol: str) -> None:
 
 
 def first_words(protocol: str) -> bytes:
-    """A plausible first message that makes the other side allocate a place."""
+    """Return a plausible first message that makes the other side allocate a place."""
     if protocol == pieces.DATA_PROTOCOL:
         return encode(pieces.PiecesHeld(bytes([1]) * 32, b"\0", True, False))
     if protocol == attempt.PROTOCOL:
@@ -163,7 +165,8 @@ def test_streams_held_by_64_peers_block_no_answer(protocol: str) -> None:
 
 
 def test_streams_held_by_64_peers_delay_no_honest_round() -> None:
-    """The hostile open streams of attempts that do not exist, before and during the rounds of one member."""
+    """The hostile peers open streams of attempts that do not exist, before and during the rounds of one
+    member."""
     took: list[float] = []
 
     async def take_part(run: Participation, own: float) -> None:

@@ -1,9 +1,9 @@
-"""64 hostile peers against one protocol of a real node, for two minutes, beside an honest peer.
+"""64 hostile peers occupy one protocol of a real node for two minutes, while an honest peer uses it.
 
 `PEERLOOM_HELD` sets the seconds (`make soak`); `tests.test_held_places` does the same in virtual time. The
-hostile peers hold all streams that they get: some are silent, some send a long message without its last byte,
-and all come back when they lose one. A node answers about data by its own streams, to addresses from the DHT;
-the hostile peers ask about missing data, and read no answer.
+hostile peers hold all streams that they get. Some are silent, some send a long message without its last byte,
+and all come back when they lose a stream. A node answers questions about data on streams of its own, to
+addresses from the DHT; the hostile peers ask about missing data, and read no answer.
 """
 
 import json
@@ -86,7 +86,7 @@ async def hold_stream(network: RealNetwork, victim: PeerId, protocol: str, is_lo
 
 
 async def send_most(stream: SecureStream) -> None:
-    """Send a long message without its end."""
+    """Send a long message without its last byte."""
     *chunks, last = stream.connection._writer.chunks(bytes(MESSAGE_BYTES_USUAL - 100))
     for chunk in (*map(bytes, chunks), bytes(last)[:-1]):
         await stream.connection._write(chunk)
@@ -115,7 +115,7 @@ def memory_mib(nodes: SwarmProcesses) -> float:
 
 
 @pytest.mark.parametrize("protocol", HELD)
-def test_a_held_protocol_answers_and_its_node_stays_small(nodes: SwarmProcesses, protocol: str) -> None:
+def test_an_occupied_protocol_answers_and_its_node_stays_small(nodes: SwarmProcesses, protocol: str) -> None:
     trio.run(attack, nodes, protocol)
 
 

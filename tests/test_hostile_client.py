@@ -1,4 +1,5 @@
-"""A node under a hostile client, each in its own process: it survives, stays small, and serves honest peers.
+"""A node under attack by a hostile client survives, stays small, and serves honest peers, each in its own
+process.
 
 `benchmarks/hostile.py` measures the cost.
 """
@@ -14,7 +15,7 @@ GROWTH_BYTES_MAX = 50 * 2**20
 PART = 0.2
 """The share of the attacks' rates that a busy machine can sustain."""
 ATTACK_SECONDS = 4.0
-"""Longer than a stranger may take for a handshake."""
+"""Longer than an unknown peer may take for a handshake."""
 REFUSED = {
     "datagrams_refused_malformed",
     "datagrams_refused_index",
@@ -29,7 +30,7 @@ REFUSED = {
     "streams_refused_protocol",
     "streams_broken",
 }
-"""Counters that some attacks must raise, so that no attack misses its target."""
+"""Counters that some attacks must raise, which shows that each attack reaches its target."""
 
 
 @pytest.fixture(scope="module")
@@ -47,5 +48,5 @@ def test_a_node_under_every_attack_answers_an_honest_peer(played: Scene) -> None
     assert all(tally["asked"] for tally in outcome.tallies.values())
     assert outcome.highest_bytes - before_bytes <= GROWTH_BYTES_MAX
     assert {name for name in REFUSED if not outcome.refused.get(name)} == set()
-    # After the attacks, earlier honest peers and new ones are served.
+    # After the attacks, both earlier honest peers and new ones are served.
     assert played.run({}, seconds=0.5).unanswered == {}

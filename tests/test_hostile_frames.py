@@ -1,10 +1,10 @@
-"""A peer outside of a run sends messages to its training members: they are only refused and counted.
+"""A peer outside of a run sends messages to the run's training members: they are only refused and counted.
 
-Whole nodes. In virtual time the stranger is a member of the swarm without a part in the run; over real
-sockets it is a bare transport with an identity, which sends each message many times. It knows the run and its
-plan. Members of a run are trusted to compute honestly (docs/failures.md); `tests.test_hostile_members` covers
-useless payloads. Hostile requests are in `tests.node.test_runs_hostile`, messages against the bare step
-machines in `tests.partition.test_steps_hostile`.
+Whole nodes. In virtual time the stranger (the peer outside) is a member of the swarm without a part in the
+run. Over real sockets it is a bare transport with an identity, which sends each message many times. It knows
+the run and its plan. Members of a run are trusted to compute honestly (docs/failures.md);
+`tests.test_hostile_members` covers useless payloads. Hostile requests are in `tests.node.test_runs_hostile`,
+messages against the bare step machines in `tests.partition.test_steps_hostile`.
 """
 
 import tracemalloc
@@ -90,10 +90,10 @@ PAYLOAD = pack([typed(np.ones((4, 1, 8, 8)))], "zstd", (4,))
 """The trainer's payload: four digits."""
 STAGES = 2
 PASS_SECONDS = 0.02
-"""The time of a stage's pass over real sockets: a flood ends long before the run does."""
+"""Seconds of a stage's pass over real sockets: long enough that a flood ends well before the run does."""
 FLOOD_ROUNDS, BOMBS = 3, 8
 KEPT_BYTES_MAX = 4 << 20
-"""The most memory that may remain after a flood: the run's own, and queued messages."""
+"""The most memory that may remain after a flood: that of the run itself, and of queued messages."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Lies:
         return encode(Frame(self.signer.sign(FRAME_PURPOSE, body))), payload.data
 
     def frames(self) -> Iterator[Sent]:
-        """Yield frames with one fault each, besides their sender."""
+        """Yield frames, each with one fault in addition to the wrong sender."""
         for direction, stage in (("input", 0), ("input", 1), ("gradient", 0), ("labels", STAGES - 1)):
             yield self.frame(direction=direction, stage=stage)
             yield self.frame(direction=direction, stage=stage, train=False)
@@ -166,7 +166,7 @@ class Lies:
         yield encode(Frame(fact)), memoryview(b"")
 
     def step_messages(self) -> Iterator[Sent]:
-        """Yield messages of the committer, and of replicas."""
+        """Yield messages that only the committer and replicas may send."""
         plan, step, attempt = self.name, self.step, attempts(self.plan).start
         me, number = self.signer.peer, self.microbatch
         owners = said.StageRoutes(bytes(self.plan.microbatches))
@@ -204,7 +204,7 @@ class Lies:
             yield encode(message), memoryview(b"")
 
     def run_messages(self) -> Iterator[Sent]:
-        """Yield messages between members beside the steps."""
+        """Yield messages between members that are not part of the steps."""
         plan = self.name
         committed = StepCommitted(
             at=0.0, run=self.run.text, step=self.step, loss=0.0, samples=1, seconds=1.0, replicas=1
@@ -246,13 +246,13 @@ class Lies:
         yield encode(said.Sync(plan=self.name)), payload
 
     def refused(self) -> list[Sent]:
-        """Return all messages that each member refuses, one for one."""
+        """Return all messages of which each member must refuse every one."""
         kinds = (self.frames(), self.step_messages(), self.run_messages(), self.votes(), self.garbage())
         return [sent for kind in kinds for sent in kind]
 
     def ignored(self) -> list[Sent]:
-        """Return messages of plans that no member follows: they may have ended, or may come. They are not
-        counted.
+        """Return messages of plans that no member follows. Such plans may have ended, or may come, so the
+        messages are not counted.
         """
         other = bytes(31) + b"\1"
         opening = said.Open(
@@ -273,7 +273,7 @@ class Lies:
 
 
 async def say(network: Network, victim: Node, messages: Sequence[Sent]) -> None:
-    """Send all on one stream, in order."""
+    """Send all messages on one stream, in order."""
     stream = await network.open(victim.peer, wire.PIPELINE_PROTOCOL)
     try:
         for message, payload in messages:
@@ -288,7 +288,8 @@ def refusals(node: Node) -> int:
 
 @contextmanager
 def traced(*, peak: bool = False) -> Iterator[Callable[[], int]]:
-    """Yield a function that returns the bytes allocated since the beginning and still held, or their peak."""
+    """Yield a function that returns the number of bytes allocated since the beginning that are still held, or
+    their peak."""
     tracemalloc.start()
     try:
         yield lambda: tracemalloc.get_traced_memory()[peak]
@@ -310,7 +311,7 @@ def outcome(events: Sequence[Event]) -> RunEnded:
 
 
 def assert_nothing_is_left(node: Node) -> None:
-    """Assert that nothing remains of a finished run, or of strangers' messages about it."""
+    """Assert that nothing remains of a finished run, or of a stranger's messages about it."""
     early = node.runs.inbox.dispatch.early
     assert not node.runs.members
     assert not node.runs.inbox.dispatch.plans
@@ -385,12 +386,12 @@ def test_strangers_messages_in_a_step_are_refused_and_change_no_result(
     simulate(scenario)
     assert spoken >= REFUSALS_SHOWN[0]
     assert sorted(counts) == [0, *[spoken] * 5], (
-        "all strangers' messages are counted, and none of the members'"
+        "a stranger's message was not counted, or a member's message was"
     )
 
 
-def test_strangers_do_not_affect_a_member_that_only_follows() -> None:
-    """The requester died and came back: it is on the roster, without a role."""
+def test_strangers_do_not_affect_a_member_without_a_role() -> None:
+    """The requester died and came back, so it is on the roster but has no role."""
     counted: list[int] = []
     spoken: list[Sent] = []
 
@@ -407,7 +408,7 @@ def test_strangers_do_not_affect_a_member_that_only_follows() -> None:
                     run, back = the_run(nodes["a"]), nodes["e"]
                     plan, members = in_force(nodes["a"], run), list(back.runs.members.values())
                     if back.peer not in plan.roster or [member.plan for member in members] != [plan]:
-                        return  # it does not know yet that it is in the run again
+                        return  # it does not know yet that it is a member again
                     assert plan.committer != back.peer
                     assert plan.stage_of(back.peer) is None
                     outside = stranger_in(group, plan)
@@ -417,7 +418,7 @@ def test_strangers_do_not_affect_a_member_that_only_follows() -> None:
                     await trio.sleep(1)
                     counted.append(refusals(back) - before)
 
-            # It may be readmitted once before it has left the run, and again after half a minute.
+            # The requester may be readmitted once before it has left the run, and again after half a minute.
             wanted = manifest(steps=60, microbatches=2, test_samples=16)
             run, events = await train(group, "e", wanted, disturb, watcher="a")
             outcome(events)
@@ -471,7 +472,7 @@ async def flood(network: Network, victim: Node, lies: Lies) -> int:
 
 
 def bomb(lies: Lies, number: int) -> Sent:
-    """Return a commit of a plan that may be decided soon, which decodes to a hundred times its length."""
+    """Return a commit of a plan that may be decided soon; decoded, it takes a hundred times its length."""
     plan = number.to_bytes(32, "big")
     row = said.StageCommit(0, lies.signer.peer, (1,) * 4_096)
     return encode(said.StepCommit(plan=plan, step=0, attempt=0, replicas=(row,) * 64)), memoryview(b"")
@@ -501,7 +502,7 @@ async def test_a_flood_over_real_sockets_leaves_nothing_and_changes_no_result(tm
                             spoken = await flood(stranger, node, lies)
                         await until(is_heard)
                         assert kept() <= KEPT_BYTES_MAX
-                    assert requester.runs.members, "the run has continued meanwhile"
+                    assert requester.runs.members, "the run has not continued meanwhile"
                 if isinstance(event, RunEnded):
                     outcome([event])
                     break
@@ -517,9 +518,9 @@ async def test_a_flood_over_real_sockets_leaves_nothing_and_changes_no_result(tm
 
 ALICE, BOB = (IdentitySigner(Identity(bytes([number]) * 32), "test") for number in (1, 2))
 ROOM_BYTES = 1 << 16
-"""The receiver's bound on these frames."""
+"""The receiver's limit on these frames."""
 ALLOCATED_BYTES_MAX = 1 << 20
-"""Less than one side of SIDE_MAX would take, with room for the cost of decoding."""
+"""Less than one side of SIDE_MAX would take, but with room for the cost of decoding."""
 
 sides = st.one_of(st.integers(1, 9), st.sampled_from([2**16, 2**20, SIDE_MAX]))
 tensor_headers = st.builds(
@@ -545,7 +546,7 @@ headers = st.builds(
 
 
 @given(headers, st.binary(max_size=200), st.booleans())
-def test_nothing_is_allocated_for_the_claims_of_a_header(
+def test_no_memory_is_allocated_for_the_sizes_that_a_header_claims(
     header: FrameHeader, data: bytes, has_digest: bool
 ) -> None:
     if has_digest:

@@ -1,9 +1,9 @@
-"""A hostile member of the swarm, and of a run, sends every message in every state, and no node ends.
+"""A hostile member of the swarm, and of a run, sends every message in every state, and no node crashes.
 
-Whole nodes in virtual time, where an unexpected exception ends the simulation. The hostile peer is outside of
-a run, is its member, or has requested one itself; at the end an honest run is exact. PEERLOOM_MEMBER_SEEDS
-sets the number of seeds. `tests.test_hostile_member_processes` measures the cost for real nodes;
-`tests.test_hostile_wire` checks that no message is omitted.
+Whole nodes in virtual time, in which an unexpected exception ends the simulation. The hostile peer is outside
+of a run, is its member, or has requested a run itself; at the end an honest run is exact.
+PEERLOOM_MEMBER_SEEDS sets the number of seeds. `tests.test_hostile_member_processes` measures the cost for
+real nodes; `tests.test_hostile_wire` checks that no message is omitted.
 """
 
 import os
@@ -32,18 +32,18 @@ from tests.test_revisions import revise
 
 SEEDS = range(1, 1 + int(os.environ.get("PEERLOOM_MEMBER_SEEDS", "1")))
 PASS_SECONDS = 0.3
-"""The time of a stage's pass: a step is long beside a round of hostile messages."""
+"""Seconds of a stage's pass: a step is long compared with a round of hostile messages."""
 QUIET_SECONDS = 30.0
-"""The time in which hostile streams and their victims' deadlines end."""
+"""Seconds within which hostile streams and their victims' deadlines end."""
 PARTED_SECONDS = 20.0
 HOSTILE_RUN_SECONDS = 60.0
 ROUNDS = 4
 LIES_SECONDS = 10.0
-"""The pause between two rounds of lies about a run in local mode."""
+"""Seconds between two rounds of lies about a run in local mode."""
 LOCAL_PASS_SECONDS = 0.2
 LOCAL_STEPS = 10
 LOSS_RISE_MAX = 0.1
-"""Ten steps move the loss by some 0.03 either way; a state of another run moves it far more."""
+"""Ten steps move the loss by some 0.03 either way; a state of a different run moves it far more."""
 LOCAL_SECONDS_MAX = 600.0
 HELD_ROUNDS = 12
 TAKEN_IN_MIN = 2
@@ -51,7 +51,7 @@ TAKEN_IN_MIN = 2
 
 
 def small(**changes: Any) -> Manifest:
-    """Little arithmetic, and checkpoints."""
+    """Return a run with little arithmetic, and with checkpoints."""
     fields: dict[str, Any] = {
         "steps": 6,
         "microbatch": 8,
@@ -72,7 +72,7 @@ def living(group: Swarm) -> list[PeerId]:
 
 
 def states_in(group: Swarm) -> set[str]:
-    """Return the states of a run at its members; without a plan it is still to be placed."""
+    """Return the states of a run at its members. A run without a plan still has to be placed."""
     members = [member for node in group.nodes.values() for member in node.runs.members.values()]
     return {"placing" if member.plan is None else member.state for member in members}
 
@@ -85,7 +85,8 @@ async def watch(group: Swarm, name: str, hear: Callable[[Event], Awaitable[None]
 
 
 class Speaker:
-    """A peer that sends everything to all live nodes, repeatedly; at once when a run enters another state."""
+    """A peer that sends everything to all live nodes repeatedly, and immediately when a run enters a new
+    state."""
 
     def __init__(self, group: Swarm, bad: Hostile, nursery: trio.Nursery) -> None:
         self._group = group
@@ -118,7 +119,7 @@ class Speaker:
 
 
 async def assert_an_honest_run_is_right(group: Swarm, requester: str) -> None:
-    """Play an honest run beside the hostile peer, if that still sends."""
+    """Play an honest run while the hostile peer is active, if it still sends."""
     run, events = await train(group, requester, small(stages=1, steps=3, seed=99))
     end = events[-1]
     assert isinstance(end, RunEnded)
@@ -127,7 +128,7 @@ async def assert_an_honest_run_is_right(group: Swarm, requester: str) -> None:
 
 
 async def ended(group: Swarm, run: Run) -> str:
-    """Return the first node to report that a run is done."""
+    """Return the first node that reports a successful end of the run."""
     with trio.fail_after(600):
         while True:
             for name, events in group.events.items():
@@ -137,7 +138,7 @@ async def ended(group: Swarm, run: Run) -> str:
 
 
 async def part(group: Swarm, minority: str) -> None:
-    """Part these nodes from the others for a while."""
+    """Disconnect these nodes from the others for a while."""
     sides = [node.peer for name, node in group.nodes.items() if name in minority]
     others = [node.peer for name, node in group.nodes.items() if name not in minority]
     group.medium.split(sides, others)
@@ -146,7 +147,7 @@ async def part(group: Swarm, minority: str) -> None:
 
 
 async def pause(group: Swarm, run: Run, states: set[str]) -> None:
-    """Have the requester pause its run until that was noticed."""
+    """Let the requester pause its run, until the pause has been noticed."""
     await revise(group, "g", run, is_paused=True)
     with trio.fail_after(QUIET_SECONDS):
         while "paused" not in states:  # noqa: ASYNC110 - virtual time: waiting costs nothing
@@ -191,8 +192,8 @@ def test_a_hostile_member_changes_no_run_in_any_state(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_message_of_a_runs_member_ends_a_node(seed: int) -> None:
-    """That run may fail. Another run of the same nodes without the hostile one succeeds."""
+def test_no_message_of_a_runs_member_crashes_a_node(seed: int) -> None:
+    """That run may fail. A second run of the same nodes, without the hostile one, succeeds."""
     states: set[str] = set()
 
     async def scenario() -> None:
@@ -222,8 +223,8 @@ def test_no_message_of_a_runs_member_ends_a_node(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("takes_part", [False, True], ids=["outside", "inside"])
 def test_a_hostile_peer_stops_no_run_in_local_mode(seed: int, takes_part: bool) -> None:
-    """All messages of such a run: rosters, groups, attempts, evaluations, ends, columns and states for late
-    members, made from its members' messages with other numbers."""
+    """The hostile peer sends all messages of such a run: rosters, groups, attempts, evaluations, ends,
+    columns and states for late members. They are made from its members' messages, with different values."""
     said: set[str] = set()
 
     async def scenario() -> None:
@@ -247,7 +248,7 @@ def test_a_hostile_peer_stops_no_run_in_local_mode(seed: int, takes_part: bool) 
             local = LocalSettings(local_steps=2)
             run = prepare(group.nodes["a"], small(dtype="float32", local=local, steps=LOCAL_STEPS))
             await group.nodes["a"].runs.submit(run)
-            # The hostile node may have got the place of the other one, which then is not in the run.
+            # The hostile node may have got the other node's place, in which case that node is not in the run.
             both = "a" if takes_part else "ab"
             found = await ends(group, both, LOCAL_SECONDS_MAX)
             assert [event.outcome for event in found] == ["done"] * len(both)
@@ -264,9 +265,9 @@ def test_a_hostile_peer_stops_no_run_in_local_mode(seed: int, takes_part: bool) 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_an_averaging_run_continues_beside_a_hostile_peer(seed: int) -> None:
-    """Numbered rounds as those of `me.optimizer`, reports and states: the hostile peer declares itself and
-    sends everything; honest peers hold equal means between their own numbers."""
+def test_an_averaging_run_continues_with_a_hostile_participant(seed: int) -> None:
+    """Rounds are numbered like those of `me.optimizer`, with reports and states. The hostile peer declares
+    itself and sends everything. Honest peers must hold equal means, within the range of their own values."""
     made: dict[str, list[Round]] = {"a": [], "b": [], "c": []}
     said: set[str] = set()
 
@@ -318,7 +319,7 @@ def test_an_averaging_run_continues_beside_a_hostile_peer(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_message_of_a_runs_requester_ends_a_node(seed: int) -> None:
+def test_no_message_of_a_runs_requester_crashes_a_node(seed: int) -> None:
     begun = 0
 
     async def scenario() -> None:

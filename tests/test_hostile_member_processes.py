@@ -1,4 +1,4 @@
-"""Real nodes beside a hostile member, each in its own process: none ends, stalls or grows.
+"""Real nodes with a hostile member, each in its own process: none crashes, stalls or grows.
 
 `tests.test_hostile_member` does it in virtual time, in every state of a run. This test runs with
 PEERLOOM_PROCESSES=1, as in `make soak`, and `benchmarks/hostile.py --member` runs for ten minutes.
@@ -31,7 +31,7 @@ def expected() -> Tensors:
     return reference(make_run(IdentitySigner(Identity(bytes(32)), "any"), member_run()))
 
 
-def test_nodes_beside_a_hostile_member_survive_with_an_exact_run(expected: Tensors) -> None:
+def test_nodes_survive_a_hostile_member_and_their_run_stays_exact(expected: Tensors) -> None:
     with member_scene(simple_cnn(), member_run()) as played:
         found = played.play(SECONDS)
     assert found.ended == []

@@ -1,4 +1,4 @@
-"""A member of a run that sends useless payloads, rejects valid ones, or hangs.
+"""A member of a run sends useless payloads, rejects valid ones, or hangs.
 
 Whole nodes in virtual time: only the faulty member is excluded, and the result is exact. Verdicts are in
 `tests.partition.test_disputes`, messages of strangers in `tests.test_hostile_frames`.
@@ -32,7 +32,8 @@ from tests.stack import Swarm, assert_equal, manifest, reference, simulate, swar
 from tests.test_hostile_frames import in_force, outcome, refusals, the_run
 
 Adversary = Callable[[set[PeerId]], Parts]
-"""The classes of nodes, of which those in the set misbehave from when they are in it."""
+"""Return replacement classes for nodes, by which a node misbehaves from the time when it is added to the
+set."""
 
 
 def spoil(chosen: set[PeerId], times: int = 1_000) -> Parts:
@@ -91,8 +92,8 @@ def disturbed(
     adversary: Adversary,
     look: Callable[[Swarm], None] = lambda _: None,
 ) -> list[str]:
-    """Return the members that an exact run of five steps loses when one of them fails after the
-    second step.
+    """Return the members that an exact run of five steps loses when one of them misbehaves after the second
+    step.
     """
     lost: list[str] = []
 
@@ -141,7 +142,7 @@ def test_a_useless_unsigned_frame_excludes_no_member() -> None:
 
 
 def hang(chosen: set[PeerId]) -> Parts:
-    """Make the stage of a chosen node complete no step."""
+    """Let the stage of a chosen node complete no step."""
 
     class HangingReplica(ReplicaShell):
         async def _call(self, request: api.Request) -> object:
@@ -200,7 +201,7 @@ def test_a_member_that_calls_the_replicas_of_others_dead_stops_no_run() -> None:
                 if isinstance(event, ReplicaDropped):
                     lost.append(group.name_of(event.peer))
 
-            # It would take a stage on request, but there is no request.
+            # The node would take a stage on request, but there is no request.
             liar.membership.update(
                 replace(liar.machine.profile(), metadata=encode_metadata(liar.capacity, accepts_runs=False))
             )

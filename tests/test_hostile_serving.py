@@ -1,8 +1,8 @@
-"""A hostile peer beside running answers: it sends every message of both serving protocols, with the real
+"""A hostile peer sends every message of both serving protocols while answers are generated, with the real
 sessions, services and peers, from outside of the service and as a member.
 
 Whole nodes in virtual time. Only answers through the hostile member itself change, because nobody can check
-its logits; sessions that do not share its stages keep their pace. PEERLOOM_MEMBER_SEEDS sets the number of
+its logits. Sessions that do not use its stages keep their pace. PEERLOOM_MEMBER_SEEDS sets the number of
 seeds.
 """
 
@@ -44,9 +44,9 @@ SPEAKING = [each for each in PROTOCOLS if each.name in (SERVE_PROTOCOL, SERVICES
 SERVE = SPEAKING[0]
 TOKENS = 40
 ANSWERS = 2
-"""At each of two doors, while the hostile peer sends."""
+"""Number of answers at each of two doors, while the hostile peer sends."""
 PACE = 1.5
-"""How much longer an answer may take beside the hostile peer."""
+"""How many times longer an answer may take while the hostile peer sends."""
 
 
 def learn_serving(group: Swarm, bad: Hostile, service: Service) -> None:
@@ -83,7 +83,7 @@ async def timed(node: Node, service: Service, tokens: int) -> tuple[list[int], f
 
 
 def check_bounds(group: Swarm) -> None:
-    """Check the bounds on the hostile peer's share of each node."""
+    """Check the limits on the hostile peer's share of each node."""
     for name, node in group.nodes.items():
         if name == NAME:
             continue
@@ -96,7 +96,7 @@ def check_bounds(group: Swarm) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("is_member", [False, True], ids=["stranger", "member"])
-def test_answers_stay_correct_and_timely_beside_a_hostile_peer(seed: int, is_member: bool) -> None:
+def test_answers_stay_correct_and_timely_despite_a_hostile_peer(seed: int, is_member: bool) -> None:
     said: set[str] = set()
     through: list[bool] = []
 
@@ -159,7 +159,8 @@ def holders_of(group: Swarm) -> dict[str, int]:
 
 
 def spoken(bad: Hostile, group: Swarm, service: Service) -> list[Callable[[bytes, Any], Any]]:
-    """Return messages that attack another's session: extend it, roll it back, end it, answer it, close it."""
+    """Return messages that attack another peer's session: extend it, roll it back, end it, answer it, close
+    it."""
     peer = bad.node.peer
     return [
         lambda session, each: UnitWork(session, each.newest + 1, each.kept, 1, 1, 1, stage=each.stage),
@@ -224,11 +225,11 @@ def test_a_stranger_cannot_take_over_anothers_session() -> None:
 
 
 def make_stop_of(bad: Hostile, service: Service) -> Any:
-    """Return the end of another's service, signed by the hostile peer."""
+    """Return an end of another peer's service, signed by the hostile peer."""
     return SPEAKING[1].kinds[-1](make_stop(bad.node.signer, service.id))
 
 
-def test_a_stalled_member_delays_only_its_own_sessions_for_a_while() -> None:
+def test_a_stalled_member_delays_only_its_own_sessions_and_only_briefly() -> None:
     async def scenario() -> None:
         async with swarm("abcd", parts=served_by()) as group:
             door = group.nodes["a"]

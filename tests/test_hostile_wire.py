@@ -1,7 +1,7 @@
 """The hostile member sends every kind of message that the program reads: no protocol is omitted.
 
-The test searches the program for names of protocols and decoded types; a new one that is not in
-`tests.hostile.wire` fails here. Most generated values of each kind pass the decoder.
+The test searches the program for names of protocols and decoded types, so a new one that is not in
+`tests.hostile.wire` makes it fail. Most generated values of each kind must pass the decoder.
 """
 
 import ast
@@ -29,7 +29,7 @@ BY_CALLERS = {
     ("node.protocols.calls", "kind"): "the answer to a call: see `decoded`",
     ("node.protocols.manifest", "_Beginning"): "the beginning of a manifest",
 }
-"""Decoders whose callers pass the type; both are in the registry."""
+"""Decoders whose callers pass the type; both types are in the registry."""
 ELSEWHERE = {
     "partition.model.graph": "a graph: tests.partition.hostile",
     "partition.plan.chain": "this node's own disk",
@@ -43,7 +43,7 @@ ELSEWHERE = {
     "node.storage.guests": "this node's own disk",
     "node.runs.chain": "this node's own disk",
     "node.content.graphs": "this node's own disk",
-    "node.calibration.own_work": "what this process and a child of its own say to each other",
+    "node.calibration.own_work": "messages between this process and a child of its own",
     "node.local.column": "answers of a stage, in payloads: tests.partition.hostile_stage",
     "node.local.stage_server": "requests to a stage, in payloads: tests.partition.hostile_stage",
     "node.content.data_cache": "this node's own disk",
@@ -59,11 +59,11 @@ ELSEWHERE = {
 }
 SAMPLES = 100
 LET_IN_MIN = 0.6
-"""The least share of generated values of a kind that pass its decoder."""
+"""Minimum share of generated values of a kind that pass its decoder."""
 
 
 DECODERS = (("crypto.encoding", "decode", 1), ("node.protocols.calls", "call", 4))
-"""Functions that decode, and the position of the argument with the type."""
+"""Functions that decode, and the position of the argument that is the type."""
 
 
 def decoded(source: Source) -> list[ast.expr]:

@@ -1,9 +1,9 @@
-"""Python versions other than that of the tests: the declared ones, and code that they would refuse.
+"""Python versions other than that of the tests: which are declared, and whether they accept the code.
 
-Only Python 3.11 plays every test. Each file is checked for what 3.12 to 3.14 have removed. Where such an
-interpreter is installed, also by pyenv, it reads all files with warnings as errors. With
-PEERLOOM_INTERPRETERS=1 it plays a node, and with PEERLOOM_INTERPRETERS=/path/to/python,... (each with the
-packages of the extra `demo`) these train.
+Only Python 3.11 runs every test. Each file is checked for what 3.12 to 3.14 have removed. Each newer
+interpreter that is installed, also by pyenv, reads all files with warnings as errors. With
+PEERLOOM_INTERPRETERS=1 it also runs a node, and with PEERLOOM_INTERPRETERS=/path/to/python,... these
+interpreters (each with the packages of the extra `demo`) train.
 """
 
 import json
@@ -49,7 +49,7 @@ TRAINED = (
     " python -m node runs --data-dir d --json; python -m node leave --data-dir d"
 )
 TRAIN_SECONDS_MAX = 300.0
-"""A busy machine loads torch for half a minute in each process."""
+"""Seconds allowed on a busy machine, on which each process takes half a minute to load torch."""
 GIVEN = [each for each in os.environ.get("PEERLOOM_INTERPRETERS", "").split(",") if each.startswith("/")]
 others = pytest.mark.parametrize("version", VERSIONS[1:])
 
@@ -60,13 +60,13 @@ def interpreter(version: str) -> str:
     usual = shutil.which(f"python{version}")
     kept = sorted(map(str, pyenv.glob(f"{version}.*/bin/python{version}")))
     for found in ([] if usual is None else [usual]) + kept:
-        # A shim of pyenv exists for every version, and refuses those that are not chosen.
+        # A shim of pyenv exists for every version, and fails for those that are not chosen.
         if subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0:
             return found
     pytest.skip(f"no python{version} on this machine")
 
 
-def test_the_declared_versions_are_those_of_the_support_statement() -> None:
+def test_the_declared_python_versions_match_the_support_statement() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = [each.rpartition(" ")[2] for each in project["classifiers"] if "Python :: 3." in each]
     assert tuple(declared) == VERSIONS

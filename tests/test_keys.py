@@ -1,8 +1,9 @@
-"""Each key of RUN.toml and node.toml, and each flag, changes something observable or is refused in that mode.
+"""Each key of RUN.toml and node.toml, and each flag, changes something observable, or is refused in that
+mode.
 
-The settings declare the keys: one without a row in a table here fails. A row is a value other than the
-default, and the keys that it needs. In each mode the submitted run (its manifest, its model, when it is to be
-placed) then differs, or `train` refuses the key.
+The settings declare the keys: a key without a row in a table here fails the test. A row is a value other than
+the default, and the keys that it needs. In each mode either the submitted run (its manifest, its model, when
+it is to be placed) differs with the row, or `train` refuses the key.
 """
 
 import ast
@@ -103,13 +104,13 @@ RUN_KEYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "splits.validation_share": ("0.2", {"data": '"rows.npz"'}),
     "splits.test_share": ("0.3", {"data": '"rows.npz"'}),
 }
-"""By key: a value, and the other keys that it needs."""
+"""For each key: a value, and the other keys that it needs."""
 
 REFUSED = {
     "exact": {*LOCAL_ONLY, "train.aggregate", "train.federated"},
     "local": {*EXACT_ONLY, "train.validate_every", "train.watch", "train.keep"},
 }
-"""By mode: the keys that `train` refuses there."""
+"""For each mode: the keys that `train` refuses."""
 
 TIED = """
 import torch
@@ -136,7 +137,7 @@ def build(width=8):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data and models that the rows name."""
+    """Write the data and models that the rows name."""
     path = tmp_path_factory.mktemp("keys")
     draw = np.random.default_rng(1)
     for name, count in (("rows", 90), ("other", 40)):
@@ -156,7 +157,7 @@ def _write_tokenizer(path: Path) -> None:
 
 
 def declared(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """Yield the keys of a file, those of its tables as `table.key`."""
+    """Yield the keys of a file; keys of its tables as `table.key`."""
     for field in msgspec.structs.fields(kind):
         if isinstance(field.default, msgspec.Struct):
             yield from declared(type(field.default), f"{field.name}.")
@@ -165,7 +166,7 @@ def declared(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
 
 
 def run_text(keys: Mapping[str, str]) -> str:
-    """A RUN.toml of these keys."""
+    """Return a RUN.toml with these keys."""
     tables: dict[str, list[str]] = {"": []}
     for key, value in keys.items():
         table, _, name = key.rpartition(".")
@@ -218,7 +219,7 @@ def test_every_key_of_a_run_has_a_row() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("key", sorted(set(RUN_KEYS) - {"train.mode"}))
-def test_each_key_of_a_run_acts_or_is_refused(key: str, mode: str, folder: Path) -> None:
+def test_each_key_of_a_run_has_an_effect_or_is_refused(key: str, mode: str, folder: Path) -> None:
     value, beside = RUN_KEYS[key]
     base = {"model": MODEL, **beside, "train.mode": f'"{mode}"'}
     if mode == "local" and key.startswith("plan.") and key != "plan.stages":
@@ -262,7 +263,9 @@ def test_a_key_without_effect_is_refused(keys: Mapping[str, str], said: str, fol
     assert said in str(refused.value)
 
 
-def test_train_refuses_a_useless_key_before_capture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_refuses_a_key_without_effect_before_capture(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = folder / "dead.toml"
     file.write_text('model = "simple-cnn"\n[train]\nstrategy = "diloco"\n')
     assert run(["train", str(file), "--data-dir", str(folder)]) == UsageError.exit_code
@@ -273,7 +276,7 @@ def test_train_refuses_a_useless_key_before_capture(folder: Path, capsys: pytest
 
 
 def remedied(refused: UsageError) -> dict[str, str]:
-    """The keys that the advice of a refusal sets; of several alternatives the first."""
+    """Return the keys that the advice of a refusal sets; of several alternatives, the first."""
     found = {}
     for part in (refused.do or "").partition("; or")[0].replace(" at most", "").split(" and "):
         key, _, value = part.partition(" = ")
@@ -282,7 +285,7 @@ def remedied(refused: UsageError) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("batch", [65, 4_096, 10_007, 1_048_576])
-def test_the_remedies_of_a_large_batch_agree(batch: int, folder: Path) -> None:
+def test_following_the_remedies_for_a_large_batch_succeeds(batch: int, folder: Path) -> None:
     """Follow the remedies of refusals until the run is accepted."""
     keys = {"model": MODEL, "train.batch": str(batch), "train.microbatch": "1"}
     for _ in range(3):
@@ -291,15 +294,15 @@ def test_the_remedies_of_a_large_batch_agree(batch: int, folder: Path) -> None:
             return
         except UsageError as refused:
             keys |= remedied(refused)
-    raise AssertionError(f"the advice goes round: {keys}")
+    raise AssertionError(f"the advice contradicts itself: {keys}")
 
 
-# Passed values are read
+# Values that are passed on are also read
 
 
 @cache
 def attributes() -> frozenset[str]:
-    """The names of all attributes that the product reads, except where settings are merely copied."""
+    """Return the names of all attributes that the product reads, except where settings are merely copied."""
     copied = {"node/protocols/manifest.py", "node/runs/manifest_builder.py"}
     found: set[str] = set()
     for room in ("node", "partition", "gossip"):
@@ -320,7 +323,7 @@ def test_each_field_of_a_manifest_is_read() -> None:
     assert manifest - attributes() == set()
 
 
-# node.toml, flags of a start, variables of the environment
+# node.toml, flags of a start, environment variables
 
 NODE_KEYS = {
     "name": "lab-9",
@@ -377,7 +380,7 @@ NODE_KEYS = {
     "calibrate": "false",
     "spare_process": "false",
 }
-"""By setting: a value that is not its default."""
+"""For each setting: a value that is not its default."""
 
 
 def test_every_key_of_node_toml_has_a_row() -> None:
@@ -442,7 +445,7 @@ EITHER = (
     ["train", "RUN.toml", "--devices", "common,cpu"],
     ["--record", "x", "status"],
 )
-"""Flags of which one would have no effect beside the other."""
+"""Pairs of flags of which one would have no effect with the other."""
 
 
 def callbacks(command: Any, name: str = "peerloom") -> Iterator[tuple[str, Callable[..., Any], list[str]]]:

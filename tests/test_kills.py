@@ -1,8 +1,8 @@
-"""After SIGKILL to any one process at any point of a run, the run ends well or gives a reason, and leaves
+"""After SIGKILL to any one process at any point of a run, the run succeeds or fails with a reason, and leaves
 nothing behind.
 
-Real processes, a minute a case: PEERLOOM_KILLS=full, as in `make soak`, kills each victim at each point where
-it exists.
+Real processes, a minute a case: PEERLOOM_KILLS=full, as in `make soak`, kills each victim at each point at
+which it exists.
 """
 
 import os
@@ -48,12 +48,12 @@ CASES = [
     ("trainer", "train"),
     ("trainer", "collect"),
 ]
-"""`plan` is the end of placing: the committer and the trainers are known."""
+"""`plan` is the end of placement, when the committer and the trainers are known."""
 
 
 @pytest.fixture
 def captured() -> Model:
-    """Start before the test's time begins, because this loads torch."""
+    """Start the nodes before the test's time limit begins, because this loads torch."""
     return simple_cnn()
 
 
@@ -80,7 +80,7 @@ def test_a_killed_process_leaves_no_run_slot_process_or_file(
         if victim != "command":
             said = command.errors
             assert code == 0 or (said and len(said) <= 3), f"code {code}: {said}"
-            assert (code == 0) == command.out.exists(), "a file is complete or absent"
+            assert (code == 0) == command.out.exists(), "a file is incomplete"
         outcomes = ground.settle()
         if victim in ("stage", "provider") or (victim, point) in (
             ("command", "train"),

@@ -1,6 +1,7 @@
 """A peer that claims ten times its rate, also in its reports, ends with its fair share.
 
-Whole nodes in virtual time: the liar's neighbours measure when its work is done, and their measurements win.
+Whole nodes in virtual time: the liar's neighbours measure when its work is done, and the planner prefers
+their measurements.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ from tests.stack import manifest, simulate, swarm, train
 from tests.test_recut import _ignore, deep_model
 
 RATE = 1.5e6
-"""FLOP/s of a simulated peer: a step takes seconds, so that moving layers pays within a short run."""
+"""FLOP/s of a simulated peer: a step takes seconds, so that moving layers pays off within a short run."""
 LIE = 10
 
 
@@ -42,7 +43,7 @@ class LyingExecutor(NodeExecutor):
 
 
 def play(*steps_of_runs: int, lies: bool) -> list[list[dict[str, int]]]:
-    """The layers of each node, in each plan, in each run; node b lies."""
+    """Return the layers of each node, in each plan, in each run; node b lies."""
     executors = {
         name: (LyingExecutor if lies and name == "b" else NodeExecutor)(
             RATE, 1.0, lambda _: 0.0, PeerPace(), _ignore
@@ -85,13 +86,13 @@ def play(*steps_of_runs: int, lies: bool) -> list[list[dict[str, int]]]:
     return found
 
 
-def test_a_liar_has_its_fair_share_within_three_plans() -> None:
+def test_a_liar_gets_its_fair_share_within_three_plans() -> None:
     first, second = play(16, 1, lies=True)
     honest = play(1, lies=False)[0][0]
-    assert first[0]["b"] >= 2 * honest["b"], "at first the claim is believed"
+    assert first[0]["b"] >= 2 * honest["b"], "the claim is not believed at first"
     assert len(first) <= 3
     assert abs(first[-1]["b"] - honest["b"]) <= 1
-    # And the next run of this requester starts where that one ended.
+    # The requester's second run starts with the shares with which the first ended.
     assert abs(second[0].get("b", honest["b"]) - honest["b"]) <= 1
 
 

@@ -1,4 +1,4 @@
-"""Links are measured between real nodes, and `node plan` uses and shows the measurements."""
+"""Links between real nodes are measured, and `node plan` uses and shows the measurements."""
 
 import os
 import time
@@ -13,7 +13,8 @@ from node.planning.peers import live_peers
 
 NAMES = "abc"
 KNOWN_SECONDS = 45.0
-"""Seconds from the end of the last calibration, on a busy machine; docs/plan.md says what to expect."""
+"""Seconds allowed from the end of the last calibration, on a busy machine; docs/plan.md says what to
+expect."""
 CALIBRATED_SECONDS_MAX = 300.0
 
 

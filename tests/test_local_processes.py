@@ -1,9 +1,9 @@
-"""Local mode in real processes: one is killed, one joins late, and the run converges; and the same with two
+"""Local mode in real processes: one is killed, one joins late, and the run converges; the same with two
 columns of two stages.
 
-The small form of `benchmarks/gossip_digits.py`, which has eight processes. For `make soak`: on a busy machine
-the run may converge before the late process has made a step. `tests.node.local` plays the same in virtual
-time.
+The small form of `benchmarks/gossip_digits.py`, which has eight processes. It runs in `make soak`, because on
+a busy machine the run may converge before the late process has made a step. `tests.node.local` plays the same
+in virtual time.
 """
 
 import os
@@ -28,13 +28,13 @@ pytest.importorskip("sklearn")
 GOES_ON_SECONDS = 10.0
 """Seconds from the death of a machine until the column makes steps without it."""
 WIDTH = 256
-"""The width of layers whose computing takes longer than a micro-batch's other costs."""
+"""The width of layers whose computation takes longer than the other costs of a micro-batch."""
 JOINS_SECONDS_MAX = 120.0
-"""Seconds until a joining machine has a stage: it loads torch, on a busy machine."""
+"""Seconds until a joining machine, which must load torch, has a stage; on a busy machine."""
 
 
 @pytest.mark.skipif("PEERLOOM_PROCESSES" not in os.environ, reason="PEERLOOM_PROCESSES=1")
-def test_processes_gossip_until_convergence_and_a_late_joiner_serves(
+def test_processes_converge_by_gossip_and_a_late_joiner_contributes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -58,7 +58,8 @@ def test_two_columns_of_processes_continue_after_one_is_killed(monkeypatch: pyte
 
 @pytest.mark.skipif("PEERLOOM_PROCESSES" not in os.environ, reason="PEERLOOM_PROCESSES=1")
 def test_a_column_of_processes_survives_a_loss_and_uses_newcomers(tmp_path: Path) -> None:
-    """Three equal nodes hold a stage each and none is idle: the remaining two hold all three."""
+    """Three equal nodes hold a stage each and none is idle, so after a loss the remaining two hold all three
+    stages."""
     model = deep_model("float32", WIDTH)
     swarm = SwarmProcesses(tmp_path, "columns", time.sleep, calibrate=False, preset="lan")
     settings = config.Config(

@@ -1,7 +1,7 @@
-"""Losses that are not plain sums over samples, trained by two whole nodes as by a plain loop of torch.
+"""Losses that are not plain sums over samples, trained by two whole nodes and by a plain torch loop.
 
-Connectionist temporal classification, which torch itself cannot export; and a contrastive loss whose
-negatives are the other samples of its micro-batch. Virtual time, real arithmetic.
+One is connectionist temporal classification, which torch itself cannot export. The other is a contrastive
+loss whose negatives are the other samples of its micro-batch. Virtual time, real arithmetic.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ Arrays = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 
 class Listener(nn.Module):
-    """Sounds (batch, places, 6) to symbols (batch, places, SYMBOLS), the first of them a blank."""
+    """Map sounds (batch, places, 6) to symbols (batch, places, SYMBOLS), the first of which is a blank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,14 +58,14 @@ def sounds(count: int, seed: int) -> Arrays:
     return {
         "sound": draw.normal(size=(count, PLACES, 6)),
         "labels": labels,
-        # Some targets are longer than their input allows: no alignment exists.
+        # Some targets are longer than their input allows, so no alignment exists.
         "heard": draw.integers(2, PLACES + 1, count),
         "said": said,
     }
 
 
 class Towers(nn.Module):
-    """Two views (batch, 6) to two directions (batch, 8)."""
+    """Map two views (batch, 6) to two directions (batch, 8)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Towers(nn.Module):
 
 
 def contrast(output: tuple[Tensor, Tensor]) -> Tensor:
-    """InfoNCE (van den Oord et al. 2018): which of a batch's right views belongs to a left one."""
+    """InfoNCE (van den Oord et al. 2018): which right view of a batch belongs to each left view."""
     left, right = output
     likeness = left @ right.T / 0.2
     return functional.cross_entropy(likeness, torch.arange(likeness.shape[0]))
@@ -105,7 +105,7 @@ def contrast_task(**settings: Any) -> Task:
 def plain_loop(
     task: Task, wanted: Manifest, model: Model, dataset: Dataset, *, is_mean: bool
 ) -> Mapping[str, Any]:
-    """Return the weights of torch alone, micro-batch by micro-batch."""
+    """Return the weights that torch alone computes, micro-batch by micro-batch."""
     module, loss = task.model.train(), task.loss
     assert loss is not None
     optimizer = torch.optim.SGD(module.parameters(), RATE, MOMENTUM)
@@ -172,7 +172,7 @@ def test_a_loss_over_the_whole_batch_is_refused_with_a_remedy() -> None:
 def ctc_trial(
     targets: Tensor, heard: Any, said: Any, **settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return losses and gradients by torch, and by the traced loss."""
+    """Return losses and gradients, computed by torch and by the traced loss."""
     from partition.capture.ctc import traceable
 
     torch.manual_seed(3)
@@ -193,7 +193,7 @@ def ctc_trial(
 def test_the_traced_ctc_equals_torchs_own(reduction: str, blank: int) -> None:
     choices = torch.tensor([each for each in range(SYMBOLS) if each != blank])
     targets = choices[torch.randint(4, (6, LENGTH), generator=torch.Generator().manual_seed(1))]
-    targets[0] = choices[1]  # the same symbol three times, which needs blanks between
+    targets[0] = choices[1]  # the same symbol three times, which needs blanks between the repetitions
     heard, said = torch.tensor([7, 6, 5, 7, 3, 2]), torch.tensor([3, 2, 1, 0, 3, 3])
     found = ctc_trial(targets, heard, said, blank=blank, reduction=reduction, zero_infinity=True)
     torch.testing.assert_close(found[2], found[0])

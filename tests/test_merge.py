@@ -1,4 +1,4 @@
-"""A stage without a holder goes to the adjacent stages: a run uses the remaining machines.
+"""A stage without a holder is merged into the adjacent stages: a run goes on with the remaining machines.
 
 Whole nodes in virtual time, compared with one process without stages.
 """
@@ -18,7 +18,7 @@ from tests.test_recut import RATE, _ignore, assert_same_bits, deep_model, planne
 from tests.test_takeover import SAVE_EVERY, holders, newest, other, play, said, small
 
 PAUSE_SECONDS_MAX = 10.0
-"""Seconds from a death to the next step."""
+"""Maximum seconds from a death to the next step."""
 
 
 def pauses(world: World) -> list[float]:
@@ -55,7 +55,7 @@ def test_four_stages_become_three_and_then_two() -> None:
 
 @pytest.mark.parametrize("role", ["replica", "committer and replica"])
 def test_a_leaving_last_holder_hands_its_stage_to_adjacent_ones(role: str) -> None:
-    """Its state is saved at the current step, not taken from the last checkpoint."""
+    """The leaving member's state is saved at the current step, and not taken from the last checkpoint."""
     left: list[str] = []
 
     async def scenario(world: World) -> None:
@@ -73,7 +73,7 @@ def test_a_leaving_last_holder_hands_its_stage_to_adjacent_ones(role: str) -> No
     assert sorted(step for step, _ in steps) == list(range(10)), "each step once"
 
 
-def test_a_stage_goes_to_adjacent_ones_within_their_owners_limits() -> None:
+def test_a_lost_stage_is_merged_only_within_the_owners_limits() -> None:
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)
         await world.reached(SAVE_EVERY + 2)
@@ -98,7 +98,7 @@ def test_a_requester_continues_alone_if_its_run_allows_it() -> None:
 
 
 def test_merged_stages_are_split_again_once_a_machine_joins() -> None:
-    """No request causes it: the committer measures, and two checks agree that the third stage pays."""
+    """No request causes this: the committer measures, and two checks agree that a third stage pays off."""
     executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, PeerPace(), _ignore) for name in "abcx"}
     wanted = manifest(
         deep_model(),

@@ -24,7 +24,7 @@ from tests.test_serving_text_processes import answer_of, make_folder
 NAMES = "abcd"
 DOOR = "d"
 SECONDS_MAX = 60.0
-"""Seconds on a machine that is three times slower than ours, and busy."""
+"""Seconds allowed on a machine that is three times slower than ours, and busy."""
 TOKENS = 40
 TURNS = [{"role": "system", "content": "You know Python."}, {"role": "user", "content": "What is été?"}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": TURNS, "max_tokens": TOKENS, "temperature": 0}
@@ -39,7 +39,7 @@ class HttpClient:
         self.key = ask(folder, "keys.new", {"name": "test"})["key"]
 
     def post(self, path: str, body: Mapping[str, Any]) -> http.client.HTTPConnection:
-        """A connection on which a request has been sent."""
+        """Return a connection on which a request has been sent."""
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=SECONDS_MAX)
         headers = {"content-type": "application/json", "authorization": f"Bearer {self.key}"}
         connection.request("POST", path, json.dumps(body), headers)
@@ -53,7 +53,7 @@ class HttpClient:
             return document
 
     def chat(self, body: Mapping[str, Any], *, at: int = -1, disturb: Callable[[], object] = bool) -> str:
-        """The text of a streamed chat; `disturb` is called after `at` of its pieces."""
+        """Return the text of a streamed chat; `disturb` is called after `at` of its pieces."""
         pieces: list[str] = []
         with closing(self.post("/v1/chat/completions", {**body, "stream": True})) as connection:
             for line in connection.getresponse():
@@ -76,7 +76,8 @@ class HttpClient:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SwarmProcesses, Path, Any, Any]]:
-    """Four nodes; the first has published a folder in two stages, the last watches and has the page."""
+    """Yield four nodes; the first has published a folder in two stages, the last holds no stage and serves
+    the API."""
     folder = tmp_path_factory.mktemp("models")
     swarm = SwarmProcesses(folder / "nodes", "models", time.sleep, calibrate=False, with_page=DOOR)
     (folder / "nodes").mkdir()
@@ -102,7 +103,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
-def test_a_door_without_a_stage_answers_as_transformers_does(
+def test_a_node_without_a_stage_answers_like_transformers(
     served: tuple[SwarmProcesses, Path, Any, Any],
 ) -> None:
     swarm, _, model, known = served
@@ -110,7 +111,7 @@ def test_a_door_without_a_stage_answers_as_transformers_does(
     ids = known.apply_chat_template(TURNS, add_generation_prompt=True, return_dict=False)
     begins = known.decode(answer_of(model, ids, [0], TOKENS), skip_special_tokens=True)
     document = client.whole("/v1/chat/completions", CHAT)
-    # In bfloat16 transformers is followed up to the first step at which rounding may decide.
+    # In bfloat16, the answers are compared up to the first step at which rounding may decide.
     wanted = document["choices"][0]["message"]["content"]
     assert len(begins) > 5
     assert wanted.startswith(begins)
@@ -125,21 +126,22 @@ def test_a_door_without_a_stage_answers_as_transformers_does(
         command += ["-H", "Content-Type: application/json", "-d", json.dumps(CHAT)]
         said = subprocess.run(command, capture_output=True, check=True, timeout=SECONDS_MAX).stdout
         assert json.loads(said)["choices"][0]["message"]["content"] == wanted
-    # Hung up in mid-stream: every stage forgets the session.
+    # The client disconnects in mid-stream, and every stage forgets the session.
     connection = client.post("/v1/chat/completions", CHAT | {"max_tokens": 200, "stream": True})
     assert connection.getresponse().read(64)
     connection.close()
     until(lambda: not client.sessions())
-    # Each token's probability and bytes; the joined bytes are the text.
+    # Each token has its probability and bytes; the joined bytes are the text.
     told = client.whole("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 3})
     rows = told["choices"][0]["logprobs"]["content"]
     assert bytes(byte for row in rows for byte in row["bytes"]).decode("utf-8", "replace") == wanted
     assert all(row["top_logprobs"][0]["logprob"] == row["logprob"] for row in rows)
     assert told["choices"][0]["message"]["content"] == wanted
-    # A stage dies in mid-stream: a free text continues, and so does one constrained to a schema.
+    # A stage dies in mid-stream; both a free text and one constrained to a schema continue.
     long = CHAT | {"max_tokens": 150, "temperature": 1.0, "seed": 3}
     schema = {"type": "array", "items": {"enum": ["alpha", "beta", "été"]}, "minItems": 12, "maxItems": 14}
-    # In JSON without white space, which an untrained model would fill all its tokens with.
+    # JSON without white space is requested, because an untrained model would fill all its tokens with white
+    # space.
     grammar = """start: "[" item ("," item){11,13} "]"\nitem: "\\"alpha\\"" | "\\"beta\\"" | "\\"été\\"" """
     held = long | {"max_tokens": 200, "structured_outputs": {"grammar": grammar}}
     undisturbed = client.chat(long), client.chat(held)

@@ -1,4 +1,4 @@
-"""Unsupported systems, and the error that a user gets there."""
+"""The error that a user gets on an unsupported system."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def ended(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize("arguments", ["node", "node status", "node doctor --json", "node --version", "sim"])
-def test_windows_reports_in_one_line_that_wsl_is_supported(arguments: str) -> None:
+def test_on_windows_one_line_says_that_wsl_is_supported(arguments: str) -> None:
     process = ended(COMMAND, *arguments.split())
     assert (process.returncode, process.stdout) == (2, "")
     lines = process.stderr.splitlines()

@@ -1,7 +1,7 @@
-"""Real nodes whose owner returns, and a diverging learning rate: the messages to a user.
+"""A user's view when the owner of a real node returns, and when a learning rate makes a run diverge.
 
-`tests.node.test_permission` and `tests.test_runs_end` test both in virtual time; here are the processes,
-their slots and their stages.
+`tests.node.test_permission` and `tests.test_runs_end` test both in virtual time; here real processes, their
+slots and their stages are used.
 """
 
 import os
@@ -29,17 +29,17 @@ DIVERGES = """optimizer = "sgd"
 learning_rate = 10.0
 weight_decay = 1.0
 """
-"""A learning rate that multiplies the parameters by nine in each step."""
+"""A learning rate with which each step multiplies the parameters by nine."""
 
 
 @pytest.fixture
 def captured() -> Model:
-    """Start before the test's time begins, because this loads torch."""
+    """Start the nodes before the test's time limit begins, because this loads torch."""
     return simple_cnn()
 
 
 def another_hour() -> str:
-    """Hours of the day that exclude now."""
+    """Return hours of the day that exclude the present time."""
     begins = (time.localtime().tm_hour + 2) % 24
     return f"{begins:02}:00-{(begins + 1) % 24:02}:00"
 
@@ -53,7 +53,7 @@ def test_a_returning_owner_frees_the_machine_and_the_run_ends(
     replicas: int, tmp_path: Path, captured: Model
 ) -> None:
     with playground(tmp_path, captured.data) as ground:
-        set_rule(ground, "a", "accept_runs", "never")  # it requests, the two others compute
+        set_rule(ground, "a", "accept_runs", "never")  # the node requests the run, the two others compute
         command = ground.train(steps=STEPS, replicas=replicas)
         command.until(lambda command: (command.last("StepCommitted") or {"step": 0})["step"] >= 2)
         plan = command.last("RunPlanned")
@@ -70,7 +70,7 @@ def test_a_returning_owner_frees_the_machine_and_the_run_ends(
         resumed = [event for event in command.events if event["kind"] == "RunResumed"]
         assert not any(event["lost_steps"] for event in resumed)
         steps = [event["step"] for event in command.events if event["kind"] == "StepCommitted"]
-        assert steps == list(range(STEPS)), "each step is reported once"
+        assert steps == list(range(STEPS)), "a step was not reported exactly once"
         assert set(ground.settle()) == {"done"}
 
 

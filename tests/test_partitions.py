@@ -1,8 +1,8 @@
 """Seven nodes under a partition of a minute and crashes: the majority continues, the minority commits
-nothing, and soon after healing all continue as one.
+nothing, and soon after healing all continue together.
 
-Whole nodes in virtual time, troubles drawn from a seed (`partition_world`). PEERLOOM_PARTITION_SEEDS is the
-number of seeds.
+Whole nodes in virtual time, with troubles drawn from a seed (`partition_world`). PEERLOOM_PARTITION_SEEDS is
+the number of seeds.
 """
 
 import os
@@ -30,8 +30,8 @@ from tests.partition_world import (
 from tests.stack import prepare, swarm
 
 NOTED = (8, 15, 16)
-"""A stage loses one replica to the partition and the other to a crash; crashes while a checkpoint spreads; a
-member is away when the run ends."""
+"""In these seeds, a stage loses one replica to the partition and the other to a crash, nodes crash while a
+checkpoint spreads, or a member is away when the run ends."""
 SEEDS = int(os.environ.get("PEERLOOM_PARTITION_SEEDS", "1"))
 
 
@@ -41,16 +41,18 @@ def test_the_majority_continues_and_all_rejoin_soon_after_healing() -> None:
         repeatably(seed, partial(try_seed, seed, trials))
     times = [trial.resumed_seconds for trial in trials if trial.resumed_seconds is not None]
     print(  # noqa: T201 - what the soak is run for
-        f"{len(trials)} seeds: a step {median(times):.2f} s after healing, at worst {max(times):.2f} s;"
-        f" {sum(trial.steps_parted > 0 for trial in trials)} went on while parted,"
-        f" {sum(trial.is_restored for trial in trials)} went back to a checkpoint"
+        f"{len(trials)} seeds: a step {median(times):.2f} s after healing, at worst "
+        f"{max(times):.2f} s; {sum(trial.steps_parted > 0 for trial in trials)} "
+        f"continued during the split, {sum(trial.is_restored for trial in trials)} "
+        "went back to a checkpoint"
     )
     wrong = {trial.seed: (trial.faults, draw_troubles(trial.seed)) for trial in trials if trial.faults}
     assert not wrong, wrong
 
 
 async def parted(found: list[World]) -> None:
-    """A run with one partition of half a minute: one replica of each stage, and all others."""
+    """Play a run with one partition of half a minute, between one replica of each stage and all other
+    nodes."""
     async with swarm(NAMES, stage_seconds=PASS_SECONDS) as group, trio.open_nursery() as nursery:
         world = World(group, prepare(group.nodes["g"], run_manifest()), nursery)
         found.append(world)
@@ -65,17 +67,17 @@ async def parted(found: list[World]) -> None:
 
 
 def test_the_checker_finds_a_proposer_that_counts_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above covers proposers that count correctly: the checker is silent."""
+    """The test above covers proposers that count correctly: for them the checker reports nothing."""
     worlds: list[World] = []
     monkeypatch.setattr(Reach, "decides", lambda self, instance, votes: bool(votes))
     repeatably(1, partial(parted, worlds))
     found = " ".join(faults(worlds[0]))
-    assert "which its side could not decide" in found
+    assert "which its side cannot have decided alone" in found
     assert "height 1" in found
 
 
 async def restored(found: list[World]) -> None:
-    """A run in which a stage loses both replicas after five steps, and goes back to the fourth."""
+    """Play a run in which a stage loses both replicas after five steps, and goes back to the fourth."""
     async with swarm(NAMES, stage_seconds=PASS_SECONDS) as group, trio.open_nursery() as nursery:
         wanted = run_manifest(steps=8, stages=2)
         world = World(group, prepare(group.nodes["g"], wanted), nursery)

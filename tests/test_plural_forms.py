@@ -1,4 +1,4 @@
-"""Numbers on screens: one item is not written in the plural."""
+"""No screen writes a single item in the plural."""
 
 import re
 from typing import Any
@@ -13,7 +13,7 @@ from tests.test_screens import HISTORY, NOW, state
 ONE_OF_MANY = re.compile(
     r"(?<![\w.,:/#-])1 (?!ms\b)(?:other |further )?(?!costs\b|has\b|is\b|was\b)[a-z-]+(?<!s)s\b"
 )
-"""`1 steps`, but not `1 loss`."""
+"""Matches `1 steps`, but not `1 loss`."""
 TABLE_COUNTS = ("contacts", "nodes_estimated", "records", "own_records", "records_short")
 CONTRIBUTION_COUNTS = (
     *("earned_flops", "earned_bytes", "earned_receipts"),
@@ -22,7 +22,7 @@ CONTRIBUTION_COUNTS = (
 
 
 def of_ones(value: Any) -> Any:
-    """Return a document with each whole number in it as 1."""
+    """Return a document with each whole number in it replaced by 1."""
     match value:
         case dict():
             return {key: of_ones(each) for key, each in value.items()}

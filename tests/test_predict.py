@@ -1,4 +1,5 @@
-"""`predict`: a run's weights applied to samples, with the truth, as a file, as metrics and as a picture."""
+"""`predict` applies a run's weights to samples, compares with the truth, and writes a file, metrics and a
+picture."""
 
 import csv
 import json
@@ -31,7 +32,7 @@ def build():
 
 
 def digits_run(folder: Path) -> tuple[Path, Path, Any]:
-    """A RUN.toml, untrained weights, and their model."""
+    """Write a RUN.toml and untrained weights; return their model."""
     torch.manual_seed(1)
     model = BUILTIN["simple-cnn"]((1, 8, 8), 10).model
     weights = {name: value.numpy() for name, value in model.state_dict().items()}
@@ -64,7 +65,8 @@ def test_outputs_are_those_of_the_model_and_are_compared_with_the_truth(
 
 
 def predicted_rows(folder: Path, table: str) -> list[dict[str, str]]:
-    """Return the rows that `predict` writes for a table, by a user's own model trained on another."""
+    """Return the rows that `predict` writes for a table, with a user's own model that was trained on another
+    table."""
     (folder / "own.py").write_text(OWN)
     (folder / "train.csv").write_text("a,b,kind\n1,2,cat\n2,1,dog\n3,3,ant\n")
     (folder / "new.csv").write_text(table)
@@ -76,7 +78,7 @@ def predicted_rows(folder: Path, table: str) -> list[dict[str, str]]:
     return list(csv.DictReader((folder / "p.csv").read_text().splitlines()))
 
 
-def test_an_own_model_predicts_rows_of_a_table_by_words(tmp_path: Path) -> None:
+def test_a_users_model_predicts_the_classes_of_a_table_in_words(tmp_path: Path) -> None:
     rows = predicted_rows(tmp_path, "a,b,kind\n5,1,dog\n1,5,cat\n")
     assert [(row["predicted"], row["truth"]) for row in rows] == [("dog", "dog"), ("ant", "cat")]
     assert [float(rows[0][f"output_{n}"]) for n in range(3)] == [1, 0, 5]
@@ -89,7 +91,7 @@ def test_class_names_that_look_like_numbers_are_distinct(tmp_path: Path) -> None
     (tmp_path / "d.csv").write_text(f"a,b,kind\n{lines}")
     data = f'[data]\nsource = "{tmp_path}/d.csv"\nlabel = "kind"\n'
     (tmp_path / "run.toml").write_text(f'model = "own.py:build"\n{data}')
-    # Four linear functions that are highest for a = 0, 1, 2 and 3, in the order of the words' numbers.
+    # Four linear functions that are highest for a = 0, 1, 2 and 3, in the order of the words' class numbers.
     order = [sorted(words).index(word) for word in words]
     weight, bias = np.zeros((4, 2), np.float32), np.zeros(4, np.float32)
     for value, number in enumerate(order):
@@ -102,7 +104,7 @@ def test_class_names_that_look_like_numbers_are_distinct(tmp_path: Path) -> None
     assert [row["predicted"] for row in rows] == words * 4
 
 
-def test_a_table_without_the_label_column_is_predicted_by_its_names(
+def test_a_table_without_labels_is_predicted_by_its_column_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = predicted_rows(tmp_path, "b,a\n1,5\n5,1\n")
@@ -160,7 +162,7 @@ def test_metrics_are_those_of_scikit_learn() -> None:
     assert found.metrics["cross_entropy"] == pytest.approx(metrics.log_loss(truth, shares))
 
 
-def test_tokens_and_numbers_are_evaluated_too() -> None:
+def test_predictions_of_tokens_and_numbers_are_evaluated_too() -> None:
     rng = np.random.default_rng(2)
     logits, tokens = rng.normal(size=(3, 5, 11)), rng.integers(0, 11, (3, 5))
     tokens[0, 0] = -100

@@ -1,6 +1,7 @@
 """Exactness with real processes: two nodes, one of them killed with SIGKILL in a step.
 
-The requester and trainer is a node in this process, on the same real seams; so the reference knows the run.
+The requester and trainer is a node in this process, on the same real seams, so that the reference computation
+knows the run.
 """
 
 import json
@@ -32,24 +33,25 @@ full = pytest.mark.skipif(
     os.environ.get("PEERLOOM_KILLS") != "full", reason="half a minute a case: PEERLOOM_KILLS=full"
 )
 ALONE_SECONDS_MAX = 10.0
-"""Seconds from the death of one of two machines until the other computes the next step."""
+"""Maximum seconds from the death of one of two machines until the other computes the next step."""
 STANDBY_SECONDS_MAX = 2.0
-"""Seconds from a holder's death until the next step is open, if another machine follows its stage."""
+"""Maximum seconds from a holder's death until the next step is open, if another machine follows its stage."""
 
 AGAIN_SECONDS_MAX = 240.0
 WIDTH = 256
-"""The width of layers whose computing takes longer than a micro-batch's other costs."""
+"""The width of layers whose computation takes longer than the other costs of a micro-batch."""
 
 
 @pytest.fixture
 def captured() -> Model:
-    """Start before the test's time begins, because this loads torch."""
+    """Start the nodes before the test's time limit begins, because this loads torch."""
     return simple_cnn()
 
 
 @pytest.fixture
 def processes(tmp_path: Path, captured: Model) -> Iterator[SwarmProcesses]:
-    """Two separate nodes, started before the test's time because a busy machine starts them slowly."""
+    """Start two separate nodes before the test's time limit begins, because a busy machine starts them
+    slowly."""
     swarm = SwarmProcesses(tmp_path, SWARM, time.sleep, calibrate=False)
     try:
         swarm.launch(NAMES)
@@ -76,7 +78,8 @@ def _settings(folder: Path) -> config.Config:
 async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(
     tmp_path: Path, captured: Model, processes: SwarmProcesses
 ) -> None:
-    # Many small micro-batches: a step takes long compared to the moment in which it is applied.
+    # There are many small micro-batches, so that a step takes long compared with the moment in which it is
+    # applied.
     wanted = manifest(captured, stages=1, microbatches=48, microbatch=2, steps=4, test_samples=60)
     names = {parse_peer(node.peer): name for name, node in processes.nodes.items()}
     settings = _settings(tmp_path / "e")
@@ -91,8 +94,8 @@ async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(
                 event = await events.receive()
                 if isinstance(event, MemberJoined):
                     met.add(event.peer)
-            # These two need not have heard of each other yet; and if a busy machine makes one of them look
-            # dead, the result must not depend on that either.
+            # These two need not have heard of each other yet. If a busy machine makes one of them look dead,
+            # the result must not depend on that either.
             run = prepare(node, wanted)
             await node.runs.submit(run)
             async for event in events:
@@ -110,12 +113,12 @@ async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(
                     break
         assert steps == [0, 1, 2, 3]
         assert len(replayed) == 1
-        assert replayed[0] > 0, "the victim was in the middle of the step"
+        assert replayed[0] > 0, "the victim was not in the middle of the step"
         data = node.seams.storage.read(weights_name(run.text))
     assert data is not None
     assert_equal(safetensors.numpy.load(data), reference(run), "float64")
     kept = [FolderStorage(tmp_path / name).read(weights_name(run.text)) for name in NAMES]
-    assert data in kept, "members keep the same bytes"
+    assert data in kept, "members keep different bytes"
     assert set(kept) <= {data, None}
 
 
@@ -167,7 +170,7 @@ async def test_commands_audit_and_stop_a_run_and_end_a_node(
 async def test_a_run_continues_with_one_machine_of_two(
     tmp_path: Path, captured: Model, processes: SwarmProcesses
 ) -> None:
-    """No machine is idle, because the requester offers nothing: the remaining machine takes all layers."""
+    """No machine is idle, because the requester offers nothing, so the remaining machine takes all layers."""
     wanted = manifest(captured, stages=2, replicas=1, steps=12, save_every=2, test_samples=60)
     names = {parse_peer(node.peer): name for name, node in processes.nodes.items()}
     resources = config.Resources(calibrate=False, accept_runs="never")
@@ -198,14 +201,15 @@ async def test_a_run_continues_with_one_machine_of_two(
     assert data is not None
     assert stages[0] == 2
     assert stages[-1] == 1
-    assert resumed, "a step was opened under the plan with one stage"
+    assert resumed, "no step was opened under the plan with one stage"
     assert_equal(safetensors.numpy.load(data), reference(run), "float64")
 
 
 @full
 def test_a_run_regains_its_stages_once_a_machine_joins(tmp_path: Path, processes: SwarmProcesses) -> None:
-    """Three machines hold a stage each; one is killed, two hold all layers, and a fourth takes some. A test
-    in virtual time checks that every bit stays; this run must be long enough for another stage to pay.
+    """Three machines hold a stage each. One is killed, two then hold all layers, and a fourth takes some. A
+    test in virtual time checks that every bit stays; this run must be long enough for another stage to pay
+    off.
     """
     wanted = manifest(
         deep_model(width=WIDTH),
@@ -249,10 +253,10 @@ def test_a_run_regains_its_stages_once_a_machine_joins(tmp_path: Path, processes
 
 
 @full
-async def test_a_following_machine_takes_over_from_one_that_is_killed(
+async def test_a_machine_that_follows_a_stage_takes_over_from_its_killed_holder(
     tmp_path: Path, captured: Model, processes: SwarmProcesses
 ) -> None:
-    """The third machine has no other work; the newest checkpoint is far behind."""
+    """The third machine has no other work, and the newest checkpoint is far behind."""
     processes.launch("c")
     await trio.to_thread.run_sync(processes.start, "c", processes.nodes[NAMES[0]].address)
     wanted = manifest(
@@ -287,16 +291,16 @@ async def test_a_following_machine_takes_over_from_one_that_is_killed(
                     break
     assert resumed is not None
     assert resumed.lost_steps == 0
-    assert steps == list(range(len(steps))), "each step was committed once"
+    assert steps == list(range(len(steps))), "a step was not committed exactly once"
     assert resumed.seconds <= STANDBY_SECONDS_MAX
 
 
 @full
 @pytest.mark.parametrize("way", ["killed", "left"])
-async def test_the_requester_continues_alone_without_the_other_of_two(
+async def test_the_requester_continues_alone_when_the_only_other_machine_leaves(
     way: str, tmp_path: Path, captured: Model
 ) -> None:
-    """Each holds a stage, and there is no third machine; the one that leaves loses no step."""
+    """Both machines hold a stage, and there is no third. The run loses no step when one of them leaves."""
     swarm = SwarmProcesses(tmp_path, SWARM, time.sleep, calibrate=False, preset="lan")
     settings = _settings(tmp_path / "e")
     settings = replace(settings, swarm=config.SwarmSettings(name=SWARM, preset="lan"))

@@ -30,7 +30,7 @@ def test_limits_are_those_of_the_handlers() -> None:
 
 
 def named(module: str, expressions: list[ast.expr]) -> Any:
-    """Return the value of an expression such as `wire.RUNS_PROTOCOL` in a module, or None."""
+    """Return the value of an expression such as `wire.RUNS_PROTOCOL` in a module; None if it has none."""
     if not expressions:
         return None
     found: Any = importlib.import_module(module)

@@ -1,6 +1,7 @@
-"""The example script in several processes; one is killed, restarted, and catches up.
+"""The example script runs in several processes; one is killed and restarted, and catches up.
 
-For `make soak`, by PEERLOOM_SCRIPTS=3: each loads torch and scikit-learn, and takes half a minute.
+It runs in `make soak`, with PEERLOOM_SCRIPTS=3: each process loads torch and scikit-learn, and takes half a
+minute.
 """
 
 import os
@@ -61,7 +62,7 @@ class Script:
 
 @contextmanager
 def ended(script: Script) -> Iterator[Script]:
-    """Yield the process and end it with the test."""
+    """Yield the process, and end it with the test."""
     try:
         yield script
     finally:
@@ -83,8 +84,8 @@ def test_scripts_train_together_and_a_killed_one_catches_up(tmp_path: Path) -> N
         reached = int(first.read_until(r"step +(\d+)")[1])
         again = stack.enter_context(ended(Script(tmp_path, names[-1], address)))
         found = again.read_until(r"step +(\d+)  loss \S+  accuracy ([\d.]+)")
-        assert int(found[1]) > reached, "the script starts at the others' step"
-        assert float(found[2]) > 0.8, "and reaches the others' accuracy"
+        assert int(found[1]) > reached, "the script does not start at the others' step"
+        assert float(found[2]) > 0.8, "the script does not reach the others' accuracy"
         for script in (first, *others):
             script.read_until(r"rounds [2-9]")
             assert script.process.poll() is None

@@ -1,4 +1,4 @@
-"""A run's file and its data are read once, by the command, the page or a program.
+"""A run's file and its data are read only once, whether by the command, the page or a program.
 
 A `sitecustomize` in every participating process records the files that Python reads.
 """
@@ -45,7 +45,8 @@ pause = time.sleep
 
 
 class Reads:
-    """Return the paths read since the last call, by processes of this user that start from now on."""
+    """Return a function that returns the paths read since its previous call, by processes of this user that
+    start from now on."""
 
     def __init__(self, folder: Path) -> None:
         self._notes = folder / "notes"
@@ -72,7 +73,7 @@ def reads(folder: Path) -> Iterator[Reads]:
 
 @pytest.fixture(scope="module")
 def swarm(folder: Path, reads: Reads) -> Iterator[SwarmProcesses]:
-    """One node, with a page, and a run file."""
+    """Start one node, with a page, and a run file."""
     (folder / "RUN.toml").write_text(TEXT)
     processes = SwarmProcesses(folder, "reads", pause, with_page="a", calibrate=False)
     try:
@@ -85,7 +86,8 @@ def swarm(folder: Path, reads: Reads) -> Iterator[SwarmProcesses]:
 
 
 def until_done(swarm: SwarmProcesses) -> None:
-    """Wait until every run of the node has ended: then all that need its data have read it."""
+    """Wait until every run of the node has ended, because by then everything that needs their data has read
+    it."""
     deadline = time.monotonic() + 60
     while any(run["status"] != "done" for run in swarm.status("a")["runs"]):
         assert time.monotonic() < deadline
@@ -125,4 +127,4 @@ def test_a_run_and_its_data_are_read_once(swarm: SwarmProcesses, reads: Reads) -
     until_done(swarm)
     assert reads.taken() == {"toml": 1, "digits": 1}
     by_page(swarm)
-    assert reads.taken() == {"toml": 1}, "the node has the digits already"
+    assert reads.taken() == {"toml": 1}, "the data was read although the node has the digits already"

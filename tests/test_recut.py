@@ -1,4 +1,4 @@
-"""Borders between stages move in a live run: layers move with their moments, and nothing is lost.
+"""Borders between stages move in a live run: layers move with their optimizer moments, and nothing is lost.
 
 Whole nodes in virtual time, compared with one process without stages.
 """
@@ -35,31 +35,31 @@ from tests.stack import Model, Tensors, known, manifest, prepare, reference, sim
 from tests.test_takeover import newest, other, play, said, small
 
 RATE = 1e6
-"""FLOP/s of a simulated peer: a step of the model of twelve layers takes seconds."""
+"""FLOP/s of a simulated peer, with which a step of the model of twelve layers takes seconds."""
 SLOW_AT = 8
 """The step after which one peer is slow."""
 REAL_STAGES = int(os.environ.get("PEERLOOM_RECUT_STAGES", "0"))
-"""In virtual time whole nodes move layers in `make test`; real processes do in `make soak`."""
+"""In `make test`, whole nodes move layers in virtual time; in `make soak`, real processes do."""
 REAL_SECONDS_MAX = 300.0
-"""Each stage imports torch twice, on a busy machine."""
+"""Seconds allowed on a busy machine, on which each stage imports torch twice."""
 ADAM = OptimizerSettings(kind="adamw", learning_rate=0.01, weight_decay=0.1)
 
 
 def committer(world: World) -> Any:
-    """The membership of the node that commits."""
+    """Return the membership of the node that commits."""
     name = world.group.name_of(newest(world).trainer)
     return world.group.nodes[name].runs.members[world.run.id]
 
 
 def recut(world: World, *cuts: int) -> None:
-    """Have the committer move the borders, as after a measurement."""
+    """Let the committer move the borders, as after a measurement."""
     member = committer(world)
     member.core.between.recut(Change(cuts=cuts))
     member.act()
 
 
 def elsewhere(world: World, *choices: tuple[int, ...]) -> tuple[int, ...]:
-    """The first of these cuts that is not in force."""
+    """Return the first of these cuts that is not in force."""
     now = tuple(last for _, last in newest(world).layers[:-1])
     return next(cuts for cuts in choices if cuts != now)
 
@@ -76,7 +76,7 @@ def _ignore(specification: StageSpecification, step: int, microbatches: tuple[in
 
 
 def assert_same_bits(found: Tensors, expected: Tensors) -> None:
-    """Whether training elsewhere made no difference at all."""
+    """Assert that a run with moved layers and one without have exactly the same result."""
     assert sorted(found) == sorted(expected)
     for name, values in expected.items():
         np.testing.assert_array_equal(found[name], values, err_msg=name)
@@ -150,7 +150,7 @@ def test_batch_statistics_and_dropout_move_too() -> None:
 
 @cache
 def deep_model(dtype: Precision = "float64", width: int = 64) -> Model:
-    """Twelve layers, equal ones with a width of 64."""
+    """Return a model of twelve equal layers with a width of 64."""
     torch.manual_seed(3)
     sizes = [64, *[width] * 12]
     blocks = [nn.Sequential(nn.Linear(*pair), nn.Tanh()) for pair in pairwise(sizes)]
@@ -163,13 +163,13 @@ def deep_model(dtype: Precision = "float64", width: int = 64) -> Model:
 
 
 def step_seconds(events: list[Event], height: int) -> float:
-    """The median time of a plan's steps, without its first ones."""
+    """Return the median time of a plan's steps, without the first ones."""
     steps = [row.seconds for row in events if isinstance(row, StepCommitted) and row.height == height]
     return median(steps[2:])
 
 
 def test_a_slow_peer_gives_layers_away_and_the_run_speeds_up() -> None:
-    """No request causes it: the committer measures, and two checks agree."""
+    """No request causes this: the committer measures, and two checks agree."""
     paces = {name: PeerPace() for name in "abc"}
     executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, pace, _ignore) for name, pace in paces.items()}
     wanted = manifest(
@@ -212,7 +212,7 @@ def test_a_slow_peer_gives_layers_away_and_the_run_speeds_up() -> None:
 
 @pytest.mark.skipif(not REAL_STAGES, reason="PEERLOOM_RECUT_STAGES=3")
 def test_moved_layers_keep_every_bit_between_real_processes(tmp_path: Path) -> None:
-    """Nodes on loopback; each stage has its own process, which is restarted for its new layers."""
+    """Start nodes on loopback; each stage has its own process, which is restarted for its new layers."""
     trio.run(_train_on_real_nodes, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""A link that becomes slow in a live run causes a new plan, as a slow peer does: in virtual time."""
+"""A link that becomes slow in a live run causes a new plan, just like a slow peer: in virtual time."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -23,13 +23,13 @@ SLOW_AT = 6
 FAST_MBIT, SLOW_BYTES_PER_SECOND = 1_000.0, 100_000.0
 WIDE, NARROW = 256, 8
 SLOW_SECONDS = 7.1
-"""The time of a step over the slow link, with the border in its old place."""
+"""Seconds of a step over the slow link, with the border in its old position."""
 
 
 @cache
 def waisted_model() -> Model:
-    """The best border by computing is a wide one; behind it little is left to compute, and one border is
-    narrow.
+    """Return a model in which the best border for computing sends wide activations. Behind it little is left
+    to compute, and one border is narrow.
     """
     torch.manual_seed(3)
     widths = [64, WIDE, WIDE, WIDE, WIDE, NARROW, WIDE]
@@ -72,7 +72,8 @@ def test_a_slow_link_moves_the_border_to_where_less_is_sent() -> None:
                         up = group.medium.links.at(node.peer).up
                         assert up is not None
                         up.fifo.bytes_per_second = SLOW_BYTES_PER_SECOND
-                        # A simulated stream accepts everything at once: its sender cannot measure the rate.
+                        # A simulated stream accepts everything immediately, so its sender cannot measure the
+                        # rate.
                         node.measurements._frames = saturated(group.nodes[other].peer)
 
             _, events = await train(group, "b", wanted, on_event)

@@ -1,9 +1,9 @@
-"""Peers under CPU quotas in a live run: a peer with a tightened quota gives up the layers it cannot carry,
-and no more.
+"""Peers under CPU quotas in a live run: a peer with a reduced quota gives up exactly the layers that it
+cannot carry.
 
 Whole nodes in virtual time. Their processors behave like the kernel's under a quota: a stage computes at full
-speed until the period's share is spent, and then waits for the next period. So those that wait for a slower
-one look as fast as a whole processor.
+speed until its share of the period is spent, and then waits for the next period. So a peer that waits for a
+slower one looks as fast as a whole processor.
 """
 
 import pytest
@@ -27,24 +27,24 @@ RATE = 2e6
 PERIOD_SECONDS = 1.0
 QUOTAS = {"a": 0.3, "b": 0.15, "c": 0.6}
 THROTTLED = 0.2
-"""The share left to the fastest of them after THROTTLED_AT steps."""
+"""The quota that the fastest peer has left after THROTTLED_AT steps."""
 THROTTLED_AT = 6
 STEPS = 30
 KNOWN_SECONDS_MAX = 120.0
 GAIN = 0.75
-"""The largest share of a step's time under the next plan. If a waiting peer is judged by its present speed,
-the throttled peer keeps a layer more, and the share is 0.87."""
+"""The next plan's step time may be at most this share of the previous. If a waiting peer were judged by its
+present speed, the throttled peer would keep one layer more, and the share would be 0.87."""
 
 
 class Processor:
-    """A processor that computes for `share` of each period, and no more."""
+    """A processor that computes only for `share` of each period."""
 
     def __init__(self, share: float) -> None:
         self.share = share
         self._period, self._left = -1, 0.0
 
     def seconds(self, busy: float) -> float:
-        """Return the time of computing for `busy` seconds from now on, with waits."""
+        """Return how long computing for `busy` seconds takes from now on, including waits."""
         begun = now = trio.current_time()
         while True:
             period = int(now / PERIOD_SECONDS)
@@ -59,7 +59,8 @@ class Processor:
 
 
 class QuotaExecutor(SimExecutor):
-    """An executor whose passes take their operations' time on this processor; all else is free."""
+    """An executor whose passes take their operations' time on this processor; all other work takes no
+    time."""
 
     def __init__(self, processor: Processor) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class QuotaExecutor(SimExecutor):
 
 
 def calibration(share: float) -> Calibration:
-    """Return the calibration of such a processor: products at RATE, all else free."""
+    """Return the calibration of such a processor: matrix products at RATE, all other work free."""
     free = OperatorPace(0, 0, 0)
     product = replace(free, megaflop=round(1e18 / RATE))
     rows = KindPace("matmul", product, product), KindPace("elementwise", free, free)
@@ -91,7 +92,7 @@ def calibration(share: float) -> Calibration:
 
 
 def slowest_seconds(sizes: list[int], quotas: list[float]) -> float:
-    """Return the time of the slowest stage, where a layer takes one second with a whole processor."""
+    """Return the time of the slowest stage, if a layer takes one second with a whole processor."""
     return max(size / quota for size, quota in zip(sizes, quotas, strict=True))
 
 

@@ -1,6 +1,6 @@
-"""A restarted requester whose run continues without it still shows how its run ends.
+"""If a requester restarts and its run continues without it, the requester still shows how the run ends.
 
-Whole nodes in virtual time. `test_runs_end` shows that it may stop its run.
+Whole nodes in virtual time. `test_runs_end` shows that the requester may stop its run.
 """
 
 from contextlib import suppress
@@ -24,14 +24,14 @@ STEPS = 12
 
 
 async def restart(group: Swarm, name: str, nursery: trio.Nursery) -> None:
-    """Kill a process and restart it at once, with its disk."""
+    """Kill a process and restart it immediately, with its disk."""
     storage = group.storages[name]
     group.kill(name)
     await nursery.start(_live, group, name, "a", 1, STAGE_SECONDS, storage)
 
 
 async def begun(group: Swarm, requester: str, steps: int) -> Run:
-    """A run after its second step; others may train in place of its requester."""
+    """Return a run after its second step, in which others may train in place of the requester."""
     wanted = manifest(
         steps=steps, stages=2, replicas=1, trainers=2, microbatch=8, microbatches=2, test_samples=16
     )
@@ -46,7 +46,7 @@ async def begun(group: Swarm, requester: str, steps: int) -> Run:
 
 
 async def ignore(value: object) -> None:
-    """Discard progress."""
+    """Discard progress reports."""
 
 
 def end_of(group: Swarm, name: str) -> RunEnded | None:
@@ -62,13 +62,13 @@ async def ended(group: Swarm, name: str, seconds: float) -> RunEnded:
 
 
 def has_left(group: Swarm, name: str) -> bool:
-    """Whether this node is no longer a member, and knows a plan without it."""
+    """Return whether this node is no longer a member, and knows a plan without itself."""
     plans = [event for event in group.events[name] if isinstance(event, RunPlanned)]
     return not group.nodes[name].runs.members and plans[-1].height > 0
 
 
 async def restart_outside(group: Swarm, name: str, nursery: trio.Nursery) -> None:
-    """Restart this node; its run continues without it, and it declines to be a witness."""
+    """Restart this node. Its run continues without it, and the node declines to be a witness."""
     await restart(group, name, nursery)
     group.nodes[name].runs.accepts = lambda run: "this node only looks on"
     with trio.fail_after(60):
@@ -77,7 +77,7 @@ async def restart_outside(group: Swarm, name: str, nursery: trio.Nursery) -> Non
 
 
 @pytest.mark.parametrize("restarts", [1, 2])
-def test_a_requester_that_was_restarted_hears_how_its_run_ended(restarts: int, tmp_path: Path) -> None:
+def test_a_restarted_requester_learns_how_its_run_ended(restarts: int, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with swarm("abcd") as group, trio.open_nursery() as nursery:
             run = await begun(group, "d", STEPS)
@@ -115,13 +115,14 @@ def test_a_requester_outside_of_its_run_may_stop_it_and_reports_it() -> None:
     simulate(scenario)
 
 
-def test_a_requester_outside_of_its_run_believes_no_stranger() -> None:
+def test_a_requester_outside_of_its_run_believes_only_members() -> None:
     async def scenario() -> None:
         async with swarm("abcde") as group, trio.open_nursery() as nursery:
             run = await begun(group, "d", 100_000)
             await restart_outside(group, "d", nursery)
             requester = group.nodes["d"]
-            # It asks the members of the last plan it knows: for some seconds they may be one ahead.
+            # The requester asks the members of the last plan that it knows. For some seconds these may be one
+            # plan ahead.
             with trio.fail_after(30):
                 while True:
                     plan = group.nodes["a"].runs.members[run.id].plan

@@ -32,7 +32,7 @@ from tests.stack import (
 
 
 async def begun(group: Swarm, requester: str, steps_done: int = 1, **changes: Any) -> Run:
-    """A run that has committed this many steps."""
+    """Return a run that has committed this many steps."""
     run = prepare(group.nodes[requester], manifest(**({"microbatches": 2} | changes)))
     with group.nodes[requester].watch() as events, trio.fail_after(120):
         await group.nodes[requester].runs.submit(run)
@@ -65,7 +65,7 @@ def steps(group: Swarm, name: str) -> int:
 
 
 def faster_from(run: Run, first: int) -> Tensors:
-    """Return the run's result with four times the learning rate from this step on."""
+    """Return the run's result with the learning rate multiplied by four from this step on."""
     return reference(run, rate=lambda step: 4.0 if step >= first else 1.0)
 
 
@@ -95,7 +95,7 @@ def test_a_paused_run_commits_nothing_and_resumes_without_loss() -> None:
     play(scenario)
 
 
-def test_a_pause_survives_the_committer() -> None:
+def test_a_pause_survives_the_committers_death() -> None:
     async def scenario() -> None:
         async with swarm("abcdef", preset="lan") as group:
             run = await begun(group, "a", steps=6, trainers=2)
@@ -124,14 +124,14 @@ def test_a_revised_learning_rate_survives_the_committers_death() -> None:
             await until(lambda: ended(group, name))
             result = weights(group, name, run)
             found = [first for first in range(9) if is_equal(result, faster_from(run, first), "float64")]
-            assert len(found) == 1, "from the same step on, everywhere"
+            assert len(found) == 1, "the replicas did not all change at the same step"
             assert 1 <= found[0] < 8
             assert any(isinstance(event, RunRevised) for event in group.events[name])
 
     play(scenario)
 
 
-def test_a_run_ends_at_a_step_that_its_requester_sets_meanwhile() -> None:
+def test_a_requester_may_change_the_last_step_during_a_run() -> None:
     async def scenario() -> None:
         async with swarm("abcde", preset="lan") as group:
             for end in (9, 3):  # later than the first request, and sooner than the last step
@@ -156,7 +156,7 @@ def test_a_restarted_requester_may_still_change_its_run() -> None:
             await nursery.start(_live, group, "a", "b", 1, STAGE_SECONDS, storage)
             await trio.sleep(20)
             said = await revise(group, "a", run, is_paused=True)
-            assert said["priority"] == 7, "earlier revisions still hold"
+            assert said["priority"] == 7, "an earlier revision no longer holds"
             others = [name for name in "bcdef" if group.nodes[name].runs.members]
             await until(
                 lambda: {group.nodes[name].state.runs[run.text].status for name in others} == {"paused"}, 30

@@ -1,4 +1,4 @@
-"""Runs in a program: `me.train`, and a handle made of an id on any node."""
+"""Runs in a program: `me.train`, and handles made from a run's id on any node."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    """The built-in model as a captured file."""
+    """Return the built-in model as a captured file."""
     file = tmp_path / "model.peerloom"
     file.write_bytes(simple_cnn().data)
     return str(file)
@@ -69,7 +69,7 @@ def test_a_handle_works_on_a_node_outside_the_run(model: str, tmp_path: Path) ->
             assert (await other.show())["steps"] == 6
             with pytest.raises(RunFailed, match="does not go on here"):
                 _ = [event async for event in other]
-            group.kill("a")  # the requester has ended for good
+            group.kill("a")  # the requester has stopped permanently
             result = await other.result(str(tmp_path / "out.safetensors"))
             assert result.status == "done"
             assert safetensors.numpy.load_file(result.out)
@@ -117,7 +117,7 @@ def test_a_program_learns_that_a_run_cannot_be_placed(model: str) -> None:
     simulate(scenario)
 
 
-def test_only_its_requester_lists_a_failed_request_until_a_restart(model: str) -> None:
+def test_only_the_requester_lists_a_failed_request_and_until_its_restart(model: str) -> None:
     async def scenario() -> None:
         async with swarm("abc") as group:
             a = group.nodes["a"]
@@ -148,7 +148,7 @@ def test_an_error_in_a_programs_block_is_raised_unchanged() -> None:
     simulate(scenario)
 
 
-def test_settings_are_in_their_tables(tmp_path: Path) -> None:
+def test_settings_given_to_train_override_the_run_file_and_are_checked(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('model = "gpt"\n[train]\nsteps = 7\nbatch = 16\n[plan]\nstages = 2\n')
     run, path, _ = run_of(str(file), "digits", {"steps": 9, "replicas": 3, "options": {"width": 8}})
@@ -168,7 +168,8 @@ def test_settings_are_in_their_tables(tmp_path: Path) -> None:
 
 
 def test_a_script_trains_a_built_in_model_and_prints_a_line(tmp_path: Path) -> None:
-    """Real processes: a separate process captures the model, and the program's never loads torch."""
+    """Real processes are used: a separate process captures the model, and the program itself never loads
+    torch."""
     base = config.Config(
         name="a",
         data_dir=tmp_path / "a",
@@ -185,7 +186,7 @@ def test_a_script_trains_a_built_in_model_and_prints_a_line(tmp_path: Path) -> N
         assert result.status == "done"
         assert shown[-1].startswith(f"{run.id[:8]} done     {'#' * 24} 4/4  loss ")
         assert me.run(run.id[:6]).id == run.id
-        assert list(run) == [], "the run is over"
+        assert list(run) == [], "the run is not over"
         with pytest.raises(UsageError, match=r"^train\(\): model: no model is called 'simple-cn'") as refused:
             me.train("simple-cn")
         assert refused.value.do is not None

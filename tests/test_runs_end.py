@@ -1,4 +1,4 @@
-"""A run that cannot continue ends, for all its members and with its reason: whole nodes in virtual time."""
+"""A run that cannot continue ends for all its members, with its reason: whole nodes in virtual time."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -35,16 +35,17 @@ from tests.stack import (
 )
 
 SLOW = 0.1
-"""Modelled seconds of a pass in tests with long runs: a tenth of the steps to compute."""
+"""Modelled seconds of a pass in tests with long runs: with them a tenth of the steps must be computed."""
 FEW: dict[str, Any] = {"steps": 12, "microbatch": 4, "microbatches": 4, "test_samples": 8}
 SPOILED = 21
-"""The sample that is spoiled."""
+"""The number of the sample that is spoiled."""
 
 
 def spoil(
     folder: Path, *, label: int | None = None, number: float | None = None, image: float | None = None
 ) -> None:
-    """Sixty-four digits, one of them with this label, or this number, or an image of this value only."""
+    """Write sixty-four digits, one of which has this label, or this pixel value, or only this value in all
+    pixels."""
     digits = load_digits()
     x, y = digits.train["x"][:64].astype("f4"), digits.train["y"][:64].copy()
     if label is not None:
@@ -58,7 +59,7 @@ def spoil(
 
 
 async def learn(group: Swarm, folder: Path) -> str:
-    """Have the requester hold this data, unchecked; return its hash."""
+    """Let the requester hold this data, unchecked; return its hash."""
     digest = load_folder(folder).digest
     await group.nodes["a"].runs.data.keep(digest, folder)
     return digest
@@ -83,7 +84,7 @@ async def all_ended(group: Swarm) -> None:
 async def end_of(
     group: Swarm, wanted: Manifest, on_event: Callable[[Event], Awaitable[None]] | None = None
 ) -> tuple[Run, str]:
-    """Train until it has failed for all; return the run, and its requester's reason."""
+    """Train until the run has failed for all; return the run, and the requester's reason."""
     run, _ = await train(group, "a", wanted, on_event)
     await all_ended(group)
     assert {outcome for outcome, _ in ends(group).values()} == {"failed"}, ends(group)
@@ -122,7 +123,7 @@ def test_data_that_no_stage_can_use_ends_the_run_and_blames_nobody(
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_run_that_diverges_ends_with_its_last_good_checkpoint(tmp_path: Path, replicas: int) -> None:
-    spoil(tmp_path, number=3e38)  # finite, until a convolution sums it
+    spoil(tmp_path, number=3e38)  # finite, until a convolution sums the pixels
 
     async def scenario() -> None:
         async with swarm("abcde", preset="lan") as group:
@@ -130,13 +131,15 @@ def test_a_run_that_diverges_ends_with_its_last_good_checkpoint(tmp_path: Path, 
             wanted = manifest(dtype="float32", data=digest, replicas=replicas, save_every=1, **FEW)
             run, reason = await end_of(group, wanted)
             plans = [event for event in group.events["a"] if isinstance(event, RunPlanned)]
-            assert len(plans) == 1, "no member was blamed"
+            assert len(plans) == 1, "a member was blamed"
             kept = [event.step for event in group.events["a"] if isinstance(event, CheckpointKept)]
             words = r"step \d: in stage \d (an output|a tensor|the loss) .*; a lower train.learning_rate"
             assert re.match(words, reason), reason
             said = re.search(r"the checkpoint of step (\d) is kept: `peerloom checkpoint export", reason)
             assert said, reason
-            assert int(said[1]) in kept[-2:], "another checkpoint may be completed while the end is announced"
+            assert int(said[1]) in kept[-2:], (
+                "a second checkpoint may be completed while the end is announced"
+            )
             found = await group.nodes["a"].checkpoints.call(group.nodes["a"].checkpoints.store.all)
             assert kept[-1] in [row.checkpoint.step for row in found if row.run == run.text]
 
@@ -144,7 +147,7 @@ def test_a_run_that_diverges_ends_with_its_last_good_checkpoint(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_all_members_skip_diverged_steps_alike_if_configured(tmp_path: Path, replicas: int) -> None:
+def test_all_members_skip_the_same_diverged_steps_if_configured(tmp_path: Path, replicas: int) -> None:
     spoil(tmp_path, image=3e38)
 
     async def scenario() -> None:
@@ -175,7 +178,7 @@ def test_no_checkpoint_is_made_of_a_non_finite_state() -> None:
         async with swarm("abc", preset="lan") as group:
 
             async def on_event(event: Event) -> None:
-                """Spoil a stage after its third step, in every holder."""
+                """Spoil a stage after its third step, at every holder."""
                 if isinstance(event, StepCommitted) and event.step == 2:
                     (first, _), *_ = [
                         (replica, stage)
@@ -194,7 +197,7 @@ def test_no_checkpoint_is_made_of_a_non_finite_state() -> None:
     simulate(scenario)
 
 
-def test_a_step_that_fails_on_two_peers_is_blamed_on_neither() -> None:
+def test_if_a_step_fails_on_two_peers_neither_is_blamed() -> None:
     failures = Failures()
     first, second = PeerId(b"1" * 32), PeerId(b"2" * 32)
     for step in range(3):
@@ -206,7 +209,7 @@ def test_a_step_that_fails_on_two_peers_is_blamed_on_neither() -> None:
     )
 
 
-def test_going_back_without_progress_is_bounded() -> None:
+def test_returns_to_a_checkpoint_without_progress_are_limited() -> None:
     failures = Failures()
     for furthest in range(20):
         assert failures.went_back(0, furthest, "") is None
@@ -224,12 +227,12 @@ LONG: dict[str, Any] = {"steps": 100_000, "microbatch": 4, "microbatches": 4, "t
 
 
 def is_free(node: Node) -> bool:
-    """Whether a stage may be placed there."""
+    """Return whether a stage may be placed on this node."""
     return node.runs.has_slot
 
 
 async def begun(group: Swarm, requester: str, **changes: Any) -> Run:
-    """A run without an end, after its first step."""
+    """Return a run without an end, after its first step."""
     run = prepare(group.nodes[requester], manifest(**(LONG | changes)))
     with group.nodes[requester].watch() as events:
         await group.nodes[requester].runs.submit(run)
@@ -260,8 +263,8 @@ def test_a_requesters_stop_ends_the_run_for_all_members() -> None:
 
 
 def test_a_returning_member_leaves_a_stopped_run() -> None:
-    """It learns of the stop, or before that of the plan that continued without it: a vote that
-    waited for it.
+    """The member learns of the stop. Or it first learns of the plan that continued without it, because a vote
+    was waiting for it.
     """
 
     async def scenario() -> None:
@@ -335,7 +338,7 @@ def test_a_node_drops_a_run_and_the_others_continue(replicas: int) -> None:
             began = trio.current_time()
             assert await node.runs.stopping.drop(run.text) == {"run": run.text, "status": "stopped"}
             assert trio.current_time() - began < 1
-            assert is_free(node), "the run is dropped at once"
+            assert is_free(node), "the run is not dropped immediately"
             step = group.nodes["a"].state.runs[run.text].step
             await trio.sleep(25)
             assert ends(group) == {name: ("stopped", "dropped on this node; the others go on without it")}
@@ -348,7 +351,7 @@ def test_a_node_drops_a_run_and_the_others_continue(replicas: int) -> None:
             await trio.sleep(1)
             await nursery.start(_live, group, name, "a", 1, SLOW, storage)
             await trio.sleep(10)
-            assert is_free(group.nodes[name]), "the run does not return after a restart"
+            assert is_free(group.nodes[name]), "the dropped run returns after a restart"
             assert not group.nodes[name].runs.members
             nursery.cancel_scope.cancel()
 

@@ -1,4 +1,4 @@
-"""A run ends, well or badly, under any deaths and restarts: it never hangs. Whole nodes in virtual time.
+"""Under any deaths and restarts a run succeeds or fails, but never hangs. Whole nodes in virtual time.
 
 Deaths inside of a step, and the exactness of their results, are in `test_equivalence`.
 """
@@ -56,30 +56,31 @@ IMPATIENT = RunSettings(
     pause_seconds_max=120.0,
     lost_seconds_max=120.0,
 )
-"""The same proportions, in less virtual time: every second of it is many probes."""
+"""The same proportions as the defaults, but in less virtual time, because every virtual second means many
+probes."""
 swarm = partial(stack.swarm, settings=ServiceSettings(runs=IMPATIENT))
 
 
 def small(**changes: Any) -> Manifest:
-    """The run with the least arithmetic."""
+    """Return the run with the least arithmetic."""
     least: dict[str, Any] = {"steps": 3, "microbatch": 8, "microbatches": 2, "test_samples": 16}
     return manifest(**(least | changes))
 
 
 def plan_in(group: Swarm) -> Any:
-    """The plan of the only run, as a living member sees it."""
+    """Return the plan of the only run, as a live member sees it."""
     views = [view for node in group.nodes.values() for view in node.state.runs.values() if view.plan]
     return views[0].plan
 
 
 async def restart(group: Swarm, name: str, through: str, nursery: trio.Nursery) -> None:
-    """Crash and restart at once: the same peer, without its memory."""
+    """Crash and restart immediately: the peer is the same, but without its memory."""
     group.kill(name)
     await nursery.start(_live, group, name, through, 1, STAGE_SECONDS)
 
 
 async def ended(group: Swarm, name: str, run: str = "", seconds: float = GIVEN_UP_SECONDS) -> RunEnded:
-    """Return how the run ended, by this node's report."""
+    """Return how the run ended, according to this node."""
     with trio.fail_after(seconds):
         while True:
             for event in group.events[name]:
@@ -110,7 +111,7 @@ def test_a_replica_that_restarts_unnoticed_is_dropped_from_the_run() -> None:
     assert len(dropped) == 1
 
 
-def test_a_trainer_that_restarts_too_fast_to_be_missed_is_replaced() -> None:
+def test_a_trainer_that_restarts_too_fast_to_be_noticed_is_replaced() -> None:
     async def scenario() -> None:
         async with swarm("abc") as group, trio.open_nursery() as nursery:
 
@@ -139,7 +140,7 @@ def test_a_requester_that_dies_during_placement_leaves_no_waiting_peer(request_t
         async with swarm("abcd", parts=asking_through(die_as_it_asks)) as group:
             groups.append(group)
             node = group.nodes["a"]
-            # In a task of the node, which dies with it.
+            # The submission is a task of the node, and dies with it.
             run = prepare(node, small(stages=1, replicas=1))
             node.runs.start_task(node.runs.submit, run, of=run)
             await trio.sleep(2 * GIVEN_UP_SECONDS)
@@ -264,7 +265,7 @@ def test_a_requester_waits_for_news_of_the_last_newcomer() -> None:
                     await group.nodes["c"].runs.submit(run)
                     outcome.append("placed")
 
-            # Three are too few for two stages of two replicas; a fourth arrives at that moment.
+            # Three nodes are too few for two stages of two replicas; a fourth arrives at that moment.
             nursery.start_soon(submit)
             await nursery.start(_live, group, "d", "a", 1, STAGE_SECONDS)
             assert (await ended(group, "c")).outcome == "done"
@@ -278,7 +279,7 @@ def test_a_plan_adopted_during_the_end_does_not_prevent_it() -> None:
     nodes: dict[str, Node] = {}
 
     class PlannedEnd(RunEnd):
-        """Has another plan in force at each member when it has ended."""
+        """Let each member adopt a later plan when the run has ended for it."""
 
         def finish(self, now: float, outcome: str, *rest: str) -> None:
             super().finish(now, outcome, *rest)
@@ -300,7 +301,7 @@ def test_a_plan_adopted_during_the_end_does_not_prevent_it() -> None:
             nodes.update(group.nodes)
             run, _ = await train(group, "e", small())
             lost = {name for name in "abcde" if not any(isinstance(e, RunEnded) for e in group.events[name])}
-            assert len(lost) == 1, "a member off the plan waits to be asked again"
+            assert len(lost) == 1, "a member off the plan did not wait to be asked again"
             for name in set("abcde") - lost:
                 assert (await ended(group, name)).outcome == "done"
                 assert_equal(weights(group, name, run), reference(run), "float64")

@@ -1,4 +1,4 @@
-"""Screens as text snapshots: the exact text for a user."""
+"""Screens as text snapshots: exactly the text that a user sees."""
 
 import io
 import re
@@ -484,7 +484,7 @@ def test_every_kind_of_event_has_its_lines_or_is_silent() -> None:
     assert screen.lines({"kind": "SomethingOfALaterVersion"}) == []
 
 
-def test_a_taken_port_and_another_swarm_are_reported_where_they_matter() -> None:
+def test_the_start_screen_reports_a_taken_port_and_a_different_swarm() -> None:
     event = event_document(STARTED) | {"port": 40123, "swarm": "lab"}
     event |= {"addresses": ["/ip6/fd00::1/tcp/40123"], "join_address": "[fd00::1]:40123"}
     text = "\n".join(EventScreen().lines(event))
@@ -492,7 +492,7 @@ def test_a_taken_port_and_another_swarm_are_reported_where_they_matter() -> None
     assert "python -m node --join [fd00::1]:40123 --swarm lab" in text
 
 
-def test_a_node_that_listens_everywhere_reports_that_it_is_open() -> None:
+def test_a_node_that_listens_everywhere_says_that_anybody_may_connect() -> None:
     event = event_document(STARTED) | {"is_open": True}
     assert "open to the network: anybody may connect" in (text := "\n".join(EventScreen().lines(event)))
     assert "--listen 127.0.0.1:9747" in text
@@ -534,7 +534,7 @@ def test_quantities_and_addresses_are_shortened() -> None:
     assert short_address("10.0.0.5:9747") == "10.0.0.5:9747"
 
 
-def test_json_has_the_step_number_that_screens_show() -> None:
+def test_json_contains_the_step_number_that_screens_show() -> None:
     screen, wanted = EventScreen(), (events.StepCommitted, events.ReplicaDropped, events.RunResumed)
     found = set()
     for event in HISTORY:
@@ -562,7 +562,7 @@ def test_the_time_left_follows_the_mean_pace_and_not_the_last_step() -> None:
     assert lines[0].endswith("  18 s left")
 
 
-def test_a_rate_counts_samples_and_tokens_if_the_loss_does() -> None:
+def test_rates_count_samples_and_tokens_if_the_loss_counts_tokens() -> None:
     step = {"samples": 32, "counted": 2_048, "seconds": 2.0}
     assert rate_text(step) == "16 samples/s  1024 tokens/s"
     assert rate_text(step | {"counted": 32}) == "16 samples/s"
@@ -591,7 +591,7 @@ def test_moved_layers_and_a_return_to_a_checkpoint_differ_on_screens() -> None:
     assert "layers moved" not in shown(EventScreen().lines(event_document(moved)))
 
 
-def test_a_done_run_without_any_reported_step_shows_no_step() -> None:
+def test_a_finished_run_without_any_reported_step_shows_no_step() -> None:
     run = "0123456789abcdef"
     ended = events.RunEnded(at=NOW, run=run, outcome="done", detail="", weights="ab", is_here=False)
     asked = events.RunAccepted(at=NOW, run=run, model="m", data="digits", steps=200, requester=peer(1))

@@ -1,9 +1,9 @@
 """SIGKILL to one stage or node after another during answers, with replicas and without: clients see the same
-tokens, and short pauses.
+tokens, with short pauses.
 
-Real processes, some ten seconds per kill: PEERLOOM_SERVING_KILLS is the number of all kills, and
+Real processes, some ten seconds per kill: PEERLOOM_SERVING_KILLS is the total number of kills, and
 PEERLOOM_SERVING_SESSIONS the number of sessions of the last test, in four parts. PEERLOOM_SERVING_SEED
-selects other victims, so that a long soak can be played piece by piece.
+selects different victims, so that a long soak can be played piece by piece.
 """
 
 import os
@@ -26,12 +26,13 @@ pytestmark = pytest.mark.skipif(not KILLS, reason="some ten seconds a kill: PEER
 TOKENS = 80
 STREAMS = 8
 REPLICA_SECONDS_MAX, LOAD_SECONDS_MAX = 2.0, 10.0
-"""The pause of an answer, at the 95th percentile: with a replica, and where a machine must load the stage."""
+"""Maximum pause of an answer at the 95th percentile: with a replica, and if a machine must first load the
+stage."""
 KILL_SECONDS = 20.0
 GROWTH_BYTES_MAX = 8 << 20
-"""The door's allowed growth over the 250 sessions of a part. It grew by 0 to 2 MB in parts of 270 to 290
-sessions with five to fourteen kills, because its records of answers and of former nodes are bounded. The
-margin covers heap that is not returned; 32 KB a session would show.
+"""How much the door (the node that asks) may grow over the 250 sessions of a part. It grew by 0 to 2 MB in
+parts of 270 to 290 sessions with five to fourteen kills, because its records of answers and of former nodes
+are bounded. The margin covers heap that is not returned to the system; a leak of 32 KB a session would show.
 """
 
 
@@ -55,7 +56,7 @@ def slow(what: str, pauses: list[float]) -> None:
 
 
 def strike(ground: Ground, rng: random.Random, service: str) -> tuple[str, str]:
-    """Kill a holder of a stage; of the door's node kill only the stage. Return the name of the node to
+    """Kill a holder of a stage; on the door's node kill only the stage. Return the name of the node to
     restart ("" if it lives), and a description of the kill.
     """
     holders = ground.holders(service)
@@ -64,14 +65,14 @@ def strike(ground: Ground, rng: random.Random, service: str) -> tuple[str, str]:
     if victim == ground.names[0]:
         kill = ground.kill_stage
     kill(victim)
-    # Until others have noticed, so that only one process is missing at the next kill.
+    # Wait until the others have noticed, so that only one process is missing at the next kill.
     until(lambda: all(victim not in names for names in ground.holders(service)), what="it lives")
     return victim if victim in ground.dead else "", f"{kill.__name__} {victim} of {holders}"
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_answers_are_unchanged_by_any_kill(tmp_path: Path, threads: int, replicas: int) -> None:
+def test_answers_are_the_same_after_any_kill(tmp_path: Path, threads: int, replicas: int) -> None:
     rng = random.Random(f"{SEED} {threads} {replicas}")
     names = "abcdef" if replicas == 2 else "abcd"
     ground = Ground(tmp_path, dict.fromkeys(names, (1, threads)))
@@ -105,7 +106,7 @@ def test_a_service_refuses_until_a_node_holds_its_stage(tmp_path: Path) -> None:
     ground = Ground(tmp_path, dict.fromkeys("abc", (1, 1)))
     try:
         ground.start(1)
-        ground.serve("other", "a", stages=1)  # so that it has no slot for the next
+        ground.serve("other", "a", stages=1)  # so that the node has no slot for the next one
         for name in "bc":
             ground.restart(name)
         ground.meet()

@@ -1,5 +1,5 @@
-"""Serving with real processes: two services of two stages on three nodes; one stage or node after another is
-killed during eight answers.
+"""Serving with real processes: two services of two stages on three nodes. Stages and a node are killed one
+after another during eight answers.
 
 `tests.test_serving_kills` plays more kills, and nodes with replicas.
 """
@@ -16,7 +16,7 @@ from tests.serving_swarm import PROMPT, SECONDS_MAX, Ground, Streams, until
 TOKENS = 40
 STREAMS = 8
 NODES = dict.fromkeys("abc", (2, 1))
-"""Slots and cores."""
+"""Slots and cores of each node."""
 SERVICES = {"words": "a", "pairs": "b"}
 
 
@@ -58,7 +58,7 @@ def test_an_abandoned_answer_is_forgotten_and_none_is_stored(ground: Ground) -> 
     said, went = answer(ground.door, temperature=1.0)
     assert len(said) == TOKENS
     assert went["moves"] == 0
-    # A client that hangs up frees its session in every stage.
+    # A client that disconnects frees its session in every stage.
     asked = {"service": "words", "question": question()}
     replies = request(ground.door, "generate", asked, seconds=SECONDS_MAX)
     for _ in range(3):
@@ -68,7 +68,7 @@ def test_an_abandoned_answer_is_forgotten_and_none_is_stored(ground: Ground) -> 
     # A text is parsed as one message.
     pieces, _ = answer(ground.door, prompt=PROMPT, stops=["\ufffd"])
     assert all(isinstance(piece, str) for piece in pieces)
-    # Questions and answers are in no file of any node.
+    # No node has a file that contains the questions or answers.
     for path in ground.folder.rglob("*"):
         if path.is_file() and path.suffix != ".peerloom":
             data = path.read_bytes()
@@ -76,7 +76,7 @@ def test_an_abandoned_answer_is_forgotten_and_none_is_stored(ground: Ground) -> 
             assert bytes(said)[:12] not in data
 
 
-def test_eight_answers_survive_sigkill_of_stages_and_of_a_node(ground: Ground) -> None:
+def test_eight_answers_survive_the_kill_of_stages_and_of_a_node(ground: Ground) -> None:
     """Greedy and seeded: every token is the same, and no client sees an error."""
     streams = Streams(ground.door, tuple(SERVICES), STREAMS, TOKENS)
     streams.begin()

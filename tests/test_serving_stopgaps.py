@@ -1,5 +1,5 @@
-"""Two real nodes that serve a model in two stages. One dies, returns, and leaves: the other holds both stages
-meanwhile, answers continue there, and every token is the same.
+"""Two real nodes serve a model in two stages. One of them dies, returns, and leaves. Meanwhile the other
+holds both stages, answers continue there, and every token is the same.
 """
 
 import time
@@ -15,7 +15,7 @@ STREAMS = 4
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
-def test_answers_continue_at_the_remaining_one_of_two_nodes(tmp_path: Path, slots: int) -> None:
+def test_answers_continue_on_the_remaining_node_of_two(tmp_path: Path, slots: int) -> None:
     ground = Ground(tmp_path, dict.fromkeys("ab", (slots, 1)))
     pauses: dict[str, float] = {}
     try:
@@ -37,7 +37,7 @@ def test_answers_continue_at_the_remaining_one_of_two_nodes(tmp_path: Path, slot
 
         since = time.monotonic()
         ground.restart("b")
-        until(lambda: ground.holders("words") == first, what="the other node takes no stage again")
+        until(lambda: ground.holders("words") == first, what="the returned node takes no stage")
         pause_of("back", since)
 
         since = time.monotonic()

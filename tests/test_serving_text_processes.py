@@ -1,4 +1,4 @@
-"""A transformers folder served by real processes, with its tokenizer, template and stop sequences."""
+"""Real processes serve a transformers folder, with its tokenizer, template and stop sequences."""
 
 import codecs
 import json
@@ -66,9 +66,9 @@ checkpoint_every = 2
 """
 TOKENS = 40
 SURE_LETTERS = 8
-"""The least number of characters of an answer that are compared."""
+"""Minimum number of characters of an answer that are compared."""
 SECONDS_MAX = 60.0
-"""Seconds on a machine that is three times slower than ours, and busy."""
+"""Seconds allowed on a machine that is three times slower than ours, and busy."""
 
 
 def await_members(swarm: SwarmProcesses) -> None:
@@ -80,7 +80,8 @@ def await_members(swarm: SwarmProcesses) -> None:
 
 
 def make_folder(folder: Path, context: int = 256) -> tuple[Any, Any]:
-    """Write a folder in the usual form, weights of bfloat16 in shards; return the model and its tokenizer."""
+    """Write a folder in the usual form, with sharded weights in bfloat16; return the model and its
+    tokenizer."""
     bare = tokenizers.Tokenizer(tokenizers.models.BPE())
     bare.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = tokenizers.decoders.ByteLevel()
@@ -122,7 +123,7 @@ def greedy(model: Any, ids: list[int], tokens: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SwarmProcesses, Path, Any, Any]]:
-    """Three nodes, and a folder that `peerloom serve` has published at the first, in two stages."""
+    """Yield three nodes, and a folder that `peerloom serve` has published at the first, in two stages."""
     folder = tmp_path_factory.mktemp("text")
     swarm = SwarmProcesses(folder / "nodes", "text", time.sleep, with_page="c", calibrate=False)
     (folder / "nodes").mkdir()
@@ -130,7 +131,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SwarmProc
         swarm.launch(NAMES)
         path = folder / "tiny"
         model, known = make_folder(path)
-        # The seventh token that this model emits ends its answers.
+        # The seventh token that this model emits is made the token that ends its answers.
         asked = json.loads((path / "generation_config.json").read_text())
         asked["eos_token_id"] = [0, greedy(model, known(PROMPT)["input_ids"], 7)[-1]]
         (path / "generation_config.json").write_text(json.dumps(asked))
@@ -147,7 +148,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SwarmProc
 
 
 def answer_of(model: Any, ids: list[int], ends: list[int], tokens: int) -> list[int]:
-    """Return the beginning of an answer by transformers, at most up to a token that ends it."""
+    """Return the beginning of an answer by transformers, up to a token that ends it, if any."""
     found = greedy(model, ids, tokens)
     return found[: next((at for at, token in enumerate(found) if token in ends), tokens)]
 
@@ -158,12 +159,12 @@ def test_a_served_folder_accepts_and_returns_text(
     swarm, path, model, known = served
     ends = json.loads((path / "generation_config.json").read_text())["eos_token_id"]
     capsys.readouterr()
-    # Its weights are stored and transferred in the folder's types.
+    # The weights are stored and transferred in the folder's data types.
     (values,) = [
         each for each in (swarm.folder / "a/models").glob("*.safetensors") if b"BF16" in each.read_bytes()
     ]
     assert values.stat().st_size < 2 * sum(each.numel() for each in model.parameters()) + 4096
-    # A node that holds nothing of the model fetches its tokenizer by hash.
+    # A node that holds nothing of the model fetches the tokenizer by hash.
     door = str(swarm.folder / "c")
     assert run(["generate", "tiny", PROMPT, "--max-tokens", str(TOKENS), "--json", "--data-dir", door]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -171,7 +172,7 @@ def test_a_served_folder_accepts_and_returns_text(
     assert told["text"] == known.decode(wanted, skip_special_tokens=True)
     assert (told["tokens"], told["finish"]) == (len(wanted), "stop")
     assert len(told["route"]) == 2
-    # Its pieces are whole characters: none ends within one.
+    # The pieces consist of whole characters: none ends within a character.
     pieces: list[str] = []
     asked = {
         "service": "tiny",
@@ -353,7 +354,7 @@ def test_an_encoder_returns_the_vectors_of_transformers(
 
 
 @pytest.mark.slow
-def test_a_service_without_a_template_explains_the_alternative_to_chat(
+def test_a_service_without_a_chat_template_suggests_generate(
     served: tuple[SwarmProcesses, Path, Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     swarm, path, _, _ = served
@@ -378,7 +379,7 @@ def test_no_client_of_a_node_publishes_an_unproved_model(
     file = tmp_path / "mixed.peerloom"
     file.write_bytes(captured.data)
     write_weights(file.with_suffix(".safetensors"), captured)
-    # Straight to the control channel, bypassing the command's checks.
+    # The request goes straight to the control channel, bypassing the command's checks.
     with pytest.raises(NodeRefused, match=r"cannot be served: .*mixer\.conv mixes tokens") as refused:
         ask(swarm.folder / "a", "serve", {"model": str(file), "wish": {}}, seconds=SECONDS_MAX)
     assert refused.value.exit_code == 2

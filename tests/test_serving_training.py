@@ -1,6 +1,6 @@
-"""Real nodes that train a run while they serve: the run ends with the weights of an undisturbed one, each
-answer is the undisturbed one, and no node has more stages than slots. The newest checkpoint of a run is
-served during the run.
+"""Real nodes train a run while they serve. The run ends with the weights of an undisturbed run, each answer
+equals the undisturbed one, and no node has more stages than slots. The newest checkpoint of a run is served
+during the run.
 """
 
 import json
@@ -29,7 +29,7 @@ SLOTS = 2
 
 
 def train(ground: Ground, folder: Path, streams: Streams | None) -> dict[str, np.ndarray]:
-    """The weights of a run on both nodes."""
+    """Return the weights of a run on both nodes."""
     (folder / "tmp").mkdir(parents=True)
     (folder / "model.peerloom").write_bytes(simple_cnn().data)
     command = Command(folder, ground.door, steps=STEPS, replicas=2, more="")
@@ -48,7 +48,7 @@ def train(ground: Ground, folder: Path, streams: Streams | None) -> dict[str, np
 
 
 @pytest.mark.slow
-def test_a_run_stays_exact_beside_answers_of_its_nodes(tmp_path: Path) -> None:
+def test_a_run_stays_exact_while_its_nodes_answer_requests(tmp_path: Path) -> None:
     ground = Ground(tmp_path / "nodes", dict.fromkeys("ab", (SLOTS, 1)))
     (tmp_path / "nodes").mkdir()
     try:
@@ -124,14 +124,14 @@ class Door:
         return next((row for row in rows if row["run"] == run or not run), {})
 
     def newest(self, run: str) -> int:
-        """The step of the newest complete checkpoint of a run here; -1 without any."""
+        """Return the step of the newest complete checkpoint of a run here; -1 if there is none."""
         rows = ask(self.ground.door, "checkpoint.list", seconds=SECONDS_MAX)["checkpoints"]
         whole = [row for row in rows if row["run"] == run and len(row["stages_here"]) == row["stages"]]
         return max((row["step"] for row in whole), default=-1)
 
     def serve_newest(self, run: str) -> tuple[int, Path]:
-        """Serve the newest checkpoint, and compare an answer of it with the model's own; return its step and
-        its weights.
+        """Serve the newest checkpoint, and compare an answer with the model's own; return the checkpoint's
+        step and weights.
         """
         before = self.newest(run)
         self.peerloom("checkpoint", "save", run)
@@ -172,7 +172,7 @@ def test_the_newest_checkpoint_of_a_run_is_served_during_the_run(tmp_path: Path)
         assert first < step
         assert commands[0].poll() is None
         assert door.known(run)["step"] > step, "the run continues"
-        # A run without any requests beside it has the same weights after as many steps.
+        # A run without any requests at the same time has the same weights after the same number of steps.
         door.peerloom("runs", "stop", run)
         commands.append(door.train(step, tmp_path / "alone.safetensors"))
         assert commands[1].wait(2 * SECONDS_MAX) == 0

@@ -10,7 +10,7 @@ READ = re.compile(
     r"(?:environ\.get\(|environ\[)\s*\"(PEERLOOM_[A-Z_]+)\"|\"(PEERLOOM_[A-Z_]+)\" (?:not )?in os\.environ"
 )
 BY_HAND = {"PEERLOOM_AXE", "PEERLOOM_DOCS"}
-"""Variables that name something that a machine may have, or that write a document, as
+"""Variables that name something that a machine may have, or that make a test write a document, as
 CONTRIBUTING.md says.
 """
 
@@ -22,7 +22,7 @@ def asked(path: Path) -> Iterator[str]:
 
 
 def played() -> dict[str, set[str]]:
-    """By variable: the pytest arguments where `make soak` sets it."""
+    """For each variable: the pytest arguments with which `make soak` sets it."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     soak = text[text.index("soak: ") : text.index("clean:\n")]
     rows: dict[str, set[str]] = {}
@@ -44,7 +44,7 @@ def test_make_soak_plays_all_that_a_plain_run_skips() -> None:
     assert missing == set()
 
 
-def test_names_that_soak_selects_exist() -> None:
+def test_files_and_tests_that_soak_selects_exist() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     selected = re.findall(r"(tests/\S+\.py) -k (\w+)", text)
     assert selected

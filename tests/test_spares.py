@@ -1,4 +1,5 @@
-"""A spare process waits on an idle node, becomes the stages of one run, and ends with it: real processes."""
+"""A spare process waits on an idle node, becomes the stages of one run, and ends with that run: real
+processes."""
 
 import contextlib
 import dataclasses
@@ -30,12 +31,12 @@ from tests.stack import Model, manifest, prepare, simple_cnn
 
 @pytest.fixture
 def captured() -> Model:
-    """Start before the test's time begins, because this loads torch."""
+    """Start the node before the test's time limit begins, because this loads torch."""
     return simple_cnn()
 
 
 def waiting(node: Node) -> set[int]:
-    """The processes that wait for a stage, or compute one."""
+    """Return the processes that wait for a stage, or compute one."""
     found = set()
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
@@ -52,7 +53,7 @@ async def spare_of(node: Node) -> int:
     return pid
 
 
-async def test_a_spare_process_becomes_a_stage_and_is_never_another_runs(
+async def test_a_spare_process_becomes_a_stage_and_serves_only_one_run(
     tmp_path: Path, captured: Model
 ) -> None:
     settings = config.Config(
@@ -88,7 +89,7 @@ async def test_a_spare_process_becomes_a_stage_and_is_never_another_runs(
             await trio.sleep(0.02)
 
 
-async def test_a_runs_next_stage_reuses_the_last_ones_process() -> None:
+async def test_the_next_stage_of_a_run_reuses_the_process_of_the_previous() -> None:
     executor = RealExecutor()
     first = await executor.open_stage(encode(SPECIFICATION))
     pid, before = first.pid, await first.call(FORWARD)
@@ -100,19 +101,21 @@ async def test_a_runs_next_stage_reuses_the_last_ones_process() -> None:
         assert (second.pid, first._failure) == (pid, "the stage has been closed")
         assert second.admitted.fences == first.admitted.fences
         assert resource.prlimit(pid, resource.RLIMIT_DATA)[0] > limit, (
-            "the memory limit is that of the second stage"
+            "the memory limit is not that of the second stage"
         )
         after = await second.call(FORWARD)
         assert isinstance(before, Forwarded)
         assert isinstance(after, Forwarded)
-        assert after.loss == before.loss, "the results are those of a new process"
+        assert after.loss == before.loss, "the results differ from those of a new process"
         view[:] = bytes(len(view))
-        assert bytes(second.vector("parameters")) != bytes(view), "its memory is not shared"
-        # A process that cannot be reused ends with its stage, and another is loaded.
+        assert bytes(second.vector("parameters")) != bytes(view), "its memory is shared"
+        # A process that cannot be reused ends with its stage, and a new one is loaded.
         allowance = second._allowance
         assert await second.retire(dataclasses.replace(allowance, threads=SPECIFICATION.threads + 1)) is None
         async with second._lock:
-            assert await second.retire(allowance) is None, "its stage is still serving a call"
+            assert await second.retire(allowance) is None, (
+                "a process was reused while its stage still serves a call"
+            )
         os.kill(pid, signal.SIGSTOP)
         assert await second.retire(allowance, seconds=0.3) is None
     finally:

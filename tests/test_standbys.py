@@ -1,4 +1,5 @@
-"""Idle machines follow a stage: its holder's death costs no checkpoint, and no step is computed twice.
+"""Idle machines follow a stage: its holder's death costs no return to a checkpoint, and no step is computed
+twice.
 
 Whole nodes in virtual time, compared with one process without stages.
 """
@@ -15,7 +16,7 @@ from tests.stack import prepare
 from tests.test_takeover import newest, play, said, small
 
 LATER_SECONDS = 60.0
-"""Longer than until an idle machine follows."""
+"""Longer than it takes until an idle machine follows."""
 
 
 LOOKS_SOON = RunSettings(refill_seconds=1.0)
@@ -23,12 +24,13 @@ LOOKS_SOON = RunSettings(refill_seconds=1.0)
 
 
 def followed(**changes: Any) -> Manifest:
-    """Two stages of one replica each, long enough that a machine comes to follow them."""
+    """Return a run of two stages with one replica each, long enough that an idle machine comes to follow
+    them."""
     return small(**({"steps": 16, "standbys": 1, "save_every": 12} | changes))
 
 
 async def following(world: World, count: int = 1) -> str:
-    """Wait until this many follow; return the name of the first."""
+    """Wait until this many machines follow; return the name of the first."""
     with trio.fail_after(LATER_SECONDS):
         while not said(world, RunPlanned) or len(newest(world).standbys) != count:  # noqa: ASYNC110 - virtual time
             await trio.sleep(0.05)
@@ -69,11 +71,11 @@ def newest_step(world: World) -> int:
 
 
 def test_a_standby_gives_its_slot_to_another_run() -> None:
-    """A requester finds a machine that only follows, and this frees its slot at once."""
+    """A requester asks a machine that only follows, and the machine frees its slot at once."""
 
     async def scenario(world: World) -> None:
         follower = await following(world)
-        await world.reached(newest_step(world) + 1)  # it has received its plan
+        await world.reached(newest_step(world) + 1)  # the machine has received its plan
         node = world.group.nodes["c"]
         other = prepare(node, small(stages=1, steps=4, test_samples=16))
         with trio.fail_after(LATER_SECONDS):

@@ -1,8 +1,8 @@
-"""Many runs submitted at once to whole nodes: no slot is given twice, no run waits for ever, and each
+"""Many runs submitted concurrently to whole nodes: no slot is given twice, no run waits forever, and each
 requester gets its share.
 
-In virtual time; `benchmarks/submissions.py` does the same with processes. PEERLOOM_SUBMISSIONS=10 plays a
-hundred runs on twenty nodes with this many seeds.
+This is in virtual time; `benchmarks/submissions.py` does the same with processes. PEERLOOM_SUBMISSIONS=10
+plays a hundred runs on twenty nodes with this many seeds.
 """
 
 import os
@@ -18,26 +18,26 @@ from tests.submissions import Told, most_at_once, served, shares
 
 SEEDS = int(os.environ.get("PEERLOOM_SUBMISSIONS", "0"))
 OFF_MAX = 0.1
-"""The deviation from a fair share, after a hundred runs."""
+"""Maximum deviation from a fair share, after a hundred runs."""
 WAIT_SECONDS = 6 * 3_600.0
 LOOK_SECONDS = 0.05
 
 
-def test_ten_runs_submitted_at_once_to_four_nodes_are_all_served() -> None:
+def test_ten_runs_submitted_together_to_four_nodes_are_all_served() -> None:
     drain(1, nodes="abcd", requesters="ab", submissions=10)
 
 
 @pytest.mark.skipif(not SEEDS, reason="four minutes a seed: PEERLOOM_SUBMISSIONS=10")
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
-def test_a_hundred_simultaneous_runs_are_served_by_their_shares(seed: int) -> None:
+def test_a_hundred_simultaneous_runs_get_their_fair_shares(seed: int) -> None:
     off = drain(seed, nodes="abcdefghijklmnopqrst", requesters="abc", submissions=100)
     print(f"seed {seed}: {off:.3f} off the fair share")  # noqa: T201 - what the soak is run for
     assert off <= OFF_MAX
 
 
 def drain(seed: int, *, nodes: str, requesters: str, submissions: int) -> float:
-    """Submit runs of about a minute and wait for their ends; return how far the worst share is from its fair
-    one.
+    """Submit runs of about a minute and wait for their ends; return the largest deviation of a requester's
+    share from its fair share.
     """
     found: list[float] = []
 
@@ -87,7 +87,7 @@ async def _no_slot_twice(group: Swarm) -> None:
 
 
 async def _all_end(group: Swarm, runs: set[str]) -> None:
-    """Each run ends well."""
+    """Assert that each run succeeds."""
     with trio.fail_after(WAIT_SECONDS):
         while True:
             ends = {

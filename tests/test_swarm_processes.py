@@ -1,7 +1,8 @@
-"""Real processes of one machine: restarted from their disks; one is frozen, and one is killed.
+"""Real processes on one machine: all are killed and restarted from their disks, one is frozen, and one is
+killed.
 
-Four of them, or PEERLOOM_SWARM_PROCESSES (`make soak`: 16). The bounds hold on a machine that is busy with
-this suite; measurements are printed.
+There are four of them, or PEERLOOM_SWARM_PROCESSES (`make soak`: 16). The limits hold on a machine that is
+busy with this suite; measurements are printed.
 """
 
 import os
@@ -17,19 +18,19 @@ from node.cli.client import ask
 from node.demo.processes import SwarmProcesses
 
 pause = time.sleep
-"""Real processes take real time: to freeze, to write to the disk, and to be probed again."""
+"""Seconds allowed for real processes to freeze, to write to the disk, and to be probed again."""
 COUNT = int(os.environ.get("PEERLOOM_SWARM_PROCESSES", "4"))
 NAMES = [f"n{number}" for number in range(COUNT)]
 HOST = PRESETS["host"]
 FROZEN_SECONDS = 3.0
 SLACK_SECONDS = 10.0
-"""How much later than the preset's bound a busy machine may be."""
+"""How many seconds later than the preset's limit a busy machine may be."""
 RECORDS = 2 * COUNT
 
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwarmProcesses]:
-    """Processes that have all stored records, were killed, and were restarted."""
+    """Start processes that have all stored records, were killed, and were restarted."""
     folder = tmp_path_factory.mktemp("swarm")
     before, again = (SwarmProcesses(folder, "processes", time.sleep, calibrate=False) for _ in range(2))
     try:
@@ -49,7 +50,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwarmProcesses]:
 
 
 def begin(processes: SwarmProcesses) -> None:
-    """Start all of them, until they know each other."""
+    """Start all processes, and wait until they know each other."""
     processes.launch(NAMES)
     first = processes.start(NAMES[0], None)
     for name in NAMES[1:]:
@@ -93,7 +94,7 @@ def test_every_record_is_found_after_all_processes_were_killed_and_restarted(
         assert bytes.fromhex(found["value"]) == f"v{number}".encode()
 
 
-def test_a_frozen_process_is_dead_nowhere_and_a_killed_one_soon_everywhere(swarm: SwarmProcesses) -> None:
+def test_no_peer_declares_a_frozen_process_dead_but_all_a_killed_one(swarm: SwarmProcesses) -> None:
     frozen, killed, others = NAMES[-1], NAMES[-2], NAMES[:-2]
     stopped = swarm.nodes[frozen].process.pid
     os.kill(stopped, signal.SIGSTOP)
@@ -103,7 +104,7 @@ def test_a_frozen_process_is_dead_nowhere_and_a_killed_one_soon_everywhere(swarm
     lost = {name: events(swarm, name, "MemberLost") for name in NAMES}
     assert lost == {name: [] for name in NAMES}
     suspected = sum(bool(events(swarm, name, "MemberSuspected")) for name in others)
-    assert suspected, "either a probe failed or the process was not frozen"
+    assert suspected, "no probe failed, so the process was not frozen"
 
     peer = swarm.nodes[killed].peer
     at = swarm.kill(killed)

@@ -1,4 +1,5 @@
-"""Roles change hands: the last replica of a stage dies, members leave, newcomers come, all stop and restart.
+"""Roles change hands: the last replica of a stage dies, members leave, newcomers come, all nodes stop and
+restart.
 
 Whole nodes in virtual time. Deaths that a stage survives are in `test_equivalence`, partitions in
 `test_partitions`. The result is always that of one process, because repeated work uses the same
@@ -40,18 +41,18 @@ SAVE_EVERY = 3
 PASS_SECONDS = 0.1
 SEED = 1
 LATE_SECONDS = 120.0
-"""Longer than the run in which a stage is opened too late."""
+"""Longer than a run in which a stage is opened too late."""
 FREE_AGAIN_SECONDS = 8.0
-"""Seconds from a planner's death until the run continues, even if it had asked all idle nodes."""
+"""Maximum seconds from a planner's death until the run continues, even if it had asked all idle nodes."""
 LEAVES = int(os.environ.get("PEERLOOM_LEAVES", "1"))
 LEAVE_LATER_SECONDS = 0.07
-"""Seconds between two trials: a fraction of a step."""
+"""Seconds between the moments of two trials: a fraction of a step."""
 
 Scenario = Callable[[World], Awaitable[None]]
 
 
 def small(**changes: Any) -> Manifest:
-    """Two stages of one replica each."""
+    """Return a run of two stages with one replica each."""
     return run_manifest(**({"steps": 10, "stages": 2, "replicas": 1, "save_every": SAVE_EVERY} | changes))
 
 
@@ -70,7 +71,7 @@ def play(
 ) -> World:
     """Play a run that the last of `names` requests and `scenario` disturbs; return the final world.
 
-    Where it `ends`, the checker must find no violation; where it `forks`, only the result is checked.
+    If it `ends`, the checker must find no violation; if it `forks`, only the result is checked.
     """
     worlds: list[World] = []
     services = ServiceSettings(runs=settings or RunSettings())
@@ -105,13 +106,13 @@ def play(
 
 
 def said(world: World, kind: type[Event]) -> list[Any]:
-    """Return all published events of a kind, by time; several nodes publish the same."""
+    """Return all published events of a kind, by time; several nodes publish the same event."""
     found = [event for events in world.group.events.values() for event in events if isinstance(event, kind)]
     return sorted(found, key=lambda event: event.at)
 
 
 def holders(world: World) -> list[str]:
-    """Return the nodes that hold a stage by the newest plan."""
+    """Return the nodes that hold a stage under the newest plan."""
     return [world.group.name_of(peer) for stage in newest(world).stages for peer in stage]
 
 
@@ -126,7 +127,7 @@ def newest(world: World) -> RunPlanned:
 
 
 async def spare(world: World, name: str) -> None:
-    """A provider comes after the run has begun."""
+    """Start a provider after the run has begun."""
     through = next(other for other in world.group.nodes if other not in world.down)
     await world.nursery.start(_live, world.group, name, through, SEED, PASS_SECONDS)
 
@@ -134,9 +135,9 @@ async def spare(world: World, name: str) -> None:
 # Replicas that come later
 
 
-def test_later_members_keep_the_runs_number_of_replicas() -> None:
-    """Any member may be the next to propose: those that joined while there was one replica also know the
-    number three.
+def test_members_that_join_later_keep_the_runs_number_of_replicas() -> None:
+    """Any member may be the next to propose. So those that joined while there was one replica must also know
+    that three are wanted.
     """
 
     async def replicas(world: World, count: int) -> None:
@@ -180,9 +181,9 @@ def test_a_newcomer_restores_a_lost_stage_from_the_newest_checkpoint() -> None:
     assert "x" in holders(world)
 
 
-def test_a_newcomer_learns_from_the_others_that_it_must_commit() -> None:
-    """Only the requester commits, and it holds the only replica of a stage. All remaining members hold one,
-    too, so the lowest peer id commits: that of the newcomer.
+def test_a_newcomer_learns_from_others_that_it_must_commit() -> None:
+    """Only the requester commits, and it holds the only replica of a stage. All remaining members hold a
+    stage too, so the member with the lowest peer id must commit: the newcomer.
     """
     members = {name: Identity(bytes([SEED, ord(name)]) * 16).peer for name in "ab"}
     newcomer = next(
@@ -205,7 +206,7 @@ def test_a_newcomer_learns_from_the_others_that_it_must_commit() -> None:
 def test_without_a_free_provider_the_run_waits_and_reports_it() -> None:
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)
-        for node in world.group.nodes.values():  # they keep their stages, and can hold no more
+        for node in world.group.nodes.values():  # they keep their stages, and cannot hold more
             node.machine.capacity = replace(node.machine.capacity, memory_free_bytes=1)
         world.crash(other(world, "c"))
         await trio.sleep(60)
@@ -257,9 +258,9 @@ def test_the_cause_of_a_lost_stage_is_reported() -> None:
 @pytest.mark.parametrize("trial", range(LEAVES))
 @pytest.mark.parametrize("role", ["replica", "last replica", "committer", "committer and replica"])
 def test_a_leaving_member_loses_no_work(role: str, trial: int) -> None:
-    """A replica with a partner leaves; the last of its stage if a provider is free; and the committer. Each
-    trial is another run, left at another moment of a step. No step is open when a member leaves, so nothing
-    is computed twice at any moment.
+    """The members that leave are a replica with a partner, the last replica of its stage if a provider is
+    free, and the committer. Each trial is a run of its own, left at a different moment of a step. No step is
+    open when a member leaves, so nothing is computed twice.
     """
     left: list[str] = []
 
@@ -308,8 +309,8 @@ def test_a_newcomer_refills_a_stage_and_fetches_its_state_from_peers() -> None:
     assert states.index("degraded") < len(states) - 1 - states[::-1].index("running")
 
 
-def test_a_dead_planners_newcomer_serves_the_next_planner() -> None:
-    """The planner has the newcomer open a stage, and dies before the plan is decided."""
+def test_a_newcomer_asked_by_a_dead_planner_serves_the_next_planner() -> None:
+    """The planner lets the newcomer open a stage, and dies before the plan is decided."""
     worlds, died = list[World](), list[float]()
 
     async def scenario(world: World) -> None:
@@ -351,7 +352,7 @@ def test_a_lost_stage_gets_the_node_held_for_a_dead_planner() -> None:
 
 
 def dying_once(worlds: list[World], died: list[float]) -> Parts:
-    """Return the classes of nodes of which the first dies for which another has opened a stage."""
+    """Return replacement classes for nodes: the first for which another node has opened a stage dies."""
 
     async def ask_then_die(me: PeerId, _: PeerId, request: Any, ask: Ask) -> Any:
         reply = await ask()
@@ -364,7 +365,7 @@ def dying_once(worlds: list[World], died: list[float]) -> Parts:
     return asking_through(ask_then_die)
 
 
-def test_a_newcomer_with_a_late_plan_is_freed_at_the_end() -> None:
+def test_a_newcomer_whose_plan_comes_too_late_is_freed_at_the_end() -> None:
     async def scenario(world: World) -> None:
         await world.reached(2)
         world.crash(other(world, "d"))
@@ -391,7 +392,7 @@ def test_a_newcomer_with_a_late_plan_is_freed_at_the_end() -> None:
     play("abcd", small(stages=2, replicas=2, steps=24), scenario, ends=False)
 
 
-# All at once
+# All nodes together
 
 
 def test_a_run_resumes_from_disk_after_all_nodes_stop() -> None:
@@ -438,7 +439,7 @@ def test_allowed_forks_continue_and_one_branch_survives() -> None:
         }
         for half in halves
     ]
-    assert alone[0] & alone[1], "both sides have committed the same steps independently"
+    assert alone[0] & alone[1], "the sides have not committed the same steps independently"
     reasons = {
         name: [event.reason for event in events[name] if isinstance(event, RunChanged)] for name in events
     }

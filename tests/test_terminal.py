@@ -1,4 +1,4 @@
-"""Screens on a terminal: colours, and lines that fit its 80 columns with real machines' names."""
+"""Screens on a terminal: colours, and lines that fit into 80 columns even with real machines' names."""
 
 import errno
 import io
@@ -93,7 +93,7 @@ def documents() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def tables() -> list[str]:
-    """Return the lines of all tables, which are made for 80 columns and not folded."""
+    """Return the lines of all tables, which are made for 80 columns and are not folded."""
     status, peers = documents()
     names = {row["peer"]: row["name"] for row in peers["peers"]} | {status["peer"]: status["name"]}
     lines = [*peers_lines(peers), *runs_lines(status, names), *checkpoint_lines([CHECKPOINT])]
@@ -121,7 +121,7 @@ def test_no_line_of_a_screen_is_wider_than_80_columns() -> None:
         lines += error_lines(error)
     assert len(lines) > 90
     lines += plan_lines(PLAN, explain=True)
-    # A pasted command stays one line at any width.
+    # A pasted command stays on one line at any width.
     lines = [part for line in lines for part in folded(line, WIDTH) if not line.startswith(PASTED)]
     assert [line for line in lines if len(line) > WIDTH] == []
 
@@ -136,7 +136,7 @@ def test_folding_keeps_all_words_and_the_width(words: list[str], begins: str) ->
     assert all(len(part) <= 40 for part in lines)
 
 
-def test_text_is_folded_below_itself_and_commands_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folded_text_is_indented_and_commands_stay_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
     line = "15:07:40   3 others could not reach this node: it takes none of their stages; `peerloom doctor`"
@@ -166,7 +166,7 @@ def test_a_terminal_gets_colours_unless_no_color_is_set(monkeypatch: pytest.Monk
     assert plain.getvalue() == "error: x ?[2J\n"
 
 
-def test_a_failed_connection_is_explained_without_pythons_text() -> None:
+def test_a_failed_connection_is_reported_without_pythons_own_text() -> None:
     error = OSError(errno.EHOSTUNREACH, "Error connecting to ('192.168.7.99', 9747): No route to host")
     told = _no_connection(parse_address("192.168.7.99:9747"), error).detail
     assert told == f"192.168.7.99:9747 cannot be reached: {os.strerror(errno.EHOSTUNREACH).lower()}"
@@ -178,13 +178,13 @@ def test_status_reports_a_private_swarm() -> None:
     assert status_lines(status_document(state(), NOW, {}))[0].endswith("swarm default")
 
 
-def test_an_unchanged_offer_is_not_reported() -> None:
+def test_an_unchanged_offer_is_not_reported_again() -> None:
     screen = EventScreen()
     offer = event_document(events.OfferChanged(at=NOW, may_serve=False, reason="on battery"))
     assert [len(screen.lines(offer)) for _ in range(2)] == [1, 0]
 
 
-def test_a_checkpoint_promises_no_steps_beyond_the_run() -> None:
+def test_a_checkpoint_line_names_no_step_beyond_the_run() -> None:
     screen = EventScreen()
     asked = events.RunAccepted(at=NOW, run="r", model="m", data="digits", steps=15, requester=peer(1))
     screen.lines(event_document(asked))
@@ -195,7 +195,7 @@ def test_a_checkpoint_promises_no_steps_beyond_the_run() -> None:
     assert "up to 5 steps" in screen.lines(event_document(replace(kept, next_steps=5)))[0]
 
 
-def test_a_remembered_peer_is_reported_missing_only_while_alone() -> None:
+def test_missing_remembered_peers_are_reported_only_by_a_lone_node() -> None:
     gone = events.JoinTried(
         at=NOW, address="/ip4/10.0.0.7/tcp/9747", outcome="refused", detail="gone", found_by="memory"
     )

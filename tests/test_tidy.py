@@ -1,4 +1,4 @@
-"""The habits of CONTRIBUTING.md that a machine can check; the rest is left to reviewers."""
+"""The habits of CONTRIBUTING.md that a machine can check; reviewers check the rest."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ import pytest
 from tests.source import PACKAGES, ROOT, SIDES, Source, sources
 
 FILE_LINES_MAX = 600
-"""The limit for any file; a file of 400 lines is already a reason to stop and think."""
+"""The limit for any file. A file of 400 lines is already a reason to stop and think."""
 EXPLAINED_FILE_LINES_MAX = 620
 PRODUCT_FILE_LINES_MAX = 500
 LONG_FILES = {
@@ -20,22 +20,22 @@ LONG_FILES = {
     "partition/steps/committer.py",
     "partition/steps/replica.py",
 }
-"""Files of the product that may be longer, each with its reason in a docstring. The list only shrinks."""
+"""Files of the product that may be longer, each with its reason in a docstring. The list may only shrink."""
 CLASS_LINES_MAX = 350
 REASON = re.compile(r"\bLong because\s+\S")
-"""The reason that the docstring of a longer file or class of the product gives."""
+"""Matches the reason that the docstring of a longer file or class of the product gives."""
 FUNCTION_LINES_MAX = 60
 TEST_FUNCTION_LINES_MAX = 90
-"""A test may tell one long story."""
+"""Test functions may be longer, because a test may follow a long course of events."""
 LONG_FUNCTIONS: dict[str, str] = {}
-"""Functions of the product that may be longer, and why. The list only shrinks."""
+"""Functions of the product that may be longer, and why. The list may only shrink."""
 LINE_LENGTH_MAX = 110
 TEST_NAME_WORDS_MIN = 3
 TEST_NAME_WORDS_MAX = 12
-"""Longer names are sentences that a reader takes apart before understanding them."""
+"""A reader must take a longer name apart before understanding it."""
 PATCHES_MAX = 35
-"""Attributes that tests replace by pytest's monkeypatch. It may only shrink: a constant that a test lowers is
-a setting with a default, and a double is passed in."""
+"""Maximum number of attributes that tests replace with pytest's monkeypatch. It may only shrink: a constant
+that a test lowers should be a setting with a default, and a double should be passed in."""
 
 FORBIDDEN_WORDS = {
     "master", "slave", "coordinator", "worker", "workers", "cluster", "clusters", "manager", "managers",
@@ -47,38 +47,39 @@ UNMEASURED_WORDS = {
     "timeout", "timeouts", "interval", "delay", "duration", "ttl", "ms", "sec", "secs", "msec", "millis",
     "micros", "kb", "mb", "gb", "kib", "mib", "gib",
 }  # fmt: skip
-"""A name that ends in one of these leaves its unit open, or abbreviates it: use _seconds, _bytes."""
+"""Words that leave a name's unit open at its end, or abbreviate the unit: use _seconds, _bytes instead."""
 
 RIDDLES = re.compile(r"(Who|Whom|Whose|Of|So many|So much|So long|So often)\b")
 """A docstring must not begin with these: they do not name its subject."""
 
 RELATIVES = {"what", "whatever", "who", "whoever", "whom", "whose", "of"}
-"""Neither a docstring (except with "of") nor a test's name begins with these: it names its subject."""
+"""Words with which no docstring (except "of") and no test's name may begin, because they do not name its
+subject."""
 SHARED_NAMES_MAX = 40
 SHARED_NAMES = {
-    "Applied": "of a stage's process, and of a step: each message is named by what was applied",
+    "Applied": "a message of a stage's process, and one of a step, each named by what was applied",
     "Apply": "the same",
-    "Averaged": "the core's outcome, and the simulator's event of it, which its digests name",
+    "Averaged": "the core's outcome, and the simulator's event for it, whose name is in digests",
     "FetchState": "the simulator's message stands for the node's",
-    "MemberChanged": "the core's event, and the node's of it: `--json` and recordings name both",
+    "MemberChanged": "the core's event, and the node's event for it: `--json` and recordings name both",
     "MemberDegraded": "the same",
     "MemberLeft": "the same",
     "MemberRefuted": "the same",
     "MemberSuspected": "the same",
-    "Node": "`node.Node` for programs is the daemon's, with arguments for embedding",
+    "Node": "`node.Node` for programs is the daemon's node, with arguments for embedding",
     "Ping": "each of two protocols has its own",
-    "RunEnded": "the node's event, and the simulator's, which its digests name",
+    "RunEnded": "the node's event, and the simulator's, whose name is in digests",
     "Saved": "the simulator's message stands for the node's",
-    "StepCommitted": "the node's event, and the simulator's, which its digests name",
-    "Swarm": "a swarm, and the measure of one, which experiments name",
+    "StepCommitted": "the node's event, and the simulator's, whose name is in digests",
+    "Swarm": "a swarm, and a measure of a swarm, which experiments name",
     "Sync": "each of two protocols has its own",
 }
-"""Public classes of two or more modules, and why. The list only shrinks."""
+"""Public class names that two or more modules use, and why. The list may only shrink."""
 
 # Assembled here, so that this file does not contain the pattern.
 UNFINISHED = re.compile("|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")))
 PRAGMA = re.compile(r"  # (noqa|type: ignore|fmt:).*")
-"""Comments for a tool may make a line longer, as ruff allows."""
+"""Comments for a tool, which may make a line longer, as ruff allows."""
 PICTURE = re.compile("[\U0001f000-\U0001faff\u2600-\u26ff\ufe0f]")
 
 EVERYTHING = sources(*PACKAGES, *SIDES)
@@ -86,14 +87,14 @@ PROGRAM = sources(*PACKAGES)
 
 
 def words(name: str) -> list[str]:
-    """The words of an identifier, in lower case: StageHost and stage_host are both stage, host."""
+    """Return the words of an identifier, in lower case: StageHost and stage_host are both stage, host."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
 
 
 def defined(source: Source, *, functions: bool = True) -> Iterator[tuple[int, str]]:
-    """(line, name) of all names that a file defines; names imported from others are free.
+    """Return (line, name) of all names that a file defines; names imported from others are free.
 
-    Without `functions` only names of values.
+    Without `functions`, return only names of values.
     """
     if functions:
         for function in source.functions:
@@ -114,7 +115,7 @@ def defined(source: Source, *, functions: bool = True) -> Iterator[tuple[int, st
 
 
 def called_name(node: ast.Call) -> str:
-    """The last part of the name of a called function, "" if it has none."""
+    """Return the last part of the name of a called function, "" if it has none."""
     match node.func:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
@@ -122,7 +123,7 @@ def called_name(node: ast.Call) -> str:
 
 
 def constants(source: Source) -> Iterator[tuple[int, str]]:
-    """(line, name) of the constants of a module."""
+    """Return (line, name) of the constants of a module."""
     for node in source.tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else []
         if isinstance(node, ast.AnnAssign):
@@ -137,16 +138,16 @@ def lines(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def dependencies() -> list[str]:
-    """The packages that pyproject.toml asks for, extras included."""
+    """Return the packages that pyproject.toml requires, including extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     asked = [*project["dependencies"], *(text for extra in extras for text in extra)]
     names = [match.group() for text in asked if (match := re.match(r"[A-Za-z0-9._-]+", text))]
-    return [name for name in names if name != project["name"]]  # one extra may include another
+    return [name for name in names if name != project["name"]]  # an extra may include another extra
 
 
 def normal(name: str) -> str:
-    """A package's name as registries compare it (PEP 503)."""
+    """Return a package's name as registries compare it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -166,8 +167,8 @@ def test_files_are_short_enough_to_be_understood_alone() -> None:
     } == {}
 
 
-def test_tests_replace_fewer_and_fewer_attributes() -> None:
-    name = "monkeypatch" + ".setattr"  # in parts, so that this is not counted
+def test_tests_replace_a_limited_number_of_attributes() -> None:
+    name = "monkeypatch" + ".setattr"  # written in parts, so that this line is not counted
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
     assert sum(text.count(name) for text in texts) <= PATCHES_MAX, "pass a setting or a double in"
 
@@ -206,7 +207,8 @@ def test_docstrings_begin_with_their_subject_or_an_imperative() -> None:
 
 
 def is_indirect(source: Source) -> bool:
-    """Return whether a docstring or a test's name in a file begins by a relative, or a name is too long."""
+    """Return whether a docstring, or the name of a test, begins with a relative pronoun, or whether the name
+    is too long."""
     for text in source.each(ast.Expr):
         if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
             first = words((text.value.value.split() or [""])[0])
@@ -235,7 +237,7 @@ def test_a_public_class_has_a_unique_name() -> None:
     assert sorted(shared - SHARED_NAMES.keys()) == [], "rename it: one name means one thing"
     assert len(SHARED_NAMES) <= SHARED_NAMES_MAX
     assert sorted(SHARED_NAMES.keys() - shared) == [], (
-        "no longer shared: remove it from the list, which only shrinks"
+        "no longer shared: remove it from the list, which may only shrink"
     )
 
 
@@ -252,7 +254,7 @@ def test_functions_are_short() -> None:
             elif length > bound:
                 long.append(f"{source.place}:{node.lineno} {node.name}: {length}")
     assert long == [], "find the step that has a name, and extract it"
-    assert found == LONG_FUNCTIONS.keys(), "short now: take it off the list, which only shrinks"
+    assert found == LONG_FUNCTIONS.keys(), "short now: remove it from the list, which may only shrink"
 
 
 def test_lines_are_short_and_end_cleanly() -> None:
@@ -275,7 +277,7 @@ def test_nothing_is_left_unfinished() -> None:
     ] == []
 
 
-def test_the_text_contains_no_pictures() -> None:
+def test_the_text_contains_no_emoji() -> None:
     assert [
         f"{source.place}:{number}"
         for source in EVERYTHING
@@ -284,7 +286,7 @@ def test_the_text_contains_no_pictures() -> None:
     ] == []
 
 
-def test_no_error_is_swallowed_unseen() -> None:
+def test_no_error_is_silently_ignored() -> None:
     wrong = []
     for source in EVERYTHING:
         for handler in source.each(ast.ExceptHandler):
@@ -299,7 +301,7 @@ def test_no_error_is_swallowed_unseen() -> None:
     assert wrong == []
 
 
-def test_names_are_those_of_the_field() -> None:
+def test_names_avoid_words_that_the_field_does_not_use() -> None:
     wrong = [
         f"{source.place}:{line} {name}"
         for source in EVERYTHING
@@ -330,7 +332,7 @@ def test_durations_and_sizes_say_their_unit() -> None:
 
 
 def patterns(source: Source) -> Iterator[tuple[int, str, bool]]:
-    """(line, text, whether it belongs to a struct) of all regular expressions."""
+    """Return (line, text, whether it belongs to a struct) of all regular expressions."""
     for node in source.each(ast.Call):
         if not isinstance(node.func, ast.Name | ast.Attribute):
             continue
@@ -342,8 +344,8 @@ def patterns(source: Source) -> Iterator[tuple[int, str, bool]]:
             yield node.lineno, "".join(text for text in texts if isinstance(text, str)), given is of_struct
 
 
-def test_patterns_do_not_end_where_a_line_does() -> None:
-    # `$` matches before a trailing newline too, and msgspec searches: its patterns anchor both ends.
+def test_regular_expressions_anchor_the_end_of_the_text_not_of_lines() -> None:
+    # `$` also matches before a trailing newline, and msgspec searches, so its patterns must anchor both ends.
     wrong = [
         f"{source.place}:{line} {text}"
         for source in PROGRAM
@@ -375,7 +377,7 @@ def test_a_check_is_silenced_by_name_and_with_a_reason() -> None:
     assert [place for place in wrong if not place.startswith("tests/test_tidy.py")] == []
 
 
-def test_tests_read_as_sentences_and_do_not_sleep_for_luck() -> None:
+def test_test_names_are_sentences_and_tests_do_not_sleep() -> None:
     wrong = []
     for source in sources("tests"):
         for test in source.functions:
@@ -423,5 +425,5 @@ def test_the_architecture_gives_a_purpose_for_each_dependency() -> None:
         ("_SIZE_MAX2", ["size", "max", "2"]),
     ],
 )
-def test_words_are_found_in_names_of_any_case(name: str, expected: list[str]) -> None:
+def test_words_are_found_in_names_of_any_case_style(name: str, expected: list[str]) -> None:
     assert words(name) == expected

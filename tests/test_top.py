@@ -1,4 +1,4 @@
-"""`top`: its lines are a function of documents."""
+"""`top`: its lines depend only on the documents that it shows."""
 
 from node import events
 from node.cli.top import sparkline, top_lines
@@ -44,7 +44,7 @@ def test_the_screen_fits_any_terminal() -> None:
         assert max(map(len, lines)) <= width
 
 
-def test_a_curve_of_letters_keeps_its_ends() -> None:
+def test_a_text_chart_keeps_the_first_and_last_value() -> None:
     assert sparkline([2.0, 1.0, 0.0], 10) == "@= "
     assert sparkline([1.0] * 50, 10) == " " * 10
     assert len(sparkline([float("nan"), 1.0, 2.0], 10)) == 2

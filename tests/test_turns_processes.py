@@ -1,6 +1,6 @@
-"""Two users submit to one provider, in processes: a claimed priority takes nothing from the other's run.
+"""Two users submit to one provider, in processes. A claimed priority takes nothing from the other user's run.
 
-Three nodes and their stages for most of a minute: PEERLOOM_TURNS_PROCESSES=1 plays it (`make soak`).
+Three nodes and their stages run for most of a minute: PEERLOOM_TURNS_PROCESSES=1 plays it (`make soak`).
 """
 
 import os
@@ -18,7 +18,7 @@ from node.placement.waiting import LAW
 from tests.stack import simple_cnn
 
 pause = time.sleep
-"""Real processes take real time."""
+"""Seconds allowed for real processes."""
 RUN = """
 model = "model.peerloom"
 [train]
@@ -35,7 +35,7 @@ priority = {priority}
 @pytest.mark.skipif(
     not os.environ.get("PEERLOOM_TURNS_PROCESSES"), reason="a minute: PEERLOOM_TURNS_PROCESSES=1"
 )
-def test_a_claimed_priority_waits_and_preempts_only_ones_own_run(
+def test_a_claimed_priority_preempts_only_the_users_own_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     graph = tmp_path / "model.peerloom"

@@ -1,6 +1,6 @@
 """Each tutorial, typed into real terminals, reaches the results that it states.
 
-It takes minutes, so it runs with PEERLOOM_TUTORIALS, in soak; without it, only the parsing is tested.
+This takes minutes, so it runs only with PEERLOOM_TUTORIALS, as in soak; otherwise only the parsing is tested.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Runs in exact mode that are validated between their steps, by whole nodes in virtual time."""
+"""Runs in exact mode that are validated between their steps, with whole nodes in virtual time."""
 
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,8 @@ def test_validation_between_steps_leaves_the_steps_unchanged(data: Any) -> None:
     simulate(scenario)
 
 
-def test_screens_and_the_curve_show_each_validation_beside_the_steps(data: Any) -> None:
-    """Check a real run's screens: the output of `train`, `runs show`, and the page's chart."""
+def test_screens_and_the_chart_show_steps_and_validations(data: Any) -> None:
+    """Check the screens of a real run: the output of `train`, `runs show`, and the page's chart."""
     told: list[Event] = []
 
     async def scenario() -> None:
@@ -116,7 +116,7 @@ def test_screens_and_the_curve_show_each_validation_beside_the_steps(data: Any) 
 
 
 def test_a_validation_costs_little_more_than_its_forward_passes(data: Any) -> None:
-    """A pass takes a second: six micro-batches of validation samples, in two concurrent stages."""
+    """A pass takes a second. Validation has six micro-batches, in two concurrent stages."""
 
     def lasted(validation: ValidationSettings | None) -> float:
         seconds: list[float] = []
@@ -132,10 +132,10 @@ def test_a_validation_costs_little_more_than_its_forward_passes(data: Any) -> No
 
     passes = VALIDATED // 4
     each = (lasted(ValidationSettings(1)) - lasted(None)) / 3
-    assert passes <= each <= passes + 2, "the wait for the second stage, and some messages"
+    assert passes <= each <= passes + 2, "a validation takes longer than its passes, a wait and some messages"
 
 
-def test_a_run_stops_early_at_the_same_step_though_its_committer_dies(data: Any) -> None:
+def test_early_stopping_keeps_its_step_if_the_committer_dies(data: Any) -> None:
     async def scenario() -> None:
         async with swarm("abcdef") as group:
 
@@ -143,7 +143,7 @@ def test_a_run_stops_early_at_the_same_step_though_its_committer_dies(data: Any)
                 if isinstance(event, StepCommitted) and event.step == 3 and "a" in group.nodes:
                     group.kill("a")
 
-            # Nothing improves by this much: the first stays the best, and two more end it.
+            # Nothing improves by this much, so the first validation stays the best, and two more end the run.
             early = ValidationSettings(2, patience=2, improvement=100.0)
             run, events = await train(
                 group, data, kill_the_committer, watcher="b", validation=early, steps=40, trainers=2
@@ -154,7 +154,7 @@ def test_a_run_stops_early_at_the_same_step_though_its_committer_dies(data: Any)
             (end,) = [e for e in events if isinstance(e, RunEnded)]
             assert end.outcome == "done"
             assert end.detail == "its validations stopped improving after step 2"
-            assert end.is_here, "an early end does not change where its result is"
+            assert end.is_here, "an early end changes where the run's result is"
             assert group.nodes["b"].runs.archive.result(run.id) == end.weights
 
     simulate(scenario)
@@ -168,7 +168,7 @@ def test_the_result_is_the_state_that_validated_best(data: Any) -> None:
             found = validations(events)
             losses = {step: each.loss for step, each in found.items()}
             best = min(losses, key=lambda step: losses[step])
-            assert best < 16, "the rate is so high that the last state is not the best"
+            assert best < 16, "the last state is the best, although the rate is high"
             assert found[16].best_step == best
             assert_equal(weights(group, "a", run), reference(run, data[1], steps=best), "float64")
             assert [e.restored_step for e in events if isinstance(e, RunPlanned)][-1] == best
@@ -184,7 +184,7 @@ def asked(dataset: Dataset, **train: Any) -> Manifest:
     return make_manifest(run, graph, bytes(32), dataset, name="RUN.toml", created=0)
 
 
-def test_a_run_states_when_it_is_validated_and_the_metric(data: Any) -> None:
+def test_a_run_states_when_it_is_validated_and_by_which_metric(data: Any) -> None:
     assert asked(data[1]).validation == ValidationSettings(5)
     accuracy = asked(data[1], validate_every=7, watch="accuracy", keep="best", patience=3).validation
     assert accuracy == ValidationSettings(7, 3, watched=1, more_is_better=True, keep="best")
@@ -219,7 +219,7 @@ def test_keys_of_exact_mode_are_refused_in_local_mode(key: dict[str, Any]) -> No
         check_run_file(run, "RUN.toml")
 
 
-def test_rows_of_metrics_have_validations_and_tokens_beside_samples() -> None:
+def test_rows_of_metrics_include_validations_tokens_and_samples() -> None:
     shared: dict[str, Any] = {"at": 0.0, "run": "r", "loss": 2.0}
     view = RunView("r", "m", "d", 9, PeerId(bytes(32)), "running", step=5, metrics=("correct",))
     seen = [

@@ -17,7 +17,7 @@ from node.main import run
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwarmProcesses]:
-    """a has a page, b has none."""
+    """Yield two nodes, of which only a has a page."""
     nodes = SwarmProcesses(
         tmp_path_factory.mktemp("nodes"), "watching", time.sleep, with_page="a", calibrate=False
     )
@@ -58,7 +58,9 @@ def act(address: str, name: str, token: str) -> None:
     urllib.request.urlopen(request).close()
 
 
-def test_a_node_without_a_page_reports_it(swarm: SwarmProcesses, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_command_says_if_a_node_has_no_page(
+    swarm: SwarmProcesses, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["page", "--data-dir", folder(swarm, "b")]) != 0
     assert "has no page" in capsys.readouterr().err
 
@@ -76,7 +78,9 @@ def test_events_are_listed_by_kind_and_age(swarm: SwarmProcesses, capsys: pytest
     assert "did you mean 'MemberJoined'" in capsys.readouterr().err
 
 
-def test_top_shows_once_without_a_terminal(swarm: SwarmProcesses, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_prints_one_screen_without_a_terminal(
+    swarm: SwarmProcesses, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["top", "--data-dir", folder(swarm, "a")]) == 0
     text = capsys.readouterr().out
     assert "swarm watching: 1 alive" in text
@@ -114,7 +118,7 @@ def test_a_node_outside_a_run_watches_it_to_the_end(
     assert f"{asked}  simple-cnn on digits  done  step 60 of 60" in watched.err
 
 
-def test_a_report_is_made_without_a_node(tmp_path: Path) -> None:
+def test_a_report_can_be_made_without_a_running_node(tmp_path: Path) -> None:
     out = tmp_path / "report.zip"
     assert run(["report", "--out", str(out), "--data-dir", str(tmp_path)]) == 0
     with zipfile.ZipFile(out) as archive:

@@ -1,4 +1,4 @@
-"""How screens show the paths to peers."""
+"""How screens show the paths to other peers."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_the_path_to_a_peer_is_shown_with_relay_and_cost(
     assert bool(told) == ("spoken to" in lines)
 
 
-def test_direct_paths_are_traffic_and_broken_streams_no_refusals() -> None:
+def test_direct_paths_count_as_traffic_and_broken_streams_not_as_refusals() -> None:
     counters = {
         "paths_direct": 1,
         "links_measured": 1,

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif("PEERLOOM_WHEEL" not in os.environ, reason="buil
 
 
 def built(source: Path, kind: str, into: Path) -> Path:
-    """Build an `sdist` or a `wheel` by the backend that pyproject.toml names; return its path."""
+    """Build an `sdist` or a `wheel` with the backend that pyproject.toml names; return its path."""
     program = f"from setuptools import build_meta; print('built', build_meta.build_{kind}({str(into)!r}))"
     ended = subprocess.run(
         [sys.executable, "-c", program],
@@ -39,7 +39,7 @@ def built(source: Path, kind: str, into: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built of the unpacked source archive of the tracked files."""
+    """Return a wheel built from the unpacked source archive of the tracked files."""
     folder = tmp_path_factory.mktemp("built")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, timeout=60)
     clone = folder / "clone"
@@ -67,11 +67,12 @@ def test_the_wheel_holds_every_file_that_the_program_reads(wheel: Path) -> None:
     assert not [name for name in held if name.startswith(("tests/", "benchmarks/"))]
 
 
-def test_an_installed_wheel_works_beside_files_of_the_same_names(wheel: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_ignores_files_of_the_same_names_nearby(wheel: Path, tmp_path: Path) -> None:
     place = tmp_path / "venv"
     venv.EnvBuilder(symlinks=True).create(place)
     site = place / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
-    for package in Path(sysconfig.get_path("purelib")).iterdir():  # its dependencies, but not this checkout
+    # the wheel's dependencies, but not this checkout
+    for package in Path(sysconfig.get_path("purelib")).iterdir():
         if (
             not package.name.startswith(("__editable__", "peerloom", "pip"))
             and not (site / package.name).exists()

@@ -1,6 +1,7 @@
 """A run of two members and an idle neighbour: any one of the three may die, and the run continues.
 
-Whole nodes in virtual time. The choice of the witness is in `partition/test_next_change`.
+Whole nodes in virtual time. The choice of the witness (a member with a vote but without a stage) is tested in
+`partition/test_next_change`.
 """
 
 import pytest
@@ -22,14 +23,14 @@ PLANNER, OTHER = PeerId(bytes(32)), PeerId(bytes([1]) * 32)
 
 
 def roster(world: World, name: str) -> tuple[str, ...]:
-    """The members by the newest plan of this node."""
+    """Return the names of the run's members, according to this node's newest plan."""
     plan = world.group.nodes[name].runs.members[world.run.id].plan
     assert plan is not None
     return tuple(sorted(world.group.name_of(peer) for peer in plan.members))
 
 
 def roles(world: World) -> dict[str, str]:
-    """Return which node plays each part in the first plan of a run of one stage."""
+    """Return which node has each role in the first plan of a run of one stage."""
     (first, *_) = said(world, RunPlanned)
     ((holder,),) = first.stages
     parts = {"requester": first.trainer, "replica": holder}
@@ -60,17 +61,17 @@ def test_two_members_and_idle_nodes_survive_any_death(names: str, role: str) -> 
 
     world = play(names, small(**ONE_STAGE), scenario)
     assert "paused" not in {event.state for event in said(world, RunChanged)}
-    if role == "replica":  # an idle node takes its stage, not the trainer
+    if role == "replica":  # an idle node takes over the dead replica's stage; the trainer does not
         assert newest(world).stages[0][0] != newest(world).trainer
     resumptions = said(world, RunResumed)
     if role == "witness":
         assert {event.lost_steps for event in resumptions} <= {0}
-    else:  # the reported stall agrees with the wall clock, including the time until it was noticed
+    else:  # the reported stall counts from the crash, so it includes the time taken to detect it
         longest = max(resumptions, key=lambda event: float(event.seconds))
         assert longest.seconds == pytest.approx(longest.at - died_at[0], abs=REPORT_ERROR_SECONDS)
 
 
-def test_processes_load_from_a_lease_on_and_at_witnesses() -> None:
+def test_replicas_and_witnesses_preload_stage_processes_once_leased() -> None:
     told: list[tuple[SimExecutor, bool]] = []
 
     class ToldExecutor(SimExecutor):
@@ -81,7 +82,9 @@ def test_processes_load_from_a_lease_on_and_at_witnesses() -> None:
         await world.kept(SAVE_EVERY)
         nodes = world.group.nodes
         computing = {part for part, name in roles(world).items() if nodes[name].measurements.is_computing()}
-        assert computing == {"requester", "replica"}, "these two compute, so they measure nothing"
+        assert computing == {"requester", "replica"}, (
+            "only the requester and the replica should be marked busy, which suspends their measurements"
+        )
         loading = {part for part, name in roles(world).items() if (nodes[name].seams.executor, True) in told}
         assert loading == {"replica", "witness"}
         first = next(one for one, is_ready in told if is_ready)
@@ -93,7 +96,7 @@ def test_processes_load_from_a_lease_on_and_at_witnesses() -> None:
 
     executors = {name: ToldExecutor(lambda _: PASS_SECONDS) for name in "abc"}
     play("abc", small(**ONE_STAGE), scenario, executors=executors)
-    assert not told[-1][1], "the run has ended"
+    assert not told[-1][1], "the process is still kept ready after the run has ended"
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -123,11 +126,11 @@ def test_a_trained_stage_restarts_together_with_a_lost_one() -> None:
 
     world = play("abcde", small(stages=2, replicas=1, steps=24), scenario)
     (first, *_), last = said(world, RunPlanned), newest(world)
-    assert last.stages[0] == first.stages[0], "the survivor keeps its stage"
+    assert last.stages[0] == first.stages[0], "the survivor does not keep its stage"
 
 
 @pytest.mark.parametrize("rule", ["wait", "requester"])
-def test_a_requester_of_two_nodes_learns_the_effect_of_a_death(rule: str) -> None:
+def test_a_plan_for_two_nodes_says_whose_death_pauses_it(rule: str) -> None:
     async def scenario(world: World) -> None:
         await world.kept(2 * SAVE_EVERY)
         world.crash(roles(world)["replica"])
@@ -138,7 +141,7 @@ def test_a_requester_of_two_nodes_learns_the_effect_of_a_death(rule: str) -> Non
                 while not paused(world):  # noqa: ASYNC110
                     await trio.sleep(0.5)
 
-    # Enough for the requester to hold the stage afterwards.
+    # The requester alone has room to take over the stage.
     world = play("ab", small(**ONE_STAGE, on_lost_quorum=rule), scenario, ends=rule == "requester")
     (first, *_) = said(world, RunPlanned)
     requester, replica = first.trainer, first.stages[0][0]
@@ -155,9 +158,9 @@ def paused(world: World) -> list[RunChanged]:
     return [event for event in said(world, RunChanged) if event.state == "paused" and "votes" in event.reason]
 
 
-def test_the_other_of_two_falls_back_when_it_hears_the_requester() -> None:
-    """Both are alive but parted for a while: one side continues, and there is never a second plan at a
-    height.
+def test_a_partitioned_replica_abandons_its_run_when_it_hears_the_requester() -> None:
+    """Both nodes are alive but disconnected for a while. One side continues, and there is never a second plan
+    at a height.
     """
 
     async def scenario(world: World) -> None:
@@ -176,14 +179,14 @@ def test_the_other_of_two_falls_back_when_it_hears_the_requester() -> None:
     assert len(hashes) == len({height for height, _ in hashes}), "two plans at one height"
 
 
-def test_a_promise_to_vote_expires_and_planners_have_separate_limits() -> None:
+def test_a_promise_to_witness_expires_and_planners_have_separate_limits() -> None:
     promises = WitnessPromises()
     promises.promise(0.0, b"run", b"plan", PLANNER, 10.0)
     assert promises.holds(9.0, b"run", b"plan")
     assert not promises.holds(10.0, b"run", b"plan")
     assert not promises.holds(9.0, b"other", b"plan")
     promises.release(b"plan", OTHER)
-    assert promises.holds(9.0, b"run", b"plan"), "only its planner releases it"
+    assert promises.holds(9.0, b"run", b"plan"), "released by a peer that is not its planner"
     for number in range(2 * PROMISES_PER_PEER_MAX):
         promises.promise(1.0, b"run", bytes([number]), OTHER, 10.0)
     assert promises.holds(9.0, b"run", b"plan")
@@ -196,7 +199,7 @@ def test_a_promise_to_vote_expires_and_planners_have_separate_limits() -> None:
     assert sum(promises.holds(2.0, b"run", bytes(n + 1)) for n in range(2 * PROMISES_MAX)) == PROMISES_MAX
 
 
-def test_planners_that_ask_often_evict_only_one_another() -> None:
+def test_planners_that_ask_often_evict_only_each_other() -> None:
     promises = WitnessPromises()
     honest, run, plan = PeerId(bytes(32)), bytes(32), bytes(32)
     promises.promise(0.0, run, plan, honest, 60.0)

@@ -2,10 +2,10 @@
 
     python -m tests.tutorials PAGE FOLDER      in a network namespace that `tests.test_tutorials` makes
 
-In the indented blocks of a page `NAME$ COMMAND` is typed into the terminal NAME: in `me` it ends before the
-next, in others it goes on until `NAME$ ^C`. Other lines are output of the command above them, `NAME> LINE`
-output of that terminal, `! LINE` that of a command that fails. `...` stands for anything. A block that begins
-with the name of a file as a comment is written into that file.
+In the indented blocks of a page, `NAME$ COMMAND` is typed into the terminal NAME. In the terminal `me` a
+command ends before the next is typed; in others it goes on until `NAME$ ^C`. Other lines are output of the
+command above them, `NAME> LINE` is output of that terminal, and `! LINE` is output of a command that fails.
+`...` stands for anything. A block that begins with the name of a file as a comment is written into that file.
 """
 
 import os
@@ -25,13 +25,13 @@ PROMPT = re.compile(r"(\w+)\$ (.+)\Z")
 SEEN = re.compile(r"(\w+)> (.+)\Z")
 FILE = re.compile(r"# ([\w-]+\.(?:py|toml|csv|txt))\Z")
 PAUSE = threading.Event()
-"""Never set: the output that is waited for comes from another program."""
+"""Never set; used for pauses, because the output that is waited for comes from another program."""
 SECONDS_MAX = 240.0
-"""Seconds for one command, or for one line to appear, on a busy machine."""
+"""Seconds allowed for one command, or for one line to appear, on a busy machine."""
 
 
 def blocks(text: str) -> Iterator[list[str]]:
-    """Yield the indented blocks of a page, without their indentation; blank lines do not end one."""
+    """Yield the indented blocks of a page, without their indentation; blank lines do not end a block."""
     block: list[str] = []
     for line in [*text.splitlines(), "end"]:
         if line.startswith("    ") or (block and not line.strip()):
@@ -58,11 +58,11 @@ class Terminal:
         self._process: subprocess.Popen[bytes] | None = None
 
     def type(self, command: str) -> None:
-        """Start a command; in `me` wait until it has ended."""
+        """Start a command; in the terminal `me`, wait until it has ended."""
         self._looked_at = self.path.stat().st_size
         with self.path.open("ab") as out:
             self._process = subprocess.Popen(
-                ["bash", "-c", command],  # which becomes the command, so that signals reach it
+                ["bash", "-c", command],  # bash becomes the command, so that signals reach the command
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -77,7 +77,7 @@ class Terminal:
         return None if self._process is None else self._process.poll()
 
     def press(self) -> None:
-        """Press Ctrl-C, and wait for the end."""
+        """Press Ctrl-C, and wait for the command to end."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             self._process.wait(60)
@@ -88,7 +88,7 @@ class Terminal:
             self._process.wait()
 
     def wait_for(self, line: str) -> None:
-        """Return once a line like this one was shown after the one before. Raises AssertionError."""
+        """Return once a line that matches has been shown after the previous match. Raises AssertionError."""
         wanted, deadline = pattern(line), time.monotonic() + SECONDS_MAX
         while True:
             shown = self.path.read_bytes()[self._looked_at :]

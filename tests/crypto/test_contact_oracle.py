@@ -131,7 +131,7 @@ def test_names_that_only_idna_forbids_are_valid_here(name: str) -> None:
 
 
 @given(seeds)
-def test_a_public_key_gives_the_same_peer_id_as_in_libp2p(seed: bytes) -> None:
+def test_a_public_key_gives_the_same_peer_id_in_libp2p(seed: bytes) -> None:
     peer = Identity(seed).peer
     there = libp2p_id.ID.from_pubkey(ed25519.Ed25519PrivateKey.from_bytes(seed).get_public_key())
     assert peer_text(peer) == str(there)

@@ -107,7 +107,7 @@ def test_a_list_with_missing_and_departed_peers_is_partly_right() -> None:
     assert last(measures, "entries_stale_share") == pytest.approx(1 / 6)
 
 
-def test_during_a_split_a_right_list_has_only_peers_on_the_same_side() -> None:
+def test_during_a_split_a_right_list_has_only_reachable_peers() -> None:
     world, measures = swarm(4)
     here, there = tuple(world.peers[:2]), tuple(world.peers[2:])
     world.happen(2.0, None, NetworkSplit((here, there)))

@@ -116,7 +116,7 @@ class CountsTwice(Replica):
         return item
 
 
-def test_a_swim_core_that_does_not_refute_is_found_with_the_first_seed() -> None:
+def test_a_swim_that_does_not_refute_is_found_with_the_first_seed() -> None:
     frozen = Scenario(
         name="frozen",
         about="a live peer is frozen for so long that the others declare it dead",

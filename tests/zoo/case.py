@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Scale = Literal["test", "bench"]
-"""`test` is a small model of the same structure; `bench` one of a realistic size for one core."""
+"""`test` is a small model of the same structure; `bench` is a model of a realistic size for one core."""
 Tensors = tuple[Tensor, ...]
 Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]
-"""A function of the output and the labels; a second number replaces the batch as divisor of the sum."""
+"""A function of the output and the labels. If it returns a second number, that number replaces the batch size
+as divisor of the sum."""
 Sample = Callable[[torch.Generator, int], tuple[Tensors, Tensors]]
 
 
@@ -21,7 +22,7 @@ class Case:
     """A model and its task.
 
     `build` makes the module with torch's own initial values. `sample(generator, batch)` draws inputs and
-    labels. `loss(output, *labels)` is a sum over samples, as each metric is.
+    labels. `loss(output, *labels)` is a sum over samples, and so is each metric.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Case:
         return self.build().to(dtype).train()
 
     def data(self, seed: int, batch: int, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
-        """Return inputs and labels of one micro-batch; floating ones in `dtype`."""
+        """Return inputs and labels of one micro-batch; floating-point tensors have the type `dtype`."""
         inputs, labels = self.sample(torch.Generator().manual_seed(seed), batch)
         return _to(inputs, dtype), _to(labels, dtype)
 
@@ -52,7 +53,7 @@ def _to(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 
 
 def images(*shape: int, classes: int) -> Sample:
-    """Noise of `shape` and a class for each sample."""
+    """Return a sampler of noise of `shape`, with a class for each sample."""
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:
         pictures = torch.randn(batch, *shape, generator=generator)
@@ -62,7 +63,7 @@ def images(*shape: int, classes: int) -> Sample:
 
 
 def tokens(length: int, vocabulary: int) -> Sample:
-    """Ids of `length`, and at each position the id that follows."""
+    """Return a sampler of ids of `length`, with the id that follows each position as its label."""
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:
         ids = torch.randint(vocabulary, (batch, length + 1), generator=generator)
@@ -72,25 +73,25 @@ def tokens(length: int, vocabulary: int) -> Sample:
 
 
 def class_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy over classes in dimension 1."""
+    """Return the cross entropy over classes in dimension 1."""
     return functional.cross_entropy(logits, labels, reduction="sum")
 
 
 def correct(logits: Tensor, labels: Tensor) -> Tensor:
-    """The number of correct classifications."""
+    """Return the number of correct classifications."""
     return (logits.argmax(1) == labels).sum()
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of `logits` (batch, length, vocabulary)."""
+    """Return the cross entropy of `logits` (batch, length, vocabulary)."""
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def counted_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy where the label is not -100, and the number of such labels."""
+    """Return the cross entropy where the label is not -100, and the number of such labels."""
     return token_loss(logits, labels), (labels != -100).sum()
 
 
 def tokens_correct(logits: Tensor, labels: Tensor) -> Tensor:
-    """The number of correctly predicted next ids."""
+    """Return the number of correctly predicted next ids."""
     return (logits.argmax(-1) == labels).sum()

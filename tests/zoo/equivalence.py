@@ -1,12 +1,13 @@
-"""A model cut into stages compared with the same module in one process: the numbers must be equal.
+"""A model cut into stages is compared with the same module in one process: the values must be equal.
 
 Both run the same micro-batches with the same seeds. One side is the module as its author wrote it, with
-torch.optim; the other is real `StageExecutor`s over arenas in this process, with the sums that a run makes
-between them. Random operators draw the same numbers on both sides: a dispatch mode seeds the generator before
-each of the module's with the id of its node in the graph.
+torch.optim. The other is real `StageExecutor`s over arenas in this process, with the sums that a run makes
+between them. Random operators draw the same numbers on both sides: before each of the module's random
+operators, a dispatch mode seeds the generator with the id of its node in the graph.
 
-Errors: in float64 that of every tensor, relative to its largest element (or, for a tensor that is only
-rounding, to a ten-thousandth of the largest of its kind); in float32 that of the whole vector, by norms.
+Errors: in float64, that of every tensor relative to its largest element (or, for a tensor that is only
+rounding, relative to a ten-thousandth of the largest of its kind); in float32, that of the whole vector, by
+norms.
 """
 
 import math
@@ -53,7 +54,7 @@ SGD = OptimizerSettings(kind="sgd", learning_rate=0.05, momentum=0.9, weight_dec
 FLOAT64_MAX = 1e-9
 FLOAT32_MAX = 1e-5
 _FLOOR = 1e-4
-"""A tensor below this share of the largest of its kind may be only rounding: a bias before a norm."""
+"""A tensor below this share of the largest of its kind may be only rounding, such as a bias before a norm."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Trial:
 
 @dataclass
 class History:
-    """The computation of one side. Lists are by step; tensors are copies, by their first name."""
+    """The computation of one side. Lists have an entry per step; tensors are copies, by their first name."""
 
     losses: list[float] = field(default_factory=list)
     metrics: list[float] = field(default_factory=list)
@@ -80,14 +81,14 @@ class History:
     parameters: list[dict[str, Array]] = field(default_factory=list)
     evaluated: list[float] = field(default_factory=list)
     moved: set[str] = field(default_factory=set)
-    """Names of what training changed, so that the other side must have it."""
+    """Names of all values that training changed, which the other side must have changed too."""
     boundary_bytes: int = 0
-    """The most bytes that crossed one boundary for one micro-batch, forward."""
+    """The largest number of bytes that crossed one boundary for one micro-batch in the forward direction."""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """The largest of each kind."""
+    """The largest error of each kind."""
 
     forward: float
     gradients: float
@@ -100,7 +101,7 @@ class Errors:
 
 
 def captured_case(case: Case, dtype: torch.dtype) -> Captured:
-    """The graph of a case, with its loss and metrics."""
+    """Return the graph of a case, with its loss and metrics."""
     inputs, labels = case.data(0, case.batch, dtype)
     return capture(
         case.model(dtype),
@@ -114,7 +115,8 @@ def captured_case(case: Case, dtype: torch.dtype) -> Captured:
 
 @cache
 def captured_small(name: str, dtype: torch.dtype) -> Captured:
-    """The graph of a model of the zoo at the scale of tests, captured once for all of them: it is data.
+    """Return the graph of a model of the zoo at the scale of tests. It is captured once for all tests,
+    because it is only data.
 
     `dtype` has no default, because a cache treats an omitted argument and its default as two calls.
     """
@@ -122,18 +124,18 @@ def captured_small(name: str, dtype: torch.dtype) -> Captured:
 
 
 def stages_possible(graph: Graph) -> int:
-    """The most stages that a graph can be cut into."""
+    """Return the largest number of stages that a graph can be cut into."""
     return len(legal_positions(graph)) + 1
 
 
 def random_cut(graph: Graph, name: bytes, stages: int, seed: int) -> tuple[StageGraph, ...]:
-    """The graph in this many stages at random legal boundaries."""
+    """Return the graph cut into this many stages at random legal boundaries."""
     places = legal_positions(graph)
     return cut(graph, name, sorted(random.Random(seed).sample(places, stages - 1)))
 
 
 def microbatches(case: Case, trial: Trial, step: int) -> list[tuple[Tensors, Tensors]]:
-    """The data of a step; evaluation is the step after the last."""
+    """Return the data of a step; evaluation counts as the step after the last."""
     seeds = range(1_000 * step, 1_000 * step + len(trial.batches))
     return [case.data(seed, size, trial.dtype) for seed, size in zip(seeds, trial.batches, strict=True)]
 
@@ -142,7 +144,7 @@ def microbatches(case: Case, trial: Trial, step: int) -> list[tuple[Tensors, Ten
 
 
 def draws(node: GraphNode, operators: Sequence[str]) -> bool:
-    """Whether this node takes random numbers while training."""
+    """Return whether this node draws random numbers in training."""
     name = operators[node.operator]
     if not OPERATORS[name].random:
         return False
@@ -177,7 +179,8 @@ class SeededAsGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]  # so i
 
 
 def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether it is a dropout, also of attention, with a rate of zero: such a node draws nothing."""
+    """Return whether the node is a dropout, also of attention, with a rate of zero: such a node draws
+    nothing."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in ("p", "dropout_p") and "dropout" in f"{func}.{argument.name}":
             rate = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -241,7 +244,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, samples: int, clip
     if clip_norm:
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()
-    # Zeros, not None: a stage, too, keeps momentum for a parameter that one step does not use.
+    # Zeros instead of None: a stage, too, keeps momentum for a parameter that one step does not use.
     optimizer.zero_grad(set_to_none=False)
 
 
@@ -250,7 +253,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _values(model: nn.Module) -> dict[str, Array]:
-    """Copies of parameters and buffers, without counts of micro-batches, which no stage has."""
+    """Return copies of parameters and buffers, without the counts of micro-batches, which no stage has."""
     return {
         name: _numpy(value)
         for name, value in _named(model).items()
@@ -270,7 +273,7 @@ def _numpy(tensor: Tensor) -> Array:
 
 
 class Chain:
-    """Every stage once: executors in this process, as if each had one replica."""
+    """All stages, one executor for each, in this process, as if each had one replica."""
 
     def __init__(self, stages: Sequence[StageGraph], sizes_max: Sequence[int], trial: Trial) -> None:
         self.specifications = [
@@ -304,7 +307,7 @@ class Chain:
         return reply
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Every stage's parameters and named constants from a state dict."""
+        """Fill every stage's parameters and named constants from a state dict."""
         for stage, specification in enumerate(self.specifications):
             names = [row.names[0] for row in specification.graph.parameters]
             names += [row.names[0] for row in specification.graph.constants if row.names]
@@ -312,7 +315,7 @@ class Chain:
             self.ask(stage, Import(safetensors.torch.save(data)), StageDone)
 
     def vector(self, stage: int, arena: str) -> Array:
-        """An arena as numbers; writing to it changes it."""
+        """Return an arena as an array; writing to the array changes the arena."""
         specification = self.specifications[stage]
         size = arena_bytes(specification)[arena]
         return np.frombuffer(self.arenas[stage][arena], specification.dtype, size // specification.item_bytes)
@@ -353,7 +356,7 @@ class Chain:
 
 
 def sizes_of(graph: Graph, data: tuple[Tensors, Tensors]) -> tuple[int, ...]:
-    """The values of the graph's symbols for this data."""
+    """Return the values of the graph's symbols for this data."""
     entry = graph.entry("train")
     return bind(
         graph.symbols,
@@ -364,14 +367,14 @@ def sizes_of(graph: Graph, data: tuple[Tensors, Tensors]) -> tuple[int, ...]:
 
 
 def payloads(graph: Graph, data: tuple[Tensors, Tensors]) -> tuple[Payload, Payload]:
-    """Inputs and labels as bundles."""
+    """Return inputs and labels as bundles."""
     sizes = sizes_of(graph, data)
     first, second = (pack([typed(tensor.numpy()) for tensor in part], "raw", sizes) for part in data)
     return first, second
 
 
 def run_stages(case: Case, graph: Graph, stages: Sequence[StageGraph], trial: Trial) -> History:
-    """Train the stages; micro-batches are dealt to their replicas in turns."""
+    """Train the stages; micro-batches are given to their replicas in turn."""
     sizes_max = sizes_of(graph, case.data(0, max(trial.batches), trial.dtype))
     chains = [Chain(stages, sizes_max, trial) for _ in range(trial.replicas)]
     first = {name: value.detach() for name, value in _named(case.model(trial.dtype)).items()}
@@ -403,7 +406,7 @@ def run_stages(case: Case, graph: Graph, stages: Sequence[StageGraph], trial: Tr
 
 
 def _reduce(chains: Sequence[Chain]) -> dict[str, Array]:
-    """Sum gradients over replicas, and over stages where they are tied, into every chain's totals."""
+    """Sum gradients over replicas, and over stages in which they are tied, into every chain's totals."""
     for stage in range(len(chains[0].executors)):
         total = sum(chain.vector(stage, "gradients") for chain in chains)
         for chain in chains:
@@ -433,7 +436,7 @@ def _apply(chains: Sequence[Chain], step: int, samples: int, optimizer: Optimize
 
 
 def _by_name(chain: Chain, arena: str, kinds: Sequence[str]) -> dict[str, Array]:
-    """Return copies by every name. Tensors of several stages must be equal."""
+    """Return copies under every name. Tensors of several stages must be equal."""
     found: dict[str, Array] = {}
     for slot, values in chain.slots(arena, kinds=kinds):
         if slot.name in found:
@@ -443,13 +446,13 @@ def _by_name(chain: Chain, arena: str, kinds: Sequence[str]) -> dict[str, Array]
     return found
 
 
-# Between them
+# The comparison
 
 
 def errors(found: History, expected: History, dtype: torch.dtype) -> Errors:
-    """Return the differences between the stages' numbers and the module's.
+    """Return the differences between the stages' values and the module's.
 
-    Raises AssertionError for other samples, or a gradient or parameter that one side lacks.
+    Raises AssertionError if the samples differ, or if one side lacks a gradient or parameter.
     """
     assert found.samples == expected.samples, (found.samples, expected.samples)
     assert expected.moved <= found.parameters[-1].keys(), expected.moved - found.parameters[-1].keys()
@@ -467,7 +470,7 @@ def errors(found: History, expected: History, dtype: torch.dtype) -> Errors:
 
 
 def _like(found: dict[str, Array], expected: dict[str, Array]) -> dict[str, Array]:
-    """Return the expected tensors of the found names. A gradient that torch did not make is zero."""
+    """Return the expected tensors for the found names. A gradient that torch did not make is zero."""
     return {name: expected.get(name, np.zeros_like(value)) for name, value in found.items()}
 
 

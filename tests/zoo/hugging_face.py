@@ -1,4 +1,4 @@
-"""Models of the transformers library, unchanged, from configurations: nothing is downloaded."""
+"""Models of the transformers library, unchanged, built from configurations: nothing is downloaded."""
 
 from typing import Any
 
@@ -44,17 +44,17 @@ LLAMA_8B: dict[str, Any] = {
 
 
 def logits_loss(output: Any, labels: Tensor) -> Tensor:
-    """Cross entropy of next ids."""
+    """Return the cross entropy of next ids."""
     return token_loss(output.logits, labels)
 
 
 def masked_loss(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy of the masked ids, and the number of them."""
+    """Return the cross entropy of the masked ids, and their number."""
     return counted_loss(output.logits, labels)
 
 
 def logits_correct(output: Any, labels: Tensor) -> Tensor:
-    """The number of correctly predicted next ids."""
+    """Return the number of correctly predicted next ids."""
     return tokens_correct(output.logits, labels)
 
 
@@ -64,7 +64,7 @@ def picture_loss(output: Any, labels: Tensor) -> Tensor:
 
 
 def picture_correct(output: Any, labels: Tensor) -> Tensor:
-    """The number of correct classifications."""
+    """Return the number of correct classifications."""
     return correct(output.logits, labels)
 
 
@@ -127,7 +127,7 @@ def llama_8b() -> nn.Module:
 
 
 def bert(scale: Scale) -> Case:
-    """BERT with its masked-language head, tied to the embeddings; a mask of padding as second input."""
+    """BERT with its masked-language head, tied to the embeddings; the padding mask is a second input."""
     length, vocabulary, width, layers = (64, 2_000, 192, 4) if scale == "bench" else (6, 29, 16, 2)
     config = BertConfig(
         vocab_size=vocabulary,

@@ -40,13 +40,13 @@ class LstmLanguageModel(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(batch, length) to (batch, length, vocabulary)."""
+        """Map (batch, length) to (batch, length, vocabulary)."""
         hidden, _ = self.lstm(self.drop(self.embedding(ids)))
         return cast(Tensor, self.head(self.drop(hidden)))
 
 
 def lstm(scale: Scale) -> Case:
-    """Recurrence over time, unrolled by the capture."""
+    """A recurrence over time, which capture unrolls."""
     length, vocabulary, width = (32, 1_000, 128) if scale == "bench" else (5, 23, 8)
     return Case(
         "lstm",
@@ -68,13 +68,13 @@ class GruTagger(nn.Module):
         self.head = nn.Linear(2 * width, tags)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(batch, length) to (batch, length, tags)."""
+        """Map (batch, length) to (batch, length, tags)."""
         hidden, _ = self.gru(self.embedding(ids))
         return cast(Tensor, self.head(hidden))
 
 
 def gru(scale: Scale) -> Case:
-    """Both directions of time, a padding row without gradient, and ignored labels."""
+    """A model with both directions of time, a padding row without gradient, and ignored labels."""
     length, vocabulary, width = (24, 1_000, 96) if scale == "bench" else (5, 19, 6)
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:
@@ -104,7 +104,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.down, std=0.1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, length, width) to the same shape, and the shares (batch, length, experts)."""
+        """Map (batch, length, width) to the same shape, and to the shares (batch, length, experts)."""
         shares = self.gate(x).softmax(-1)
         hidden = functional.silu(torch.einsum("btd,edh->bteh", x, self.up))
         each = torch.einsum("bteh,ehd->bted", hidden, self.down)
@@ -122,7 +122,7 @@ class MixtureOfExperts(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, length) to logits (batch, length, vocabulary) and mean shares (batch, experts)."""
+        """Map (batch, length) to logits (batch, length, vocabulary) and mean shares (batch, experts)."""
         x = self.embedding(ids)
         load = []
         for norm, experts in zip(self.norms, self.experts, strict=True):
@@ -133,18 +133,18 @@ class MixtureOfExperts(nn.Module):
 
 
 def balanced_loss(output: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-    """Cross entropy, and the cost of uneven use of the experts."""
+    """Return the cross entropy plus the cost of uneven use of the experts."""
     logits, load = output
     return token_loss(logits, labels) + 0.01 * load.shape[1] * load.square().sum()
 
 
 def balanced_correct(output: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-    """The number of correctly predicted next ids."""
+    """Return the number of correctly predicted next ids."""
     return tokens_correct(output[0], labels)
 
 
 def experts(scale: Scale) -> Case:
-    """Three-dimensional parameters, einsum, two outputs, a loss over both."""
+    """A model with three-dimensional parameters, einsum, two outputs, and a loss over both."""
     length, vocabulary, width, layers = (64, 1_000, 96, 4) if scale == "bench" else (6, 23, 8, 3)
     return Case(
         "experts",
@@ -157,7 +157,7 @@ def experts(scale: Scale) -> Case:
 
 
 class TemporalConvolution(nn.Module):
-    """Causal, dilated, gated (van den Oord et al. 2016), with skips to the end."""
+    """A causal, dilated, gated convolution (van den Oord et al. 2016), with a skip to the end."""
 
     def __init__(self, vocabulary: int, width: int, layers: int) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class TemporalConvolution(nn.Module):
         self.head = nn.Conv1d(width, vocabulary, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(batch, length) to (batch, length, vocabulary)."""
+        """Map (batch, length) to (batch, length, vocabulary)."""
         x = self.embedding(ids).transpose(1, 2)
         total = torch.zeros_like(x)
         for layer, (convolution, mix) in enumerate(zip(self.convolutions, self.mix, strict=True)):
@@ -180,7 +180,8 @@ class TemporalConvolution(nn.Module):
 
 
 def temporal(scale: Scale) -> Case:
-    """One-dimensional convolutions, padding on one side, and a running sum alive over the whole net."""
+    """A model with one-dimensional convolutions, padding on one side, and a running sum that every part of
+    the net uses."""
     length, vocabulary, width, layers = (64, 500, 64, 6) if scale == "bench" else (7, 19, 6, 3)
     return Case(
         "temporal",
@@ -193,7 +194,7 @@ def temporal(scale: Scale) -> Case:
 
 
 class Translator(nn.Module):
-    """torch's own `nn.Transformer` between embeddings: the memory is read by every decoder layer."""
+    """torch's own `nn.Transformer` between embeddings: every decoder layer reads the encoder's output."""
 
     def __init__(self, vocabulary: int, length: int, width: int, layers: int) -> None:
         super().__init__()
@@ -205,7 +206,7 @@ class Translator(nn.Module):
         self.register_buffer("mask", torch.ones(length, length, dtype=torch.bool).triu(1))
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Two inputs (batch, length) to (batch, length, vocabulary)."""
+        """Map two inputs (batch, length) to (batch, length, vocabulary)."""
         hidden = self.transformer(
             self.source(source) + self.places,
             self.target(target) + self.places,
@@ -216,7 +217,8 @@ class Translator(nn.Module):
 
 
 def translator(scale: Scale) -> Case:
-    """Two inputs of ids, cross attention, and an encoder's result that skips to every later layer."""
+    """A model with two inputs of ids, cross attention, and an encoder's result that every later layer
+    reads."""
     length, vocabulary, width, layers = (32, 1_000, 128, 2) if scale == "bench" else (5, 19, 8, 1)
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:

@@ -39,7 +39,7 @@ def mlp(scale: Scale) -> Case:
 
 
 class Recommender(nn.Module):
-    """Embeddings of categories beside numbers, crossed (Wang et al. 2021), then a perceptron."""
+    """Embeddings of categories together with numbers, crossed (Wang et al. 2021), then a perceptron."""
 
     def __init__(self, numbers: int, categories: int, rows: int, width: int, layers: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Recommender(nn.Module):
         self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
-        """(batch, numbers) and ids (batch, categories) to a logit (batch,)."""
+        """Map numbers (batch, numbers) and ids (batch, categories) to a logit (batch,)."""
         parts = [self.norm(numbers)]
         parts += [table(categories[:, column]) for column, table in enumerate(self.embeddings)]
         first = x = torch.cat(parts, dim=1)
@@ -61,12 +61,12 @@ class Recommender(nn.Module):
 
 
 def binary_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the binary cross entropies."""
+    """Return the sum of the binary cross entropies."""
     return functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
 
 
 def recommender(scale: Scale) -> Case:
-    """Inputs of two types, a scalar parameter, and a weight that most stages lack."""
+    """A model with inputs of two types, a scalar parameter, and a weight that most stages lack."""
     rows, width, layers = (5_000, 32, 3) if scale == "bench" else (11, 4, 2)
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:
@@ -92,7 +92,7 @@ class GraphAttention(nn.Module):
         self.scores = nn.Linear(2 * after, 1)
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        """(batch, nodes, before) and (batch, nodes, nodes) to (batch, nodes, after)."""
+        """Map (batch, nodes, before) and (batch, nodes, nodes) to (batch, nodes, after)."""
         x = self.features(x)
         count = x.shape[1]
         left = x.unsqueeze(2).expand(-1, -1, count, -1)
@@ -113,14 +113,14 @@ class GraphNetwork(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        """To (batch, classes)."""
+        """Map the nodes and their adjacency to (batch, classes)."""
         for layer in self.layers:
             x = functional.elu(layer(x, edges))
         return cast(Tensor, self.head(x.mean(1)))
 
 
 def graph_network(scale: Scale) -> Case:
-    """An input that every stage reads, so each stage passes it on."""
+    """A model with an input that every stage reads, so each stage passes it on."""
     nodes, width, layers = (24, 48, 4) if scale == "bench" else (4, 6, 3)
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:

@@ -67,7 +67,7 @@ class UNet(nn.Module):
         self.leave = nn.Conv2d(width, classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, 3, side, side) to (batch, classes, side, side)."""
+        """Map (batch, 3, side, side) to (batch, classes, side, side)."""
         x = self.enter(x)
         skips = []
         for down in self.down:
@@ -79,18 +79,18 @@ class UNet(nn.Module):
 
 
 def pixel_accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum over samples of the share of pixels classified right."""
+    """Return the sum over samples of the share of pixels that are classified right."""
     return (logits.argmax(1) == labels).to(logits.dtype).mean((1, 2)).sum()
 
 
 def pixel_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum over samples of the mean over pixels."""
+    """Return the sum over samples of the mean loss over pixels."""
     each = functional.cross_entropy(logits, labels, reduction="none")
     return each.mean((1, 2)).sum()
 
 
 def unet(scale: Scale) -> Case:
-    """Segmentation: every skip is alive over a long stretch, so boundaries carry several tensors."""
+    """Segmentation: every skip connection spans much of the net, so boundaries carry several tensors."""
     side, width, depth = (64, 16, 4) if scale == "bench" else (8, 4, 2)
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:
@@ -117,7 +117,7 @@ class SqueezeExcite(nn.Module):
         self.excite = nn.Conv2d(max(4, channels // 4), channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape."""
+        """Keep the shape."""
         scale = functional.relu(self.squeeze(self.pool(x)))
         return x * functional.hardsigmoid(self.excite(scale))
 
@@ -143,7 +143,7 @@ class InvertedResidual(nn.Module):
         self.skips = stride == 1 and before == after
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, before, side, side) to (batch, after, side / stride, side / stride)."""
+        """Map (batch, before, side, side) to (batch, after, side / stride, side / stride)."""
         y = self.block(x)
         return x + y if self.skips else cast(Tensor, y)
 
@@ -173,12 +173,12 @@ class MobileNet(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, 3, side, side) to (batch, classes)."""
+        """Map (batch, 3, side, side) to (batch, classes)."""
         return cast(Tensor, self.head(self.blocks(self.stem(x))))
 
 
 def mobilenet(scale: Scale) -> Case:
-    """Grouped and depthwise convolutions, in-place activations, gates."""
+    """A model with grouped and depthwise convolutions, in-place activations, and gates."""
     side, width, repeats = (64, 16, 3) if scale == "bench" else (16, 4, 1)
     return Case(
         "mobilenet",
@@ -214,7 +214,7 @@ class DenseNet(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, 3, side, side) to (batch, classes)."""
+        """Map (batch, 3, side, side) to (batch, classes)."""
         x = self.stem(x)
         for block, transition in zip(self.blocks, self.transitions, strict=True):
             features = [x]
@@ -225,7 +225,7 @@ class DenseNet(nn.Module):
 
 
 def densenet(scale: Scale) -> Case:
-    """Concatenations of all earlier layers: the widest bundles of the zoo."""
+    """Concatenations of all earlier layers, which make the widest bundles of the zoo."""
     side, growth, layers = (32, 16, 6) if scale == "bench" else (8, 4, 3)
     return Case(
         "densenet",
@@ -238,7 +238,7 @@ def densenet(scale: Scale) -> Case:
 
 
 class Autoencoder(nn.Module):
-    """Group norm down, transposed convolutions up, back to the image."""
+    """An autoencoder: group norm on the way down, transposed convolutions up, back to the image."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -263,22 +263,22 @@ class Autoencoder(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, 3, side, side), the same shape back."""
+        """Map (batch, 3, side, side) to the same shape."""
         return cast(Tensor, self.decoder(self.encoder(x)))
 
 
 def reconstruction(output: Tensor, target: Tensor) -> Tensor:
-    """Sum over samples of the mean squared error."""
+    """Return the sum over samples of the mean squared error."""
     return functional.mse_loss(output, target, reduction="none").mean((1, 2, 3)).sum()
 
 
 def absolute_error(output: Tensor, target: Tensor) -> Tensor:
-    """Sum over samples of the mean absolute error."""
+    """Return the sum over samples of the mean absolute error."""
     return functional.l1_loss(output, target, reduction="none").mean((1, 2, 3)).sum()
 
 
 def autoencoder(scale: Scale) -> Case:
-    """No classes: the label is the image."""
+    """A task without classes: the label is the image."""
     side, width = (32, 32) if scale == "bench" else (8, 4)
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:
@@ -296,7 +296,7 @@ def autoencoder(scale: Scale) -> Case:
 
 
 class Siamese(nn.Module):
-    """One tower over two images, so every weight is used twice (Bromley et al. 1993)."""
+    """One tower is applied to two images, so every weight is used twice (Bromley et al. 1993)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -314,18 +314,18 @@ class Siamese(nn.Module):
         )
 
     def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Two images (batch, 1, side, side) to two embeddings (batch, 16)."""
+        """Map two images (batch, 1, side, side) to two embeddings (batch, 16)."""
         return self.tower(left), self.tower(right)
 
 
 def contrastive(output: tuple[Tensor, Tensor], same: Tensor) -> Tensor:
-    """Hadsell et al. 2006, over the cosine."""
+    """The contrastive loss of Hadsell et al. 2006, with the cosine as distance."""
     distance = 1 - functional.cosine_similarity(*output)
     return (same * distance.square() + (1 - same) * functional.relu(0.5 - distance).square()).sum()
 
 
 def siamese(scale: Scale) -> Case:
-    """Shared weights, two inputs, two outputs, batch norm used twice in one micro-batch."""
+    """A model with shared weights, two inputs, two outputs, and batch norm used twice in one micro-batch."""
     side, width = (32, 16) if scale == "bench" else (8, 4)
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:
@@ -336,7 +336,7 @@ def siamese(scale: Scale) -> Case:
 
 
 class MixerBlock(nn.Module):
-    """One of MLP-Mixer (Tolstikhin et al. 2021)."""
+    """One block of MLP-Mixer (Tolstikhin et al. 2021)."""
 
     def __init__(self, places: int, width: int) -> None:
         super().__init__()
@@ -348,13 +348,13 @@ class MixerBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, places, width) to the same shape."""
+        """Map (batch, places, width) to the same shape."""
         x = x + self.places(self.before(x).transpose(1, 2)).transpose(1, 2)
         return x + cast(Tensor, self.channels(self.after(x)))
 
 
 class Mixer(nn.Module):
-    """Patches, mixed over places and over channels in turns."""
+    """Patches, mixed alternately over places and over channels."""
 
     def __init__(self, side: int, width: int, layers: int, classes: int) -> None:
         super().__init__()
@@ -364,13 +364,13 @@ class Mixer(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, 3, side, side) to (batch, classes)."""
+        """Map (batch, 3, side, side) to (batch, classes)."""
         x = self.patches(x).flatten(2).transpose(1, 2)
         return cast(Tensor, self.head(self.norm(self.blocks(x)).mean(1)))
 
 
 def mixer(scale: Scale) -> Case:
-    """Transposes between matrix products: views that a boundary must make contiguous."""
+    """A model with transposes between matrix products: views that a boundary must make contiguous."""
     side, width, layers = (32, 128, 4) if scale == "bench" else (16, 8, 2)
     return Case(
         "mixer",
