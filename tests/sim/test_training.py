@@ -271,7 +271,7 @@ class CountsTwice(Replica):
 
 
 def cut_off_for_a_moment(seed: int, cores: Cores) -> Troubled:
-    """One replica is out of reach for a second in which the others do its work: both count some of it."""
+    """One replica is out of reach for a second, in which the others do its work, so both count some of it."""
     rng = seeded_rng(seed, "moment")
     run = training(steps=12, microbatches=16, pass_seconds=0.1)
     played = Troubled(scenario(run, seconds=70, preset="local"), seed, cores)
