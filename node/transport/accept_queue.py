@@ -1,12 +1,14 @@
-"""Accepts connections and holds them until a valid first flight has come. They share one queue and one task.
+"""Accepts connections and holds them until a valid first flight has arrived. All connections share one queue
+and one task.
 
 The task takes connections from the kernel, reads them, and closes those that send something else, hang up, or
-take too long. Under load it handles many in one turn of the event loop, which costs more than all other work
-for a connection. A connection whose first flight is complete, and in a private swarm proves a key of it, goes
-on to the handshake as soon as `HandshakeGate` admits it; it keeps its place in the queue until then.
+take too long. Under load it handles many in one turn of the event loop, because a turn costs more than all
+other work for a connection. A connection is ready once its first flight is complete and, in a private swarm,
+proves that the sender has a swarm key. It goes on to the handshake as soon as `HandshakeGate` admits it, and
+keeps its place in the queue until the handshake ends.
 
-In a private swarm an outsider gets no byte, and timing tells it nothing: whatever it sends, its connection is
-closed when it hangs up or at the deadline, as a silent one is.
+In a private swarm an outsider gets no byte and learns nothing from timing. Whatever it sends, its connection
+is closed when it hangs up or at the deadline, just like a silent connection.
 """
 
 import errno
@@ -30,37 +32,40 @@ from node.transport.handshake import FLIGHT_BYTES_MAX, Credentials
 from node.transport.handshake_limits import HandshakeGate
 
 TAKEN_AT_ONCE_MAX = 64
-"""Connections accepted from one listening socket before others get their turn: some milliseconds of work."""
+"""Maximum number of connections accepted from one listening socket in one turn, so that other tasks are not
+delayed for more than some milliseconds."""
 TURNS_RATE, TURNS_BURST = 2.0, 10.0
-"""Immediate turns of the event loop for strangers: the rate a second, and the burst. A turn that yields a
-peer is not counted."""
+"""Immediate turns of the event loop for unknown peers: the rate per second, and the burst. A turn that yields
+a peer is not counted."""
 GATHER_SECONDS = 0.05
-"""The pause between turns beyond that rate, in which strangers gather. A turn costs 100 us or more, each of
-many strangers in it 30. An honest peer that comes amid a crowd waits for this once or twice."""
+"""How long to pause between turns beyond that rate, while new connections gather. A turn costs at least 100
+us, and each further connection in it 30 us. An honest peer that arrives in a crowd waits for this pause once
+or twice."""
 GATHERED_PART = 1 / 8
-"""The share of the queue's places that may fill in a turn before the pause becomes shorter. Connections of
-the turn before must have time to shake hands before a whole queue has come after them."""
+"""The share of the queue's places that may fill in one turn before the pause becomes shorter. The connections
+of one turn must have time to shake hands before a whole queue of newer ones has arrived."""
 READ_BYTES_MAX = 2**16
-"""The bytes read of an outsider in all, and discarded, so that its connection ends as a silent one does. An
-outsider that sends more is read no further, and its own kernel waits. Bytes before its rejection count too:
-else the number that it can still send would tell how much of its flight was right."""
+"""Maximum number of bytes read from an outsider. They are discarded, so that its connection ends like a
+silent one. Beyond this, nothing more is read and the outsider's own kernel blocks. Bytes that arrived before
+the rejection count too; otherwise the number of bytes that it can still send would reveal how much of its
+flight was right."""
 
 FAILED_SECONDS = 1.0
-"""After a turn that failed by a bug of ours."""
+"""How long to pause after a turn that failed because of a bug in this program."""
 
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
-"""After these errors the kernel keeps the connection, and the next turn accepts again: in a crowd turns are
-few."""
+"""After these errors the kernel keeps the connection, and the next turn accepts it again. Even in a crowd
+turns are infrequent, so retrying costs little."""
 _FILES = tuple(
     kind
     for name in ("EpollSelector", "KqueueSelector")
     if (kind := getattr(selectors, name, None)) is not None
 )
-"""Selectors that are files themselves, and readable when there is something in one of theirs."""
+"""Selectors that have a file descriptor of their own, which is readable when one of their sockets is."""
 
 
 class PendingConnection:
-    """One connection until its handshake is over; `due_at` is when that must be."""
+    """One connection until its handshake is over, which must be by `due_at`."""
 
     __slots__ = (
         "came", "due_at", "gathers", "handshake", "is_heard", "is_outsider", "read_bytes", "scope", "socket",
@@ -76,36 +81,36 @@ class PendingConnection:
         self.handshake: PeerHandshake | None = None
         self.read_bytes = 0
         self.is_outsider = False
-        """Whether it has proved to be one: its bytes are discarded."""
+        """Whether it has proved to be an outsider's, so its bytes are discarded."""
         self.is_heard = False
-        """Whether the selector reports when it becomes readable."""
+        """Whether the selector watches it for incoming bytes."""
         self.gathers = False
-        """Whether its bytes gather in the kernel until there are enough of them."""
+        """Whether its bytes gather in the kernel until a minimum number has arrived."""
         self.scope: trio.CancelScope | None = None
         """The scope of the handshake's task, once there is one."""
 
     @property
     def missing_bytes(self) -> int:
-        """The number of bytes until more is known of it, or its first flight is complete."""
+        """The number of bytes still needed to judge the connection or to complete its first flight."""
         wanted = HEAD_BYTES if self.handshake is None else self.handshake.wanted
         return wanted - len(self.came)
 
     def gather(self, bytes_min: int) -> None:
-        """Make a socket readable only with this many bytes, or at its end; on systems without
-        this, with any."""
+        """Let the socket count as readable only once this many bytes have arrived, or at its end. On systems
+        that do not support this, one byte is enough."""
         if self.gathers or bytes_min > 1:
             with suppress(OSError, AttributeError):
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, bytes_min)
                 self.gathers = bytes_min > 1
 
     def hear(self, data: bytes, credentials: Credentials) -> bool:
-        """Return whether its first flight is complete. Raises RemoteProtocolError: it is not a peer of this
-        swarm."""
+        """Take received bytes; return whether the first flight is complete. Raises RemoteProtocolError if the
+        sender is not a peer of this swarm."""
         self.came += data
         if self.handshake is None:
             if len(self.came) < HEAD_BYTES:
                 return False
-            # Most garbage ends here, before anything is made for it.
+            # Most garbage is rejected here, before any handshake state exists for it.
             check_head(self.came)
             self.handshake = credentials.handshake(initiator=False)
             self.handshake.start()
@@ -116,9 +121,9 @@ class PendingConnection:
 
 
 class PendingConnections:
-    """The queue of one `run`, which follows. `has_room(source)` returns whether a peer from there would be
-    let in at all; `shake_hands(stranger)` starts a task that continues with `accept` and finally calls
-    `leave`.
+    """The queue of pending connections, served by one `run`. `has_room(source)` returns whether a peer from
+    that source would be admitted at all. `shake_hands(connection)` starts a task that continues with `accept`
+    and finally calls `leave`.
     """
 
     def __init__(
@@ -147,7 +152,8 @@ class PendingConnections:
         self._turns = TokenBucket(TURNS_RATE, TURNS_BURST, TURNS_BURST, now)
 
     async def run(self, listening: Iterable[socket.socket]) -> None:
-        """Take connections until cancelled; then waiting connections without a task are closed."""
+        """Take connections until cancelled; on cancellation, close the waiting connections that have no task
+        yet."""
         try:
             for each in listening:
                 self._selector.register(each, selectors.EVENT_READ)
@@ -166,7 +172,7 @@ class PendingConnections:
             self._selector.close()
 
     def enter(self, connection: socket.socket, host: str) -> None:
-        """Add a connection from this source."""
+        """Add a connection from this host."""
         connection.setblocking(False)
         source = prefix_of(host)
         if not self._has_room(source):
@@ -179,11 +185,11 @@ class PendingConnections:
         if gone is not None:
             self._displace(gone)
         self._standing[stranger] = None
-        # Most have sent something already.
+        # Most connections have already delivered some bytes.
         self._hear(stranger)
 
     def leave(self, stranger: PendingConnection, *, is_peer: bool) -> None:
-        """Note that a handshake is over, and whether it ended in a peer."""
+        """Record that a handshake is over, and whether it ended in a peer."""
         self._doorway.leave(stranger, stranger.source)
         if is_peer:
             self._admission.proved(stranger.source, trio.current_time())
@@ -205,11 +211,11 @@ class PendingConnections:
         return next((stranger.due_at for stranger in self._standing), float("inf"))
 
     def _take_turn(self) -> float:
-        """Do all that is due; return for how many seconds further connections may gather."""
+        """Do all that is due; return for how many seconds new connections may gather before the next turn."""
         taken, is_all = 0, True
         for key, _ in self._selector.select(0):
             if isinstance(key.data, PendingConnection):
-                # Another connection may have taken its place in this turn.
+                # A newer connection may have displaced this one during the same turn.
                 if key.data.is_heard:
                     self._hear(key.data)
             elif isinstance(key.fileobj, socket.socket):
@@ -222,7 +228,7 @@ class PendingConnections:
         return GATHER_SECONDS * min(1.0, GATHERED_PART * self._doorway.places_max / max(1, taken))
 
     def _take_connections(self, listening: socket.socket) -> int:
-        """Return the number of connections; TAKEN_AT_ONCE_MAX if the kernel may hold more."""
+        """Accept connections; return their number. TAKEN_AT_ONCE_MAX means that the kernel may hold more."""
         for number in range(TAKEN_AT_ONCE_MAX):
             try:
                 connection, address = listening.accept()
@@ -232,7 +238,7 @@ class PendingConnections:
                 if error.errno in _NO_ROOM:
                     self._counters["connections_not_taken"] += 1
                     return number
-                # It was gone before we looked, or a firewall forbids it.
+                # The connection was gone before we accepted it, or a firewall forbids it.
                 self._counters["handshakes_broken"] += 1
                 continue
             self.enter(connection, address[0])
@@ -271,7 +277,7 @@ class PendingConnections:
             note(error, "a stranger's first flight")
 
     def _ignore(self, stranger: PendingConnection) -> None:
-        """Read and discard what comes."""
+        """Read and discard an outsider's bytes."""
         try:
             data = stranger.socket.recv(READ_BYTES_MAX - stranger.read_bytes)
         except BlockingIOError:
@@ -293,8 +299,8 @@ class PendingConnections:
 
     def _admit(self) -> None:
         while self._ready:
-            # The newest of each source: if some must wait in vain, the longest waiting one is nearest to its
-            # deadline, and has the least time left to shake hands.
+            # Take the newest connection of each source. If some must wait in vain, let it be the oldest: it
+            # is nearest to its deadline, so it has the least time left to shake hands.
             newest = {stranger.source: stranger for stranger in self._ready}
             source = self._admission.choose(newest, trio.current_time())
             if source is None:
@@ -305,7 +311,7 @@ class PendingConnections:
             stranger.scope = trio.CancelScope(deadline=stranger.due_at)
             self._shake_hands(stranger)
 
-    # --- going -------------------------------------------------------------------------------------
+    # --- endings -----------------------------------------------------------------------------------
 
     def _displace(self, stranger: PendingConnection) -> None:
         if stranger.scope is not None:

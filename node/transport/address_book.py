@@ -1,13 +1,14 @@
-"""The addresses of peers: claimed and observed ones, and their order.
+"""The addresses of peers, claimed and observed, and the order in which to try them.
 
 No I/O.
 
-An *observed* address is the source of an authentic datagram, a *proved* one answered a handshake
-with that peer's key, a *claimed* one is hearsay. An observation becomes stale, since the peer may have moved
-silently; then datagrams go to the other addresses as well, a few different ones each time, so that the
-working one of a long list is found. Hearsay can name any number of peers, so it displaces only hearsay. Peers
-that answered from an address displace those of the source that has most of them. `address_policy` decides
-which claims are tried, and in what order; each is tried a few times, then ever more rarely.
+An *observed* address is the source of an authentic datagram, a *proved* one answered a handshake with that
+peer's key, and a *claimed* one is hearsay. An observation becomes stale, because the peer may have moved
+silently. Then datagrams go to the other addresses as well, a few different ones each time, so that the
+working address in a long list is found. Hearsay can name any number of peers, so it displaces only hearsay.
+If there are too many peers that have answered, a new one displaces a peer of the source that has most of
+them. `address_policy` decides which claims are tried, and in what order. Each claim is tried a few times,
+then ever more rarely.
 """
 
 from collections import OrderedDict
@@ -22,36 +23,44 @@ from crypto.token_buckets import Buckets, prefix_of
 from node.transport.address_policy import AddressPolicy
 
 PEERS_MAX = 4_096
-"""Peers remembered that have answered: a full SWIM scope, a routing table and room for lookups."""
+"""Maximum number of peers remembered that have answered: enough for a full SWIM scope, a routing table and
+lookups."""
 HEARSAY_MAX = 2_048
-"""Peers that are only claimed to be somewhere, the latest named: they are asked at once, or never."""
+"""Maximum number of peers known only from hearsay; the most recently named are kept. Such a peer is contacted
+soon or never."""
 OBSERVED_SECONDS = 120.0
-"""Well above any probe period, so a peer that is alive keeps its observation fresh."""
+"""How long an observation is fresh. This is well above any probe period, so a live peer keeps its observation
+fresh."""
 REORDER_SECONDS = OBSERVED_SECONDS / 4
-"""A peer goes behind the others of its source no more often: at each packet that would cost too much."""
+"""Least time between two moves of a peer to the end of its source's order. Moving it at each packet would
+cost too much."""
 UNPROVEN_ADDRESSES_MAX = 3
 """A datagram goes to at most this many unproven addresses, so we never amplify more than threefold."""
 PROVED_MAX = 4
-"""Addresses kept at which a peer answered: two networks, two families."""
+"""Maximum number of addresses remembered at which a peer answered: two networks times two address
+families."""
 ROTATE_SECONDS = 0.4
-"""Datagrams go to other unproven addresses after this time. A burst has one answer; a handshake is repeated
-after 0.5 s, so that each repetition tries others."""
+"""After this time datagrams go to different unproven addresses. All datagrams of one burst share an answer,
+and a handshake is repeated after 0.5 s, so each repetition tries different addresses."""
 TRIES_MAX = 6
-"""Bursts of datagrams to one claimed address before each further one waits, twice as long each time."""
+"""Number of bursts of datagrams to one claimed address before further bursts must wait. Each wait is twice as
+long as the previous one."""
 TRY_AGAIN_SECONDS = 1.0
 TRY_AGAIN_SECONDS_MAX = 64.0
 TRIED_MAX = 16
-"""Addresses of one peer whose attempts are counted: its claims, and earlier ones."""
+"""Maximum number of addresses of one peer whose attempts are counted: its current claims, and earlier
+ones."""
 HOST_TRIES_PER_SECOND = 20.0
 HOST_TRIES_BURST = 60.0
-"""Datagrams to claimed addresses of one host, for all the peers that are said to be there: a crowd of
-invented peers must not aim this node at somebody. A lecture hall behind one router is through in seconds."""
+"""Limit on datagrams to the claimed addresses of one host, over all the peers that are said to be there. So a
+crowd of invented peers cannot aim this node at a victim. A lecture hall behind one router still needs only
+seconds."""
 HOSTS_TRIED_MAX = 4_096
 
 
 @dataclass(slots=True)
 class _Tries:
-    """The number of bursts sent to an address that has not answered, and the time of the last one."""
+    """The number of bursts sent to an address that has not answered, and the time of the latest one."""
 
     count: int = 0
     at: float = 0.0
@@ -70,7 +79,7 @@ class _Tries:
 class _Entry:
     claimed: tuple[Address, ...] = ()
     hinted: tuple[Address, ...] = ()
-    # The latest first.
+    # The most recently proved first.
     proved: tuple[Address, ...] = ()
     preferred: Address | None = None
     observed: Address | None = None
@@ -79,7 +88,7 @@ class _Entry:
     turned_at: float = -ROTATE_SECONDS
     tries: dict[Address, _Tries] = field(default_factory=dict)
     dials: dict[Address, _Tries] = field(default_factory=dict)
-    """The same for connections, which may come through where datagrams are lost."""
+    """Attempts per address for connections, which may come through where datagrams are lost."""
 
 
 _NOTHING = _Entry()
@@ -87,7 +96,7 @@ _UNTRIED = _Tries()
 
 
 class AddressBook:
-    """Addresses by peer, bounded; `now` is monotonic seconds."""
+    """The addresses of each peer, within limits. `now` is monotonic seconds."""
 
     def __init__(self, policy: AddressPolicy | None = None) -> None:
         self.policy = policy or AddressPolicy()
@@ -97,8 +106,8 @@ class AddressBook:
         self._hearsay: OrderedDict[PeerId, _Entry] = OrderedDict()
 
     def claim(self, peer: PeerId, addresses: Sequence[Address], *, is_hint: bool = False) -> None:
-        """Replace a peer's claims about itself, or, if it `is_hint`, others' claims about it; an empty list
-        changes nothing."""
+        """Replace a peer's claims about itself or, with `is_hint`, other peers' claims about it. An empty
+        list changes nothing."""
         if not addresses:
             return
         entry = self._met.get(peer) or self._hearsay.setdefault(peer, _Entry())
@@ -135,7 +144,8 @@ class AddressBook:
         entry.observed, entry.observed_at = place, now
 
     def failed(self, peer: PeerId, address: Address) -> None:
-        """Note that the peer did not answer a handshake there: its other addresses come first from now on."""
+        """Note that the peer did not answer a handshake at this address: its other addresses come first from
+        now on."""
         entry, place = self._entry(peer), address.of(None)
         if entry.preferred == place:
             entry.preferred = None
@@ -145,26 +155,27 @@ class AddressBook:
             entry.proved = (*(each for each in entry.proved if each != place), place)
 
     def answered(self, peer: PeerId, circuit: Address) -> None:
-        """Note that the peer was reached by this circuit, which may be dialled again as if it was never
-        tried."""
+        """Note that the peer was reached by this circuit, and reset the count of attempts to dial it."""
         self._entry(peer).dials.pop(circuit.of(None), None)
 
     def known(self, peer: PeerId) -> tuple[Address, ...]:
         """Return the addresses where the peer has answered, the latest first, and then its claims that may be
-        tried: the next start dials them without checking them again."""
+        tried. The result is meant for the next start, which dials these addresses without checking them
+        again."""
         entry = self._entry(peer)
         claimed = (each for each in self._claimed(entry) if not each.kind.startswith("dns"))
         return _distinct(*entry.proved, entry.observed, *claimed)
 
     def seen(self, peer: PeerId) -> tuple[Address, ...]:
         """Return the addresses where the peer has answered, the latest first, and the source of its
-        datagrams: no claims."""
+        datagrams, but no claims."""
         entry = self._entry(peer)
         return _distinct(*entry.proved, entry.observed)
 
     def answered_at(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return the addresses where the peer has answered a dial, the latest first, and the source of its
-        datagrams if the peer claims that address itself: behind a router the source may not be dialable."""
+        """Return the addresses where the peer has answered a dial, the latest first. The source of its
+        datagrams is included only if the peer claims that address itself, because behind a router the source
+        may not be dialable."""
         entry = self._entry(peer)
         return _distinct(*entry.proved, entry.observed if entry.observed in entry.claimed else None)
 
@@ -180,18 +191,18 @@ class AddressBook:
         return self._met.get(peer, _NOTHING).observed
 
     def heard_at(self, peer: PeerId) -> float:
-        """Return when an authentic datagram of this peer came last; minus infinity for never."""
+        """Return when the latest authentic datagram of this peer arrived; minus infinity if none has."""
         entry = self._met.get(peer, _NOTHING)
         return -inf if entry.observed is None else entry.observed_at
 
     def at(self, address: Address) -> list[PeerId]:
-        """The peers whose latest packets came from this address."""
+        """Return the peers whose latest packets came from this address."""
         place = address.of(None)
         return [peer for peer, entry in self._met.items() if entry.observed == place]
 
     def paths(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return the likeliest address of the peer on each network that this machine shares with it, without
-        those of containers; none where this machine is on one network."""
+        """Return the likeliest address of the peer on each network that this machine shares with it, except
+        container networks. Return none if this machine is on only one network."""
         found: dict[str, Address] = {}
         if len(self.policy.networks) < 2:
             return ()
@@ -216,21 +227,22 @@ class AddressBook:
         return self._entry(peer) is not _NOTHING
 
     def for_stream(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return addresses to dial, the likeliest first; empty for an unknown peer."""
+        """Return addresses to dial, the likeliest first; none for an unknown peer."""
         entry = self._entry(peer)
         return _distinct(entry.preferred, *entry.proved, entry.observed, *self._claimed(entry))
 
     def may_dial(self, peer: PeerId, address: Address, now: float) -> bool:
-        """Note an attempt to connect to an address of the peer; return whether it is allowed: always where
-        the peer was seen, at a claimed address as rarely as datagrams go there."""
+        """Record an attempt to connect to an address of the peer; return whether it is allowed. An address
+        where the peer was seen is always allowed; a claimed address only as often as datagrams may go
+        there."""
         entry, place = self._entry(peer), address.of(None)
         if place in entry.proved or place == entry.observed:
             return True
-        if entry is _NOTHING:  # a relay, say, that only a peer behind it has named
+        if entry is _NOTHING:  # for example a relay that only a peer behind it has named
             return self.policy.is_near(place) or self._hosts.of(place.host, now).take(now)
         tries = entry.dials.get(place, _UNTRIED)
         if tries.count and not tries.has_failed and now - tries.at < ROTATE_SECONDS:
-            return True  # several conversations with one peer begin at once
+            return True  # several conversations with one peer may begin simultaneously
         if not tries.is_rested(now):
             return False
         if not self.policy.is_near(place) and not self._hosts.of(place.host, now).take(now):
@@ -242,11 +254,12 @@ class AddressBook:
         return True
 
     def circuits(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return the relays that a peer claims to be reached by, as far as they may be tried."""
+        """Return the circuits by which a peer claims to be reachable, except those that must not be tried."""
         return tuple(each for each in self._claimed(self._entry(peer)) if each.relay is not None)
 
     def for_datagram(self, peer: PeerId, now: float) -> tuple[Address, ...]:
-        """Return the addresses for one datagram: a fresh observation alone, else a few at once.
+        """Return the addresses for one datagram: only the observed address if it is fresh, otherwise several
+        addresses.
 
         Addresses where the peer was seen always come first; the others take turns.
         """
@@ -266,7 +279,8 @@ class AddressBook:
         return (*first, *self._try(entry, others, now))
 
     def _try(self, entry: _Entry, addresses: Iterable[Address], now: float) -> tuple[Address, ...]:
-        """Note datagrams to these addresses; leave out those of hosts that got too many."""
+        """Record datagrams to these addresses, and return the addresses without those on hosts that have
+        received too many."""
         tried = []
         for address in addresses:
             tries = entry.tries.get(address)
@@ -283,7 +297,8 @@ class AddressBook:
         return tuple(tried)
 
     def _claimed(self, entry: _Entry) -> list[Address]:
-        """Return the admitted addresses among those that it and others claim, in the order to try them."""
+        """Return the admitted addresses among those that the peer and others claim, in the order to try
+        them."""
         said = _distinct(*entry.claimed, *entry.hinted)
         return sorted(filter(self.policy.admits, said), key=self.policy.closeness)
 
@@ -291,7 +306,7 @@ class AddressBook:
         return self._met.get(peer) or self._hearsay.get(peer, _NOTHING)
 
     def _meet(self, peer: PeerId, address: Address) -> _Entry:
-        """Return the entry of a peer that has answered from this address, perhaps for the first time."""
+        """Return the entry of a peer that has answered from this address, making one if there is none."""
         source = _source(address)
         if len(self._met) >= PEERS_MAX:
             gone = next(iter(self._crowd.greedier(source) or self._crowd.equals(source)))

@@ -1,12 +1,12 @@
-"""Decides which addresses to announce, which to try and in what order: evidence before guesses. No I/O.
+"""Decides which addresses to announce, and which to try in what order, with evidence before guesses. No I/O.
 
 An address at which a peer has really reached this node, or from which this node reached a peer, comes before
-all that the names and carriers of interfaces suggest. Among claimed addresses, those of a network that this
-machine shares come first, and those of its own container bridges last.
+any guess based on the names and link states of interfaces. Among claimed addresses, those of a network that
+this machine shares come first, and those of its own container bridges last.
 
-A peer's claims of itself must not make this node a scanner: a claimed address is tried only at a port of
-1024 or above, never on loopback or on the link-local network of a machine that has a better one, and in a
-private network only where this machine has an address in it or has met a peer there.
+Peers must not be able to use their claims to make this node a scanner. A claimed address is tried only at a
+port of 1024 or above, and never on loopback or on the link-local network of a machine that has a better one.
+In a private network it is tried only if this machine has an address there or has met a peer there.
 """
 
 import ipaddress
@@ -21,17 +21,20 @@ Place = tuple[str, int]
 """Where a node listens: an IP literal and a port."""
 
 CLAIMED_PORT_MIN = 1_024
-"""Ports below belong to system services; a stranger must not make us write to them."""
+"""Lowest port of a claimed address that is tried. Lower ports belong to system services, and an unknown peer
+must not make us write to them."""
 CONFIRMED_FIRST = 2
-"""Addresses confirmed by others that come before the other own ones: one of each family."""
+"""Number of addresses confirmed by others that come directly after the best own address: one for each
+family."""
 EVIDENCE_MAX = 16
-"""Own addresses kept as reached: more than a machine usually has in use."""
+"""Maximum number of own addresses remembered as reached; a machine usually uses fewer."""
 
 PRIVATE = tuple(
     ipaddress.ip_network(text)
     for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 )
-"""RFC 1918, the shared space of carriers and of some VPNs (RFC 6598), and unique local IPv6 (RFC 4193)."""
+"""RFC 1918, the shared address space of carriers and of some VPNs (RFC 6598), and unique local IPv6 (RFC
+4193)."""
 _NEVER = tuple(
     ipaddress.ip_network(text) for text in ("0.0.0.0/8", "224.0.0.0/4", "240.0.0.0/4", "::/128", "ff00::/8")
 )
@@ -49,7 +52,7 @@ _CLOSENESS = {
 
 @lru_cache(maxsize=4_096)
 def ip_of(host: str) -> Ip | None:
-    """The IP address that a host is, IPv4 within IPv6 as IPv4; None for a name."""
+    """Parse a host as an IP address, with IPv4-mapped IPv6 as IPv4; None for a name."""
     try:
         found = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -59,7 +62,7 @@ def ip_of(host: str) -> Ip | None:
 
 
 def is_global(host: str) -> bool:
-    """Return whether a host is an address of the internet."""
+    """Return whether a host is a public internet address."""
     there = ip_of(host)
     if there is None:
         return False
@@ -67,16 +70,17 @@ def is_global(host: str) -> bool:
 
 
 class AddressPolicy:
-    """`places` are where this node listens. Before the first `look` no interface is known."""
+    """The rules for own and claimed addresses. `places` are where this node listens. Before the first `look`
+    no interface is known."""
 
     def __init__(self) -> None:
         self.places: tuple[Place, ...] = ()
         self._interfaces: tuple[InterfaceAddress, ...] = ()
         self._uses: dict[Ip, Use] = {}
-        # Own addresses that peers reached or were reached from, the latest last; a dict for its order.
+        # Own addresses that peers reached or were reached from, the latest last (a dict keeps the order).
         self._reached: dict[Ip, None] = {}
         self._routed: set[Network] = set()
-        # Whether this node announces only loopback: then others may too.
+        # Whether this node announces only loopback; in that case peers may claim loopback too.
         self._is_of_one_machine = True
 
     def look(self, places: Sequence[Place], interfaces: Sequence[InterfaceAddress]) -> None:
@@ -90,7 +94,8 @@ class AddressPolicy:
     # --- evidence ----------------------------------------------------------------------------------
 
     def reached(self, own: str, other: str) -> None:
-        """A peer at the host `other` and this node, at its own host `own`, have reached each other."""
+        """Record that this node, at its own host `own`, and a peer at the host `other` have reached each
+        other."""
         here, there = ip_of(own), ip_of(other)
         if here is None or there is None or there in self._uses or here not in self._uses:
             return
@@ -100,8 +105,8 @@ class AddressPolicy:
             del self._reached[next(iter(self._reached))]
 
     def met(self, host: str) -> None:
-        """A peer has proved itself at this host. If it is in a private network that is not ours, packets find
-        their way to such networks from here."""
+        """Record that a peer has proved its identity at this host. If the host is in a private network that
+        this machine is not in, such networks are evidently routed from here."""
         there = ip_of(host)
         if there is not None and self._shares(there) is None:
             self._routed.update(_blocks_of(there))
@@ -110,17 +115,19 @@ class AddressPolicy:
 
     @property
     def listening(self) -> frozenset[tuple[Ip, int]]:
-        """Every host and port at which this node listens, also those that are too many to be told."""
+        """Every host and port at which this node listens, including those beyond the limit of announced
+        addresses."""
         return frozenset(self._listening())
 
     def own(
         self, announced: Sequence[Address] = (), confirmed: Sequence[Address] = ()
     ) -> tuple[Address, ...]:
-        """Return the addresses to announce, best first, at most ADDRESSES_MAX: as `announced`, or those of
-        each place, and after the best of them those that others have `confirmed`.
+        """Return the addresses to announce, best first, at most ADDRESSES_MAX. If `announced` is given, only
+        that. Otherwise the addresses where this node listens, with those that others have `confirmed` after
+        the best one.
 
-        Loopback is announced only if there is nothing else, link-local IPv6 never: it is meaningless
-        elsewhere.
+        Loopback is announced only if there is nothing else, and link-local IPv6 never, because it is
+        meaningless on other machines.
         """
         if announced:
             return tuple(announced)[:ADDRESSES_MAX]
@@ -130,8 +137,8 @@ class AddressPolicy:
         return tuple(dict.fromkeys((*usable[:1], *first, *usable[1:], *others)))[:ADDRESSES_MAX]
 
     def for_others(self, told: Iterable[Address]) -> Address | None:
-        """Return the first of `told` that works on another machine; None if there are only loopback,
-        container bridges and interfaces without a carrier."""
+        """Return the first of the announced addresses `told` that works on another machine; None if there are
+        only loopback, container bridges and interfaces without a carrier."""
         for address in told:
             host = ip_of(address.host)
             if host is None or host in self._reached:
@@ -141,11 +148,12 @@ class AddressPolicy:
         return None
 
     def _listening(self) -> list[tuple[Ip, int]]:
-        """Each host and port at which this node listens: those that were used first, then by the use of
-        their interfaces.
+        """Return each host and port at which this node listens: first those that were reached, then by the
+        kind of interface.
 
-        The second address of an interface and family comes behind the first ones of all others of its use:
-        an interface with a dozen IPv6 addresses must not push out another one's only address.
+        Among interfaces of one kind, the second address of an interface and family comes behind the first
+        addresses of all others. So an interface with a dozen IPv6 addresses cannot push out the only address
+        of another interface.
         """
         found: list[tuple[tuple[bool, Use, int], Ip, int]] = []
         for host, port in self.places:
@@ -171,7 +179,7 @@ class AddressPolicy:
             return place == host
         return place.version == host.version or (place.version == 6 and len(self.places) == 1)
 
-    # --- addresses of others -----------------------------------------------------------------------
+    # --- addresses of other peers ------------------------------------------------------------------
 
     def is_own(self, address: Address) -> bool:
         """Return whether this node itself listens there."""
@@ -189,9 +197,9 @@ class AddressPolicy:
         return False
 
     def admits(self, address: Address) -> bool:
-        """Return whether to write to an address that a peer claims for itself or another peer."""
+        """Return whether this node may write to an address that a peer claims for itself or another peer."""
         if not self.places:
-            return True  # before the start nothing is sent
+            return True  # nothing is sent before the start
         if address.port < CLAIMED_PORT_MIN or self.is_own(address):
             return False
         there = ip_of(address.host)
@@ -202,7 +210,7 @@ class AddressPolicy:
         if there.is_loopback:
             return self._is_of_one_machine
         if there.is_link_local:
-            # An address with a zone is the source of a beacon; peers cannot claim one.
+            # An address with a zone is the source of a beacon, because peers cannot claim one.
             return self._has_only_link_local if there.version == 4 else "%" in address.host
         blocks = _blocks_of(there)
         return not blocks or self.is_near(address) or any(block in self._routed for block in blocks)
@@ -214,18 +222,18 @@ class AddressPolicy:
 
     @property
     def networks(self) -> frozenset[str]:
-        """The interfaces on which other machines may be."""
+        """The names of the interfaces that may lead to other machines."""
         return frozenset(each.name for each in self._interfaces if each.use <= Use.TUNNEL)
 
     def network_of(self, address: Address) -> str | None:
-        """Return the name of the interface whose network an address is in; None for one of containers, or of
-        no network that this machine shares."""
+        """Return the name of the interface whose network contains an address; None if no shared network does,
+        or only a container network."""
         there = None if address.relay is not None else ip_of(address.host)
         near = [each for each in self._interfaces if there is not None and there in each.network]
         return next((each.name for each in near if each.use <= Use.TUNNEL), None)
 
     def closeness(self, address: Address) -> int:
-        """Return how likely it is that an address can be reached from here: the lower the likelier."""
+        """Return a rank for how likely an address can be reached from here; lower is likelier."""
         if address.relay is not None:
             return _RELAYED
         there = ip_of(address.host)
@@ -237,10 +245,11 @@ class AddressPolicy:
         return _ROUTED if there.version in self._families else _OTHER_FAMILY
 
     def _shares(self, there: Ip) -> Use | None:
-        """Return the use of this machine's network that contains an address; None if there is none."""
+        """Return the kind of the interface whose network contains an address; None if there is none."""
         uses = [each.use for each in self._interfaces if there in each.network]
         for each in self._interfaces:
-            # A point-to-point VPN gives its machines addresses of one block, each a network of its own.
+            # A point-to-point VPN gives its machines addresses from one block, but each address is a network
+            # of its own.
             if each.use is Use.TUNNEL and set(_blocks_of(there)) & set(_blocks_of(each.host)):
                 uses.append(Use.TUNNEL)
         return min(uses, default=None)

@@ -1,6 +1,7 @@
-"""The addresses that a node announces to others: its own, those that others confirmed, and its relays'.
+"""The addresses that a node announces to others: its own, those that others confirmed, and its relays'
+circuits.
 
-`address_policy` chooses among the machine's addresses, and knows what a user fixed; no I/O here.
+`address_policy` ranks the machine's addresses. No I/O here.
 """
 
 from collections.abc import Sequence
@@ -10,12 +11,12 @@ from crypto.identity import PeerId
 from node.transport.address_policy import AddressPolicy
 
 CIRCUITS_TOLD_MAX = 2
-"""Relays at which others are told to reach this node."""
+"""Maximum number of relays at which a node announces that it can be reached."""
 
 
 class AnnouncedAddresses:
-    """The announced addresses of one node; `fixed` ones, set by its user, replace those that it would find
-    itself."""
+    """The announced addresses of one node. If its user has set `fixed` addresses, they replace those that the
+    node would find itself."""
 
     def __init__(self, peer: PeerId, policy: AddressPolicy, fixed: Sequence[Address]) -> None:
         self._peer = peer
@@ -29,7 +30,7 @@ class AnnouncedAddresses:
         """All that is announced, each with this node's id."""
 
     def reach_by(self, circuits: Sequence[Address]) -> None:
-        """Announce these circuits in place of those before."""
+        """Announce these circuits instead of the previous ones."""
         self.circuits = tuple(each.of(None) for each in circuits[:CIRCUITS_TOLD_MAX])
         self.choose()
 
@@ -39,12 +40,13 @@ class AnnouncedAddresses:
         self.choose()
 
     def map_to(self, address: Address | None) -> None:
-        """Announce an address that a router forwards to this node; None: no longer."""
+        """Announce an address that a router forwards to this node; None withdraws it."""
         self._mapped = address
         self.choose()
 
     def choose(self, *, has_moved: bool = False) -> None:
-        """Choose anew what is announced. A node that `has_moved` forgets what the old network confirmed."""
+        """Recompute the announced addresses. A node that `has_moved` forgets what was confirmed in the old
+        network."""
         if has_moved:
             self._confirmed = ()
         mapped = () if self._mapped is None else (self._mapped,)

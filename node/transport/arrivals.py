@@ -1,7 +1,7 @@
-"""Connections that other peers open: handshakes with strangers, admission of peers, and answers to hellos.
+"""Connections that other peers open: handshakes with unknown peers, admission, and answers to hellos.
 
-A connection carries one conversation after another, each begun by a hello. `connections` has the table of all
-connections and those that this node opens.
+A connection carries one conversation after another, and each begins with a hello. The table of all
+connections, and the connections that this node opens, are in `connections`.
 """
 
 import itertools
@@ -29,7 +29,8 @@ from node.transport.streams import SecureStream
 from node.transport.tcp import STRANGERS_ASSEMBLY_BYTES_MAX, Connection, ReassemblyBudget
 
 INBOUND_IDLE_SECONDS = 2 * IDLE_SECONDS
-"""Twice as long as the opener keeps an idle connection: one that waits longer has been forgotten."""
+"""How long an idle accepted connection is kept: twice as long as its opener keeps it. After that, the opener
+has forgotten it."""
 
 
 class ArrivalHost(Protocol):
@@ -44,18 +45,18 @@ class ArrivalHost(Protocol):
     def make(
         self, transport: trio.SocketStream, session: HandshakeResult, path: MultiplexedPath | None = None
     ) -> Connection:
-        """Keep a connection in the table of all, until it ends."""
+        """Keep a new connection in the table of all connections until it ends."""
 
     def carries(self, connection: Connection, stream: SecureStream | None) -> None:
         """Note the stream that a connection carries; None for none."""
 
     def note_way(self, connection: Connection, transport: trio.SocketStream) -> None:
-        """Note by which of its own addresses this machine is reached."""
+        """Note at which of its own addresses this machine was reached."""
 
 
 class ServedConnections:
-    """The accepted connections of one node. A peer has a place in the router's register for each of its
-    connections."""
+    """The accepted connections of one node. In the router's register, a peer takes up one place for each of
+    its connections."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class ServedConnections:
         self._strangers_assembly = ReassemblyBudget(STRANGERS_ASSEMBLY_BYTES_MAX)
         self._register = router.register
         self._doorway = HalfOpenQueue[PendingConnection](settings.half_open_max)
-        # Connections that wait for another hello, the longest wait first.
+        # Connections that wait for their next hello, the longest wait first.
         self._waiting: dict[Connection, None] = {}
 
     def ended(self, connection: Connection) -> None:
@@ -84,19 +85,20 @@ class ServedConnections:
         self._register.leave(connection)
 
     def send_away(self) -> None:
-        """End the connections that wait for another hello, since the node is leaving."""
+        """End the connections that wait for their next hello, because the node is leaving."""
         for connection in tuple(self._waiting):
             connection.end("this node is leaving")
 
     async def serve_punched(self, connection: Connection) -> None:
-        """Serve a punched connection whose purpose the other side states."""
+        """Serve a connection made by hole punching. The other peer states its purpose."""
         place = connection.source
         if place is not None and self._enter(connection, prefix_of(place.host)) is not None:
             await self._serve_entered(connection)
 
     def serve_channel(self, path: MultiplexedPath, connection: Connection) -> None:
         """Serve a channel of a path that the peer has opened."""
-        # Peers behind one relay have nothing in common but the relay; `paths` bounds how many there are.
+        # Peers behind one relay share nothing but the relay, so they are not grouped by address. `paths`
+        # bounds their number.
         source = path.peer if path.way == "relayed" or path.address is None else prefix_of(path.address.host)
         serving = self._host.serving
         if serving is None:
@@ -114,7 +116,7 @@ class ServedConnections:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Take connections by these sockets until cancelled, while the host is running."""
+        """Accept connections on these sockets until cancelled, while the host is running."""
         serving = self._host.serving
         assert serving is not None
 
@@ -159,11 +161,11 @@ class ServedConnections:
         return None
 
     def _has_room(self, source: bytes) -> bool:
-        """Return whether a peer from there would be let in."""
+        """Return whether a peer from this source would be admitted."""
         return self._register.has_room(trio.current_time(), source)
 
     def _enter(self, connection: Connection, source: bytes) -> Connection | None:
-        """Count a connection, making room if necessary; None if no room can be made."""
+        """Count a connection, making room if necessary. Return None if no room can be made."""
         evicted = self._register.admit(trio.current_time(), connection, connection.peer, source)
         if evicted is None:
             self._counters["connections_over_limit"] += 1
@@ -178,7 +180,8 @@ class ServedConnections:
     async def _serve_peer(self, connection: Connection) -> None:
         peer = connection.peer
         if self._register.count(peer) > self._settings.inbound_per_peer_max:
-            # One that waits for another hello makes room: its opener dials again if it has one.
+            # A connection that only waits for its next hello can be given up: its opener dials again when it
+            # needs one.
             spare = next((each for each in self._waiting if each.peer == peer), None)
             if spare is not None:
                 self._router.evict(spare)
@@ -198,7 +201,7 @@ class ServedConnections:
     async def _welcome(
         self, connection: Connection, *, busy: bool, is_first: bool
     ) -> tuple[Hello, str] | None:
-        """Return the next request; None if there is none, or it was refused."""
+        """Return the next request; None if there is none or it was refused."""
         seconds = self._settings.handshake_seconds
         if not is_first:
             seconds = INBOUND_IDLE_SECONDS
@@ -212,7 +215,7 @@ class ServedConnections:
             self._counters["hellos_refused"] += 1
             connection.end(f"the other side broke the protocol: {error}")
         except (StreamClosed, trio.TooSlowError):
-            # A reusable connection ends without another hello.
+            # A reusable connection may end without another hello.
             self._counters["hellos_refused"] += is_first
             connection.end("no hello came")
         finally:
@@ -221,7 +224,7 @@ class ServedConnections:
         return None
 
     async def _converse(self, connection: Connection, hello: Hello, protocol: str) -> bool:
-        """Return whether the connection is free for another conversation."""
+        """Hold one conversation; return whether the connection is free for another one."""
         if hello.kind == "identify":
             return self._host.serving is not None
         if hello.kind == "path":

@@ -1,14 +1,15 @@
-"""Beacons, by which nodes of one swarm on one local network find each other without configured addresses.
+"""Beacons: multicast packets by which nodes of one swarm on one local network find each other without
+configured addresses.
 
-A core without I/O; `multicast` has the sockets. A newcomer asks, present nodes answer after a short random
-pause, and from then on each announces itself now and then, the more rarely the more nodes there are. A beacon
-is only a hint: the dialled peer proves its identity.
+A core without I/O; the sockets are in `multicast`. A newcomer asks and present nodes answer after a short
+random pause. From then on each announces itself now and then, and the more nodes there are, the more rarely.
+A beacon is only a hint: the dialled peer must prove its identity.
 
-A beacon is encrypted and authenticated with a key that follows from the swarm's secret: garbage and other
-swarms cost one MAC, and an outsider of a private swarm learns neither which swarm it is nor who. A member may
-lie in the name of another one, and recordings may be replayed; each costs the receiver one dial. Unlike
-multicast DNS (RFC 6762) it does not publish everything to everybody; its random pauses and its suppression of
-duplicate answers (sections 5.2 and 7) are taken from there.
+A beacon is encrypted and authenticated with a key derived from the swarm's secret. So garbage and other
+swarms cost one MAC, and an outsider of a private swarm learns neither the swarm nor its members. A member may
+send beacons in another's name, and recorded beacons may be replayed; each costs the receiver one dial. Unlike
+multicast DNS (RFC 6762) this does not publish everything to everybody; its random pauses and its suppression
+of duplicate answers (sections 5.2 and 7) are taken from there.
 """
 
 import hashlib
@@ -32,39 +33,46 @@ from crypto.identity import PEER_ID_BYTES, PeerId
 from crypto.token_buckets import Buckets, TokenBucket
 
 HERE = "fe80::"
-"""Stands for a link-local host: the packet's source. Its name would help nobody on another link, and the
-packet's source has to be an address of this one."""
+"""Placeholder for a link-local host, which stands for the packet's source. The real address would be useless
+on another link, and on this link it is the packet's source anyway."""
 BEACON_BYTES_MAX = 1_232
-"""The limit of any datagram: the smallest MTU of IPv6, less the headers."""
+"""Maximum size of a beacon, as for any datagram: the smallest MTU of IPv6 without the headers."""
 ASKING_SECONDS = (0.0, 1.0, 3.0, 7.0)
-"""When a newcomer asks: a lost packet or two, and a network card that is still waking up, cost seconds."""
+"""When a newcomer asks, in seconds after the start. Several questions are needed because packets get lost and
+a waking network card takes seconds."""
 PERIOD_SECONDS = 30.0
 """How often a node announces itself, give or take a quarter. A node that missed all answers to its questions
 is found after this time."""
 PERIOD_SECONDS_PER_NEIGHBOUR = 0.25
-"""The more nodes there are, the more rarely each sends a beacon: together at most four a second."""
+"""With many neighbours, the period is this long for each of them. Together the nodes send at most four
+beacons a second."""
 ANSWER_SECONDS = 0.2
 ANSWER_SECONDS_PER_NEIGHBOUR = 0.02
-"""Answers to one question are spread over this time: about fifty a second from a large network."""
+"""Answers to one question are spread over ANSWER_SECONDS plus this time for each neighbour: about fifty
+answers a second in a large network."""
 ANSWERS_ENOUGH = 8
-"""After this many answers from others a newcomer needs none from us."""
+"""After this many answers from other nodes, this node's answer is not needed."""
 SILENCE_SECONDS_MIN = 1.0
-"""The least time between two beacons of this node, whatever others ask."""
+"""Least time between two beacons of this node, however often others ask."""
 NEIGHBOURS_MAX = 1_024
-"""Neighbours remembered, those heard last; two networks of this size would not share one link."""
+"""Maximum number of neighbours remembered, the most recently heard ones. A single link is not expected to
+have more."""
 RETELL_SECONDS = 300.0
-"""A neighbour that is still heard is reported again after this time: it may have been away."""
+"""A neighbour that is still heard is reported again after this time, because it may have been away."""
 NEWS_PER_MINUTE_MAX = 60
-"""Neighbours reported a minute: each may cost a dial. Others are reported when they are heard again."""
+"""Maximum number of neighbours reported per minute, because each may cost a dial. Further ones are reported
+when they are heard again."""
 TOLD_MAX = 256
-"""Own addresses that earlier beacons named: those of a laptop that was carried through many networks."""
+"""Maximum number of own addresses remembered from earlier beacons: enough for a laptop that was carried
+through many networks."""
 SOURCES_MAX = 256
 SOURCE_PER_SECOND_MAX = 10.0
 SOURCE_BURST_MAX = 40.0
-"""Beacons of one address that are read; a machine may have forty nodes."""
+"""Limits on the beacons read from one address; a machine may have forty nodes."""
 TOTAL_PER_SECOND_MAX = 200.0
 TOTAL_BURST_MAX = 400.0
-"""The bursts of all addresses together: at ten microseconds each, two thousandths of a core."""
+"""Limits on the beacons read from all addresses together. At ten microseconds each, this rate takes two
+thousandths of a core."""
 
 _PURPOSE = b"peerloom/beacon/1"
 _NONCE_BYTES = 12
@@ -72,7 +80,7 @@ _TAG_BYTES = 16
 
 
 class Beacon(msgspec.Struct, frozen=True, array_like=True):
-    """`peer` is here, reachable at `addresses`; `asks`: others should answer."""
+    """States that `peer` is here and reachable at `addresses`; if `asks`, others should answer."""
 
     asks: bool
     peer: Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
@@ -84,14 +92,16 @@ class Beacon(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class NeighbourHeard:
-    """A peer of the swarm claims to be near, with its addresses; nothing of it is proved."""
+    """A peer of the swarm claims to be on this network, with its addresses. Nothing about the peer is
+    proved."""
 
     peer: PeerId
     addresses: tuple[Address, ...]
 
 
 class BeaconSeal:
-    """Beacons to packets and back, with the secrets of a swarm: the first seals, any of them opens."""
+    """Turns beacons into packets and back with the secrets of a swarm. The first secret seals; any of them
+    opens."""
 
     def __init__(self, secrets: Sequence[bytes], entropy: Callable[[int], bytes]) -> None:
         keys = [hmac.digest(secret, _PURPOSE, hashlib.sha256) for secret in secrets]
@@ -103,10 +113,10 @@ class BeaconSeal:
         return nonce + self._ciphers[0].encrypt(nonce, encode(beacon), _PURPOSE)
 
     def open(self, data: bytes) -> Beacon | None:
-        """Return the content of a packet; None if it is of another swarm.
+        """Return the content of a packet; None if it belongs to another swarm.
 
         Raises:
-            RemoteProtocolError: of this swarm, but not a beacon.
+            RemoteProtocolError: the packet is of this swarm, but not a beacon.
         """
         nonce, sealed = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
         for cipher in self._ciphers:
@@ -137,7 +147,7 @@ class Beacons:
         self._rng = rng
         self._counters = counters
         self._addresses = addresses
-        # The addresses that this node has sent, whose packets come back to it.
+        # The addresses in this node's own beacons, which come back to it.
         self._told: set[str] = set()
         self._heard: OrderedDict[PeerId, _Neighbour] = OrderedDict()
         self._sources = Buckets[str](SOURCE_PER_SECOND_MAX, SOURCE_BURST_MAX, SOURCES_MAX)
@@ -157,14 +167,14 @@ class Beacons:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """The tables that others can make grow here: the size and limit of each."""
+        """The size and limit of each table that other nodes can make grow."""
         return {
             "neighbours": (len(self._heard), NEIGHBOURS_MAX),
             "sources": (len(self._sources), SOURCES_MAX),
         }
 
     def receive(self, now: float, source: str, data: bytes) -> None:
-        """Take one packet from the host `source`, as the network states it. Raises nothing: errors are
+        """Take one packet from the host `source`, as the network states it. Raises nothing; errors are
         counted."""
         if not _NONCE_BYTES + _TAG_BYTES < len(data) <= BEACON_BYTES_MAX:
             self._counters["beacons_refused_size"] += 1
@@ -180,7 +190,8 @@ class Beacons:
         if beacon is None:
             self._counters["beacons_of_others"] += 1
         elif beacon.peer != self._peer or not self._told.issuperset(beacon.addresses):
-            # This node's own id from another address: it has moved, or another node has its key.
+            # A beacon with this node's own id and a new address: this node has moved, or another node has its
+            # key.
             self._counters["beacons_heard"] += 1
             self._hear(now, source, beacon)
 
@@ -203,8 +214,8 @@ class Beacons:
         return [self._seal.seal(Beacon(asks, self._peer, addresses[:ADDRESSES_MAX]))]
 
     def _look(self, now: float) -> tuple[Address, ...]:
-        """Return this node's addresses. A machine that has changed its network is a newcomer to
-        the new one."""
+        """Return this node's addresses. If they have changed, ask again like a newcomer, because the network
+        may be new."""
         known, here = self._known_here, tuple(self._addresses())
         self._known_here = here
         if known is not None and known != here:
@@ -219,7 +230,8 @@ class Beacons:
         if len(self._heard) > NEIGHBOURS_MAX:
             self._heard.popitem(last=False)
         is_old = now - known.told > RETELL_SECONDS
-        # Its beacons differ slightly by interface: only addresses that no other interface heard are new.
+        # A neighbour's beacons differ slightly by interface. Only addresses that came through no interface
+        # before are new.
         is_news = is_old or not known.addresses.issuperset(addresses)
         if addresses and is_news and self._news.take(now):
             known.addresses = frozenset(addresses) if is_old else known.addresses.union(addresses)
@@ -242,25 +254,26 @@ class Beacons:
 
 @dataclass
 class _Neighbour:
-    """Addresses reported of a peer, and when, for RETELL_SECONDS at most; the limit on news bounds these."""
+    """The addresses reported for a peer, and when, for at most RETELL_SECONDS. The limit on news bounds their
+    number."""
 
     addresses: frozenset[Address] = frozenset()
     told: float = -inf
 
 
 def _likely(texts: Sequence[str], source: str, peer: PeerId) -> tuple[Address, ...]:
-    """Return the addresses to dial for a beacon: first the packet's source, named or not, the only one known
-    to work on this link.
+    """Return the addresses to dial for a beacon. The packet's source comes first, whether the beacon names it
+    or not, because only the source is known to work on this link.
 
     Only a packet over loopback may name loopback. A link-local address counts only if it is the packet's own
-    source; it comes last, since the others work on every link.
+    source. It comes last, because the others work on every link.
     """
     addresses = []
     for text in texts:
         try:
             address = parse_address(text)
         except ValueError:
-            continue  # a kind of address of a later version
+            continue  # a kind of address that a later version introduced
         if address.kind not in ("ip4", "ip6") or address.peer not in (None, peer):
             continue
         if address.is_link_local:

@@ -1,7 +1,8 @@
-"""Reused memory for incoming payloads and outgoing chunks: new pages cost more than the cipher.
+"""Reused memory for incoming payloads and outgoing chunks, because touching new pages costs more than the
+cipher.
 
 Measured for 16 MiB: 9 ms for the first touch of fresh pages, 1.6 ms for AES-256-GCM. A loan ends when nothing
-refers to its memory any more, so no reader sees the next payload's bytes. Memory that is borrowed again soon
+refers to its memory any more, so no reader sees the next payload's bytes. Memory that is soon borrowed again
 stays warm; the rest returns to the system, so a burst leaves nothing behind.
 """
 
@@ -12,44 +13,52 @@ import weakref
 import numpy as np
 
 POOL_BYTES_MAX = 256 * 2**20
-"""Memory that the pool keeps, lent again or idle: sixteen activations of 16 MiB. Memory beyond it goes back
-to the system. It also bounds how much memory a peer can hold by announcing a length alone, for the pool's
-memory has pages."""
+"""Maximum size of the memory that the pool owns, whether idle or lent out again: enough for sixteen
+activations of 16 MiB. Memory beyond it goes back to the system. It also bounds how much physical memory a
+peer can tie up just by announcing a length: reused memory already has physical pages, while new memory gets
+them only when written."""
 POOLED_BYTES_MIN = 2**17
-"""For smaller lengths the allocator has warm memory of its own."""
+"""Smallest length served by the pool. For smaller lengths the allocator has warm memory of its own."""
 
 
 class Pool:
-    """Lends memory. A loan may end in any thread, or inside another call of the pool (a collected cycle)."""
+    """Lends memory. A loan may end in any thread, even during another call to the pool (if the garbage
+    collector runs there), so the lock is reentrant."""
 
     def __init__(self, bytes_max: int = POOL_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
-        # Each with the look at which it came back, in that order.
+        # Each entry has the number of the `look` call during which the memory came back, and the memory. The
+        # oldest comes first.
         self._idle: list[tuple[int, mmap.mmap]] = []
         self._looks = 0
         self._lock = threading.RLock()
 
     def lend(self, length: int) -> memoryview:
-        """Return `length` writable bytes of unknown content; unused ones have no pages until touched.
+        """Return `length` writable bytes of unknown content. Newly mapped memory has no physical pages until
+        it is written.
 
-        The loan ends when the last view of it, and the last array on one, is gone. Raises OSError: no room.
+        The loan ends when no view of the memory, and no array built on such a view, exists any more. Raises
+        OSError if there is no room.
         """
         if length < POOLED_BYTES_MIN:
             return memoryview(bytearray(length))
-        # Powers of two, so that payloads of nearly one size share; an untouched tail costs nothing.
+        # Round up to a power of two, so that payloads of similar sizes can reuse the same memory. The
+        # untouched tail costs nothing.
         size_bytes = 1 << (length - 1).bit_length()
         memory = self._take_idle(size_bytes)
         kept = memory is not None
         if memory is None:
             memory = mmap.mmap(-1, size_bytes)
-        # Every view of a view refers to the original object: when that is gone, all views are.
+        # Every view of a view refers to this original object, so when the object is collected, no view is
+        # left.
         owner = np.frombuffer(memory, np.uint8)
         weakref.finalize(owner, self._take_back, memory, kept).atexit = False
         return owner.data[:length]
 
     def look(self) -> None:
-        """Return memory to the system that was not borrowed since the last call; call it now and then."""
+        """Return to the system all memory that has not been borrowed since the previous call. Call this
+        periodically."""
         with self._lock:
             self._looks += 1
             while self._idle and self._idle[0][0] < self._looks - 1:
@@ -57,7 +66,7 @@ class Pool:
 
     def _take_idle(self, size_bytes: int) -> mmap.mmap | None:
         with self._lock:
-            # The latest first: some of it may still be in the processor's cache.
+            # Start with the memory that came back last: some of it may still be in the processor's cache.
             for index in reversed(range(len(self._idle))):
                 if len(self._idle[index][1]) == size_bytes:
                     return self._idle.pop(index)[1]

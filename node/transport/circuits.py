@@ -1,7 +1,7 @@
-"""The ends of a circuit: a connection to a relay that leads to another peer from then on.
+"""The ends of a circuit: each end is a connection to a relay that carries bytes to another peer from then on.
 
-The two ends shake hands over it as over any connection, so the relay learns only that they talk, when, and
-how much. The first two flights of that handshake travel in the messages to the relay.
+The two ends shake hands over the circuit as over any connection, so the relay learns only that they talk,
+when, and how much. The first two flights of that handshake travel in the messages to the relay.
 """
 
 import trio
@@ -25,8 +25,8 @@ from node.transport.streams import SecureStream
 
 
 class CircuitEnd:
-    """One end of a circuit. `request` is the request to the relay, and `connect` continues once
-    it was sent."""
+    """One end of a circuit. `request` is the message to send to the relay; `connect` continues after it was
+    sent."""
 
     def __init__(
         self,
@@ -45,15 +45,15 @@ class CircuitEnd:
 
     @classmethod
     def asking(cls, credentials: Credentials, peer: PeerId) -> "CircuitEnd":
-        """Return the end of the node that wants to reach `peer`."""
+        """Return the end for a node that wants to reach `peer`."""
         handshake = credentials.handshake(initiator=True, expected=peer)
         request = encode(AskCircuit(peer, handshake.start()))
         return cls(credentials, peer, handshake, request, is_first=True)
 
     @classmethod
     def taking(cls, credentials: Credentials, peer: PeerId, token: bytes, flight: bytes) -> "CircuitEnd":
-        """Return this node's end of the circuit by which `peer` wants to reach it, as a relay announced with
-        this token. RemoteProtocolError: its flight is not of a peer of this swarm."""
+        """Return this node's end of a circuit by which `peer` wants to reach it, as a relay announced with
+        this token. Raises RemoteProtocolError if the flight does not come from a peer of this swarm."""
         handshake = credentials.handshake(initiator=False)
         try:
             request = encode(TakeCircuit(token, answer_flight(handshake, flight)))
@@ -62,8 +62,8 @@ class CircuitEnd:
         return cls(credentials, peer, handshake, request, is_first=False)
 
     async def connect(self, stream: SecureStream) -> tuple[trio.SocketStream, HandshakeResult]:
-        """Wait for the relay at the other end of a bare stream, on which the request was sent, to connect the
-        two, and end the handshake. Raises Unreachable."""
+        """Wait for the relay to connect the two ends, then finish the handshake. `stream` is a bare stream to
+        the relay on which `request` was sent. Raises Unreachable."""
         relay = short_peer(stream.peer)
         where = f"{short_peer(self._peer)} through {relay}"
         try:
@@ -71,7 +71,7 @@ class CircuitEnd:
             if isinstance(reply, RelayRefused):
                 raise Unreachable("refused", f"{where}: it {REASONS[reply.code]}")
             if not isinstance(reply, CircuitReady) or bool(reply.flight) != self._is_first:
-                raise RemoteProtocolError("no answer to what was asked")
+                raise RemoteProtocolError("the relay's reply does not match the request")
             opened, rest = stream.connection.detach()
         except RemoteProtocolError:
             stream.connection.end("a relay that breaks the protocol")

@@ -1,7 +1,7 @@
-"""Idle connections between two conversations, by peer, the latest used first.
+"""Idle connections between conversations, grouped by peer, the latest used first.
 
-No I/O except checking them. They save the next conversation with that peer a handshake, and are bounded in
-number and time.
+No I/O except checking the connections. An idle connection saves the next conversation with that peer a
+handshake. The number of connections and their idle time are bounded.
 """
 
 from collections import OrderedDict
@@ -12,16 +12,17 @@ from crypto.identity import PeerId
 from node.transport.tcp import Connection
 
 IDLE_SECONDS = 30.0
-"""A node asks the same peers again within seconds, or not for long."""
+"""How long a connection may be idle. A node asks the same peers again within seconds, or not for a long
+time."""
 IDLE_PER_PEER_MAX = 4
-"""The limit for one peer: as many as one part of a node asks it at once."""
+"""Maximum number of idle connections to one peer: as many as one part of a node uses simultaneously."""
 IDLE_MAX = 128
-"""The limit for all peers: the neighbours of a busy node, and a small part of the files that a process may
-open."""
+"""Maximum number of idle connections to all peers: the neighbours of a busy node, and a small part of the
+files that a process may open."""
 
 
 class IdleConnections:
-    """A bounded pool; dropped connections are ended. `now` is monotonic seconds."""
+    """A bounded pool that ends the connections it drops. `now` is monotonic seconds."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class IdleConnections:
         self._seconds = seconds
         self._per_peer_max = per_peer_max
         self._number_max = number_max
-        # The longest idle first, with the instant it came.
+        # When each connection became idle, the longest idle first.
         self._since: OrderedDict[Connection, float] = OrderedDict()
         self._by_peer: dict[PeerId, list[Connection]] = {}
 
@@ -41,7 +42,7 @@ class IdleConnections:
         return len(self._since)
 
     def put(self, connection: Connection, now: float) -> None:
-        """Keep a connection that is free from now on."""
+        """Keep a connection that has become free."""
         connection.release()
         self._since[connection] = now
         of_peer = self._by_peer.setdefault(connection.peer, [])
@@ -52,8 +53,8 @@ class IdleConnections:
             next(iter(self._since)).end("more idle connections than needed")
 
     def take(self, peer: PeerId, at: Address | None = None, *, is_bare: bool = False) -> Connection | None:
-        """Return a connection to `peer` that still seems open: on request one to its address `at`, or one
-        that `is_bare`, not a channel of a path."""
+        """Return a connection to `peer` that still seems open. If `at` is given, it must lead to that
+        address; if `is_bare`, it must not be a channel of a path."""
         for connection in reversed(tuple(self._by_peer.get(peer, ()))):
             if not connection.is_quiet:
                 connection.end("the other side closed it while it was idle")
@@ -63,12 +64,12 @@ class IdleConnections:
         return None
 
     def drop(self, peer: PeerId) -> None:
-        """End all connections to `peer`: one of them was found dead."""
+        """End all idle connections to `peer`, because one of its connections was found dead."""
         for connection in tuple(self._by_peer.get(peer, ())):
             connection.end("another connection to the same peer was dead")
 
     def drop_of(self, path: Hashable) -> None:
-        """End all connections that are channels of a path."""
+        """End all idle connections that are channels of a path."""
         for connection in tuple(self._since):
             if connection.path is path:
                 connection.end("there is a better path")

@@ -1,8 +1,9 @@
-"""The table of a node's TCP connections; opens connections, reuses them, and ends them in order.
+"""The table of a node's TCP connections. It opens connections, reuses them, and ends them in order.
 
-A connection carries one conversation at a time; one that has ended in order on both sides carries the next.
-A peer that cannot be dialled is spoken to on a channel of a multiplexed path (`paths`). `dialer` reaches
-peers, `greeting` says what a connection is for, `arrivals` serves connections that others open.
+A connection carries one conversation at a time, and can carry the next once both peers have ended the current
+one in order. A peer that cannot be dialled is spoken to on a channel of a multiplexed path (`paths`).
+`dialer` reaches peers, `greeting` says what a connection is for, and `arrivals` serves the connections that
+others open.
 """
 
 import socket
@@ -35,13 +36,14 @@ from node.transport.tcp import Connection, ReassemblyBudget
 from node.transport.vanished import VanishedConnections
 
 OPEN_SECONDS = 20.0
-"""The time to try all addresses of a peer."""
+"""How long to try all addresses of a peer."""
 GRACE_SECONDS = 0.5
-"""The time for handlers to finish their answers when the node leaves, and for streams to end in order."""
+"""How long handlers may take to finish their answers, and streams to end in order, when the node leaves."""
 
 
 class Connections:
-    """`run` must be running to serve, and to keep connections for another conversation."""
+    """The connections of one node. `run` must be running to serve, and to keep connections for another
+    conversation."""
 
     def __init__(
         self,
@@ -71,7 +73,8 @@ class Connections:
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[trio.Nursery] = trio.TASK_STATUS_IGNORED) -> None:
-        """Run until `leave` and a grace period for open streams; `started` with the nursery for connections.
+        """Run until `leave`, then for a grace period while streams are open. Calls `started` with the nursery
+        for connections.
 
         Cancellation is delayed until then, so that a handler may finish its answer.
         """
@@ -125,7 +128,7 @@ class Connections:
                 self.paths.look(trio.current_time())
                 self._vanished.look()
 
-    # --- out ---------------------------------------------------------------------------------------
+    # --- outgoing ----------------------------------------------------------------------------------
 
     async def open(
         self,
@@ -134,8 +137,8 @@ class Connections:
         message_bytes_max: int = MESSAGE_BYTES_USUAL,
         at: Address | None = None,
     ) -> SecureStream:
-        """Open a stream by the first name that the peer speaks, at its address `at` if given. Raises
-        Unreachable."""
+        """Open a stream with the first of the protocols that the peer speaks, at its address `at` if given.
+        Raises Unreachable."""
         hello = Hello("stream", protocols, self._work_bits)
         connection, protocol = await self._greet_peer(peer, hello, message_bytes_max, at)
         self._counters["streams_opened"] += 1
@@ -152,7 +155,8 @@ class Connections:
         self.keep(connection)
 
     async def identify(self, address: Address) -> PeerId:
-        """Return the peer that answers at an address, always by a new handshake. Raises Unreachable."""
+        """Return the peer that answers at an address, always by making a new handshake. Raises
+        Unreachable."""
         with trio.move_on_after(OPEN_SECONDS):
             connection, _ = await self._dial(address, Hello("identify", (), self._work_bits))
             self.keep(connection)
@@ -172,7 +176,7 @@ class Connections:
                 except (StreamClosed, trio.TooSlowError):
                     self._counters["channels_failed"] += 1
             if at is not None:
-                # It may be an address that the peer only claims.
+                # The peer may only claim this address, so the attempt counts toward the dial limit.
                 return await self._greeter.meet(
                     await self._dialer.attempt(peer, at), hello, message_bytes_max
                 )
@@ -189,7 +193,7 @@ class Connections:
         is_bare: bool = False,
         ahead: bytes = b"",
     ) -> tuple[Connection, str] | None:
-        """Open a stream on an idle connection; None if no idle one is open."""
+        """Open a stream on an idle connection; return None if there is no open idle connection."""
         connection = self._idle.take(peer, at, is_bare=is_bare)
         if connection is not None:
             try:
@@ -197,7 +201,7 @@ class Connections:
                 self._counters["connections_used_again"] += 1
                 return connection, protocol
             except (StreamClosed, trio.TooSlowError):
-                # The peer has not read the hello and the first message, so a repetition does nothing twice.
+                # The peer has read neither the hello nor the first message, so it is safe to repeat them.
                 self._counters["connections_stale"] += 1
                 self._idle.drop(peer)
         return None
@@ -212,18 +216,19 @@ class Connections:
 
     @property
     def serving(self) -> trio.Nursery | None:
-        """See `paths.PathHost`, as for the following ones."""
+        """The nursery for tasks; this and the next methods are documented in `paths.PathHost`."""
         return self._nursery if self._is_staying else None
 
     async def open_bare(self, peer: PeerId, protocol: str, at: Address, ahead: bytes) -> SecureStream:
-        """Open a stream with a TCP connection of its own, which the caller detaches. It is an idle
-        connection, or a dial of the peer `at` an address; the first message goes `ahead` of the answer.
-        Raises Unreachable."""
+        """Open a stream on a TCP connection of its own, which the caller detaches. The connection is an idle
+        one, or a new one to the peer `at` an address. The first message, `ahead`, is sent before the answer
+        to the hello. Raises Unreachable."""
         hello = Hello("stream", (protocol,), self._work_bits)
         with trio.move_on_after(OPEN_SECONDS):
             found = await self._greet_idle(peer, hello, MESSAGE_BYTES_USUAL, is_bare=True, ahead=ahead)
             if found is None:
-                # Dialled as rarely as a claim: the relay's address may come only from a peer behind it.
+                # The dial counts like one to a claimed address, because the relay's address may come only
+                # from a peer behind it.
                 found = await self._greeter.meet(
                     await self._dialer.attempt(peer, at), hello, MESSAGE_BYTES_USUAL, ahead
                 )
@@ -232,7 +237,7 @@ class Connections:
 
     async def keep_ready(self, peer: PeerId, at: Address) -> None:
         """Keep an idle connection to a peer for `open_bare`. An existing one is used now, so that neither
-        side forgets it. Raises Unreachable."""
+        peer closes it as idle. Raises Unreachable."""
         hello = Hello("identify", (), self._work_bits)
         with trio.move_on_after(OPEN_SECONDS):
             found = await self._greet_idle(peer, hello, 0, is_bare=True)
@@ -260,35 +265,35 @@ class Connections:
 
     async def agree_on_path(self, secured: SecuredTransport) -> Connection:
         """Agree with the peer that a punched connection becomes a path. Raises Unreachable."""
-        # The address where the peer is seen is not dialable.
+        # A punched connection, because the address where the peer is seen cannot be dialled.
         hello = Hello("path", (), self._work_bits)
         return (await self._greeter.introduce(secured, hello, MESSAGE_BYTES_USUAL, is_punched=True))[0]
 
     async def serve_punched(self, secured: SecuredTransport) -> None:
-        """Serve a punched connection whose purpose the other side states."""
+        """Serve a connection made by hole punching. The other peer states its purpose."""
         connection = self.make(secured.transport, secured.session)
         connection.is_punched = True
         await self.arrivals.serve_punched(connection)
 
     def has_better(self, path: MultiplexedPath) -> None:
-        """End idle connections on a path."""
+        """End the idle connections on a path, because there is a better one."""
         self._idle.drop_of(path)
 
     async def reach_again(self, peer: PeerId) -> None:
-        """Make a new path to a peer by any of its relays. Raises Unreachable."""
+        """Make a new path to a peer through any of its relays. Raises Unreachable."""
         await self._dialer.reach_again(peer)
 
     def doubt(self) -> None:
-        """Look soon for other dead connections, since a path was lost."""
+        """Check soon for other dead connections, because a path was lost."""
         if self._is_staying and self._nursery is not None:
             self._nursery.start_soon(self._vanished.doubt)
 
     def serve_channel(self, path: MultiplexedPath, channel: socket.socket) -> None:
-        """Serve a channel that the peer has opened, as an accepted connection."""
+        """Serve a channel that the peer has opened, like an accepted connection."""
         self.arrivals.serve_channel(path, self._greeter.make_channel(path, channel))
 
     def note_way(self, connection: Connection, transport: trio.SocketStream) -> None:
-        """Note by which of its own addresses this machine is reached: a connection shows it."""
+        """Note at which of its own addresses this machine was reached, as this connection shows."""
         there = connection.source
         if there is not None:
             with suppress(OSError):
@@ -301,7 +306,7 @@ class Connections:
     def make(
         self, transport: trio.SocketStream, session: HandshakeResult, path: MultiplexedPath | None = None
     ) -> Connection:
-        """Keep a connection in the table of all, until it ends."""
+        """Keep a new connection in the table of all connections until it ends."""
         connection = Connection(
             transport,
             session,
@@ -335,14 +340,14 @@ class Connections:
             self._end_idle_paths()
 
     def _end_idle_paths(self) -> None:
-        """End idle paths as the node leaves: a path lasts as long as the streams on it."""
+        """End idle paths when the node leaves. A path lasts as long as the streams on it."""
         used = {connection.path for connection in self._open}
         for path in self.paths:
             if path not in used:
                 path.end("this node is leaving")
 
     def _closed(self, stream: SecureStream) -> None:
-        """Handle the local close of a stream that was opened here."""
+        """Handle the local close of a stream that this node opened."""
         if stream.connection.why is not None:
             return
         if self._is_staying and self._nursery is not None:

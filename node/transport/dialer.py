@@ -1,4 +1,4 @@
-"""Dials peers: decides which of a peer's addresses are tried, how often, and how many at once.
+"""Dials peers. It decides which of a peer's addresses are tried, how often, and how many in parallel.
 
 The result is a connection after its handshake, or a path. Not here: the race itself (`racing`), the address
 book, and what a connection is for (`greeting`).
@@ -22,7 +22,8 @@ from node.transport.racing import ATTEMPT_DELAY_SECONDS, race
 from node.transport.sockets import address_of
 
 PREFERRED_DELAY_SECONDS = 2.0
-"""Head start of the fastest measured path, which may only look slow now because our own data fills it."""
+"""Head start of the address that was measured as fastest. It may seem slow now only because our own data
+fills it."""
 
 Reached = SecuredTransport | MultiplexedPath
 
@@ -32,7 +33,7 @@ async def first_of(
     attempt: Callable[[Address], Awaitable[Reached]],
     delay_seconds: float = ATTEMPT_DELAY_SECONDS,
 ) -> Reached:
-    """Race the addresses, return the first result, and close the other connections; other paths stay open.
+    """Race the addresses, return the first result, and close the other connections. Other paths stay open.
     Raises Unreachable."""
     first, *others = await race(addresses, attempt, delay_seconds)
     for other in others:
@@ -57,8 +58,8 @@ class Dialer:
         self._resolve = resolve
 
     async def reach_peer(self, peer: PeerId, *, is_bare: bool = False) -> Reached:
-        """Try the peer's addresses, in parallel if they are slow, and then circuits unless it `is_bare`.
-        Raises Unreachable: the most informative failure."""
+        """Try the peer's addresses, in parallel if they are slow, and then its circuits unless `is_bare`.
+        Raises Unreachable with the most informative failure."""
         addresses = [each for each in self._book.for_stream(peer) if each.relay is None or not is_bare]
         if not addresses:
             raise Unreachable("unknown", f"no address of {short_peer(peer)} is known")
@@ -68,15 +69,15 @@ class Dialer:
             return await first_of(addresses, partial(self.attempt, peer), delay_seconds)
 
     async def reach_again(self, peer: PeerId) -> None:
-        """Make a new path to a peer by any of its relays. Raises Unreachable."""
+        """Make a new path to a peer through any of its relays. Raises Unreachable."""
         circuits = self._book.circuits(peer)
         if not circuits:
-            raise Unreachable("unknown", f"{short_peer(peer)} has told of no relay")
+            raise Unreachable("unknown", f"{short_peer(peer)} has announced no relay")
         await first_of(circuits, partial(self.attempt, peer))
 
     async def attempt(self, peer: PeerId, address: Address) -> Reached:
         """Dial one of the peer's addresses, unless its dial limit is reached. Raises Unreachable."""
-        # A name that a peer claims for itself may resolve to an address that a peer may not claim.
+        # A peer may claim a name that resolves to an address which it may not claim.
         there = await self._look_up(address) if address.kind.startswith("dns") else (address,)
         there = [each for each in there if self._book.may_dial(peer, each, trio.current_time())]
         if not there:
@@ -99,7 +100,7 @@ class Dialer:
         return SecuredTransport(address, *await dial(address, self._credentials))
 
     async def _look_up(self, name: Address) -> list[Address]:
-        """Return the addresses of a claimed name that may be tried. Raises Unreachable."""
+        """Resolve a claimed name to the addresses that may be tried. Raises Unreachable."""
         try:
             found = await self._resolve(name.host, name.port, type=socket.SOCK_STREAM)
         except OSError:
