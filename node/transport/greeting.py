@@ -1,7 +1,7 @@
-"""Greets peers on connections that this node has made: states what each is for, and awaits the answer.
+"""Greets peers on connections that this node has made: states a connection's purpose and awaits the answer.
 
-`router.greet` has the messages. A greeting that fails ends its connection; one that is refused leaves it to
-be used again.
+`router.greet` has the messages. If a greeting fails, its connection ends; if it is refused, the connection
+stays and can be used again.
 """
 
 import socket
@@ -26,13 +26,13 @@ class GreetingHost(Protocol):
     def make(
         self, transport: trio.SocketStream, session: HandshakeResult, path: MultiplexedPath | None = None
     ) -> Connection:
-        """Keep a connection in the table of all, until it ends."""
+        """Keep a new connection in the table of all connections until it ends."""
 
     def keep(self, connection: Connection) -> None:
         """Keep a free connection for another conversation with its peer."""
 
     def note_way(self, connection: Connection, transport: trio.SocketStream) -> None:
-        """Note by which of its own addresses this machine is reached."""
+        """Note at which of its own addresses this machine was reached."""
 
 
 class Greeter:
@@ -64,7 +64,8 @@ class Greeter:
         address, transport, session = dialled.address, dialled.transport, dialled.session
         connection = self._host.make(transport, session)
         connection.is_punched = is_punched
-        if connection.source is not None and not is_punched:  # else it has hung up: the greeting will tell
+        # with no source it has hung up, and the greeting fails
+        if connection.source is not None and not is_punched:
             self._book.prove(session.peer, connection.source)
             self._host.note_way(connection, transport)
         try:
@@ -88,10 +89,10 @@ class Greeter:
             return await self.greet_channel(path, hello, message_bytes_max)
         except (StreamClosed, trio.TooSlowError):
             who = short_peer(path.peer)
-            raise Unreachable("timeout", f"{who} does not answer on the path to it") from None
+            raise Unreachable("timeout", f"{who} does not answer on the existing path") from None
 
     def make_channel(self, path: MultiplexedPath, channel: socket.socket) -> Connection:
-        """Return the connection that a channel of a path is."""
+        """Wrap a channel of a path as a connection."""
         transport = trio.SocketStream(trio.socket.from_stdlib_socket(channel))
         return self._host.make(transport, channel_session(path.peer), path)
 

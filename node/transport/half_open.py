@@ -1,9 +1,10 @@
 """The queue of half-open connections, which have connected but not yet shaken hands.
 
-Its places are few and can be lost. A stranger may connect and stay silent, send slowly, or connect a thousand
-times; a limit that refused the newest would let it exclude all others for as long as it likes. So the newest
-gets in, and displaces the oldest connection of the source that has most places. An honest peer needs a few
-round trips, and is through before its turn comes.
+Its places are few, and a connection can lose its place. An attacker may connect and stay silent, send slowly,
+or connect a thousand times. If a full queue refused the newest connection, the attacker could exclude all
+others for as long as it likes. So the newest connection enters, and displaces the oldest connection of the
+source with the most places. An honest peer needs only a few round trips, so it has shaken hands before it can
+be displaced.
 """
 
 from typing import Generic, TypeVar
@@ -14,7 +15,7 @@ Who = TypeVar("Who")
 
 
 class HalfOpenQueue(Generic[Who]):
-    """The half-open connections by source; makes room for new ones."""
+    """The half-open connections, grouped by source, with room for new ones."""
 
     def __init__(self, places_max: int = TRANSPORT.half_open_max) -> None:
         self.places_max = places_max
@@ -26,7 +27,7 @@ class HalfOpenQueue(Generic[Who]):
         return self._count
 
     def enter(self, who: Who, source: bytes) -> Who | None:
-        """Return a place for a connection from a source, and the connection that lost its place for it if all
+        """Give a connection from a source a place. Return the connection that was displaced if all places
         were taken."""
         gone = self._make_room() if self._count >= self.places_max else None
         self._standing.setdefault(source, {})[who] = None
@@ -34,7 +35,7 @@ class HalfOpenQueue(Generic[Who]):
         return gone
 
     def leave(self, who: Who, source: bytes) -> None:
-        """Remove a connection; it may have lost its place already."""
+        """Remove a connection, if it still has its place."""
         standing = self._standing.get(source)
         if standing is None or who not in standing:
             return

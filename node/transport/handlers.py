@@ -1,8 +1,8 @@
 """The protocols served on streams, their handlers, and the limits for each peer. No I/O.
 
-Every stream that another peer opens has a place in one register (`crypto.registers`): a peer, a network, a
-protocol and all together have budgets, and a silent stream makes room for one that is needed. The real and
-the simulated network use the same register, so they refuse and evict alike.
+Every stream that another peer opens takes up a place in one register (`crypto.registers`). Each peer, each
+network and each protocol has a budget, and so have all together; a silent stream makes room for a new one.
+The real and the simulated network use the same register, so they refuse and evict alike.
 """
 
 from collections import Counter
@@ -21,8 +21,8 @@ H = TypeVar("H", bound=PlaceHolder)
 
 
 async def serve(handler: Handler, stream: Stream, counters: Counter[str]) -> bool:
-    """Let a handler serve a stream, and count the outcome. False if the handler failed by a bug of ours,
-    which is contained."""
+    """Let a handler serve a stream, and count the outcome. Return False if the handler failed because of a
+    bug in this program; the exception is contained."""
     with contain(f"stream {stream.protocol}") as part:
         try:
             await handler(stream)
@@ -38,8 +38,8 @@ async def serve(handler: Handler, stream: Stream, counters: Counter[str]) -> boo
 
 
 class Handlers(Generic[H]):
-    """Handlers by protocol name, and the register of peers that have streams open here, or may open one. A
-    place is a connection in the real network, a stream in the simulated one."""
+    """Handlers by protocol name, and the register of peers that have, or may open, streams here. A place in
+    it is a connection in the real network, and a stream in the simulated one."""
 
     def __init__(self, budget: Budget = TRANSPORT.inbound) -> None:
         self._handlers: dict[str, tuple[Handler, StreamLimits]] = {}
@@ -50,11 +50,11 @@ class Handlers(Generic[H]):
 
     @property
     def limits(self) -> dict[str, StreamLimits]:
-        """The limits of each protocol that is served."""
+        """The limits of each served protocol."""
         return {protocol: limits for protocol, (_, limits) in self._handlers.items()}
 
     def add(self, protocol: str, handler: Handler, limits: StreamLimits) -> None:
-        """Serve streams of `protocol`; LocalProtocolError if it has a handler already."""
+        """Serve streams of `protocol`. Raises LocalProtocolError if the protocol has a handler already."""
         protocol_bytes(protocol)
         if protocol in self._handlers:
             raise LocalProtocolError(f"{protocol} has a handler already")
@@ -66,9 +66,9 @@ class Handlers(Generic[H]):
         return self._handlers[protocol][0]
 
     def message_bytes_max(self, protocol: str) -> int:
-        """Return the longest message that streams of a protocol accept."""
+        """Return the size of the longest message that streams of a protocol accept."""
         return self._handlers[protocol][1].message_bytes_max
 
     def first_of(self, names: Sequence[str]) -> str | None:
-        """Return the first name that is served here."""
+        """Return the first of these protocol names that is served here; None if none is."""
         return next((name for name in names if name in self._handlers), None)

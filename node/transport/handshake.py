@@ -1,4 +1,5 @@
-"""The handshake of a stream: connect and shake hands, or answer a peer that did. Ends in a `HandshakeResult`.
+"""The handshake of a stream: connect and shake hands, or answer a peer that has connected. Yields a
+`HandshakeResult`.
 
 `crypto.noise.peer_handshake` defines the messages and what is refused; this module has the socket and the
 deadline. `accept_queue` holds connections that have not yet begun a handshake; `tcp` takes over the
@@ -37,24 +38,27 @@ from node.forks import keep_from_children
 from node.transport.settings import TRANSPORT
 
 CONNECT_SECONDS = 5.0
-"""TCP's first retries are after one and three seconds: two lost packets are survived."""
+"""How long to wait for a connection. TCP's first retries come after one and three seconds, so two lost
+packets are survived."""
 FLIGHT_BYTES_MAX = 2**11
-"""Bytes read at once: the longest flight has 1,400. As much again, and one message, may be held."""
+"""Maximum number of bytes read in one call; the longest flight has 1,400. The same amount again, and one
+message, may be held."""
 UNSENT_BYTES_MAX = 2**20
-"""Bytes that the kernel queues beyond those in flight: one write, while the next is encrypted. trio's default
-of 16 KiB suits multiplexers; measured for 64 MiB, it takes seven times the writes and 1.5 times as long."""
+"""Bytes that the kernel queues in addition to those in flight: one write, while the next is encrypted. trio's
+default of 16 KiB suits multiplexers. Measured for 64 MiB, that default takes seven times the writes and 1.5
+times as long."""
 KEEPALIVE_SECONDS = 30
-"""The kernel notices a vanished peer after a few times this."""
+"""Idle seconds before a keepalive probe. The kernel notices a vanished peer after a few times this."""
 
 CPU_FILE = "/proc/cpuinfo"
 _CPU_BYTES = 2**14
-"""More than the first processor's part of that file."""
+"""Bytes read from the processor file: more than the entry of the first processor."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """The keys and the swarm that this node proves in handshakes, the suites it takes, best first, and the
-    time that it gives a handshake.
+    """The keys and the swarm that this node proves in handshakes, the cipher suites that it accepts (best
+    first), and the time limit of a handshake.
 
     `static` is an X25519 private key of 32 bytes.
     """
@@ -76,7 +80,7 @@ class Credentials:
 
     @cached_property
     def _proof(self) -> bytes:
-        """The signature, made once, since its content is the same in each handshake."""
+        """The signature, computed once because its content is the same in each handshake."""
         return identity_payload(self.identity, static_public_key(self._loaded))
 
     def handshake(self, *, initiator: bool, expected: PeerId | None = None) -> PeerHandshake:
@@ -103,23 +107,23 @@ class SecuredTransport:
 
 
 def default_suites(cpu_file: str = CPU_FILE) -> tuple[Suite, ...]:
-    """Return all suites that work here, the best for this machine first; `cpu_file` lists the processor's
+    """Return all suites that work here, the best for this machine first. `cpu_file` lists the processor's
     features."""
     return preferred(has_aes=_has_aes(cpu_file))
 
 
 def _has_aes(cpu_file: str) -> bool:
-    """Return whether the CPU has instructions for AES, if one file tells."""
+    """Return whether the CPU has AES instructions, according to `cpu_file`."""
     try:
         with open(cpu_file) as file:
             text = file.read(_CPU_BYTES)
     except OSError:
-        return True  # not Linux: a desktop of the last ten years
+        return True  # no such file, so not Linux: probably a desktop of the last ten years
     return re.search(r"\baes\b", text) is not None
 
 
 async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketStream, HandshakeResult]:
-    """Connect and shake hands; `address.peer`, if set, must answer.
+    """Connect and shake hands. If `address.peer` is set, that peer must answer.
 
     Raises:
         WrongPeer, Unreachable: with the reason and a sentence for people.
@@ -138,9 +142,9 @@ async def shake_hands(
     came: bytes = b"",
     begun: PeerHandshake | None = None,
 ) -> HandshakeResult:
-    """Shake hands on an open connection, or close it. `where` names the other end for people; `is_first` is
-    true on one side; `came` are bytes already read. A handshake that has `begun` has sent its flight by other
-    means.
+    """Shake hands on an open connection; close it on failure. `where` names the other peer for people,
+    `is_first` is true for exactly one of the two, and `came` has bytes already read. If the handshake has
+    `begun`, its first flight was sent by other means.
 
     Raises:
         WrongPeer, Unreachable: with the reason and a sentence for people.
@@ -158,14 +162,14 @@ async def shake_hands(
                 raise WrongPeer("wrong key", f"{where} is somebody else")
     except trio.TooSlowError:
         seconds = credentials.handshake_seconds
-        detail = f"{where} took the connection, but did not shake hands in {seconds:g} s"
+        detail = f"{where} accepted the connection, but did not shake hands in {seconds:g} s"
         raise Unreachable("timeout", detail + _about_key(credentials)) from None
     except WrongIdentity as error:
         raise WrongPeer("wrong key", str(error)) from None
     except NoCommonSuite as error:
         raise Unreachable("refused", f"{where} answers, but {error}") from None
     except (RemoteProtocolError, trio.BrokenResourceError):
-        detail = f"{where} answers, but is of another swarm or not a peerloom node"
+        detail = f"{where} answers, but belongs to another swarm or is not a peerloom node"
         raise Unreachable("refused", detail + _about_key(credentials)) from None
     finally:
         if session is None:
@@ -174,13 +178,13 @@ async def shake_hands(
 
 
 def answer_flight(handshake: PeerHandshake, flight: bytes) -> bytes:
-    """Return a responder's answer to the first flight of a handshake that came by other means than the
-    connection for the rest. Raises RemoteProtocolError: it is not a complete flight."""
+    """Return a responder's answer to the first flight of a handshake, if that flight did not come on the
+    connection itself. Raises RemoteProtocolError if it is not a complete flight."""
     answer = handshake.start()
     while not answer:
         taken, flight = flight[: handshake.wanted], flight[handshake.wanted :]
         if len(taken) < handshake.wanted:
-            raise RemoteProtocolError("a flight that is not whole")
+            raise RemoteProtocolError("an incomplete flight")
         answer = handshake.receive(taken)
     if flight:
         raise RemoteProtocolError("more than one flight")
@@ -188,8 +192,8 @@ def answer_flight(handshake: PeerHandshake, flight: bytes) -> bytes:
 
 
 async def accept(transport: trio.SocketStream, handshake: PeerHandshake, came: bytes) -> HandshakeResult:
-    """Answer a dial: the other side of `dial`, for a `handshake` that has opened, with the bytes after its
-    first flight; to be cancelled when its time is over.
+    """Answer a dial (the counterpart of `dial`). The `handshake` has read its first flight, and `came` has
+    the bytes after it. The caller cancels this when the time is over.
 
     Raises:
         RemoteProtocolError, trio.BrokenResourceError: no peer of this swarm is there.
@@ -199,8 +203,11 @@ async def accept(transport: trio.SocketStream, handshake: PeerHandshake, came: b
 
 
 def _about_key(credentials: Credentials) -> str:
-    """Return a hint for users who cannot get into a private swarm, since no node there explains it."""
-    return "; a node with another swarm key is as silent" if credentials.swarm.is_private else ""
+    """Return a hint for users who cannot get into a private swarm, because the nodes there do not explain
+    it."""
+    return (
+        ("; a node with a different swarm key does not answer either") if credentials.swarm.is_private else ""
+    )
 
 
 async def _shake_hands(
@@ -211,7 +218,7 @@ async def _shake_hands(
             await transport.send_all(outgoing)
         wanted = handshake.wanted
         while len(came) < wanted:
-            # Whole flights at a time, and no byte beyond the last message, since a stream follows.
+            # Read whole flights at a time, but no byte beyond the last message, because a stream follows.
             more = await transport.receive_some(wanted - len(came) if handshake.is_last else FLIGHT_BYTES_MAX)
             if not more:
                 raise RemoteProtocolError("the connection ended inside the handshake")
@@ -219,7 +226,7 @@ async def _shake_hands(
         taken, came = came[:wanted], came[wanted:]
         outgoing = handshake.receive(taken)
     if came:
-        raise RemoteProtocolError("bytes that come before it is their turn")
+        raise RemoteProtocolError("bytes that came before the peer's turn")
     if outgoing:
         await transport.send_all(outgoing)
     return handshake.session
@@ -228,7 +235,9 @@ async def _shake_hands(
 async def _connect(address: Address) -> trio.SocketStream:
     if address.is_link_local and "%" not in address.host:
         hint = f"[{address.host}%eth0]:{address.port}"
-        raise Unreachable("unknown", f"{address.short} is of one link; say which, as in {hint}")
+        raise Unreachable(
+            "unknown", (f"{address.short} is a link-local address. Add the interface, as in {hint}")
+        )
     try:
         with trio.fail_after(CONNECT_SECONDS):
             transport = await trio.open_tcp_stream(address.host, address.port)
@@ -244,8 +253,8 @@ async def _connect(address: Address) -> trio.SocketStream:
 
 
 def _no_connection(address: Address, error: OSError) -> Unreachable:
-    """Convert trio's error: it wraps the attempts' errors, one as the cause, several as a group
-    in the cause."""
+    """Convert trio's error. It wraps the attempts' errors: a single one as the cause, several as a group in
+    the cause."""
     cause = error.__cause__
     causes = cause.exceptions if isinstance(cause, BaseExceptionGroup) else (cause or error,)
     if any(isinstance(each, ConnectionRefusedError) for each in causes):
@@ -254,14 +263,15 @@ def _no_connection(address: Address, error: OSError) -> Unreachable:
 
 
 def error_reason(error: BaseException) -> str:
-    """Return why the system made no connection. trio's own text repeats the address, as Python writes it."""
+    """Return why the system made no connection, without trio's own text, which repeats the address in Python
+    notation."""
     number = getattr(error, "errno", None)
     return os.strerror(number).lower() if number else "no way there"
 
 
 def set_options(transport: trio.SocketStream) -> None:
-    """Make the kernel keep little unsent data, and notice that the other side vanished."""
-    # A connection that has ended refuses options; the next read shows it.
+    """Make the kernel keep little unsent data, and notice when the other machine has vanished."""
+    # A connection that has ended refuses options; the next read reports it.
     with suppress(OSError):
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             transport.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES_MAX)

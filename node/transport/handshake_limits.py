@@ -1,9 +1,10 @@
-"""Limits on handshakes, which choose the next one to compute, so that strangers' cost is bounded.
+"""Limits on handshakes: they choose the next one to compute, so that unknown peers cost a bounded amount of
+CPU.
 
-The address of a connection is real, so each source has a limit of its own. A waiting connection is not
-refused: it keeps its place in the queue for as long as any other may. The next one is that of the source with
-the fewest recent handshakes, so a newcomer from elsewhere does not wait behind a crowd. Sources from which a
-peer has proved itself share a limit of their own, which no stranger can use up.
+The address of a connection cannot be forged, so each source has a limit of its own. A waiting connection is
+not refused: it keeps its place in the queue for as long as any other may. The next handshake is one of the
+source with the fewest recent handshakes, so a newcomer from elsewhere does not wait behind a crowd. Sources
+from which a peer has proved its identity share a separate limit, which unknown sources cannot use up.
 """
 
 from collections import OrderedDict
@@ -12,23 +13,25 @@ from collections.abc import Iterable
 from crypto.token_buckets import Buckets, TokenBucket
 
 STRANGERS_RATE = 100.0
-"""Handshakes a second of all sources without a known peer. One takes about 1 ms until the answer is sent, and
-2 ms in all: a tenth of a core for unfinished handshakes, a fifth at most."""
+"""Handshakes per second of all sources without a known peer. A handshake takes about 1 ms until the answer is
+sent, and 2 ms in all. So this costs a tenth of a core for unfinished handshakes, and a fifth at most."""
 STRANGERS_BURST = 200.0
-"""The whole neighbourhood of a node that comes back connects to it at once."""
+"""Burst of such handshakes: when a node comes back, its whole neighbourhood connects to it within a
+moment."""
 KNOWN_RATE = 100.0
-"""As many for sources where a peer has proved itself: another fifth of a core at most."""
+"""Handshakes per second of all sources where a peer has proved its identity: another fifth of a core at
+most."""
 KNOWN_BURST = 200.0
 SOURCE_RATE = 50.0
-"""Handshakes a second of one source: half of what all have, for many nodes behind one address. A handshake
-that ends in a proven peer is not counted: it cost the other side as much as this one."""
+"""Handshakes per second of one source: half of the total, because many nodes may share one address. A
+handshake that ends in a proven peer is not counted, because it cost that peer as much as this node."""
 SOURCE_BURST = 100.0
 SOURCES_MAX = 4_096
-"""Sources whose rate is remembered, and known ones: the latest of each."""
+"""Maximum number of sources whose rate is remembered, and of known sources; the latest of each are kept."""
 
 
 class HandshakeGate:
-    """Decides which handshakes to compute; `now` is any clock that does not go back, in seconds."""
+    """Decides which handshakes to compute. `now` is any monotonic clock in seconds."""
 
     def __init__(self, now: float) -> None:
         self._strangers = TokenBucket(STRANGERS_RATE, STRANGERS_BURST, STRANGERS_BURST, now)
@@ -37,7 +40,7 @@ class HandshakeGate:
         self._proved: OrderedDict[bytes, None] = OrderedDict()
 
     def choose(self, waiting: Iterable[bytes], now: float) -> bytes | None:
-        """Return the source whose handshake is computed next, and count it. None: no handshake now."""
+        """Return the source whose handshake is computed next, and count it. None means no handshake now."""
         left = {source: self._sources.left(source, now) for source in waiting}
         for common, is_known in ((self._known, True), (self._strangers, False)):
             fitting = [

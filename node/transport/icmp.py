@@ -1,7 +1,7 @@
-"""Closed ports, as the system reports them: a host has answered one of our packets with "port unreachable".
+"""Closed ports, as the system reports them when a host answers one of our packets with "port unreachable".
 
 Linux queues such answers on the sending socket (`IP_RECVERR`, ip(7)); other systems report nothing. The queue
-has the packet's destination, which any host on the way may have forged: it is a hint.
+has the packet's destination. Any host on the way may have forged the answer, so it is only a hint.
 """
 
 import ipaddress
@@ -11,27 +11,27 @@ import sys
 from crypto.contact import Address, make_address
 
 ERRORS_MAX = 64
-"""Reports read at once; the rest waits for the next time."""
+"""Maximum number of reports read in one call; the rest waits for the next call."""
 _IP_RECVERR, _IPV6_RECVERR = 11, 25
 _MSG_ERRQUEUE = 0x2000
 _ANSWER_BYTES = 256
 _ORIGINS_ICMP = (2, 3)
 _CODES_PORT = {2: (3, 3), 3: (1, 4)}
-"""Type and code of "port unreachable" by origin: ICMP, and ICMPv6."""
+"""Type and code of "port unreachable", keyed by origin: ICMP and ICMPv6."""
 
 
 def ask_for_errors(own: socket.socket) -> None:
-    """Enable the system's queue of hosts' errors about our packets, if it has one."""
+    """Enable the system's queue of errors that hosts report about our packets, if the system has one."""
     if sys.platform == "linux":
         is_six = own.family == socket.AF_INET6
         own.setsockopt(socket.IPPROTO_IPV6 if is_six else socket.IPPROTO_IP, _recverr(own), 1)
 
 
 def closed_places(own: socket.socket) -> list[Address]:
-    """Take the destinations with a closed port from the socket's queue."""
+    """Take from the socket's queue the destinations with a closed port."""
     found: list[Address] = []
     if sys.platform != "linux":
-        return found  # on other systems the flag means something else, and would take a packet
+        return found  # on other systems the flag has a different meaning and would take a packet
     for _ in range(ERRORS_MAX):
         try:
             _, ancillary, _, target = own.recvmsg(_ANSWER_BYTES, _ANSWER_BYTES, _MSG_ERRQUEUE)

@@ -1,5 +1,5 @@
-"""Messages that have arrived and wait to be taken, one `QueueInbox` per protocol, bounded twice; and
-the alarm that ends the waits of all inboxes of a node in time."""
+"""Messages that have arrived and wait to be taken. Each protocol has one `QueueInbox`, bounded in number and
+bytes. One alarm ends the waits of all inboxes of a node in time."""
 
 from collections import Counter
 from math import inf
@@ -9,14 +9,16 @@ import trio
 from crypto.identity import PeerId
 
 INBOX_MESSAGES_MAX = 1_024
-"""A second of control traffic at the rate that one core can handle; older news is worthless."""
+"""Maximum number of waiting messages: a second of control traffic at the rate that one core can handle. Older
+messages are worthless."""
 INBOX_BYTES_MAX = 16 * 2**20
-"""Messages that came by stream may be large, so their number alone bounds nothing."""
+"""Maximum size of the waiting messages. A number alone is no bound, because messages that come by stream may
+be large."""
 
 
 class Alarm:
-    """One sleeping task for all waits of a node, disturbed only by a wait that ends before all others: a
-    cancel scope for each wait would be a third of all that a datagram costs."""
+    """One sleeping task for all waits of a node, disturbed only by a wait that ends before all others. A
+    cancel scope for each wait would be a third of the cost of a datagram."""
 
     def __init__(self) -> None:
         self._inboxes: list[QueueInbox] = []
@@ -25,16 +27,16 @@ class Alarm:
         self.is_running = False
 
     def watch(self, inbox: "QueueInbox") -> None:
-        """Watch this inbox as well."""
+        """Add an inbox to those that are watched."""
         self._inboxes.append(inbox)
 
     def hurry(self, at: float) -> None:
-        """Ring at `at`, if not sooner."""
+        """Ring at `at` at the latest."""
         if at < self._rings_at:
             self._rings_at = self._sleep.deadline = at
 
     async def run(self) -> None:
-        """Run until cancelled; then all waits with a deadline end early."""
+        """Run until cancelled. On cancellation, all waits with a deadline end early."""
         self.is_running = True
         try:
             while True:
@@ -54,8 +56,9 @@ class Alarm:
 
 
 class QueueInbox:
-    """`node.seams.Inbox`: oldest first; the newest are dropped when it is full. One task takes messages.
-    `until` is the deadline of its wait, if it waits by the alarm."""
+    """An implementation of `node.seams.Inbox`: messages leave oldest first, and new ones are dropped when it
+    is full. One task takes messages. `until` is the deadline of its current wait, if that wait uses the
+    alarm."""
 
     def __init__(
         self,
@@ -99,7 +102,8 @@ class QueueInbox:
         else:
             with trio.move_on_at(until):
                 await self._stirred.wait()
-        # A new event and not a cleared one: a notice that comes between two takes ends the second at once.
+        # Make a new event instead of clearing the old one: a notice that comes between two takes ends the
+        # second take immediately.
         self._stirred = trio.Event()
         messages, self._messages, self._bytes = self._messages, [], 0
         return messages

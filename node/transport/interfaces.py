@@ -1,8 +1,8 @@
 """The network interfaces of this machine, and which of their addresses others can probably use.
 
-The system is read afresh at each call. The likely use of an interface follows from its name, its carrier and
-the default route, by conventions of Linux, macOS, container runtimes and VPNs. It is a guess, and gives way
-to evidence (`address_policy`).
+The system is queried at each call. The likely use of an interface is derived from its name, its carrier and
+the default route, by conventions of Linux, macOS, container runtimes and VPNs. It is a guess, and evidence
+overrides it (`address_policy`).
 """
 
 import ipaddress
@@ -22,13 +22,15 @@ _BRIDGE = re.compile(
     r"docker\d*|br-[0-9a-f]{12}|veth.*|virbr\d+.*|vmnet\d+|vboxnet\d+|lxcbr\d+|lxdbr\d+|incusbr\d+|cni\d*"
     r"|cali.*|flannel.*|podman\d+|kube-.*|weave|cbr\d+|bridge1\d\d|vnic\d+|vEthernet.*"
 )
-"""Bridges and cables of container runtimes and hypervisors: each machine has the same addresses there."""
+"""Bridges and virtual cables of container runtimes and hypervisors. Every machine has the same addresses
+there."""
 _TUNNEL = re.compile(r"tun|tap|utun|wg|tailscale|zt|ppp|ipsec|nebula|nordlynx|proton|gpd|cscotun|svpn")
-"""Name prefixes of VPN interfaces, which reach some machines and not others."""
+"""Name prefixes of VPN interfaces, which reach some machines but not others."""
 
 
 class Use(IntEnum):
-    """The probable use of an interface, the one that others most likely reach first."""
+    """The probable use of an interface. The use through which others most likely reach this machine comes
+    first."""
 
     DEFAULT_ROUTE = 0
     CABLE = 1
@@ -41,7 +43,7 @@ class Use(IntEnum):
 
 @dataclass(frozen=True)
 class InterfaceAddress:
-    """One address of an interface, and the network that it shares with others there."""
+    """One address of an interface, and the network that it shares with other machines."""
 
     name: str
     host: Ip
@@ -50,8 +52,9 @@ class InterfaceAddress:
 
 
 def read_interfaces() -> tuple[InterfaceAddress, ...]:
-    """Return the addresses of all interfaces that are up, the likeliest to be of use to others first; within
-    one use in the order of their names, the source of the default route first. Zones are left out."""
+    """Return the addresses of all interfaces that are up, without zones. The most likely to be of use to
+    others come first. Within one use, interfaces are sorted by name, but the source of the default route
+    comes first."""
     states = psutil.net_if_stats()
     sources = {_source_of_default_route(family) for family in _DOCUMENTATION}
     found = []
@@ -83,7 +86,7 @@ def read_interfaces() -> tuple[InterfaceAddress, ...]:
 
 def use_of(name: str, host: Ip, *, has_carrier: bool, is_default: bool) -> Use:
     """Return the probable use of an interface with this name and address. A full-tunnel VPN has the default
-    route but still counts as a tunnel: the neighbours on the cable are nearer."""
+    route but still counts as a tunnel, because neighbours on the cable are nearer."""
     if host.is_loopback:
         return Use.LOOPBACK
     if host.is_link_local:
@@ -108,7 +111,8 @@ def _source_of_default_route(family: int) -> Ip | None:
 
 
 def _network(host: Ip, netmask: str | None) -> Network:
-    """An address without a mask, as a point-to-point link has, is a network of its own."""
+    """Return an address's network. An address without a mask, as on a point-to-point link, is a network of
+    its own."""
     width: int = host.max_prefixlen
     if netmask:
         width = int(ipaddress.ip_address(netmask)).bit_count()

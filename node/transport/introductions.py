@@ -1,8 +1,9 @@
-"""Introduces two peers that both know this node and have no path to each other: relays their messages before
-both dial at once (`punch_messages`).
+"""Introduces two peers that both know this node but have no path to each other. It relays their messages
+until both dial simultaneously (`punch_messages`).
 
-A message of about a hundred bytes tells a peer of another one, and the peer opens a stream itself: this node
-dials nobody for it. Only the messages of that conversation are relayed, bounded in number, size and time.
+A message of about a hundred bytes tells a peer about the other peer, and the recipient opens a stream itself,
+so this node dials nobody for it. Only the messages of that conversation are relayed, bounded in number, size
+and time.
 """
 
 from collections import Counter
@@ -32,18 +33,18 @@ from node.transport.punch_messages import (
 from node.transport.punching import IntroductionBudget
 
 COME_SECONDS = 4.0
-"""The time limit for the introduced peer to come."""
+"""How long to wait for the introduced peer to open its stream."""
 TOGETHER_SECONDS = 15.0
-"""The time limit of their whole conversation: each first asks others where it is seen."""
+"""Time limit of the whole conversation. Each peer first asks others for its public address."""
 PASSED_MAX = 3
-"""The messages of each side: an offer, a round trip, and Begin."""
+"""Maximum number of messages from each peer: an offer, a round trip, and Begin."""
 COMING_MAX = 4
-"""Peers that this node meets at once. A further one replaces the oldest of the sender with the most
-introductions, so no sender keeps others out."""
+"""Maximum number of introductions by others that this node follows simultaneously. A further one replaces the
+oldest of the sender with the most introductions, so no sender keeps others out."""
 WAIT_SECONDS = 60.0
 HEARD_SECONDS = 60.0
-"""A peer is introduced only if a datagram of it came within this time, or a path leads to it: routers keep a
-mapping about as long."""
+"""A peer is introduced only if a datagram from it came within this time, or if there is a path to it. Routers
+keep a mapping for about this long."""
 
 
 @dataclass(eq=False)
@@ -61,8 +62,8 @@ class _Coming:
 
 
 class Introductions:
-    """The service of one node: it introduces others, and meets peers that others introduce. `may_come`
-    returns whether a peer may introduce this node to another one now, `meet` answers an offer."""
+    """The introduction service of one node. It introduces others, and meets peers that others introduce.
+    `may_come` returns whether a peer may now introduce this node to another peer; `meet` answers an offer."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Introductions:
         self._may_come = may_come
         self._meet = meet
         self._inbox = network.inbox(PROTOCOL)
-        # The oldest first.
+        # The oldest comes first.
         self._coming: list[_Coming] = []
         self._waiting: dict[bytes, _Waiting] = {}
         self.budget = IntroductionBudget()
@@ -111,7 +112,7 @@ class Introductions:
             spare.scope.cancel()
 
     async def _come(self, coming: _Coming, token: bytes, peer: PeerId) -> None:
-        """Open a conversation with a peer through the introducer."""
+        """Open a conversation with a peer through the introducer `coming.sender`."""
         common = coming.sender
         with contain("meeting a peer"), coming.scope:
             try:
@@ -134,7 +135,7 @@ class Introductions:
     # --- for others ----------------------------------------------------------------------------------
 
     async def introduce(self, stream: Stream, target: PeerId) -> None:
-        """Introduce `target` to the peer of a stream, which requests it; if that is impossible the stream
+        """Introduce `target` to the peer that requests this on a stream. If that is impossible, the stream
         ends."""
         if not self._may_introduce(stream.peer, target):
             self._counters["introductions_refused"] += 1
@@ -154,7 +155,7 @@ class Introductions:
             waiting.over.set()
 
     async def meet(self, stream: Stream, token: bytes) -> None:
-        """Serve a peer that comes for an introduction; keep its stream until the two are done."""
+        """Serve a peer that comes for an introduction. Its stream is kept until the two are done."""
         waiting = self._waiting.get(token)
         if waiting is not None and waiting.far is None and waiting.target == stream.peer:
             waiting.far = stream
@@ -169,13 +170,13 @@ class Introductions:
         return is_other and is_near and self.budget.may_introduce(asker, target, now)
 
     async def _pass_on(self, near: Stream, far: Stream) -> None:
-        """Pass messages on. Raises StreamClosed when either side is done."""
+        """Pass messages on in one direction. Raises StreamClosed when either peer is done."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._pass, near, far)
                 nursery.start_soon(self._pass, far, near)
         except* StreamClosed:
-            raise StreamClosed("either side is done") from None
+            raise StreamClosed("either peer is done") from None
 
     async def _pass(self, source: Stream, target: Stream) -> None:
         for _ in range(PASSED_MAX):

@@ -1,4 +1,4 @@
-"""Sockets to listen on, TCP and UDP on one port number each, and the addresses others should dial."""
+"""Listening sockets, TCP and UDP on one port number each, and the addresses that others should dial."""
 
 import errno
 import socket
@@ -16,10 +16,11 @@ from node.transport.interfaces import read_interfaces
 from node.transport.sockets import socket_name, source_of_name
 
 PORT_ATTEMPTS = 11
-"""The wanted port and the ten behind it: enough for several nodes on one machine."""
+"""Number of ports tried: the wanted port and the ten after it, enough for several nodes on one machine."""
 BACKLOG = 1_024
-"""Connections that the kernel holds until we accept them. A burst from strangers must not push out the next
-peer, whose kernel tries again only after a second. (Linux takes the least of this and `somaxconn`.)"""
+"""Maximum number of connections that the kernel holds until we accept them. A burst from unknown peers must
+not push out an honest one, whose kernel tries again only after a second. (Linux uses the smaller of this and
+`somaxconn`.)"""
 
 _MTU_DISCOVER, _NEVER_DISCOVER = 10, 0
 """Linux's IP_MTU_DISCOVER and IP_PMTUDISC_DONT, which Python does not name."""
@@ -29,7 +30,8 @@ _NO_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT)
 
 @dataclass(frozen=True)
 class BoundSockets:
-    """Both sockets of one place; their port differs from the `wanted` one if that was taken."""
+    """The TCP and the UDP socket of one host and port. Their port differs from the `wanted` one if that was
+    taken."""
 
     tcp: socket.socket
     udp: socket.socket
@@ -43,14 +45,15 @@ class BoundSockets:
 
 
 async def bind_all(places: Sequence[Place], *, may_move: bool = True) -> tuple[BoundSockets, ...]:
-    """Listen on all places or on none.
+    """Listen on all places (host and port) or on none.
 
-    Unless they `may_move`, only at these ports; places that want one port move together, so that a node has
-    one port number for both families. `[::]` accepts IPv4 too, unless an IPv4 address is among the places:
-    then each family has its own socket. Beside another place `[::]` is left out on a machine without IPv6.
+    Unless they `may_move`, only these ports are used. Places that want one port move together, so that a node
+    has one port number for both families. `[::]` accepts IPv4 too, unless an IPv4 address is among the
+    places; in that case each family has its own socket. If there are other places, `[::]` is left out on a
+    machine without IPv6.
 
     Raises:
-        UsageError: no such address here, or all the ports are taken.
+        UsageError: an address does not exist here, or all the ports are taken.
     """
     found = [await _look_up(host, port) for host, port in places]
     sockets = [
@@ -87,8 +90,8 @@ async def _look_up(host: str, port: int) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A place as the system names it; `host` is the user's text. One that `may_lack` is left out if this
-    machine lacks its family."""
+    """A place as the system names it; `host` is the user's text. If it `may_lack`, it is left out on a
+    machine without its address family."""
 
     family: int
     literal: str
@@ -99,12 +102,13 @@ class _Wanted:
 def _bind_group(
     wanted: Sequence[_Wanted], port: int, *, both_families: bool, attempts: int
 ) -> "list[BoundSockets | None]":
-    """Listen on all of these places at one port, `port` or one of the next; None for a place whose family
-    this machine does not have."""
+    """Listen on all of these places at one port: `port` or one of the ports after it. The result has None for
+    a place whose address family this machine does not have."""
     for each in wanted:
         if "%" not in each.literal and make_address(each.literal, port).is_link_local:
             raise UsageError(
-                f"cannot listen on {each.host}: of which link?", f"--listen '[{each.host}%eth0]:PORT'"
+                f"cannot listen on {each.host}: a link-local address needs its interface",
+                f"--listen '[{each.host}%eth0]:PORT'",
             )
     numbers = [0] * attempts if port == 0 else range(port, min(port + attempts, PORT_MAX + 1))
     host = wanted[0].host
@@ -114,7 +118,7 @@ def _bind_group(
             return made
     if attempts == 1:
         raise UsageError(
-            f"cannot listen on {host}:{port}: the port is taken", f"--listen {host}:0 for any free"
+            f"cannot listen on {host}:{port}: the port is taken", f"use --listen {host}:0 for any free port"
         )
     raise UsageError(f"cannot listen: ports {numbers[0]} to {numbers[-1]} are taken", "--listen HOST:PORT")
 
@@ -122,7 +126,7 @@ def _bind_group(
 def _bind_at(
     wanted: Sequence[_Wanted], number: int, port: int, *, both_families: bool
 ) -> "list[BoundSockets | None] | None":
-    """Bind all of these at port `number` instead of `port`; None if it is taken at one of them."""
+    """Bind all of these at port `number` instead of `port`; return None if it is taken at any of them."""
     made: list[BoundSockets | None] = []
     for each in wanted:
         try:
@@ -151,7 +155,7 @@ def _bind_pair(
         udp = socket.socket(family, socket.SOCK_DGRAM)
         opened.append(udp)
         keep_from_children(tcp, udp)
-        # A port whose last connections are still dying out may be taken again at once.
+        # Allow a port to be taken again immediately while its previous connections are still closing.
         tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         for each in (tcp, udp):
             each.setblocking(False)
@@ -161,7 +165,7 @@ def _bind_pair(
         tcp.bind(socket_name(host, port))
         udp.bind(socket_name(host, tcp.getsockname()[1]))
         tcp.listen(BACKLOG)
-        # Only now that no other program can listen here: see `nat.simultaneous`.
+        # Set this only now, when no other program can listen here: see `nat.simultaneous`.
         if hasattr(socket, "SO_REUSEPORT"):
             tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     except OSError:
@@ -172,16 +176,16 @@ def _bind_pair(
 
 
 def _allow_fragments(udp: socket.socket, family: int) -> None:
-    """Let routers fragment datagrams where a link's MTU is smaller: a VPN's may be, and many firewalls drop
-    the messages that would report it. Linux only; elsewhere that is the default."""
+    """Let routers fragment datagrams for links with a smaller MTU, such as VPNs, because many firewalls drop
+    the messages that would report the MTU. Linux only; elsewhere this is the default."""
     if sys.platform == "linux" and family == socket.AF_INET:
         udp.setsockopt(socket.IPPROTO_IP, _MTU_DISCOVER, _NEVER_DISCOVER)
 
 
 def dialable(places: Sequence[Place], announce: Sequence[Address] = ()) -> tuple[Address, ...]:
-    """Return the addresses at which others should dial `places` (IP literals), best first: as announced, or
-    each place, or, for a place that means every interface, the addresses of this machine
-    (`AddressPolicy.own`).
+    """Return the addresses at which others should dial `places` (IP literals), best first. They are the
+    `announce` addresses if given. Otherwise they are the places, and for a place that means every interface,
+    the addresses of this machine (`AddressPolicy.own`).
 
     There may be none on a machine that has only link-local IPv6: see `Multicast.addresses`.
     """

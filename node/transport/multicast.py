@@ -1,9 +1,9 @@
 """The real `node.seams.LocalNetwork`: UDP multicast on the interfaces that a node listens on.
 
-IPv4 with a group of the local scope (RFC 2365, 239.255.0.0/16), IPv6 with a transient group of the link
-(RFC 4291, ff12::/16); one socket for each interface and family, so that no packet comes by an unwanted
-interface. A node that listens only on loopback is heard only on loopback. `beacon` decides the content and
-time of packets.
+IPv4 uses a group of the local scope (RFC 2365, 239.255.0.0/16), IPv6 a transient group of the link (RFC 4291,
+ff12::/16). Each interface and family has its own socket, so that no packet comes by an unwanted interface. A
+node that listens only on loopback is heard only on loopback. `beacon` decides the content and time of
+packets.
 """
 
 import errno
@@ -26,31 +26,33 @@ from node.transport.listen import dialable
 from node.transport.sockets import FAULT_PAUSE_SECONDS, source_of_name
 
 BEACON_PORT = 9746
-"""Below the ports that nodes listen on; all nodes of a machine share it."""
+"""The port of beacons, shared by all nodes of a machine and lower than the ports that nodes listen on."""
 GROUP_4 = "239.255.112.76"
 GROUP_6 = "ff12::7065:6572:6c6f:6f6d"
 LINES_MAX = 16
-"""The number of interfaces and families in use: a machine full of containers has hundreds without a
-listener."""
+"""Maximum number of interface and family pairs in use. A machine full of containers has hundreds of
+interfaces on which nobody listens."""
 LOOK_SECONDS = 20.0
-"""How often the interfaces are read: a machine that has changed its network is found soon after."""
+"""Seconds between reads of the interfaces. A machine that has changed its network is found within this
+time."""
 LOOK_SECONDS_ALONE = 1.0
-"""The same while there is only loopback. At boot the network comes a little later than the programs, and the
-questions of the first seconds should still be heard."""
+"""The same interval while there is only loopback. At boot the network comes up a little later than the
+programs, and the first seconds' questions should still be heard."""
 GATHER_SECONDS = 0.01
-"""The interval of reads: nobody waits for a beacon, and a turn of the event loop costs ten times as much as
-one."""
+"""Seconds between reads of packets. Beacons are not urgent, and a turn of the event loop costs ten times as
+much as a beacon."""
 PACKETS_MAX = 256
-"""Packets that wait to be taken; the newest are dropped."""
+"""Maximum number of packets that wait to be taken; further ones are dropped."""
 
 _EVERYWHERE_6 = ipaddress.IPv6Address("::")
 _MULTICAST_ALL = 49
-"""Linux's number of IP_MULTICAST_ALL, which Python does not name: off, a socket hears only what it joined."""
+"""Linux's number for IP_MULTICAST_ALL, which Python does not name. With the option off, a socket receives
+only groups that it joined."""
 
 
 @dataclass(frozen=True)
 class Interface:
-    """One interface in one family; `host` is this machine's address on it."""
+    """One interface in one address family; `host` is this machine's address on it."""
 
     name: str
     index: int
@@ -62,8 +64,9 @@ class Interface:
 
 
 def interfaces_of(hosts: Sequence[str]) -> tuple[Interface, ...]:
-    """Return the interfaces for beacons of a node that listens on `hosts` (IP literals): that of each host,
-    or all but loopback for an unspecified one; loopback if there is no other."""
+    """Return the interfaces that a node uses for beacons if it listens on `hosts` (IP literals): the
+    interface of each host, or all except loopback for an unspecified host. If there is no other interface,
+    loopback is used."""
     found: dict[tuple[str, int], Interface] = {}
     for each in read_interfaces():
         if any(_stands_for(place, each, alone=len(hosts) == 1) for place in hosts):
@@ -74,7 +77,7 @@ def interfaces_of(hosts: Sequence[str]) -> tuple[Interface, ...]:
 
 
 def _stands_for(place: str, each: InterfaceAddress, *, alone: bool) -> bool:
-    """Return whether a node that listens at `place` uses the interface of this address for beacons."""
+    """Return whether a node that listens at `place` uses this address's interface for beacons."""
     host, _, zone = place.partition("%")
     listening = ipaddress.ip_address(host)
     if listening.is_unspecified:
@@ -86,12 +89,12 @@ def _index(name: str) -> int:
     try:
         return socket.if_nametoindex(name)
     except OSError:
-        return 0  # gone in the meantime: opening it will fail
+        return 0  # gone in the meantime, so opening it will fail
 
 
 class Multicast:
-    """The driver of multicast; `run` must be running. `places` are the node's listening places, IP literals
-    with ports."""
+    """The driver of multicast; `run` must be running. `places` are the IP literals and ports on which the
+    node listens."""
 
     def __init__(self, places: Sequence[Place], counters: Counter[str], *, port: int = BEACON_PORT) -> None:
         self._places = tuple(places)
@@ -103,8 +106,8 @@ class Multicast:
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """The announced addresses. Link-local ones come last, as `HERE`: the packet's source shows which one
-        it is."""
+        """The announced addresses. Link-local ones come last, as the placeholder `HERE`; the packet's source
+        shows which address is meant."""
         here = [
             make_address(HERE, port)
             for host, port in self._places
@@ -134,7 +137,7 @@ class Multicast:
         return packets
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Run until cancelled; an interface that fails is counted and tried again."""
+        """Run until cancelled. An interface that fails is counted and tried again."""
         async with trio.open_nursery() as nursery:
             try:
                 self._look(nursery)
@@ -149,13 +152,13 @@ class Multicast:
 
     @property
     def _awaits_others(self) -> bool:
-        """Return whether it needs an interface other than loopback and there is none, for instance because
+        """Return whether the node needs an interface other than loopback and has none, for example because
         its only one has no carrier yet."""
         wants_others = any(not ipaddress.ip_address(host).is_loopback for host, _ in self._places)
         return wants_others and all(ipaddress.ip_address(line.host).is_loopback for line in self._lines)
 
     def _look(self, nursery: trio.Nursery) -> None:
-        """Open new interfaces, close vanished ones."""
+        """Open new interfaces, and close those that have vanished."""
         present = interfaces_of([host for host, _ in self._places])
         for interface in [each for each in self._lines if each not in present]:
             self._lines.pop(interface).close()
@@ -177,7 +180,7 @@ class Multicast:
                 for _ in range(PACKETS_MAX):
                     self._arrived(*line.receive())
             except BlockingIOError:
-                pass  # that was all
+                pass  # everything has been read
             except trio.ClosedResourceError:
                 return
             except OSError:
@@ -194,7 +197,8 @@ class Multicast:
 
 
 class _Line:
-    """One socket: the group on one interface. Raises OSError if it is unavailable."""
+    """One socket that has joined the group on one interface. Raises OSError if the interface is
+    unavailable."""
 
     def __init__(self, interface: Interface, port: int) -> None:
         self._bare = socket.socket(interface.family, socket.SOCK_DGRAM)
@@ -217,7 +221,7 @@ class _Line:
         self._bare.bind((GROUP_4, port))
         self._bare.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, here)
         self._bare.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 1)
-        # Other nodes of this machine are on the network as well.
+        # Send to this machine too, because other nodes may run on it.
         self._bare.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
         self._bare.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(GROUP_4) + here)
         return GROUP_4, port
@@ -235,7 +239,7 @@ class _Line:
         return GROUP_6, port, 0, interface.index
 
     def send(self, data: bytes) -> bool:
-        """Send at once; return whether the kernel took it."""
+        """Send without waiting; return whether the kernel took the packet."""
         try:
             self._bare.sendto(data, self._target)
         except OSError:
@@ -249,8 +253,8 @@ class _Line:
         await trio.lowlevel.wait_readable(self._bare)
 
     def receive(self) -> tuple[bytes, str]:
-        """Return the next packet and its source host; a longer one than allowed shows as too long. Raises
-        BlockingIOError: there is none."""
+        """Return the next packet and its source host. A packet above the size limit is cut, but still longer
+        than allowed. Raises BlockingIOError if there is none."""
         data, source = self._bare.recvfrom(BEACON_BYTES_MAX + 1)
         return data, source_of_name(source)[0]
 

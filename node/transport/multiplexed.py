@@ -1,7 +1,8 @@
-"""The driver of a multiplexed path: sockets of this process, each a channel, over one secured connection.
+"""The driver of a multiplexed path, which carries many channels over one secured connection. Each channel is
+a socket of this process.
 
 A user of a channel sees a connected socket, so everything built on connections works on a path too: messages,
-marks, limits, pools. The path encrypts everything; a channel is not encrypted again.
+marks, limits, pools. The path encrypts everything, so a channel is not encrypted again.
 """
 
 import socket
@@ -34,18 +35,19 @@ from node.transport.settings import PathSettings
 from node.transport.tcp import Connection
 
 UNSENT_BYTES_MAX = 2**15
-"""Bytes that the kernel queues beyond those in flight: a small message waits behind no more."""
+"""Bytes that the kernel queues in addition to those in flight. A small message waits behind no more than
+this."""
 SILENCE = "nothing came on the path any more"
 """The reason with which a dead path ends."""
 
 Way = Literal["direct", "punched", "relayed"]
-"""How a path came about: the peer, which cannot be dialled, has dialled this node; both have dialled at once
-through their routers; or a third node carries it."""
+"""How a path came about. "direct": the peer, which cannot be dialled, has dialled this node. "punched": both
+have dialled simultaneously through their routers. "relayed": a third node carries the path."""
 
 
 class SealedBelow(CipherState):
-    """A cipher that only adds a tag of zeros: the path below encrypts its bytes before they leave this
-    machine."""
+    """A cipher that only adds a tag of zeros, because the path underneath encrypts the bytes before they
+    leave this machine."""
 
     def __init__(self) -> None:
         pass
@@ -72,7 +74,7 @@ class SealedBelow(CipherState):
 
 
 def channel_session(peer: PeerId) -> HandshakeResult:
-    """Return the substitute for a handshake on a channel: the path has shaken hands."""
+    """Return a substitute for a handshake result on a channel; the path has already shaken hands."""
     return HandshakeResult(peer, SUITES[0], SealedBelow(), SealedBelow(), b"")
 
 
@@ -82,20 +84,20 @@ class _End:
 
     socket: socket.socket
     waiting: bytearray = field(default_factory=bytearray)
-    """Received bytes in one buffer: with an object for each frame, a peer could fill far more memory than its
-    credit."""
+    """Received bytes in a single buffer. With one object for each frame, a peer could fill far more memory
+    than its credit."""
     has_closed: bool = False
-    """Whether the other side has closed it."""
+    """Whether the peer has closed the channel."""
     moved: trio.Event = field(default_factory=trio.Event)
     """Set when bytes have come, or there is room to write."""
     came: trio.Event = field(default_factory=trio.Event)
 
 
 class MultiplexedPath:
-    """Channels to one peer. `run` must be running; it ends when the path does, and every channel with it.
+    """Channels to one peer. `run` must be running. It ends when the path does, and every channel with it.
 
-    `opened(socket)` is handed each channel that the other side opens; `fell_silent(path)` is called now and
-    then while the peer lets a ping wait.
+    `opened(socket)` is called with each channel that the peer opens; `fell_silent(path)` is called now and
+    then while the peer leaves a ping unanswered.
     """
 
     def __init__(
@@ -115,16 +117,16 @@ class MultiplexedPath:
         self.way: Way = way
         self.is_first = is_first
         self.address = address
-        """The peer's address on this path; for a relayed one the circuit, if this side dialled it."""
+        """The peer's address on this path. For a relayed path, the circuit, if this node dialled it."""
         self.is_own_dial = is_first and way == "direct"
-        """Whether this side has dialled it only for the other side, which cannot dial: own streams are
-        dialled."""
+        """Whether this node has dialled the path only so that the peer, which cannot dial, can use it. This
+        node's own streams are dialled directly."""
         self.is_kept = False
         """Whether the path is kept while it carries nothing."""
         self.has_better = False
         """Whether there is a more direct path to the peer."""
         self.is_lost = False
-        """Whether it ended against this side's will while it carried something."""
+        """Whether the path ended against this node's will while it carried something."""
         self._is_given_up = False
         self.since = self.used_at = trio.current_time()
         self._opened = opened
@@ -155,26 +157,26 @@ class MultiplexedPath:
 
     @property
     def relay(self) -> PeerId | None:
-        """The relay that carries the path."""
+        """The relay that carries the path, if any."""
         return self.address.relay if self.address is not None else None
 
     @property
     def round_trip_seconds(self) -> float | None:
-        """The round trip of the last ping."""
+        """The round trip of the latest answered ping."""
         return self._core.round_trip_seconds
 
     @property
     def is_silent(self) -> bool:
-        """Whether the peer has let a ping wait for long; the path may be dead."""
+        """Whether the peer has left a ping unanswered for long, so the path may be dead."""
         return self._core.is_silent(trio.current_time())
 
     def doubt(self) -> None:
-        """Ping, and wait less long for the answer, since there is evidence that the path is dead."""
+        """Ping, and wait less long for the answer, because there is evidence that the path is dead."""
         self._core.doubt(trio.current_time())
         self._stirred.set()
 
     def open(self) -> socket.socket:
-        """Open a channel. Raises StreamClosed: the path is over, or has no room."""
+        """Open a channel. Raises StreamClosed if the path is over or has no room."""
         if not self.stands:
             raise StreamClosed("the path is over")
         try:
@@ -184,7 +186,7 @@ class MultiplexedPath:
         return self._begin(channel)
 
     def end(self, why: str) -> None:
-        """End it and all its channels."""
+        """End the path and all its channels."""
         self._is_given_up = True
         self.connection.end(why)
 
@@ -221,7 +223,7 @@ class MultiplexedPath:
             self._is_given_up = True
             self.connection.offended(error)
         except StreamClosed:
-            pass  # how a path ends
+            pass  # the normal end of a path
 
     def _take(self, frame: bytes) -> None:
         event = self._core.receive(trio.current_time(), frame)
@@ -260,10 +262,10 @@ class MultiplexedPath:
                 await stirred.wait()
                 self._stirred = trio.Event()
         except StreamClosed:
-            pass  # the reader sees it too
+            pass  # the reader notices it too
 
     def _make_room(self, frame: bytes) -> None:
-        """Update a channel after a frame: it may have room again, or be over."""
+        """Update a channel after a frame: it may have room again, or may be over."""
         end = self._ends.get(int.from_bytes(frame[1:5], "big"))
         if end is not None:
             end.moved.set()
@@ -279,10 +281,11 @@ class MultiplexedPath:
                 self._fell_silent(self)
             self._stirred.set()
 
-    # --- its channels --------------------------------------------------------------------------------
+    # --- channels ------------------------------------------------------------------------------------
 
     def _begin(self, channel: int) -> socket.socket:
-        """Raises StreamClosed, and the channel is over: this process has no descriptors left."""
+        """Make the socket pair of a channel. Raises StreamClosed, and ends the channel, if this process has
+        no descriptors left."""
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
@@ -321,7 +324,7 @@ class MultiplexedPath:
         while True:
             while not (room := min(self._core.room(channel), QUEUED_BYTES_MAX)):
                 if channel not in self._core:
-                    return  # the other side has closed it: received bytes are still delivered
+                    return  # the peer has closed the channel; received bytes are still delivered
                 end.moved = trio.Event()
                 await end.moved.wait()
             try:
@@ -339,7 +342,7 @@ class MultiplexedPath:
             await trio.lowlevel.checkpoint()
 
     async def _deliver(self, channel: int, end: _End) -> None:
-        """Copy from the path to the socket until everything has come."""
+        """Copy from the path to the socket until all bytes have been delivered."""
         while True:
             while end.waiting:
                 try:

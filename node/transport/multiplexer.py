@@ -1,4 +1,5 @@
-"""Many channels over one connection, with credit: where two peers have a single path (relayed or punched).
+"""Many channels over one connection, with flow control by credit, for two peers with a single path (relayed
+or punched).
 
 A sans-IO core. Frames are the messages of a sealed, ordered connection; a channel carries bytes both ways as
 a TCP connection does. The rules:
@@ -6,12 +7,12 @@ a TCP connection does. The rules:
 * A sender has credit for each channel, as HTTP/2 and yamux grant it, so a reader that pauses stops its own
   channel and no other. Credit grows for a reader that keeps up, up to a bound for all channels together.
 * The path's delay bounds the bytes in flight (`path_window`). So a probe does not wait behind a long queue in
-a relay or a router, however large their buffers are.
-* Control frames leave first. Channels take turns by deficit, and one that had nothing queued goes before
-  those that are busy (FQ-CoDel, RFC 8290), so a small message overtakes bulk.
-* A ping tests whether the other side is there. Its state does not grow with the other side's input.
+  a relay or a router, however large their buffers are.
+* Control frames leave first. Channels take turns by deficit, and a channel that had nothing queued goes
+  before those that are busy (FQ-CoDel, RFC 8290), so a small message overtakes bulk.
+* A ping tests whether the peer is there. Its state does not grow with the peer's input.
 
-The driver is `node.transport.multiplexed`; the use of channels is not known here.
+The driver is `node.transport.multiplexed`; this module does not know what channels are used for.
 """
 
 import struct
@@ -25,21 +26,22 @@ from node.transport.path_window import PathWindow
 from node.transport.settings import PATHS, PathSettings
 
 DATA_BYTES_MAX = 2**14
-"""The size of one bulk frame. A probe may have to wait for one in this node: 13 ms at 10 Mbit/s."""
+"""Size of one bulk frame. A probe may have to wait for one frame in this node: 13 ms at 10 Mbit/s."""
 FRAME_BYTES_MAX = DATA_BYTES_MAX + 16
 CHANNELS_MAX = 128
-"""Channels that the other side may have open at once: twice the connections that one peer may have here."""
+"""Maximum number of channels that the peer may have open: twice the number of connections that one peer may
+have here."""
 CREDIT_BYTES = 2**18
-"""The bytes that may come on a new channel before its reader takes any."""
+"""Number of bytes that may come on a new channel before its reader takes any."""
 CREDIT_BYTES_MAX = 2**21
-"""The same of a channel whose reader keeps up: 160 Mbit/s over a round trip of 100 ms."""
+"""The maximum for a channel whose reader keeps up: 160 Mbit/s over a round trip of 100 ms."""
 GRANTED_BYTES_MAX = 2**24
-"""The credit of all readers together beyond CREDIT_BYTES each."""
+"""Maximum credit of all readers together, beyond CREDIT_BYTES for each."""
 ACKNOWLEDGED_BYTES = 2**14
 QUEUED_BYTES_MAX = 2**16
 """The limit of queued, unsent bytes of one channel."""
 CONTROL_MAX = 4 * CHANNELS_MAX
-"""Waiting control frames: more means a peer that asks and does not read the answers."""
+"""Maximum number of waiting control frames. More means that a peer asks but does not read the answers."""
 
 _HEAD = struct.Struct(">BI")
 _CREDIT = struct.Struct(">BII")
@@ -56,7 +58,7 @@ class Kind(IntEnum):
     CREDIT = 2
     """Grants the channel this many more bytes (four bytes)."""
     CLOSE = 3
-    """The sender neither sends nor accepts anything more on the channel."""
+    """The sender will neither send nor accept anything more on the channel."""
     ACKNOWLEDGED = 4
     """The total bytes of DATA that the path has delivered (eight bytes)."""
     PING = 5
@@ -65,14 +67,14 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class ChannelOpened:
-    """The other side has opened a channel."""
+    """The peer has opened a channel."""
 
     channel: int
 
 
 @dataclass(frozen=True)
 class ChannelData:
-    """Bytes have come on a channel; tell `taken` once its reader has them."""
+    """Bytes have come on a channel. Call `taken` once its reader has them."""
 
     channel: int
     data: memoryview
@@ -80,7 +82,7 @@ class ChannelData:
 
 @dataclass(frozen=True)
 class ChannelClosed:
-    """The other side has closed a channel; the reader still gets earlier bytes. The channel is gone."""
+    """The peer has closed a channel. The reader still gets earlier bytes, but the channel is gone."""
 
     channel: int
 
@@ -91,25 +93,25 @@ Event = ChannelOpened | ChannelData | ChannelClosed
 @dataclass(slots=True)
 class _Channel:
     credit: int = CREDIT_BYTES
-    """Bytes that may still be sent."""
+    """Number of bytes that may still be sent."""
     queue: deque[memoryview] = field(default_factory=deque)
     queued_bytes: int = 0
     deficit: int = 0
     window: int = CREDIT_BYTES
     awaited: int = CREDIT_BYTES
-    """Bytes that may still come."""
+    """Number of bytes that may still come."""
     ungranted: int = 0
-    """Bytes that the reader has taken, without new credit for them yet."""
+    """Number of bytes that the reader has taken and for which no new credit was given yet."""
     untaken: int = 0
-    """Received bytes that the reader has not taken yet."""
+    """Number of received bytes that the reader has not taken yet."""
     taken_since: int = 0
-    """Bytes that the reader has taken since its window was last checked."""
+    """Number of bytes that the reader has taken since its window was last checked."""
     is_closing: bool = False
-    """ChannelClosed here; CLOSE leaves behind what is queued."""
+    """Whether the channel was closed on this side. CLOSE is sent after the bytes that are still queued."""
 
 
 class Multiplexer:
-    """One side of a path. `is_first` is true only for the side that dialled."""
+    """One end of a path. `is_first` is true only for the node that dialled."""
 
     def __init__(self, now: float, *, is_first: bool, settings: PathSettings = PATHS) -> None:
         self._settings = settings
@@ -130,9 +132,9 @@ class Multiplexer:
         self._pinged_at = self._ticked_at = now
         self._is_awaiting = self._is_doubted = False
         self.round_trip_seconds: float | None = None
-        """The round trip of the last answered ping."""
+        """The round trip of the latest answered ping."""
 
-    # --- what the driver asks ------------------------------------------------------------------------
+    # --- state for the driver ------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._channels)
@@ -142,7 +144,7 @@ class Multiplexer:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """The tables that the other side can make grow here: the size and limit of each."""
+        """The size and limit of each table that the peer can make grow."""
         return {
             "channels": (self._others, CHANNELS_MAX),
             "control": (len(self._control), CONTROL_MAX),
@@ -161,20 +163,21 @@ class Multiplexer:
         )
 
     def is_silent(self, now: float) -> bool:
-        """Return whether the other side has let a ping wait for long."""
+        """Return whether the peer has left a ping unanswered for long."""
         return self._is_awaiting and now - self._pinged_at >= self._settings.silent_seconds
 
     def room(self, channel: int) -> int:
-        """Return how many bytes `write` takes now."""
+        """Return how many bytes `write` accepts now."""
         found = self._channels.get(channel)
         if found is None or found.is_closing:
             return 0
         return max(0, min(found.credit, QUEUED_BYTES_MAX) - found.queued_bytes)
 
-    # --- this side -----------------------------------------------------------------------------------
+    # --- calls by this node --------------------------------------------------------------------------
 
     def open(self) -> int:
-        """Open a channel. Raises LocalProtocolError: there are too many, or the path is worn out."""
+        """Open a channel. Raises LocalProtocolError if there are too many, or if the path has used up its
+        numbers."""
         if len(self._channels) - self._others >= CHANNELS_MAX or self._own > _CHANNEL_MAX:
             raise LocalProtocolError("no more channels on this path")
         channel, self._own = self._own, self._own + 2
@@ -183,9 +186,9 @@ class Multiplexer:
         return channel
 
     def write(self, channel: int, data: bytes) -> None:
-        """Queue bytes, at most `room`."""
+        """Queue bytes, at most `room` of them."""
         if len(data) > self.room(channel):
-            raise LocalProtocolError("more than the other side has room for")
+            raise LocalProtocolError("more bytes than the peer has room for")
         if data:
             found = self._channels[channel]
             if channel not in self._fresh and channel not in self._busy:
@@ -209,7 +212,7 @@ class Multiplexer:
             found.ungranted = 0
 
     def close(self, channel: int) -> None:
-        """Stop sending and receiving once the queue has left."""
+        """Stop sending and receiving once the queued bytes have left."""
         found = self._channels.get(channel)
         if found is None or found.is_closing:
             return
@@ -218,7 +221,7 @@ class Multiplexer:
             self._finish(channel)
 
     def _grow(self, channel: _Channel) -> None:
-        """Give more credit to a reader that has taken a whole window, and has little left to take."""
+        """Give more credit to a reader that has taken a whole window and has little left to take."""
         if channel.taken_since < channel.window:
             return
         more = min(channel.window, GRANTED_BYTES_MAX - self._granted, CREDIT_BYTES_MAX - channel.window)
@@ -239,13 +242,13 @@ class Multiplexer:
         for table in (self._fresh, self._busy, self._credits):
             table.pop(channel, None)
 
-    # --- the other side ------------------------------------------------------------------------------
+    # --- frames from the peer ------------------------------------------------------------------------
 
     def receive(self, now: float, frame: bytes) -> Event | None:
-        """Take a frame. Raises RemoteProtocolError, which ends the path."""
+        """Take a frame. Raises RemoteProtocolError, after which the path must end."""
         self._is_awaiting = self._is_doubted = False
         if len(frame) > FRAME_BYTES_MAX or not frame or frame[0] > Kind.PONG:
-            raise RemoteProtocolError("a frame that nobody knows")
+            raise RemoteProtocolError("an unknown kind of frame")
         kind = Kind(frame[0])
         if kind is Kind.ACKNOWLEDGED:
             self._window.acknowledge(now, *_read(_ACKNOWLEDGED, frame))
@@ -274,9 +277,9 @@ class Multiplexer:
 
     def _opened(self, channel: int) -> ChannelOpened | None:
         if channel % 2 != self._parity or channel <= self._last_theirs or channel > _CHANNEL_MAX:
-            raise RemoteProtocolError("a channel that is not the other side's to open")
+            raise RemoteProtocolError("a channel number that the peer may not open")
         if len(self._control) >= CONTROL_MAX:
-            raise RemoteProtocolError("more channels than answers can leave")
+            raise RemoteProtocolError("more channels opened than answers could be sent")
         self._last_theirs = channel
         if self._others >= CHANNELS_MAX:
             self._control.append(_HEAD.pack(Kind.CLOSE, channel))
@@ -287,13 +290,13 @@ class Multiplexer:
 
     def _take(self, channel: int, data: memoryview) -> ChannelData | None:
         if not data:
-            raise RemoteProtocolError("a frame of data without data")
+            raise RemoteProtocolError("a data frame without data")
         self._came += len(data)
         found = self._known(channel)
         if found is None or found.is_closing:
             return None
         if len(data) > found.awaited:
-            raise RemoteProtocolError("more than there was credit for")
+            raise RemoteProtocolError("more bytes than there was credit for")
         found.awaited -= len(data)
         found.untaken += len(data)
         return ChannelData(channel, data)
@@ -310,20 +313,21 @@ class Multiplexer:
         if found is None:
             return None
         self._forget(channel)
-        # An end that this side has closed as well is gone: it gets no event.
+        # If this node has closed the channel too, its end is gone and gets no event.
         return None if found.is_closing else ChannelClosed(channel)
 
     def _known(self, channel: int) -> _Channel | None:
-        """Return a channel; None for one that is over. Raises RemoteProtocolError for one that never was."""
+        """Return a channel; None if it is over. Raises RemoteProtocolError if there never was such a
+        channel."""
         last = self._last_theirs if channel % 2 == self._parity else self._own - 2
         if not 0 < channel <= last:
             raise RemoteProtocolError("a channel that was never opened")
         return self._channels.get(channel)
 
-    # --- what leaves ---------------------------------------------------------------------------------
+    # --- outgoing frames -----------------------------------------------------------------------------
 
     def tick(self, now: float) -> bool:
-        """Ping if that is due; return False if the other side is gone."""
+        """Ping if that is due; return False if the peer is gone."""
         due_at, self._ticked_at = max(self.deadline, self._ticked_at), now
         if now < self.deadline:
             return True
@@ -333,7 +337,7 @@ class Multiplexer:
         return True
 
     def doubt(self, now: float) -> None:
-        """Ping now, and wait less long for the answer, since there is evidence that the path is dead."""
+        """Ping now, and wait less long for the answer, because there is evidence that the path is dead."""
         if not self._is_awaiting or now - self._ticked_at > self._settings.late_seconds:
             self._ask(now)
         self._is_doubted = True
@@ -345,7 +349,7 @@ class Multiplexer:
         self._control.append(_HEAD.pack(Kind.PING, self._ping))
 
     def next_frame(self, now: float) -> bytes | None:
-        """Return the frame that leaves next; None if there is none, until something happens."""
+        """Return the next frame to send; None if there is nothing to send until something else happens."""
         if self._pong is not None:
             number, self._pong = self._pong, None
             return _HEAD.pack(Kind.PONG, number)
@@ -366,7 +370,7 @@ class Multiplexer:
     def _next_data(self, now: float) -> bytes | None:
         is_full = self._window.is_full(DATA_BYTES_MAX)
         if self._fresh:
-            # A channel's first bytes leave in any case: one frame a channel is no queue.
+            # A channel's first bytes always leave: one frame for each channel does not form a queue.
             channel = next(iter(self._fresh))
         elif is_full or not self._skip_empty():
             if is_full and self._busy:
@@ -380,7 +384,8 @@ class Multiplexer:
         frame = self._cut(channel, found, DATA_BYTES_MAX)
         found.deficit -= len(frame) - _HEAD.size
         if not found.queue or found.deficit <= 0:
-            # A channel with an empty queue keeps its turn until then: refilled bulk does not count as fresh.
+            # A channel with an empty queue keeps its slot until this point, so that refilled bulk does not
+            # count as fresh.
             self._fresh.pop(channel, None)
             self._busy[channel] = None
             self._busy.move_to_end(channel)
@@ -392,7 +397,8 @@ class Multiplexer:
         return frame
 
     def _skip_empty(self) -> bool:
-        """Forget the turns of channels that have nothing to send; return whether another one remains."""
+        """Remove channels that have nothing to send from the round; return whether any other channel
+        remains."""
         while self._busy:
             channel = next(iter(self._busy))
             if self._channels[channel].queue:
@@ -417,7 +423,7 @@ class Multiplexer:
 
 
 def _read(form: struct.Struct, frame: bytes) -> tuple[int, ...]:
-    """Return the numbers behind the kind. Raises RemoteProtocolError."""
+    """Return the numbers after the frame's kind. Raises RemoteProtocolError."""
     if len(frame) != form.size:
         raise RemoteProtocolError("a frame of the wrong length")
     return tuple(form.unpack(frame)[1:])

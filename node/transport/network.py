@@ -1,8 +1,8 @@
 """The real `node.seams.Network`: datagrams over UDP, streams over TCP, one port number for both.
 
 It only composes: `listen` has the sockets, `udp` the datagrams, `connections` the streams, `router` the
-protocols, `book` the addresses. Strangers' errors are counted here and never raised; `run` raises a bug in
-one of our own handlers.
+protocols, `book` the addresses. Errors caused by other peers are counted here and never raised; `run` raises
+only a bug in one of our own handlers.
 """
 
 from collections import Counter
@@ -42,33 +42,33 @@ from node.transport.streams import SecureStream
 from node.transport.udp import Datagrams
 
 HEARD_SECONDS = 15.0
-"""A peer behind a relay, or one that has offered a path, gets datagrams for this long after its last one:
-half of the shortest time for which common routers keep a mapping."""
+"""For this long after its latest datagram, a peer behind a relay, or one that has offered a path, is sent
+datagrams. Common routers keep a mapping for at least twice this time."""
 
 
 @dataclass(frozen=True)
 class Translation:
-    """The address translation of this machine's router, as texts for people; empty if unknown."""
+    """The address translation of this machine's router, as texts for people; empty texts if unknown."""
 
     mapping: str = ""
-    """The outcome of the request for a port."""
+    """The outcome of requesting a port mapping."""
     kind: str = ""
     """The kind of translation that peers observed."""
 
 
 class RealNetwork:
-    """Reach peers by id over TCP and UDP.
+    """Reaches peers by id over TCP and UDP.
 
-    `run` must be running to listen and to send messages; when it is cancelled, handlers get a moment, then
-    all streams end, in order.
+    `run` must be running to listen and to send messages. When it is cancelled, handlers get a moment, then
+    all streams end in order.
 
-    `listen` holds (host, port) pairs, port 0 for any; `announce` replaces the announced addresses; `static`
-    is the X25519 private key (32 bytes) kept beside the identity; `keys` make the swarm private; every id,
-    also a reported one, needs `work_bits` of proof of work; `suites` by name, best first, replace all that
-    work here; `beacon_port` is that of the local network's beacons, usually `multicast.BEACON_PORT`, None for
-    no local network. A port that is taken is an error unless they `may_move` to one of the next ten. After
-    the start `ports` has the ports, in the order of `listen`. `settings` are for
-    experiments.
+    `listen` holds (host, port) pairs; port 0 means any free port. If a port is taken, that is an error,
+    unless the places `may_move` to one of the next ten ports. After the start `ports` has the ports, in the
+    order of `listen`. `announce` replaces the announced addresses. `static` is the X25519 private key (32
+    bytes) stored next to the identity. `keys` make the swarm private. Every peer id, even a reported one,
+    needs `work_bits` of proof of work. `suites` are cipher suite names, best first, and replace all that work
+    here. `beacon_port` is the port of the local network's beacons, usually `multicast.BEACON_PORT`; None
+    turns the local network off. `settings` are for experiments.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RealNetwork:
             failed=lambda peer: self._paths.failed(peer, clock.monotonic()),
         )
         self.closed: Callable[[PeerId], None] | None = None
-        """Called with each peer whose host reports that no process listens at its address."""
+        """Called with each peer whose host reports that no process listens at the peer's address."""
         self.ports: tuple[int, ...] = ()
 
     @property
@@ -140,7 +140,7 @@ class RealNetwork:
 
     @property
     def moved(self) -> tuple[tuple[int, int], ...]:
-        """The pairs (wanted port, port used instead), for ports that were taken."""
+        """The pairs (wanted port, port used instead) for ports that were taken."""
         pairs = ((each.wanted, each.port) for each in self._bound if each.wanted not in (0, each.port))
         return tuple(dict.fromkeys(pairs))
 
@@ -150,7 +150,7 @@ class RealNetwork:
 
     @property
     def without_datagrams(self) -> tuple[PeerId, ...]:
-        """Peers that streams reach and datagrams do not."""
+        """The peers that streams reach but datagrams do not."""
         return self._paths.blocked
 
     @property
@@ -165,11 +165,11 @@ class RealNetwork:
 
     @property
     def circuits(self) -> tuple[Address, ...]:
-        """The relays by which others reach this node; set by `reach_by`."""
+        """The relays' circuits by which others reach this node, set by `reach_by`."""
         return self._announced.circuits
 
     def reach_by(self, circuits: Sequence[Address]) -> None:
-        """Tell others that they reach this node by these relays."""
+        """Announce these circuits, by which relays lead to this node."""
         self._announced.reach_by(circuits)
 
     @property
@@ -181,8 +181,8 @@ class RealNetwork:
         return None
 
     def look(self) -> bool:
-        """Read this machine's interfaces and the used addresses again; return whether the set has changed.
-        Then confirmations of the old network are forgotten."""
+        """Read this machine's interfaces and the used addresses again; return whether the set has changed. If
+        it has, forget what was confirmed in the old network."""
         before = self._policy.listening
         self._policy.look(self._places, read_interfaces())
         has_moved = self._policy.listening != before
@@ -190,31 +190,31 @@ class RealNetwork:
         return has_moved
 
     def doubt(self) -> None:
-        """Begin anew with each peer, since another node has shaken hands with this node's keys."""
+        """Start afresh with each peer, because another node has shaken hands with this node's keys."""
         if self._datagrams is not None:
             self._datagrams.doubt()
 
     def announce(self, address: Address) -> None:
-        """Announce an address as the seam defines, unless the user has set the announced ones, or it is
-        link-local, which beacons announce."""
+        """Announce an address as the seam defines. Ignored if the user has set the announced addresses, or if
+        the address is link-local, because beacons announce those."""
         if not address.is_link_local and address.of(self.peer) not in self.addresses:
             self._announced.confirm(address)
 
     @property
     def listening(self) -> tuple[Place, ...]:
-        """The listening places, as IP literals and ports."""
+        """The IP literals and ports at which this node listens."""
         return self._places
 
     def knock_at(
         self, peer: PeerId, addresses: Sequence[Address], may_send: Callable[[Sequence[Address], int], bool]
     ) -> None:
-        """Try whether datagrams get through to a peer at these addresses; `may_send` is asked as by
+        """Test whether datagrams get through to a peer at these addresses. `may_send` is called as in
         `Datagrams.knock`."""
         if self._datagrams is not None:
             self._datagrams.knock(self._clock.monotonic(), peer, addresses, anew=True, may_send=may_send)
 
     def heard_at(self, peer: PeerId) -> float:
-        """Return when a datagram of this peer came last; minus infinity for never."""
+        """Return when the latest datagram of this peer came; minus infinity if none has."""
         return self._book.heard_at(peer)
 
     def seen_at(self, peer: PeerId) -> Address | None:
@@ -222,12 +222,12 @@ class RealNetwork:
         return self._book.observed(peer)
 
     def answered_at(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return the addresses where a peer has answered, and the source of its datagrams if it claims that
-        address: no mere claims, and no port of a router."""
+        """Return the addresses where a peer has answered, and the source of its datagrams if the peer claims
+        that address. Mere claims and a router's outer ports are left out."""
         return self._book.answered_at(peer)
 
     def map_to(self, address: Address | None) -> None:
-        """Announce that a router forwards this address to this node; None: no longer."""
+        """Announce an address that a router forwards to this node; None withdraws it."""
         self._announced.map_to(address)
 
     @property
@@ -236,7 +236,7 @@ class RealNetwork:
 
     @property
     def address_for_others(self) -> Address | None:
-        """Return the address that works on another machine; None if there is none."""
+        """Return the announced address that works on another machine; None if there is none."""
         return self._policy.for_others(self.addresses)
 
     def is_own(self, address: Address) -> bool:
@@ -246,7 +246,7 @@ class RealNetwork:
         return self._policy.admits(address)
 
     def may_dial(self, peer: PeerId, address: Address) -> bool:
-        """Note an attempt to connect to an address of a peer; return whether it is allowed."""
+        """Record an attempt to connect to an address of a peer; return whether it is allowed."""
         return self._book.may_dial(peer, address, self._clock.monotonic())
 
     def known_addresses(self, peer: PeerId) -> tuple[Address, ...]:
@@ -268,14 +268,18 @@ class RealNetwork:
     def send(
         self, peer: PeerId, protocol: str, message: bytes, *, by_stream: bool = False, is_answer: bool = False
     ) -> None:
-        """As the seam says; LocalProtocolError for a message of more than `router.ONE_SHOT_BYTES_MAX`."""
+        """Send a message as the seam defines. Raises LocalProtocolError for a message of more than
+        `router.ONE_SHOT_BYTES_MAX`."""
         if len(message) > ONE_SHOT_BYTES_MAX:
-            raise LocalProtocolError(f"{len(message)} bytes of {protocol}: open a stream for so much")
+            raise LocalProtocolError(
+                f"{len(message)} bytes of {protocol} are too long for a message. Open a stream."
+            )
         if self._datagrams is None:
             self._counters["messages_while_not_running"] += 1
             return
         now = self._clock.monotonic()
-        # Else a datagram that asks for a stream would cause a dial to any address that its sender claims.
+        # Otherwise a datagram that asks for a stream would cause a dial to any address that its sender
+        # claims.
         by_stream = by_stream and not (is_answer and not self._paths.has_just_asked(peer, now))
         if not self._book.knows(peer) and self.multiplexed.best(peer) is None:
             self._counters["messages_without_address"] += 1
@@ -289,7 +293,7 @@ class RealNetwork:
             self._counters["messages_held_back"] += 1
             self.multiplexed.seek(peer)
         elif not self._datagrams.send(now, peer, protocol, message, addresses):
-            # Only names to look up, or only the other address family: TCP knows both.
+            # There are only names to look up, or only addresses of the other family. TCP handles both.
             self._one_shots.put(peer, protocol, message)
 
     def paths(self, peer: PeerId) -> tuple[Address, ...]:
@@ -310,16 +314,18 @@ class RealNetwork:
         return await self._connections.open(peer, *names, message_bytes_max=message_bytes_max, at=at)
 
     async def keep_ready(self, peer: PeerId, at: Address) -> None:
-        """Keep an idle connection to a peer `at` an address for a use that comes soon. Raises Unreachable."""
+        """Keep an idle connection to a peer `at` an address, because it will be needed soon. Raises
+        Unreachable."""
         await self._connections.keep_ready(peer, at)
 
     async def identify(self, address: Address) -> PeerId:
         return await self._connections.identify(address)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Listen until cancelled; `started` once `addresses` are known. Raises UsageError: cannot listen."""
+        """Listen until cancelled; `started` once `addresses` are known. Raises UsageError if it cannot
+        listen."""
         if self._datagrams is not None:
-            raise LocalProtocolError("this network runs already")
+            raise LocalProtocolError("this network is already running")
         bound = await bind_all(self._listen, may_move=self._may_move)
         self.ports = tuple(each.port for each in bound)
         self._bound = bound
@@ -381,11 +387,11 @@ class RealNetwork:
         self._paths.asked(peer, self._clock.monotonic(), self._book.heard_at(peer))
 
     def _no_answer(self, peer: PeerId, now: float) -> None:
-        """Handle failed datagram handshakes; a stream is tried only to a peer that has answered before."""
+        """Handle failed datagram handshakes. Streams are tried only to peers that have answered before."""
         if self._is_reached(peer):
             self._paths.unanswered(peer, now)
             if not any(is_global(each.host) for each in self.addresses if each.relay is None):
-                # The peer is behind a router, and cannot dial this node to answer.
+                # The peer is behind a router, and it cannot dial this node to answer.
                 self.multiplexed.offer_soon(peer)
         else:
             self.multiplexed.seek(peer)

@@ -191,7 +191,7 @@ class Observers:
                 await stream.send(encode(Observe()))
                 observed = read_message(await stream.receive())
             if not isinstance(observed, ObservedAddresses):
-                raise RemoteProtocolError("no answer to what was asked")
+                raise RemoteProtocolError("the observer's reply does not match the request")
             self._note(peer, observed, b"" if place is None else network_of(prefix_of(place.host)))
             if place is not None:
                 self._rests.answered(place.host)

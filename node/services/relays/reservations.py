@@ -143,7 +143,7 @@ class Reservations:
                 case RelayRefused():
                     raise Unreachable("refused", "the relay has no place")
                 case _:
-                    raise RemoteProtocolError("no answer to what was asked")
+                    raise RemoteProtocolError("the relay's reply does not match the request")
 
     async def _renew(self, stream: SecureStream, lease: PlaceLease, waker: Waker) -> NoReturn:
         """Renew the place when it is time. Raises TooSlowError: the relay did not answer."""
