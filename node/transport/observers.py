@@ -1,8 +1,8 @@
-"""Observers, which report the address at which they see this node: finds them, asks them regularly, and drops
-them.
+"""Observers, which report the address at which they see this node. This module finds them, asks them
+regularly, and drops them.
 
-Their answers show how this node's router translates (`punching.SeenPlaces`), and are part of every offer to
-punch. The requests keep the router's mapping open. Not here: the dialling of peers (`puncher`), and this
+Their answers show how this node's router translates addresses (`punching.SeenPlaces`), and are part of every
+offer to punch. The requests keep the router's mapping open. Not here: dialling peers (`puncher`), and this
 node's answers to others.
 """
 
@@ -36,29 +36,29 @@ from node.transport.simultaneous import connect_from, leave_nothing, secure
 from node.transport.streams import SecureStream
 
 OBSERVE_SECONDS = 3.0
-"""The time limit for asking one peer where it sees this node."""
+"""Time limit for asking one peer at which address it sees this node."""
 RECONNECT_SECONDS = 0.5
-"""The pause between a lost connection to an observer and the next one from the same port."""
+"""How long to wait after losing the connection to an observer before connecting again from the same port."""
 OBSERVERS_WANTED = 2
-"""The number of observers: enough to show whether all see the same address."""
+"""Number of observers wanted: enough to show whether all see the same address."""
 FRESH_SECONDS = 2.0
-"""A caller that waits for a look accepts one that began within this time."""
+"""A caller that waits for a round of questions accepts one that began within this time."""
 LOOK_SECONDS = 2.0
 ASK_SECONDS = 20.0
-"""The interval of looks while there are too few observers, and afterwards. Routers keep a mapping without
-traffic for 50 s or more."""
+"""Seconds between rounds of questions while there are too few observers, and once there are enough. Routers
+keep a mapping without traffic for 50 s or more."""
 
 Observer = tuple[PeerId, int]
-"""A peer that is asked where it sees this node, and by which family of IP: 4 or 6."""
+"""A peer that is asked at which address it sees this node, and the IP version to use: 4 or 6."""
 
 
 Connect = Callable[[Sequence[Place], Address], Awaitable[trio.SocketStream]]
-"""Connects to an address from one of the places where this node listens."""
+"""Connects to an address from one of the hosts and ports where this node listens."""
 
 
 class Observers:
-    """The observers of one node. `peers` are the peers that may be asked, `asked` those that are, each with
-    its stream, `seen` their answers."""
+    """The observers of one node. `peers` are the peers that may be asked. `asked` has those that are being
+    asked, each with its stream. `seen` has their answers."""
 
     def __init__(
         self,
@@ -81,15 +81,16 @@ class Observers:
         self._told = self._own_hosts()
         self._looking = trio.Lock()
         self._looked_at = -inf
-        """When the latest look that is complete began."""
+        """When the latest completed round of questions began."""
 
     async def run(self) -> None:
-        """Ask others where they see this node, until cancelled: the answers go with every offer, and the
-        connections keep the mapping open."""
+        """Ask others at which address they see this node, until cancelled. The answers go with every offer,
+        and the connections keep the router's mapping open."""
         pause_seconds = LOOK_SECONDS
         try:
             while True:
-                # Two nodes that dial each other at the same instant, both to ask, would repeat that forever.
+                # Randomize, because two nodes that dial each other at the same instant, both to ask, would
+                # otherwise repeat that forever.
                 await trio.sleep(pause_seconds * self._rng.uniform(0.75, 1.25))
                 own = self._own_hosts()
                 is_moved = own != self._told
@@ -114,23 +115,24 @@ class Observers:
         )
 
     def is_own(self, host: str) -> bool:
-        """Return whether this machine has that address itself."""
+        """Return whether this machine itself has that address."""
         return self._network.is_own(make_address(host, self._network.port))
 
     def _families(self) -> tuple[int, ...]:
-        """Return the families of IP in which this node may be seen from outside."""
+        """Return the IP versions with which this node may be seen from outside."""
         own = [each for each in self._network.addresses if each.relay is None]
         has_ipv6 = any(each.kind == "ip6" and is_global(each.host) for each in own)
         return (4, 6) if has_ipv6 else (4,)
 
     def _is_on_internet(self, kind: str) -> bool:
-        """Return whether this machine has an address of the internet itself, of this kind."""
+        """Return whether this machine itself has a public internet address of this kind."""
         own = [each for each in self._network.addresses if each.relay is None and each.kind == kind]
         return any(is_global(each.host) and self.is_own(each.host) for each in own)
 
     def candidates(self, family: int = 4) -> list[PeerId]:
-        """Return peers that were reached at public addresses, one of each host, in any order: a mere claim
-        must not cause a dial. Peers behind a router are left out: a punched path has the same ports."""
+        """Return peers that were reached at public addresses, one for each host, in any order. A mere claim
+        must not cause a dial, so claims do not count. Peers behind a router are left out, because a punched
+        path has the same ports."""
         now = self._clock.monotonic()
         by_host: dict[str, PeerId] = {}
         for peer in self._peers():
@@ -146,16 +148,16 @@ class Observers:
         return self._rng.sample(found, len(found))
 
     def _place_of(self, peer: PeerId, family: int) -> Address | None:
-        """Return a public address of this family at which a peer was met. An IPv6 address may be
-        only claimed, once the peer was met anywhere: a peer with both families is to be asked at both."""
+        """Return a public address of this IP version at which a peer was met. An IPv6 address may be a mere
+        claim if the peer was met anywhere, so that a peer with both versions is asked over both."""
         met = self._network.answered_at(peer)
         places = (*met, *self._network.known_addresses(peer)) if family == 6 and met else met
         usual = [each for each in places if each.kind == f"ip{family}" and each.relay is None]
         return next((each for each in usual if is_global(each.host)), None)
 
     async def look(self, *, anew: bool = False) -> None:
-        """Ask the present observers again, and replace those that are gone. Concurrent calls share one look,
-        so peers that cause many looks keep nobody waiting. `anew`: earlier answers no longer count."""
+        """Ask the present observers again, and replace those that are gone. Concurrent calls share one round,
+        so peers that cause many rounds keep nobody waiting. With `anew`, earlier answers no longer count."""
         asked_at, has_waited = self._clock.monotonic(), self._looking.locked()
         async with self._looking:
             began = self._clock.monotonic()
@@ -166,7 +168,8 @@ class Observers:
                 for observer in self.asked:
                     nursery.start_soon(self.ask, observer)
             if len(self.asked) < before:
-                # A rebooted router may still answer on connections that it does not know.
+                # Connect afresh: a rebooted router may still pass answers on connections that it no longer
+                # knows.
                 await trio.sleep(RECONNECT_SECONDS)
             async with trio.open_nursery() as nursery:
                 for family in self._families():
@@ -179,7 +182,7 @@ class Observers:
             self._looked_at = began
 
     async def ask(self, observer: Observer) -> None:
-        """Ask one peer where it sees this node."""
+        """Ask one peer at which address it sees this node."""
         peer, family = observer
         place, is_reached = self._place_of(peer, family), observer in self.asked
         try:
@@ -203,11 +206,12 @@ class Observers:
 
     async def _reach_observer(self, peer: PeerId, place: Address | None) -> SecureStream:
         if place is None:
-            raise Unreachable("unknown", "no address of it is known")
+            raise Unreachable("unknown", "none of its addresses is known")
         if not self._network.may_dial(peer, place):
             raise Unreachable("timeout", "it was dialled too often without an answer")
         if self._is_on_internet(place.kind):
-            # From the listening port, only one of two such nodes could ask the other.
+            # Use no fixed local port: if both used their listening ports, only one of two such nodes could
+            # ask the other.
             return await self._network.open(peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX, at=place)
         transport = await self._connect(self._network.listening, place)
         leave_nothing(transport)
@@ -218,10 +222,10 @@ class Observers:
         for observer in observers:
             stream = self.asked.pop(observer, None)
             if stream is not None:
-                stream.connection.end("it is not asked any more where this node is seen")
+                stream.connection.end("it is no longer asked for this node's address")
 
     def _note(self, peer: PeerId, observed: ObservedAddresses, network: bytes) -> None:
-        """Note an answer. Raises RemoteProtocolError: it is not a place."""
+        """Record an answer. Raises RemoteProtocolError if it is not an address."""
         transports: tuple[tuple[Transport, str], ...] = (("tcp", observed.tcp), ("udp", observed.udp))
         for transport, text in transports:
             if text:
@@ -230,7 +234,7 @@ class Observers:
 
 
 def _address(text: str) -> Address:
-    """Return an address. Raises RemoteProtocolError: it is not an IP address."""
+    """Return an address. Raises RemoteProtocolError if it is not an IP address."""
     try:
         address = parse_address(text)
     except ValueError:

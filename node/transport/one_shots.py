@@ -1,5 +1,5 @@
-"""Single messages that are too long for a datagram: each goes over a connection, and nobody waits for it
-either.
+"""Single messages that are too long for a datagram. Each goes over a connection, and like a datagram it is
+sent without waiting for the outcome.
 
 Not here: short messages to peers that no datagram reaches (`short_messages`).
 """
@@ -20,8 +20,8 @@ QUEUE_BYTES_MAX = 32 * 2**20
 
 
 class OneShots:
-    """The queued messages of one node, and those under way. `send(peer, protocol, message)` delivers one over
-    a connection."""
+    """The queued messages of one node, and those being sent. `send(peer, protocol, message)` delivers one
+    over a connection."""
 
     def __init__(self, send: Callable[[PeerId, str, bytes], Awaitable[None]], counters: Counter[str]) -> None:
         self._send = send
@@ -30,7 +30,7 @@ class OneShots:
         self._bytes = 0
 
     def put(self, peer: PeerId, protocol: str, message: bytes) -> None:
-        """Queue a message; it is dropped where there is no room."""
+        """Queue a message, or drop it if there is no room."""
         if self._bytes + len(message) > QUEUE_BYTES_MAX:
             self._counters["messages_dropped_queue_full"] += 1
             return
@@ -42,7 +42,7 @@ class OneShots:
         self._bytes += len(message)
 
     async def run(self) -> None:
-        """Send what is queued, until cancelled."""
+        """Send queued messages until cancelled."""
         async with trio.open_nursery() as nursery:
             for _ in range(SENDERS):
                 nursery.start_soon(self._send_forever)

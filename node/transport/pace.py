@@ -1,19 +1,20 @@
-"""The rate limits of bulk transfers that a node's owner sets, each way, over all streams together.
+"""The rate limits of bulk transfers that a node's owner sets, for each direction, over all streams together.
 
-Pure arithmetic; `node.transport.tcp` waits. Only long messages wait. A short one (a request, a probe) and
-every datagram goes at once, but is counted, so that long messages wait correspondingly longer.
+Pure arithmetic; `node.transport.tcp` does the waiting. Only long messages wait. A short message (a request, a
+probe) and every datagram are sent immediately but are counted, so that long messages wait correspondingly
+longer.
 """
 
 from math import inf
 
 BURST_SECONDS = 0.05
-"""The most unused time that a pause saves up."""
+"""Maximum unused time that a pause saves up for a burst."""
 PIECE_BYTES = 1 << 16
-"""A long message is paced in pieces of this size."""
+"""Size of the pieces in which a long message is paced."""
 
 
 class Pace:
-    """One way: `bytes_per_second`, 0 for no bound."""
+    """The limit for one direction: `bytes_per_second`, or 0 for no limit."""
 
     def __init__(self) -> None:
         self.bytes_per_second = 0
@@ -32,7 +33,7 @@ class Pace:
 
 
 class Paces:
-    """Both ways of one node."""
+    """The limits for both directions of one node."""
 
     def __init__(self) -> None:
         self.up = Pace()

@@ -1,6 +1,6 @@
-"""The bytes that a multiplexed path may have in flight: enough to keep it busy, without a long queue. A
+"""How many bytes a multiplexed path may have in flight: enough to keep it busy, without a long queue. A
 sans-IO core, after FAST TCP (Jin et al. 2004): the path's delay bounds the bytes in flight, which fill at
-most its shortest round trip and QUEUE_SECONDS more. `multiplexer` chooses what leaves.
+most its shortest round trip plus QUEUE_SECONDS. `multiplexer` chooses what to send.
 """
 
 from collections import deque
@@ -8,14 +8,14 @@ from collections import deque
 from crypto.errors import RemoteProtocolError
 
 QUEUE_SECONDS = 0.02
-"""The queueing delay that is allowed beyond the shortest round trip."""
+"""Queueing delay that is allowed in addition to the shortest round trip."""
 WINDOW_BYTES_MIN = 2**16
-"""The bytes allowed in flight at any delay: an acknowledgement comes for each quarter of it."""
+"""Number of bytes allowed in flight at any delay. The peer acknowledges each quarter of it."""
 WINDOW_BYTES_MAX = 2**24
 STARTING_TRIPS = 8
-"""Round trips without a queue after which the window doubles again each time, as at the start."""
+"""After this many round trips without a queue, the window doubles with each further one, as at the start."""
 SHORTEST_SECONDS = 20.0
-"""How long a shortest round trip stays valid: routes change."""
+"""How long a measured shortest round trip stays valid. Routes change, so it must expire."""
 
 
 class PathWindow:
@@ -24,9 +24,9 @@ class PathWindow:
     def __init__(self) -> None:
         self._sent = self._acknowledged = 0
         self._bytes_max = WINDOW_BYTES_MIN
-        # The total sent and the time, for each frame in flight, the oldest first.
+        # For each frame in flight, oldest first: the total number of bytes sent, and the time.
         self._marks: deque[tuple[int, float]] = deque()
-        # A round ends when everything sent before its beginning is acknowledged.
+        # A round ends when all bytes sent before it began are acknowledged.
         self._round_end = 0
         self._round_trip = 0.0
         self._was_full = False
@@ -38,19 +38,19 @@ class PathWindow:
         return self._sent - self._acknowledged + more > self._bytes_max
 
     def hold_back(self) -> None:
-        """Note that the window is full: bytes wait, or leave all the same."""
+        """Note that the window is full, whether bytes now wait or are sent regardless."""
         self._was_full = True
 
     def send(self, now: float, count: int) -> None:
-        """Note that bytes leave."""
+        """Note that bytes were sent."""
         self._sent += count
         self._marks.append((self._sent, now))
 
     def acknowledge(self, now: float, total: int) -> None:
-        """Note the total bytes that the other side has received. Raises RemoteProtocolError: more than were
-        sent."""
+        """Record the total number of bytes that the peer has received. Raises RemoteProtocolError if more
+        than were sent."""
         if not self._acknowledged <= total <= self._sent:
-            raise RemoteProtocolError("an acknowledgement of what was not sent")
+            raise RemoteProtocolError("an acknowledgement of bytes that were not sent")
         self._acknowledged = total
         trip = 0.0
         while self._marks and self._marks[0][0] <= total:
@@ -64,7 +64,7 @@ class PathWindow:
             self._round_end, self._round_trip, self._was_full = self._sent, 0.0, False
 
     def measure(self, now: float, trip: float) -> None:
-        """Note a round trip's seconds."""
+        """Record the duration of a round trip in seconds."""
         while self._shortest and self._shortest[0][0] < now - SHORTEST_SECONDS:
             self._shortest.popleft()
         while self._shortest and self._shortest[-1][1] >= trip:
@@ -72,8 +72,8 @@ class PathWindow:
         self._shortest.append((now, trip))
 
     def _fitting(self, trip: float) -> int:
-        """Return the bytes allowed in flight after a round trip of this length: half way to a queue of
-        QUEUE_SECONDS; twice the present bytes while there has been no queue for long."""
+        """Return the bytes allowed in flight after a round trip of this length. The result moves half way to
+        a queue of QUEUE_SECONDS, or doubles if there has been no queue for long."""
         shortest = min((each for _, each in self._shortest), default=0.0)
         self._trips_without_queue += 1
         if trip > shortest + QUEUE_SECONDS / 4:

@@ -1,7 +1,7 @@
-"""The multiplexed paths of a node, by peer: creates them, chooses one for each stream, and gives them up.
+"""The multiplexed paths of a node, by peer. It creates paths, chooses one for each stream, and gives them up.
 
-A path is a connection after its handshake: one that a peer offers because it cannot be dialled, a punched
-one, or a circuit of a relay.
+A path is a connection after its handshake: a connection that a peer offers because it cannot be dialled, a
+punched one, or a circuit of a relay.
 """
 
 import socket
@@ -28,34 +28,36 @@ from node.transport.streams import SecureStream
 from node.transport.tcp import Connection
 
 IDLE_SECONDS = 60.0
-"""How long a path without a channel is kept: a neighbour is asked again within this time. An unused path must
-not hold a relay's place."""
+"""How long a path without a channel is kept. A neighbour is usually asked again within this time, and an
+unused path must not hold a relay's place for longer."""
 RELAYED_IDLE_SECONDS = 15.0
-"""The same for a relayed path; a relay carries a bounded number. In a swarm of a hundred members behind
-routers each asks another one every few seconds, and the same one again only long after."""
+"""The same for a relayed path, because a relay carries only a bounded number. In a swarm of a hundred members
+behind routers, each asks some peer every few seconds, but the same peer again only after a long time."""
 REPLACED_IDLE_SECONDS = 2.0
-"""The same for a relayed path beside a better one: nothing more is opened on it."""
+"""The same for a relayed path if there is a better path, because no more channels are opened on it."""
 IMPROVE_SECONDS = 60.0
-"""The interval of attempts to find a better path than a relayed one."""
+"""Seconds between attempts to find a better path than a relayed one."""
 SOUGHT_MAX = 64
-"""Unreachable peers that others were asked to introduce within that time: the latest."""
+"""Maximum number of unreachable peers, the latest, remembered as having been sought within that time. Others
+were asked to introduce them."""
 SEEKING_MAX = 8
-"""The number of such attempts at once: each costs a few streams for seconds."""
+"""Maximum number of simultaneous attempts, because each costs a few streams for seconds."""
 REPLACE_SECONDS = 2.0
-"""The interval of attempts to replace a path to one peer that is dead, or seems so."""
+"""Seconds between attempts to replace a path to one peer that is dead, or seems so."""
 STOOD_SECONDS = 5.0
-"""The loss of a younger path puts no other connection in doubt: its peer may cause it on purpose."""
+"""Least age at which the loss of a path puts other connections in doubt. A peer may end a younger path on
+purpose."""
 DOUBT_AGAIN_SECONDS = 60.0
-"""The least time between two lost paths of one peer that put other connections in doubt."""
+"""Least time between two lost paths of one peer that put other connections in doubt."""
 CIRCUIT_SECONDS = 10.0
-"""The time limit for the dial of the relay, of the peer through it, and the handshake."""
+"""Time limit for dialling the relay, reaching the peer through it, and the handshake."""
 _WAYS: tuple[Way, ...] = ("direct", "punched", "relayed")
 """The kinds of paths, the best first."""
 
 
 def idle_seconds(way: Way, *, has_better: bool) -> float:
-    """Return how long a path without a channel is kept; `has_better`: another one leads to the same peer
-    without a relay."""
+    """Return how long a path without a channel is kept. `has_better` means that a path without a relay leads
+    to the same peer."""
     if way != "relayed":
         return IDLE_SECONDS
     return REPLACED_IDLE_SECONDS if has_better else RELAYED_IDLE_SECONDS
@@ -71,20 +73,20 @@ class PathHost(Protocol):
     def make(
         self, transport: trio.SocketStream, session: HandshakeResult, path: MultiplexedPath | None = None
     ) -> Connection:
-        """Keep a connection in the table of all, until it ends."""
+        """Keep a new connection in the table of all connections until it ends."""
 
     def serve_channel(self, path: MultiplexedPath, channel: socket.socket) -> None:
         """Serve a channel that a peer has opened."""
 
     async def open_bare(self, peer: PeerId, protocol: str, at: Address, ahead: bytes) -> SecureStream:
-        """Open a stream that has a connection of its own, and send its first message `ahead` of the answer.
-        Raises Unreachable."""
+        """Open a stream that has a connection of its own, and send its first message `ahead` of the answer to
+        the hello. Raises Unreachable."""
 
     async def dial_path(self, peer: PeerId, at: Address | None = None) -> Connection:
         """Dial a peer, and agree with it that the connection becomes a path. Raises Unreachable."""
 
     async def open_on(self, secured: SecuredTransport, protocol: str) -> SecureStream:
-        """Open a stream on a connection on which hands were shaken. Raises Unreachable."""
+        """Open a stream on a connection whose handshake is complete. Raises Unreachable."""
 
     async def agree_on_path(self, secured: SecuredTransport) -> Connection:
         """Agree with the peer that a punched connection becomes a path. Raises Unreachable."""
@@ -93,18 +95,19 @@ class PathHost(Protocol):
         """Serve a punched connection, until it is over."""
 
     def has_better(self, path: MultiplexedPath) -> None:
-        """Note a better path to a peer: idle connections on this one are not used again."""
+        """Note that there is a better path to a peer, so idle connections on this one are not used again."""
 
     async def reach_again(self, peer: PeerId) -> None:
-        """Make a new path to a peer by any of its relays. Raises Unreachable."""
+        """Make a new path to a peer through any of its relays. Raises Unreachable."""
 
     def doubt(self) -> None:
-        """Look soon for other dead connections, since a path was lost."""
+        """Check soon for other dead connections, because a path was lost."""
 
 
 @dataclass(eq=False)
 class _Coming:
-    """A circuit that one task is requesting; others wait for it, and request it if that task gives up."""
+    """A circuit that one task is requesting. Other tasks wait for it, and request it themselves if that task
+    gives up."""
 
     over: trio.Event = field(default_factory=trio.Event)
     has_failed: bool = False
@@ -124,21 +127,21 @@ class Paths:
         self._host = host
         self._credentials = credentials
         self._counters = counters
-        # The oldest first.
+        # The oldest path comes first.
         self._paths: dict[PeerId, list[MultiplexedPath]] = {}
         self._connecting: dict[Address, _Coming] = {}
         self._improved: dict[PeerId, float] = {}
-        # The oldest first.
+        # The oldest attempt comes first.
         self._sought: dict[PeerId, float] = {}
         self._seeking: set[PeerId] = set()
         self._replaced: set[PeerId] = set()
         self._doubted: dict[PeerId, float] = {}
         self.lost_punched: Callable[[PeerId], None] | None = None
-        """Called with each peer to which a punched path was lost."""
+        """Called with each peer whose punched path was lost."""
         self.introduce: Callable[[PeerId], Awaitable[None]] | None = None
-        """Tries to reach a peer without any path, by an introduction of a peer that knows both."""
+        """Tries to reach a peer that has no path, through an introduction by a peer that knows both."""
         self.punch: Callable[[PeerId], Awaitable[None]] | None = None
-        """Tries to reach a peer through both routers; set by `puncher`."""
+        """Tries to reach a peer by hole punching; set by `puncher`."""
 
     def __len__(self) -> int:
         return sum(map(len, self._paths.values()))
@@ -152,28 +155,29 @@ class Paths:
         return tuple(sorted(standing, key=lambda path: (path.is_silent, _WAYS.index(path.way), -path.since)))
 
     def best(self, peer: PeerId) -> MultiplexedPath | None:
-        """Return the path for a new stream to a peer; None if the peer is dialled."""
+        """Return the path for a new stream to a peer; None if the peer should be dialled."""
         paths = self.of(peer)
         if not paths or any(path.is_own_dial for path in paths):
             return None
         return paths[0]
 
-    # --- how they come about -------------------------------------------------------------------------
+    # --- creation ------------------------------------------------------------------------------------
 
     async def adopt(self, secured: SecuredTransport, *, is_first: bool, way: Way) -> MultiplexedPath:
-        """Make a path of a connection right after its handshake: both sides do, and one of them `is_first`.
-        Streams to the peer are opened on it, and those that it opens are served. Raises Unreachable."""
+        """Make a path out of a connection right after its handshake. Both peers do this, and one of them
+        `is_first`. Streams to the peer are opened on it, and streams that the peer opens are served. Raises
+        Unreachable."""
         connection = self._host.make(secured.transport, secured.session)
         return await self._start(connection, is_first=is_first, way=way, address=secured.address)
 
     async def offer(self, peer: PeerId, at: Address | None = None) -> MultiplexedPath:
-        """Dial a peer and keep the connection as a path by which it reaches this node. Raises
+        """Dial a peer and keep the connection as a path by which the peer reaches this node. Raises
         Unreachable."""
         connection = await self._host.dial_path(peer, at)
         return await self._start(connection, is_first=True, way="direct", address=connection.source)
 
     def offer_soon(self, peer: PeerId) -> None:
-        """Offer a path to a peer that has none, now and then."""
+        """Offer a path to a peer that has none, if that was not tried recently."""
         serving = self._host.serving
         if serving is not None and not self.of(peer) and peer not in self._improved:
             self._improved[peer] = trio.current_time()
@@ -181,7 +185,8 @@ class Paths:
 
     @contextmanager
     def seeking(self, peer: PeerId) -> Iterator[None]:
-        """Dial a peer; if that fails, ask others now and then to introduce it to this node."""
+        """Run a block that dials a peer. If that fails, ask others, not too often, to introduce the peer to
+        this node."""
         try:
             yield
         except Unreachable:
@@ -189,7 +194,7 @@ class Paths:
             raise
 
     def seek(self, peer: PeerId) -> None:
-        """Ask others now and then to introduce a peer that this node cannot reach."""
+        """Ask others, not too often, to introduce a peer that this node cannot reach."""
         serving, introduce = self._host.serving, self.introduce
         if serving is not None and introduce is not None and self._may_seek(peer):
             if len(self._sought) >= SOUGHT_MAX:
@@ -204,7 +209,7 @@ class Paths:
 
     async def _seek_quietly(self, introduce: Callable[[PeerId], Awaitable[None]], peer: PeerId) -> None:
         try:
-            with contain("meeting a peer by another one"):
+            with contain("asking for an introduction to a peer"):
                 await introduce(peer)
         finally:
             self._seeking.discard(peer)
@@ -217,28 +222,29 @@ class Paths:
                 self._counters["paths_not_offered"] += 1
 
     async def offer_on(self, secured: SecuredTransport) -> MultiplexedPath:
-        """Make a path of a punched connection on which the other side waits for its purpose. Raises
+        """Make a path out of a punched connection on which the peer waits to be told its purpose. Raises
         Unreachable."""
         connection = await self._host.agree_on_path(secured)
         return await self._start(connection, is_first=True, way="punched", address=connection.source)
 
     async def open_on(self, secured: SecuredTransport, protocol: str) -> SecureStream:
-        """Open a stream on a connection on which hands were shaken. Raises Unreachable."""
+        """Open a stream on a connection whose handshake is complete. Raises Unreachable."""
         return await self._host.open_on(secured, protocol)
 
     def serve_punched(self, secured: SecuredTransport) -> None:
-        """Serve a punched connection whose purpose the other side states."""
+        """Serve a connection made by hole punching. The other peer states its purpose."""
         if self._host.serving is None:
             secured.transport.socket.close()
         else:
             self._host.serving.start_soon(self._host.serve_punched, secured)
 
     async def through(self, circuit: Address) -> MultiplexedPath:
-        """Return the path by a circuit: an open one, one being opened, or a new one. Raises Unreachable."""
+        """Return the path through a circuit: an open one, one being opened, or a new one. Raises
+        Unreachable."""
         peer, relay = circuit.peer, circuit.relay
         assert relay is not None
         if peer is None:
-            raise Unreachable("unknown", f"{circuit} does not say who is behind the relay")
+            raise Unreachable("unknown", f"{circuit} does not name the peer behind the relay")
         if relay == self._credentials.identity.peer:
             raise Unreachable("unknown", f"{circuit} leads through this node itself")
         while True:
@@ -250,7 +256,7 @@ class Paths:
             await before.over.wait()
             if before.has_failed:
                 raise Unreachable(
-                    "refused", f"{short_peer(relay)} did not connect it with {short_peer(peer)}"
+                    "refused", f"{short_peer(relay)} did not make a connection to {short_peer(peer)}"
                 )
         coming = self._connecting[circuit] = _Coming()
         try:
@@ -272,15 +278,15 @@ class Paths:
     async def accept(
         self, relay: PeerId, at: Address, token: bytes, peer: PeerId, flight: bytes
     ) -> MultiplexedPath:
-        """Let `peer` reach this node through the relay that has announced it, with the flight by which it
-        begins the handshake. Raises Unreachable, and RemoteProtocolError for a flight that begins none."""
+        """Let `peer` reach this node through the relay that has announced it. `flight` begins the handshake.
+        Raises Unreachable, or RemoteProtocolError if the flight is invalid."""
         with trio.move_on_after(CIRCUIT_SECONDS):
             end = CircuitEnd.taking(self._credentials, peer, token, flight)
             stream = await self._host.open_bare(relay, RELAY_PROTOCOL, at, end.request)
             transport, session = await end.connect(stream)
             secured = SecuredTransport(at.of(relay).through(peer), transport, session)
             return await self.adopt(secured, is_first=False, way="relayed")
-        raise Unreachable("timeout", f"{short_peer(peer)} did not come through {short_peer(relay)}")
+        raise Unreachable("timeout", f"{short_peer(peer)} did not connect through {short_peer(relay)}")
 
     async def carry(
         self,
@@ -303,7 +309,7 @@ class Paths:
             settings=self._settings,
         )
         self._make_room(path.peer, path.relay)
-        # A path counts from now on, since any number of them may be about to start.
+        # Count the path only now, because any number of paths may be about to start.
         self._paths.setdefault(path.peer, []).append(path)
         self._counters[f"paths_{way}"] += 1
         for other in self.of(path.peer):
@@ -325,7 +331,7 @@ class Paths:
                 self._lose(path)
 
     def _compare(self, peer: PeerId) -> None:
-        """Note which paths to a peer are less direct than its best one."""
+        """Note which paths to a peer are less direct than its best path."""
         paths = self.of(peer)
         for path in paths:
             path.has_better = _WAYS.index(path.way) > min(_WAYS.index(each.way) for each in paths)
@@ -352,13 +358,13 @@ class Paths:
         with contain("a path"):
             await self.carry(connection, is_first=is_first, way=way, address=address, task_status=task_status)
 
-    # --- how they are replaced -----------------------------------------------------------------------
+    # --- replacement ---------------------------------------------------------------------------------
 
     def _fell_silent(self, path: MultiplexedPath) -> None:
-        """Look for another path to a peer that has not answered a ping, which shows whether this one is
-        dead."""
+        """Look for a different path to a peer that has not answered a ping. This also shows whether the
+        present path is dead."""
         if path.is_kept:
-            path.doubt()  # the keeper of the path makes a new one
+            path.doubt()  # the node that keeps the path makes a new one
         else:
             self._replace_soon(path)
 
@@ -403,7 +409,7 @@ class Paths:
     # --- upkeep --------------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Give up unused paths, and look for better paths than relayed ones."""
+        """Give up unused paths, and look for better paths to replace relayed ones."""
         for path in self:
             has_better = any(each.way != "relayed" for each in self.of(path.peer))
             idle_until = path.used_at + idle_seconds(path.way, has_better=has_better)
@@ -416,8 +422,8 @@ class Paths:
             self._improve(path, now)
 
     def _improve(self, path: MultiplexedPath, now: float) -> None:
-        """Dial a peer that came through a relay: it may be reachable, and just unable to dial this node. The
-        side that was reached does so, since it is the one that cannot be dialled."""
+        """Dial a peer that came through a relay, because it may be reachable although it cannot dial this
+        node. The node that was reached does this, because it is the one that cannot be dialled."""
         serving = self._host.serving
         is_only = all(each.way == "relayed" or each.is_silent for each in self.of(path.peer))
         if serving is None or path.is_first or not is_only or path.peer in self._improved:

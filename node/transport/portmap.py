@@ -1,8 +1,8 @@
-"""Ask the router for a port that leads here: NAT-PMP (RFC 6886) and PCP (RFC 6887), a core without I/O.
+"""Asks the router for a port that leads here: NAT-PMP (RFC 6886) and PCP (RFC 6887), a core without I/O.
 
-Both are asked at the same port of the router. Asking in turns shows which one it speaks. A mapping is renewed
-every minute: a rebooted router has forgotten it, and says so only when asked. Not here: the socket, and which
-router (`portmap_driver`).
+Both protocols use the same port of the router. Trying them in turn shows which one the router speaks. A
+mapping is renewed every minute, because a rebooted router has forgotten it and says so only when asked. Not
+here: the socket, and finding the router (`portmap_driver`).
 """
 
 import ipaddress
@@ -14,30 +14,32 @@ from typing import Literal
 
 ROUTER_PORT = 5_351
 LIFETIME_SECONDS = 600
-"""The lifetime of a mapping, by which it outlives a killed node."""
+"""Lifetime of a mapping, and so how long it can outlive a killed node."""
 REFRESH_SECONDS = 60.0
-"""The interval of renewals: three packets to the router, and a reboot is noticed within this time."""
+"""Seconds between renewals. A renewal takes three packets, and a reboot of the router is noticed within this
+time."""
 FIRST_WAIT_SECONDS = 0.25
 TRIES_MAX = 6
-"""The first wait, and the number of requests; each further wait is twice as long, as in the RFCs. That makes
-eight seconds and three turns of both protocols; most routers that have not answered by then never do."""
+"""The first wait, and the number of requests. Each further wait is twice as long, as in the RFCs. That makes
+eight seconds, with three tries of each protocol; most routers that have not answered by then never do."""
 LATER_SECONDS = 600.0
-"""The pause before a silent or refusing router is asked again: its settings may have changed."""
+"""How long to wait before a silent or refusing router is asked again. Its settings may have changed."""
 ANSWER_BYTES_MAX = 1_100
-"""PCP's limit; NAT-PMP has shorter answers."""
+"""Maximum size of an answer: PCP's limit. NAT-PMP has shorter answers."""
 EXTERNAL_PORT_MIN = 1_024
-"""Others do not dial lower ports: see `address_policy.CLAIMED_PORT_MIN`."""
+"""Lowest external port that is accepted. Others do not dial lower ports: see
+`address_policy.CLAIMED_PORT_MIN`."""
 
 Outcome = Literal["asking", "mapped", "no answer", "refused"]
 _UDP, _TCP = 17, 6
 _PMP_OPCODES = {_UDP: 1, _TCP: 2}
-_PMP_REASONS = {2: "not authorised", 3: "it has no address itself", 4: "no more mappings"}
+_PMP_REASONS = {2: "not authorised", 3: "the router has no address itself", 4: "no more mappings"}
 _PCP_REASONS = {
     2: "not authorised",
     3: "a malformed request",
     8: "no more mappings",
-    11: "no such address to be had",
-    12: "another router stands between",
+    11: "the requested address is not available",
+    12: "there is another router in between",
     13: "too many mappings",
 }
 _UNSUPPORTED_VERSION = 1
@@ -48,7 +50,7 @@ _PCP_MAP = struct.Struct(">12sB3xHH16s")
 
 @dataclass(frozen=True)
 class PortMapping:
-    """The router forwards TCP for `host`:`port` to this node, and UDP where it `has_udp`."""
+    """The router forwards TCP for `host`:`port` to this node, and also UDP if it `has_udp`."""
 
     host: str
     port: int
@@ -63,8 +65,9 @@ class _Grant:
 
 
 class PortMapper:
-    """The mappings of one port at one router. `wake` at `deadline`, `receive` what the router sends; both
-    return what to send to it. `host` is this machine's address on the way there; `now` monotonic seconds."""
+    """The mappings of one port at one router. Call `wake` at `deadline`, and `receive` with what the router
+    sends; both return packets to send to the router. `host` is this machine's address towards the router;
+    `now` is monotonic seconds."""
 
     def __init__(self, host: str, port: int, entropy: Callable[[int], bytes], now: float) -> None:
         self._host = ipaddress.IPv4Address(host)
@@ -77,12 +80,12 @@ class PortMapper:
         self._grants: dict[int, _Grant] = {}
         self._answered: set[int] = set()
         self.reason = ""
-        """Why the router refused, for a person."""
+        """Why the router refused, as text for people."""
         self.deadline = now
 
     @property
     def mapping(self) -> PortMapping | None:
-        """The mapping that the router grants now; None without one."""
+        """The mapping that the router currently grants; None if there is none."""
         tcp, udp = self._grants.get(_TCP), self._grants.get(_UDP)
         if tcp is None or not self._external:
             return None
@@ -120,8 +123,7 @@ class PortMapper:
         return [self._pmp(transport, 0, 0) for transport in self._grants]
 
     def receive(self, now: float, data: bytes) -> list[bytes]:
-        """Process an answer, and ignore anything else. The driver makes sure that it comes from the
-        router."""
+        """Process an answer, and ignore anything else. The driver ensures that it comes from the router."""
         if len(data) > ANSWER_BYTES_MAX or len(data) < 8 or not data[1] & 0x80:
             return []
         if data[0] == 0:
@@ -130,7 +132,7 @@ class PortMapper:
             self._receive_pcp(now, data)
         return []
 
-    # --- questions -----------------------------------------------------------------------------------
+    # --- requests ------------------------------------------------------------------------------------
 
     def _requests(self) -> list[bytes]:
         version = self._version if self._version is not None else (2, 0)[(self._tries - 1) % 2]
@@ -153,7 +155,7 @@ class PortMapper:
     def _receive_pmp(self, now: float, data: bytes) -> list[bytes]:
         opcode, (result,) = data[1] & 0x7F, struct.unpack_from(">H", data, 2)
         if result == _UNSUPPORTED_VERSION:
-            # A router that knows only NAT-PMP answers PCP in this way.
+            # A router that knows only NAT-PMP answers PCP requests in this way.
             if self._version is None and self._is_asking:
                 self._version = 0
                 return self._requests()
@@ -200,7 +202,7 @@ class PortMapper:
             self._grants[transport] = _Grant(port, now + seconds)
 
     def _settle(self, now: float) -> None:
-        """Note whether all requests were answered, and when to ask again."""
+        """Record whether all requests were answered, and when to ask again."""
         is_over = self._answered >= {_TCP, _UDP} and (self._external or self.reason)
         if not self._is_asking or not is_over:
             return
@@ -215,5 +217,5 @@ class PortMapper:
 
 
 def _mapped(host: ipaddress.IPv4Address) -> bytes:
-    """IPv4 within IPv6, as PCP writes it."""
+    """Return an IPv4-mapped IPv6 address, as PCP requires."""
     return bytes(10) + b"\xff\xff" + host.packed

@@ -1,9 +1,9 @@
-"""Keeps a port of the local router mapped to this node while it runs: drives `portmap`, and `upnp_driver` if
-the router speaks neither of its protocols.
+"""Keeps a port of the local router mapped to this node while the node runs. It drives `portmap`, and also
+`upnp_driver` if the router speaks neither protocol of `portmap`.
 
 It does so only if this node listens on a private IPv4 address towards its router; otherwise no mapping is
-needed. A router behind another one grants a port at an address that nobody can dial; it is shown but not
-announced.
+needed. A router that is itself behind another router grants a port at an address that nobody can dial; it is
+shown but not announced.
 """
 
 import socket
@@ -23,9 +23,9 @@ from node.transport.upnp_driver import UpnpMapper
 from node.waker import Waker
 
 END_SECONDS = 2.0
-"""The time limit for removing the mapping when the node leaves."""
+"""Time limit for removing the mapping when the node leaves."""
 LOOK_SECONDS = 5.0
-"""How often to check whether this machine is in another network."""
+"""Seconds between checks whether this machine has moved to another network."""
 _ROUTES = "/proc/net/route"
 _ROUTES_BYTES = 2**16
 _UP_GATEWAY = 0x3
@@ -42,24 +42,24 @@ class PortMappingState:
 
     @property
     def address(self) -> Address | None:
-        """The mapped address at which others reach this node; None if there is none."""
+        """The mapped address at which others reach this node; None if it has none."""
         if self.mapping is None or not is_global(self.mapping.host):
             return None
         return make_address(self.mapping.host, self.mapping.port)
 
     @property
     def text(self) -> str:
-        """The state for people; empty while nothing is known."""
+        """The state as text for people; empty while nothing is known."""
         if self.mapping is not None:
             there, name = f"{self.mapping.host}:{self.mapping.port}", self.mapping.protocol.upper()
             if self.address is None:
-                return f"{self.router} maps {there} ({name}), and is behind another router itself"
+                return f"{self.router} maps {there} ({name}), but is itself behind another router"
             only = "" if self.mapping.has_udp else ", TCP alone"
             return f"{self.router} maps {there} to this node ({name}{only})"
         if self.outcome == "refused":
             return f"{self.router} maps no port: {self.reason}"
         if self.outcome == "no answer":
-            return f"{self.router} answers neither PCP nor NAT-PMP nor UPnP"
+            return f"{self.router} does not answer PCP, NAT-PMP or UPnP"
         return ""
 
 
@@ -77,7 +77,7 @@ def find_router() -> str | None:
 
 
 def _state(router: str, core: PortMapper, upnp: UpnpMapper) -> PortMappingState:
-    """Return the joint state of both drivers: the mapping, else the refusal."""
+    """Return the joint state of both drivers: the mapping if there is one, else the refusal."""
     asked: tuple[PortMapper | UpnpMapper, ...] = (core, upnp)
     is_upnp = upnp.outcome in ("mapped", "refused") or core.outcome == "no answer"
     if core.outcome != "mapped" and is_upnp:
@@ -86,7 +86,7 @@ def _state(router: str, core: PortMapper, upnp: UpnpMapper) -> PortMappingState:
 
 
 class _Mapping:
-    """The conversation with one router, by a core. `changed` is set when its outcome changes."""
+    """The conversation of a core with one router. `changed` is set when its outcome changes."""
 
     def __init__(self, asking: trio.socket.SocketType, core: PortMapper, clock: Clock) -> None:
         self._asking = asking
@@ -113,7 +113,7 @@ class _Mapping:
     async def send(self, packets: Sequence[bytes]) -> None:
         """Raises OSError."""
         for packet in packets:
-            with suppress(ConnectionRefusedError):  # an error of an earlier request: nothing listens there
+            with suppress(ConnectionRefusedError):  # an error from an earlier request: nothing listens there
                 await self._asking.send(packet)
 
     async def _act(self, packets: Sequence[bytes] | None) -> None:
@@ -124,7 +124,7 @@ class _Mapping:
 
 
 class PortMappingDriver:
-    """The driver; `state` is the outcome so far."""
+    """The driver. `state` is the outcome so far."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class PortMappingDriver:
     async def _ask(self, router: str) -> None:
         """Run until this machine is in another network. Raises OSError, or a group of them."""
         with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            # Connected, so that packets of others do not arrive.
+            # Connect the socket, so that packets from other hosts do not arrive.
             await asking.connect((router, ROUTER_PORT))
             host = asking.getsockname()[0]
             listening = [each for each in self._network.addresses if each.host == host]

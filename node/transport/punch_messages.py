@@ -1,11 +1,11 @@
-"""`/peerloom/punch/1`: the messages of two peers before both dial at once, as data.
+"""`/peerloom/punch/1`: the messages that two peers exchange before both dial simultaneously, as data.
 
-Over a stream on a relay or an older path go Offer, the other's Offer, then RoundTrip and its echo, which
-measure the round trip, and Begin, after which both dial at one instant. As in libp2p's DCUtR the side that
-was reached through the relay begins the conversation. On a separate stream Observe asks a peer with a public
-address where it sees the asker. A third peer that both know introduces two peers without any path. One sends
-it Introduce; the other gets Introduced, as a single message, and opens a stream with Meet. Their following
-messages are passed on, a few each.
+The messages travel on a stream over a relay or an older path. Each peer sends an Offer. Then RoundTrip and
+its echo measure the round trip, and after Begin both dial at one instant. As in libp2p's DCUtR, the peer that
+was reached through the relay begins the conversation. On a separate stream, Observe asks a peer with a public
+address at which address it sees the asker. A third peer that knows both can introduce two peers that have no
+path. One sends it Introduce; the other gets Introduced, as a single message, and opens a stream with Meet.
+The third peer then passes on a few messages in each direction.
 """
 
 from typing import Annotated
@@ -19,12 +19,13 @@ from crypto.identity import PEER_ID_BYTES
 
 PROTOCOL = "/peerloom/punch/1"
 CANDIDATES_MAX = 4
-"""For each transport: an address of each family in the local network, and one outside."""
+"""Maximum number of addresses for each transport: an address of each IP version in the local network, and one
+outside address."""
 MESSAGE_BYTES_MAX = 3_072
 TOKEN_BYTES = 16
 OFFER_BYTES_MIN = 1_000
-"""The least size of an offer: it makes a peer send at most three times as many bytes to all hosts that did
-not ask (`punching.SENT_PER_BYTE_MAX`)."""
+"""Least size of an offer. It makes a peer send at most three times as many bytes in all to hosts that did not
+ask for them (`punching.SENT_PER_BYTE_MAX`)."""
 
 Candidate = Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_LENGTH_MAX)]
 Candidates = Annotated[tuple[Candidate, ...], msgspec.Meta(max_length=CANDIDATES_MAX)]
@@ -34,7 +35,7 @@ Place = Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)]
 
 
 class PunchOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
-    """My addresses, by TCP and by UDP."""
+    """The sender's addresses for TCP and for UDP."""
 
     tcp: Candidates
     udp: Candidates
@@ -42,52 +43,52 @@ class PunchOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
 
 
 class RoundTrip(msgspec.Struct, frozen=True, array_like=True, tag="round_trip"):
-    """Send this back at once."""
+    """A request to send this message back immediately."""
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
-    """Dial now; I do as soon as you have read this."""
+    """A request to dial now. The sender dials as soon as it expects this message to have been read."""
 
 
 class Introduce(msgspec.Struct, frozen=True, array_like=True, tag="introduce"):
-    """Introduce this peer to me, and pass on what follows."""
+    """A request to introduce this peer to the sender, and to pass on what follows."""
 
     peer: RawPeer
 
 
 class Introduced(msgspec.Struct, frozen=True, array_like=True, tag="introduced"):
-    """This peer wants to meet you: come with the token."""
+    """This peer wants to meet the recipient, who should open a stream and send Meet with the token."""
 
     token: Token
     peer: RawPeer
 
 
 class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet"):
-    """I am here for the peer of this token: pass its messages on."""
+    """The answer to Introduced: a request to pass on the messages of the peer that belongs to this token."""
 
     token: Token
 
 
 class Observe(msgspec.Struct, frozen=True, array_like=True, tag="observe"):
-    """Where do you see me?"""
+    """A question: at which address does the recipient see the sender?"""
 
 
 class ObservedAddresses(msgspec.Struct, frozen=True, array_like=True, tag="observed"):
-    """The source of this stream, and that of your datagrams if any came lately."""
+    """The source address of this stream, and the source of the asker's datagrams if any came recently."""
 
     tcp: Place
     udp: Place
 
 
 Passed = PunchOffer | RoundTrip | Begin
-"""Messages that two peers exchange through a third one that introduced them."""
+"""Messages that a third peer passes on between two peers it has introduced."""
 Message = PunchOffer | RoundTrip | Begin | Introduce | Introduced | Meet | Observe | ObservedAddresses
 
 
 def read_message(data: bytes) -> Message:
-    """Return the message in `data`. Raises RemoteProtocolError, also for an offer that is not filled: it
-    would cause more bytes than it has."""
+    """Return the message in `data`. Raises RemoteProtocolError, also for an offer that is not padded, because
+    it would cause more bytes than it has."""
     message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
     if isinstance(message, PunchOffer) and len(data) < OFFER_BYTES_MIN:
-        raise RemoteProtocolError(f"an offer of less than {OFFER_BYTES_MIN} bytes")
+        raise RemoteProtocolError(f"an offer shorter than {OFFER_BYTES_MIN} bytes")
     return message

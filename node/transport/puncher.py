@@ -1,9 +1,9 @@
-"""Reaches peers through both routers, by TCP and UDP: drives `punching`; `observers` reports how this node's
-router maps.
+"""Reaches peers by hole punching through both routers, by TCP and UDP. It drives `punching`; `observers`
+reports how this node's router translates.
 
-Two peers talk over a path that exists, usually a relay's (`punch_messages`), and dial each other at the same
-instant from the ports at which they listen. The resulting connection becomes a path like any other; if the
-other's listening socket accepts one side's dial, that ordinary connection does as well.
+Two peers talk over a path that exists, usually through a relay (`punch_messages`), and dial each other at the
+same instant from the ports at which they listen. The resulting connection becomes a path like any other. If
+one peer's listening socket accepts the other's dial, that ordinary connection is used in the same way.
 """
 
 import socket
@@ -51,27 +51,27 @@ from node.transport.punching import (
 from node.transport.simultaneous import PUNCH_RETRIES_SECONDS, connect_from, secure
 
 ANSWER_SECONDS = 8.0
-"""The time limit for the other side's offer: it first asks others where it is seen."""
+"""Time limit for the peer's offer. The peer first asks others for its public address."""
 DIAL_SECONDS = 3.0
-"""How long both dial: the kernel retransmits after one second."""
+"""How long both peers dial. The kernel retransmits after one second."""
 FLIGHT_SECONDS = 0.5
-"""How long one side waits for the other's first flight, beyond two round trips. After that, the other's
-listening socket must have accepted the connection, and waits as well."""
+"""How long to wait for the peer's first flight, in addition to two round trips. If none has come by then, the
+peer's listening socket must have accepted the connection, and waits as well."""
 KNOCKS_SECONDS = (0.0, 0.25, 0.75)
-"""The times of datagram handshakes after both have begun: at most three packets to each address, and equally
-many to all, as far as `OfferAllowance` goes."""
+"""When datagram handshakes are sent after both peers have begun: at most three packets to each address,
+equally many to all, as far as `OfferAllowance` permits."""
 OBSERVED_FRESH_SECONDS = 60.0
-"""How long a datagram's source is reported to its sender: routers keep a mapping about as long."""
+"""How long a datagram's source is reported to its sender. Routers keep a mapping for about this long."""
 INTRODUCERS_MAX = 2
-"""Peers that are asked, one after the other, to introduce an unreachable peer."""
+"""Maximum number of peers that are asked, one after the other, to introduce an unreachable peer."""
 
 
 PunchConnect = Callable[[Sequence[Place], Address, Sequence[float]], Awaitable[trio.SocketStream]]
-"""Connects like `connect_from`: from one of this node's listening places, again after each pause."""
+"""Connects like `connect_from`, from one of this node's listening ports, and tries again after each pause."""
 
 
 class Puncher:
-    """The service of one node. `peers` are possible observers."""
+    """The hole punching of one node. `peers` are possible observers."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Puncher:
         network.multiplexed.lost_punched = self._lost
 
     async def run(self) -> None:
-        """Ask others where they see this node, and accept introductions, until cancelled."""
+        """Ask others at which address they see this node, and accept introductions, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._introductions.run)
             await self.observers.run()
@@ -104,7 +104,7 @@ class Puncher:
     # --- punching ------------------------------------------------------------------------------------
 
     async def punch(self, peer: PeerId) -> None:
-        """Try to reach a peer directly that has a relayed path."""
+        """Try to reach directly a peer that has a relayed path."""
         for pause_seconds in (0.0, RETRY_SECONDS):
             await trio.sleep(pause_seconds)
             may_start = self.budget.may_start(peer, self._clock.monotonic())
@@ -112,7 +112,7 @@ class Puncher:
                 return
 
     async def _attempt(self, peer: PeerId) -> bool:
-        """Return whether a path came about."""
+        """Try once; return whether a path was made."""
         self._counters["punches_begun"] += 1
         worked = False
         with contain("punching"):
@@ -121,7 +121,7 @@ class Puncher:
                 worked = await self._lead(peer)
             except (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
                 self._counters["punches_broken"] += 1
-        # The other side may have led an attempt at the same time, and refused this one meanwhile.
+        # The peer may have led an attempt at the same time, and meanwhile refused this one.
         worked = worked or self._is_reached(peer)
         self.budget.ended(peer, worked=worked)
         self._counters["punches_worked" if worked else "punches_failed"] += 1
@@ -131,7 +131,7 @@ class Puncher:
         self.budget.lost(peer, self._clock.monotonic())
 
     async def introduce(self, peer: PeerId) -> None:
-        """Try to reach a peer without a path, by introductions of peers that know both."""
+        """Try to reach a peer that has no path, through introductions by peers that know both."""
         if not self.budget.may_start(peer, self._clock.monotonic()):
             return
         worked = False
@@ -150,7 +150,7 @@ class Puncher:
         self._counters["introductions_worked"] += worked
 
     async def _meet(self, stream: Stream, offer: PunchOffer, peer: PeerId) -> None:
-        """Answer an offer of a peer, which came by a path to it or through an introducer."""
+        """Answer a peer's offer, which came over a path to the peer or through an introducer."""
         await self.observers.look()
         await self._follow(stream, offer, peer)
 
@@ -165,8 +165,8 @@ class Puncher:
         return may
 
     async def _lead(self, peer: PeerId, common: PeerId | None = None) -> bool:
-        """Exchange offers with a peer, by a path to it or through an introducer, and dial at the same time;
-        return whether a path came about."""
+        """Exchange offers with a peer, over a path to it or through an introducer, and dial at the same time.
+        Return whether a path was made."""
         stream = await self._network.open(common or peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
         try:
             if common is not None:
@@ -196,7 +196,7 @@ class Puncher:
         elif isinstance(first, Meet):
             await self._introductions.meet(stream, first.token)
         elif not isinstance(first, PunchOffer):
-            raise RemoteProtocolError("neither an offer nor a question")
+            raise RemoteProtocolError("neither an offer nor a request")
         elif self._may_answer(stream.peer):
             await self._meet(stream, first, stream.peer)
 
@@ -210,7 +210,7 @@ class Puncher:
                 if scope.cancelled_caught:
                     return
                 if not isinstance(again, Observe):
-                    raise RemoteProtocolError("a message out of turn")
+                    raise RemoteProtocolError("an unexpected message")
 
     async def _follow(self, stream: Stream, offer: PunchOffer, peer: PeerId) -> None:
         round_trip_seconds = None
@@ -235,7 +235,7 @@ class Puncher:
         )
 
     def _own_offer(self) -> PunchOffer:
-        """Return this node's addresses, by its interfaces and by observers."""
+        """Return an offer with this node's addresses, from its interfaces and from observers."""
         now = self._clock.monotonic()
         own = [
             each for each in self._network.addresses if each.relay is None and ip_of(each.host) is not None
@@ -245,7 +245,7 @@ class Puncher:
         for transport in TRANSPORTS:
             outside = self.seen.place(transport, now)
             if outside is not None and self.observers.is_own(outside.host):
-                outside = None  # this node listens there, and was seen at another port
+                outside = None  # this node listens on a public address, but observers saw a different port
             every = dict.fromkeys(([] if outside is None else [outside]) + near)
             places[transport] = tuple(str(each) for each in every)[:CANDIDATES_MAX]
         return PunchOffer(places["tcp"], places["udp"], bytes(OFFER_BYTES_MIN))
@@ -253,8 +253,8 @@ class Puncher:
     async def _dial(
         self, peer: PeerId, teller: PeerId, offer: PunchOffer, round_trip_seconds: float, *, is_first: bool
     ) -> bool:
-        """Dial at the same time as the other side; return whether there is a path. The offer came from the
-        `teller`, an introducer if it is another peer."""
+        """Dial at the same time as the peer; return whether there is a path. The offer came from the
+        `teller`, which is an introducer if it is not `peer`."""
         via = None if teller == peer else teller
         tcp = self._admitted(peer, offer.tcp, teller=via)
         udp = self._admitted(peer, offer.udp, [each.host for each in tcp], teller=via)
@@ -281,8 +281,9 @@ class Puncher:
         *,
         teller: PeerId | None = None,
     ) -> list[Address]:
-        """Return the addresses of an offer to dial. Local addresses refer to this network only if both nodes
-        have the same outer address: this node's by several observers, the peer's by its own statement."""
+        """Return the addresses of an offer that this node may dial. Local addresses refer to this network
+        only if both nodes have the same outer address. This node's is confirmed by several observers; the
+        peer's is its own claim."""
         now = self._clock.monotonic()
         found = self.budget.admit(peer, offered, now, paid, teller)
         own, outside = self.seen.agreed_place("tcp", now), [each for each in found if is_global(each.host)]
@@ -333,7 +334,7 @@ class Puncher:
 
 
 async def _speaks(transport: trio.SocketStream, seconds: float) -> bool:
-    """Return whether the other side begins to send; nothing is read."""
+    """Return whether the peer begins to send within `seconds`; nothing is read."""
     with trio.move_on_after(seconds):
         with suppress(OSError):
             return bool(await transport.socket.recv(1, socket.MSG_PEEK))

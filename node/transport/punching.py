@@ -1,10 +1,10 @@
-"""Decides for hole punching this node's outer address, which addresses to dial, and how often. A core without
-I/O; `now` is monotonic seconds.
+"""Decides for hole punching what this node's outer address is, which addresses to dial, and how often. A core
+without I/O; `now` is monotonic seconds.
 
-Two routers that drop unsolicited packets are both opened from inside when both nodes dial at once, each the
-address and port at which the other is seen from outside. It works where a router has one outer port for all
-destinations (endpoint-independent mapping, RFC 4787), or filters nothing. A peer's offer must not make this
-node a scanner: see `admit`.
+Two routers that drop unsolicited packets both open from inside when both nodes dial simultaneously, each at
+the address and port at which the other is seen from outside. This works if a router uses one outer port for
+all destinations (endpoint-independent mapping, RFC 4787), or filters nothing. A peer's offer must not make
+this node a scanner: see `admit`.
 """
 
 from collections import OrderedDict
@@ -21,57 +21,61 @@ from node.transport.punch_messages import CANDIDATES_MAX
 Transport = Literal["tcp", "udp"]
 TRANSPORTS: tuple[Transport, ...] = ("tcp", "udp")
 Kind = Literal["", "none", "alike", "unlike"]
-"""How observers see this node: unknown, at its own address, at one other address, at several."""
+"""How observers see this node: "" if unknown, "none" (not translated) at its own address, "alike" at one
+outer address, "unlike" at several."""
 RETRY_SECONDS = 1.0
-"""The pause before the second attempt with one peer: the first may fail because both sides are busy
-starting."""
+"""Pause before the second attempt with one peer. The first may fail because both peers are busy starting."""
 PAUSE_SECONDS = 60.0
 PAUSE_SECONDS_MAX = 3_600.0
-"""The pause before the third, and twice as long after each further failure: routers do not change."""
+"""Pause before the third attempt, and its limit. The pause doubles with each further failure, because routers
+rarely change."""
 ANSWER_PAUSE_SECONDS = 3.0
-"""The least time between two accepted offers of one peer: an attempt lasts as long. Dials are also bounded by
-host."""
+"""Least time between two accepted offers of one peer: an attempt takes this long. Dials are also bounded for
+each host."""
 PEERS_MAX = 1_024
 HOST_TRIES_PER_SECOND, HOST_TRIES_BURST = 1 / 60, 4.0
-"""How often addresses at one host are dialled, whoever offers them: several peers may be behind a router."""
+"""How often addresses at one host are dialled, whichever peer offers them. Several peers may be behind one
+router."""
 HOSTS_MAX = 1_024
 ALL_TRIES_PER_SECOND, ALL_TRIES_BURST = 1.0, 64.0
-"""How often hosts are dialled in all: a node that joins a swarm meets some tens of peers behind routers at
-once, and later one now and then. Peers with many ids and addresses cannot cause more dials."""
+"""How often hosts are dialled in all. A node that joins a swarm meets some tens of peers behind routers
+within a moment, and later one now and then. Peers with many ids and addresses cannot cause more dials."""
 PEER_TRIES_PER_SECOND, PEER_TRIES_BURST = 2 / 15, 8.0
-"""How often the offers of one peer cause dials: two attempts at all that it may offer, and as much again a
-minute later. So no peer uses up the common limit."""
+"""How often the offers of one peer cause dials: two attempts at all the addresses that it may offer, and as
+many again a minute later. So no peer uses up the common limit."""
 NAMED_TRIES_PER_SECOND, NAMED_TRIES_BURST = 4 / 60, 4.0
-"""How often offers through one introducer cause dials. All of them share a limit as large as that of the
-introducer's own offers, and separate from it."""
+"""How often offers through one introducer cause dials. All these offers share one limit, which is separate
+from the limit of the introducer's own offers."""
 INTRODUCED_PER_SECOND, INTRODUCED_BURST = 1 / 15, 8.0
 """How often one peer may ask for introductions."""
 TARGET_INTRODUCED_PER_SECOND, TARGET_INTRODUCED_BURST = 4 / 15, 16.0
-"""How often one peer is introduced to others: four times as often, so no asker uses up the common limit."""
+"""How often one peer is introduced to others: four times as often, so that a single asker does not use up the
+limit."""
 PAIR_INTRODUCED_PER_SECOND, PAIR_INTRODUCED_BURST = 1 / 60, 2.0
-"""How often one peer may ask for the same target: a failed attempt is repeated after a second, then
-rarely."""
+"""How often one peer may ask for the same target. A failed attempt is repeated after a second, and only
+rarely after that."""
 PAIRS_MAX = 4_096
 ALL_INTRODUCED_PER_SECOND, ALL_INTRODUCED_BURST = 2.0, 16.0
-"""The limit for all: each introduction costs two streams for seconds, and a dozen messages."""
+"""Limit on all introductions. Each costs two streams for seconds, and a dozen messages."""
 SENT_PER_BYTE_MAX = 3
-"""Bytes that this node sends for each byte of an offer, to all hosts together that have not proved to be its
-peer (as in QUIC, RFC 9000, section 8.1). Three knocks and three SYNs to a host of each family take 3,114
-bytes; one knock and three SYNs to each host of the longest list take 2,796, less than the shortest offer
-allows. A host that accepts a connection also gets one flight of a handshake (1,224 bytes): it has answered,
-and flights do not fit beside the knocks."""
+"""Bytes that this node sends, for each byte of an offer, to all hosts together that have not yet proved to be
+its peer (as in QUIC, RFC 9000, section 8.1). Three knocks and three SYNs to a host of each IP version take
+3,114 bytes. One knock and three SYNs to each host of the longest list take 2,796. Both are less than the
+shortest offer allows, with headers. A host that accepts a connection also gets one flight of a handshake
+(1,224 bytes): it has answered, and flights do not fit in addition to the knocks."""
 SYNS_BYTES = {"ip4": 3 * 60, "ip6": 3 * 80}
-"""The bytes of the packets that dial one host, with all headers: as the kernel repeats them, or this node
+"""Size of the packets that dial one host, with all headers. They are repeated by the kernel, or by this node
 after a refusal."""
 HEADERS_BYTES = {"ip4": 28, "ip6": 48}
-"""The headers of IP and UDP around a datagram."""
+"""Size of the IP and UDP headers of a datagram."""
 OBSERVERS_MAX = 3
-"""The number of observers. Two show whether the address is the same for all."""
+"""Maximum number of observers. Two show whether all see the same address."""
 OBSERVED_SECONDS = 900.0
 REST_SECONDS, REST_SECONDS_MAX = 10.0, 3_600.0
-"""How long a host that could not be asked is left alone, and twice as long after each further failure."""
+"""How long a host that could not be asked is left alone, and the limit. The time doubles with each further
+failure."""
 RESTS_MAX = 256
-"""The hosts remembered for that, the latest. A peer was met at each."""
+"""Maximum number of such hosts remembered, the latest. A peer was met at each of them."""
 
 
 @dataclass
@@ -83,7 +87,7 @@ class _Tries:
 
 
 class PunchBudget:
-    """Decides which peers are dialled, and when."""
+    """Decides which peers may be dialled, and when."""
 
     def __init__(self, admits: Callable[[Address], bool]) -> None:
         self._admits = admits
@@ -96,7 +100,7 @@ class PunchBudget:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """The tables that others can make grow here: the size and limit of each."""
+        """The size and limit of each table that other peers can make grow."""
         return {
             "peers": (len(self._tries), PEERS_MAX),
             "hosts": (len(self._hosts), HOSTS_MAX),
@@ -106,7 +110,7 @@ class PunchBudget:
         }
 
     def may_start(self, peer: PeerId, now: float) -> bool:
-        """Note that an attempt begins; return whether it may."""
+        """Return whether an attempt may begin, and record it."""
         tries = self._of(peer)
         if now < tries.next_at:
             return False
@@ -115,7 +119,7 @@ class PunchBudget:
         return True
 
     def may_answer(self, peer: PeerId, now: float) -> bool:
-        """Note that a peer's offer is taken; return whether it may."""
+        """Return whether a peer's offer may be accepted, and record it."""
         tries = self._of(peer)
         if now < tries.answers_at:
             return False
@@ -123,8 +127,8 @@ class PunchBudget:
         return True
 
     def may_come(self, teller: PeerId, now: float) -> bool:
-        """Note an introduction by `teller` to another peer; return whether this node may accept it. It does
-        not count against either one's own offers."""
+        """Return whether this node may accept an introduction by `teller` to another peer, and record it. It
+        does not count as an offer of either peer."""
         tries = self._of(teller)
         if now < tries.comes_at:
             return False
@@ -137,7 +141,7 @@ class PunchBudget:
         tries.failed = 0 if worked else min(tries.failed + 1, 10)
 
     def lost(self, peer: PeerId, now: float) -> None:
-        """Allow another attempt at once, since a punched path is gone. The limits of hosts stay."""
+        """Allow a new attempt immediately, because a punched path was lost. The limits for hosts stay."""
         tries = self._of(peer)
         if not tries.failed:
             tries.next_at, tries.answers_at = min(tries.next_at, now), min(tries.answers_at, now)
@@ -150,11 +154,11 @@ class PunchBudget:
         paid: Collection[str] = (),
         teller: PeerId | None = None,
     ) -> list[Address]:
-        """Return the addresses of a peer's offer to dial: only valid claims (see `AddressPolicy.admits`: no
-        port below 1024, no loopback, no private network but this node's own), one of each host, and none
-        beyond the limits of this peer, of all peers, or of the host. Those of `paid` are counted already: the
-        same attempt dials them by the other transport. An offer through a `teller` counts against the
-        teller's introductions, since it may have invented the peer."""
+        """Return the addresses of a peer's offer that may be dialled. Only valid claims count (see
+        `AddressPolicy.admits`: no port below 1024, no loopback, no private network except this node's own),
+        one for each host, within the limits of this peer, of all peers, and of the host. Addresses in `paid`
+        are counted already, because the same attempt dials them by the other transport. An offer through a
+        `teller` counts against the teller's introductions, because the teller may have invented the peer."""
         found: dict[str, Address] = {}
         for text in offered[:CANDIDATES_MAX]:
             try:
@@ -188,8 +192,8 @@ class PunchBudget:
 
 class OfferAllowance:
     """The bytes, with headers, that this node may still send to all addresses of one offer of `offer_bytes`.
-    An answer alone frees no host, since a stranger's machine also accepts or refuses connections: the peer
-    has to prove itself there."""
+    An answer alone does not lift the limit for a host, because an uninvolved machine also accepts or refuses
+    connections. The peer has to prove its identity there."""
 
     def __init__(self, offer_bytes: int) -> None:
         self._left = SENT_PER_BYTE_MAX * offer_bytes
@@ -197,11 +201,11 @@ class OfferAllowance:
         self._proved: set[str] = set()
 
     def take(self, address: Address, count: int) -> bool:
-        """Note bytes to be sent to an address; return whether that is allowed."""
+        """Return whether this many bytes may be sent to an address, and count them."""
         return self._take([(address.host, count)])
 
     def take_datagrams(self, addresses: Sequence[Address], payload_bytes: int) -> bool:
-        """Note a datagram of this many bytes to each address; return whether all are allowed."""
+        """Return whether a datagram of this size may be sent to each address, and count them."""
         return self._take([(each.host, payload_bytes + HEADERS_BYTES[each.kind]) for each in addresses])
 
     def _take(self, costs: Sequence[tuple[str, int]]) -> bool:
@@ -215,7 +219,8 @@ class OfferAllowance:
         return True
 
     def proved(self, address: Address) -> None:
-        """Note that the offer's peer has proved itself at an address: bytes to its host no longer count."""
+        """Note that the offer's peer has proved its identity at an address, so bytes to its host no longer
+        count."""
         self._proved.add(address.host)
         self._left += self._spent.pop(address.host, 0)
 
@@ -233,7 +238,7 @@ class IntroductionBudget:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """The tables that others can make grow here: the size and limit of each."""
+        """The size and limit of each table that other peers can make grow."""
         return {
             "askers": (len(self._askers), PEERS_MAX),
             "targets": (len(self._targets), PEERS_MAX),
@@ -241,9 +246,9 @@ class IntroductionBudget:
         }
 
     def may_introduce(self, asker: PeerId, target: PeerId, now: float) -> bool:
-        """Note that a peer asks for another one; return whether the two are introduced."""
+        """Record that a peer asks for another peer; return whether this node should introduce them."""
         if self._askers.of(asker, now).left(now) < 1.0:
-            return False  # before it could fill the other tables
+            return False  # refused before it can fill the other tables
         buckets = (
             self._askers.of(asker, now),
             self._targets.of(target, now),
@@ -256,7 +261,7 @@ class IntroductionBudget:
 
 
 class ObserverRests:
-    """Hosts that did not answer as observers, which are left alone for a while."""
+    """Hosts that did not answer as observers, so they are left alone for a while."""
 
     def __init__(self) -> None:
         self._rests: OrderedDict[str, tuple[float, float]] = OrderedDict()
@@ -283,7 +288,8 @@ class ObserverRests:
 
 @dataclass
 class SeenPlaces:
-    """The outer addresses of this node, by transport and family: the latest answer of each observer."""
+    """The outer addresses of this node, by transport and IP version, with the latest answer of each
+    observer."""
 
     _seen: dict[tuple[Transport, int], OrderedDict[PeerId, tuple[float, Address, bytes]]] = field(
         default_factory=dict
@@ -292,7 +298,7 @@ class SeenPlaces:
     def note(
         self, now: float, observer: PeerId, transport: Transport, address: Address, network: bytes
     ) -> None:
-        """Note where an observer in this network sees this node."""
+        """Record the address at which an observer in this network sees this node."""
         kept = self._seen.setdefault((transport, _family(address)), OrderedDict())
         kept.pop(observer, None)
         kept[observer] = now, address.of(None), network
@@ -300,22 +306,22 @@ class SeenPlaces:
             kept.popitem(last=False)
 
     def forget(self) -> None:
-        """Forget all answers, since this node is in another network."""
+        """Forget all answers, because this node has moved to a different network."""
         self._seen.clear()
 
     def place(self, transport: Transport, now: float, family: int = 4) -> Address | None:
-        """Return the outer address; None if observers contradict each other."""
+        """Return the outer address; None if there is none or observers contradict each other."""
         seen = self._by_network(transport, family, now)
         return next(iter(seen.values())) if len(seen) == 1 else self.agreed_place(transport, now, family)
 
     def agreed_place(self, transport: Transport, now: float, family: int = 4) -> Address | None:
-        """Return the outer address seen from several networks, with the latest port unless most agree on one;
-        None if they do not agree."""
+        """Return the outer address that observers in several networks see; None if they do not agree on a
+        host. The port is the one most of them saw, or else the latest."""
         agreed = self._agreed(transport, family, now)
         return max(reversed(agreed), key=agreed.count) if agreed else None
 
     def kind(self, transport: Transport, now: float, own: Callable[[str], bool], family: int = 4) -> Kind:
-        """Return how the router maps; `own` returns whether a host is this machine. One observer is not
+        """Return how the router translates. `own` returns whether a host is this machine. One observer is not
         enough, and one liar among three changes nothing."""
         agreed = self._agreed(transport, family, now)
         if not agreed:
@@ -325,7 +331,7 @@ class SeenPlaces:
         return "alike" if len(set(agreed)) < len(agreed) else "unlike"
 
     def is_settled(self, now: float, family: int = 4) -> bool:
-        """Return whether observers agree for TCP; else one more is worth asking."""
+        """Return whether observers agree for TCP. If not, a further observer is worth asking."""
         agreed = self._agreed("tcp", family, now)
         return len(set(agreed)) < len(agreed)
 
@@ -360,8 +366,8 @@ class SeenPlaces:
 
 _TEXTS: dict[Kind, str] = {
     "none": "not translated",
-    "alike": "translated alike for all peers: two such routers can be punched",
-    "unlike": "translated to another port for each peer: peers behind a router come through relays",
+    "alike": "translated to the same port for all peers, so hole punching works with other such routers",
+    "unlike": "translated to a different port for each peer, so peers behind a router need a relay",
 }
 
 

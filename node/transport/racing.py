@@ -1,7 +1,8 @@
-"""Tries several addresses of one peer: one after the other, soon concurrently; the first success wins.
+"""Tries several addresses of one peer. Attempts start one after the other and soon overlap; the first success
+wins.
 
 RFC 8305 ("happy eyeballs"), section 5: an attempt that has neither succeeded nor failed after a short delay
-does not hold up the next one, so an address that swallows packets costs a fraction of a second.
+does not hold up the next one. So an address that swallows packets costs only a fraction of a second.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,13 +14,15 @@ from crypto.contact import Address
 from node.errors import NotListening, Unreachable
 
 ATTEMPT_DELAY_SECONDS = 0.25
-"""The delay between two attempts, as RFC 8305 recommends; after a failure the next one begins at once."""
+"""Delay between two attempts, as RFC 8305 recommends. After a failure the next attempt begins immediately."""
 AT_ONCE_MAX = 4
-"""Attempts in flight. One more begins when the oldest ends, or has had several times a usual round trip."""
+"""Maximum number of attempts in flight without an extra delay. A further attempt begins when the oldest ends,
+or has taken several times a usual round trip."""
 CROWDED_DELAY_SECONDS = 1.0
-"""The delay once that many are in flight: all addresses of a contact are tried within some seconds."""
+"""Delay once AT_ONCE_MAX attempts are in flight, so that all addresses of a contact are tried within some
+seconds."""
 REASONS = ("work", "wrong key", "refused", "timeout", "unknown")
-"""The reasons for failures, the most informative first."""
+"""Reasons for failures, the most informative first."""
 
 T = TypeVar("T")
 
@@ -29,12 +32,12 @@ async def race(
     attempt: Callable[[Address], Awaitable[T]],
     first_delay_seconds: float = ATTEMPT_DELAY_SECONDS,
 ) -> list[T]:
-    """Return the result of the first successful attempt; several results if several succeeded at the same
-    instant: the caller releases all but the first. The others are cancelled. The second attempt begins
-    `first_delay_seconds` after the first.
+    """Return the result of the first successful attempt. If several succeeded at the same instant, return
+    them all; the caller releases all but the first. The other attempts are cancelled. The second attempt
+    begins `first_delay_seconds` after the first.
 
     Raises:
-        Unreachable: all failed; the most informative failure.
+        Unreachable: all failed; carries the most informative failure.
     """
     won: list[T] = []
     failures: list[Unreachable] = []
@@ -67,7 +70,7 @@ async def race(
         return won
     if not failures:
         raise Unreachable("unknown", "there is no address to try")
-    # An answer from one address outweighs failures at others: a node listens there.
+    # An answer from one address outweighs failures at others, because it shows that a node listens there.
     raise min(
         failures, key=lambda failure: (REASONS.index(failure.reason), isinstance(failure, NotListening))
     )

@@ -1,13 +1,13 @@
-"""Messages to Noise records and back.
+"""Turns messages into Noise records and back.
 
 No I/O: bytes in, bytes out.
 
-A message is eight bytes of head (its length, its payload's length), its bytes, and its payload, cut into
-records; a record is two bytes of length and a ciphertext of at most 65,535 bytes. A message begins with
-a record of its own, so that nothing waits for the next one, and so does its payload, so that every
-record of it is decrypted straight to its place. Long messages leave in chunks of many records, each chunk for
-one write, encrypted into one buffer that is lent until the last of them has left. A mark, a side's statement
-about the conversation, is a head whose first length no message can have.
+A message consists of a head of eight bytes (its length and its payload's length), its bytes, and its payload,
+cut into records. A record is two bytes of length and a ciphertext of at most 65,535 bytes. A message begins
+in a record of its own, so that it is complete without the next message. Its payload does too, so that each
+record of the payload is decrypted straight into its final memory. Long messages leave in chunks of many
+records. Each chunk is one write, encrypted into one buffer that is lent until the last chunk has left. A mark
+is a peer's statement about the conversation: a head whose first length no message can have.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ from crypto.noise import NOISE_BYTES_MAX, TAG_BYTES, CipherState, Data
 from node.transport.buffer_pool import Pool
 
 MESSAGE_BYTES_MAX = 64 * 2**20
-"""The limit of one message, which is in memory at both ends. The caller splits anything longer."""
+"""Maximum size of one message, which is in memory at both ends. The caller splits anything longer."""
 PAYLOAD_BYTES_MAX = 64 * 2**20
-"""The limit of one payload beside its message: an activation or a part. The receiver may allow less."""
+"""Maximum size of one payload, which is sent with a message: an activation or a part. The receiver may allow
+less."""
 RECORD_PLAIN_BYTES_MAX = NOISE_BYTES_MAX - TAG_BYTES
 CHUNK_BYTES_MAX = 2**20
-"""The size of one write. Measured: less costs system calls, more only keeps the event loop busy for
-longer."""
+"""Size of one write. Measured: less costs system calls, more only keeps the event loop busy for longer."""
 
 _LENGTH_BYTES = 4
 _HEAD_BYTES = 2 * _LENGTH_BYTES
@@ -34,13 +34,13 @@ _RECORD_HEADER_BYTES = 2
 _RECORD_BYTES_MAX = _RECORD_HEADER_BYTES + NOISE_BYTES_MAX
 _CHUNK_RECORDS = CHUNK_BYTES_MAX // _RECORD_BYTES_MAX
 _FIRST_READ_BYTES = 2**12
-"""A reader's own buffer, until part of one record fills half of it: enough for most messages, and for silent
-or slow strangers."""
+"""Size of a reader's own buffer until part of one record fills half of it: enough for most messages, and for
+silent or slow peers."""
 _READ_BYTES = 2 * _RECORD_BYTES_MAX
-"""The buffer from then on: one whole record and part of the next."""
+"""Size of the buffer from then on: one whole record and part of the next."""
 _LONG_READ_BYTES = CHUNK_BYTES_MAX
-"""The buffer inside a message with more than that to come. Measured for 64 MiB, against a quarter of it: a
-sixth less time, by fewer system calls and turns of the event loop."""
+"""Size of the buffer inside a message of which more than this is still to come. Measured for 64 MiB, compared
+with a quarter of the size: a sixth less time, because of fewer system calls and turns of the event loop."""
 
 _NOTHING = memoryview(b"")
 _NO_LENGTH = 2**32 - 1
@@ -48,24 +48,25 @@ _SMALL_BYTES_MAX = RECORD_PLAIN_BYTES_MAX - _HEAD_BYTES
 
 
 class Mark(IntEnum):
-    """Marks between messages. Each conversation has exactly one CLOSE from each side."""
+    """Marks between messages. Each conversation has exactly one CLOSE from each peer."""
 
     END = 0
-    """The sender sends no more in this conversation, and still reads."""
+    """The sender sends no more in this conversation, but still reads."""
     CLOSE = 1
-    """The sender neither sends nor reads any more; after both marks the connection may carry another
+    """The sender neither sends nor reads any more. After both peers' marks the connection may carry another
     conversation."""
 
 
 class RecordWriter:
-    """Turns one direction's messages into bytes."""
+    """Turns the messages of one direction into bytes."""
 
     def __init__(self, cipher: CipherState, pool: Pool) -> None:
         self._cipher = cipher
         self._pool = pool
 
     def whole(self, message: bytes) -> bytes | None:
-        """Return all bytes to write for a message without payload; None if it does not fit a record."""
+        """Return all bytes to write for a message without payload; None if the message does not fit one
+        record."""
         if len(message) > _SMALL_BYTES_MAX:
             return None
         sealed = self._cipher.encrypt(len(message).to_bytes(_LENGTH_BYTES, "big") + _NO_PAYLOAD + message)
@@ -79,11 +80,11 @@ class RecordWriter:
         return len(sealed).to_bytes(_RECORD_HEADER_BYTES, "big") + sealed
 
     def chunks(self, message: Data, *payload: Data) -> Iterator[memoryview]:
-        """Yield the bytes to write for a message and the pieces of its payload, which arrive as one.
+        """Yield the bytes to write for a message and its payload, whose pieces arrive joined.
 
-        Each chunk must be written before the next is asked for, and all of them must be, or nothing more:
-        a half-sent message ends the connection. Raises LocalProtocolError for more than
-        MESSAGE_BYTES_MAX and PAYLOAD_BYTES_MAX.
+        Each chunk must be written before the next one is requested. Either all chunks are written, or nothing
+        more: a half-sent message ends the connection. Raises LocalProtocolError for more than
+        MESSAGE_BYTES_MAX or PAYLOAD_BYTES_MAX.
         """
         view = memoryview(message).cast("B")
         pieces = [memoryview(piece).cast("B") for piece in payload]
@@ -93,7 +94,9 @@ class RecordWriter:
             ("payload", payload_bytes, PAYLOAD_BYTES_MAX),
         ):
             if length > bytes_max:
-                raise LocalProtocolError(f"a {what} of {length} bytes, at most {bytes_max} allowed")
+                raise LocalProtocolError(
+                    f"a {what} of {length} bytes is too long; at most {bytes_max} are allowed"
+                )
         head = len(view).to_bytes(_LENGTH_BYTES, "big") + payload_bytes.to_bytes(_LENGTH_BYTES, "big")
         chunk = self._buffer(len(view) + payload_bytes)
         at = 0
@@ -105,9 +108,9 @@ class RecordWriter:
         yield chunk[:at]
 
     def _buffer(self, content_bytes: int) -> memoryview:
-        """Small messages get a small buffer of their own; a large one is lent for this message only."""
+        """Return a buffer. A small message gets its own; a large one borrows memory for this message only."""
         if content_bytes + _HEAD_BYTES <= RECORD_PLAIN_BYTES_MAX:
-            # A record for the message and one for the payload.
+            # There is one record for the message and one for the payload.
             return memoryview(bytearray(_HEAD_BYTES + content_bytes + 2 * (_RECORD_HEADER_BYTES + TAG_BYTES)))
         return self._pool.lend(_CHUNK_RECORDS * _RECORD_BYTES_MAX)
 
@@ -142,11 +145,11 @@ def _cut(pieces: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
 
 
 class RecordReader:
-    """Turns one direction's bytes into messages: fill `space`, report the count to `filled`, call
+    """Turns the bytes of one direction into messages. Fill `space`, report the count to `filled`, and call
     `next_message`.
 
     `message_bytes_max` may be changed between two messages. `held_bytes` is the memory of the unfinished
-    message beyond the reader's own buffer.
+    message, without the reader's own buffer.
     """
 
     def __init__(
@@ -171,19 +174,20 @@ class RecordReader:
         return borrowed + (0 if self._long is None else self._long.come_bytes)
 
     def release(self) -> None:
-        """Release the own buffer too, between two messages: an idle connection holds none."""
+        """Release the reader's own buffer too, between two messages, so that an idle connection holds
+        none."""
         if not self.inside and self._buffer is self._own_buffer:
             self._own_buffer = self._buffer = _NOTHING
             self._start = self._end = 0
 
     def rest(self) -> bytes:
-        """Take out the received bytes that belong to no message yet."""
+        """Take out the received bytes that do not belong to a message yet."""
         rest = bytes(self._buffer[self._start : self._end])
         self._start = self._end = 0
         return rest
 
     def space(self) -> memoryview:
-        """Return where the next bytes go; never empty."""
+        """Return the memory for the next bytes; never empty."""
         if not self._own_buffer:
             self._own_buffer = self._buffer = memoryview(bytearray(_FIRST_READ_BYTES))
         if self._long is None:
@@ -201,14 +205,14 @@ class RecordReader:
         return len(own) < _READ_BYTES and self._end - self._start >= len(own) // 2
 
     def _give_back(self) -> None:
-        """Stop using a borrowed buffer once its rest fits the own one."""
+        """Return a borrowed buffer once its remaining bytes fit the reader's own one."""
         if self._buffer is not self._own_buffer and self._end - self._start <= _RECORD_BYTES_MAX:
             if self._is_too_small(self._own_buffer):
                 self._own_buffer = memoryview(bytearray(_READ_BYTES))
             self._move(self._own_buffer)
 
     def _move(self, buffer: memoryview) -> None:
-        """Move the unread bytes to the beginning of `buffer`, and use that from now on."""
+        """Move the unread bytes to the beginning of `buffer`, and use that buffer from now on."""
         rest = bytes(self._buffer[self._start : self._end])
         buffer[: len(rest)] = rest
         self._buffer = buffer
@@ -221,7 +225,8 @@ class RecordReader:
     def next_message(self, payload_bytes_max: int = 0) -> "tuple[bytes, memoryview] | Mark | None":
         """Return the next complete message and its payload, or a mark; None if more bytes are needed.
 
-        Raises RemoteProtocolError, which ends the stream: a payload of more than `payload_bytes_max` too.
+        Raises RemoteProtocolError, which ends the stream, also for a payload of more than
+        `payload_bytes_max`.
         """
         whole: tuple[bytes, memoryview] | Mark | None
         while (record := self._next_record()) is not None:
@@ -254,12 +259,12 @@ class RecordReader:
         payload_bytes = int.from_bytes(plain[_LENGTH_BYTES:_HEAD_BYTES], "big")
         if message_bytes == _NO_LENGTH:
             if len(plain) != _HEAD_BYTES or payload_bytes > Mark.CLOSE:
-                raise RemoteProtocolError("a mark that nobody knows")
+                raise RemoteProtocolError("an unknown mark")
             return Mark(payload_bytes)
         if message_bytes > self.message_bytes_max or payload_bytes > payload_bytes_max:
             raise RemoteProtocolError(
-                f"a message of {message_bytes} bytes and a payload of {payload_bytes}, at most"
-                f" {self.message_bytes_max} and {payload_bytes_max} allowed"
+                f"a message of {message_bytes} bytes and a payload of {payload_bytes}, but at most"
+                f" {self.message_bytes_max} and {payload_bytes_max} are allowed"
             )
         first = plain[_HEAD_BYTES:]
         if len(plain) < _HEAD_BYTES or len(first) != min(RECORD_PLAIN_BYTES_MAX - _HEAD_BYTES, message_bytes):
@@ -272,10 +277,11 @@ class RecordReader:
 
 
 class _LongMessage:
-    """A message of several records, each decrypted to its place, first the message's, then its payload's.
+    """A message of several records, each decrypted straight to its final memory: first those of the message,
+    then those of its payload.
 
-    Lent memory has no pages before it is touched, so a false length takes none (memory from malloc has pages
-    if it was used before). The message is copied once, when it is complete.
+    Lent memory has no pages before it is written, so a false length takes no memory (memory from malloc has
+    pages if it was used before). The message is copied once, when it is complete.
     """
 
     def __init__(self, first: bytes, memory: memoryview, payload: memoryview) -> None:
@@ -290,9 +296,9 @@ class _LongMessage:
         return sum(map(len, self._gaps))
 
     def room(self, count: int) -> memoryview:
-        """Return the place for the next `count` bytes.
+        """Return the memory for the next `count` bytes.
 
-        Only the last record may be short, so a message cannot come in small pieces, each of which would cost
+        Only the last record may be short. So a message cannot come in small pieces, each of which would cost
         as much as a full record.
         """
         gap = self._gaps[0]

@@ -1,8 +1,9 @@
-"""Dispatch of incoming traffic: a handler per protocol for streams, an inbox per protocol for messages.
+"""Dispatches incoming traffic: one handler for each protocol of streams, and one inbox for each protocol of
+messages.
 
-A conversation's first message names the protocol, or several in order of preference, so that two versions
-of a program understand each other in one round trip; the answer is numbers and never a text, so that a
-stranger's text does not reach a screen.
+A conversation's first message names the protocol, or several in order of preference, so that two versions of
+a program understand each other within one round trip. The answer contains only numbers, so that no text from
+an unknown peer reaches a screen.
 """
 
 from collections import Counter
@@ -28,13 +29,13 @@ from node.transport.streams import SecureStream
 from node.transport.tcp import Connection
 
 PROTOCOLS_MAX = 4
-"""Versions of one protocol that an opener speaks at once."""
+"""Maximum number of versions of one protocol that an opener offers."""
 HELLO_BYTES_MAX = 512
-"""Enough for four of the longest names."""
+"""Maximum size of a hello: enough for four of the longest names."""
 ONE_SHOT_BYTES_MAX = 2**20
-"""The limit of a single message over a connection; a longer one belongs on an opened stream."""
+"""Maximum size of a single message over a connection. Anything longer belongs on a stream."""
 ONE_SHOT_SECONDS = 30.0
-"""The time limit from the first dial to the last byte; like a datagram, nobody waits for such a message."""
+"""Time limit from the first dial to the last byte. As with a datagram, nobody waits for such a message."""
 
 ACCEPTED, UNKNOWN_PROTOCOL, BUSY, WITHOUT_WORK = 0, 1, 2, 3
 
@@ -42,10 +43,10 @@ WorkBits = Annotated[int, msgspec.Meta(ge=0, le=WORK_BITS_MAX)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """The opener's first message. `kind`: a stream for a handler, one message for the inbox, an identity
-    check alone, or a path by which the other side reaches the opener too. `protocols` are names in order of
-    preference: versions of one protocol. `work_bits` is the proof of work that the opener requires of ids: if
-    the two differ, neither is served."""
+    """The opener's first message. `kind` is a stream for a handler, a single message for the inbox, an
+    identity check alone, or a path by which the peer can reach the opener too. `protocols` are names in order
+    of preference, such as versions of one protocol. `work_bits` is the proof of work that the opener requires
+    of ids. If the two peers require different numbers, neither is served."""
 
     kind: Literal["stream", "message", "identify", "path"]
     protocols: Annotated[
@@ -56,8 +57,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HelloAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """`chosen` is the number of the name in the hello. `work_bits` is the proof of work that the answering
-    side requires of ids."""
+    """The answer to a hello. `chosen` is the index of the accepted name in the hello. `work_bits` is the
+    proof of work that the answering peer requires of ids."""
 
     code: Annotated[int, msgspec.Meta(ge=0, le=255)]
     chosen: Annotated[int, msgspec.Meta(ge=0, lt=PROTOCOLS_MAX)] = 0
@@ -67,14 +68,14 @@ class HelloAnswer(msgspec.Struct, frozen=True, array_like=True):
 async def greet(
     connection: Connection, hello: Hello, me: PeerId, message_bytes_max: int = 0, ahead: bytes = b""
 ) -> str:
-    """State the purpose of `me`'s conversation and return the name that the other side chose. From then on
+    """State the purpose of `me`'s conversation and return the protocol name that the peer chose. From then on
     messages of at most `message_bytes_max` are accepted. The first message of the conversation may go `ahead`
-    of the answer; if the answer is no, the connection ends.
+    of the answer; if the peer then refuses, the connection ends.
 
     Raises:
-        Unreachable: "refused", with the other side's reason; it may be asked for something else.
-            "work": the settings or the ids of the two do not fit one swarm.
-        StreamClosed: it hung up, or what it said is no answer.
+        Unreachable: "refused", with the peer's reason; a different request may succeed.
+            "work": the settings or ids of the two peers do not fit one swarm.
+        StreamClosed: the peer hung up or sent something that is not an answer.
     """
     connection.limit(HELLO_BYTES_MAX)
     await connection.send(encode(hello))
@@ -91,9 +92,11 @@ async def greet(
     wrong = _work_fault(me, hello.work_bits, connection.peer, answer.work_bits)
     if wrong or answer.code == WITHOUT_WORK:
         connection.end("ids without the swarm's proof of work")
-        raise Unreachable("work", wrong or f"{short_peer(connection.peer)} wants more work in this node's id")
+        raise Unreachable(
+            "work", wrong or (f"{short_peer(connection.peer)} requires more work in this node's id")
+        )
     if answer.code != ACCEPTED and ahead:
-        connection.end("what went ahead is not wanted")
+        connection.end("a message that went ahead was refused")
     if answer.code == UNKNOWN_PROTOCOL:
         wanted = " or ".join(hello.protocols)
         raise Unreachable("refused", f"{short_peer(connection.peer)} does not speak {wanted}")
@@ -103,31 +106,37 @@ async def greet(
     if not hello.protocols:
         return ""
     if answer.chosen >= len(hello.protocols):
-        raise connection.end("the other side chose a protocol that was not named")
+        raise connection.end("the other side chose a protocol that was not offered")
     return hello.protocols[answer.chosen]
 
 
 def _work_fault(me: PeerId, own_bits: int, peer: PeerId, bits: int) -> str:
-    """Return the conflict between this node, which requires `own_bits` of work in ids, and one that requires
-    `bits`; empty for none."""
+    """Return the conflict between this node, which requires `own_bits` of work in ids, and a peer that
+    requires `bits`; empty if there is none."""
     if work_of(me) < bits:
         wanted = f"start with --work-bits {bits} and a new identity"
-        return f"this swarm wants ids with {bits} bits of work, this node's has {work_of(me)}: {wanted}"
+        return (
+            f"this swarm requires ids with {bits} bits of work, but this node's id has "
+            f"{work_of(me)}: {wanted}"
+        )
     if bits > own_bits:
-        return f"this swarm has work_bits {bits}, this node {own_bits}: start with --work-bits {bits}"
+        return f"this swarm has work_bits {bits}, but this node has {own_bits}: start with --work-bits {bits}"
     if bits < own_bits:
         who = short_peer(peer)
         return (
-            f"work_bits is {bits} there and {own_bits} here: {who} has to start with --work-bits {own_bits}"
+            f"work_bits is {bits} there but {own_bits} here: {who} has to start with --work-bits {own_bits}"
         )
     if not has_work(peer, own_bits):
-        return f"{short_peer(peer)} has an id with {work_of(peer)} bits of work; this swarm wants {own_bits}"
+        return (
+            f"{short_peer(peer)} has an id with {work_of(peer)} bits of work, but this "
+            f"swarm requires {own_bits}"
+        )
     return ""
 
 
 class Router:
-    """The handlers and inboxes of one node. Its `alarm` is to be run while the node is. Peers whose ids have
-    less than `work_bits` of work, or that require another number, are not served."""
+    """The handlers and inboxes of one node. Its `alarm` must run while the node does. A peer is not served if
+    its id has less than `work_bits` of work, or if it requires a different number."""
 
     def __init__(
         self,
@@ -141,14 +150,15 @@ class Router:
         self._inboxes: dict[str, QueueInbox] = {}
         self.alarm = Alarm()
         self.streamed: Callable[[PeerId], None] | None = None
-        """Called with each peer that sent a message by a stream that fits a datagram."""
+        """Called with each peer that sent by stream a message that would fit a datagram."""
 
     def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
-        """Serve streams of `protocol`; LocalProtocolError if it has a handler already."""
+        """Serve streams of `protocol`. Raises LocalProtocolError if the protocol has a handler already."""
         self._handlers.add(protocol, handler, limits)
 
     def inbox(self, protocol: str) -> QueueInbox:
-        """Return the inbox of `protocol`; messages of protocols without one are refused."""
+        """Return the inbox of `protocol`, making it if necessary. Messages of a protocol without an inbox are
+        refused."""
         if protocol not in self._inboxes:
             protocol_bytes(protocol)
             self._inboxes[protocol] = QueueInbox(self._counters, self.alarm)
@@ -163,11 +173,11 @@ class Router:
             inbox.put(sender, message)
 
     async def welcome(self, connection: Connection, *, busy: bool) -> tuple[Hello, str] | None:
-        """Read and answer a hello; return the purpose and the chosen name, None if it was refused. A promised
-        stream is counted until `serve` has ended, or `forget`.
+        """Read and answer a hello. Return the hello and the chosen name, or None if it was refused. A
+        promised stream is counted until `serve` has ended, or until `forget`.
 
         Raises:
-            RemoteProtocolError, StreamClosed: it was not a hello.
+            RemoteProtocolError, StreamClosed: the message was not a hello.
         """
         connection.limit(HELLO_BYTES_MAX)
         received = await connection.receive(0)
@@ -193,8 +203,8 @@ class Router:
         return (hello, name) if code == ACCEPTED else None
 
     async def serve(self, stream: SecureStream) -> None:
-        """Let the protocol's handler serve a stream. If that fails by a bug of ours, the connection is cut,
-        so that the other side does not take the answer for complete."""
+        """Let the protocol's handler serve a stream. If the handler fails because of a bug in this program,
+        the connection is cut, so that the peer does not take the answer for complete."""
         try:
             if not await serve(self._handlers.of(stream.protocol), stream, self._counters):
                 stream.connection.end("its handler failed")
@@ -203,15 +213,15 @@ class Router:
 
     @property
     def register(self) -> Register[Connection]:
-        """The accepted connections, and the protocol that each serves now."""
+        """The accepted connections, with the protocol that each currently serves."""
         return self._handlers.register
 
     def forget(self, connection: Connection) -> None:
-        """Serve no stream on a connection, even if one was promised. May be repeated."""
+        """Serve no stream on a connection, even if one was promised. May be called repeatedly."""
         self.register.step_back(connection)
 
     def _promise(self, connection: Connection, protocol: str) -> bool:
-        """Return whether the peer may have one more stream of this protocol; silent streams make room for
+        """Return whether the peer may have one more stream of this protocol. Silent streams make room for
         it."""
         evicted = self.register.enter(trio.current_time(), connection, protocol)
         for each in evicted or ():
@@ -219,12 +229,12 @@ class Router:
         return evicted is not None
 
     def evict(self, connection: Connection) -> None:
-        """End a connection that has lost its place to another."""
+        """End a connection that has lost its place to another connection."""
         self._counters["connections_displaced"] += 1
         connection.end("others need the room")
 
     async def take_one_shot(self, connection: Connection, protocol: str) -> bool:
-        """Receive the one message that a hello has announced; return False if it did not come."""
+        """Receive the single message that a hello has announced; return False if it did not come."""
         try:
             with trio.fail_after(ONE_SHOT_SECONDS):
                 received = await connection.receive(0)
@@ -239,7 +249,7 @@ class Router:
         return True
 
     def _choose(self, hello: Hello) -> int | None:
-        """Return the number of the first known name; 0 if no name was requested."""
+        """Return the index of the first known name; 0 if no name was requested."""
         if hello.kind in ("identify", "path"):
             return 0
         known: Container[str] = self._inboxes if hello.kind == "message" else self._handlers
