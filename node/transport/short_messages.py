@@ -1,8 +1,8 @@
-"""Sends messages that would fit a datagram by streams, because no datagram gets through: in order, and
-without delaying other peers.
+"""Sends messages that would fit a datagram by streams, because datagrams to their receivers do not get
+through. Messages to one peer stay in order, and do not delay those to other peers.
 
-Peers that never answered have a few senders of their own: most of them lead nowhere, and anybody can invent
-more, so they must not take the senders of present peers.
+Peers that never answered have a few senders of their own. Most of them are unreachable, and anybody can
+invent more, so they must not use up the senders of present peers.
 """
 
 from collections import Counter, deque
@@ -15,21 +15,22 @@ from node.containment import note
 from node.errors import StreamClosed, Unreachable
 
 SENDERS = 16
-"""Peers served at once. One that is gone holds its sender for SECONDS."""
+"""Number of peers served simultaneously. A peer that is gone holds its sender for SECONDS."""
 SECONDS = 5.0
-"""The time limit from the first dial to the last byte: a prober has given up by then."""
+"""Time limit from the first dial to the last byte; a prober has given up by then."""
 NEW_SENDERS = 4
-"""The same for peers that never answered."""
+"""Number of senders for peers that never answered."""
 NEW_PEERS_MAX = 16
-"""How many of those may wait: the probe of a longer wait has failed by then."""
+"""Maximum number of such peers that may wait. Beyond that, the wait would be longer than a probe lasts."""
 PEERS_MAX = 256
 MESSAGES_PER_PEER_MAX = 32
-"""A second of control traffic with one peer; more is dropped, as from a socket's queue."""
+"""Maximum number of messages queued for one peer: a second of control traffic. More are dropped, as from a
+socket's queue."""
 
 
 class ShortMessages:
-    """The queues. `send` opens a stream and raises Unreachable or StreamClosed; `is_reached` returns whether
-    a peer has ever answered; `sent` and `failed` are called with each peer to which sending succeeded or
+    """The queues. `send` opens a stream and raises Unreachable or StreamClosed. `is_reached` returns whether
+    a peer has ever answered. `sent` or `failed` is called with each peer to which sending succeeded or
     failed."""
 
     def __init__(
@@ -51,7 +52,7 @@ class ShortMessages:
         self._new, self._new_out = trio.open_memory_channel[PeerId](NEW_PEERS_MAX)
 
     def put(self, peer: PeerId, protocol: str, message: bytes) -> None:
-        """Queue this message, or drop and count it."""
+        """Queue a message, or drop and count it."""
         waiting = self._waiting.get(peer)
         if waiting is None:
             queue = self._peers if self._is_reached(peer) else self._new
@@ -67,7 +68,7 @@ class ShortMessages:
             waiting.append((protocol, message))
 
     async def run(self) -> None:
-        """Send until cancelled."""
+        """Send queued messages until cancelled."""
         async with trio.open_nursery() as nursery:
             for _ in range(SENDERS):
                 nursery.start_soon(self._serve, self._peers_out)

@@ -1,8 +1,8 @@
-"""TCP connections from this node's listening port, so that a router uses one outer port for all, and two
-nodes that dial each other at once meet in one connection (RFC 9293, section 3.5).
+"""TCP connections from this node's listening port. A router then uses one outer port for all of them, and two
+nodes that dial each other simultaneously get one connection (RFC 9293, section 3.5).
 
-Linux lets a connecting socket share a listening one's port if both set SO_REUSEPORT; the listening one sets
-it only once it has the port exclusively (`listen`), so no other program can listen there.
+Linux lets a connecting socket share the port of a listening one if both set SO_REUSEPORT. The listening
+socket sets it only once it has the port exclusively (`listen`), so no other program can listen there.
 """
 
 import errno
@@ -20,14 +20,14 @@ from node.transport.handshake import Credentials, SecuredTransport, set_options,
 from node.transport.sockets import socket_name
 
 PUNCH_RETRIES_SECONDS = (0.1, 0.4)
-"""The pauses after refusals of a punch: the other side's router or kernel has answered before that side
-dialled. That makes three attempts in all, and no more to a host that did not ask."""
+"""Pauses after a punch is refused. The peer's router or kernel may answer before the peer has dialled. That
+makes three attempts in all, and no more, because the host did not ask for them."""
 _OTHERS_FIRST = (errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.EISCONN)
-"""The error when the other side's connection was accepted meanwhile: there can be no second one."""
+"""Errors that mean that the peer's connection was accepted meanwhile, so there can be no second one."""
 
 
 def open_at(family: int, place: Place) -> trio.socket.SocketType:
-    """Return a socket bound to one of this node's listening places. Raises Unreachable."""
+    """Return a socket bound to one of this node's listening ports. Raises Unreachable."""
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         keep_from_children(made)
@@ -36,9 +36,9 @@ def open_at(family: int, place: Place) -> trio.socket.SocketType:
         if family == socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind(socket_name(*place))
-    except (OSError, AttributeError) as error:  # not every system has SO_REUSEPORT
+    except (OSError, AttributeError) as error:  # some systems have no SO_REUSEPORT
         made.close()
-        raise Unreachable("unknown", f"port {place[1]} cannot be dialled from: {error}") from None
+        raise Unreachable("unknown", f"cannot dial from port {place[1]}: {error}") from None
     made.setblocking(False)
     return trio.socket.from_stdlib_socket(made)
 
@@ -49,17 +49,19 @@ async def connect_from(
     retries_seconds: Sequence[float] = (),
     open_socket: Callable[[int, Place], trio.socket.SocketType] = open_at,
 ) -> trio.SocketStream:
-    """Connect to an IP address from one of the `places` where this node listens; once more after each of the
-    pauses where it is refused.
+    """Connect to an IP address from one of the `places` where this node listens. If that is refused, try
+    again after each of the pauses.
 
     Raises:
-        Unreachable: it is refused, there is no route, or the other side's own connection was accepted
+        Unreachable: it was refused, there is no route, or the peer's own connection was accepted
         meanwhile.
     """
     family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
     place = next((each for each in places if (":" in each[0]) == (family == socket.AF_INET6)), None)
     if place is None:
-        raise Unreachable("unknown", f"this node does not listen where it could reach {address.short}")
+        raise Unreachable(
+            "unknown", (f"this node has no listening port from which it could reach {address.short}")
+        )
     pauses = iter(retries_seconds)
     while True:
         connecting = open_socket(family, place)
@@ -74,7 +76,11 @@ async def connect_from(
             continue
         except OSError as error:
             connecting.close()
-            why = "it has come in already" if error.errno in _OTHERS_FIRST else error.strerror
+            why = (
+                ("the peer's own connection was accepted first")
+                if error.errno in _OTHERS_FIRST
+                else error.strerror
+            )
             raise Unreachable("timeout", f"{address.short} cannot be reached: {why}") from None
         except BaseException:
             connecting.close()
@@ -85,8 +91,8 @@ async def connect_from(
 
 
 def leave_nothing(transport: trio.SocketStream) -> None:
-    """Close the connection without TIME_WAIT: else no connection from this port to the same place could
-    follow for a minute. Unsent bytes are lost."""
+    """Close the connection without TIME_WAIT. Otherwise no connection from this port to the same address
+    could follow for a minute. Unsent bytes are lost."""
     transport.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 

@@ -1,6 +1,6 @@
-"""The UDP sockets of one node: chooses the socket for each packet, and receives on all of them.
+"""The UDP sockets of one node. It chooses the socket for each packet, and receives on all of them.
 
-It handles bare packets and their sources; `udp` handles senders and contents.
+It handles bare packets and their source addresses; `udp` handles senders and contents.
 """
 
 import ipaddress
@@ -16,35 +16,38 @@ from crypto.contact import Address, make_address
 from node.transport.icmp import ask_for_errors, closed_places
 
 FAULT_PAUSE_SECONDS = 0.05
-"""The pause after a socket's error; a lasting error must not cause a busy loop."""
+"""How long to pause after a socket error, so that a lasting error does not cause a busy loop."""
 BATCH_MAX = 64
-"""Packets read at once, before others get their turn: some milliseconds at most, if all are refused."""
+"""Maximum number of packets read before other tasks run: some milliseconds at most, if all are refused."""
 REFUSED_PAUSE_SECONDS = 0.002
 REFUSED_PAUSE_SECONDS_MAX = 0.02
-"""The pause after a batch without an authentic packet; it grows with each such batch in a row. A turn of the
-event loop costs ten times as much as refusing a packet, so a flood of strangers gets few turns. A peer's
-packet waits no longer than this, and the kernel has room for more."""
+"""Maximum pause after batches without an authentic packet; the pause grows with each such batch in a row. A
+turn of the event loop costs ten times as much as refusing a packet, so a flood from unknown senders gets few
+turns. A peer's packet waits no longer than this, and the kernel has room for more."""
 BUFFER_BYTES = 2**20
-"""The receive buffer asked of the kernel, so that a burst from strangers does not push out other packets."""
+"""Receive buffer requested from the kernel, so that a burst from unknown senders does not push out other
+packets."""
 ROUTES_MAX = 4_096
-"""Latest sources whose socket is remembered, if there are several, so that answers leave by the same one."""
+"""Maximum number of sources, the latest, for which the socket is remembered if there are several, so that
+answers leave by the same socket."""
 SOURCES_MAX = 4_096
-"""Sources whose parsed address is cached; parsing costs more than all other work for a packet."""
+"""Maximum number of sources whose parsed address is cached. Parsing costs more than all other work for a
+packet."""
 
 Source = tuple[str, int]
-"""A socket's own name of another one: cheap, where most that comes may be refused. An address of one link has
-its zone behind a `%`, which the system keeps apart as a number."""
+"""A socket address as the socket itself states it, which is cheap to use when most packets may be refused. A
+link-local address has its zone after a `%`; the system keeps the zone separately, as a number."""
 Route = tuple[int, Source]
-"""The number of one of our sockets, and where to send from it."""
+"""The index of one of this node's sockets, and the address to send to from it."""
 _Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 SEND_TRIES = 3
-"""A packet is sent again if the system reported the error of an earlier one instead."""
+"""How often a packet is sent if the system reports an earlier packet's error instead of sending."""
 
 
 class UdpSockets:
-    """Owns the sockets. A packet leaves by the socket on which the receiver's packets came; if none came, by
-    the one of its family whose address is most similar to the receiver's."""
+    """Owns the sockets. A packet leaves by the socket on which the receiver's packets came. If none came, it
+    leaves by the socket of the same family whose address is most similar to the receiver's."""
 
     def __init__(
         self,
@@ -52,8 +55,8 @@ class UdpSockets:
         counters: Counter[str],
         closed: Callable[[Address], None] | None = None,
     ) -> None:
-        """`closed` is called with the address if a host reports a closed port and the system
-        passes that on."""
+        """`closed` is called with an address if a host reports a closed port there and the system passes that
+        on."""
         for each in bound:
             each.setblocking(False)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
@@ -64,7 +67,7 @@ class UdpSockets:
         self._counters = counters
         self._own = tuple(ipaddress.ip_address(each.getsockname()[0]) for each in bound)
         families = [each.family for each in bound]
-        # An IPv6 socket for all addresses takes IPv4 as well, unless that has sockets of its own.
+        # An IPv6 socket for all addresses takes IPv4 as well, unless IPv4 has sockets of its own.
         self._mapped = tuple(own.is_unspecified and socket.AF_INET not in families for own in self._own)
         self._is_one_a_family = len(set(families)) == len(families)
         self._came_by: OrderedDict[Address, int] = OrderedDict()
@@ -77,7 +80,7 @@ class UdpSockets:
             each.close()
 
     def send(self, packet: bytes, route: Route) -> None:
-        """Send at once; a packet that the kernel refuses is lost like any other."""
+        """Send without waiting. A packet that the kernel refuses is lost like any other."""
         index, target = route
         for _ in range(SEND_TRIES):
             try:
@@ -85,22 +88,23 @@ class UdpSockets:
                 self._counters["packets_sent"] += 1
                 return
             except ConnectionRefusedError:
-                # The error of an earlier packet, perhaps to another peer; this one has not been sent.
+                # This is the error of an earlier packet, perhaps to another peer. The present packet has not
+                # been sent.
                 self._read_errors(self._sockets[index])
             except OSError:
                 break  # a full buffer or no route
         self._counters["packets_not_sent"] += 1
 
     def _read_errors(self, own: socket.socket) -> None:
-        """Read which of our packets reached a closed port."""
+        """Read which of this node's packets reached a closed port."""
         for address in closed_places(own):
             self._counters["ports_found_closed"] += 1
             if self._closed is not None:
                 self._closed(address)
 
     def route(self, address: Address) -> Route | None:
-        """Return the route to an address; None for a name to be looked up, or a family that we do not
-        have."""
+        """Return the route to an address; None for a name that must be looked up, or a family that this node
+        does not have."""
         fitting = self._fitting(address)
         if len(fitting) < 2:
             return fitting[0] if fitting else None
@@ -110,7 +114,8 @@ class UdpSockets:
         )
 
     def _find_fitting(self, address: Address) -> tuple[Route, ...]:
-        """Return the sockets that reach an address: constant, and needed for each packet."""
+        """Return the sockets that reach an address. Cached, because the result is constant and needed for
+        each packet."""
         return tuple(
             (index, target)
             for index, family in enumerate(self._families)
@@ -129,8 +134,9 @@ class UdpSockets:
     async def receive_forever(
         self, bytes_max: int, arrived: Callable[[bytes, Route], bool], all_read: Callable[[], None]
     ) -> None:
-        """Receive until cancelled; longer packets arrive with `bytes_max` + 1 bytes, so that they show as too
-        long. `arrived` returns whether a packet was authentic; `all_read` is called after each batch."""
+        """Receive until cancelled. A packet longer than `bytes_max` arrives with `bytes_max` + 1 bytes, which
+        shows that it is too long. `arrived` returns whether a packet was authentic; `all_read` is called
+        after each batch."""
         async with trio.open_nursery() as nursery:
             for index in range(len(self._sockets)):
                 nursery.start_soon(self._receive, index, bytes_max, arrived, all_read)
@@ -169,7 +175,7 @@ class UdpSockets:
 
 
 def _target(family: int, address: Address, *, mapped: bool) -> Source | None:
-    """Return the socket's form of an address; None for a name to be looked up, or the other family."""
+    """Return the socket's form of an address; None for a name that must be looked up, or the other family."""
     if address.kind == "ip4" and family == socket.AF_INET:
         return address.host, address.port
     if address.kind == "ip4" and mapped:
@@ -180,7 +186,7 @@ def _target(family: int, address: Address, *, mapped: bool) -> Source | None:
 
 
 def socket_name(host: str, port: int) -> tuple[str, int] | tuple[str, int, int, int]:
-    """Return the system's name of a place with an IP address. Raises OSError: no such interface."""
+    """Return the system's form of an IP address and port. Raises OSError if the interface does not exist."""
     host, _, zone = host.partition("%")
     if not zone:
         return host, port
@@ -188,7 +194,7 @@ def socket_name(host: str, port: int) -> tuple[str, int] | tuple[str, int, int, 
 
 
 def source_of_name(name: "tuple[Any, ...]") -> Source:
-    """Return the address with its zone, and the port, from the system's name."""
+    """Return the address with its zone, and the port, from the system's form."""
     return name[:2] if len(name) < 4 or not name[3] else _zoned(name[0], name[1], name[3])
 
 
@@ -197,12 +203,13 @@ def _zoned(host: str, port: int, index: int) -> Source:
     try:
         zone = socket.if_indextoname(index)
     except OSError:
-        zone = str(index)  # gone in the meantime
+        zone = str(index)  # the interface has gone in the meantime
     return f"{host.partition('%')[0]}%{zone}", port
 
 
 def _likeness(own: _Ip, other: _Ip) -> int:
-    """Return the number of equal leading bits: 0 for a socket of all addresses, less if there is no route."""
+    """Return the number of equal leading bits: 0 for a socket of all addresses, and less if there is no
+    route."""
     if own.is_unspecified:
         return 0
     if own.is_loopback != other.is_loopback:
@@ -212,7 +219,7 @@ def _likeness(own: _Ip, other: _Ip) -> int:
 
 @lru_cache(maxsize=SOURCES_MAX)
 def address_of(source: "tuple[Any, ...]") -> Address:
-    """Convert a socket's form to an Address; IPv4 within IPv6 becomes IPv4 again."""
+    """Convert a socket's form to an Address. IPv4-mapped IPv6 becomes IPv4."""
     host, port = source_of_name(source)
     if ":" in host:
         mapped = ipaddress.IPv6Address(host).ipv4_mapped

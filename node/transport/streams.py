@@ -1,7 +1,7 @@
 """`SecureStream`: one conversation with a peer over a connection, and how it ends.
 
-Each side ends with a mark, CLOSE, and may send END before: "I send no more". So an orderly end differs from a
-cut, and once both sides have closed the connection is free for another conversation.
+Each peer ends with a mark, CLOSE, and may send END earlier, which means "I send no more". So an orderly end
+differs from a cut. Once both peers have closed, the connection is free for another conversation.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,11 @@ from node.transport.records import PAYLOAD_BYTES_MAX, Mark
 from node.transport.tcp import Connection
 
 LINGER_SECONDS = 2.0
-"""How long the other side may take to close too before the connection is given up. It only has to end a
-handler; a new connection costs less than a long wait."""
+"""How long the peer may take to close too before the connection is given up. The peer only has to end a
+handler, and a new connection costs less than a long wait."""
 LINGER_BYTES_MAX = 2**20
-"""Bytes that the other side may still send meanwhile: those in flight. Reading more would be useless."""
+"""Maximum number of bytes that the peer may still send meanwhile: those in flight. Reading more would be
+useless."""
 
 _THIS_SIDE = "this side closed it"
 _OTHER_SIDE = "the other side closed it"
@@ -29,11 +30,11 @@ _LEAVING = "this node is leaving"
 
 
 class SecureStream:
-    """`node.seams.Stream`. Several tasks may send and receive; each message stays whole.
+    """The real `node.seams.Stream`. Several tasks may send and receive; each message stays whole.
 
-    A `send` that is cancelled after it began closes the stream; before, it costs nothing. A cancelled
-    `receive` loses nothing. `closed(stream)` is called once, when this side closes; a stream served here has
-    none, since its server sees the end.
+    A `send` that is cancelled after it began closes the stream; cancelled earlier, it has no effect. A
+    cancelled `receive` loses nothing. `closed(stream)` is called once, when this node closes; a stream served
+    here has no `closed`, because its server sees the end.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class SecureStream:
 
     @property
     def has_better_path(self) -> bool:
-        """Whether another stream to the peer would be carried more directly than this one."""
+        """Whether a new stream to the peer would be carried more directly than this one."""
         return self._connection.path is not None and self._connection.path.has_better
 
     @property
     def is_served(self) -> bool:
-        """Whether the other side has opened the stream."""
+        """Whether the peer has opened the stream."""
         return self._tell_closed is None
 
     @property
@@ -80,24 +81,24 @@ class SecureStream:
     async def send(self, message: Data, *payload: Data) -> None:
         """Send one message of at most `records.MESSAGE_BYTES_MAX`; returns when the kernel has it.
 
-        The pieces of `payload` arrive as one, of at most `records.PAYLOAD_BYTES_MAX`. They are encrypted
-        out of the caller's memory, which must not change until this returns.
+        The pieces of `payload` arrive joined, at most `records.PAYLOAD_BYTES_MAX`. They are encrypted out of
+        the caller's memory, which must not change until this returns.
 
         Raises:
-            StreamClosed: it is over. LocalProtocolError: the message or the payload is too long.
+            StreamClosed: the stream is over. LocalProtocolError: the message or the payload is too long.
         """
         await self._sending.take()
         try:
             if self._closed is not None:
                 raise StreamClosed(self._closed)
             if self._said_end:
-                raise StreamClosed("this side has said that it sends no more")
+                raise StreamClosed("this side has announced that it sends no more")
             await self._connection.send(message, *payload)
         finally:
             self._sending.give()
 
     async def send_eof(self) -> None:
-        """Announce that this side sends no more; it may still receive. May be repeated. Raises
+        """Announce that this node sends no more; it may still receive. May be called repeatedly. Raises
         StreamClosed."""
         await self._sending.take()
         try:
@@ -114,22 +115,22 @@ class SecureStream:
         """Return the next message, which must have no payload.
 
         Raises:
-            StreamEnded: everything was received. StreamClosed: it is over, with the reason.
+            StreamEnded: everything was received. StreamClosed: the stream is over, with the reason.
         """
         message, _ = await self.receive_with_payload(0)
         return message
 
     async def receive_with_payload(self, payload_bytes_max: int) -> tuple[bytes, memoryview]:
-        """Return the next message and its payload, empty for none, read-only.
+        """Return the next message and its payload, which is read-only, and empty if there is none.
 
-        The payload's memory is reused once nothing refers to it, so copy a small part that is kept for long.
-        A too long payload ends the stream before it is read.
+        The payload's memory is reused once nothing refers to it, so copy any small part that is kept for
+        long. A payload that is too long ends the stream before it is read.
 
         Raises:
             StreamEnded: everything was received.
-            StreamClosed: it is over, with the reason.
+            StreamClosed: the stream is over, with the reason.
         """
-        # After a local close the lock belongs to the closing task.
+        # After a local close, the closing task holds the lock.
         self._check_receiving()
         await self._receiving.take()
         try:
@@ -159,13 +160,13 @@ class SecureStream:
         elif received is Mark.END and not self._heard_end:
             self._heard_end = True
         elif self._heard_end:
-            raise self._connection.offended(RemoteProtocolError("more after the end"))
+            raise self._connection.offended(RemoteProtocolError("a message after the announced end"))
 
     # --- the end -----------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
-        """Close; the other side learns it after all that was sent. A task in `send` or `receive` gets
-        StreamClosed. May be repeated."""
+        """Close; the peer learns it after everything that was sent. A task in `send` or `receive` gets
+        StreamClosed. May be called repeatedly."""
         self.close()
         await trio.lowlevel.checkpoint()
 
@@ -175,7 +176,7 @@ class SecureStream:
             return
         self._closed = _THIS_SIDE
         if self._sending.is_taken:
-            # Another task is inside a message, so no mark can be sent any more.
+            # A different task is inside a message, so no mark can be sent any more.
             self._connection.end(_THIS_SIDE)
         else:
             self._connection.say(Mark.CLOSE)
@@ -185,13 +186,13 @@ class SecureStream:
             self._tell_closed(self)
 
     def leave(self) -> None:
-        """Leave: the current answer may be finished, but no new message is accepted."""
+        """Prepare to leave: the current answer may be finished, but no new message is accepted."""
         self._is_leaving = True
         if self._receiving.is_taken:
             self._connection.notify()
 
     def finish_now(self) -> bool:
-        """Close; return whether the received bytes show that the other side has closed too."""
+        """Close; return whether the received bytes show that the peer has closed too."""
         self.close()
         if self._receiving.is_taken:
             return False
@@ -203,8 +204,7 @@ class SecureStream:
         return self._heard_close and self._connection.is_settled
 
     async def finish(self) -> bool:
-        """Close, and wait a little until the other side has closed too; return whether the connection is
-        free."""
+        """Close, and wait a little until the peer has closed too. Return whether the connection is free."""
         with trio.move_on_after(LINGER_SECONDS):
             await self._sending.take()
             self._sending.give()
@@ -222,7 +222,7 @@ class SecureStream:
         return False
 
     async def _hear_out(self) -> None:
-        """Read until the other side closes, discarding what it sends."""
+        """Read until the peer closes, and discard what it sends."""
         came_bytes = 0
         while not self._heard_close:
             received = await self._connection.receive(PAYLOAD_BYTES_MAX)

@@ -1,8 +1,8 @@
 """`Connection`: messages and marks over one TCP connection, after its handshake.
 
-On the wire: the messages of `handshake.py`, then records as in `records.py`. Turns and the meaning of marks
-are not here: see `streams.py`. The socket is used directly and not through trio's, which checkpoints at every
-call; here a call checkpoints only when it has to wait, or after a number of calls without a wait.
+On the wire are the messages of `handshake.py`, then records as in `records.py`. Not here: conversations and
+the meaning of marks (`streams.py`). The socket is used directly instead of through trio, which checkpoints at
+every call. Here a call checkpoints only when it has to wait, or after a number of calls without a wait.
 """
 
 import socket
@@ -27,14 +27,14 @@ from node.transport.settings import TransportSettings
 from node.transport.sockets import address_of
 
 ASSEMBLY_BYTES_MAX = 2**30
-"""The limit of half-received messages of all streams: sixteen of the longest. At the limit the oldest message
-is given up: an honest sender has finished it, a slow one has not."""
+"""Maximum size of the half-received messages of all streams: sixteen of the longest. At the limit the oldest
+message is given up, because an honest sender would have finished it by now."""
 STRANGERS_ASSEMBLY_BYTES_MAX = 2**26 + 2**20
-"""The same for streams whose peers have completed nothing here yet: one of the longest payloads, with its
-message."""
+"""The same limit for all streams whose peers have not completed a message here yet: one of the longest
+payloads, with its message."""
 CALLS_WITHOUT_REST_MAX = 16
-"""Calls without a wait before others get their turn: well below a millisecond in all. A checkpoint after each
-would take as long as the call."""
+"""Number of calls without a wait before other tasks run: well below a millisecond in all. A checkpoint after
+each call would take as long as the call."""
 
 _FILL_CALLS = CALLS_WITHOUT_REST_MAX // 2
 """A read of up to a mebibyte and its decryption take at least as long as this many short calls."""
@@ -76,9 +76,9 @@ class ReassemblyBudget:
 
 
 class Connection:
-    """One task at a time may send, and one receive. A `send` that is cancelled after it began ends the
-    connection; a cancelled `receive` loses nothing, and the next one continues. `ended(connection)` is called
-    once, at the end; `why` is the reason.
+    """One TCP connection. One task at a time may send, and one receive. A `send` that is cancelled after it
+    began ends the connection; a cancelled `receive` loses nothing, and the next call continues.
+    `ended(connection)` is called once, at the end; `why` is the reason.
     """
 
     def __init__(
@@ -94,8 +94,9 @@ class Connection:
         path: Carrier | None = None,
         place: Address | None = None,
     ) -> None:
-        """`path` carries a channel, whose address is the peer's on that path, if known."""
-        # The previous stream is not used any more, and can neither close nor warn.
+        """If the connection is a channel, `path` carries it, and its address is the peer's on that path, if
+        known."""
+        # The previous stream is not used any more, so it must neither close the socket nor warn.
         self._socket = socket.socket(fileno=transport.socket.detach())
         self._socket.setblocking(False)
         keep_from_children(self._socket)
@@ -104,7 +105,7 @@ class Connection:
         self.path = path
         self._place = place
         self.is_punched = False
-        """Whether both sides have dialled at once through their routers."""
+        """Whether both peers dialled simultaneously through their routers."""
         self.why: str | None = None
         self._writer = RecordWriter(session.sending, pool)
         self._reader = RecordReader(session.receiving, pool)
@@ -122,7 +123,7 @@ class Connection:
         self._owed = b""
         self._silence = Silence()
         self.is_spare = False
-        """Whether the connection waits between two conversations that the peer begins."""
+        """Whether the connection waits for the next conversation that the peer begins."""
 
     @property
     def inside(self) -> bool:
@@ -131,7 +132,7 @@ class Connection:
 
     @property
     def silent_since(self) -> float:
-        """The time since when the peer has moved no awaited bytes, in either direction: see
+        """The time since which the peer has moved no awaited bytes in either direction: see
         `crypto.registers.PlaceHolder`."""
         return -inf if self.is_spare else self._silence.since
 
@@ -142,7 +143,7 @@ class Connection:
         try:
             return address_of(self._socket.getpeername())
         except OSError:
-            return None  # it is over
+            return None  # the connection is over
 
     def charge(self, assembly: ReassemblyBudget) -> None:
         """Count half-received messages against this budget from now on."""
@@ -152,16 +153,16 @@ class Connection:
             self._assembly = assembly
 
     def limit(self, message_bytes_max: int) -> None:
-        """Set the longest message that is accepted from now on."""
+        """Set the maximum size of messages that are accepted from now on."""
         self._reader.message_bytes_max = message_bytes_max
 
     def become_path(self, unsent_bytes_max: int) -> None:
-        """Carry channels, which pace themselves, and let the kernel queue little."""
+        """Become the carrier of a path. Its channels pace themselves, so the kernel should queue little."""
         self._paces = Paces()
         self.kernel.queue_little(unsent_bytes_max)
 
     def detach(self) -> tuple[socket.socket, bytes]:
-        """Hand over the socket, between two messages, and the bytes received since; the
+        """Hand over the socket between two messages, and the bytes received since the last one. This
         connection is over."""
         if self.why is not None or self._owed:
             raise self.end("it cannot carry anything else")
@@ -196,13 +197,13 @@ class Connection:
                 self.end("a send was cut short")
 
     def say(self, mark: Mark) -> None:
-        """Send a mark, as much of it as the kernel takes now; `settle` sends the rest."""
+        """Send as much of a mark as the kernel takes now; `settle` sends the rest."""
         if self.why is None:
             self._owed += self._writer.mark(mark)
             try:
                 self._owed = self._owed[self._socket.send(self._owed) :]
             except BlockingIOError:
-                pass  # `settle` waits until it can
+                pass  # `settle` waits until the socket can take it
             except OSError:
                 self.end("the connection broke while sending")
 
@@ -251,12 +252,12 @@ class Connection:
         """Return the next message with its payload, or a mark; None after `wake`.
 
         Raises:
-            StreamClosed: it is over, with the reason.
+            StreamClosed: the connection is over, with the reason.
         """
         await self._rest()
         try:
             while (received := self._next(payload_bytes_max)) is None:
-                # With a fast sender we would read a long message without a checkpoint.
+                # With a fast sender, a long message would otherwise be read without a checkpoint.
                 await self._rest()
                 if not await self._fill():
                     return None
@@ -270,7 +271,7 @@ class Connection:
         return received
 
     def take(self) -> Received | None:
-        """Like `receive`, but only from received bytes. Raises StreamClosed."""
+        """Like `receive`, but without reading from the socket. Raises StreamClosed."""
         try:
             received = self._next(PAYLOAD_BYTES_MAX)
             if received is None and self.why is None:
@@ -286,7 +287,7 @@ class Connection:
         return received
 
     def offended(self, error: RemoteProtocolError) -> StreamClosed:
-        """End the connection after a violation by the other side, and count that."""
+        """End the connection after a violation by the peer, and count it."""
         self._counters["streams_broken"] += 1
         return self.end(f"the other side broke the protocol: {error}")
 
@@ -304,15 +305,16 @@ class Connection:
 
     def _give_up(self) -> None:
         self._counters["messages_given_up"] += 1
-        self.end("more half-received messages than this node has room for, and this began first")
+        self.end("this node has no room for so many half-received messages, and this one began first")
 
     async def _fill(self) -> bool:
         """Receive more bytes; return False after `wake`."""
         inside = self._reader.inside
-        # After a read that emptied the socket the next would find nothing, except within a long message.
+        # After a read that emptied the socket, a further read would find nothing, except within a long
+        # message.
         if self._is_drained and not inside and not await self._wait_for_bytes(inside=False):
             return False
-        # Receive into the buffer directly, which saves a copy.
+        # Receive into the reader's buffer directly, which saves a copy.
         space = self._reader.space()
         while True:
             try:
@@ -328,11 +330,11 @@ class Connection:
         return True
 
     async def _read_paced(self, count: int) -> None:
-        """Delay the sender by the owner's rate limit; received bytes stay here."""
+        """Delay the sender to keep the owner's rate limit; received bytes stay here."""
         pace = self._paces.down
         seconds = pace.take(trio.current_time(), count)
         if self._narrowed != pace.bytes_per_second:
-            # Bytes that the kernel receives meanwhile exceed the owner's limit.
+            # Otherwise the bytes that the kernel receives meanwhile would exceed the owner's limit.
             self._narrowed = pace.bytes_per_second
             self.kernel.take_little(max(PIECE_BYTES, int(pace.bytes_per_second * BURST_SECONDS)))
         if seconds and self._reader.inside:
@@ -381,7 +383,7 @@ class Connection:
             await trio.lowlevel.checkpoint()
 
     def notify(self) -> None:
-        """Make a waiting `receive` return None, since something has changed."""
+        """Make a waiting `receive` return None, because something has changed."""
         if self.why is None:
             self._is_woken = True
             trio.lowlevel.notify_closing(self._socket)
@@ -393,12 +395,12 @@ class Connection:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the connection is open, and nothing is left to send."""
+        """Whether the connection is open and nothing is left to send."""
         return self.why is None and not self._owed
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing has come, neither bytes nor an end."""
+        """Whether nothing has arrived, neither bytes nor the end."""
         if self.why is not None or self._reader.inside:
             return False
         try:
@@ -410,7 +412,7 @@ class Connection:
         return False
 
     def end(self, why: str) -> StreamClosed:
-        """Close the socket; the first reason stays."""
+        """Close the socket. If it is called again, the first reason stays."""
         if self.why is None:
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()

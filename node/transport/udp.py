@@ -1,6 +1,6 @@
-"""Datagrams over a node's UDP sockets: drives `crypto.sessions` and delivers authentic messages.
+"""Datagrams over a node's UDP sockets. It drives `crypto.sessions` and delivers authentic messages.
 
-Refusals are counted. The address of a peer is not decided here: see `address_book`.
+Refused packets are counted. Not here: the choice of a peer's address (`address_book`).
 """
 
 from collections import Counter
@@ -18,13 +18,14 @@ from node.transport.sockets import Route, UdpSockets, address_of
 from node.waker import Waker
 
 FAILED_SECONDS = 1.0
-"""The pause before sessions are woken again after a failure, since their deadline stays where it is."""
+"""How long to pause before sessions are woken again after a failure. Their deadline does not change, so
+without a pause this would be a busy loop."""
 
 
 class Datagrams:
-    """`where(peer, now)` returns the destinations; `heard(peer, source, now)` is called for each newest
-    authentic packet, with any content; `arrived(datagram)` for each message; `unanswered(peer, now)` when
-    handshakes fail."""
+    """The datagrams of one node. `where(peer, now)` returns the destinations. `heard(peer, source, now)` is
+    called for each authentic packet that is the newest, with any content; `arrived(datagram)` for each
+    message; `unanswered(peer, now)` when handshakes fail."""
 
     def __init__(
         self,
@@ -50,7 +51,8 @@ class Datagrams:
     def send(
         self, now: float, peer: PeerId, protocol: str, payload: bytes, addresses: Sequence[Address]
     ) -> bool:
-        """Send one message to each address, of which the peer accepts one; False if none can be used."""
+        """Send one message to each address; the peer accepts only one copy. Return False if no address can be
+        used."""
         routes = self._routes(addresses)
         if not routes:
             return False
@@ -70,10 +72,11 @@ class Datagrams:
         anew: bool = False,
         may_send: Callable[[Sequence[Address], int], bool] = lambda _addresses, _count: True,
     ) -> None:
-        """Test whether datagrams get through to a peer; with `anew` even during such a test.
+        """Test whether datagrams get through to a peer; with `anew`, even during such a test.
 
-        `may_send(addresses, bytes)` is asked first whether a packet may go to each address. A new test
-        replaces the one under way, whose answers are refused then: it begins only if it reaches them all."""
+        Before a packet goes to each of the addresses, `may_send(addresses, bytes)` must agree. A new test
+        replaces the current one, whose answers are then refused, so it begins only if it can reach all the
+        addresses."""
         ways = [(address, route) for address in addresses if (route := self._sockets.route(address))]
         if not ways or not may_send([address for address, _ in ways], INITIATION_BYTES_MIN):
             return
@@ -107,7 +110,8 @@ class Datagrams:
                 await trio.sleep(FAILED_SECONDS)
 
     def _take(self, packet: bytes, route: Route) -> bool:
-        """Return whether a packet proves a peer. A packet at which this code fails counts as lost."""
+        """Return whether a packet is an authentic packet of a peer. A packet on which this code fails counts
+        as lost."""
         try:
             return self._take_authentic(packet, route)
         except Exception as error:
@@ -124,7 +128,7 @@ class Datagrams:
         for answer in received.answers:
             self._sockets.send(answer, route)
         if received.newest and received.peer is not None:
-            # A copy that came late from an old address must not move the peer back there.
+            # A late copy from an old address must not move the peer back there.
             address = address_of(source)
             self._sockets.note(address, route)
             self._heard(received.peer, address, now)

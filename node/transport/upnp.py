@@ -1,4 +1,4 @@
-"""The part of UPnP that maps a router's port: packets and documents, written and read. Pure.
+"""The part of UPnP that maps a router's port: it writes and reads packets and documents. No I/O.
 
 After UPnP Device Architecture 1.1 (SSDP, SOAP) and the services WANIPConnection 1 and 2 and WANPPPConnection.
 A router's data is not trusted: a document is read up to a limit, without entities, and may name only the
@@ -15,16 +15,16 @@ from xml.sax.saxutils import escape
 
 SSDP_GROUP, SSDP_PORT = "239.255.255.250", 1_900
 SEARCH_BYTES_MAX = 2_048
-"""An answer to a search; real ones have 300 to 600 bytes."""
+"""Maximum size of an answer to a search; real ones have 300 to 600 bytes."""
 DESCRIPTION_BYTES_MAX = 2**17
-"""The description of a router and its services; real ones have 3 to 20 kB."""
+"""Maximum size of the description of a router and its services; real ones have 3 to 20 kB."""
 ANSWER_BYTES_MAX = 2**14
-"""The answer to a call."""
+"""Maximum size of the answer to a call."""
 HEAD_BYTES_MAX = 2**13
-"""The head of an answer by HTTP."""
+"""Maximum size of the head of an HTTP answer."""
 DEPTH_MAX = 32
 ELEMENTS_MAX = 4_096
-"""Elements of a document: a description has some hundred."""
+"""Maximum number of elements in a document; a description has some hundred."""
 URL_MAX = 1_024
 SERVICES = (
     "urn:schemas-upnp-org:service:WANIPConnection:2",
@@ -33,26 +33,26 @@ SERVICES = (
 )
 """The services that map ports, the best first."""
 ROUTER = "urn:schemas-upnp-org:device:InternetGatewayDevice:1"
-"""The device type searched for; routers of version 2 answer to it as well."""
+"""The device type that is searched for; routers of version 2 answer to it as well."""
 
 CONFLICT, PERMANENT_ONLY = 718, 725
-"""Error codes: another machine has the port; the router knows no mapping that ends by itself."""
+"""Error codes: another machine has the port; the router supports only permanent mappings."""
 _REASONS = {
-    401: "it does not know the call",
-    402: "it does not take the arguments",
+    401: "it does not support the call",
+    402: "it does not accept the arguments",
     501: "it failed",
     606: "not authorised",
-    716: "it maps no port of everybody",
+    716: "it maps no port for unknown hosts",
     CONFLICT: "another machine has the port",
-    724: "it maps equal ports alone",
-    PERMANENT_ONLY: "it maps for ever alone",
+    724: "it maps a port only to the same port number",
+    PERMANENT_ONLY: "it makes only permanent mappings",
     728: "no more mappings",
 }
 
 
 class UpnpFault(Exception):
-    """A router's answer is malformed, or it refuses; the text is for a person, `code` the router's own, or 0
-    without one."""
+    """A router's answer is malformed, or it refuses. The text is for people; `code` is the router's own code,
+    or 0 if there is none."""
 
     def __init__(self, text: str, code: int = 0) -> None:
         super().__init__(text)
@@ -61,7 +61,7 @@ class UpnpFault(Exception):
 
 @dataclass(frozen=True)
 class ControlPoint:
-    """The control URL of a router's ports."""
+    """The URL that controls a router's port mappings."""
 
     host: str
     port: int
@@ -70,7 +70,7 @@ class ControlPoint:
 
 
 def search() -> bytes:
-    """Return a question for routers."""
+    """Return a search request for routers."""
     lines = (
         "M-SEARCH * HTTP/1.1",
         f"HOST: {SSDP_GROUP}:{SSDP_PORT}",
@@ -82,8 +82,8 @@ def search() -> bytes:
 
 
 def location(data: bytes, router: str) -> tuple[int, str]:
-    """Return the port and path of the description that an answer to a search names. Raises UpnpFault: it is
-    none, or names another host than the router."""
+    """Return the port and path of the description that an answer to a search names. Raises UpnpFault if it is
+    not such an answer, or names a host different from the router."""
     if len(data) > SEARCH_BYTES_MAX:
         raise UpnpFault("its answer to a search is too long")
     first, *lines = data.decode("latin-1").split("\r\n")
@@ -97,7 +97,7 @@ def location(data: bytes, router: str) -> tuple[int, str]:
 
 
 def control_point(document: bytes, router: str, port: int, path: str) -> ControlPoint:
-    """Return the control point in a router's description. `port` and `path` are the description's. Raises
+    """Return the control point in a router's description, which was read from `port` and `path`. Raises
     UpnpFault."""
     base, kind = f"http://{router}:{port}{path}", ""
     found: dict[str, str] = {}
@@ -150,7 +150,8 @@ def unmapping_arguments(transport: str, outer: int) -> tuple[tuple[str, object],
 
 
 def answer(status: int, document: bytes) -> dict[str, str]:
-    """Return a call's results by name. Raises UpnpFault: the router refused, or sent no answer."""
+    """Return a call's results by name. Raises UpnpFault if the router refused, or sent something that is not
+    an answer."""
     texts = dict(_texts(document, ANSWER_BYTES_MAX))
     if status == 200:
         return texts
@@ -161,33 +162,34 @@ def answer(status: int, document: bytes) -> dict[str, str]:
 
 
 def external_host(texts: dict[str, str]) -> str:
-    """Return the outer address that GetExternalIPAddress has returned. Raises UpnpFault."""
+    """Return the external address that GetExternalIPAddress has returned. Raises UpnpFault."""
     try:
         return str(ipaddress.IPv4Address(texts.get("NewExternalIPAddress", "")))
     except ValueError:
-        raise UpnpFault("it does not say its own address") from None
+        raise UpnpFault("it does not report its own address") from None
 
 
 def _own_url(url: str, router: str, base: str = "") -> tuple[int, str]:
-    """Return the port and path of a URL of the router itself, which may be relative to `base`. Raises
+    """Return the port and path of a URL on the router itself; the URL may be relative to `base`. Raises
     UpnpFault."""
     try:
         url = urljoin(base, url)
         parts = urlsplit(url)
         port = parts.port or 80
     except ValueError:
-        raise UpnpFault("it names a place that is no URL") from None
+        raise UpnpFault("it names an address that is no URL") from None
     if len(url) > URL_MAX or not url.isascii() or any(each <= " " for each in url):
-        raise UpnpFault("it names a place that is no URL")
+        raise UpnpFault("it names an address that is no URL")
     if parts.scheme != "http" or parts.hostname != router or parts.username is not None:
-        raise UpnpFault("it names a place on another machine")
+        raise UpnpFault("it names an address on another machine")
     path = parts.path or "/"
     return port, f"{path}?{parts.query}" if parts.query else path
 
 
 def _texts(document: bytes, bytes_max: int) -> Iterator[tuple[str, str]]:
-    """Yield the name, without its namespace, and the text of each element that has no other within, in
-    order. Raises UpnpFault: it is too long or no XML, or has a document type, where entities would stand."""
+    """Yield the name, without its namespace, and the text of each element without child elements, in order.
+    Raises UpnpFault if the document is too long, is not XML, or has a document type, which could define
+    entities."""
     if len(document) > bytes_max:
         raise UpnpFault(f"it sent more than {bytes_max >> 10} KiB")
     found: list[tuple[str, str]] = []
@@ -199,7 +201,7 @@ def _texts(document: bytes, bytes_max: int) -> Iterator[tuple[str, str]]:
         nonlocal count
         count += 1
         if len(open_names) >= DEPTH_MAX or count > ELEMENTS_MAX:
-            raise UpnpFault("it sent a document with too much in it")
+            raise UpnpFault("it sent a document with too many elements")
         open_names.append(name.rpartition(":")[2])
         pieces.clear()
 
@@ -210,7 +212,7 @@ def _texts(document: bytes, bytes_max: int) -> Iterator[tuple[str, str]]:
         pieces.clear()
 
     def refuse(*_arguments: object) -> NoReturn:
-        raise UpnpFault("it sent a document with a type of its own")
+        raise UpnpFault("it sent a document with a document type")
 
     parser = expat.ParserCreate()
     parser.StartElementHandler, parser.EndElementHandler = begin, end
@@ -219,6 +221,7 @@ def _texts(document: bytes, bytes_max: int) -> Iterator[tuple[str, str]]:
     parser.ExternalEntityRefHandler = refuse
     try:
         parser.Parse(document, True)
-    except (expat.ExpatError, ValueError, LookupError):  # the last two: of the encoding that it names
-        raise UpnpFault("it sent no XML") from None
+    # the last two come from the encoding that the document names
+    except (expat.ExpatError, ValueError, LookupError):
+        raise UpnpFault("it sent a document that is not XML") from None
     return iter(found)

@@ -1,8 +1,8 @@
-"""Asks one router for a port by UPnP: sockets around `upnp`, and renewals.
+"""Asks one router for a port by UPnP: the sockets for `upnp`, and renewals.
 
 It speaks only to the router, at the given address, and follows no redirect. Each exchange is bounded in time
-and bytes. A mapping lasts ten minutes if the router supports that, is renewed every minute, as with the other
-protocols (`portmap`), and is removed at the end.
+and bytes. A mapping lasts ten minutes if the router supports that. As with the other protocols (`portmap`),
+it is renewed every minute and removed at the end.
 """
 
 import ipaddress
@@ -44,18 +44,19 @@ from node.transport.upnp import (
 )
 
 SEARCH_SECONDS = 2.5
-"""The time limit of a search: routers answer within one second, as the search requests, or two."""
+"""Time limit of a search. Routers answer within one second, as the search requests, or within two."""
 SEARCHES = 2
-"""Searches sent in that time, since datagrams may be lost."""
+"""Number of search packets sent within that time, because datagrams may be lost."""
 EXCHANGE_SECONDS = 5.0
-"""The time limit of one call."""
+"""Time limit of one call."""
 ANSWERS_MAX = 16
-"""Answers to a search that are read: one for each of the router's services, or more."""
+"""Maximum number of answers to a search that are read: a router sends one for each of its services, or
+more."""
 PORTS_TRIED = 3
-"""Ports to request in turn if other machines have the first."""
+"""Number of ports to request in turn if other machines have the earlier ones."""
 _CHUNK_BYTES = 2**14
 _FAILURES = (UpnpFault, OSError, h11.ProtocolError, trio.TooSlowError, trio.BrokenResourceError)
-"""The exceptions that a call to a router may raise."""
+"""Exceptions that a call to a router may raise."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class _Granted:
 
 
 class UpnpMapper:
-    """The mapping of one port. `act` at `deadline`; `host` is this machine's address towards the router."""
+    """The mapping of one port. Call `act` at `deadline`. `host` is this machine's address towards the
+    router."""
 
     def __init__(
         self,
@@ -89,11 +91,11 @@ class UpnpMapper:
         self.mapping: PortMapping | None = None
         self.outcome: Outcome = "asking"
         self.reason = ""
-        """Why the router refused, for a person."""
+        """Why the router refused, as text for people."""
         self.deadline = clock.monotonic()
 
     async def act(self) -> None:
-        """Request or renew the mapping; if that fails, find the router's control point anew."""
+        """Request or renew the mapping. If that fails, find the router's control point again."""
         try:
             if self._point is not None:
                 with suppress(*_FAILURES):
@@ -120,7 +122,7 @@ class UpnpMapper:
                     await self._call(self._point, "DeletePortMapping", arguments)
 
     def _fail(self, outcome: Outcome, reason: str) -> None:
-        """Note a failure. A granted mapping holds until its lease is over, even if a renewal fails."""
+        """Record a failure. A granted mapping holds until its lease is over, even if a renewal fails."""
         now = self._clock.monotonic()
         self.deadline = now + (LATER_SECONDS if self._granted is None else REFRESH_SECONDS)
         if self.mapping is not None and now < self._until:
@@ -129,7 +131,7 @@ class UpnpMapper:
         self.mapping = None
         self.outcome, self.reason = outcome, reason
 
-    # --- what is asked -------------------------------------------------------------------------------
+    # --- requests ------------------------------------------------------------------------------------
 
     async def _find(self) -> ControlPoint | None:
         """Return the router's control point; None if it does not speak UPnP. Raises UpnpFault."""
@@ -162,8 +164,8 @@ class UpnpMapper:
     async def _answered(
         self, asking: trio.socket.SocketType, faults: list[UpnpFault]
     ) -> tuple[int, str] | None:
-        """Wait for the router's answer with the place of its description; answers of others are ignored.
-        Errors in its other answers go to `faults`."""
+        """Wait for the router's answer, which names the location of its description. Answers of other hosts
+        are ignored. Errors in other answers of the router go to `faults`."""
         while len(faults) < ANSWERS_MAX:
             with suppress(ConnectionRefusedError):
                 data, source = await asking.recvfrom(SEARCH_BYTES_MAX + 1)
@@ -187,13 +189,13 @@ class UpnpMapper:
         if has_udp:
             self._granted = _Granted(port, ("tcp", "udp"))
         self.mapping = PortMapping(host, port, has_udp, "upnp")
-        # A mapping without an end counts for as long: the router may have been rebooted.
+        # A permanent mapping counts as valid for the same time, because the router may have been rebooted.
         self._until = began + LIFETIME_SECONDS
         self.outcome, self.reason = "mapped", ""
         self.deadline = self._clock.monotonic() + REFRESH_SECONDS
 
     async def _add(self, point: ControlPoint, transport: str, port: int, tries: int = PORTS_TRIED) -> int:
-        """Map a port, or the next if another machine has it. Raises UpnpFault."""
+        """Map a port, or a later one if another machine has it. Raises UpnpFault."""
         for outer in range(max(port, EXTERNAL_PORT_MIN), max(port, EXTERNAL_PORT_MIN) + tries):
             seconds = 0 if self._is_for_ever else LIFETIME_SECONDS
             try:
@@ -207,18 +209,18 @@ class UpnpMapper:
                 else:
                     raise
             return outer
-        raise UpnpFault("other machines have the ports", CONFLICT)
+        raise UpnpFault("other machines have all the tried ports", CONFLICT)
 
     async def _add_one(self, point: ControlPoint, transport: str, outer: int, seconds: int) -> None:
         arguments = mapping_arguments(transport, outer, self._port, self._host, seconds)
         await self._call(point, "AddPortMapping", arguments)
 
-    # --- how -----------------------------------------------------------------------------------------
+    # --- HTTP ----------------------------------------------------------------------------------------
 
     async def _call(
         self, point: ControlPoint, action: str, arguments: tuple[tuple[str, object], ...]
     ) -> dict[str, str]:
-        """Raises UpnpFault."""
+        """Make one call and return its results. Raises UpnpFault."""
         body = call(point, action, arguments)
         headers = [
             ("Content-Type", 'text/xml; charset="utf-8"'),

@@ -1,7 +1,7 @@
 """Closes connections to machines that vanished without closing them.
 
-It checks rarely in general, and within seconds after a path was lost, since a router that reboots forgets all
-connections at once. The kernel probes the other machine; only Linux reports the answers.
+It usually checks rarely. After a path was lost it checks within seconds, because a router that reboots
+forgets all its connections. The kernel probes the other machine; only Linux reports the answers.
 """
 
 from collections import Counter
@@ -12,11 +12,12 @@ import trio
 from node.transport.tcp import Connection
 
 DOUBT_SECONDS = 4.0
-"""How long the kernel waits for an answer on a connection in doubt: four of its probes, a second apart."""
+"""How long the kernel may wait for an answer on a connection in doubt: four of its probes, a second apart."""
 
 
 class VanishedConnections:
-    """`standing` returns the open connections; one without an answer for `silent_seconds` is ended."""
+    """Checks on open connections, which `standing` returns. A connection without an answer for
+    `silent_seconds` is ended."""
 
     def __init__(
         self, standing: Callable[[], Collection[Connection]], counters: Counter[str], silent_seconds: float
@@ -27,8 +28,8 @@ class VanishedConnections:
         self._is_doubting = False
 
     def look(self, silent_seconds: float | None = None) -> None:
-        """End connections on which the kernel has retransmitted without an answer for this long, by default
-        the usual time."""
+        """End connections on which the kernel has retransmitted for this long without an answer; by default
+        for the usual time."""
         least_seconds = self._silent_seconds if silent_seconds is None else silent_seconds
         for connection in self._standing():
             if connection.kernel.has_vanished(least_seconds):
@@ -36,7 +37,7 @@ class VanishedConnections:
                 connection.end("the other machine is gone")
 
     async def doubt(self) -> None:
-        """Probe all connections with their own socket at once; do nothing while that is under way."""
+        """Probe all connections that have their own socket now; do nothing if that is already going on."""
         if self._is_doubting:
             return
         bare = [connection for connection in self._standing() if connection.path is None]
