@@ -366,7 +366,7 @@ class SeenPlaces:
 
 _TEXTS: dict[Kind, str] = {
     "none": "not translated",
-    "alike": "translated to the same port for all peers, so hole punching works with other such routers",
+    "alike": "translated alike for all peers, so hole punching can work",
     "unlike": "translated to a different port for each peer, so peers behind a router need a relay",
 }
 

@@ -218,7 +218,7 @@ def test_a_search_without_usable_answer_reports_the_last_reason(router: UpnpRout
     # As many descriptions as the search examines are fetched concurrently.
     router.first_answers, router.location = (JUNK * ANSWERS_MAX)[-ANSWERS_MAX:], ""
     made = asked(router)
-    assert (made.outcome, made.reason) == ("refused", "it names a place on another machine")
+    assert (made.outcome, made.reason) == ("refused", "it names an address on another machine")
 
 
 BOMB = b"""<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b "bbbbbbbb"><!ENTITY c "&b;&b;&b;&b;">]>
