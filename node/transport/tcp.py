@@ -37,7 +37,8 @@ CALLS_WITHOUT_REST_MAX = 16
 each call would take as long as the call."""
 
 _FILL_CALLS = CALLS_WITHOUT_REST_MAX // 2
-"""A read of up to a mebibyte and its decryption take at least as long as this many short calls."""
+"""Number of short calls that one read counts as: a read of up to a mebibyte and its decryption take at least
+as long."""
 
 
 class Carrier(Hashable, Protocol):
@@ -57,12 +58,12 @@ class ReassemblyBudget:
     def __init__(self, bytes_max: int = ASSEMBLY_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
-        # Messages in the order of their beginnings.
+        # Messages in the order in which they began.
         self._held: dict[object, tuple[int, Callable[[], object]]] = {}
 
     def hold(self, who: object, held_bytes: int, give_up: Callable[[], object], *, anew: bool) -> None:
-        """Record the bytes held for the message of a stream; `anew`: a new message. While the total exceeds
-        the limit, call `give_up` of the oldest message, which must `release` it."""
+        """Record the bytes held for the message of a stream; `anew` means that it is a new message. While the
+        total exceeds the limit, call `give_up` of the oldest message, which must `release` it."""
         before = self._held.pop(who, None) if anew or not held_bytes else self._held.get(who)
         self._bytes += held_bytes - (before[0] if before is not None else 0)
         if held_bytes:
