@@ -174,7 +174,7 @@ class SimNetwork(SingleHomed):
         del is_answer  # a reply is sent by stream if the request came by stream
         if len(message) > ONE_SHOT_BYTES_MAX:
             raise LocalProtocolError(
-                f"{len(message)} bytes of {protocol} are too long for a message; open a stream"
+                f"{len(message)} bytes of {protocol} are too long for a message. Open a stream."
             )
         if not self.alive:
             return

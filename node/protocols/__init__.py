@@ -1,1 +1,1 @@
-"""Messages among nodes about runs, on streams: requests, signed manifests, and how to ask."""
+"""Messages between nodes about runs, sent on streams: requests, signed manifests, and how to ask."""

@@ -17,14 +17,14 @@ Stage = Annotated[int, msgspec.Meta(ge=0, lt=64)]
 
 
 class WhichFrames(msgspec.Struct, frozen=True, tag="which"):
-    """Which frames of this step of a run do you have? Answered by FramesHere."""
+    """A question: which frames of this step of a run does the recipient have? Answered by FramesHere."""
 
     run: Hash
     step: StepNumber
 
 
 class FrameRow(msgspec.Struct, frozen=True, array_like=True):
-    """A kept frame; `stage` is its destination."""
+    """A frame that is kept; `stage` is its destination."""
 
     stage: Stage
     direction: Direction
@@ -33,7 +33,7 @@ class FrameRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShowFrame(msgspec.Struct, frozen=True, tag="show"):
-    """Send this frame. Answered by FrameShown, with its payload's data beside it."""
+    """A request to send this frame. Answered by FrameShown, followed by the data of the frame's payload."""
 
     run: Hash
     step: StepNumber
@@ -41,13 +41,13 @@ class ShowFrame(msgspec.Struct, frozen=True, tag="show"):
 
 
 class FramesHere(msgspec.Struct, frozen=True, tag="here"):
-    """The first of the kept frames; none for a peer that is not a member of the run."""
+    """The first of the frames that are kept; empty for a peer that is not a member of the run."""
 
     rows: Annotated[tuple[FrameRow, ...], msgspec.Meta(max_length=ROWS_MAX)] = ()
 
 
 class FrameShown(msgspec.Struct, frozen=True, tag="shown"):
-    """The signed header. Without `has_data` its payload is no longer kept."""
+    """The signed header. If not `has_data`, the payload is no longer kept."""
 
     header: Fact | None = None
     has_data: bool = False

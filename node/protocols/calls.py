@@ -1,4 +1,4 @@
-"""Requests to other nodes: one stream, one question, one answer, with a time limit; and blobs as answers.
+"""Requests to other nodes: one stream, one question, one answer, with a time limit. The answer may be a blob.
 
 Not here: the limit of one peer's concurrent requests (`node.protocols.permits`, `StreamLimits`).
 """
@@ -27,7 +27,7 @@ from node.seams import MESSAGE_BYTES_USUAL, Network, Stream
 from partition.run.asks import Declined
 
 CLOSE_SECONDS_MAX = 1.0
-"""To end a conversation in order, even if the asking task is cancelled."""
+"""Time limit for ending a conversation in order, even if the asking task is cancelled."""
 
 
 @asynccontextmanager
@@ -40,11 +40,11 @@ async def conversation(
     message_bytes_max: int = MESSAGE_BYTES_USUAL,
     at: Address | None = None,
 ) -> AsyncIterator[Stream]:
-    """Yield a stream to `peer`, if need be to its address `at`, for at most `seconds`; it is always closed at
-    the end.
+    """Yield a stream to `peer`, at its address `at` if given, for at most `seconds`. The stream is always
+    closed at the end.
 
     Raises:
-        Unreachable: no path, or the time is up. What the block raises.
+        Unreachable: no path, or the time is up. Also whatever the block raises.
     """
     with trio.move_on_after(seconds) as scope:
         stream = await network.open(peer, protocol, message_bytes_max=message_bytes_max, at=at)
@@ -67,10 +67,10 @@ async def call(
     seconds: float,
     reply_bytes_max: int,
 ) -> Any:
-    """Send one request to `peer`; return its answer, of the type `kind`.
+    """Send one request to `peer`; return its answer, which has the type `kind`.
 
     Raises:
-        Unreachable: no path, no answer, or none in time. RemoteProtocolError: a malformed answer.
+        Unreachable: no path, no answer, or no answer in time. RemoteProtocolError: a malformed answer.
     """
     message_bytes_max = max(MESSAGE_BYTES_USUAL, reply_bytes_max)
     talk = conversation(network, peer, protocol, seconds=seconds, message_bytes_max=message_bytes_max)
@@ -115,10 +115,10 @@ async def fetch_into(
     seconds: float,
     bytes_max: int,
 ) -> None:
-    """Fetch like `fetch`, but hand each chunk to `take` as it arrives, so that only one is in memory.
+    """Fetch like `fetch`, but pass each chunk to `take` as it arrives, so that only one is in memory.
 
     Raises:
-        Unreachable: as `fetch`; the chunks taken by then are useless. Errors of `take`.
+        Unreachable: as in `fetch`; the chunks taken by then are useless. Also whatever `take` raises.
     """
     talk = conversation(network, peer, RUNS_PROTOCOL, seconds=seconds, message_bytes_max=BLOB_CHUNK_BYTES)
     try:
@@ -128,7 +128,7 @@ async def fetch_into(
             while left:
                 chunk = await stream.receive()
                 if not chunk or len(chunk) > left:
-                    raise RemoteProtocolError("a blob of another size than announced")
+                    raise RemoteProtocolError("the blob's size differs from the announced size")
                 left -= len(chunk)
                 await take(chunk)
     except (StreamClosed, RemoteProtocolError) as error:
@@ -136,13 +136,15 @@ async def fetch_into(
 
 
 def _announced(reply: Reply, bytes_max: int) -> int:
-    """Return how many bytes follow. Raises Unreachable: none do, or too many."""
+    """Return how many bytes follow. Raises Unreachable if none do, or too many."""
     if isinstance(reply, Declined):
         raise Unreachable("busy" if reply.is_busy else "refused", reply.reason)
     if not isinstance(reply, Blob):
-        raise Unreachable("refused", "not what was asked for")
+        raise Unreachable("refused", "the answer does not match the request")
     if reply.size_bytes > bytes_max:
-        raise Unreachable("refused", f"{reply.size_bytes} bytes offered, at most {bytes_max} wanted")
+        raise Unreachable(
+            "refused", (f"{reply.size_bytes} bytes were offered, but at most {bytes_max} are wanted")
+        )
     return reply.size_bytes
 
 

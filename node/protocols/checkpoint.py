@@ -30,16 +30,17 @@ T = TypeVar("T")
 
 CHECKPOINT_VERSION = 1
 CHUNK_BYTES = 1 << 20
-"""Part of the format: other borders give other hashes. Measured: with a quarter of it, storing and fetching
-take 1.6 times as long; four times as much is no faster, and costs more where one place changed."""
+"""Size of a chunk. It is part of the format, because different chunk borders give different hashes. Measured:
+with a quarter of it, storing and fetching take 1.6 times as long. Four times as much is no faster, and costs
+more when a single value has changed."""
 PART_BYTES_MAX = 3 * (VECTOR_BYTES_MAX // CHUNK_BYTES) * HASH_BYTES + 256
-"""A list of chunks of 16 GiB of parameters with two moments each: 1.5 MiB."""
+"""Maximum size of a list of chunks: for 16 GiB of parameters with two moments each, 1.5 MiB."""
 _STAGE_BYTES_MAX = 160
 CHECKPOINT_BYTES_MAX = MANIFEST_BYTES_MAX + STAGES_MAX * _STAGE_BYTES_MAX + 1_024
-"""The blob with its signature and the run's manifest: 12 kB for 64 stages."""
+"""Maximum size of a checkpoint's blob, with its signature and the run's manifest: 12 kB for 64 stages."""
 CHECKPOINT_PURPOSE = "checkpoint"
 
-assert PART_BYTES_MAX <= BLOB_BYTES_MAX, "a list of chunks is one blob"
+assert PART_BYTES_MAX <= BLOB_BYTES_MAX, "a list of chunks must fit one blob"
 
 ArenaBytes = Annotated[int, msgspec.Meta(ge=0, le=VECTOR_BYTES_MAX)]
 MomentsBytes = Annotated[int, msgspec.Meta(ge=0, le=2 * VECTOR_BYTES_MAX)]
@@ -50,8 +51,8 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=SAMPLES_MAX)]
 class StatePart(msgspec.Struct, frozen=True, array_like=True):
     """The content of a stage's arenas: the concatenated hashes of their chunks, and the length of each arena.
 
-    All chunks but the last of an arena have `CHUNK_BYTES`. `digest` is BLAKE3 of all the parameters, the same
-    that `partition.stage.Applied` carries. Little-endian numbers, as in the arenas.
+    All chunks except the last one of an arena have `CHUNK_BYTES`. `digest` is the BLAKE3 hash of all the
+    parameters, the same that `partition.stage.Applied` carries. Numbers are little-endian, as in the arenas.
     """
 
     parameters_bytes: ArenaBytes
@@ -63,7 +64,7 @@ class StatePart(msgspec.Struct, frozen=True, array_like=True):
     def __post_init__(self) -> None:
         for size, hashes in ((self.parameters_bytes, self.parameters), (self.moments_bytes, self.moments)):
             if len(hashes) != HASH_BYTES * -(-size // CHUNK_BYTES):
-                raise ValueError("a part with more or fewer chunks than its bytes need")
+                raise ValueError("the number of chunks does not match the part's size")
 
     @property
     def chunks(self) -> dict[bytes, int]:
@@ -73,7 +74,7 @@ class StatePart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageState(msgspec.Struct, frozen=True, array_like=True):
-    """One stage of a checkpoint: layers `first_layer` to before `last_layer`, and the blob of its
+    """One stage of a checkpoint: layers from `first_layer` to before `last_layer`, and the blob of its
     StatePart."""
 
     first_layer: Layer
@@ -86,15 +87,15 @@ class StageState(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def state_bytes(self) -> int:
-        """Return the size of its arenas."""
+        """The size of the stage's arenas."""
         return self.parameters_bytes + self.moments_bytes
 
 
 class Checkpoint(msgspec.Struct, frozen=True, array_like=True):
     """A run's whole state after `step` committed steps and `samples` samples.
 
-    `manifest` is the run as signed by its requester, `plan` and `height` those of the plan in force at that
-    time.
+    `manifest` is the run as signed by its requester. `plan` and `height` describe the plan that was in force
+    at that time.
     """
 
     version: Annotated[int, msgspec.Meta(ge=CHECKPOINT_VERSION, le=CHECKPOINT_VERSION)]
@@ -110,12 +111,12 @@ class Checkpoint(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Return the stages' layers, as `partition.model.cut.cut_layers` takes them."""
+        """The layers of each stage, in the form that `partition.model.cut.cut_layers` takes."""
         return [(stage.first_layer, stage.last_layer) for stage in self.stages]
 
     @property
     def state_bytes(self) -> int:
-        """Return the size of all stages' arenas."""
+        """The size of all stages' arenas."""
         return sum(stage.state_bytes for stage in self.stages)
 
 
@@ -130,15 +131,16 @@ def decode_part(data: bytes) -> StatePart:
 
 
 def stage_state(part: StatePart, name: bytes, size: int, layers: tuple[int, int]) -> StageState:
-    """Return the entry in a checkpoint of a part whose blob has this name and size."""
+    """Return a checkpoint's entry for a part, whose blob has this name and size."""
     return StageState(*layers, name, size, part.parameters_bytes, part.moments_bytes, part.digest)
 
 
 def check_part(part: StatePart, stage: StageState) -> None:
-    """Check that a part matches its checkpoint's entry beyond the hash. Raises RemoteProtocolError."""
+    """Check that a part matches its checkpoint's entry in what the hash does not cover. Raises
+    RemoteProtocolError."""
     said = (stage.parameters_bytes, stage.moments_bytes, stage.digest)
     if (part.parameters_bytes, part.moments_bytes, part.digest) != said:
-        raise RemoteProtocolError("a list of chunks that is not what its checkpoint says")
+        raise RemoteProtocolError("the list of chunks does not match its checkpoint")
 
 
 def sign_checkpoint(signer: Signer, checkpoint: Checkpoint) -> bytes:
@@ -149,28 +151,30 @@ def sign_checkpoint(signer: Signer, checkpoint: Checkpoint) -> bytes:
 
 
 def check_checkpoint(signer: Signer, data: bytes) -> tuple[PeerId, Run, Checkpoint]:
-    """Return a checkpoint with its author and its run, both signatures verified. Raises RemoteProtocolError.
+    """Return a checkpoint with its author and its run, after verifying both signatures. Raises
+    RemoteProtocolError.
 
-    It does not show whether the author was in the run.
+    This does not show whether the author was in the run.
     """
     fact, checkpoint = _decode_fact(data)
     author = signer.check(CHECKPOINT_PURPOSE, fact)
     run = check_run(signer, checkpoint.manifest)
     if run.id != checkpoint.run:
-        raise RemoteProtocolError("a checkpoint of another run than its manifest's")
+        raise RemoteProtocolError("the checkpoint and its manifest belong to different runs")
     if run.manifest.graph_hash != checkpoint.graph:
-        raise RemoteProtocolError("a checkpoint of another graph than its run's")
-    if checkpoint.step > STEPS_MAX:  # not the manifest's limit: a run may be revised to end later
-        raise RemoteProtocolError("a checkpoint after the last step that a run may have")
+        raise RemoteProtocolError("the checkpoint's graph differs from its run's graph")
+    # the manifest's own limit does not apply: a revision may let the run end later
+    if checkpoint.step > STEPS_MAX:
+        raise RemoteProtocolError("the checkpoint's step is beyond the last step that a run may have")
     return author, run, checkpoint
 
 
 def read_checkpoint(data: bytes) -> tuple[PeerId, Manifest, Checkpoint]:
-    """Decode a checkpoint from this node's own disk, where it was verified on arrival: signatures are not
-    checked.
+    """Decode a checkpoint from this node's own disk. Signatures are not checked here, because they were
+    verified on arrival.
 
     Raises:
-        RemoteProtocolError: it is of another version, or damaged.
+        RemoteProtocolError: the checkpoint has an unknown version, or is damaged.
     """
     fact, checkpoint = _decode_fact(data)
     manifest: Manifest = decode(checkpoint.manifest.body, Manifest, bytes_max=MANIFEST_BYTES_MAX)
@@ -182,11 +186,11 @@ def _decode_fact(data: bytes) -> tuple[Fact, Checkpoint]:
     checkpoint: Checkpoint = _decode_canonical(fact.body, Checkpoint, CHECKPOINT_BYTES_MAX, "a checkpoint")
     for each in (fact, checkpoint.manifest):
         if len(each.author) != PEER_ID_BYTES or len(each.signature) != SIGNATURE_BYTES:
-            raise RemoteProtocolError("a checkpoint with a malformed author or signature")
+            raise RemoteProtocolError("the checkpoint has a malformed author or signature")
     position = 0
     for stage in checkpoint.stages:
         if stage.first_layer != position or stage.last_layer <= stage.first_layer:
-            raise RemoteProtocolError("a checkpoint whose stages do not follow each other")
+            raise RemoteProtocolError("the stages of the checkpoint are not consecutive")
         position = stage.last_layer
     return fact, checkpoint
 
@@ -194,7 +198,7 @@ def _decode_fact(data: bytes) -> tuple[Fact, Checkpoint]:
 def _decode_canonical(data: bytes, kind: type[T], bytes_max: int, what: str) -> T:
     value: T = decode(data, kind, bytes_max=bytes_max)
     if encode(value) != data:
-        raise RemoteProtocolError(f"{what} in another form than the one it has")
+        raise RemoteProtocolError(f"{what} is not in its canonical encoding")
     return value
 
 

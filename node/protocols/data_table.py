@@ -1,7 +1,7 @@
 """`[data]` of RUN.toml: the source of a run's samples, and keys that settle ambiguous readings.
 
-docs/data.md explains each key. A source that can be read in two ways is refused with the line that decides
-between them, which `line` writes.
+docs/data.md explains each key. A source that can be read in two ways is refused. The error shows the line
+that decides between them, which `DataTable.line` writes.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 COLUMNS_MAX = 65_536
-"""Columns of a table: tables of genes have 60,000."""
+"""Maximum number of columns of a table; tables of genes have 60,000."""
 _TEXT_MAX = 4_096
 
 Name = Annotated[str, msgspec.Meta(max_length=_TEXT_MAX)]
@@ -19,17 +19,18 @@ ClassRule = Literal["words", "numbers", "amounts"]
 
 
 class DataTable(msgspec.Struct, frozen=True):
-    """The source of samples, and the keys that decide readings which would otherwise be refused as unclear.
+    """The source of samples, and the keys that decide how to read a source that would otherwise be refused as
+    unclear.
 
     `source` is the value of `data = "..."`. `label` is the label column; `features` are the columns to learn
-    from, `ignore` those left out (`[]`: none). `separator`, `decimal`, `encoding` and `header` (the first
-    line holds names) give the form of a table. `classes` lists the labels' words in the order of their
-    numbers, or says that each label is a word, the number of its class, or an amount. `channels` gives the
-    axis of pictures' channels.
+    from, and `ignore` those left out (`[]`: none). `separator`, `decimal`, `encoding` and `header` (whether
+    the first line holds names) describe the form of a table. `classes` either lists the labels' words in the
+    order of their numbers, or states that each label is a word, the number of its class, or an amount.
+    `channels` gives the axis of pictures' channels.
 
-    For records of a language model, `prompt` and `completion`, `messages`, or `text` name their columns, and
-    `loss` selects the tokens to learn: of all answers, of the last one, or all. `form` decides whether a file
-    is a table, or a text whose bytes are learnt.
+    For the records of a language model, `prompt` and `completion`, `messages`, or `text` name the columns.
+    `loss` selects the tokens to learn: those of all answers, of the last answer, or all. `form` decides
+    whether a file is a table, or a text whose bytes are learnt.
     """
 
     source: Annotated[str, msgspec.Meta(min_length=1, max_length=_TEXT_MAX)]
@@ -59,7 +60,7 @@ class DataTable(msgspec.Struct, frozen=True):
         return "data = { " + ", ".join(f"{name} = {_toml(value)}" for name, value in given.items()) + " }"
 
     def flags(self, **more: Any) -> str:
-        """Return the flags of `data show` that mean the same as `more`."""
+        """Return the flags of `data show` that are equivalent to `more`."""
         words = []
         for name, value in more.items():
             if isinstance(value, bool):

@@ -1,8 +1,8 @@
 """Settings that many nodes take from one key: numbered, signed and bounded, as data.
 
-A `SettingsBody` in a Fact by the key. A node that follows the key applies the newest settings that it finds,
-restricted to those that its owner lets others set. Not here: how they are found and applied
-(`node.following`).
+They are a `SettingsBody` in a Fact signed by the key. A node that follows the key applies the newest settings
+that it finds, restricted to those that its owner lets others set. Not here: how settings are found and
+applied (`node.following`).
 """
 
 import base64
@@ -19,11 +19,11 @@ from crypto.identity import PeerId, parse_peer, peer_text
 
 SETTINGS_PURPOSE = "settings"
 SETTINGS_MAX = 32
-"""Settings in one document; fewer can be set from outside."""
+"""Maximum number of settings in one document; fewer can be set from outside."""
 VALUE_LENGTH_MAX = 4_096
-"""The longest value is a list of some seventy peers."""
+"""Maximum length of a value. The longest is a list of some seventy peers."""
 SETTINGS_BYTES_MAX = 16 * 1024
-"""The size of a document. Longer ones are not fetched."""
+"""Maximum size of a document. Longer ones are not fetched."""
 VERSION_MAX = 2**53
 
 Version = Annotated[int, msgspec.Meta(ge=1, lt=VERSION_MAX)]
@@ -37,7 +37,8 @@ class SharedSetting(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SettingsBody(msgspec.Struct, frozen=True, array_like=True):
-    """All settings of one key. A setting that this version drops returns to the node owner's value."""
+    """All settings of one key. A setting that a later version of the document omits returns to the node
+    owner's value."""
 
     version: Version
     name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
@@ -49,7 +50,7 @@ class SettingsBody(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SettingsFile(msgspec.Struct, frozen=True):
-    """A signed document as a file: JSON that can be sent in any way."""
+    """A signed document as a file: JSON that can be sent by any means."""
 
     schema: Annotated[str, msgspec.Meta(pattern=r"^peerloom/settings/1\Z")]
     key: Annotated[str, msgspec.Meta(max_length=128)]
@@ -64,7 +65,7 @@ def sign_settings(signer: Signer, body: SettingsBody) -> Fact:
 
 
 def read_settings(signer: Signer, fact: Fact) -> SettingsBody:
-    """Return the settings in a fact. Raises RemoteProtocolError: its author did not sign it for this
+    """Return the settings in a fact. Raises RemoteProtocolError if its author did not sign it for this
     swarm."""
     body: SettingsBody = decode(fact.body, SettingsBody, bytes_max=SETTINGS_BYTES_MAX)
     signer.check(SETTINGS_PURPOSE, fact)
@@ -72,7 +73,7 @@ def read_settings(signer: Signer, fact: Fact) -> SettingsBody:
 
 
 def file_of(fact: Fact, version: int) -> bytes:
-    """Return a signed document as the text of a file."""
+    """Return the text of a file for a signed document."""
     file = SettingsFile(
         "peerloom/settings/1",
         peer_text(PeerId(fact.author)),
@@ -94,7 +95,7 @@ def fact_of(text: str) -> Fact:
 
 
 def fact_in(data: bytes, author: PeerId) -> Fact | None:
-    """Return the fact in stored data, None if it is not one of this author."""
+    """Return the fact in stored data; None if it is not a fact of this author."""
     try:
         fact: Fact = decode(data, Fact, bytes_max=SETTINGS_BYTES_MAX)
     except RemoteProtocolError:

@@ -1,7 +1,7 @@
-"""The signed manifest of a run, made of the RUN.toml that a person writes (`node.protocols.run_file`).
+"""The signed manifest of a run, made from the RUN.toml that a person writes (`node.protocols.run_file`).
 
-All members hold it, and its hash is the run's id. It names the model by the hash of its graph, which members
-fetch from each other (`node.content.graphs`), and the data by its hash.
+All members hold it, and its hash is the run's id. It identifies the model by the hash of its graph, which
+members fetch from each other (`node.content.graphs`), and the data by its hash.
 """
 
 from typing import Annotated, Literal
@@ -22,14 +22,15 @@ from partition.stage import IN_FLIGHT_MAX, METRICS_MAX, OptimizerSettings
 from partition.steps.validation import ValidationSettings
 
 LOSS = "loss"
-"""The metric by which states are compared, unless a run names another."""
+"""The metric by which states are compared, unless a run names a different one."""
 CORRECT, ACCURACY = "correct", "accuracy"
-"""The metric that counts right answers, and its usual name: divided by the samples it is the accuracy."""
+"""The metric that counts right answers, and its usual name. Divided by the number of samples it is the
+accuracy."""
 MANIFEST_PURPOSE = "run-manifest"
 MANIFEST_VERSION = 2
-"""The version that this node reads and writes; a manifest of version 1 had no number."""
+"""The version that this node reads and writes. A manifest of version 1 had no version number."""
 MANIFEST_BYTES_MAX = 900
-"""So that it fits a DHT record."""
+"""Maximum size of a manifest, so that it fits a DHT record."""
 
 Word = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}\Z")]
 HexHash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -38,11 +39,12 @@ Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 LayerNumber = Annotated[int, msgspec.Meta(ge=0, le=LAYERS_MAX)]
 
 Objective = Literal["throughput", "energy"]
-"""The measure by which a run's plan is best. `peerloom plan` also has latency, which concerns answers."""
+"""The quantity that a run's plan optimizes. `peerloom plan` also has latency, which concerns answers."""
 DeviceKind = Literal["cuda", "mps", "cpu"]
 DEVICE_KINDS = 3
 STANDBYS_MAX = 8
-"""Each costs its stage a gradient's bytes each way in every step."""
+"""Maximum number of standbys. In every step, each costs its stage the bytes of a gradient in both
+directions."""
 
 
 class PlaceWish(msgspec.Struct, frozen=True, array_like=True):
@@ -59,11 +61,12 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The definition of a run. `model` is its model's name on screens, `graph` (BLAKE3, hex) identifies the
     model.
 
-    `data` is `digits`, or the BLAKE3 hash (hex) of the content of a folder or file; where data stays with its
-    owners, the hash of `local.own_data`, which describes it. `sizes` are the graph's symbols after the batch,
-    whose value is `microbatch`. `metrics` name the sums that the graph makes beside the loss. `window` is the
-    number of bytes in a sample of text, 0 for other data. `validation` says when a run in exact mode is
-    validated, None for never. `together` are half-open ranges of layers, within which no plan cuts.
+    `data` is `digits`, or the BLAKE3 hash (hex) of the content of a folder or file. If data stays with its
+    owners, it is the hash of `local.own_data`, which describes the data. `sizes` are the graph's symbols
+    after the batch, whose value is `microbatch`. `metrics` name the sums that the graph computes in addition
+    to the loss. `window` is the number of bytes in a sample of text, 0 for other data. `validation` says when
+    a run in exact mode is validated; None means never. `together` are half-open ranges of layers that no plan
+    may split.
     """
 
     version: Annotated[int, msgspec.Meta(ge=MANIFEST_VERSION, le=MANIFEST_VERSION)] = MANIFEST_VERSION
@@ -101,23 +104,23 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def graph_hash(self) -> bytes:
-        """Return the graph's hash as requests name it."""
+        """The graph's hash in the form that requests use."""
         return bytes.fromhex(self.graph)
 
     @property
     def sizes_max(self) -> tuple[int, ...]:
-        """Return all symbols, the batch first, for a whole micro-batch."""
+        """All symbols' values for a whole micro-batch, the batch first."""
         return (self.microbatch, *self.sizes)
 
     @property
     def evaluations(self) -> int:
-        """Return the number of micro-batches of test samples."""
+        """The number of micro-batches of test samples."""
         return -(-self.test_samples // self.microbatch)
 
     @property
     def validations(self) -> int:
-        """Return the number of micro-batches of validation samples: the held-out ones with the lowest
-        numbers."""
+        """The number of micro-batches of validation samples. They are the held-out micro-batches with the
+        lowest numbers."""
         return -(-self.validation_samples // self.microbatch) if self.validation else 0
 
 
@@ -146,12 +149,12 @@ _NOT_ARITHMETIC = frozenset(
         "standbys",
     }
 )
-"""Fields of a Manifest that do not affect what a step computes, only whether it is applied. `graph` is the
-model, `model` a name."""
+"""Fields of a Manifest that do not affect what a step computes, but only whether it is applied. `graph` is
+the model; `model` is only a name."""
 
 
 class Run(msgspec.Struct, frozen=True):
-    """A checked manifest: its id, its requester, and the fact to pass on."""
+    """A checked manifest with its id, its requester, and the fact to pass on."""
 
     id: bytes
     requester: PeerId
@@ -160,30 +163,30 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def tie_breaker(self) -> PeerId | None:
-        """Return the member whose vote decides with half of the voters, if the run has one."""
+        """The member whose vote decides together with half of the voters, if the run has one."""
         return self.requester if self.manifest.on_lost_quorum == "requester" else None
 
     @property
     def random_key(self) -> bytes:
-        """Return the key from which dropout masks are drawn: the hash of all fields that affect what is
-        computed, not when, by how many, in which order of work, or how it is sent. The same run requested
-        twice, by anybody and in any shape, therefore draws the same masks."""
+        """The key from which dropout masks are drawn: the hash of all fields that affect what is computed,
+        but not when, by how many members, in which order, or how it is sent. So if the same run is requested
+        twice, by anybody and with any plan, it draws the same masks."""
         names = (name for name in Manifest.__struct_fields__ if name not in _NOT_ARITHMETIC)
         return blake3(encode([getattr(self.manifest, name) for name in names])).digest()
 
     @property
     def text(self) -> str:
-        """Return the run's id as screens and files show it: the first 16 hex digits."""
+        """The run's id as screens and files show it: the first 16 hex digits."""
         return run_text(self.id)
 
 
 def own_data_of(manifest: Manifest) -> OwnData | None:
-    """Return the requirements for each member's own data; None where data travels."""
+    """Return the requirements for each member's own data; None if data travels between members."""
     return None if manifest.local is None else manifest.local.own_data
 
 
 def own_data_hash(own: OwnData) -> str:
-    """Return the hash in a manifest for data that stays with its owners."""
+    """Return the hash that a manifest has for data that stays with its owners."""
     return blake3(encode(own)).hexdigest()
 
 
@@ -193,15 +196,15 @@ def run_text(run: bytes) -> str:
 
 
 def make_run(signer: Signer, manifest: Manifest) -> Run:
-    """Sign a manifest as its requester."""
+    """Sign a manifest; this peer becomes the run's requester."""
     return check_run(signer, signer.sign(MANIFEST_PURPOSE, encode(manifest)))
 
 
 def check_run(signer: Signer, fact: Fact) -> Run:
-    """Return a manifest with a valid signature and valid ranges. Raises RemoteProtocolError."""
+    """Return a checked run whose signature and ranges are valid. Raises RemoteProtocolError."""
     if len(fact.body) > MANIFEST_BYTES_MAX:
         raise RemoteProtocolError(
-            f"a manifest of {len(fact.body)} bytes, at most {MANIFEST_BYTES_MAX} fit a record"
+            f"a manifest of {len(fact.body)} bytes; at most {MANIFEST_BYTES_MAX} fit a record"
         )
     _check_version(fact.body)
     manifest: Manifest = decode(fact.body, Manifest, bytes_max=MANIFEST_BYTES_MAX)
@@ -209,17 +212,17 @@ def check_run(signer: Signer, fact: Fact) -> Run:
     if validation is not None and (
         validation.watched > len(manifest.metrics) or not manifest.validation_samples
     ):
-        raise RemoteProtocolError("a run that is validated by a metric or by samples that it has not")
+        raise RemoteProtocolError("a run whose validation uses a metric or samples that it does not have")
     if (own := own_data_of(manifest)) is not None and (
         manifest.data != own_data_hash(own) or manifest.stages > 1
     ):
-        raise RemoteProtocolError("a run on data of its members' own that names data, or cuts the model")
+        raise RemoteProtocolError("a run on its members' own data that names data, or cuts the model")
     requester = signer.check(MANIFEST_PURPOSE, fact)
     return Run(blake3(fact.body + fact.author).digest(), requester, manifest, fact)
 
 
 class _Beginning(msgspec.Struct, frozen=True, array_like=True):
-    """The beginning of a manifest of any version; those without a number begin with a name."""
+    """The beginning of a manifest of any version; the old ones without a version number begin with a name."""
 
     version: int | str
 
@@ -229,5 +232,6 @@ def _check_version(body: bytes) -> None:
     version = 1 if isinstance(beginning.version, str) else beginning.version
     if version != MANIFEST_VERSION:
         raise RemoteProtocolError(
-            f"a manifest of version {version}; this node speaks version {MANIFEST_VERSION}: update the older"
+            f"a manifest of version {version}; this node speaks version "
+            f"{MANIFEST_VERSION}: update the older node"
         )

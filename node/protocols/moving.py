@@ -1,4 +1,4 @@
-"""Moving a stream to a better path between two messages, so that none is lost or overtaken.
+"""Moves a stream to a better path between two messages, so that no message is lost or overtaken.
 
 A stream of a run may last hours and may have been opened through a relay, before there was a direct path.
 """
@@ -11,18 +11,18 @@ from node.errors import StreamClosed, StreamEnded, Unreachable
 from node.seams import Stream
 
 MOVE_SECONDS = 10.0
-"""The pause between two attempts to move a stream."""
+"""Seconds between two attempts to move a stream."""
 READ_SECONDS_MAX = 20.0
-"""How long the other side may take to read all earlier messages."""
+"""How long the peer may take to read all earlier messages."""
 CLOSE_SECONDS_MAX = 1.0
 
 
 async def move(stream: Stream, open_stream: Callable[[], Awaitable[Stream]]) -> Stream:
-    """Return a new stream to the same peer once the other side, which sends nothing itself, has read all of
-    this one; this one if no better one can be opened.
+    """Return a new stream to the same peer, once the peer has read everything on the old one; the peer must
+    not send. If no better stream can be opened, return the old one.
 
     Raises:
-        StreamClosed: this one broke meanwhile, or was not read in time: messages may be lost.
+        StreamClosed: the old stream broke meanwhile, or was not read in time, so messages may be lost.
     """
     try:
         better = await open_stream()
@@ -41,11 +41,11 @@ async def move(stream: Stream, open_stream: Callable[[], Awaitable[Stream]]) -> 
 
 
 async def _be_read(stream: Stream) -> None:
-    """Announce the end, and wait until the other side has read all and closes."""
+    """Announce the end, and wait until the peer has read everything and closes."""
     await stream.send_eof()
     with trio.move_on_after(READ_SECONDS_MAX):
         try:
             await stream.receive()
         except StreamEnded:
             return
-    raise StreamClosed("the other side has not read all before a stream was moved")
+    raise StreamClosed("the other side did not read everything before its stream was moved")

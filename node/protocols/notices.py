@@ -1,7 +1,8 @@
-"""Notices of a run's committer to the other members, for their screens. Nothing depends on their arrival.
+"""Notices that a run's committer sends to the other members, for their screens. Nothing depends on their
+arrival.
 
 Each notice has the fields of one event of `node.events`, except the time, which is the receiver's own, and
-the run, which the plan names. Its numbers are bounded so that a screen can show them.
+the run, which the plan identifies. Its numbers are bounded so that a screen can show them.
 """
 
 from typing import Annotated
@@ -14,9 +15,9 @@ from partition.run.messages import Reason
 from partition.stage import METRICS_MAX
 
 NUMBER_MAX = 2**53
-"""The largest integer that every reader of our JSON represents exactly."""
+"""The largest integer that every JSON reader represents exactly."""
 SECONDS_MAX = 1e9
-"""The longest time of a step: thirty years, so that a screen can multiply it by the steps left."""
+"""The longest duration of a step: thirty years, so that a screen can multiply it by the steps left."""
 FINITE_MAX = 1.7e308
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
@@ -91,7 +92,7 @@ _EVENTS = {news: event for event, news in NEWS.items()}
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice"):
-    """Committer to all others in the plan: an event."""
+    """An event, sent by the committer to all other members of the plan."""
 
     plan: Hash
     news: News
@@ -104,6 +105,6 @@ def news_of(event: RunEvent) -> News:
 
 
 def event_of(news: News, *, at: float, run: str) -> RunEvent:
-    """Return the event of a notice, as it is shown here."""
+    """Return the event for a notice, as shown on this node."""
     fields = {name: getattr(news, name) for name in news.__struct_fields__}
     return _EVENTS[type(news)](at=at, run=run, **fields)

@@ -1,7 +1,8 @@
-"""Permits to be served: a limited number, a few per peer, and none for long to a peer that moves nothing.
+"""Permits for serving streams. Their number is limited, in all and per peer, and a peer that moves nothing
+soon loses its permit.
 
-A peer that stops reading or asking holds resources: memory, an open file, one of the permits. A permit
-therefore ends once nothing has moved for some seconds, and earlier if another peer waits for one.
+A peer that stops reading or asking holds resources: memory, an open file, one of the permits. So a permit
+ends once nothing has moved for some seconds, and earlier if another peer waits for one.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ class Permit:
         self.scope = trio.CancelScope()
 
     def waits(self, seconds: float) -> None:
-        """Record that something has moved; the peer has `seconds` to move the next."""
+        """Record that something has moved. The peer has `seconds` to move something again."""
         if self._has_waited:
             self._tell_moved(self)
         self._has_waited = True
@@ -35,18 +36,18 @@ class Permit:
         self.scope.deadline = trio.current_time() + seconds
 
     def works(self) -> None:
-        """Record that this node itself has work to do, which does not count against the peer."""
+        """Record that this node itself has work to do; the time does not count against the peer."""
         self.silent_since = self.scope.deadline = inf
 
 
 class Permits:
-    """All permits: `permits_max`, and `per_peer_max` for one peer. When none is left, one is taken from a
-    peer that has moved nothing for a while: `patience_seconds` for a peer that has already read something,
-    less for a stranger (`crypto.registers`)."""
+    """All permits: `permits_max` in total, and `per_peer_max` for one peer. When none is left, one is taken
+    from a peer that has moved nothing for a while: `patience_seconds` for a peer that has already read
+    something, less for an unknown peer (`crypto.registers`)."""
 
     def __init__(self, permits_max: int, per_peer_max: int, *, patience_seconds: float, clock: Clock) -> None:
         self._clock = clock
-        # A peer's source address is unknown here: each counts as its own source.
+        # The peers' source addresses are not known here, so each peer counts as its own source.
         self._taken: Register[Permit] = Register(
             Budget(permits_max, per_peer_max, permits_max, patience_seconds)
         )
@@ -56,8 +57,8 @@ class Permits:
 
     @contextmanager
     def take(self, peer: PeerId) -> Iterator[Permit | None]:
-        """Yield a permit while the context lasts, or None if there are too many; taking it away ends the
-        context early."""
+        """Yield a permit for the duration of the context, or None if there are too many. If the permit is
+        taken away, the context ends early."""
         permit = Permit(self._taken.credit, self._clock)
         evicted = self._taken.admit(self._clock.monotonic(), permit, peer, peer)
         if evicted is None:

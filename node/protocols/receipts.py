@@ -13,23 +13,25 @@ ANSWER_BYTES_MAX = 32 * 1024
 
 
 class OfferReceipt(msgspec.Struct, frozen=True, tag="offer"):
-    """To a provider: my measurement of your work. Answered by Accepted, or Nothing."""
+    """The sender's measurement of a provider's work, sent to that provider. Answered by AcceptedReceipt or
+    NoReceipt."""
 
     measured: Fact
 
 
 class ShowReceipts(msgspec.Struct, frozen=True, tag="show"):
-    """Anybody to anybody: show the receipts of your work. Answered by Shown."""
+    """A request from any peer to any other: show the receipts of the recipient's work. Answered by
+    ShownReceipts."""
 
 
 class AcceptedReceipt(msgspec.Struct, frozen=True, tag="accepted"):
-    """The provider's fact over the same body."""
+    """The same body, signed by the provider as a fact."""
 
     accepted: Fact
 
 
 class NoReceipt(msgspec.Struct, frozen=True, tag="nothing"):
-    """This node has no part in that run, or did less than that."""
+    """This node has no part in that run, or did less than the receipt claims."""
 
 
 class ShownReceipts(msgspec.Struct, frozen=True, tag="shown"):

@@ -1,7 +1,7 @@
-"""A revision of a running run by its requester: a signed statement that replaces the one before it.
+"""A revision of a running run: a signed statement of its requester that replaces the previous one.
 
-The key that signed the manifest signs it, so every member accepts it from anybody. Not here: who acts on it
-(`node.runs.steering`), and how it is spread (`node.runs.revising`).
+It is signed with the key that signed the manifest, so every member accepts it whoever passes it on. Not here:
+how members act on it (`node.runs.steering`), and how it is spread (`node.runs.revising`).
 """
 
 from collections.abc import Mapping
@@ -22,16 +22,17 @@ REVISION_PURPOSE = "run-revision"
 REVISION_BYTES_MAX = 128
 PRIORITY_MAX = 9
 PRIORITY = 5
-"""The priority of a run that sets none."""
+"""Priority of a run that does not set one."""
 
 
 class RevisionBody(msgspec.Struct, frozen=True, array_like=True):
-    """The requester's revision of its run; the one with the highest `number` counts.
+    """The requester's revision of its run. The revision with the highest `number` counts.
 
     `learning_rate` replaces the manifest's, and its schedule multiplies it as before. `steps` is the last
-    step; both are None to keep the manifest's. `deadline_milliseconds` (unix) is when it should be done: of
-    one requester's runs of one priority the earliest gets a slot first; 0 is no deadline. The requester is
-    told when the run trains less than `samples_per_second` over `goal_seconds`; 0 is no goal.
+    step. Both are None to keep the manifest's values. `deadline_milliseconds` (Unix) is when the run should
+    be done; 0 means no deadline. Among one requester's runs of equal priority, the one with the earliest
+    deadline gets a slot first. The requester is alerted when the run trains less than `samples_per_second`
+    over `goal_seconds`; 0 means no goal.
     """
 
     run: Hash
@@ -46,7 +47,7 @@ class RevisionBody(msgspec.Struct, frozen=True, array_like=True):
 
 
 def check_changes(changes: Mapping[str, object]) -> None:
-    """Check the changes that a person wants: fields of RevisionBody by name. Raises ValueError."""
+    """Check the changes that a person wants. The keys are fields of RevisionBody. Raises ValueError."""
     whole = {"run": bytes(32), "number": 1, "learning_rate": None, "steps": None, "priority": PRIORITY}
     whole |= {"is_paused": False, "deadline_milliseconds": 0, "samples_per_second": 0.0, "goal_seconds": 0}
     row = [*(whole | dict(changes)).values()]
@@ -56,15 +57,16 @@ def check_changes(changes: Mapping[str, object]) -> None:
         raise ValueError(str(error)) from None
     seconds = changes.get("goal_seconds")
     if isinstance(seconds, int) and seconds < GOAL_SECONDS_MIN:
-        raise ValueError(f"a goal holds over at least {GOAL_SECONDS_MIN} s")
+        raise ValueError(f"a goal needs a period of at least {GOAL_SECONDS_MIN} s")
 
 
 def revised(before: RevisionBody, number: int, changes: Mapping[str, Any]) -> RevisionBody:
-    """Return what is signed next: `before` with changes. Raises ValueError: a goal's time without one."""
+    """Return the revision to sign: `before` with the changes. Raises ValueError for a goal's period without a
+    goal."""
     body = replace(before, number=number, **changes)
     if not body.samples_per_second:
         if "goal_seconds" in changes:
-            raise ValueError("the run has no goal, so its seconds have no effect: say the goal too")
+            raise ValueError("the run has no goal, so goal_seconds has no effect. Set samples_per_second too")
         return replace(body, goal_seconds=0)
     return body if body.goal_seconds else replace(body, goal_seconds=GOAL_SECONDS)
 
@@ -75,21 +77,21 @@ def make_revision(signer: Signer, body: RevisionBody) -> Fact:
 
 
 def read_revision(fact: Fact) -> RevisionBody:
-    """Return the body of a revision without checking its signature. Raises RemoteProtocolError."""
+    """Return the body of a revision; the signature is not checked. Raises RemoteProtocolError."""
     body: RevisionBody = decode(fact.body, RevisionBody, bytes_max=REVISION_BYTES_MAX)
     return body
 
 
 def check_revision(signer: Signer, run: Run, fact: Fact) -> RevisionBody:
-    """Return the body of a revision by the requester of `run`. Raises RemoteProtocolError."""
+    """Return the body of a revision that the requester of `run` has signed. Raises RemoteProtocolError."""
     body = read_revision(fact)
     if signer.check(REVISION_PURPOSE, fact) != run.requester or body.run != run.id:
-        raise RemoteProtocolError("a run revised by another peer than its requester")
+        raise RemoteProtocolError("a run may be revised only by its requester")
     return body
 
 
 def rate_of(run: Run, body: RevisionBody | None) -> int:
-    """Return the millionths by which the run's learning rate is multiplied."""
+    """Return the factor, in millionths, by which the run's learning rate is multiplied."""
     asked = run.manifest.optimizer.learning_rate
     if body is None or body.learning_rate is None or not asked:
         return RATE_UNIT

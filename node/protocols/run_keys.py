@@ -1,6 +1,7 @@
-"""Refuses keys of RUN.toml without an effect: each key acts in its run's mode, or is refused there.
+"""Refuses keys of RUN.toml that would have no effect: a key that its run's mode does not use is an error.
 
-Pure. `EXACT_ONLY` and `LOCAL_ONLY` name the keys that only one mode reads; `tests/test_keys.py` walks them.
+No I/O. `EXACT_ONLY` and `LOCAL_ONLY` name the keys that only one mode reads; `tests/test_keys.py` tests each
+of them.
 """
 
 from collections.abc import Iterator
@@ -18,24 +19,24 @@ LOCAL_ONLY = MappingProxyType(
         "train.local_steps": "in exact mode gradients are summed in every step",
         "train.strategy": "in exact mode nothing is averaged",
         "train.damping": "in exact mode nothing is averaged",
-        "train.codec": "in exact mode train.frames compresses what stages exchange",
+        "train.codec": "in exact mode use train.frames, which compresses what stages exchange",
         "train.weighting": "in exact mode every sample counts once",
-        "train.evaluate_every": "exact mode has train.validate_every",
+        "train.evaluate_every": "in exact mode use train.validate_every",
     }
 )
 """Keys that only `train.mode = "local"` reads, and why exact mode does not."""
 EXACT_ONLY = MappingProxyType(
     {
-        "train.frames": "in local mode train.codec compresses what members exchange",
-        "train.on_divergence": "in local mode such a member goes back to the others' state",
-        "plan.trainers": "in local mode every member feeds itself",
+        "train.frames": "in local mode use train.codec, which compresses what members exchange",
+        "train.on_divergence": "in local mode a member whose loss is not finite returns to the others' state",
+        "plan.trainers": "in local mode every member feeds its own samples",
         "plan.pipeline": "in local mode no plan orders micro-batches",
         "plan.on_lost_quorum": "in local mode members need no quorum",
-        "plan.replicas_min": "in local mode plan.replicas is the number of members, 0 for as many as come",
+        "plan.replicas_min": "in local mode plan.replicas is the number of members; 0 takes any number",
         "plan.standbys": "in local mode every member has the whole state",
-        "plan.objective": "in local mode no plan is solved",
-        "plan.priority": "in local mode members join where a slot is free, and wait in no queue",
-        "plan.deadline_minutes": "in local mode members join where a slot is free, and wait in no queue",
+        "plan.objective": "in local mode there is no plan to optimize",
+        "plan.priority": "in local mode members join when a slot is free, without a queue",
+        "plan.deadline_minutes": "in local mode members join when a slot is free, without a queue",
         "goal.seconds": "in local mode every member trains at its own pace",
         "goal.samples_per_second": "in local mode every member trains at its own pace",
     }
@@ -44,7 +45,7 @@ EXACT_ONLY = MappingProxyType(
 
 
 class RunKeys(Protocol):
-    """A RUN.toml: `node.protocols.run_file.RunFile`."""
+    """The parts of a RUN.toml that are checked here; implemented by `node.protocols.run_file.RunFile`."""
 
     @property
     def model(self) -> str: ...
@@ -71,9 +72,9 @@ def is_given(run: RunKeys, key: str) -> bool:
 
 
 def unused_keys(run: RunKeys) -> Iterator[tuple[str, str]]:
-    """Yield each given key that the run's mode does not read, and why not."""
+    """Yield each given key that the run's mode does not read, and the reason."""
     if run.train.mode == "auto":
-        return  # either may be chosen
+        return  # the planner may choose either mode
     other = LOCAL_ONLY if run.train.mode == "exact" else EXACT_ONLY
     yield from ((key, why) for key, why in other.items() if is_given(run, key))
 
@@ -84,32 +85,32 @@ def check_keys(run: RunKeys, where: str) -> None:
     for key, why in unused_keys(run):
         raise UsageError(
             f'{where}: {key}: has no effect with train.mode = "{train.mode}": {why}',
-            f'leave {key} out, or train.mode = "{"local" if train.mode == "exact" else "exact"}"',
+            f'omit {key}, or set train.mode = "{"local" if train.mode == "exact" else "exact"}"',
         )
     if train.momentum and train.optimizer != "sgd":
         raise UsageError(
             f'{where}: train.momentum: has no effect with train.optimizer = "{train.optimizer}"',
-            'leave train.momentum out, or train.optimizer = "sgd"',
+            'omit train.momentum, or set train.optimizer = "sgd"',
         )
     if plan.replicas and plan.replicas_min > 1:
         raise UsageError(
             f"{where}: plan.replicas and plan.replicas_min: give one of the two",
-            "plan.replicas = 0 leaves the number open, from plan.replicas_min on",
+            "plan.replicas = 0 allows any number from plan.replicas_min up",
         )
     if plan.objective == "energy" and is_given(run, "plan.standbys"):
         raise UsageError(
             f'{where}: plan.standbys: has no effect with plan.objective = "energy": idle machines stay idle',
-            'leave plan.standbys out, or plan.objective = "throughput"',
+            'omit plan.standbys, or set plan.objective = "throughput"',
         )
     if is_given(run, "goal.seconds") and not run.goal.samples_per_second:
         raise UsageError(
             f"{where}: goal.seconds: has no effect without goal.samples_per_second",
-            "give goal.samples_per_second too, such as 100",
+            "set goal.samples_per_second too, for example to 100",
         )
     if run.tokenizer and ".py:" in run.source:
         raise UsageError(
-            f"{where}: tokenizer: has no effect on {run.source}, which returns samples, not a text",
-            "leave tokenizer out, and use it in the function",
+            f"{where}: tokenizer: has no effect on {run.source}, which returns samples instead of text",
+            "omit tokenizer, and apply it inside the function",
         )
     if run.model.endswith(GRAPH_SUFFIX):
         captured = [("options", run.options), ("train.dtype", is_given(run, "train.dtype"))]
@@ -117,5 +118,5 @@ def check_keys(run: RunKeys, where: str) -> None:
             if is_set:
                 raise UsageError(
                     f"{where}: {key}: has no effect on {run.model}, which is captured already",
-                    f"leave {key} out, and capture the model again with it: `peerloom model capture`",
+                    f"omit {key}, and capture the model again with it: `peerloom model capture`",
                 )

@@ -1,4 +1,4 @@
-"""Requests between members of a run, each on a stream of its own: one question, one answer.
+"""Requests between members of a run, each on a stream of its own, with one question and one answer.
 
 `/peerloom/runs/2` carries messages with answers: placing, leasing, starting, ending, models, weights. The
 messages of a step (frames, step messages, all-reduce parts, notices) go by `/peerloom/pipeline/2`.
@@ -34,18 +34,19 @@ from partition.steps.messages import CommitterMessage, ReplicaMessage
 
 RUNS_PROTOCOL = "/peerloom/runs/2"
 RUNS_WORD = RUNS_PROTOCOL.removeprefix("/peerloom/")
-"""The capability of a member that understands runs of this version."""
+"""The capability by which a member announces that it understands this version."""
 PIPELINE_PROTOCOL = "/peerloom/pipeline/2"
 REQUEST_BYTES_MAX = PLAN_BYTES_MAX + HISTORY_BYTES_MAX + 16 * 1024
-"""A plan, its history, and the signatures and the manifest around them."""
+"""Maximum size of a request: a plan, its history, and the signatures and the manifest around them."""
 PIPELINE_BYTES_MAX = 4 * 1024 * 1024
-"""The longest is an Open of 64 stages and 4,096 micro-batches, all counted: 2.6 MB. The data of a frame goes
-beside it, with a limit of its own."""
+"""Maximum size of a pipeline message. The longest is an Open of 64 stages and 4,096 micro-batches, all
+counted: 2.6 MB. The data of a frame is sent separately, with a limit of its own."""
 PIPELINE_STREAMS = StreamLimits(message_bytes_max=PIPELINE_BYTES_MAX, streams_per_peer_max=4)
-"""A member has one stream, and another after the first broke while this side has not noticed."""
+"""A member has one stream, and may open a new one after the first broke before this node has noticed."""
 BLOB_BYTES_MAX = 16 * 1024**3
 RANGE_BYTES_MAX = 16 * 1024 * 1024
-"""The initial values in one answer: a node that answers many has memory for some of them."""
+"""Maximum size of the initial values in one answer, so that a node that answers many requests has enough
+memory."""
 BLOB_CHUNK_BYTES = 4 * 1024 * 1024
 
 PlanBytes = Annotated[bytes, msgspec.Meta(max_length=PLAN_BYTES_MAX)]
@@ -54,8 +55,8 @@ PlanBytes = Annotated[bytes, msgspec.Meta(max_length=PLAN_BYTES_MAX)]
 class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
     """Planner to a provider: hold a slot for this stage. Answered by Leased or Declined ("busy").
 
-    A witness has no stage and needs no slot. The first plan has no `history` yet: it is signed once it is in
-    force. `revision` has the requester's priority and deadline of the run, if it set any.
+    A witness has no stage and needs no slot. The first plan has no `history` yet, because it is signed once
+    it is in force. `revision` has the priority and deadline that the requester has set for the run, if any.
     """
 
     manifest: Fact
@@ -66,7 +67,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Planner to a provider it leased from: the plan did not come about; the slot is free."""
+    """Planner to a provider that granted a lease: the plan was abandoned, so the slot is free."""
 
     run: Hash
     plan: Hash
@@ -79,17 +80,19 @@ class WithdrawRun(msgspec.Struct, frozen=True, tag="withdraw"):
 
 
 class EnterQueue(msgspec.Struct, frozen=True, tag="enter queue"):
-    """Requester to a provider: the run wants one of your slots. Answered by Done if it may have one now, or
-    Declined. In larger swarms a requester asks all providers at once, before it leases any."""
+    """Requester to a provider: the run wants one of the provider's slots. Answered by Done if it may have one
+    now, or Declined. In larger swarms a requester asks all providers simultaneously, before it leases any
+    slot."""
 
     manifest: Fact
     revision: Fact | None = None
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """A member of a run in local mode to a node that is not in it: take part. Answered by Done if it will, or
-    Declined. The chain of tickets makes it a member; the last ticket is the sender's, and fresh. It holds
-    `stage` of the model; `is_beside`: beside another stage that it already holds for this head."""
+    """A member of a run in local mode to a node that is not in it: take part. Answered by Done if the node
+    will, or Declined. The chain of tickets makes the node a member; the last ticket is the sender's, and
+    fresh. The node holds `stage` of the model. With `is_beside`, it does so in addition to a stage that it
+    already holds for this head."""
 
     manifest: Fact
     chain: Chain
@@ -99,7 +102,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """Requester to member, or committer to a newcomer: this plan is in force. Answered by Done once the
-    receiver knows it; its stage then opens by itself."""
+    receiver knows it; the receiver then opens its stage by itself."""
 
     manifest: Fact
     plan: PlanBytes
@@ -107,8 +110,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class PrepareStage(msgspec.Struct, frozen=True, tag="prepare stage"):
-    """Planner to a provider it leased from: open the stage, because this plan may soon be decided. Answered
-    by Done when it is open."""
+    """Planner to a provider that granted a lease: open the stage, because this plan may soon be decided.
+    Answered by Done when it is open."""
 
     manifest: Fact
     plan: PlanBytes
@@ -116,8 +119,8 @@ class PrepareStage(msgspec.Struct, frozen=True, tag="prepare stage"):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Committer to member: the run goes on. Answered by Done, or Declined if the receiver has forgotten
-    it."""
+    """Committer to member: the run goes on. Answered by Done, or Declined if the receiver has forgotten the
+    run."""
 
     run: Hash
     plan: Hash
@@ -134,7 +137,7 @@ class FetchState(msgspec.Struct, frozen=True, tag="state"):
 
 
 class ExportStage(msgspec.Struct, frozen=True, tag="export"):
-    """Committer to replica: your stage's parameters. Answered by a Blob."""
+    """Committer to replica: send your stage's parameters. Answered by a Blob."""
 
     plan: Hash
 
@@ -142,7 +145,7 @@ class ExportStage(msgspec.Struct, frozen=True, tag="export"):
 class End(msgspec.Struct, frozen=True, tag="end"):
     """Committer to member: the run is over. Answered by Done once the weights are fetched.
 
-    `weights` is their BLAKE3 hash in hex, empty where the run failed.
+    `weights` is their BLAKE3 hash in hex; empty if the run failed.
     """
 
     plan: Hash
@@ -152,40 +155,41 @@ class End(msgspec.Struct, frozen=True, tag="end"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Anybody to member: the run is over, by its requester's signed statement
+    """Any peer to a member: the run is over, as its requester's signed statement says
     (`node.runs.stopping.StopBody`). Answered by Done, or Declined if the receiver does not know the run."""
 
     stop: Fact
 
 
 class Revise(msgspec.Struct, frozen=True, tag="revise"):
-    """Anybody to member: the requester has revised the run (`node.protocols.revision.RevisionBody`). Answered
-    by Done, or Declined if the receiver does not know the run."""
+    """Any peer to a member: the requester has revised the run (`node.protocols.revision.RevisionBody`).
+    Answered by Done, or Declined if the receiver does not know the run."""
 
     revision: Fact
 
 
 class Describe(msgspec.Struct, frozen=True, tag="describe"):
-    """Anybody to member: describe the run with this short id. Answered by Described, or Declined."""
+    """Any peer to a member: describe the run with this short id. Answered by Described, or Declined."""
 
     run: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
 
 class FetchWeights(msgspec.Struct, frozen=True, tag="fetch"):
-    """Anybody to a holder: the weights of a run, by its short id. Answered by a Blob or Declined."""
+    """Any peer to a holder: send the weights of a run, given by its short id. Answered by a Blob or
+    Declined."""
 
     run: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
 
 class FetchModel(msgspec.Struct, frozen=True, tag="model"):
-    """Anybody to a holder: the graph with this hash. Answered by a Blob or Declined."""
+    """Any peer to a holder: send the graph with this hash. Answered by a Blob or Declined."""
 
     graph: Hash
 
 
 class FetchRange(msgspec.Struct, frozen=True, tag="range"):
-    """Replica to a holder: a part of the file of a graph's initial values, at an offset from the beginning of
-    their data. Answered by a Blob or Declined."""
+    """Replica to a holder: send a part of the file of a graph's initial values. The offset counts from the
+    beginning of their data. Answered by a Blob or Declined."""
 
     graph: Hash
     offset: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -226,8 +230,8 @@ class Blob(msgspec.Struct, frozen=True, tag="blob"):
 
 
 class Described(msgspec.Struct, frozen=True, tag="described"):
-    """A run as the asked member knows it: a claim, like all that members report to outsiders. `status` is one
-    of `partition.run.states`; `weights` is the hash (hex) of the result."""
+    """A run as the asked member knows it. Like everything that members report to outsiders, this is only a
+    claim. `status` is one of `partition.run.states`; `weights` is the hash (hex) of the result."""
 
     model: Annotated[str, msgspec.Meta(max_length=40)]
     data: Annotated[str, msgspec.Meta(max_length=64)]
@@ -245,8 +249,8 @@ Reply = Leased | Declined | Done | Blob | Described
 
 
 class LeaseBody(msgspec.Struct, frozen=True, array_like=True):
-    """A provider's promise to hold `stage` of `plan`, or to be a witness of it, until it has heard nothing of
-    the run for this long."""
+    """A provider's promise to hold `stage` of `plan`, or to be a witness of the plan. It ends when the
+    provider has heard nothing of the run for this long."""
 
     run: Hash
     plan: Hash
@@ -274,7 +278,7 @@ class GroupPart(msgspec.Struct, frozen=True, tag="part"):
 
 
 class Revised(msgspec.Struct, frozen=True, tag="revised"):
-    """Committer to member: the requester's newest revision of the run, before any step that follows from
+    """Committer to member: the requester's newest revision of the run, sent before any step that follows from
     it."""
 
     plan: Hash
@@ -282,7 +286,7 @@ class Revised(msgspec.Struct, frozen=True, tag="revised"):
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """Replica to committer: my stage after this step is saved here, which took this long."""
+    """Replica to committer: the replica has saved its stage after this step, which took this long."""
 
     plan: Hash
     step: StepNumber

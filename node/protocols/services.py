@@ -1,8 +1,9 @@
-"""Services and `/peerloom/services/1`: finding services, and asking peers to hold their stages.
+"""Services (models that answer) and `/peerloom/services/1`: finding services, and asking peers to hold their
+stages.
 
-A service's manifest is signed by its publisher and names the model by the hash of its graph, which has a
-digest of each parameter's values: it thereby names the weights too. All members hold the manifest and pass it
-on, so a service outlives its publisher's node. Its id is the manifest's hash.
+A service's manifest is signed by its publisher and identifies the model by the hash of its graph. The graph
+has a digest of each parameter's values, so the manifest identifies the weights too. All members hold the
+manifest and pass it on, so a service outlives its publisher's node. Its id is the manifest's hash.
 """
 
 from collections.abc import Iterable
@@ -30,28 +31,28 @@ SERVICES_PROTOCOL = "/peerloom/services/1"
 SERVICE_PURPOSE = "service-manifest"
 STOP_SERVICE_PURPOSE = "service-stop"
 NAMED_PURPOSE, ALL_PURPOSE = "service", "services"
-"""Purposes of members' DHT records: under a service's name, and of all services under one key. The value is
-the manifest's fact."""
+"""Purposes of members' DHT records: one key for each service's name, and one key for all services. The value
+is the manifest's fact."""
 MANIFEST_BYTES_MAX = 640
-"""With its signature it fits a DHT record of 900 bytes."""
+"""Maximum size of a manifest, so that with its signature it fits a DHT record of 900 bytes."""
 REQUEST_BYTES_MAX = 8_192
 REPLY_BYTES_MAX = 16_384
 REPLICAS_MAX = 16
 SERVICES_MAX = 8
-"""Listings in one answer, one per stage."""
+"""Maximum number of listings in one answer, one for each stage."""
 VOCABULARY_MAX = 1 << 24
 VECTOR_MAX = 1 << 16
-"""Numbers in the vector of a text: the largest encoders have some thousand."""
+"""Maximum number of values in the vector of a text; the largest encoders have some thousand."""
 SESSIONS_SHOWN_MAX = 1 << 20
 PACE_MAX = 1 << 36
-"""A minute in nanoseconds: no useful stage takes longer for one token."""
+"""A minute in nanoseconds. No useful stage takes longer for one token."""
 ENDED_MAX = 256
-"""Stopped services that a node remembers, so that no late message restarts them."""
+"""Maximum number of stopped services that a node remembers, so that no late message restarts them."""
 
 HOLDERS_MAX = 12
-"""Peers that a service may be restricted to: the manifest has to fit a record."""
+"""Maximum number of peers that a service may be restricted to, so that the manifest fits a record."""
 HOLDER_BYTES = 16
-"""The part of the hash of a peer's id: long enough that nobody finds another id with the same part."""
+"""Bytes of the hash of a peer's id: enough that nobody can find a different id with the same beginning."""
 Holder = Annotated[bytes, msgspec.Meta(min_length=HOLDER_BYTES, max_length=HOLDER_BYTES)]
 
 TokensShown = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -64,11 +65,11 @@ class ServiceManifest(msgspec.Struct, frozen=True, array_like=True):
 
     `cuts` are the layers at which stages begin, without the first. `threads` must be equal for stages to
     agree to the bit. `text` is the way to tokenize: "bytes", or a tokenizer whose files have the list of
-    chunks `tokenizer` (`node.content.text_files`); "" if the service takes only tokens. `run` and `step` are
-    the run and the checkpoint of the weights, if they come from one. With `holders` only these peers may hold
-    a stage: the first bytes of the hashes of their ids. With `vector` the model answers a text by this many
-    numbers and no tokens, which is the form of version 2: a node that knows only version 1 takes no stage of
-    it.
+    chunks `tokenizer` (`node.content.text_files`); "" if the service takes only tokens. `run` and `step`
+    identify the run and the checkpoint from which the weights come, if any. If `holders` is given, only these
+    peers may hold a stage; each entry is the beginning of the hash of a peer's id. With `vector`, the model
+    answers a text with this many values instead of tokens. Such a manifest has version 2, so a node that
+    knows only version 1 takes no stage of it.
     """
 
     version: Literal[1, 2]
@@ -94,15 +95,15 @@ class ServiceManifest(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if any(first >= last for first, last in pairwise(self.cuts)):
-            raise ValueError("cuts that are not in their order")
+            raise ValueError("cuts that are not in ascending order")
         if (self.text == "tokenizer") != (len(self.tokenizer) == 32):
             raise ValueError("a tokenizer without its hash, or a hash without one")
         if self.text == "bytes" and (self.vocabulary != 256 or self.vector):
-            raise ValueError("a model of bytes with another vocabulary")
+            raise ValueError("a model of bytes with a different vocabulary")
         if (self.version == 2) != bool(self.vector):
-            raise ValueError("a version of another form")
+            raise ValueError("a manifest whose version does not match its content")
         if self.vector and self.context > UNIT_TOKENS_MAX:
-            raise ValueError("texts that do not come as one unit")
+            raise ValueError("a text that would not fit one unit")
         if len(self.run) not in (0, 32) or (self.step and not self.run):
             raise ValueError("a step without its run")
 
@@ -115,11 +116,10 @@ class ServiceManifest(msgspec.Struct, frozen=True, array_like=True):
         return len(self.cuts) + 1
 
     def ranges(self, layers: int) -> list[tuple[int, int]]:
-        """Return the layers of each stage. Raises RemoteProtocolError: the model has a different number of
-        layers."""
+        """Return the layers of each stage. Raises RemoteProtocolError if the cuts do not fit the model."""
         ends = (0, *self.cuts, layers)
         if any(first >= last for first, last in pairwise(ends)):
-            raise RemoteProtocolError(f"a service that cuts a model of {layers} layers elsewhere")
+            raise RemoteProtocolError(f"the service's cuts do not fit a model of {layers} layers")
         return list(pairwise(ends))
 
 
@@ -134,12 +134,12 @@ class Service:
 
     @property
     def text(self) -> str:
-        """Return the id as people see it: the first 16 hexadecimal digits."""
+        """The id as people see it: the first 16 hexadecimal digits."""
         return service_text(self.id)
 
     @property
     def requester(self) -> PeerId:
-        """Return the publisher, under the name that owners' rules use."""
+        """The publisher, with the name that owners' rules use."""
         return self.publisher
 
 
@@ -150,8 +150,8 @@ class StopServiceBody(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Host(msgspec.Struct, frozen=True, tag="host"):
-    """Hold this stage of a service; `rows` are its members. Answered by Done once the stage is loading, or
-    Declined."""
+    """A request to hold this stage of a service; `rows` are its members. Answered by Done once the stage is
+    loading, or Declined."""
 
     manifest: Fact
     stage: StageNumber
@@ -159,14 +159,15 @@ class Host(msgspec.Struct, frozen=True, tag="host"):
 
 
 class Find(msgspec.Struct, frozen=True, tag="find"):
-    """List the services of which you are a member: this one (an id), or all (empty). Answered by
-    ServicesFound."""
+    """A request to list the services of which the recipient is a member: the one with this id, or all if it
+    is empty. Answered by ServicesFound."""
 
     service: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 
 class StopService(msgspec.Struct, frozen=True, tag="stop"):
-    """Release your stage: the publisher ended the service, by a signed StopServiceBody. Answered by Done."""
+    """A request to release a stage, because the publisher ended the service with a signed StopServiceBody.
+    Answered by Done."""
 
     stop: Fact
 
@@ -175,10 +176,11 @@ Request = Host | Find | StopService
 
 
 class Listing(msgspec.Struct, frozen=True, array_like=True):
-    """A service of which the asked node is a member; `sessions` are open at that node itself, with `tokens`
-    of the `tokens_max` whose keys and values it has room for. `bits` is the claimed bit class of its stage:
-    empty if it has none, or it is not loaded. Its stage takes `decode_microseconds` for one more token of a
-    session, and `read_nanoseconds` for a token of a prompt; 0: not measured."""
+    """A service of which the asked node is a member. `sessions` are open at that node itself. Of the
+    `tokens_max` tokens whose keys and values it has room for, `tokens` are in use. `bits` is the claimed bit
+    class of its stage (a fingerprint of its exact output bits), empty if it has none or is not loaded. Its
+    stage takes `decode_microseconds` for one more token of a session, and `read_nanoseconds` for a token of a
+    prompt; 0 means not measured."""
 
     manifest: Fact
     rows: Annotated[tuple[ServiceRow, ...], msgspec.Meta(max_length=ROLL_ROWS_MAX)]
@@ -191,8 +193,8 @@ class Listing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ServicesFound(msgspec.Struct, frozen=True, tag="found"):
-    """The listings; empty if the node is a member of no such service. Of one service's listings only the
-    first has rows beside the node's own, and no more than fit."""
+    """The listings; empty if the node is a member of no such service. Among the listings of one service, only
+    the first has rows in addition to the node's own, and no more than fit."""
 
     listings: Annotated[tuple[Listing, ...], msgspec.Meta(max_length=SERVICES_MAX)] = ()
 
@@ -201,8 +203,8 @@ Reply = Done | Declined | ServicesFound
 
 
 def make_found(listings: Iterable[Listing]) -> ServicesFound:
-    """Return the answer of a node with these stages: all of its services come before a second stage of one,
-    and if it would be too long, the longest lists of members are cut."""
+    """Return the answer of a node with these stages. Each of its services is listed once before any second
+    stage. If the answer would be too long, the longest lists of members are cut."""
     firsts: dict[bytes, Listing] = {}
     others: list[Listing] = []
     for each in listings:
@@ -244,7 +246,7 @@ def check_service(signer: Signer, fact: Fact) -> Service:
 
 
 def read_record(signer: Signer, value: bytes) -> Service | None:
-    """Return the service in a DHT record; None if it is malformed, or its member has left."""
+    """Return the service in a DHT record; None if the record is malformed or its member has left."""
     try:
         fact: Fact = decode(value, Fact, bytes_max=REQUEST_BYTES_MAX)
         return check_service(signer, fact)
@@ -253,12 +255,12 @@ def read_record(signer: Signer, value: bytes) -> Service | None:
 
 
 def make_stop(signer: Signer, service: bytes) -> Fact:
-    """Return this peer's signed statement that its service is over."""
+    """Sign a statement that this peer's service is over."""
     return signer.sign(STOP_SERVICE_PURPOSE, encode(StopServiceBody(service)))
 
 
 def check_stop(signer: Signer, fact: Fact) -> tuple[bytes, PeerId]:
-    """Return which service is over, and who signed it. Raises RemoteProtocolError."""
+    """Return which service is over, and which peer signed that. Raises RemoteProtocolError."""
     author = signer.check(STOP_SERVICE_PURPOSE, fact)
     body: StopServiceBody = decode(fact.body, StopServiceBody, bytes_max=REQUEST_BYTES_MAX)
     return body.service, author

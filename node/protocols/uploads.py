@@ -1,7 +1,7 @@
-"""Uploads of blobs: a file is read a chunk at a time, as fast as its receiver reads.
+"""Uploads of blobs: a file is read one chunk at a time, as fast as its receiver reads.
 
 A receiver that stops reading costs a permit (`node.protocols.permits`), an open file and a chunk in memory,
-for some seconds only.
+but only for some seconds.
 """
 
 import io
@@ -16,9 +16,9 @@ from node.protocols.runs import BLOB_BYTES_MAX, Blob
 from node.seams import Executor, Stream
 
 CHUNK_BYTES = 256 * 1024
-"""Bytes read and sent at once: the only part of an upload in memory."""
+"""Number of bytes read and sent in one piece. No other part of an upload is in memory."""
 STALL_SECONDS_MAX = 8.0
-"""For one chunk: a receiver slower than 32 kB/s is useless."""
+"""Time limit for one chunk; a receiver slower than 32 kB/s is useless."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ Body = bytes | FilePart
 
 
 def whole(file: IO[bytes] | None, *, bytes_max: int = BLOB_BYTES_MAX) -> FilePart | None:
-    """Return all of an open file; None if there is none, or it is too long and therefore closed."""
+    """Return all of an open file; None if there is no file, or if it is too long (the file is then
+    closed)."""
     if file is None:
         return None
     length = file.seek(0, os.SEEK_END)
@@ -46,7 +47,7 @@ def whole(file: IO[bytes] | None, *, bytes_max: int = BLOB_BYTES_MAX) -> FilePar
 
 
 async def send_blob(stream: Stream, body: Body, permit: Permit, executor: Executor) -> None:
-    """Answer with a Blob and its chunks; the permit is lost if a chunk is not read in time."""
+    """Answer with a Blob and its chunks. The permit is lost if a chunk is not read in time."""
     part = FilePart(io.BytesIO(body), 0, len(body)) if isinstance(body, bytes) else body
     with part.file:
         permit.waits(STALL_SECONDS_MAX)
@@ -57,7 +58,7 @@ async def send_blob(stream: Stream, body: Body, permit: Permit, executor: Execut
             wanted = min(CHUNK_BYTES, part.length - sent)
             chunk = await executor.run(partial(_read, part.file, part.offset + sent, wanted))
             if not chunk:
-                return  # the file became shorter: the receiver sees that the stream ends early
+                return  # the file became shorter; the receiver sees that the stream ends early
             permit.waits(STALL_SECONDS_MAX)
             await stream.send(chunk)
             sent += len(chunk)

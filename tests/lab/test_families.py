@@ -20,7 +20,7 @@ PATTERNS = {
         "IPv4 lets new hosts in, IPv6 lets new hosts in",
     ),
     "hidden": (
-        "TCP and UDP translated to another port for each peer: peers behind a router come through relays; "
+        "TCP and UDP translated to a different port for each peer, so peers behind a router need a relay; "
         + IPV6,
         "IPv4 lets in only hosts that this node wrote to, IPv6 lets in only hosts that this node wrote to",
     ),

@@ -60,7 +60,7 @@ def test_two_nodes_behind_routers_connect_directly_without_the_relay(tmp_path: P
             return all(each["way"] in ways and each["datagrams"] for each in paths)
 
         wait_for(nodes, lambda: is_direct(["punched"]))
-        text = "TCP and UDP translated alike for all peers: two such routers can be punched"
+        text = "TCP and UDP translated alike for all peers, so hole punching can work"
         wait_for(nodes, lambda: router_text(a) == text)
         lab.reboot("a")
         wait_for(nodes, lambda: not is_direct())

@@ -238,9 +238,7 @@ def test_each_family_is_judged_separately() -> None:
         seen.note(0.0, peer(number), "tcp", OUTSIDE, NET[number])
         seen.note(0.0, peer(number), "tcp", outside6, NET[number])
     text = seen.text(0.0, lambda host: host == outside6.host)
-    assert text == (
-        "TCP translated alike for all peers: two such routers can be punched; IPv6: TCP not translated"
-    )
+    assert text == ("TCP translated alike for all peers, so hole punching can work; IPv6: TCP not translated")
     assert seen.place("tcp", 0.0, 6) == outside6
 
 

@@ -318,7 +318,7 @@ async def test_circuits_to_nobody_and_through_a_dead_relay_fail_with_a_reason() 
         await until(lambda: bool(world.hidden.circuits))
         nobody = make_network("n").peer
         world.guest.learn(nobody, [world.relay.addresses[0].through(nobody)])
-        with pytest.raises(Unreachable, match="has nobody of that name behind it"):
+        with pytest.raises(Unreachable, match="does not serve the peer"):
             await world.guest.open(nobody, PING)
         dead = unused_address().of(world.relay.peer)
         world.guest.learn(nobody, [dead.through(nobody)])

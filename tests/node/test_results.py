@@ -150,7 +150,7 @@ def test_a_result_longer_than_its_model_is_not_fetched() -> None:
             assert await ask(liar, victim, end) == Done()
             assert victim.seams.storage.read(weights_name(run.text)) is None
             (over,) = [event for event in group.events["a"] if isinstance(event, RunEnded)]
-            assert "16777216 bytes offered, at most" in over.detail
+            assert "16777216 bytes were offered, but at most" in over.detail
             assert not any(run.text in label for label in victim.runs.guests.labels)
 
     simulate(scenario)

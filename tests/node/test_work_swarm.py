@@ -66,7 +66,7 @@ def test_an_id_without_work_is_listed_by_nobody_and_gets_the_reason(start: Start
             (refused,) = c.join([b.addresses[0]])
             assert refused.outcome == "work"
             assert refused.detail == (
-                f"this swarm wants ids with {BITS} bits of work, this node's has 0: "
+                f"this swarm requires ids with {BITS} bits of work, but this node's id has 0: "
                 f"start with --work-bits {BITS} and a new identity"
             )
             (turned_away,) = a.join([c.addresses[0]])
