@@ -103,7 +103,7 @@ def check_stopped(copy: Machine, original: Machine) -> None:
     lines = errors.splitlines()
     assert code == 2
     assert len(lines) == 2
-    assert lines[0].startswith("error: another node has this node's identity: it runs since 20")
+    assert lines[0].startswith("error: another node has this node's identity. It has been running since 20")
     assert copy.address in lines[0]
     assert original.address in lines[0]
     assert f"rm {copy.folder}/identity.key {copy.folder}/static.key" in lines[1]

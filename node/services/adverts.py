@@ -1,4 +1,4 @@
-"""Publishes this node's offer as an advert, which searches by capability find (`dht.capabilities`)."""
+"""Publishes this node's offer as an advert, which searches by capability can find (`dht.capabilities`)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,10 +17,10 @@ from node.services.discovery import Discovery
 from node.services.metadata import FLOPS_PER_SECOND_MAX
 
 MOVED_SECONDS_MIN = 0.01
-"""A node announces a move of its coordinates from this distance on, in round-trip time."""
+"""Least change of a node's coordinates that is announced, as round-trip time in seconds."""
 ERROR_TOLD_MAX = 75
-"""The largest published relative error, in hundredths: a node with less accurate coordinates publishes
-none."""
+"""The largest relative error that is published, in hundredths. A node with less accurate coordinates
+publishes none."""
 ADVERT_LOOK_SECONDS = 30.0
 """How often a node checks whether its advert is still true."""
 
@@ -48,8 +48,8 @@ async def keep_advertised(
     has_slot: Callable[[], bool],
     where: Coordinates,
 ) -> None:
-    """Publish this node's offer and its coordinates `where`, and each change of them, until cancelled.
-    Others' coordinates order this node's searches."""
+    """Publish this node's offer and its coordinates `where`, and each change of them, until cancelled. The
+    coordinates of other nodes determine the order of this node's search results."""
     discovery.command(lambda core, _now: _estimate_by(core, where))
     told: Advert | None = None
     while True:
@@ -67,8 +67,9 @@ def _estimate_by(core: Kademlia, where: Coordinates) -> Sends:
 
 
 def settled(told: tuple[float, ...], here: Coordinate) -> tuple[float, ...]:
-    """Return the coordinates to publish, in seconds: the previous ones while they are near enough, since each
-    change is stored at a dozen nodes. None while this peer has hardly any measurements."""
+    """Return the coordinates to publish, in seconds. The previous ones stay while they are near enough,
+    because each change is stored at a dozen nodes. Return none while this peer has hardly any
+    measurements."""
     if here.error > ERROR_TOLD_MAX:
         return told
     now = tuple(value * UNIT_SECONDS for value in (*here.point, here.height))

@@ -17,5 +17,6 @@ PREFIXES = (
 
 
 def arithmetic_settings(given: Mapping[str, str]) -> dict[str, str]:
-    """Return these variables of an environment. All others stay with the node: some are secret."""
+    """Return these variables of an environment. All others are withheld from the process, because some are
+    secret."""
     return {name: value for name, value in given.items() if name.startswith(PREFIXES)}

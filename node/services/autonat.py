@@ -1,9 +1,9 @@
 """`/peerloom/reach/1`: dial-back requests, and echoes of datagrams.
 
-On request over a stream a peer dials the asker at the named ports, only at the stream's own source host, so
-it cannot be used against others. It reports the outcome of each dial, and the asker's outer address.
-Datagrams under the same name are echoed, so that a path can be measured. `ReachService` asks and answers;
-`autonat_core` decides which peers to ask and what follows.
+When asked over a stream, a peer dials the asker at the named ports, but only at the stream's own source host,
+so that it cannot be used against others. It reports the outcome of each dial, and the asker's outer address.
+Datagrams under the same protocol name are echoed, so that a path can be measured. `ReachService` asks and
+answers; `autonat_core` decides which peers to ask and what follows.
 """
 
 from collections import Counter, OrderedDict
@@ -36,25 +36,27 @@ from node.transport.address_policy import is_global
 PROTOCOL = "/peerloom/reach/1"
 MESSAGE_BYTES_MAX = 1_536
 DIAL_SECONDS = 5.0
-"""The time limit for one port; the asker waits meanwhile."""
+"""Time limit for one port; the asker waits meanwhile."""
 ASK_SECONDS = 30.0
-"""The time limit for the stream, its handshake and all ports."""
+"""Time limit for the stream, its handshake and all ports."""
 SERVED_MAX = 4
-"""Askers served at once: each may cost five seconds of waiting, and a handshake."""
+"""Maximum number of askers served simultaneously. Each may cost five seconds of waiting, and a handshake."""
 PAUSE_SECONDS = 60.0
-"""The interval between two requests of one peer that are served."""
+"""Least time between two requests of one peer that are served."""
 HOST_SERVED_MAX = 8
-"""Peers of one host that are served within that interval: several nodes may be on it, or behind it."""
+"""Maximum number of peers of one host served within that time. Several nodes may be on the host, or behind
+it."""
 SERVED_KEPT_MAX = 256
-"""Requests of all hosts that are served within that interval."""
+"""Maximum number of requests of all hosts served within that time."""
 REASONS = ("", "refused", "timeout", "unknown", "wrong key")
 ECHO_BYTES_MAX = 1_232
 ECHOES_PER_SECOND_MAX = 100
-"""The echoes for all askers together; an echo is as long as its request, so it amplifies nothing."""
+"""Maximum number of echoes per second for all askers together. An echo is as long as its request, so it does
+not amplify."""
 
 
 class DialBack(msgspec.Struct, frozen=True, array_like=True):
-    """Dial me at the host I come from, at these ports."""
+    """A request to dial the sender at these ports of its stream's source host."""
 
     ports: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=1, le=PORT_MAX)], ...], msgspec.Meta(max_length=ADDRESSES_MAX)
@@ -62,21 +64,22 @@ class DialBack(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """`reason` is empty if the asker answered, else a word: refused, timeout, wrong key."""
+    """The outcome of one dial. `reason` is empty if the asker answered, else "refused", "timeout" or "wrong
+    key"."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=PORT_MAX)]
     reason: Annotated[str, msgspec.Meta(max_length=16)]
 
 
 class Dialled(msgspec.Struct, frozen=True, array_like=True):
-    """The outcome of each dial, and the dialled host as its dialler sees it. No outcomes: not now."""
+    """The outcome of each dial, and the host that was dialled. Without outcomes, the peer did not try."""
 
     host: Annotated[str, msgspec.Meta(max_length=PLACE_LENGTH_MAX)]
     outcomes: Annotated[tuple[Outcome, ...], msgspec.Meta(max_length=ADDRESSES_MAX)]
 
 
 class Echo(msgspec.Struct, frozen=True, array_like=True):
-    """A request to send this back, if `asks`; else its echo."""
+    """A datagram to be sent back if it `asks`, else the echo itself."""
 
     asks: bool
     number: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -86,10 +89,11 @@ class Echo(msgspec.Struct, frozen=True, array_like=True):
 async def ask_dial_back(
     network: Network, clock: Clock, peer: PeerId, at: Address | None = None
 ) -> DialReport:
-    """Ask `peer` to dial this node back, at its address `at` if given, and then by that family.
+    """Ask `peer` to dial this node back. If `at` is given, the request goes to that address, and so uses its
+    IP version.
 
     Raises:
-        Unreachable, StreamClosed: it could not be asked. RemoteProtocolError: nonsense came back.
+        Unreachable, StreamClosed: the peer could not be asked. RemoteProtocolError: the answer is malformed.
     """
     own = [address for address in network.addresses if address.relay is None]
     ports = tuple(dict.fromkeys(address.port for address in own))[:ADDRESSES_MAX]
@@ -98,12 +102,13 @@ async def ask_dial_back(
         dialled: Dialled = decode(await stream.receive(), Dialled, bytes_max=MESSAGE_BYTES_MAX)
         there = stream.source
     if any(each.port not in ports for each in dialled.outcomes):
-        raise RemoteProtocolError("it dialled a port that it was not asked to")
+        raise RemoteProtocolError("the peer dialled a port that it was not asked to dial")
     return DialReport(clock.monotonic(), there, _outcomes(dialled))
 
 
 def _outcomes(dialled: Dialled) -> tuple[tuple[Address, str], ...]:
-    """Raise RemoteProtocolError for a malformed host, and for reasons that must not be shown."""
+    """Return the outcome of each dialled address. Raises RemoteProtocolError for a malformed host, or a
+    reason that must not be shown."""
     found = []
     for each in dialled.outcomes:
         try:
@@ -117,7 +122,7 @@ def _outcomes(dialled: Dialled) -> tuple[tuple[Address, str], ...]:
 
 
 def family_of(address: Address) -> int | None:
-    """Return 4, or 6 of a global address; None for others."""
+    """Return the IP version of an address, 4 or 6, but 6 only for a global address; None for others."""
     if address.kind == "ip4":
         return 4
     return 6 if address.kind == "ip6" and is_global(address.host) else None
@@ -127,8 +132,8 @@ AskDialBack = Callable[[Network, Clock, PeerId, Address | None], Awaitable[DialR
 
 
 class ReachService:
-    """The service. It dials others back from the start; `run` also tests this node's reachability, `echo`
-    echoes datagrams. `ask` is `ask_dial_back`, or stands for it."""
+    """The reachability service of one node. It dials others back from the start. `run` also tests this node's
+    own reachability, and `echo` echoes datagrams. `ask` is `ask_dial_back` or a substitute."""
 
     def __init__(
         self,
@@ -145,7 +150,7 @@ class ReachService:
         self._clock = clock
         self._counters = counters
         self.families = FamilyVerdicts()
-        """The verdict on each IP family by itself."""
+        """The verdict on each IP version separately."""
         self._hurried = 0
         self._served: OrderedDict[PeerId, tuple[float, str]] = OrderedDict()
         self._serving = 0
@@ -161,7 +166,7 @@ class ReachService:
     ) -> None:
         """Ask some of `peers` now and then, until cancelled.
 
-        `changed(verdict, asked, addresses)` is called for each answer; `addresses` are those that enough
+        `changed(verdict, asked, addresses)` is called for each answer. `addresses` are those that enough
         others have confirmed and that this node does not announce yet.
         """
         core = Reachability(rng, self._clock.monotonic(), self._settings)
@@ -173,7 +178,7 @@ class ReachService:
                 self.families, self._hurried = FamilyVerdicts(), 0
                 continue
             others = [peer for peer in peers() if peer != self._network.peer]
-            # A clock of whole microseconds may show slightly less than the wait.
+            # Use the deadline as the least time: a clock of whole microseconds may show slightly less.
             networks = count_networks(map(self._network.host_of, others))
             peer = core.next(max(self._clock.monotonic(), core.deadline), others, networks)
             if peer is not None and await self._ask(core, peer, others):
@@ -182,11 +187,11 @@ class ReachService:
                 changed(core.verdict, core.asked, unknown)
 
     def move(self) -> None:
-        """Note that this node has moved: others' reports are about the old place."""
+        """Note that this node has moved, so earlier reports are about its old address."""
         self._moved.set()
 
     async def _ask(self, core: Reachability, peer: PeerId, others: Collection[PeerId]) -> bool:
-        """Ask one peer; return whether it tried."""
+        """Ask one peer; return whether it tried to dial."""
         families = {family: address for address in self._known(peer) if (family := family_of(address))}
         family = self.families.next(self.own_families(), families)
         report = None
@@ -194,7 +199,8 @@ class ReachService:
             self.families.tried(self._clock.monotonic(), family)
             report = await self._report(peer, families[family])
         if report is None:
-            # A firewall may block requests by one family; that says nothing about the other.
+            # Count it as a report without outcomes: a firewall may block requests over one IP version, which
+            # says nothing about the other.
             report = await self._report(peer) or DialReport(self._clock.monotonic(), None, ())
         self.families.note(report.at, peer, report)
         if report.outcomes:
@@ -206,7 +212,8 @@ class ReachService:
         return bool(report.outcomes)
 
     async def _report(self, peer: PeerId, at: Address | None = None) -> DialReport | None:
-        """Return a peer's report, without outcomes if it is useless; None if the peer cannot be reached."""
+        """Return a peer's report; it has no outcomes if it is useless. Return None if the peer cannot be
+        reached."""
         try:
             return await self._ask_dial_back(self._network, self._clock, peer, at)
         except Unreachable:
@@ -215,14 +222,15 @@ class ReachService:
             return DialReport(self._clock.monotonic(), None, ())
 
     def _may_hurry(self, now: float, others: Collection[PeerId]) -> bool:
-        """Return whether a family without a verdict can be tested by some peer, and was not tried often
-        enough."""
+        """Return whether some peer can test an IP version without a verdict that was not tested too often
+        yet."""
         own = self.own_families()
         unknown = self.families.unknown(own, now) if len(own) > 1 else set()
         if not unknown:
             self._hurried = 0
             return False
-        if self._hurried >= 2 * FAMILY_OTHERS:  # some can be asked only by the other family
+        # twice as many, because some peers can be asked only over the other version
+        if self._hurried >= 2 * FAMILY_OTHERS:
             return False
         if not any(family_of(address) in unknown for peer in others for address in self._known(peer)):
             return False
@@ -230,7 +238,7 @@ class ReachService:
         return True
 
     def own_families(self) -> set[int]:
-        """Return the families of IP at which others may try to reach this node."""
+        """Return the IP versions at which others may try to reach this node."""
         own = [each for each in self._network.addresses if each.relay is None]
         return {family for each in own if (family := family_of(each))}
 
@@ -239,7 +247,7 @@ class ReachService:
         known = [each for each in self._network.known_addresses(peer) if each.relay is None]
         return [each for each in reversed(known) if is_global(each.host)]
 
-    # Answering.
+    # Answering other peers.
 
     async def _serve(self, stream: Stream) -> None:
         request: DialBack = decode(await stream.receive(), DialBack, bytes_max=MESSAGE_BYTES_MAX)
@@ -268,8 +276,8 @@ class ReachService:
         return "timeout"
 
     def _admits(self, peer: PeerId, host: str) -> bool:
-        """Return whether to serve a request: now and then for each peer, a few for each host, few
-        at a time."""
+        """Return whether to serve a request. The limits are one request in a while for each peer, a few for
+        each host, and few at a time."""
         now = self._clock.monotonic()
         while self._served and next(iter(self._served.values()))[0] + PAUSE_SECONDS < now:
             self._served.popitem(last=False)
@@ -281,7 +289,7 @@ class ReachService:
         return True
 
     async def echo(self) -> None:
-        """Send datagrams back, until cancelled."""
+        """Send datagrams back until cancelled."""
         inbox = self._network.inbox(PROTOCOL)
         while True:
             for sender, data in await inbox.take(self._clock.monotonic() + ASK_SECONDS):

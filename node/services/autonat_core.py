@@ -1,12 +1,12 @@
-"""Judges by others' dials whether they can reach this node: a core without I/O.
+"""Decides whether other peers can reach this node, from their attempts to dial it. A core without I/O.
 
 The node asks three others, one after the other, to dial it back. One success proves that it is reachable;
-failures of three peers from different networks mean that it is unreachable; until then neither is known. If
-the whole swarm is in fewer networks, three peers from all of these decide. So the ids of one host cannot make
-a node unreachable. A peer that could not be asked, or would not try, does not count. A report is valid for an
-hour, and renewed long before. Reports also have this node's outer address. An unknown address counts once
-three peers from different networks have dialled it with success, so one peer or one network cannot make a
-node announce a wrong address.
+failures of three peers from different networks mean that it is unreachable; until then the answer is unknown.
+If the whole swarm is in fewer networks, three peers from all of these networks decide. So the ids of one host
+cannot make a node appear unreachable. A peer that could not be asked, or would not try, does not count. A
+report is valid for an hour, and renewed long before. Reports also have this node's outer address. An unknown
+address counts once three peers from different networks have dialled it with success, so a single peer or
+network cannot make a node announce a wrong address.
 """
 
 import ipaddress
@@ -20,40 +20,42 @@ from crypto.contact import Address
 from crypto.identity import PeerId
 
 OTHERS = 3
-"""The number of other peers that decide. Two may share a broken link; more only cost handshakes."""
+"""Number of other peers that decide. Two may share a broken link; more would only cost handshakes."""
 FAMILY_OTHERS = 2
-"""The same for each IP family by itself, on which less depends."""
+"""The same number for each IP version separately, on which less depends."""
 REPORTS_MAX = 16
-"""The newest reports that are kept; more than are requested within an hour."""
+"""Maximum number of reports kept, the newest: more than are requested within an hour."""
 BELIEVED_SECONDS = 3_600.0
 AGAIN_SECONDS = 65.0
-"""The pause before asking a peer again if no other is left: each is served once a minute."""
+"""How long to wait before asking a peer again if there is no other. Each asker is served once a minute."""
 UNASKED_SECONDS = 600.0
-"""How long a peer that could not be asked is left alone: it has an older version, or has just gone."""
+"""How long a peer that could not be asked is left alone. It may have an older version, or has just gone."""
 UNASKED_MAX = 256
 ADDRESSES_MAX = 4
-"""The addresses of one report: a few ports at one host."""
+"""Maximum number of addresses in one report: a few ports at one host."""
 
 
 @dataclass(frozen=True)
 class ReachSettings:
-    """The intervals of requests. Raises ValueError where the settings contradict each other."""
+    """Seconds between requests. Raises ValueError if the settings contradict each other."""
 
     soon_seconds: float = 5.0
-    """The interval of requests while nothing is known; doubled after each peer that could not be asked, up to
-    `doubt_seconds`. 5."""
+    """Seconds between requests while nothing is known. The time doubles after each peer that could not be
+    asked, up to `doubt_seconds`. 5."""
 
     doubt_seconds: float = 300.0
-    """The interval after a failure among the newest reports: the router may have been reconfigured, and the
-    address counts only after three successes. At most `later_seconds`. 300."""
+    """Seconds between requests if one of the newest reports is a failure. The router may have been
+    reconfigured, and the address counts only after three successes. At most `later_seconds`. 300."""
 
     later_seconds: float = 1_200.0
-    """The interval of a node that all reach. At most a third of the time for which a report is valid, so the
-    newest three are always valid. 1,200."""
+    """Seconds between requests of a node that all can reach. At most a third of the time for which a report
+    is valid, so that the newest three are always valid. 1,200."""
 
     def __post_init__(self) -> None:
         if not 0 < self.soon_seconds <= self.doubt_seconds <= self.later_seconds <= BELIEVED_SECONDS / OTHERS:
-            raise ValueError("reach settings: soon, doubt, later, and three questions while one is believed")
+            raise ValueError(
+                "reach settings: 0 < soon_seconds <= doubt_seconds <= later_seconds <= a third of an hour"
+            )
 
 
 REACH = ReachSettings()
@@ -62,8 +64,8 @@ REACH = ReachSettings()
 
 @dataclass(frozen=True)
 class DialReport:
-    """The report of one peer, seen from here at `there`: each dialled address with the reason of a failure,
-    empty for success. No outcomes: it would not try."""
+    """The report of one peer, which this node reached at `there`: each dialled address with the reason of a
+    failure, or empty for success. Without outcomes, the peer would not try."""
 
     at: float
     there: Address | None
@@ -89,7 +91,7 @@ class Reachability:
 
     @property
     def asked(self) -> int:
-        """How many of the newest OTHERS peers have tried."""
+        """How many of the newest OTHERS reports have outcomes."""
         return len(self._newest)
 
     @property
@@ -103,8 +105,8 @@ class Reachability:
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """The addresses that enough others from different networks have dialled with success, the surest
-        first."""
+        """The addresses that enough others from different networks have dialled with success, the most
+        certain first."""
         votes: Counter[Address] = Counter()
         seen: dict[tuple[Address, str], None] = {}
         for report in self._newest:
@@ -117,12 +119,12 @@ class Reachability:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """The tables that others can make grow here: the size and limit of each."""
+        """The size and limit of each table that others can make grow."""
         return {"reports": (len(self._reports), REPORTS_MAX), "unasked": (len(self._unasked), UNASKED_MAX)}
 
     def next(self, now: float, peers: Sequence[PeerId], networks: int = OTHERS) -> PeerId | None:
-        """Return the one of `peers` to ask now; None if there is none: `deadline` is when to call again. They
-        are known to be in this many `networks`."""
+        """Return the one of `peers` to ask now. If there is none, return None; `deadline` says when to call
+        again. The peers are known to be in this many `networks`."""
         self._networks = max(1, min(OTHERS, networks))
         self._forget(now)
         if now < self.deadline:
@@ -132,7 +134,7 @@ class Reachability:
         fresh = [peer for peer in willing if peer not in self._reports]
         if fresh:
             return self._rng.choice(fresh)
-        # In a swarm of three the same peers are asked again, the one with the oldest answer first.
+        # In a swarm of three, the same peers are asked again, starting with the one with the oldest answer.
         old = [peer for peer in self._reports if peer in willing]
         if old and self._is_hurried:
             again_at = self._reports[old[0]].at + AGAIN_SECONDS
@@ -147,20 +149,21 @@ class Reachability:
         self._reports[peer] = report
         while len(self._reports) > REPORTS_MAX:
             self._reports.popitem(last=False)
-        # The pause that was in force when it was asked may have been a long one.
+        # The pause that was in force when the peer was asked may have been long.
         self.deadline = min(self.deadline, now + self._pause)
         if self.verdict is not None and self.asked >= OTHERS:
             self.deadline = now + self._patience_seconds
 
     def hurry(self, now: float) -> None:
-        """Ask the next peer soon, even one that has answered before: less is known than the verdict needs."""
+        """Ask the next peer soon, even one that has answered before, because an IP version has no verdict
+        yet."""
         self._is_hurried = True
         self.deadline = min(self.deadline, now + self._pause)
 
     def failed(self, now: float, peer: PeerId) -> None:
         """Note that `peer` could not be asked, or did not try."""
         self._unasked[peer] = now
-        # In a swarm of older versions no peer answers for a long time.
+        # Double the pause: in a swarm of older versions no peer may answer for a long time.
         self._pause = min(2 * self._pause, self._settings.doubt_seconds)
         self.deadline = now + self._pause
         while len(self._unasked) > UNASKED_MAX:
@@ -168,7 +171,7 @@ class Reachability:
 
     @property
     def _newest(self) -> list[DialReport]:
-        """Return the newest reports: one of each network, and more only if there are no other networks."""
+        """Return the newest reports: one for each network, and more only if there are too few networks."""
         latest: dict[object, DialReport] = {}
         others: list[DialReport] = []
         for peer, report in reversed(self._reports.items()):
@@ -193,7 +196,7 @@ class Reachability:
 
 
 class FamilyVerdicts:
-    """Whether hosts to which this node has not written get through by TCP, by IP family: IPv6 is not
+    """Whether hosts to which this node has not written can reach it by TCP, for each IP version. IPv6 is not
     translated, but a firewall may let in only answers."""
 
     def __init__(self) -> None:
@@ -201,11 +204,11 @@ class FamilyVerdicts:
         self._tried_at: dict[int, float] = {}
 
     def tried(self, now: float, family: int) -> None:
-        """Note a request to a peer by this family, with any outcome."""
+        """Record a request to a peer over this IP version, whatever the outcome."""
         self._tried_at[family] = now
 
     def note(self, now: float, peer: PeerId, report: DialReport) -> None:
-        """Note a peer's outcomes, or that it did not try."""
+        """Record a peer's outcomes, or that it did not try."""
         for family, kind in ((4, "ip4"), (6, "ip6")):
             tried = [reason for address, reason in report.outcomes if address.kind == kind]
             if tried:
@@ -216,7 +219,7 @@ class FamilyVerdicts:
                     found.popitem(last=False)
 
     def verdict(self, family: int, now: float) -> bool | None:
-        """Return whether they get through; None while too few have tried."""
+        """Return whether new hosts get through; None while too few peers have tried."""
         reports = self._found.get(family, OrderedDict())
         found = [worked for at, worked in reports.values() if now - at <= BELIEVED_SECONDS]
         if any(found):
@@ -224,12 +227,12 @@ class FamilyVerdicts:
         return False if len(found) >= FAMILY_OTHERS else None
 
     def unknown(self, own: Collection[int], now: float) -> set[int]:
-        """Return the families without a verdict."""
+        """Return the IP versions without a verdict."""
         return {family for family in own if self.verdict(family, now) is None}
 
     def next(self, own: Collection[int], theirs: Collection[int]) -> int | None:
-        """Return the family for the next request, of those that both have: the least recently used. None if
-        there is no choice."""
+        """Return the IP version for the next request: of those that both peers have, the least recently used.
+        Return None if there is no choice."""
         both = sorted(set(own) & set(theirs))
         if len(set(own)) < 2 or not both:
             return None
@@ -240,7 +243,7 @@ class FamilyVerdicts:
         return max([self._tried_at.get(family, -inf), *answered_at])
 
     def text(self, own: Collection[int], now: float) -> str:
-        """Return the known state, for people, of a node that has both families; else empty."""
+        """Return the known state as text for people, for a node with both IP versions; else empty."""
         if len(set(own)) < 2:
             return ""
         parts = []
@@ -253,12 +256,12 @@ class FamilyVerdicts:
 
 _FAMILY_TEXTS = {
     True: "lets new hosts in",
-    False: "lets in only hosts that this node wrote to",
+    False: "lets in only hosts that this node has contacted",
 }
 
 
 def count_networks(hosts: Iterable[str | None]) -> int:
-    """Return the number of networks of these hosts; unknown ones do not count."""
+    """Return the number of different networks of these hosts; unknown ones do not count."""
     return len({network for host in hosts if host and (network := _network_of_host(host))})
 
 
@@ -268,7 +271,7 @@ def _network(peer: PeerId, report: DialReport) -> object:
 
 
 def network_of(address: Address) -> str:
-    """The network an address is of: a /24 of IPv4, a /48 of IPv6; empty for a name."""
+    """Return the network of an address: a /24 of IPv4, a /48 of IPv6; empty for a name."""
     return _network_of_host(address.host)
 
 

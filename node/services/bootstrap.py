@@ -1,8 +1,9 @@
-"""Finding the first peer: every address gets its own attempt and its own reason, and none is fatal.
+"""Finds the first peer. Every address is tried separately and gets its own reason for failure, and no failure
+is fatal.
 
 Seeds and remembered peers are tried concurrently. While this node is alone they are tried again at growing
-intervals; once a peer is known, SWIM and the DHT find the rest. A peer whose beacon is heard is tried at
-once, unless it is a member already, so two swarms of one name that began apart become one.
+intervals; once a peer is known, SWIM and the DHT find the rest. A peer whose beacon is heard is tried
+immediately, unless it is a member already. So two swarms of one name that began separately become one.
 """
 
 from collections import Counter, OrderedDict
@@ -20,18 +21,19 @@ from node.transport.racing import race
 RETRY_SECONDS_MIN = 2.0
 RETRY_SECONDS_MAX = 60.0
 ATTEMPTS_MAX = 32
-"""Peers dialled at once, each at a few of its addresses."""
+"""Maximum number of peers dialled simultaneously, each at a few of its addresses."""
 HEARD_MAX = 64
-"""Peers heard on the local network that wait to be dialled; one heard again comes back."""
+"""Maximum number of peers heard on the local network that wait to be dialled. A peer that is left out is
+heard again."""
 HEARD_ADDRESSES_MAX = 3
-"""The most addresses of one such peer, since nothing about it is proved."""
+"""Maximum number of addresses tried for one such peer, because nothing about it is proved."""
 BEACON, MEMORY = "beacon", "memory"
-"""How an address was found that nobody gave: see `node.events.JoinTried`."""
+"""How an address was found that no user gave: see `node.events.JoinTried`."""
 
 
 class Bootstrap:
-    """Tries `addresses` until a peer answers; `found` is called for every peer that does. Addresses that
-    stand together are those of one peer: the first that answers suffices."""
+    """Tries `addresses` until a peer answers; `found` is called for every peer that does. Addresses that are
+    grouped belong to one peer, and the first one that answers suffices."""
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class Bootstrap:
         is_other: Callable[[], Awaitable[bool]],
         is_remembered: Callable[[Sequence[Address]], bool] = lambda _: False,
     ) -> None:
-        """`is_other` returns whether an answer under this node's own id is another node."""
+        """`is_other` returns whether an answer under this node's own id came from a different node."""
         self._is_other = is_other
         self._is_remembered = is_remembered
         self._network = network
@@ -62,12 +64,12 @@ class Bootstrap:
         self._stirred = trio.Event()
 
     def add(self, address: Address) -> None:
-        """Try this address too, from the next round on."""
+        """Also try this address from the next round on."""
         if (address,) not in self._addresses:
             self._addresses = (*self._addresses, (address,))
 
     async def run(self) -> None:
-        """Run until cancelled: one round at once, more while this node is alone."""
+        """Run until cancelled: one round immediately, and more while this node is alone."""
         pause = RETRY_SECONDS_MIN
         while self._addresses:
             await self.try_all()
@@ -78,7 +80,7 @@ class Bootstrap:
                 await trio.sleep(RETRY_SECONDS_MAX)
 
     def hear(self, peer: PeerId, addresses: Sequence[Address]) -> None:
-        """Take a beacon of a near peer."""
+        """Take the beacon of a nearby peer."""
         if self._is_member(peer) or (peer not in self._heard and len(self._heard) >= HEARD_MAX):
             return
         admitted = [address.of(peer) for address in addresses if self._network.admits(address)]
@@ -87,12 +89,12 @@ class Bootstrap:
             self._stirred.set()
 
     async def try_heard(self) -> None:
-        """Dial the peers of beacons, one after the other, until cancelled."""
+        """Dial the peers of beacons one after the other, until cancelled."""
         while True:
             while self._heard:
                 peer, addresses = self._heard.popitem(last=False)
                 if self._is_member(peer):
-                    continue  # it has become known by other means
+                    continue  # the peer has become known by other means
                 if await self._try(addresses, found_by=BEACON) is not None:
                     self._found([peer])
             self._stirred = trio.Event()
@@ -117,15 +119,15 @@ class Bootstrap:
                 self._found([peer])
 
         async with trio.open_nursery() as nursery:
-            # In order: typed addresses before remembered ones.
+            # Keep the order: addresses given by the user come before remembered ones.
             for index, addresses in enumerate(self._addresses):
                 await free.acquire()
                 nursery.start_soon(attempt, index, addresses)
         return list(dict.fromkeys(answers[index] for index in sorted(answers)))
 
     async def try_one(self, address: Address) -> JoinTried:
-        """Dial an address once, report and return the outcome. The peer of an address that led
-        here is None."""
+        """Dial an address once; report and return the outcome. If the address led to this node itself, the
+        outcome's peer is None."""
         return await self._dial((address,), "")
 
     async def _try(self, addresses: Sequence[Address], *, found_by: str = "") -> PeerId | None:
@@ -147,7 +149,10 @@ class Bootstrap:
         elif peer == self._network.peer:
             peer, outcome, detail = None, "self", "this is this node's own address"
             if await self._is_other():
-                outcome, detail = "same key", "another node has this node's identity: a copied data folder?"
+                outcome, detail = (
+                    "same key",
+                    ("another node has this node's identity; was the data folder copied?"),
+                )
         elif peer is not None:
             self._network.learn(peer, [address.of(peer)])
         tried = JoinTried(
@@ -160,7 +165,7 @@ class Bootstrap:
             found_by=found_by,
         )
         if found_by == BEACON and outcome not in ("ok", "work"):
-            # A stranger's beacon is not reported before a peer of this swarm answers there.
+            # An unknown peer's beacon is not reported until a peer of this swarm answers there.
             self._counters["beacons_led_nowhere"] += 1
         else:
             self._publish(tried)

@@ -1,6 +1,6 @@
-"""Delivers broadcasts of users to programs of this process. `gossip.broadcasts` spreads them over members.
+"""Delivers broadcasts of users to programs of this process. `gossip.broadcasts` spreads them among members.
 
-Contents of messages are not events: they go only to listeners, and to no log, screen or metric.
+The contents of messages are not events: they go only to listeners, and to no log, screen or metric.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from crypto.identity import peer_text
 from gossip.member import BroadcastHeard
 
 HEARD_MAX = 1_024
-"""Broadcasts that wait for one listener; one that reads nothing loses the newest."""
+"""Maximum number of broadcasts that wait for one listener. If it reads nothing, new ones are lost."""
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """A message of a node to all members under a topic. A higher `sequence` of the same peer and topic
-    supersedes the lower ones."""
+    """A node's message to all members under a topic. A higher `sequence` of the same peer and topic
+    supersedes lower ones."""
 
     peer: str
     topic: str
@@ -36,7 +36,7 @@ class BroadcastListeners:
 
     @contextmanager
     def listen(self) -> Iterator[trio.MemoryReceiveChannel[Broadcast]]:
-        """Yield the broadcasts heard from now on; the channel ends when the node leaves."""
+        """Yield the broadcasts heard from now on. The channel ends when the node leaves."""
         send, receive = trio.open_memory_channel[Broadcast](HEARD_MAX)
         if self._is_closed:
             send.close()

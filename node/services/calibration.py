@@ -1,12 +1,12 @@
 """Measures once how fast this machine's device computes each class of operators, in a process like a stage's.
 
-One node of a machine at a time measures, in the background and at low priority. The result is cached in the
-user's folder for as long as hardware, torch, device, type and threads stay the same. Only the share of a
-processor that a stage gets is measured at every start. Without a result the estimate of
-`node.services.capacity` stays.
+Only one node of a machine measures at a time, in the background and at low priority. The result is cached in
+the user's folder, and is valid as long as hardware, torch, device, type and threads stay the same. Only a
+stage's share of a processor is measured at every start. Without a result, the estimate of
+`node.services.capacity` stays in use.
 
-Measuring yields to the node's own computing, such as a stage: the measuring processes are ended, which also
-frees their memory, and the missing part is measured once the node has been idle for a moment.
+Measuring gives way to the node's own computing, such as a stage. The measuring processes are ended, which
+also frees their memory, and the missing part is measured once the node has been idle for a moment.
 """
 
 import fcntl
@@ -36,12 +36,12 @@ from partition.plan.rates import Calibration, OperatorPace, decode_calibration, 
 CALIBRATION_PURPOSE = "calibration"
 """The purpose of the signed record in the DHT."""
 FORMAT = "5"
-"""The format of the cache: 2 has the node's own work, 3 was measured with a stage's heap and without
-autograd's cost of each pass, 4 has the node's own work by parts, and that for a step, 5 has a baseline with
-torch's code in memory, and the whole cost of applying a step."""
+"""The format of the cache. 2 added the node's own work. 3 was measured with a stage's heap, and without
+autograd's cost of each pass. 4 has the node's own work by parts, and the part for a step. 5 has a baseline
+with torch's code in memory, and the whole cost of applying a step."""
 MILLIWATTS_MAX = 2**31 - 1
 BESIDE_FACTOR = 1.5
-"""The process of another slot measures for this many times as long, so that it is busy until the end."""
+"""Factor by which the processes of other slots measure longer, so that they are busy until the end."""
 LOOK_SECONDS = 0.1
 """How often a measuring or waiting thread checks whether the result is still wanted."""
 
@@ -55,23 +55,24 @@ class CalibrationSettings:
     """The settings of calibration. Raises ValueError if they contradict each other."""
 
     measure_seconds: float = 8.0
-    """For all classes of operators. Below `process_seconds_max`. 8."""
+    """How long to measure all classes of operators together. Below `process_seconds_max`. 8."""
 
     share_seconds: float = 2.0
-    """The time for which other slots are kept busy while the share of a processor is measured. 2."""
+    """How long other slots are kept busy while the share of a processor is measured. 2."""
 
     idle_seconds: float = 1.0
-    """The time for measuring the machine's power while a stage waits. 1."""
+    """How long to measure the machine's power while a stage waits. 1."""
 
     process_seconds_max: float = 300.0
-    """The time limit of a measuring process. On a busy machine importing torch alone takes many
-    seconds. 300."""
+    """Time limit of a measuring process. On a busy machine, importing torch alone takes many seconds. 300."""
 
     quiet_seconds: float = 3.0
-    """How long a node that has computed must be idle before it measures: runs often follow each other. 3."""
+    """How long a node that has computed must be idle before it measures, because runs often follow each
+    other. 3."""
 
     niceness: int = 5
-    """0-19, as a stage's process, whose share of a processor is to be known. 5."""
+    """Niceness of a measuring process, 0-19: the same as for a stage's process, because the share of a
+    processor that a stage gets depends on it. 5."""
 
     def __post_init__(self) -> None:
         bounds = (
@@ -87,7 +88,7 @@ class CalibrationSettings:
 
 
 class SteppedAside(Exception):
-    """The node began to compute while something was measured."""
+    """The node began to compute during a measurement."""
 
 
 class MeasuringTurn:
@@ -109,7 +110,8 @@ class MeasuringTurn:
         self._given_up.set()
 
     def wait(self) -> bool:
-        """Wait until this node is idle, and was so for `quiet_seconds` if it was busy; False if given up."""
+        """Wait until this node is idle and, if it was busy, has been idle for `quiet_seconds`. Return False
+        if given up."""
         until = 0.0
         while not self.is_given_up:
             if self.is_busy:
@@ -122,17 +124,17 @@ class MeasuringTurn:
 
 @dataclass(frozen=True)
 class CalibrationWish:
-    """The parameters of a calibration; an earlier result with equal ones is reused."""
+    """The parameters of a calibration. An earlier result with equal parameters is reused."""
 
     device: str
     dtype: str
     threads: int
     slots: int = 1
-    """The number of stages that compute here at once, each with `threads` threads."""
+    """The number of stages that compute here simultaneously, each with `threads` threads."""
 
     @property
     def key(self) -> str:
-        """The name of the cache file: of hardware, torch and all parameters."""
+        """The name of the cache file, derived from hardware, torch and all parameters."""
         parts = [
             FORMAT,
             _processor(),
@@ -163,17 +165,17 @@ def calibrate(
 ) -> Calibration | None:
     """Return the calibration of this machine, from the cache or measured; None if it cannot be measured.
 
-    Blocks for some seconds, for as long as another node of this machine measures, and while this one
-    computes: call it in a thread. `meter` reads the machine's power, by default from its hardware counters,
-    if readable. `processes` measure. Once `turn` is given up, it returns None soon, and leaves no process
-    behind.
+    This blocks for some seconds, as long as another node of this machine measures, and while this node
+    computes, so call it in a thread. `meter` reads the machine's power; by default from its hardware
+    counters, if they are readable. `processes` do the measuring. Once `turn` is given up, this soon returns
+    None, and leaves no process behind.
     """
     turn = turn or MeasuringTurn()
     work = _Work(wanted, folder, meter or EnergyMeter(), processes or MeasuringProcesses())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while turn.wait():
-            # Two concurrent measurements would disturb each other.
+            # Take the lock, because two concurrent measurements would disturb each other.
             with suppress(SteppedAside), _lock(folder / "calibration.lock", turn) as is_locked:
                 return work.run(turn) if is_locked else None
     except OSError:
@@ -182,7 +184,7 @@ def calibrate(
 
 
 class _Work:
-    """The measurements of one calibration, part after part; an interrupted part begins again."""
+    """The measurements of one calibration, part by part. An interrupted part is started again."""
 
     def __init__(
         self, wanted: CalibrationWish, folder: Path, meter: EnergyMeter, processes: "MeasuringProcesses"
@@ -194,7 +196,7 @@ class _Work:
         self._kinds: Calibration | None = None
 
     def run(self, turn: MeasuringTurn) -> Calibration | None:
-        """Do the remaining measurements, with the lock held. Raises SteppedAside, OSError."""
+        """Do the remaining measurements while holding the lock. Raises SteppedAside, OSError."""
         known = _read(self._file)
         if known is not None:
             found = self._processes.measure_now(self._wanted, 0.0, turn)
@@ -209,7 +211,8 @@ class _Work:
         return found
 
     def _measure_kinds(self, turn: MeasuringTurn) -> Calibration | None:
-        """Measure every class, and the machine's power before and meanwhile, if it is counted."""
+        """Measure every class of operators. If the machine's power is counted, also measure it before and
+        during that."""
         processes, settings = self._processes, self._processes.settings
         if not self._meter.read():
             return processes.measure_now(self._wanted, settings.measure_seconds, turn)
@@ -219,7 +222,7 @@ class _Work:
         )
         if found is None:
             return None
-        # Other programs' power counts in both; they may have ended meanwhile.
+        # Both figures include the power of other programs, which may have ended in between.
         return msgspec.structs.replace(found, busy_milliwatts=max(idle, busy), idle_milliwatts=idle)
 
     def _milliwatts(self, run: Callable[[], T]) -> tuple[int, T]:
@@ -246,7 +249,8 @@ def _write(file: Path, calibration: Calibration) -> None:
 
 @contextmanager
 def _lock(path: Path, turn: MeasuringTurn) -> Iterator[bool]:
-    """Take the machine's lock once no other node has it; False if given up before. Raises SteppedAside."""
+    """Take the machine's lock once no other node has it; yield False if given up before. Raises
+    SteppedAside."""
     with path.open("w") as lock:
         keep_from_children(lock)
         while not turn.is_given_up:
@@ -261,8 +265,8 @@ def _lock(path: Path, turn: MeasuringTurn) -> Iterator[bool]:
 
 
 class MeasuringProcesses:
-    """Processes that measure; each ends with the call that began it. Called in a thread, where trio's clock
-    is unavailable: `now` and `sleep` are the machine's."""
+    """Processes that measure; each ends with the call that started it. It is called in a thread, where trio's
+    clock is not available, so `now` and `sleep` are the machine's."""
 
     def __init__(self, settings: CalibrationSettings | None = None) -> None:
         self.settings = settings or CalibrationSettings()
@@ -270,8 +274,9 @@ class MeasuringProcesses:
         self.sleep: Callable[[float], None] = time.sleep
 
     def measure_now(self, wanted: CalibrationWish, seconds: float, turn: MeasuringTurn) -> Calibration | None:
-        """Measure in a process, without `seconds` only the share; None if that fails. The other slots are
-        kept equally busy: each measures too, for longer, and its result is discarded. Raises SteppedAside."""
+        """Measure in a process; None if that fails. If `seconds` is 0, only the share is measured. Meanwhile
+        the other slots are kept equally busy: each measures too, for longer, and its result is discarded.
+        Raises SteppedAside."""
         with ExitStack() as stack:
             try:
                 for _ in range(wanted.slots - 1):
@@ -285,8 +290,8 @@ class MeasuringProcesses:
                 return None
 
     def with_own_work(self, calibration: Calibration, turn: MeasuringTurn) -> Calibration:
-        """Return a calibration with the node's own work beside the stage's process, measured in a separate
-        process; unchanged if that fails. Raises SteppedAside."""
+        """Add to a calibration the cost of the node's own work for a stage, measured in a separate process.
+        If that fails, return the calibration unchanged. Raises SteppedAside."""
         process = self.spawn(["node.calibration.own_work"])
         try:
             said = self._said(process, turn)
@@ -300,7 +305,7 @@ class MeasuringProcesses:
         )
 
     def begin(self, wanted: CalibrationWish, seconds: float) -> "subprocess.Popen[bytes]":
-        """Begin to measure, without `seconds` only the share."""
+        """Start a measuring process. If `seconds` is 0, it measures only the share."""
         arguments = [wanted.device, wanted.dtype, str(wanted.threads), str(seconds)]
         return self.spawn(["partition.calibrate", *arguments], wanted.threads)
 
@@ -308,7 +313,7 @@ class MeasuringProcesses:
         """Read a process's output until it ends.
 
         Raises:
-            subprocess.TimeoutExpired: it takes too long, or is given up.
+            subprocess.TimeoutExpired: it takes too long, or was given up.
             SteppedAside: the node computes.
         """
         seconds_max = self.settings.process_seconds_max
@@ -323,7 +328,7 @@ class MeasuringProcesses:
                     raise SteppedAside from None
 
     def spawn(self, module: Sequence[str], threads: int = 1) -> "subprocess.Popen[bytes]":
-        """Start one of our modules, with a stage's environment."""
+        """Start one of Peerloom's modules, with the environment of a stage."""
         environment = {
             **arithmetic_settings(os.environ),
             **{key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "LD_LIBRARY_PATH")},
@@ -351,5 +356,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def corrected(capacity: Capacity, calibration: Calibration, slots: int = 1) -> Capacity:
-    """Return the capacity with the rate measured under a stage's conditions, in each of the slots."""
+    """Return the capacity with the rate that was measured under a stage's conditions, in each of the
+    slots."""
     return replace(capacity, flops_per_second=float(calibration.flops_per_second * slots))

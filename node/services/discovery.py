@@ -1,4 +1,4 @@
-"""Drives the Kademlia core over datagrams, with its lookups as awaitable calls."""
+"""Drives the Kademlia core over datagrams, and offers its lookups as awaitable calls."""
 
 from collections.abc import Callable, Sequence
 from math import ceil
@@ -27,21 +27,21 @@ from node.services.membership import CLOCK_NEWS_SECONDS
 from node.storage.records_file import RecordsFile
 
 RECORD_SECONDS = 24 * 3_600
-"""How long a record stays valid; the core stores it again meanwhile if its holders have gone."""
+"""How long a record stays valid. Until then the core stores it again if its holders have gone."""
 RENEW_SECONDS = RECORD_SECONDS / 3
 OWN_RECORDS_MAX = 256
-"""The most records of this node: other nodes hold no more of one publisher."""
+"""Maximum number of this node's records; other nodes hold no more of one publisher."""
 LOOKUP_SECONDS_MAX = 30.0
 SOUGHT_MAX = 16
-"""Searches for neighbours at once; membership asks for one at a time."""
+"""Maximum number of simultaneous searches for neighbours; membership asks for one at a time."""
 SAVE_SECONDS = 5.0
-"""A crash loses the changes of this interval; other holders have them."""
+"""Seconds between saves. A crash loses the changes since the latest save, which other holders still have."""
 CONTACTS_SAVED_EVERY = 12
-"""Saves of records for each save of contacts, which makes that one a minute."""
+"""Number of saves of records for each save of contacts, so that contacts are saved once a minute."""
 
 
 class Discovery:
-    """The service. `run` drives; `publish` and `find` may be awaited once it does."""
+    """The DHT service of a node. `run` drives it; `publish` and `find` may be awaited while it does."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Discovery:
         work_bits: int = 0,
         publish: Callable[[events.Event], None] = lambda _event: None,
     ) -> None:
-        """`observe` is called with every event of the core, `publish` with those for people; `make` makes the
-        core. With `seams` its records are kept on the disk, and its tokens are unguessable. Ids have
+        """`observe` is called with every event of the core, and `publish` with events for people; `make`
+        makes the core. With `seams`, the records are kept on disk, and the tokens are unguessable. Ids need
         `work_bits` of proof of work, unless `settings` say otherwise."""
         self._network = network
         self._clock = clock
@@ -91,8 +91,8 @@ class Discovery:
         )
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Drive until cancelled, signing this node's own records anew before they expire, and saving its
-        records to the disk."""
+        """Drive until cancelled. This node's own records are signed again before they expire, and all its
+        records are saved to disk."""
         try:
             async with trio.open_nursery() as nursery:
                 with contain("reading of kept records"):
@@ -114,7 +114,7 @@ class Discovery:
                     await self._renew(purpose, name, value, until)
 
     def follow_clock(self) -> None:
-        """Follow a jump of the clock: records are signed and checked by its new time."""
+        """Follow a jump of the clock, so that records are signed and checked by the new time."""
         offset = self._clock.wall() - self._clock.monotonic()
         if abs(offset - self._core.wall_offset) > CLOCK_NEWS_SECONDS:
             self._core.wall_offset = offset
@@ -126,7 +126,7 @@ class Discovery:
 
     @property
     def _at(self) -> float:
-        """The present time by this machine's own clock, for people."""
+        """The present time according to this machine's own clock, for people."""
         return (self._clock if self._seams is None else self._seams.clock).wall()
 
     # The disk.
@@ -165,7 +165,7 @@ class Discovery:
                 await self._seams.executor.run(lambda: file.save(changes, saved))
 
     def _tell(self) -> None:
-        """Publish the state of the DHT if it has changed."""
+        """Publish an event with the state of the DHT if it has changed."""
         core = self._core
         figures = (len(core.table), len(core.records), len(self._own), round(core.network_size), self._short)
         if figures != self._told:
@@ -184,7 +184,7 @@ class Discovery:
             )
 
     def document(self) -> dict[str, object]:
-        """This node's part of the DHT, for `dht stat`."""
+        """Return this node's part of the DHT, for `dht stat`."""
         core = self._core
         return {
             "key": core.key.hex(),
@@ -198,23 +198,24 @@ class Discovery:
         }
 
     def command(self, order: Callable[[Kademlia, float], Sends]) -> None:
-        """Let local code act on the core: `order(core, now)` returns what to send."""
+        """Let local code act on the core. `order(core, now)` returns what to send."""
         self._driver.command(lambda now: order(self._core, now))
 
     def appear(self, addresses: Sequence[Address], *, client: bool) -> None:
-        """Set this node's contact, or that others cannot reach it."""
+        """Set this node's contact; with `client`, others cannot reach it."""
         self._core.appear(addresses, client=client)
 
     def join(self, peers: Sequence[PeerId]) -> None:
-        """Enter the DHT by these peers."""
+        """Enter the DHT through these peers."""
         self._driver.command(lambda now: self._core.join(now, peers))
 
     def met(self, peer: PeerId, addresses: Sequence[Address]) -> None:
-        """Note a peer that membership found and monitors: it may enter the routing table once it answers."""
+        """Note a peer that membership has found and monitors. It may enter the routing table once it
+        answers."""
         self._driver.command(lambda now: self._core.add(now, peer, addresses))
 
     def gone(self, peer: PeerId) -> None:
-        """Note a peer that membership lost: lookups need not wait for it."""
+        """Note a peer that membership has lost, so that lookups need not wait for it."""
         self._driver.command(lambda now: self._core.remove(now, peer))
 
     def forgotten(self, peer: PeerId) -> None:
@@ -222,7 +223,7 @@ class Discovery:
         self._core.unwatch(peer)
 
     def locate(self, key: bytes, found: Callable[[Sequence[PeerId]], None]) -> None:
-        """Look up the peers nearest to `key`, and pass them on when they are found."""
+        """Look up the peers nearest to `key`, and call `found` with them."""
 
         def begin(now: float) -> Sends:
             number, sends = self._core.locate(now, Key(key))
@@ -234,7 +235,7 @@ class Discovery:
 
     @property
     def publishers_max(self) -> int:
-        """The most publishers whose records a node keeps under one key."""
+        """Maximum number of publishers whose records a node keeps under one key."""
         return self._core.settings.records_per_key_max
 
     @staticmethod
@@ -247,18 +248,18 @@ class Discovery:
         self._driver.command(lambda now: self._core.advertise(now, advert))
 
     async def publish(self, purpose: str, name: bytes, value: bytes) -> int:
-        """Store this node's record under (purpose, name); return how many nodes keep it, this one included.
+        """Store this node's record under (purpose, name). Return how many nodes keep it, including this one.
 
-        It is kept alive as long as this node runs, for the newest OWN_RECORDS_MAX records. Too few holders
-        are counted and reported.
+        The record is kept alive as long as this node runs, for the newest OWN_RECORDS_MAX records. Too few
+        holders are counted and reported.
         """
         return (await self.publish_for(purpose, name, value, None)).acknowledged
 
     async def publish_for(
         self, purpose: str, name: bytes, value: bytes, seconds: float | None
     ) -> RecordStored:
-        """Store this node's record for `seconds` (None: as long as this node runs); return the outcome. Until
-        then it is stored again like others, if it lives long enough."""
+        """Store this node's record for `seconds` (None: as long as this node runs); return the outcome.
+        Within that time it is stored again like other records, if the time is long enough."""
         wall = self._clock.wall()
         self._own.pop((purpose, name), None)
         if seconds is None or seconds > RENEW_SECONDS:
@@ -292,7 +293,7 @@ class Discovery:
     async def _stored(self, purpose: str, fact: Fact) -> RecordStored:
         stored = await self._ask(lambda now: self._core.store(now, fact))
         if not isinstance(stored, RecordStored):
-            stored = RecordStored(-1, 0, 0, wanted=1)  # no answer in all that time
+            stored = RecordStored(-1, 0, 0, wanted=1)  # no answer within that time
         if not stored.is_safe:
             self._short += 1
             self._publish(
@@ -303,12 +304,13 @@ class Discovery:
         return stored
 
     async def find(self, purpose: str, name: bytes, *, careful: bool = False) -> tuple[Record, ...]:
-        """Return the newest record of each publisher under (purpose, name). `careful`: over
+        """Return the newest record of each publisher under (purpose, name). With `careful`, search over
         disjoint paths."""
         return await self.find_key(record_key(purpose, name), careful=careful)
 
     async def find_key(self, key: Key, *, careful: bool = False, first: bool = False) -> tuple[Record, ...]:
-        """Return the same under a key; `first`: the first record suffices."""
+        """Return the newest record of each publisher under a key. With `first`, the first record found
+        suffices."""
         paths = self._core.settings.paths if careful else 1
         found = await self._ask(lambda now: self._core.find(now, key, paths=paths, first=first))
         return found.records if isinstance(found, RecordsFound) else ()
@@ -321,7 +323,7 @@ class Discovery:
         return (found.records, found.holders + own) if isinstance(found, RecordsFound) else ((), int(own))
 
     async def hunt(self, query: Query) -> tuple[CapabilityOffer, ...]:
-        """Return nodes with the wanted capabilities, the nearest first."""
+        """Return nodes that match a capability query, the nearest first."""
         found = await self._ask(lambda now: self._core.hunt(now, query))
         return found.offers if isinstance(found, CapabilitiesFound) else ()
 
@@ -357,7 +359,7 @@ class Discovery:
 
 
 class _Answer:
-    """One awaited lookup."""
+    """The result of one awaited lookup."""
 
     def __init__(self) -> None:
         self.number = -1

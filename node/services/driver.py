@@ -1,8 +1,8 @@
-"""The one driver: runs any sans-IO core under trio, on real or simulated seams.
+"""The single driver, which runs any sans-IO core under trio, on real or simulated seams.
 
-A core has one shape (ARCHITECTURE, the tree). The driver hands it what arrived, wakes it at its
-deadline, sends what it returns and publishes what it learnt. `sim.engine` does the same from a
-calendar; a test holds that both give the same trace.
+All cores have the same interface (see the tree in ARCHITECTURE). The driver gives the core what arrived,
+wakes it at its deadline, sends what it returns and publishes what it learnt. `sim.engine` does the same from
+a calendar; a test checks that both give the same trace.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,17 @@ from node.containment import note
 from node.seams import Clock, Network
 
 FAILED_SECONDS = 1.0
-"""A core whose `wake` fails keeps its deadline: for this long it is not woken again."""
+"""How long a core whose `wake` failed is not woken again. Its deadline does not change, so it would fail
+continuously."""
 
 BATCH_BYTES_MAX = 16 * 1024
-"""After this many messages at once other tasks have their turn: some 120 signatures, at 105 us."""
+"""After this many bytes of messages other tasks run: some 120 signatures, at 105 us each."""
 
 Sends = list[tuple[PeerId, Any]]
 
 
 class Core(Protocol):
-    """A pure protocol machine. Its driver drains `events`."""
+    """A protocol state machine without I/O. Its driver drains `events`."""
 
     events: list[Any]
 
@@ -42,8 +43,8 @@ class Core(Protocol):
 class Driver:
     """Drives one core over one datagram protocol.
 
-    `message_type` is the union of the protocol's structs; `publish` is called with every event, in
-    order, *before* the core's messages are sent, so that addresses learnt are known to the network.
+    `message_type` is the union of the protocol's structs. `publish` is called with every event, in order,
+    *before* the core's messages are sent, so that the network already knows newly learnt addresses.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Driver:
         self._inbox = network.inbox(protocol)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Drive until cancelled. A message at which the core fails counts as lost."""
+        """Drive until cancelled. If the core fails on a message, the message counts as lost."""
         task_status.started()
         while True:
             arrived = await self._inbox.take(self.core.deadline)
@@ -91,7 +92,7 @@ class Driver:
                     await trio.sleep(FAILED_SECONDS)
 
     def command(self, order: Callable[[float], Sends]) -> None:
-        """Let local code act on the core: `order(now)` returns what to send."""
+        """Let local code act on the core. `order(now)` returns what to send."""
         self._pass_on(order(self._clock.monotonic()))
         self._inbox.notify()
 
@@ -110,7 +111,7 @@ class Driver:
         for event in events:
             try:
                 self._publish(event)
-            except Exception as error:  # the messages, and the other events, have to go out
+            except Exception as error:  # the messages and the other events must still be delivered
                 note(error, f"core {self.protocol}: an event")
         for peer, message in sends:
             if isinstance(message, ByStream):

@@ -1,8 +1,8 @@
-"""The energy that this machine has used since it was first asked, where its hardware counts it.
+"""The energy that this machine has used since it was first asked, if its hardware counts energy.
 
-Intel's and AMD's RAPL counters by way of the kernel (`/sys/class/powercap`; most kernels let only root read
-them) and NVIDIA's by way of NVML. They count the whole machine, other programs' work too. Nothing is
-estimated: a source that cannot be read is left out.
+The sources are Intel's and AMD's RAPL counters, read through the kernel (`/sys/class/powercap`; most kernels
+let only root read them), and NVIDIA's counters, read through NVML. They count the whole machine, including
+other programs' work. Nothing is estimated: a source that cannot be read is left out.
 """
 
 from bisect import bisect_left
@@ -17,24 +17,24 @@ from node.seams import Clock, Executor
 
 POWERCAP = "sys/class/powercap"
 SOURCES_MAX = 64
-"""The most packages and cards of one machine."""
+"""Maximum number of processor packages and cards of one machine."""
 SAMPLES_MAX = 8_192
-"""An energy log's samples: more than two hours, a second apart. Then every second one is dropped, and new
-ones are as far apart as the remaining ones."""
+"""Maximum number of samples in an energy log: more than two hours, a second apart. At the limit every second
+one is dropped, and new ones are taken as far apart as the remaining ones."""
 _MICROJOULES = 1e-6
 _MILLIJOULES = 1e-3
 
 
 CardCounters = Callable[[], Mapping[str, tuple[float, float]]]
-"""The joules that each card has used, and where its counter wraps, 0 for never."""
+"""Returns the joules that each card has used, and the value at which its counter wraps (0: never)."""
 
 
 class EnergyMeter:
-    """`root` is another folder in tests. Call `read` more often than a counter wraps: a package at 100 W
-    wraps in some 40 minutes."""
+    """Reads the hardware's energy counters; `root` is a different folder in tests. Call `read` more often
+    than a counter wraps: that of a package at 100 W wraps in some 40 minutes."""
 
     def __init__(self, root: Path = Path("/"), cards: CardCounters | None = None) -> None:
-        """`cards` reads the counters of graphics cards, those of NVIDIA by default."""
+        """`cards` reads the counters of graphics cards, by default of NVIDIA's."""
         self._root = root
         self._cards = cards or nvidia_cards
         self._last: dict[str, float] = {}
@@ -42,7 +42,7 @@ class EnergyMeter:
         self.read()
 
     def read(self) -> Mapping[str, float]:
-        """Return the joules since the meter was made, by source."""
+        """Return the joules used since the meter was made, for each source."""
         for name, (joules, wraps_at) in {**self._packages(), **self._cards()}.items():
             used = joules - self._last.get(name, joules)
             if used < 0:
@@ -52,7 +52,8 @@ class EnergyMeter:
         return dict(self._joules)
 
     def _packages(self) -> dict[str, tuple[float, float]]:
-        """Return the counter of each processor package, and where it wraps; it includes its parts."""
+        """Return the counter of each processor package, and the value at which it wraps. A package includes
+        its parts."""
         try:
             zones = sorted((self._root / POWERCAP).glob("*-rapl:*"))[:SOURCES_MAX]
         except OSError:
@@ -69,8 +70,8 @@ class EnergyMeter:
 
 
 class EnergyLog:
-    """The readings of a meter over time, which give the energy of any span. Times are wall times. The meter
-    is first read at the first sample."""
+    """The readings of a meter over time, from which the energy of any span follows. Times are wall times. The
+    meter is first read at the first sample."""
 
     def __init__(
         self, make_meter: Callable[[], EnergyMeter] = EnergyMeter, samples_max: int = SAMPLES_MAX
@@ -100,8 +101,8 @@ class EnergyLog:
             self.interval_seconds *= 2
 
     def joules(self, begin: float, end: float) -> float | None:
-        """Return the machine's energy in a span of time, interpolated between samples; None without samples
-        around it."""
+        """Return the machine's energy in a span of time, interpolated between samples; None if samples do not
+        cover it."""
         first, last = self._until(begin), self._until(end)
         return None if first is None or last is None else max(0.0, last - first)
 
@@ -117,7 +118,7 @@ class EnergyLog:
 
 
 async def keep_log(log: EnergyLog, clock: Clock, executor: Executor, is_wanted: Callable[[], object]) -> None:
-    """Sample while it `is_wanted`; end where nothing is counted."""
+    """Sample while it `is_wanted`; end if no hardware counts energy."""
     while True:
         if is_wanted() and not await executor.run(lambda: log.sample(clock.wall())):
             return
@@ -132,7 +133,7 @@ def _number(file: Path) -> float | None:
 
 
 def nvidia_cards(library: Any = None) -> dict[str, tuple[float, float]]:
-    """Return the counter of each NVIDIA card by its `library` (pynvml); none without a driver."""
+    """Return the counter of each NVIDIA card, read through `library` (pynvml); none without a driver."""
     import pynvml
 
     nvml = library or pynvml
@@ -140,7 +141,7 @@ def nvidia_cards(library: Any = None) -> dict[str, tuple[float, float]]:
     try:
         nvml.nvmlInit()
         for number in range(min(SOURCES_MAX, nvml.nvmlDeviceGetCount())):
-            with suppress(pynvml.NVMLError):  # a card that does not count it
+            with suppress(pynvml.NVMLError):  # a card that does not count energy
                 handle = nvml.nvmlDeviceGetHandleByIndex(number)
                 joules = nvml.nvmlDeviceGetTotalEnergyConsumption(handle) * _MILLIJOULES
                 found[f"gpu:{number}"] = joules, 0.0

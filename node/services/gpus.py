@@ -1,8 +1,8 @@
 """The GPUs that torch finds under the names cuda:0, cuda:1 and so on, and their memory.
 
 NVIDIA's driver lists its own GPUs. Linux lists AMD's under /sys; torch built for ROCm calls these `cuda` too.
-GPUs that the environment hides are left out: CUDA_VISIBLE_DEVICES, set by the user or a batch
-system, lists the GPUs that this process may use, in order.
+GPUs that the environment hides are left out: CUDA_VISIBLE_DEVICES, which the user or a batch system sets,
+lists the GPUs that this process may use, in order.
 """
 
 import importlib.metadata
@@ -14,7 +14,7 @@ from pathlib import Path
 from node.services.torch_extra import NO_TORCH
 
 KFD = "class/kfd/kfd/topology/nodes"
-"""Linux's list of the compute devices of AMD's driver; it also has processors, with the id 0."""
+"""Linux's list of the compute devices of AMD's driver. It also has processors, with the id 0."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ def gpus(
     system: Path = Path("/sys"),
     version_of: Callable[[str], str] = importlib.metadata.version,
 ) -> tuple[list[Gpu], str]:
-    """Return the GPUs in torch's order, and why there are none. `version_of` gives that of an installed
-    package."""
+    """Return the GPUs in torch's order, and the reason if there are none. `version_of` returns the version of
+    an installed package."""
     try:
         build = version_of("torch").partition("+")[2]
     except importlib.metadata.PackageNotFoundError:
@@ -42,15 +42,16 @@ def gpus(
         found = _of_amd(system)
         for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
             found = [found[place] for place in visible(environment.get(name), len(found))]
-        return found, "" if found else "there is no such GPU of AMD, or this process may use none"
+        return found, "" if found else "there is no such AMD GPU, or this process may not use it"
     return _of_nvidia(environment.get("CUDA_VISIBLE_DEVICES"))
 
 
 def visible(said: str | None, count: int, names: Sequence[str] = ()) -> list[int]:
-    """Return the indices below `count` that a variable such as CUDA_VISIBLE_DEVICES leaves, in its order.
+    """Return the indices below `count` that a variable such as CUDA_VISIBLE_DEVICES leaves visible, in its
+    order.
 
-    None leaves all. As in the drivers, the first invalid word ends the list. `names` are other identifiers of
-    each index, such as UUIDs; a prefix suffices.
+    None leaves all visible. As in the drivers, the first invalid entry ends the list. `names` are other
+    identifiers of each index, such as UUIDs; a prefix suffices.
     """
     if said is None:
         return list(range(count))
@@ -75,7 +76,7 @@ def _of_nvidia(said: str | None) -> tuple[list[Gpu], str]:
         chosen = [handles[place] for place in visible(said, len(handles), names)]
         memory = [pynvml.nvmlDeviceGetMemoryInfo(handle) for handle in chosen]
     except pynvml.NVMLError:
-        return [], "there is no such GPU, or no driver of one"
+        return [], "there is no such GPU, or no driver for it"
     if handles and not chosen:
         return [], "CUDA_VISIBLE_DEVICES hides the GPUs of this machine"
     found = [Gpu(int(each.total), int(each.free)) for each in memory]

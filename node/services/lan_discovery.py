@@ -1,4 +1,5 @@
-"""Discovery on the local network: drives the beacons over their seam and reports finds to the node."""
+"""Discovery on the local network. It drives the beacons over their seam and reports the peers it finds to the
+node."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,8 +18,8 @@ from node.waker import Waker
 
 
 class Neighbours:
-    """The service. `heard` is called with a peer and its claimed addresses; `counters` counts everything
-    else."""
+    """The discovery service. `heard` is called with a peer and its claimed addresses; `counters` counts
+    everything else."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Neighbours:
         self._waker = Waker(clock, lambda: self._core.deadline)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Speak and listen until cancelled."""
+        """Send and receive beacons until cancelled."""
         task_status.started()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._waker.run, self._core, self._send)

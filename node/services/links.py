@@ -1,8 +1,9 @@
-"""`/peerloom/links/1`: measures a link by bursts of a known length, each way, now and then.
+"""`/peerloom/links/1`: measures a link now and then, by bursts of a known length in each direction.
 
-The asking side sends a burst; the other side reports how long it took to arrive, and sends as much back. So
-each end measures the burst that it receives, and learns the other result. Bursts are bounded in bytes and
-time, and refused with a time to retry while a stage computes here, or when others ask too often.
+The asking peer sends a burst. The other peer reports how long it took to arrive, and sends an equal burst
+back. So each end measures the burst that it receives, and is told the result of its own. Bursts are bounded
+in bytes and time. They are refused, with a time to retry, while a stage computes here or when others ask too
+often.
 
 `partition.plan.link_probes` decides when and whom to probe, and what follows from the results.
 """
@@ -31,46 +32,48 @@ LINKS_PROTOCOL = "/peerloom/links/1"
 MESSAGE_BYTES_MAX = 256
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=2)
 CHUNK_BYTES = 1 << 14
-"""The first chunk starts the receiver's clock; the others are measured."""
+"""Size of a chunk. The first chunk starts the receiver's clock; the others are measured."""
 BURST_SECONDS_MAX = 5.0
-"""The time limit of one way, from the request on: a link below 200 kbit/s is not measured."""
+"""Time limit of one direction, from the request on. A link below 200 kbit/s is not measured."""
 SEND_SECONDS_MAX = 2.0
-"""After that a burst ends early."""
+"""How long a burst is sent at most; it then ends early."""
 PROBE_SECONDS_MAX = 4 * BURST_SECONDS_MAX
 ANSWER_SECONDS_MAX = 3_600
 WAYS_MAX = 2 * LINKS_MAX
-"""Measured links whose direction is remembered: those that are published, and some before them."""
+"""Maximum number of measured links whose path is remembered: those that are published, and some earlier
+ones."""
 NANOSECONDS_MIN = 1_000
-"""The resolution of a clock."""
+"""Least duration, the resolution of a clock."""
 
 Size = Annotated[int, msgspec.Meta(ge=2 * CHUNK_BYTES, le=PROBE_BYTES[-1])]
 _FILLING = memoryview(bytes(CHUNK_BYTES))
 
 
 class LinkProbe(msgspec.Struct, frozen=True, tag="probe"):
-    """May I send you this many bytes? Send as many back."""
+    """A question: may the sender send this many bytes? The recipient then sends an equal number back."""
 
     size: Size
 
 
 class ProbeAdmitted(msgspec.Struct, frozen=True, tag="admitted"):
-    """Send them now."""
+    """The burst may be sent now."""
 
 
 class ProbeRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """A refusal: ask again after `seconds`."""
+    """A refusal; the peer may ask again after `seconds`."""
 
     seconds: Annotated[int, msgspec.Meta(ge=0, le=ANSWER_SECONDS_MAX)]
 
 
 class ProbeChunk(msgspec.Struct, frozen=True, tag="chunk"):
-    """A part of a burst; its bytes follow."""
+    """A part of a burst; its bytes are sent with it."""
 
     is_last: bool
 
 
 class ProbeTaken(msgspec.Struct, frozen=True, tag="taken"):
-    """The bytes that came after the first chunk, and the time from it to the last one."""
+    """The number of bytes that came after the first chunk, and the time between the first and the last
+    chunk."""
 
     bytes: Annotated[int, msgspec.Meta(ge=0, le=PROBE_BYTES[-1])]
     nanoseconds: Annotated[int, msgspec.Meta(ge=NANOSECONDS_MIN, le=10**11)]
@@ -96,11 +99,12 @@ class MeasurementRefused(Exception):
 async def measure_link(
     network: Network, clock: Clock, peer: PeerId, at: Address | None = None
 ) -> tuple[float, float]:
-    """Return the bytes a second from this node to `peer`, and back; `at` one of its `paths`.
+    """Return the bytes a second from this node to `peer`, and in the other direction. `at` is an address of
+    `peer` to measure.
 
     Raises:
-        Unreachable, StreamClosed: it could not be asked. RemoteProtocolError: nonsense came back.
-        MeasurementRefused: not now.
+        Unreachable, StreamClosed: the peer could not be asked. RemoteProtocolError: a malformed answer.
+        MeasurementRefused: the peer does not measure now.
     """
     sent, taken = 0.0, 0.0
     for size in PROBE_BYTES:
@@ -113,10 +117,11 @@ async def measure_link(
                 except MeasurementRefused:
                     if not sent:
                         raise
-                    return sent, taken  # a short burst is better than none
+                    return sent, taken  # the result of a short burst is better than none
             finally:
                 await stream.aclose()
-            # A relay carries pieces of half the short burst, whose end comes as soon as the second piece.
+            # A relay carries pieces of half the short burst, so the end of a short burst would come together
+            # with the second piece.
             is_relayed = _way_to(network, peer).startswith("relayed")
             if clock.monotonic() - began > FAST_SECONDS and not is_relayed:
                 return sent, taken
@@ -141,8 +146,9 @@ async def _measure(stream: Stream, clock: Clock, size: int) -> tuple[float, floa
     told = _read(await stream.receive())
     lasted = clock.monotonic() - began
     if not isinstance(told, ProbeTaken) or told.bytes > length:
-        raise RemoteProtocolError("no measurement of the burst that was sent")
-    # It cannot have arrived faster than the receiver's report, less that report's own way.
+        raise RemoteProtocolError("a report that does not match the burst that was sent")
+    # The burst cannot have been faster than the time until the receiver's report came, less the report's own
+    # travel time.
     fastest = length / max(lasted - round_trip, lasted / 2, 1e-6)
     taken = await _take_burst(stream, clock, size, answer=True)
     return min(told.rate, 2 * fastest), taken.rate
@@ -161,8 +167,8 @@ async def _send_burst(stream: Stream, clock: Clock, size: int) -> int:
 
 
 async def _take_burst(stream: Stream, clock: Clock, size: int, *, answer: bool) -> ProbeTaken:
-    """Receive a burst of at most `size` bytes. Raises RemoteProtocolError: it is longer, or
-    something else."""
+    """Receive a burst of at most `size` bytes. Raises RemoteProtocolError if it is longer, or is something
+    else."""
     first: float | None = None
     taken = 0
     while True:
@@ -170,13 +176,13 @@ async def _take_burst(stream: Stream, clock: Clock, size: int, *, answer: bool) 
         chunk = _read(data) if answer else _ask(data)
         now = clock.monotonic()
         if not isinstance(chunk, ProbeChunk) or len(payload) != CHUNK_BYTES:
-            raise RemoteProtocolError("something else in a burst")
+            raise RemoteProtocolError("a message that does not belong to the burst")
         if first is None:
             first = now
         else:
             taken += CHUNK_BYTES
         if taken + CHUNK_BYTES > size:
-            raise RemoteProtocolError("a burst that is longer than was asked for")
+            raise RemoteProtocolError("a burst longer than requested")
         if chunk.is_last:
             return ProbeTaken(taken, min(10**11, max(NANOSECONDS_MIN, round((now - first) * 1e9))))
 
@@ -192,7 +198,7 @@ def _ask(data: bytes) -> ProbeQuestion:
 
 
 def _way_to(network: Network, peer: PeerId) -> str:
-    """Return the way to a peer as a word: dialled, punched, or its relay."""
+    """Return a word for how the peer is reached: dialled, punched, or its relay."""
     path = network.multiplexed.best(peer) if isinstance(network, RealNetwork) else None
     if path is None:
         return "dialled"
@@ -200,8 +206,8 @@ def _way_to(network: Network, peer: PeerId) -> str:
 
 
 class LinkMeasuring:
-    """The service. It serves others' measurements from the start; `run` measures links itself. `is_busy`
-    returns whether this node computes, which prevents both."""
+    """The link measurements of one node. It serves other nodes' measurements from the start; `run` measures
+    links itself. `is_busy` returns whether this node computes, which prevents both."""
 
     def __init__(
         self,
@@ -226,7 +232,7 @@ class LinkMeasuring:
         network.handle(LINKS_PROTOCOL, self._serve, STREAMS)
 
     async def run(self, candidates: Callable[[], Sequence[PeerId]], changed: Callable[[], None]) -> None:
-        """Measure the links to some of `candidates` now and then, until cancelled. `changed` is called for
+        """Measure the links to some of `candidates` now and then, until cancelled. `changed` is called after
         each measurement."""
         while True:
             await trio.sleep(max(0.0, self.core.deadline - self._clock.monotonic()))
@@ -240,7 +246,7 @@ class LinkMeasuring:
                         changed()
 
     def _look_at_ways(self, now: float) -> None:
-        """Measure links anew whose way has changed since their measurement."""
+        """Request a new measurement of links whose path has changed since they were measured."""
         for peer, way in list(self._ways.items()):
             if _way_to(self._network, peer) != way:
                 del self._ways[peer]

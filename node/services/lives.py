@@ -1,9 +1,10 @@
-"""`/peerloom/life/1`: two nodes with one key tell each other their lives.
+"""`/peerloom/life/1`: two nodes with one key tell each other their lives (a life is one start of a process,
+by its time and a random number).
 
-A copied data folder makes two nodes with one identity. Members reveal them to each other by their facts
-(`gossip`); this protocol covers a join through the other node itself, which no other node has met yet. A node
-dials its own id at an address: if the life there is its own, the address is its own too. The life that began
-later stops.
+A copied data folder makes two nodes with one identity. Usually members reveal the two to each other by their
+facts (`gossip`). This protocol covers a join through the other node itself, which no other node has met yet.
+A node dials its own id at an address; if the life there is its own, the address is its own too. The node
+whose life began later stops.
 
 Not here: the consequences (`node.services.membership`).
 """
@@ -35,12 +36,13 @@ PROTOCOL = "/peerloom/life/1"
 MESSAGE_BYTES_MAX = 2_048
 ASK_SECONDS = 5.0
 ADDRESSES_LOOKED_MAX = 4
-"""The first addresses of a life, which announces at most eight."""
+"""Number of addresses tried, the first ones of a life, which announces at most eight."""
 LOOK_PAUSES_SECONDS = (1.0, 2.0, 4.0)
-"""The pauses before further looks at a place without an answer: a busy machine may have let one dial fail.
-Usually there is none, since an earlier life of this node was there."""
+"""Pauses before further checks of an address that does not answer: a busy machine may have failed one dial.
+Usually nobody answers, because the address belonged to an earlier life of this node."""
 SERVED_MAX = 2
-"""Streams of one peer at once: only a node with this node's own key has a reason to ask."""
+"""Maximum number of simultaneous streams of one peer. Only a node with this node's own key has a reason to
+ask."""
 
 OWN_KEYS = (IDENTITY_NAME, STATIC_NAME)
 STARTED_FORMAT = "%Y-%m-%d %H:%M:%S UTC"
@@ -48,18 +50,20 @@ STARTED_FORMAT = "%Y-%m-%d %H:%M:%S UTC"
 STREAMS = StreamLimits(MESSAGE_BYTES_MAX, SERVED_MAX)
 
 Found = Callable[[bytes, int, Sequence[Address]], None]
-"""Called with another life, its incarnation, and its claimed addresses."""
+"""Called when another life is found, with that life, its incarnation, and its claimed addresses."""
 
 
 def shared_error(shared: IdentityShared, folder: Path, own: Sequence[str]) -> UsageError:
-    """Return the final error of the younger of two nodes with one identity: `own` are its addresses."""
+    """Return the error with which the younger of two nodes with one identity ends. `own` are its
+    addresses."""
     there = " or ".join((*shared.addresses, *([shared.name] if shared.name else [])))
     started = time.strftime(STARTED_FORMAT, time.gmtime(shared.started))
     here, remove = short_path(folder), shlex.join(["rm", *(str(folder / name) for name in OWN_KEYS)])
     return UsageError(
-        f"another node has this node's identity: it runs since {started} at {there or 'an unknown place'};"
-        f" this one, at {' or '.join(own)} from {here}, began later and stops",
-        f"is {here} a copy? give it an identity of its own: {remove}; or start it with --data-dir DIR",
+        f"another node has this node's identity. It has been running since {started} at"
+        f" {there or 'an unknown address'}."
+        f" This node, at {' or '.join(own)} from {here}, began later and stops",
+        f"if {here} is a copy, give it its own identity: {remove}. Or start this node with --data-dir DIR",
     )
 
 
@@ -75,7 +79,8 @@ class LifeName(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Lives:
-    """Answers with `life`, and asks. `found` is called for each other life that is met either way."""
+    """Tells other nodes this node's `life`, and asks for theirs. `found` is called for each other life that
+    is met in either way."""
 
     def __init__(self, network: Network, life: bytes, incarnation: Callable[[], int], found: Found) -> None:
         self._network = network
@@ -86,7 +91,7 @@ class Lives:
         network.handle(PROTOCOL, self._serve, STREAMS)
 
     async def is_other(self, at: Address | None = None) -> bool:
-        """Return whether an answer under this node's own id came from another node."""
+        """Return whether an answer under this node's own id came from a different node."""
         try:
             async with conversation(
                 self._network,
@@ -102,8 +107,8 @@ class Lives:
             return False
 
     async def look(self, addresses: Sequence[Address]) -> None:
-        """Look for another life of this node's identity at these addresses of an earlier one: a few times, at
-        all of them concurrently."""
+        """Look for another life of this node's identity at these addresses, which an earlier life used. All
+        are tried concurrently, a few times."""
         with contain("looking for another life"):
             for pause_seconds in (*LOOK_PAUSES_SECONDS, 0.0):
                 if await self._look_once(addresses[:ADDRESSES_LOOKED_MAX]):
@@ -111,7 +116,7 @@ class Lives:
                 await trio.sleep(pause_seconds)
 
     async def _look_once(self, addresses: Sequence[Address]) -> bool:
-        """Return whether another life is at one of these."""
+        """Return whether another life answers at one of these addresses."""
         found: list[Address] = []
         async with trio.open_nursery() as nursery:
 
@@ -127,8 +132,8 @@ class Lives:
         return bool(found)
 
     async def look_near(self, addresses: Sequence[Address]) -> None:
-        """Look at the addresses of a beacon, which anybody on the link may send: only at those where a claim
-        may be tried, and not during another look."""
+        """Check the addresses in a beacon. Anybody on the link may send a beacon, so only addresses that a
+        peer may claim are dialled, and not during another check."""
         admitted = [address for address in addresses if self._network.admits(address)]
         if admitted and not self._is_looking:
             self._is_looking = True
@@ -145,13 +150,13 @@ class Lives:
                 self._met(message)
 
     def _name(self) -> bytes:
-        # A version without relays refuses an answer that contains a circuit.
+        # Leave out circuits: a version without relays would refuse an answer that contains one.
         own = [address.of(None) for address in self._network.addresses if address.relay is None]
         texts = [text for text in map(str, own) if len(text) <= PLACE_LENGTH_MAX]
         return encode(LifeName(self._life, self._incarnation(), tuple(texts[:ADDRESSES_MAX])))
 
     def _met(self, message: bytes) -> bool:
-        """Return whether the other side is another life. Raises RemoteProtocolError."""
+        """Return whether the peer is another life. Raises RemoteProtocolError."""
         other: LifeName = decode(message, LifeName, bytes_max=MESSAGE_BYTES_MAX)
         if other.life == self._life:
             return False

@@ -1,7 +1,8 @@
-"""Publishes this node's measurements of itself and of others in the DHT, and looks up others' on demand.
+"""Publishes in the DHT this node's measurements of itself and of others, and looks up those of other nodes on
+demand.
 
 Each peer has two records: its calibration, and its observations of others. They are fetched before a plan is
-made, and only of members that say they are calibrated. Not here: the measuring.
+made, and only for members that announce that they are calibrated. Not here: the measuring itself.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -41,29 +42,28 @@ from partition.plan.rates import Calibration, decode_calibration, encode_calibra
 
 OBSERVED_PURPOSE = "observed"
 CALIBRATED = "calibrated"
-"""The capability of members that publish measurements, and let their links be measured."""
+"""The capability of members that publish measurements and let their links be measured."""
 TELL_SECONDS, FIRST_TELL_SECONDS = 30.0, 5.0
-"""The interval between two checks for changed observations; each change is stored at a dozen nodes. The short
-one applies until there is anything to publish."""
+"""Seconds between checks for changed observations; each change is stored at a dozen nodes. The short interval
+applies until there is anything to publish."""
 CHANGE_SHARE = 0.1
-"""A figure that has changed by less is not published anew."""
+"""Least relative change of a figure that is published."""
 STAGES_SECONDS = 3_600.0
-"""How long a rate measured in a run is used. After that the peer's claim is used until the next
-measurement."""
+"""How long a rate measured in a run is used. After that, the peer's claim is used until a new measurement."""
 FRESH_SECONDS, ABSENT_SECONDS = 60.0, 10.0
-"""The interval between two lookups of a peer's records; the short one if a record was missing."""
+"""Seconds between lookups of a peer's records; the short interval applies if a record was missing."""
 LOOKED_UP_MAX = 64
 LOOKUPS_AT_ONCE = 8
 LOOKUPS_SECONDS_MAX = 3.0
-"""The time limit for all lookups: a plan from what is known by then is better than none."""
+"""Time limit for all lookups. A plan from what is known by then is better than none."""
 
 
 T = TypeVar("T")
 
 
 class Measurements:
-    """The service. `frames` returns recent transfers of frames: peer, bytes a second, whether the link was
-    saturated."""
+    """The measurements of one node. `frames` returns recent transfers of frames: peer, bytes a second, and
+    whether the link was saturated."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Measurements:
     ) -> None:
         self.calibration: Calibration | None = None
         self.limits = (0, 0)
-        """The owner's limits in bytes a second each way, 0 for none."""
+        """The owner's limits in bytes a second, for each direction; 0 for none."""
         self.is_computing: Callable[[], bool] = lambda: False
-        """Whether this node computes now; nothing may be measured meanwhile."""
+        """Whether this node computes now, in which case nothing may be measured."""
         self._is_measuring = False
         self.links = links
         self._me = me
@@ -102,9 +102,9 @@ class Measurements:
         calibrated: Callable[[Calibration], None],
         met: trio.Event,
     ) -> None:
-        """Calibrate this machine in a thread, while this node does not compute, and report it by
+        """Calibrate this machine in a thread, while this node does not compute, and pass the result to
         `calibrated`. After the first calibration, wait until this node has `met` others and continue as
-        `run`; after a later one, publish it and return. Returns if calibration fails."""
+        `run`. After a later one, publish it and return. Also return if the calibration fails."""
         turn = MeasuringTurn()
         self._is_measuring = True
         try:
@@ -122,18 +122,18 @@ class Measurements:
         is_new, self.calibration = self.calibration is None, found
         calibrated(found)
         if is_new:
-            await met.wait()  # a node that is alone has nobody to tell
+            await met.wait()  # a node that is alone has no peers that need its calibration
             await self.run(self.calibration)
         else:
             await self._discovery.publish(CALIBRATION_PURPOSE, self._me, encode_calibration(found))
 
     @property
     def is_busy(self) -> bool:
-        """Whether this node computes, or calibrates."""
+        """Whether this node computes or calibrates."""
         return self._is_measuring or self.is_computing()
 
     async def _follow(self, turn: MeasuringTurn) -> None:
-        """Update whether this node computes, until cancelled."""
+        """Keep `turn` informed whether this node computes, until cancelled."""
         while True:
             turn.is_busy = self.is_computing()
             await trio.sleep(LOOK_SECONDS)
@@ -175,7 +175,7 @@ class Measurements:
             await self._discovery.publish(OBSERVED_PURPOSE, self._me, encode_observed(found))
 
     def stages_found(self, rates: Mapping[PeerId, int]) -> None:
-        """Note rates of replicas that a committer here has measured."""
+        """Record rates of replicas that a committer on this node has measured."""
         now = self._clock.monotonic()
         for peer, rate in rates.items():
             if peer != self._me:
@@ -183,7 +183,7 @@ class Measurements:
 
     @property
     def knowledge(self) -> Knowledge:
-        """Return the measurements known now, without a lookup."""
+        """The measurements known now, without a lookup."""
         calibrations, observed = dict(self._calibrations), dict(self._observed)
         if self.calibration is not None:
             calibrations[self._me] = self.calibration
@@ -192,8 +192,8 @@ class Measurements:
         return Knowledge(self._me, calibrations, observed, frozenset(hidden))
 
     async def learn(self, peers: Collection[PeerId]) -> Knowledge:
-        """Look up the measurements of `peers` that publish any, in bounded time, and return all
-        known ones."""
+        """Look up the measurements of those `peers` that publish any, within bounded time. Return all that
+        are known."""
         now = self._clock.monotonic()
         live = {member.peer: member for member in self._members() if member.live}
         for known in (self._calibrations, self._observed, self._look_up_at):
@@ -251,7 +251,7 @@ def _is_measured(member: SwarmMember) -> bool:
 
 
 def _differs(told: Observed, found: Observed) -> bool:
-    """Return whether any figure differs from the published one by more than its noise."""
+    """Return whether any figure differs from the published one by more than measurement noise."""
     before = {(row.peer, way): rate for row in told.links for way, rate in enumerate((row.sent, row.taken))}
     after = {(row.peer, way): rate for row in found.links for way, rate in enumerate((row.sent, row.taken))}
     before |= {(row.peer, 2): row.flops_per_second for row in told.stages}

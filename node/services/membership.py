@@ -25,15 +25,18 @@ from node.services.driver import Driver, Sends
 from node.services.metadata import claimed_capacity, claimed_standing
 
 RIVALS_MAX = 16
-"""The latest other nodes with this one's identity that are remembered: each is reported once."""
+"""Maximum number of other nodes with this node's identity that are remembered, the latest, so that each is
+reported once."""
 CLOCK_NEWS_SECONDS = 0.01
-"""The wall clock and the monotonic one never agree to the microsecond; smaller differences are ignored."""
+"""Least jump of the clock that is followed. The wall clock and the monotonic one never agree to the
+microsecond."""
 LEAVE_SECONDS = 0.6
 """How long a leaving node still answers and gossips its goodbye."""
 
 
 class Listed(Collection[PeerId]):
-    """Peers of some statuses, by peer id. Membership is tested at every event, so no list is built for it."""
+    """Peers with some statuses, as a collection of peer ids. It is queried at every event, so no list is
+    built for it."""
 
     def __init__(self, swim: Swim, statuses: frozenset[core.Status]) -> None:
         self._swim = swim
@@ -56,8 +59,8 @@ _GONE = frozenset({core.Status.DEAD, core.Status.LEFT})
 
 
 class Membership:
-    """The service. `run` drives; `gone` is called for every member that died or left, `forgotten` for those
-    that are no longer listed."""
+    """The membership service of one node. `run` drives it. `gone` is called for every member that died or
+    left, and `forgotten` for those that are no longer listed."""
 
     def __init__(
         self,
@@ -83,12 +86,13 @@ class Membership:
         is_scoped: bool = True,
         work_bits: int = 0,
     ) -> None:
-        """`observe` is called with every event of the core; `make` makes the core. With `look_up`, which
-        finds the peers nearest to a key and passes them on, only the neighbourhood of this node is listed, if
-        it `is_scoped`. `instance` is random. `look_for_life` is called with addresses where another node may
-        use this one's key. If the other began earlier, `yields` is called, and this node must end without a
-        goodbye, which all would take for the other's. If this one began earlier, `doubt` makes it shake hands
-        anew with every peer. Peers whose ids have less than `work_bits` of work are not admitted."""
+        """`observe` is called with every event of the core; `make` makes the core. `look_up` finds the peers
+        nearest to a key and passes them on. With it, if membership `is_scoped`, only this node's
+        neighbourhood is listed. `instance` is random. `look_for_life` is called with addresses where another
+        node may use this node's key. If the other node began earlier, `yields` is called, and this node must
+        end without a goodbye, because all would take the goodbye for the other node's. If this node began
+        earlier, `doubt` makes it shake hands again with every peer. Peers whose ids have less than
+        `work_bits` of work are not admitted."""
         self._network = network
         self._clock = clock
         self._publish = publish
@@ -113,7 +117,7 @@ class Membership:
         self.run = self._driver.run
 
     def _make_core(self, make: Callable[..., Swim], instance: bytes, work_bits: int) -> Swim:
-        # The wall clock in milliseconds is above any incarnation of an earlier life.
+        # The wall clock in milliseconds is above any incarnation that an earlier life used.
         incarnation = int(self._clock.wall() * 1000)
         place = None if self._look_up is None else node_number
         swim = make(incarnation, self._clock.monotonic(), place=place, instance=instance)
@@ -136,7 +140,7 @@ class Membership:
 
     @property
     def live(self) -> "Listed":
-        """The peers believed alive, this node included: a live view."""
+        """The peers believed alive, including this node; a live view."""
         return Listed(self._swim, _LIVE)
 
     @property
@@ -146,7 +150,7 @@ class Membership:
 
     @property
     def members(self) -> tuple[core.SwarmMember, ...]:
-        """All listed peers, the dead too."""
+        """All listed peers, including dead ones."""
         return self._swim.members
 
     @property
@@ -165,21 +169,21 @@ class Membership:
 
     @property
     def clocks(self) -> PeerClocks:
-        """The clocks of the peers, as this node compares them with its own."""
+        """The peers' clocks, compared with this node's."""
         return self._swim.clocks
 
     def follow_clock(self) -> None:
-        """Use a new time of this machine's clock in messages to others."""
+        """Use the changed time of this machine's clock in messages to others."""
         offset, told = self._clock.wall() - self._clock.monotonic(), self._swim.wall_offset
         if told is None or abs(offset - told) > CLOCK_NEWS_SECONDS:
             self._swim.wall_offset = offset
 
     def command(self, order: Callable[[Swim, float], Sends]) -> None:
-        """Let local code act on the core: `order(core, now)` returns what to send."""
+        """Let local code act on the core. `order(core, now)` returns what to send."""
         self._driver.command(lambda now: order(self._swim, now))
 
     def update(self, profile: core.Profile) -> None:
-        """Announce a new name, address or metadata; nothing after this node's goodbye."""
+        """Announce a new name, address or metadata. Does nothing after this node's goodbye."""
         if not self._has_left:
             self._driver.command(lambda now: self._swim.update(now, profile))
 
@@ -188,12 +192,12 @@ class Membership:
         self._driver.command(lambda now: self._swim.join(now, peers))
 
     def suspect(self, peer: PeerId) -> None:
-        """Probe `peer` at once, after another hint that it is gone."""
+        """Probe `peer` immediately, because there is a different hint that it is gone."""
         self._driver.command(lambda now: self._swim.hint_suspect(now, peer))
 
     def closed(self, peer: PeerId) -> None:
-        """Note its host's report that no process listens at the address of `peer`: a suspicion of it then
-        ends soon."""
+        """Record a host's report that no process listens at the address of `peer`. A suspicion of the peer
+        then ends soon."""
 
         def close(now: float) -> Sends:
             self._swim.hint_closed(now, peer)
@@ -214,7 +218,8 @@ class Membership:
         self._share(core.RivalFound(started_of(life), "", tuple(addresses), life > self.life))
 
     def _share(self, event: core.RivalFound) -> None:
-        """Report another node with this one's identity, once for each; the younger of both stops."""
+        """Report another node with this node's identity, once for each. The younger of the two nodes
+        stops."""
         if event.started_milliseconds in self._rivals:
             return
         self._rivals[event.started_milliseconds] = None
@@ -232,7 +237,8 @@ class Membership:
             self._yields(shared)
 
     def broadcast(self, topic: bytes, data: bytes) -> None:
-        """Broadcast to all members. Raises LocalProtocolError: too long, or too many topics wait."""
+        """Broadcast to all members. Raises LocalProtocolError if the data is too long, or too many topics
+        wait."""
         self._driver.command(lambda now: self._swim.broadcast(now, topic, data))
 
     async def leave(self) -> None:
@@ -257,7 +263,7 @@ class Membership:
             case core.MemberForgotten():
                 self._forgotten(event.peer)
             case core.CandidateFound():
-                self._network.learn(event.peer, event.addresses)  # it will be pinged there
+                self._network.learn(event.peer, event.addresses)  # the peer will be pinged there
             case core.NeighbourhoodLookupWanted():
                 if self._look_up is not None:
                     self._look_up(event.key, self._meet)
@@ -278,7 +284,7 @@ class Membership:
             self._look_for_life(elsewhere)
 
     def _told(self, event: core.Event) -> events.Event | None:
-        """Return the node's event for an event of the core; None if people need none."""
+        """Return the node's event for an event of the core; None if people do not need one."""
         at = self._clock.wall()
         match event:
             case core.MemberUp():

@@ -1,9 +1,10 @@
-"""Encodes a node's claims in its SWIM fact beside name and addresses: its capacity, and its standing.
+"""Encodes the claims that a node makes in its SWIM fact in addition to name and addresses: its capacity and
+its standing.
 
-Plans are made with the capacity, which is measured at the start. The standing is the node's condition now:
-its capabilities, load, free memory, free slots and the stages that it holds. It is rounded to steps, and
-published anew only when a step changes, since each change costs every member some messages. All of it is a
-claim; it has at most 300 bytes, and parts that do not fit are left out, the stages first.
+Plans are made with the capacity, which is measured at the start. The standing is the node's present
+condition: its capabilities, load, free memory, free slots and the stages that it holds. It is rounded to
+steps, and published again only when a step changes, because each change costs every member some messages. All
+of it is only claimed. It has at most 300 bytes, and parts that do not fit are left out, the stages first.
 """
 
 import os
@@ -23,28 +24,30 @@ from node import events
 from node.services.capacity import Capacity, device_memory
 
 METADATA_VERSION = 2
-"""2 has the standing; a reader of 1 ignores it, and of 1 it is None."""
+"""Version 2 added the standing. A reader of version 1 ignores it, and metadata of version 1 has None."""
 FLOPS_PER_SECOND_MAX = 1e16
-"""No present device multiplies fp32 matrices this fast; a higher claim is ignored."""
+"""Highest believable claim. No present device multiplies fp32 matrices this fast, so a higher claim is
+ignored."""
 CAPABILITIES_MAX = 8
 UNREACHABLE_WORD = "unreachable"
-"""The capability of a node that others could not dial back: it takes no stages of theirs."""
+"""The capability word of a node that others could not dial back. It takes none of their stages."""
 RELAY_WORD = "relay"
-"""The capability of a reachable node that relays to peers that cannot be dialled."""
+"""The capability word of a reachable node that acts as a relay for peers that cannot be dialled."""
 STAGES_TOLD_MAX = 4
 RUN_LETTERS = 8
 STAGES, FENCED, OBSERVER = "stages", "fenced", "observer"
-"""Capabilities of a standing: it computes stages, and can isolate them; it only watches."""
+"""Capability words of a standing: the node computes stages; it can isolate them; it only watches."""
 LOAD_PERCENT_MAX = 10_000
 LOAD_STEP_PERCENT = 25
 MEMORY_STEPS = 8
 """Free memory is published in eighths of the total."""
 LOOK_SECONDS = 5.0
 CHANGES_KEPT = CHANGES_MAX - 1
-"""Changes allowed at once: one fewer than others pass on, so that a changed address still spreads."""
+"""Number of changes allowed in a burst: one fewer than others pass on, so that a changed address still
+spreads."""
 CHANGE_INTERVALS_A_MEMBER = 2.0
-"""Among n members each changes at most once in this many times n probe intervals: together one change in two
-intervals, which costs each member about a kilobyte in that time."""
+"""Among n members, each changes at most once in this many times n probe intervals. Together that is one
+change in two intervals, which costs each member about a kilobyte in that time."""
 
 Text = Annotated[str, msgspec.Meta(max_length=64)]
 Word = Annotated[str, msgspec.Meta(max_length=16)]
@@ -54,7 +57,7 @@ StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 
 
 class AdvertisedStanding(msgspec.Struct, frozen=True, array_like=True):
-    """A node's present state, in steps."""
+    """A node's present state, rounded to steps."""
 
     capabilities: Annotated[tuple[Word, ...], msgspec.Meta(max_length=CAPABILITIES_MAX)] = ()
     load_percent: Annotated[int, msgspec.Meta(ge=0, le=LOAD_PERCENT_MAX)] = 0
@@ -66,7 +69,7 @@ class AdvertisedStanding(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """A member's own claims in its SWIM fact, beside name and addresses."""
+    """A member's own claims in its SWIM fact, in addition to name and addresses."""
 
     version: int
     accepts_runs: bool
@@ -110,7 +113,7 @@ def encode_metadata(
 
 @lru_cache(maxsize=MEMBERS_MAX)
 def read_metadata(data: bytes) -> Metadata | None:
-    """Return a member's claim, None if this version cannot read it."""
+    """Return a member's claim; None if this version cannot read it."""
     try:
         metadata: Metadata = decode(data, Metadata, bytes_max=METADATA_BYTES_MAX)
     except RemoteProtocolError:
@@ -135,13 +138,13 @@ def claimed_capacity(data: bytes, at: float) -> events.CapacityMeasured | None:
 
 
 def claimed_standing(data: bytes) -> events.Standing | None:
-    """Return a member's claimed standing."""
+    """Return the standing that a member claims."""
     metadata = read_metadata(data)
     if metadata is None or metadata.standing is None:
         return None
     standing = metadata.standing
     return events.Standing(
-        # Texts of others reach terminals.
+        # Texts from other nodes reach terminals.
         capabilities=tuple(word for word in standing.capabilities if word.isprintable()),
         load_percent=standing.load_percent,
         memory_available_bytes=standing.memory_available_bytes,
@@ -151,7 +154,8 @@ def claimed_standing(data: bytes) -> events.Standing | None:
 
 
 def machine_now(device: str, cores: int) -> tuple[float, int, int]:
-    """Return this machine's load in percent of `cores`, and (free, total) bytes of its device's memory."""
+    """Return this machine's load in percent of `cores`, and the (free, total) bytes of its device's
+    memory."""
     total, free = device_memory(device)
     return 100.0 * os.getloadavg()[0] / max(1, min(cores, psutil.cpu_count() or 1)), free, total
 
@@ -164,9 +168,10 @@ def standing_now(
     slots_free: int,
     stages: Sequence[tuple[str, int]],
 ) -> AdvertisedStanding:
-    """Return a node's standing in steps; the previously `told` one if nothing has moved by a whole step.
+    """Return a node's standing in steps. If nothing has moved by a whole step, return the standing that it
+    `told` before.
 
-    `memory_bytes` is (free, all); `stages` are (run, stage) pairs, the run in hexadecimal.
+    `memory_bytes` is (free, total); `stages` are (run, stage) pairs, with the run in hexadecimal.
     """
     free, total = memory_bytes
     before = AdvertisedStanding() if told is None else told
@@ -180,10 +185,10 @@ def standing_now(
 
 
 def change_seconds(interval_seconds: float, live: int) -> float:
-    """Return the wait between changes, once the immediate ones are used up."""
+    """Return the least time between changes, once the burst is used up."""
     return interval_seconds * max(CHANGE_INTERVALS, CHANGE_INTERVALS_A_MEMBER * live)
 
 
 def _stepped(told: int, now: float, step: int) -> int:
-    """Return the nearest whole step, unless the published value is less than a step away."""
+    """Return the nearest whole step, but keep the published value while it is less than a step away."""
     return told if abs(now - told) < step else round(now / step) * step

@@ -1,9 +1,9 @@
-"""Finds the fastest of several networks to a peer, by measurements when the two meet and now and then later.
+"""Finds the fastest of several networks to a peer, by measuring when the two meet and now and then later.
 
-Two machines may share more than one network: a cable and Wi-Fi, one for storage, a VPN. The first that
-answers is then not the best one for a model's state. For each such peer the link is measured by each network,
-as `links` measures any, and streams are opened by the fastest from then on. Most machines are on one network,
-where this does nothing.
+Two machines may share more than one network: a cable and Wi-Fi, one for storage, a VPN. In that case the
+network that answers first is not necessarily the best for a model's state. For each such peer the link over
+each network is measured, with the method of `links`, and streams use the fastest from then on. Most machines
+are on one network, and there this does nothing.
 """
 
 from collections import Counter
@@ -20,19 +20,21 @@ from node.seams import Clock, Network
 from node.services.links import MeasurementRefused, measure_link
 
 PATHS_MAX = 3
-"""Networks shared with one peer that are measured: two machines seldom have more in common."""
+"""Maximum number of networks shared with one peer that are measured. Two machines seldom share more."""
 LOOK_SECONDS = 1.0
-"""The interval between two checks for new members."""
+"""Seconds between checks for new members."""
 AGAIN_SECONDS = 600.0
-"""The interval between two comparisons of the paths to one peer: cables and Wi-Fi quality change."""
+"""Seconds between comparisons of the networks to one peer. Cables get plugged in, and Wi-Fi quality
+changes."""
 RETRY_SECONDS = 20.0
-"""The pause after a comparison that failed because the peer computes or others measure it."""
+"""How long to wait after a comparison that failed because the peer computes or others measure it."""
 SINGLE_SECONDS = 30.0
-"""After this time a peer with one path is checked again: its other addresses may become known later."""
+"""Seconds between checks of a peer on only one network, because its other addresses may become known
+later."""
 
 
 class PathComparison:
-    """The service. `run` must be running."""
+    """The comparisons of one node. `run` must be running."""
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class PathComparison:
         counters: Counter[str],
         measure: Callable[[Network, Clock, PeerId, Address], Awaitable[tuple[float, float]]] = measure_link,
     ) -> None:
-        """`measure` finds the bytes a second each way by one address."""
+        """`measure` returns the bytes a second in each direction for one address."""
         self._measure = measure
         self._network = network
         self._clock = clock
@@ -52,7 +54,8 @@ class PathComparison:
         self._due: dict[PeerId, float] = {}
 
     async def run(self, live: Callable[[], Iterable[PeerId]]) -> None:
-        """Compare the paths to each of `live` that has several, one peer after the other, until cancelled."""
+        """Compare the networks to each of the `live` peers that has several, one peer after the other, until
+        cancelled."""
         while True:
             await trio.sleep(LOOK_SECONDS)
             now = self._clock.monotonic()
@@ -68,7 +71,7 @@ class PathComparison:
                             await self._compare(peer, paths)
 
     async def _compare(self, peer: PeerId, paths: Iterable[Address]) -> None:
-        """Measure each path and prefer the fastest, ignoring dead ones."""
+        """Measure each address and prefer the fastest. Ignore addresses that do not answer."""
         rates: dict[Address, float] = {}
         for address in paths:
             try:

@@ -1,7 +1,7 @@
-"""Peers met before: where to begin the next time, kept on the disk.
+"""Remembers on disk the peers that this node has met, so that it can start from them next time.
 
-They are saved as soon as a first peer is known, since a power failure may follow, and then ever more rarely.
-Peers of earlier lives are kept after those that live now, as far as there is room.
+They are saved as soon as a first peer is known, because a power failure may follow, and then ever more
+rarely. Peers of earlier runs of the node are kept after those that are live now, as far as there is room.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +15,14 @@ from node.seams import Seams
 from node.storage.known_peers import REMEMBERED_MAX, read_remembered, write_remembered
 
 SAVE_SECONDS_MIN = 2.0
-"""The pause after the first save: a starting swarm is complete soon after."""
+"""Pause after the first save; a starting swarm is complete soon after it."""
 SAVE_SECONDS_MAX = 60.0
-"""The longest pause between two saves; pauses double up to it."""
+"""Longest pause between two saves. The pauses double up to it."""
 
 
 class RememberedPeers:
-    """The service. `live` returns each other live member with its announced addresses; `is_met` is set once
-    there is one."""
+    """The remembered peers of one node. `live` returns each other live member with its announced addresses;
+    `is_met` is set once there is one."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class RememberedPeers:
             self._saved = read_remembered(seams.storage)
 
     def addresses_to_try(self) -> list[tuple[Address, ...]]:
-        """Return the seeds, each by itself, and the addresses of each peer that was met before, without this
-        node's own (another machine's bridge may have the same ones)."""
+        """Return the seeds, each separately, and the addresses of each peer that was met before. This node's
+        own addresses are left out, because another machine's bridge may have the same ones."""
         network = self._seams.network
         seeds: list[tuple[Address, ...]] = [(seed,) for seed in self._join.seeds]
         known = [tuple(each for each in peer if not network.is_own(each)) for peer in self._saved]
@@ -52,7 +52,7 @@ class RememberedPeers:
         return tuple(addresses) not in {(seed,) for seed in self._join.seeds}
 
     async def run(self) -> None:
-        """Save when a first peer is known, then now and then, until cancelled."""
+        """Save once a first peer is known, then now and then, until cancelled."""
         await self._is_met.wait()
         pause = SAVE_SECONDS_MIN
         while True:
@@ -70,6 +70,6 @@ class RememberedPeers:
         before = [peer for peer in self._saved if peer[0].peer not in found]
         peers = (*filter(None, found.values()), *before)[:REMEMBERED_MAX]
         if peers != self._saved:
-            # A disk may be slow to make a write durable.
+            # Use an executor, because a disk may take long to make a write durable.
             await self._seams.executor.run(lambda: write_remembered(self._seams.storage, peers))
             self._saved = peers

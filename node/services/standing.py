@@ -19,8 +19,8 @@ from node.services.metadata import (
 
 
 class StandingKeeper:
-    """`look(told)` returns the standing, `tell` announces it, at a cost for all `live` members. `first` is
-    the standing at the join."""
+    """Keeps this node's published standing current. `look(told)` returns the standing, `tell` announces it,
+    at a cost for all `live` members. `first` is the standing at the join."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class StandingKeeper:
             await trio.sleep(LOOK_SECONDS)
 
     def look(self) -> None:
-        """Announce the standing if it has changed and was not announced too often."""
+        """Announce the standing if it has changed, unless it was announced too often."""
         now = self._clock.monotonic()
         found = self._look(self.told)
         if found == self.told:
@@ -60,8 +60,8 @@ class StandingKeeper:
             self._tell()
 
     def tell_now(self) -> None:
-        """Announce the standing at once: for changes that happen once in a node's life, and must not wait
-        minutes behind changes of its load."""
+        """Announce the standing immediately. This is for changes that happen once in a node's lifetime, and
+        must not wait minutes behind changes of its load."""
         self._changes.take(self._clock.monotonic())
         self.told = self._look(self.told)
         self._tell()
@@ -76,9 +76,9 @@ def look_at(
     *,
     is_measured: bool,
 ) -> AdvertisedStanding:
-    """Return the standing of a node of this capacity; without a measurement, as if it were idle.
+    """Return the standing of a node with this capacity. If not `is_measured`, the load counts as zero.
 
-    `words` are capabilities and whether it has them, `stages` the (run, stage) pairs that it holds.
+    `words` are capabilities and whether the node has them; `stages` are the (run, stage) pairs that it holds.
     """
     load, memory_bytes = 0.0, (capacity.memory_free_bytes, capacity.memory_total_bytes)
     if is_measured:

@@ -1,4 +1,4 @@
-"""Makes the event that a node emits once it has a place in the network."""
+"""Makes the event that a node emits once it is on the network."""
 
 from crypto.contact import Address
 from crypto.identity import PeerId
@@ -7,15 +7,17 @@ from node.events import NodeStarted
 from node.seams import Network
 from node.transport.network import RealNetwork
 
-LOOPBACK_ONLY = "none: this node listens on this machine alone; --listen 0.0.0.0:9747 lets others in"
-NO_NETWORK = "none: this machine is on no network (its addresses are loopback or of its own containers)"
+LOOPBACK_ONLY = "none: this node listens only on this machine; --listen 0.0.0.0:9747 lets others in"
+NO_NETWORK = (
+    "none: this machine is on no network (it has only loopback addresses and those of its own containers)"
+)
 LINK_LOCAL_ONLY = (
-    "none to type: this machine has IPv6 addresses of its link alone; nodes there find each other"
+    "none to type: this machine has only link-local IPv6 addresses; nodes on its link find each other"
 )
 
 
 def node_started(at: float, config: Config, peer: PeerId, network: Network, *, is_new: bool) -> NodeStarted:
-    """Return the event; `is_new` is whether the identity was made just now."""
+    """Return the event; `is_new` means that the identity was made just now."""
     wanted = config.listen.addresses[0].port
     real = network if isinstance(network, RealNetwork) else None
     join = real.address_for_others if real is not None else next(iter(network.addresses), None)
@@ -38,7 +40,7 @@ def node_started(at: float, config: Config, peer: PeerId, network: Network, *, i
 
 
 def _hint(config: Config, told: tuple[Address, ...]) -> str:
-    """Return why no address works on another machine."""
+    """Return the reason why no address works on another machine."""
     if not told:
         return LINK_LOCAL_ONLY
     return NO_NETWORK if config.listen.is_open else LOOPBACK_ONLY

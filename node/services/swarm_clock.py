@@ -1,11 +1,11 @@
-"""The wall clock for signing and checking data that other machines compare: the node's own, unless that is
-wrong.
+"""The wall clock for signing and checking data that other machines compare: the node's own clock, unless that
+is wrong.
 
-A machine whose clock is hours off would sign records that are expired for all others, and take theirs for
-expired. So its clock is compared with its peers' (`gossip.clocks`), and if it is further from the swarm's
-time than SKEW_SECONDS, the swarm's time is used. Screens, log and events of this machine use its own clock.
-After a jump of the wall clock against the monotonic one (by a user, NTP, or a suspended laptop) the peers'
-clocks are collected anew before anything is corrected.
+If a machine's clock is hours off, its records would be expired for all others, and theirs for it. So its
+clock is compared with its peers' (`gossip.clocks`). If it is further from the swarm's time than SKEW_SECONDS,
+the swarm's time is used. Screens, log and events of this machine use its own clock. After a jump of the wall
+clock relative to the monotonic one (caused by a user, NTP, or a suspended laptop), the peers' clocks are
+collected again before anything is corrected.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,18 @@ from node.seams import Clock
 from node.text import seconds_text
 
 COMPARE_SECONDS = 1.0
-"""How often the clock is compared: a record that is stored later than this after a jump has the
+"""Seconds between comparisons of the clock. A record that is stored later than this after a jump has the
 right time."""
 SKEW_SECONDS = 60.0
-"""Below it the machine's own clock is used: records may be ten minutes off, a round trip blurs a second."""
+"""Least skew that is corrected. Records may be ten minutes off, and a round trip makes a second uncertain."""
 STEP_SECONDS = 2.0
-"""A jump of the wall clock. NTP slews what is less than an eighth of a second."""
+"""Least change of the wall clock that counts as a jump. NTP slews anything below an eighth of a second."""
 TOLD_SECONDS = 60.0
-"""A skew that differs by this much from the reported one is reported again."""
+"""A skew is reported again if it differs by this much from the reported one."""
 
 
 def skew_text(clock: Clock, swarm_clock: Clock) -> str:
-    """Return a suffix for errors if this machine's clock is known to be wrong; else empty."""
+    """Return a note for errors if this machine's clock is known to be wrong; else empty."""
     ahead = clock.wall() - swarm_clock.wall()
     if abs(ahead) <= SKEW_SECONDS:
         return ""
@@ -39,8 +39,8 @@ def skew_text(clock: Clock, swarm_clock: Clock) -> str:
 
 
 class SwarmClock:
-    """A `Clock` over this machine's. `clocks` and `others` return the peers' clocks, and the number of live
-    peers."""
+    """A `Clock` based on this machine's clock. `clocks` returns the peers' clocks, and `others` the number of
+    live peers."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class SwarmClock:
         self._clock = clock
         self._clocks = clocks
         self._others = others
-        # Unset until the first look: a node may be made outside of its clock's event loop.
+        # Unset until the first `look`, because a node may be made outside of its clock's event loop.
         self._own: float | None = None
         self._swarm: float | None = None
         self._told: tuple[float, int] | None = None
@@ -60,16 +60,16 @@ class SwarmClock:
         return self._clock.monotonic()
 
     def wall(self) -> float:
-        """Return the swarm's time if it is known to differ from this machine's."""
+        """Return the swarm's time if it is known to differ from this machine's, else this machine's."""
         return self._clock.wall() if self._swarm is None else self._clock.monotonic() + self._swarm
 
     @property
     def own_offset(self) -> float:
-        """Return how far this machine's wall clock is ahead of its monotonic one."""
+        """How far this machine's wall clock is ahead of its monotonic one."""
         return self._clock.wall() - self._clock.monotonic()
 
     async def watch(self, follow: Callable[[], None], publish: Callable[[ClockCompared], None]) -> None:
-        """Compare with the peers' clocks until cancelled; `follow` is called each time."""
+        """Compare with the peers' clocks until cancelled. `follow` is called each time."""
         while True:
             await trio.sleep(COMPARE_SECONDS)
             found = self.look()
@@ -93,7 +93,7 @@ class SwarmClock:
         peers = clocks.peers(now)
         skew = own - swarm
         if len(peers) == 1:
-            skew = own - median_low(peers)  # one of the two is wrong: both report it
+            skew = own - median_low(peers)  # one of two clocks is wrong, so both nodes report it
         if abs(skew) <= SKEW_SECONDS:
             skew = 0.0
         told = 0.0 if self._told is None else self._told[0]

@@ -1,7 +1,7 @@
-"""Checks whether torch, which computes stages and captures models, is installed: the extra `compute`.
+"""Checks whether torch, which computes stages and captures models, is installed (the extra `compute`).
 
-It never imports it. A node without torch is a member, keeps records, watches, relays and answers clients; it
-computes no stage.
+This never imports torch. A node without torch is a member, keeps records, watches, relays and answers
+clients, but computes no stage.
 """
 
 from functools import cache
@@ -20,10 +20,12 @@ def has_torch() -> bool:
 
 
 def torch_remedy() -> str:
-    """Return the command that installs it beside this package."""
+    """Return the command that installs torch into this package's environment."""
     return install_command(EXTRA)
 
 
 def cannot_compute() -> str:
-    """Return why this node can compute no stage, for people; empty if it can."""
-    return "" if has_torch() else f"{NO_TORCH}, so it computes no stage: {torch_remedy()}"
+    """Return the reason why this node cannot compute a stage, for people; empty if it can."""
+    return (
+        "" if has_torch() else f"{NO_TORCH}, so this node cannot compute stages. Install it: {torch_remedy()}"
+    )

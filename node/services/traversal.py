@@ -1,6 +1,6 @@
-"""Traverses this node's router: maps a port, and punches through it to peers.
+"""Gets through this node's router: maps a port, and reaches peers by hole punching.
 
-It starts the drivers of both, `node.transport.portmap_driver` and `node.transport.puncher`.
+It starts the drivers for both, `node.transport.portmap_driver` and `node.transport.puncher`.
 """
 
 from collections import Counter
@@ -18,7 +18,8 @@ from node.transport.puncher import Puncher
 
 
 class Traversal:
-    """`run` until cancelled; `maps`: ask the router for a port. `live` returns the live members."""
+    """The traversal of one node, active while `run` runs. With `maps`, it asks the router for a port. `live`
+    returns the live members."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Watches this node's addresses and reachability, and passes each change on to the parts concerned.
 
-A machine may change its network, its addresses may be used or not, dial-back and datagrams may succeed or
-fail. `autonat_core` decides which peers to ask and what follows from an answer,
+A machine may change its network, its addresses may turn out to be usable or not, and dial-backs and datagrams
+may succeed or fail. `autonat_core` decides which peers to ask and what follows from an answer,
 `node.transport.address_policy` which addresses to announce.
 """
 
@@ -21,16 +21,17 @@ from node.services.discovery import Discovery
 from node.transport.network import RealNetwork, Translation
 
 DATAGRAMS_SECONDS = 2.0
-"""How often peers without datagrams are counted."""
+"""Seconds between counts of the peers that datagrams do not reach."""
 INTERFACES_SECONDS = 5.0
-"""How often this machine's addresses are read, which takes half a millisecond, so that a moved laptop is
-noticed soon."""
+"""Seconds between reads of this machine's addresses, so that a moved laptop is noticed soon. A read takes
+half a millisecond."""
 
 
 class Whereabouts:
-    """The service. `live` are the members, this node among them; `moved` is called when the addresses to
-    announce change, `heard` with each dial-back report, `judged` when this node's reachability changes, even
-    through a relay, and `is_leaving` returns whether it has said goodbye, after which nothing is announced.
+    """The watcher of one node. `live` are the members, including this node. `moved` is called when the
+    addresses to announce change, `heard` with each dial-back report, and `judged` when this node becomes
+    reachable or unreachable, even through a relay. `is_leaving` returns whether the node has said goodbye,
+    after which nothing is announced.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Whereabouts:
             nursery.start_soon(keep_running, "reach", self._reach.run, rng, self._live, self._found)
 
     async def _watch_interfaces(self, network: RealNetwork) -> None:
-        """When the machine's network changes, announce the new addresses and ask others anew."""
+        """When the machine's network changes, announce the new addresses and ask others again."""
         while True:
             await trio.sleep(INTERFACES_SECONDS)
             if network.look():
@@ -82,7 +83,8 @@ class Whereabouts:
             elif network.translation != self._translation:
                 self._tell(self._verdict, self._asked)
             else:
-                self._tell_addresses()  # perhaps only in another order: others' reports still hold
+                # perhaps only the order has changed, so others' reports are still valid
+                self._tell_addresses()
 
     async def _watch_datagrams(self, network: RealNetwork) -> None:
         """Report the number of members that datagrams do not reach."""

@@ -81,7 +81,7 @@ def test_a_machine_without_usable_addresses_prints_the_reason(tmp_path: Path) ->
         nodes.kill()
         lab.machines["a"].run("ip link set eth0 up")
         nodes.start(["a"], LISTEN=f"127.0.0.1:{PORT}")
-        assert "On another machine:  none: this node listens on this machine alone" in nodes["a"].said
+        assert "On another machine:  none: this node listens only on this machine" in nodes["a"].said
 
 
 def test_machines_with_only_ipv6_find_each_other(tmp_path: Path) -> None:

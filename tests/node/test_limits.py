@@ -82,8 +82,8 @@ def test_a_wrong_declaration_is_corrected_at_the_start_and_reported() -> None:
     device, cores, memory = found.corrected
     assert device.startswith("device cuda:7: ")
     assert device.endswith("; the CPU computes")
-    assert cores == f"cores 4000: this machine has {os.cpu_count()}; it gives {os.cpu_count()}"
-    assert memory.startswith("memory 1000000.0 GB: there are ")
+    assert cores == f"cores 4000: this machine has only {os.cpu_count()}, and offers {os.cpu_count()}"
+    assert memory.startswith("memory 1000000.0 GB: this machine has only ")
     assert found.measured(0.0).corrected == found.corrected
 
 

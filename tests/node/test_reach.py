@@ -433,7 +433,7 @@ def test_each_family_is_judged_separately() -> None:
         verdicts.note(1.0, peer(number), family_report(1.0, "ip6", "timeout"))
     verdicts.note(1.0, peer(0), family_report(1.0, "ip4", ""))
     assert (verdicts.verdict(4, 2.0), verdicts.verdict(6, 2.0)) == (True, False)
-    text = "IPv4 lets new hosts in, IPv6 lets in only hosts that this node wrote to"
+    text = "IPv4 lets new hosts in, IPv6 lets in only hosts that this node has contacted"
     assert verdicts.text({4, 6}, 2.0) == text
     assert verdicts.text({4}, 2.0) == ""
     assert verdicts.verdict(6, 2.0 + BELIEVED_SECONDS) is None

@@ -53,7 +53,10 @@ def test_a_node_without_torch_is_a_member_that_offers_no_stage(python: str, tmp_
             wait_for_node(process, folder)
             offer = ask(folder, "status")["offer"]
             assert not offer["may_serve"]
-            assert offer["reason"] == f"torch is not installed, so it computes no stage: {install}"
+            assert (
+                offer["reason"]
+                == f"torch is not installed, so this node cannot compute stages. Install it: {install}"
+            )
             assert ask(folder, "dht.put", {"key": "k", "value": "ab"})["key"]
             run = tmp_path / "RUN.toml"
             run.write_text('model = "simple-cnn"\ndata = "digits"\n[train]\nsteps = 1\n')

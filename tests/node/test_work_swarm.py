@@ -71,7 +71,7 @@ def test_an_id_without_work_is_listed_by_nobody_and_gets_the_reason(start: Start
             )
             (turned_away,) = a.join([c.addresses[0]])
             assert turned_away.outcome == "work"
-            assert f"work_bits is 0 there and {BITS} here" in turned_away.detail
+            assert f"work_bits is 0 there but {BITS} here" in turned_away.detail
             with pytest.raises(JoinTimeout):
                 a.wait_for_members(2, timeout_seconds=SETTLED_SECONDS)
             assert (names(a), names(b), names(c)) == (["b"], ["a"], [])

@@ -1,8 +1,8 @@
-"""Relays in the DHT: lists this node as a relay, and finds near relays.
+"""Relays in the DHT: lists this node as a relay, and finds nearby relays.
 
-A relay stores a record under one of `SHARDS` keys, which follows from its id. A node that needs relays reads
-some of these keys, dials a few relays of different networks, and measures a round trip to each. A relay signs
-its own record; its claims are tried like any claimed address, rarely and within bounds.
+A relay stores a record under one of `SHARDS` keys, which is determined by its id. A node that needs relays
+reads some of these keys, dials a few relays of different networks, and measures a round trip to each. A relay
+signs its own record; the addresses in it are tried like any claimed address, rarely and within bounds.
 """
 
 from collections import Counter
@@ -33,25 +33,27 @@ from node.transport.network import RealNetwork
 RELAY_PURPOSE = "relay"
 RECORD_VERSION = 1
 SHARDS = 8
-"""Keys by which relays are found: a holder keeps a bounded number of publishers under each."""
+"""Number of keys under which relays are listed. There are several because a holder keeps a bounded number of
+publishers under each key."""
 SHARDS_READ = 3
-"""The least number of random keys that a search reads, so that a publisher that fills one key does not hide
-the others."""
+"""Least number of random keys that a search reads, so that an attacker who fills one key does not hide the
+relays under the others."""
 RECORD_SECONDS = 3_600.0
-"""How long a relay is listed after its last announcement."""
+"""How long a relay is listed after its latest announcement."""
 RENEW_SECONDS = 1_200.0
 TRIED_MAX = 8
-"""Relays that a search dials, each of another public network."""
+"""Maximum number of relays that a search dials, each of a different public network."""
 FOUND_MAX = 16
-"""Relays that are remembered, the nearest."""
+"""Maximum number of relays remembered, the nearest."""
 MEASURED_SECONDS = 1_800.0
-"""How long a round trip is believed."""
+"""How long a measured round trip counts as valid."""
 TRY_SECONDS = 8.0
-"""The time limit for a handshake with one relay, and a round trip after it."""
+"""Time limit for a handshake with one relay, followed by a round trip."""
 
 
 class RelayRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A relay's record: where it is dialled. The publisher of the record is the relay."""
+    """A relay's record: the addresses at which to dial the relay. The publisher of the record is the
+    relay."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=255)]
     addresses: AddressTexts
@@ -70,8 +72,8 @@ def shard_name(shard: int) -> bytes:
 def listed(
     records: Iterable[Record], shard: int, *, own: PeerId, admits: Callable[[Address], bool]
 ) -> dict[PeerId, tuple[Address, ...]]:
-    """Return the relays of one shard and the addresses at which each may be dialled, without unreadable
-    records, relays of other shards, and addresses that may not be tried."""
+    """Return the relays of one shard and the addresses at which each may be dialled. Unreadable records,
+    relays of other shards, and addresses that may not be tried are left out."""
     found: dict[PeerId, tuple[Address, ...]] = {}
     for record in records:
         if record.publisher == own or shard_of(record.publisher) != shard:
@@ -93,8 +95,8 @@ def listed(
 def of_different_networks(
     relays: Mapping[PeerId, Sequence[Address]], rng: Random
 ) -> dict[PeerId, Sequence[Address]]:
-    """Return up to `TRIED_MAX` of these relays, in any order: one of each public network, so that an owner of
-    many ids is tried once."""
+    """Return up to `TRIED_MAX` of these relays in random order, one for each public network, so that an owner
+    of many ids is tried only once."""
     chosen: dict[PeerId, Sequence[Address]] = {}
     seen: set[bytes] = set()
     for relay in rng.sample(sorted(relays), len(relays)):
@@ -107,7 +109,7 @@ def of_different_networks(
 
 
 class FoundRelays:
-    """The relays that were measured, and how far away each is. `now` is monotonic seconds."""
+    """The relays that were measured, and the round trip to each. `now` is monotonic seconds."""
 
     def __init__(self) -> None:
         self._found: dict[PeerId, tuple[float, float]] = {}
@@ -116,21 +118,21 @@ class FoundRelays:
         return len(self._found)
 
     def note(self, now: float, relay: PeerId, seconds: float) -> None:
-        """Note a round trip to a relay."""
+        """Record a round trip to a relay."""
         self._found[relay] = now, seconds
         if len(self._found) > FOUND_MAX:
             del self._found[max(self._found, key=lambda each: self._found[each][1])]
 
     def seconds(self, now: float) -> dict[PeerId, float]:
-        """Return the round trips that were measured lately, the nearest first."""
+        """Return the round trips that were measured recently, the shortest first."""
         self._found = {relay: at for relay, at in self._found.items() if now - at[0] <= MEASURED_SECONDS}
         seconds = {relay: found for relay, (_, found) in self._found.items()}
         return dict(sorted(seconds.items(), key=lambda each: each[1]))
 
 
 class RelayFinder:
-    """The service of one node. `is_relay` returns whether to list this node, `is_wanted` whether to look for
-    more relays."""
+    """The relay search of one node. `is_relay` returns whether to list this node as a relay, `is_wanted`
+    whether to look for more relays."""
 
     def __init__(
         self,
@@ -160,7 +162,7 @@ class RelayFinder:
         return self._found.seconds(self._clock.monotonic())
 
     async def run(self) -> None:
-        """List this node and search, while either is wanted, until cancelled."""
+        """List this node as a relay and search for relays, while each is wanted, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(keep_running, "a relay's record", self._be_listed)
             nursery.start_soon(keep_running, "the search for relays", self._search_often)
@@ -194,7 +196,7 @@ class RelayFinder:
             pause_seconds = min(2 * pause_seconds, self._settings.search_seconds_max)
 
     async def search(self) -> None:
-        """Read relays from the DHT, and measure some of them."""
+        """Read relays from the DHT, and measure the round trips to some of them."""
         self._counters["relay_searches"] += 1
         relays: dict[PeerId, tuple[Address, ...]] = {}
         for count, shard in enumerate(self._rng.sample(range(SHARDS), SHARDS), start=1):
@@ -207,7 +209,7 @@ class RelayFinder:
                 nursery.start_soon(self._measure, relay, addresses)
 
     async def _measure(self, relay: PeerId, addresses: Sequence[Address]) -> None:
-        with contain("a relay that the DHT tells of"):
+        with contain("a relay that the DHT lists"):
             self._network.learn(relay, addresses, is_hint=True)
             for address in addresses:
                 with trio.move_on_after(TRY_SECONDS):

@@ -1,8 +1,8 @@
-"""The accounts of a relay: places, circuits, budgets. A core without I/O.
+"""The accounts of a relay: places (reservations), circuits, budgets. A core without I/O.
 
-Places and circuits are bounded in all, for each peer and for each network, so that no peer monopolizes a
-relay. Traffic is bounded by the owner's rate, which all peers with an open circuit share equally. Strangers,
-those that have given this node no work (see `is_known`), have a budget an hour each besides.
+Places and circuits are bounded in total, for each peer and for each network, so that no peer monopolizes a
+relay. Traffic is bounded by the owner's rate, which all peers with an open circuit share equally. In
+addition, each stranger (a peer that has done no work for this node, see `is_known`) has an hourly budget.
 """
 
 from collections.abc import Callable, Collection
@@ -13,28 +13,32 @@ from crypto.identity import PeerId
 from node.transport.relay_messages import BUSY, FULL, OFF, SPENT, TOKEN_BYTES, UNKNOWN
 
 PLACES_MAX = 256
-"""Peers that may be reached through one node; each costs a connection that is idle most of the time."""
+"""Maximum number of peers that may be reached through one node. Each costs a connection that is idle most of
+the time."""
 PLACES_PER_NETWORK_MAX = 32
-"""Peers of one network (a /24 of IPv4, a /48 of IPv6): a lecture hall behind one router."""
+"""Maximum number of such peers in one network (a /24 of IPv4, a /48 of IPv6): enough for a lecture hall
+behind one router."""
 PLACE_SECONDS = 600
 """How long a place is kept without a renewal."""
 CIRCUITS_PER_PEER_MAX = 16
-"""Circuits of one peer, whichever end it is."""
+"""Maximum number of circuits of one peer, whichever end it is."""
 CIRCUITS_PER_PAIR_MAX = 2
-"""Circuits by which one peer reaches another, waiting ones included: one in use, and the next if that has
-gone silent."""
+"""Maximum number of circuits by which one peer reaches another, including waiting ones: one in use, and a
+replacement if that has gone silent."""
 WAITING_PER_PEER_MAX = 8
-"""Circuits announced to one peer that it has not taken yet."""
+"""Maximum number of circuits announced to one peer that it has not accepted yet."""
 WAIT_SECONDS = 5.0
 STRANGER_BYTES_PER_HOUR = 2**30
-"""The allowance of a peer that has given this node nothing: enough to join and to fetch a small model."""
+"""Hourly allowance of a peer that has done no work for this node: enough to join and to fetch a small
+model."""
 HOUR_SECONDS = 3_600.0
 ACCOUNTS_MAX = 4_096
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The owner's limits: whether to relay at all, the circuits, the bytes a second (0: no bound)."""
+    """The owner's limits: whether to relay at all, the number of circuits, the bytes a second (0: no
+    limit)."""
 
     is_on: bool = False
     circuits_max: int = 64
@@ -49,25 +53,25 @@ class _Place:
 
 @dataclass(frozen=True)
 class Announced:
-    """A circuit announced to its target: `first` asked for it, `target` should take it."""
+    """A circuit announced to its target: `first` asked for it, and `target` should accept it."""
 
     token: bytes
     first: PeerId
     target: PeerId
     until: float
     network: bytes
-    """The public network of the request; empty for a local one."""
+    """The public network from which the request came; empty for a local one."""
     is_strangers: bool
-    """Whether neither peer had contributed anything to this node by then."""
+    """Whether neither peer had contributed anything to this node when the circuit was announced."""
 
     @property
     def ends(self) -> tuple[PeerId, PeerId]:
-        """The peer that asked, and the one that is reached."""
+        """The peer that asked, and the peer that is to be reached."""
         return self.first, self.target
 
 
 class NoPlace(Exception):
-    """A request that is refused; `code` is one of `relay_messages`."""
+    """A refused request; `code` is one of the reasons in `relay_messages`."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -75,7 +79,8 @@ class NoPlace(Exception):
 
 
 class RelayLedger:
-    """`now` is monotonic seconds; `source` the network prefix of a peer's connection."""
+    """The accounts of one relay. `now` is monotonic seconds; `source` is the network prefix of a peer's
+    connection."""
 
     def __init__(
         self,
@@ -90,13 +95,13 @@ class RelayLedger:
         self._places: dict[PeerId, _Place] = {}
         self._announced: dict[bytes, Announced] = {}
         self._open: dict[bytes, Announced] = {}
-        # The one used last is the last.
+        # The most recently used account comes last.
         self._accounts: dict[PeerId, tuple[float, int]] = {}
         self.carried_bytes = 0
 
     @property
     def places(self) -> tuple[PeerId, ...]:
-        """The peers that are reached through this node."""
+        """The peers that have a place, so that they can be reached through this node."""
         return tuple(self._places)
 
     @property
@@ -106,7 +111,7 @@ class RelayLedger:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return the tables that others can make grow here: the size and limit of each."""
+        """The size and limit of each table that others can make grow."""
         return {
             "places": (len(self._places), PLACES_MAX),
             "announced": (len(self._announced), PLACES_MAX * WAITING_PER_PEER_MAX),
@@ -115,7 +120,7 @@ class RelayLedger:
         }
 
     def reserve(self, now: float, peer: PeerId, source: bytes) -> int:
-        """Keep a place for a peer; return the seconds. Raises NoPlace."""
+        """Keep a place for a peer; return for how many seconds. Raises NoPlace."""
         if not self.limits.is_on:
             raise NoPlace(OFF)
         self._forget(now)
@@ -129,11 +134,12 @@ class RelayLedger:
         return PLACE_SECONDS
 
     def release(self, peer: PeerId) -> None:
-        """Release the place of a peer that gave it up, or has hung up."""
+        """Release the place of a peer that gave it up or has hung up."""
         self._places.pop(peer, None)
 
     def announce(self, now: float, first: PeerId, target: PeerId, source: bytes) -> Announced:
-        """Announce to `target` that `first`, which asks from `source`, wants to reach it. Raises NoPlace."""
+        """Record that `first`, which asks from `source`, wants to reach `target`; return the announcement.
+        Raises NoPlace."""
         if not self.limits.is_on:
             raise NoPlace(OFF)
         self._forget(now)
@@ -155,8 +161,8 @@ class RelayLedger:
         return found
 
     def _check(self, first: PeerId, target: PeerId, network: bytes, circuits: Collection[Announced]) -> None:
-        """Raise NoPlace if one more beside `circuits` would exceed the limit of either peer, of both, or of a
-        public network: a quarter of all circuits, and half of one target's."""
+        """Raise NoPlace if one more circuit in addition to `circuits` would exceed the limit of either peer,
+        of the pair, or of a public network (a quarter of all circuits, and half of one target's)."""
         of_network = [each for each in circuits if network and each.network == network]
         if (
             max(sum(peer in each.ends for each in circuits) for peer in (first, target))
@@ -168,7 +174,7 @@ class RelayLedger:
             raise NoPlace(BUSY)
 
     def withdraw(self, token: bytes) -> None:
-        """Drop an announced circuit for which nobody waits any more."""
+        """Remove an announced circuit for which nobody waits any more."""
         self._announced.pop(token, None)
 
     def accept(self, now: float, peer: PeerId, token: bytes) -> Announced:
@@ -189,8 +195,8 @@ class RelayLedger:
         del self._open[circuit.token]
 
     def carried(self, now: float, circuit: Announced, count: int) -> bool:
-        """Count carried bytes; return False if two strangers have no budget left (each is charged in full). A
-        known peer pays for the other one."""
+        """Count carried bytes; return False if both peers are strangers without budget left (each is charged
+        in full). A known peer pays for the other one."""
         self.carried_bytes += count
         if not circuit.is_strangers:
             return True
@@ -203,7 +209,7 @@ class RelayLedger:
         return min(self.left_bytes(now, peer) for peer in (circuit.first, circuit.target)) > 0
 
     def left_bytes(self, now: float, peer: PeerId) -> int:
-        """Return what may still be carried for a stranger within this hour."""
+        """Return how many bytes may still be carried for a stranger within this hour."""
         return STRANGER_BYTES_PER_HOUR - self._account(now, peer)[1]
 
     def _account(self, now: float, peer: PeerId) -> tuple[float, int]:
@@ -218,7 +224,7 @@ class RelayLedger:
 
 
 class SharedPace:
-    """One rate, shared equally by those that use it at the moment: each waits for its own share."""
+    """One rate, shared equally by its present users. Each waits for its own share."""
 
     def __init__(self, bytes_per_second: int) -> None:
         self.bytes_per_second = bytes_per_second
@@ -233,7 +239,7 @@ class SharedPace:
         return max(0.0, self._due[who] - now)
 
     def piece(self, now: float, who: object) -> int:
-        """Return how many bytes the user `who` may take at once: its share of PIECE_SECONDS."""
+        """Return how many bytes the user `who` may take in one piece: its share for PIECE_SECONDS."""
         if not self.bytes_per_second:
             return PIECE_BYTES_MAX
         share = self.bytes_per_second / self._busy(now, who)
@@ -243,13 +249,12 @@ class SharedPace:
         return sum(due > now for each, due in self._due.items() if each != who) + 1
 
     def forget(self, who: object) -> None:
-        """Drop the share of the user `who`, which no longer needs it."""
+        """Remove the share of the user `who`, which no longer needs it."""
         self._due.pop(who, None)
 
 
 BURST_SECONDS = 0.05
-"""The most unused time that a pause saves up."""
+"""Maximum unused time that a pause saves up for a burst."""
 PIECE_SECONDS = 0.1
-"""How long one piece keeps a share busy: short, so that the next bytes come long before a path counts as
-dead."""
+"""How long one piece uses a share: short, so that the next bytes come long before a path counts as dead."""
 PIECE_BYTES_MIN, PIECE_BYTES_MAX = 2**11, 2**16

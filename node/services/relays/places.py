@@ -1,4 +1,4 @@
-"""Places of this node at relays: chooses relays, and renews places. Pure cores.
+"""Places (reservations) of this node at relays: chooses relays, and renews places. Cores without I/O.
 
 `PlaceSearch` chooses relays, `PlaceLease` renews a place at one of them. `now` is monotonic seconds. The
 conversation itself and its connections are in `reservations`, and in the simulator.
@@ -12,35 +12,36 @@ from node.services.relays.settings import RELAYS, RelaySettings
 from node.transport.announced import CIRCUITS_TOLD_MAX
 
 WANTED = CIRCUITS_TOLD_MAX
-"""The number of relays in use: one may vanish."""
+"""Number of relays in use: more than one, because a relay may vanish."""
 RENEW_SECONDS = 20.0
-"""The interval of renewals, which also test whether a router still knows the connection; a place lasts thirty
+"""Seconds between renewals, which also test whether a router still knows the connection. A place lasts thirty
 times as long."""
 ANSWER_SECONDS = 5.0
-"""The time limit of the answer to a renewal."""
+"""Time limit for the answer to a renewal."""
 TRIED_MAX = 256
-"""The most relays that are left alone: the number of members in view."""
+"""Maximum number of relays remembered as to be left alone: as many as there are members in view."""
 
 
 class PlaceSearch:
-    """The relays of one node: those that are asked or kept, and those that are left alone for a while."""
+    """The relays of one node: those that are asked or keep a place, and those that are left alone for a
+    while."""
 
     def __init__(self, settings: RelaySettings = RELAYS) -> None:
         self._settings = settings
         self._asked: dict[PeerId, None] = {}
         self._left_alone: dict[PeerId, float] = {}
         self._kept_since: dict[PeerId, float] = {}
-        # How often in a row places at each relay were lost early, the latest last.
+        # How many places in a row each relay lost early, the latest last.
         self._short: dict[PeerId, int] = {}
 
     @property
     def asked(self) -> tuple[PeerId, ...]:
-        """Relays that are asked for a place, or keep one."""
+        """The relays that are asked for a place, or keep one."""
         return tuple(self._asked)
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """The tables that others can make grow here: the size and limit of each."""
+        """The size and limit of each table that others can make grow."""
         return {
             "asked": (len(self._asked), WANTED),
             "left alone": (len(self._left_alone), TRIED_MAX),
@@ -48,8 +49,8 @@ class PlaceSearch:
         }
 
     def next(self, now: float, candidates: Sequence[PeerId]) -> PeerId | None:
-        """Return the relay to ask now, and note that it is asked; None if there are enough, or no other.
-        `candidates` are sorted, the best first."""
+        """Return the relay to ask now, and record that it is asked. Return None if there are enough relays,
+        or there is no further one. `candidates` are sorted, the best first."""
         self._left_alone = {peer: until for peer, until in self._left_alone.items() if until > now}
         if len(self._asked) >= WANTED:
             return None
@@ -64,7 +65,7 @@ class PlaceSearch:
         self._kept_since[relay] = now
 
     def ended(self, now: float, relay: PeerId) -> None:
-        """Note that a relay refused or failed, or that its place is lost."""
+        """Note that a relay refused or failed, or that the place there is lost."""
         self._asked.pop(relay, None)
         since = self._kept_since.pop(relay, None)
         seconds = self._settings.refused_seconds if since is None else self._lost_seconds(now, relay, since)
@@ -73,7 +74,7 @@ class PlaceSearch:
         _shorten(self._left_alone)
 
     def _lost_seconds(self, now: float, relay: PeerId, since: float) -> float:
-        """Return how long to leave alone a relay at which a place is lost."""
+        """Return how long to leave a relay alone after a place there was lost."""
         before = self._short.pop(relay, 0)
         if now - since >= self._settings.stood_seconds:
             return self._settings.lost_seconds
@@ -89,7 +90,7 @@ def _shorten(table: dict[PeerId, Any]) -> None:
 
 
 class PlaceLease:
-    """A place at one relay, from the first time that it is asked for. The first request leaves at once."""
+    """A place at one relay, from the first request on. The first request is sent immediately."""
 
     def __init__(self, now: float) -> None:
         self._is_answered = False
@@ -106,7 +107,8 @@ class PlaceLease:
         self._is_answered, self.deadline = True, now + RENEW_SECONDS
 
     def wake(self, now: float) -> bool:
-        """Return whether to ask again now; False if the relay did not answer the last time: it is lost."""
+        """Return whether to renew now. False means that the relay did not answer the previous request, so the
+        place is lost."""
         if not self._is_answered:
             return False
         self._is_answered, self.deadline = False, now + ANSWER_SECONDS

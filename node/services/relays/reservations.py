@@ -1,7 +1,8 @@
-"""Places at relays for a node that cannot be dialled: requests and renews several, and announces them.
+"""Places (reservations) at relays for a node that cannot be dialled. It requests and renews several, and
+announces them.
 
-A renewal every 20 s also tests whether the relay is still there: relayed connections degrade over hours. A
-relay that fails is left alone for a while, and another one takes its place.
+A renewal every 20 s also tests whether the relay is still there, because relayed connections degrade over
+hours. A relay that fails is left alone for a while, and a different one is used instead.
 """
 
 from collections import Counter
@@ -34,14 +35,16 @@ from node.transport.streams import SecureStream
 from node.waker import Waker
 
 LOOK_SECONDS = 0.5
-"""How often the number of places is checked."""
+"""Seconds between checks of the number of places."""
 TAKING_MAX = 16
-"""Circuits of one relay that are taken at once; it announces at most as many to one node."""
+"""Maximum number of one relay's circuits that are accepted simultaneously. A relay announces no more to one
+node."""
 
 
 class Reservations:
-    """The service of one node. `candidates` are the peers to ask, the best first; `is_wanted` returns whether
-    others reach this node only by relays; `changed` is called when the circuits to announce change."""
+    """The reservations of one node. `candidates` are the peers to ask, the best first. `is_wanted` returns
+    whether others can reach this node only through relays. `changed` is called when the circuits to announce
+    change."""
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class Reservations:
 
     @property
     def circuits(self) -> tuple[Address, ...]:
-        """The circuits by which this node is reached, the oldest first."""
+        """The circuits by which others reach this node, the oldest first."""
         return tuple(self._circuits.values())
 
     async def run(self) -> None:
@@ -141,12 +144,12 @@ class Reservations:
                     else:
                         self._counters["circuits_not_taken"] += 1
                 case RelayRefused():
-                    raise Unreachable("refused", "the relay has no place")
+                    raise Unreachable("refused", "the relay refused a place")
                 case _:
                     raise RemoteProtocolError("the relay's reply does not match the request")
 
     async def _renew(self, stream: SecureStream, lease: PlaceLease, waker: Waker) -> NoReturn:
-        """Renew the place when it is time. Raises TooSlowError: the relay did not answer."""
+        """Renew the place when it is time. Raises TooSlowError if the relay did not answer."""
         while True:
             asks_again = await waker.wake_when_due(lease)
             if asks_again:
@@ -163,7 +166,8 @@ class Reservations:
                 except Unreachable:
                     self._counters["circuits_not_taken"] += 1
                 except RemoteProtocolError:
-                    # Perhaps its peer's fault: a relay cannot read the flight. No connection was used up.
+                    # The peer behind the relay may be at fault, because a relay cannot read the flight. No
+                    # connection was used up.
                     self._counters["circuits_not_taken"] += 1
                     return
                 await self._keep_ready(relay, at)
@@ -172,7 +176,7 @@ class Reservations:
 
     async def _keep_ready(self, relay: PeerId, at: Address) -> None:
         """Keep an idle connection to the relay for the next circuit, which then needs no handshake with the
-        relay first. There is one such task for each relay, so many announcements cause no more dials."""
+        relay first. There is one such task for each relay, so many announcements do not cause more dials."""
         if relay in self._readying:
             return
         self._readying.add(relay)

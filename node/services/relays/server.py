@@ -1,6 +1,7 @@
-"""A relay: it keeps places for nodes that cannot be dialled, and carries bytes between two connections.
+"""A relay. It keeps places (reservations) for nodes that cannot be dialled, and carries bytes between two
+connections.
 
-`ledger` decides which peers it serves, and how much. The two ends encrypt the bytes that it carries.
+`ledger` decides which peers it serves, and how much. The carried bytes are encrypted by the two ends.
 """
 
 import socket
@@ -48,26 +49,27 @@ STREAMS = StreamLimits(
     streams_max=2 * PLACES_MAX,
     patience_seconds=PLACE_SECONDS,
 )
-"""A place is silent until a peer wants to reach its node."""
+"""A long silence is allowed, because nothing is sent on the stream of a place until a peer wants to reach its
+node."""
 SILENT_SECONDS = 60.0
-"""A circuit without a byte for this long is over: its ends ping each other four times as often."""
+"""How long a circuit may carry no byte before it ends. Its ends ping each other four times as often."""
 
 Socket = trio.socket.SocketType
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """A peer that asked for a circuit, until the other side has taken it."""
+    """A peer that asked for a circuit, until the target has accepted it."""
 
     taken: trio.Event = field(default_factory=trio.Event)
     circuit: Announced | None = None
     far: socket.socket | None = None
     flight: bytes = b""
-    """The other side's answer to the asker's flight."""
+    """The target's answer to the asker's flight."""
 
 
 class RelayServer:
-    """The service of one node. It refuses all requests while its ledger's limits turn it off."""
+    """The relay of one node. It refuses all requests while its ledger's limits turn it off."""
 
     def __init__(self, network: Network, clock: Clock, ledger: RelayLedger, counters: Counter[str]) -> None:
         self.ledger = ledger
@@ -95,10 +97,10 @@ class RelayServer:
             await stream.send(encode(RelayRefused(refusal.code)))
 
     async def _keep(self, stream: Stream) -> None:
-        """Keep a place for the peer as long as it renews it."""
+        """Keep a place for the peer as long as the peer renews it."""
         peer = stream.peer
         if stream.source is None:
-            raise NoPlace(OFF)  # a peer behind another relay
+            raise NoPlace(OFF)  # the peer itself is behind a relay
         source = prefix_of(stream.source.host)
         try:
             while True:
@@ -115,7 +117,8 @@ class RelayServer:
                 self.ledger.release(peer)
 
     async def _connect(self, stream: Stream, target: PeerId, flight: bytes) -> None:
-        """Tell the target, wait until it takes the circuit, and carry bytes until either side is done."""
+        """Announce the circuit to the target, wait until it accepts, and carry bytes until either end is
+        done."""
         near = _bare(stream)
         if stream.source is None:
             raise NoPlace(OFF)
@@ -147,7 +150,7 @@ class RelayServer:
                 waiting.far.close()
 
     async def _accept(self, stream: Stream, token: bytes, flight: bytes) -> None:
-        """Hand this connection to the waiting peer."""
+        """Hand this connection over to the waiting peer."""
         far = _bare(stream)
         waiting = self._waiting.get(token)
         if waiting is None:
@@ -163,7 +166,7 @@ class RelayServer:
                 waiting.far = opened
         finally:
             if token not in self._waiting:
-                waiting.circuit = None  # the waiting task has given up, and closed its own part
+                waiting.circuit = None  # the waiting task has given up and closed its own connection
             waiting.taken.set()
 
     async def _carry(self, circuit: Announced, near: socket.socket, far: socket.socket) -> None:
@@ -176,7 +179,8 @@ class RelayServer:
     async def _pump(
         self, circuit: Announced, source: Socket, target: Socket, scope: trio.CancelScope
     ) -> None:
-        """Copy one direction, with a share of its own. The first direction to end ends the other one too."""
+        """Copy one direction, with its own share of the rate. When one direction ends, the other one ends
+        too."""
         buffer, who = bytearray(PIECE_BYTES_MAX), object()
         view = memoryview(buffer)
         try:
