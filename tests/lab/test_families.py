@@ -22,7 +22,8 @@ PATTERNS = {
     "hidden": (
         "TCP and UDP translated to a different port for each peer, so peers behind a router need a relay; "
         + IPV6,
-        "IPv4 lets in only hosts that this node has contacted, IPv6 lets in only hosts that this node has contacted",
+        "IPv4 lets in only hosts that this node has contacted, "
+        "IPv6 lets in only hosts that this node has contacted",
     ),
 }
 

@@ -51,7 +51,7 @@ def test_gpus_of_amd_are_found_where_torch_was_built_for_them(tmp_path: Path) ->
     assert found_by({}, system) == (both, "")
     assert found_by({"HIP_VISIBLE_DEVICES": "1"}, system) == (both[1:], "")
     found, why = found_by({"HIP_VISIBLE_DEVICES": ""}, system)
-    assert (found, why) == ([], "there is no such GPU of AMD, or this process may use none")
+    assert (found, why) == ([], "there is no such AMD GPU, or this process may not use it")
     assert found_by({}, tmp_path / "nothing")[0] == []
 
 
