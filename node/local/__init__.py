@@ -1,1 +1,2 @@
-"""Runs in local mode: members train the whole model on shards of their own, and average in groups."""
+"""Runs in local mode: each member trains the whole model on its own shard of the data, and members average
+their parameters in groups."""

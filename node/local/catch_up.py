@@ -1,4 +1,4 @@
-"""Takes over others' states for a member of a run in local mode."""
+"""Takes over the state of other members, for a member of a run in local mode."""
 
 from math import inf
 
@@ -15,7 +15,7 @@ from node.local.trainer import LocalTrainer
 from node.local.trial import Trial, go_back, place_of
 
 CATCH_UPS_MAX = 5
-"""Attempts to take over a state before a newcomer gives up."""
+"""Number of attempts to take over a state before a newcomer gives up."""
 
 
 async def catch_up(
@@ -28,11 +28,12 @@ async def catch_up(
     trial: Trial | None,
     is_needed: bool,
 ) -> bool:
-    """Take over a state of others, of `steps` at most; return whether one was taken over. States that `trial`
-    refuses, or that are of another run, are skipped. If none is left, the own state is restored.
+    """Take over another member's state, of step `steps` at most; return whether one was taken over. States
+    that `trial` refuses, or that do not fit this run, are skipped. If none is left, this member's own state
+    is restored.
 
     Raises:
-        StageFailed: no peer hands one over, and this member `is_needed` to have one.
+        StageFailed: no peer hands over its state, and this member `is_needed` to have one.
     """
     reason = ""
     useless: set[PeerId] = set()
@@ -41,7 +42,7 @@ async def catch_up(
     for _ in range(CATCH_UPS_MAX):
         others = [peer for peer, report in part.roster.reports.items() if report.has_state]
         if not set(others) - useless:
-            break  # no other member is further
+            break  # no further member has a usable state
         likely = likely_steps(part.roster.reports, local_steps, useless, are_tried=trial is not None)
         found: Snapshot | None = None
         try:

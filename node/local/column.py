@@ -1,12 +1,13 @@
-"""A column: one pipeline of all stages, the first at its head, the others at peers that work for this head.
+"""A column: one pipeline of all stages. The first stage is at its head; the others are at peers that work for
+this head.
 
-The head's trainer sees a column as one stage: `ColumnStage` passes a micro-batch through all of them and its
-gradient back. As many micro-batches as stages are under way at once, one in each stage. They stay in order,
-so a step is exact within the column, and its sums do not depend on timing. Columns interact only where the
-holders of each stage average (`node.local.member`).
+The head's trainer sees a column as one stage: `ColumnStage` passes a micro-batch through all stages, and its
+gradient back. As many micro-batches as there are stages are processed simultaneously, one in each stage. They
+stay in order, so a step is exact within the column, and its sums do not depend on timing. Columns interact
+only when the holders of each stage average (`node.local.member`).
 
-Where a stage has no holder, a node of the column holds two (`node.local.merging`). The head calls its own
-further stages in its own process. Not here: the choice of holders (`partition.run.local.column`), and the
+If a stage has no holder, one node of the column holds two stages (`node.local.merging`). The head calls its
+own further stages in its own process. Not here: the choice of holders (`partition.run.local.column`), and a
 stage that works for a head (`node.local.stage_server`).
 """
 
@@ -46,7 +47,8 @@ EXPORT_SECONDS_MAX = 300.0
 class ColumnStage:
     """The column as a `node.seams.Stage` for the head's trainer. `attach` makes a peer hold a missing stage.
 
-    Several Forwards may run at once and pass each stage in call order. All other calls run one at a time.
+    Several Forwards may run concurrently and pass each stage in call order. All other calls run one at a
+    time.
     """
 
     def __init__(
@@ -55,7 +57,8 @@ class ColumnStage:
         """`metrics` is the model's number of metrics. `payload_bytes_max` bounds answers: a micro-batch's
         tensors, or the parameters of a stage."""
         self.computed: Callable[[PeerId, int, int], None] = lambda _peer, _stage, _microbatches: None
-        """Called after each step, with each holder, its stage and the number of micro-batches it passed."""
+        """Called after each step with each holder, its stage, and the number of micro-batches that it
+        processed."""
         self._passed = 0
         self._metrics = metrics
         self._run = run
@@ -66,7 +69,7 @@ class ColumnStage:
         self._streams: dict[int, Stream] = {}
         self._here: dict[int, StageServer] = {}
         self._turns = [trio.Lock() for _ in range(count)]
-        """One lock for each stage: it takes one request at a time, in order."""
+        """One lock for each stage, which takes one request at a time, in order."""
         self.holders = ColumnHolders(count)
 
     @property
@@ -81,7 +84,7 @@ class ColumnStage:
 
     @property
     def here(self) -> Mapping[int, StageServer]:
-        """The stages that the head holds besides the first."""
+        """The stages that the head holds in addition to the first."""
         return self._here
 
     def hold_here(self, stage: int, server: StageServer) -> None:
@@ -105,8 +108,8 @@ class ColumnStage:
         chain: Chain,
         check: Callable[[PeerId, Chain], None],
     ) -> str:
-        """Ask `peer` to hold a stage; return the reason of a refusal, "" on success. `check` raises
-        RemoteProtocolError if the peer is no member."""
+        """Ask `peer` to hold a stage; return the reason of a refusal, or "" on success. `check` raises
+        RemoteProtocolError if the peer is not a member."""
         stream: Stream | None = None
         holders = self.holders
         holders.asking()
@@ -137,7 +140,7 @@ class ColumnStage:
         return answer.reason if isinstance(answer, ColumnRefusal) else "no answer"
 
     async def call(self, request: object) -> object:
-        """Answer a request (`node.seams.Stage`); requests about the whole model go to all stages. Raises
+        """Answer a request (`node.seams.Stage`). Requests about the whole model go to all stages. Raises
         ColumnBroken."""
         match request:
             case api.Forward():
@@ -156,7 +159,7 @@ class ColumnStage:
                 return await self._own.call(request)
 
     async def exports(self) -> list[bytes]:
-        """Return the parameters of all stages but the first. Raises ColumnBroken."""
+        """Return the parameters of all stages except the first. Raises ColumnBroken."""
         found = []
         for stage in range(1, self._count):
             answer = await self._ask(stage, api.Export(), seconds=EXPORT_SECONDS_MAX)
@@ -176,14 +179,14 @@ class ColumnStage:
             found = await self._ask(stage, forward)
             if not isinstance(found, api.Forwarded) or (stage < last and found.output is None):
                 await self._give_up(stage)
-                raise ColumnBroken("an answer that is none")
+                raise ColumnBroken("an answer of the wrong type")
             if stage < last:
                 assert found.output is not None
                 flowing = found.output
         assert isinstance(found, api.Forwarded)
         if len(found.metrics) != self._metrics or not 0 <= found.samples <= api.SAMPLES_MAX:
             await self._give_up(last)
-            raise ColumnBroken("an answer that is none")
+            raise ColumnBroken("an answer of the wrong type")
         if request.train:
             await self._back(step, number, found.gradient)
             self._passed += 1
@@ -193,15 +196,15 @@ class ColumnStage:
         for stage in range(self._count - 2, -1, -1):
             if gradient is None:
                 await self._give_up(stage + 1)
-                raise ColumnBroken("a gradient that is none")
+                raise ColumnBroken("an answer without a gradient")
             done = await self._ask(stage, api.Backward(step, number, gradient))
             if not isinstance(done, api.BackwardDone):
                 await self._give_up(stage)
-                raise ColumnBroken("an answer that is none")
+                raise ColumnBroken("an answer of the wrong type")
             gradient = done.gradient
 
     async def _all(self, request: api.Norm | api.Apply | api.Discard) -> list[object]:
-        """Ask all stages at once, even if one is gone; return their answers in order."""
+        """Send a request to all stages concurrently, even if one is gone; return their answers in order."""
         answers: dict[int, object] = {}
         broken: list[str] = []
 
@@ -220,7 +223,7 @@ class ColumnStage:
 
     async def _ask(self, stage: int, request: Work, *, seconds: float = CALL_SECONDS_MAX) -> object:
         """Send a request to a stage once its earlier requests are answered. Raises ColumnBroken,
-        StageDiverged, or StageFailed of the own stage."""
+        StageDiverged, or, for the head's own stage, StageFailed."""
         if stage:
             async with self._turns[stage]:
                 return await self._ask_holder(stage, request, seconds)
@@ -230,7 +233,7 @@ class ColumnStage:
         except PayloadRefused as error:
             if not isinstance(request, api.Backward):
                 raise
-            await self._give_up(1)  # its gradient cannot be used
+            await self._give_up(1)  # the gradient of the second stage's holder cannot be used
             raise ColumnBroken(str(error)) from None
 
     async def _ask_holder(self, stage: int, request: Work, seconds: float) -> object:
@@ -257,7 +260,7 @@ class ColumnStage:
     async def _ask_here(self, server: StageServer, stage: int, request: Work) -> object:
         """Send a request to a stage that the head holds itself."""
         if server.seat.head is None:
-            raise ColumnBroken(f"stage {stage + 1} is not ready here")
+            raise ColumnBroken(f"stage {stage + 1} is not ready on the head itself")
         try:
             return await server.work(request)
         except StageDiverged:
@@ -280,19 +283,19 @@ class ColumnStage:
             await close(stream)
 
     async def let_go(self) -> None:
-        """Release all holders; each drops its unfinished step."""
+        """Release all holders. Each drops its unfinished step."""
         for stage in list(self._streams):
             await self._break(stage)
         for server in list(self._here.values()):
             await server.rest()
 
     async def expel(self, peer: PeerId) -> None:
-        """Drop a peer that is no longer a member from all its stages."""
+        """Take all its stages from a peer that is no longer a member."""
         for stage in self.holders.expel(peer):
             await self._give_up(stage)
 
     def holder(self, stage: int) -> PeerId | None:
-        """Return the other node that holds a stage of this column, None where there is none."""
+        """Return the other node that holds a stage of this column; None if no other node does."""
         return self.holders.attached.get(stage)
 
     def vector(self, name: str) -> memoryview:
@@ -300,6 +303,6 @@ class ColumnStage:
         return self._own.vector(name)
 
     async def aclose(self) -> None:
-        """Release the holders, and close the own stage."""
+        """Release the holders, and close the head's own stage."""
         await self.let_go()
         await self._own.aclose()

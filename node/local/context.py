@@ -1,5 +1,5 @@
-"""The interface that local mode needs of the node (implemented by `node.runs.runs.Runs`), and the training
-data."""
+"""The interface through which local mode uses the node (implemented by `node.runs.runs.Runs`), and the
+training data."""
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -28,8 +28,8 @@ from partition.model.graph import Graph
 
 
 class LocalRunsService(Protocol):
-    """The service of runs. `live` are peers believed alive, `offers` are their offers; `provide` announces a
-    result in the DHT."""
+    """The run service of a node. `live` are peers believed alive, and `offers` are their offers; `provide`
+    announces a result in the DHT."""
 
     seams: Seams
     signer: Signer
@@ -65,14 +65,15 @@ class LocalRunsService(Protocol):
 async def training_data(
     service: LocalRunsService, run: Run, graph: Graph, holders: Sequence[PeerId]
 ) -> Dataset:
-    """Return the data that a member trains on: the run's data, from here or other members, or its own set.
+    """Return the data that a member trains on: the run's data, from this node or other members, or the
+    member's own set.
 
     Raises:
-        StageFailed: it does not fit the run. UsageError, Unreachable: it cannot be loaded.
+        StageFailed: the data does not fit the run. UsageError, Unreachable: it cannot be loaded.
     """
     if own_data_of(run.manifest) is not None:
         return await service.own_data.find(run, graph)
     dataset = await service.load_data(run, holders)
     if not fits(dataset, run.manifest, graph):
-        raise StageFailed("the data this node has does not fit the run's manifest; has it changed?")
+        raise StageFailed("this node's data does not match the run's manifest. Has it changed?")
     return dataset

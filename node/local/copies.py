@@ -1,8 +1,8 @@
-"""A copy of the heads' state at a requester that does not train, for later heads.
+"""A copy of the heads' state, kept by a requester that does not train, for later heads.
 
 Members that train keep their own states. Once the last head is gone, no other node has the parameters of the
 first stage, and its successor would begin with untrained ones. So the requester fetches them as often as
-members save theirs, and lends them while there is no head (`partition.run.local.lending`).
+members save their own states, and lends them while there is no head (`partition.run.local.lending`).
 """
 
 from gossip.claims import lower_median
@@ -60,7 +60,7 @@ class Copies:
         try:
             found = await part.states.fetch(0, manifest.steps, bytes_max=self._bytes_max, likely=likely)
         except Unreachable:
-            return  # its holder is gone, or not ready to hand it over
+            return  # the holder is gone, or not ready to hand over its state
         self._keeper.begin(found.table.step)
         await self._keeper.remember(self._keeper.part(is_training=False))
         await self._keeper.save(found)

@@ -1,4 +1,4 @@
-"""The fetching of copies of others' stages, each from the one member that holds it."""
+"""Fetches copies of other members' stages, each from the single member that holds it."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from partition.run.local.keeping import FETCH_SHARE
 
 
 class StageCopier:
-    """Fetches copies for one member; its own `step` decides when one is due."""
+    """Fetches copies for one member. The member's own `step` decides when a copy is due."""
 
     def __init__(self, service: LocalRunsService, run: Run, step: Callable[[], int]) -> None:
         self._service = service
@@ -24,8 +24,8 @@ class StageCopier:
         self._not_before = 0.0
 
     async def copy(self, stage: int, holder: PeerId, keeper: Keeper, bytes_max: int) -> bool | None:
-        """Fetch and store the state of a stage if a copy is due; return whether it is here, None where no
-        copy was made."""
+        """Fetch and store the state of a stage if a copy is due. Return whether a copy is here, or None if
+        none was made."""
         service, begun = self._service, self._now()
         if begun < self._not_before or not keeper.is_due(self._step()):
             return None
@@ -44,7 +44,7 @@ class StageCopier:
                 rng=service.seams.rng,
             )
         except Unreachable:
-            return None  # the holder is gone, or not ready to hand it over
+            return None  # the holder is gone, or not ready to hand over its state
         keeper.begin(found.table.step)
         await keeper.save(found)
         self._not_before = self._now() + FETCH_SHARE * (self._now() - begun)

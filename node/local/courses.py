@@ -1,4 +1,5 @@
-"""The driver of a member's courses in local mode (`partition.run.local.courses`), under trio."""
+"""Drives a member's courses in local mode under trio. A course is a coroutine that yields deeds
+(`partition.run.local.courses`)."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import closing
@@ -13,8 +14,8 @@ R = TypeVar("R")
 
 
 async def follow(course: Course[R], do: Callable[[Any], Awaitable[Any]]) -> R:
-    """Follow a course to its end, carrying out each deed by `do`; return its result. Raises ColumnBroken,
-    StageFailed, and what `do` raises."""
+    """Follow a course to its end, and carry out each deed with `do`; return the course's result. Raises
+    ColumnBroken, StageFailed, and whatever `do` raises."""
     answer: Any = None
     broken: ColumnBroken | None = None
     with closing(course):

@@ -1,4 +1,5 @@
-"""The members of a run in local mode as one member knows them, with its own trio-driven parts."""
+"""The members of a run in local mode as one member knows them, together with the parts that this member
+drives under trio."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -36,7 +37,7 @@ class Crew(MemberCrew):
         self.part: Participation | None = None
         self.column: ColumnStage | None = None
         self.server: StageServer | None = None
-        """This member's stage, if it works for the head of a column."""
+        """This member's own stage, if it works for the head of a column."""
         self.further: dict[int, ColumnHolder] = {}
         """The further stages of this member."""
         self._run = run
@@ -45,7 +46,7 @@ class Crew(MemberCrew):
         return {} if self.part is None else self.part.roster.reports
 
     def open_column(self, service: LocalRunsService, plan: Plan, own: Stage, bytes_max: int) -> ColumnStage:
-        """Make the column that this member heads, of the stages in `plan`."""
+        """Make the column that this member heads, with the stages of `plan`."""
         self.column = ColumnStage(
             self._run.id,
             own,
@@ -70,7 +71,7 @@ class Crew(MemberCrew):
 
     @property
     def parts(self) -> list[Participation]:
-        """Return the rosters that this member is in, its own stage's first."""
+        """The rosters that this member is in, with its own stage's first."""
         own = [] if self.part is None else [self.part]
         return own + [holder.held.part for holder in self.further.values()]
 

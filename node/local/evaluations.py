@@ -1,6 +1,6 @@
-"""The evaluations of a member that trains in local mode, and its part in the run's result.
+"""The evaluations of a member that trains in local mode, and its part in making the run's result.
 
-Not here: when it evaluates, proposes and tries (`partition.run.local.member_ending`).
+Not here: when a member evaluates, proposes a result, and tests one (`partition.run.local.member_ending`).
 """
 
 from math import inf, isfinite
@@ -73,20 +73,21 @@ class Evaluations:
         return ModelLoss(loss, samples, metrics)
 
     def heard(self, step: int, heard: ModelEvaluated) -> None:
-        """Note another member's evaluation while this one is at `step`."""
+        """Record another member's evaluation while this member is at `step`."""
         self._finish.schedule.evaluated(step)
         if len(heard.metrics) == len(self._run.manifest.metrics):
             self._teller.evaluated(heard.samples, heard.loss, heard.metrics)
 
     async def _make_result(self, graph: Graph, held: AveragedStage) -> str | None:
-        """Store the model as a result; return its hash, None if another conclusion came meanwhile."""
+        """Store the model as a result; return its hash, or None if a different conclusion came meanwhile."""
         column = self._crew.column
         exported = [await held.trainer.export(), *(await column.exports() if column else [])]
         async with self._results.lock:
             return await self._results.keep(graph, exported)
 
     async def _try(self, conclusion: Conclusion, held: AveragedStage) -> str | None:
-        """Return the fault of a fetched result, "" for none; None if another conclusion came meanwhile."""
+        """Return what is wrong with a fetched result, or "" if nothing is. Return None if a different
+        conclusion came meanwhile."""
         is_at_end, trainer = held.is_at_end, held.trainer
         async with self._results.lock:
             if conclusion != self._ending.best:
@@ -100,5 +101,5 @@ class Evaluations:
         is_own = self._settings.is_federated
         fault = fault_of(losses, best, improvement, is_at_end=is_at_end, is_own=is_own)
         if fault:
-            self._teller.running(f"a result that a member proposed is passed over: {fault}")
+            self._teller.running(f"a result that a member proposed is rejected: {fault}")
         return fault

@@ -1,7 +1,7 @@
-"""Further stages of this node, in place of machines that are gone while no other is free.
+"""Further stages of this node, which replaces machines that are gone while no other node is free.
 
 Each has its own process in the node's slot, its own state, rounds and roster. The cut of the model never
-changes, since only equal stages can average. Not here: which stages (`merging`).
+changes, because only equal stages can be averaged. Not here: which stages to take (`merging`).
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ from partition.run.local.member_ending import MemberEnding
 
 @dataclass(frozen=True)
 class Material:
-    """The material of a run's stages on this node: the model, its cut, the data, and the peers that may hand
+    """All that a run's stages need on this node: the model, its cut, the data, and the peers that may hand
     over parameters."""
 
     graph: Graph
@@ -47,7 +47,7 @@ class Material:
 
 
 class FurtherStages:
-    """The further stages of a member, which holds the stage `own` itself. `run` drives them."""
+    """The further stages of a member whose own stage is `own`. `run` drives them."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class FurtherStages:
 
     @property
     def stages(self) -> set[int]:
-        """Return the further stages that are held or being opened."""
+        """The further stages that are held or being opened."""
         return {*self._holders, *self._opening}
 
     async def copies(self) -> dict[int, Snapshot]:
@@ -86,7 +86,8 @@ class FurtherStages:
         return {stage: await each.copy() for stage, each in held.items()}
 
     async def stand_in(self, peer: PeerId, stage: int) -> Done | Declined:
-        """Answer a head that asks for this stage: hold it if that is this member's head and there is room."""
+        """Answer a head that asks for this stage: hold it if the peer is this member's head and there is
+        room."""
         if self._crew.head not in (None, peer):
             return Declined("it works for another head")
         if reason := await self.refusal(stage):
@@ -95,10 +96,10 @@ class FurtherStages:
         return Done()
 
     async def refusal(self, stage: int) -> str:
-        """Return why this node cannot hold this stage too; empty if it can."""
+        """Return the reason why this node cannot hold this stage too; empty if it can."""
         stages = {self._own, *self.stages, stage}
         if len(stages) > HELD_MAX:
-            return f"a node holds {HELD_MAX} stages of a run at most"
+            return f"a node holds at most {HELD_MAX} stages of a run"
         service, material = self._service, self._material
         if stage in self.stages or stage == self._own:
             return ""
@@ -108,12 +109,12 @@ class FurtherStages:
         needed = await service.seams.executor.run(lambda: sum(work() for work in sums), apart=True)
         offered = service.machine.memory_bytes
         if needed > offered:
-            return f"{needed / 1e9:.2f} GB of memory needed for both, {offered / 1e9:.2f} GB offered"
+            return f"the stages need {needed / 1e9:.2f} GB of memory, but {offered / 1e9:.2f} GB are offered"
         return ""
 
     def hold(self, stage: int, carried: Snapshot | None = None) -> None:
-        """Open this stage here, from a state `carried` over from an earlier life of this member, from copies,
-        or from others."""
+        """Open this stage here. Its state is `carried` over from an earlier life of this member, or comes
+        from copies or other members."""
         if stage not in self.stages and stage != self._own:
             self._opening.add(stage)
             self._crew.taken.add(stage)
@@ -140,13 +141,13 @@ class FurtherStages:
         failures = (StageFailed, Unreachable, UsageError, OSError, RemoteProtocolError, ValueError)
         try:
             async with trio.open_nursery() as nursery:
-                # the head sees that the stage is missing, and looks for another holder
+                # On failure the head sees that the stage is missing, and looks for a different holder.
                 with suppress(*failures):
                     holder = await self._open(stage, nursery)
                     self._opening.discard(stage)
                     holder.held.carried = carried
                     await holder.work()
-                nursery.cancel_scope.cancel()  # a round under way does not need this stage any more
+                nursery.cancel_scope.cancel()  # a round in progress does not need this stage any more
         finally:
             self._opening.discard(stage)
             with trio.CancelScope(shield=True):

@@ -1,4 +1,4 @@
-"""A head of a run in local mode on this node: the driver of `partition.run.local.head_course`."""
+"""The head of a column in a run in local mode, on this node. It drives `partition.run.local.head_course`."""
 
 from collections.abc import Callable
 
@@ -28,10 +28,10 @@ EndingDeed = EvaluateModel | MakeResult | TryResult
 
 
 class ColumnHead:
-    """One head. `train` drives it until it fails."""
+    """One head of a column. `train` drives it until it fails."""
 
     further: FurtherStages | None = None
-    """The stages that the head holds besides the first, in a run of several."""
+    """The stages that the head holds in addition to the first, in a run of several stages."""
     regrouping: Regrouping | None = None
 
     def __init__(
@@ -49,7 +49,7 @@ class ColumnHead:
         barrier: StartBarrier,
         begun: Callable[[], object],
     ) -> None:
-        """`begun` is called before the initial parameters are tried, which may take minutes."""
+        """`begun` is called before the initial parameters are evaluated, which may take minutes."""
         self._service = service
         self._now = service.seams.clock.monotonic
         self._run = run
@@ -117,7 +117,7 @@ class ColumnHead:
         self._begun()
         trainer = self._held.trainer
         first = self._evaluations.first_loss = await trainer.held_out_loss()
-        if self._stages == 1:  # one stage alone has no loss to judge a state by
+        if self._stages == 1:  # a single stage of several has no loss by which to judge a state
             assert self._run.manifest.local is not None, "the run is in local mode"
             is_apart = self._run.manifest.local.is_federated
             self._held.trial = await Trial.open(trainer, first, is_apart=is_apart)
@@ -133,7 +133,7 @@ class ColumnHead:
         return bool(stepped.diverged)
 
     async def _taken_over(self) -> None:
-        """Note that others' parameters were taken over."""
+        """Handle that parameters of other members were taken over."""
         self._finish.diverged = 0
-        if self._crew.column is not None:  # holders learn the new step when they are attached
+        if self._crew.column is not None:  # holders learn the new step when they are attached again
             await self._crew.column.let_go()

@@ -1,7 +1,7 @@
-"""The parameters of one stage on this node: taken over from others, averaged, saved, and handed on.
+"""The parameters of one stage on this node: taken over from other members, averaged, saved, and handed on.
 
-A head has them of the first stage; a holder of its own stage and of each further one. Not here: what the
-stage computes, and for whom (`node.local.member`, `node.local.holder`).
+A head uses this for the first stage; a holder uses it for its own stage and each further one. Not here: what
+the stage computes, and for whom (`node.local.member`, `node.local.holder`).
 """
 
 from collections.abc import Awaitable, Callable
@@ -40,7 +40,7 @@ async def _nothing() -> None: ...
 
 
 class AveragedStage(MemberStage):
-    """A stage and the rounds that average it. `part` is its roster, `trainer` has the parameters."""
+    """A stage and the rounds that average it. `part` is its roster; `trainer` has the parameters."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class AveragedStage(MemberStage):
         self.trial: Trial | None = None
         """The trial of others' states, if the stage can be tried alone."""
         self.taken_over: Callable[[], Awaitable[None]] = _nothing
-        """Called when others' parameters were taken over."""
+        """Called after other members' parameters were taken over."""
         self.carried: Snapshot | None = None
-        """The state to resume from, in place of the saved one."""
+        """The state to resume from instead of the saved one."""
         self.trainer = trainer
         self.part = part
         self._keeper = keeper
@@ -69,7 +69,7 @@ class AveragedStage(MemberStage):
         self._local_steps = run.manifest.local.local_steps
 
     async def open(self, nursery: trio.Nursery) -> None:
-        """Prepare for the rounds, which run in `nursery`, with the model's initial parameters."""
+        """Prepare for the rounds, which run in `nursery`, starting with the model's initial parameters."""
         self._nursery = nursery
         await self.averaging.open()
 
@@ -104,7 +104,7 @@ class AveragedStage(MemberStage):
         return self.averaging.axes
 
     def report(self) -> None:
-        """Tell the others the progress of this stage."""
+        """Report the progress of this stage to the other members."""
         trainer = self.trainer
         self.part.tell(
             step=trainer.step,
@@ -117,7 +117,7 @@ class AveragedStage(MemberStage):
     # Resuming
 
     async def _resume(self) -> bool:
-        """Resume from the carried or the saved state; return whether there is one."""
+        """Resume from the carried or saved state; return whether there was one."""
         trainer = self.trainer
         own = self.carried or await self._keeper.load(trainer.state_bytes_max)
         if own is None:
@@ -131,7 +131,8 @@ class AveragedStage(MemberStage):
         return True
 
     async def _catch_up(self, *, is_needed: bool) -> None:
-        """Take over the state of others. Raises StageFailed if it `is_needed` and no peer hands one over."""
+        """Take over the state of other members. Raises StageFailed if it `is_needed` and no peer hands over
+        its state."""
         is_taken = await catch_up(
             self.part,
             self.trainer,
@@ -145,7 +146,8 @@ class AveragedStage(MemberStage):
             await self.taken_over()
 
     async def renew(self, step: int) -> bool:
-        """Take over another holder's present state, of this step or later; return whether there was one."""
+        """Take over another holder's present state, if it is of this step or later; return whether there was
+        one."""
         try:
             found = await self.part.states.fetch(
                 step, self._run.manifest.steps, bytes_max=self.trainer.state_bytes_max
@@ -161,7 +163,7 @@ class AveragedStage(MemberStage):
 
     @property
     def _is_behind(self) -> bool:
-        """Return whether others held a round that this member should have been in."""
+        """Return whether others held a round in which this member should have taken part."""
         return self.rounds.needs_all and is_behind(self.part.roster.reports, self.rounds.count)
 
     async def close(self) -> None:

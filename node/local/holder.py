@@ -1,6 +1,7 @@
-"""A stage of this node that works for the head of a column, and is averaged with other copies of that stage.
+"""A stage of this node that works for the head of a column, and is averaged with other nodes' copies of the
+same stage.
 
-Not here: the rules for it (`partition.run.local.holder`).
+Not here: its rules (`partition.run.local.holder`).
 """
 
 from collections.abc import Callable
@@ -18,11 +19,11 @@ from partition.run.local.member_ending import MemberEnding
 from partition.run.local.member_stage import HandOn
 
 GREETED_MAX = 32
-"""The number of members to which a stage without a head announces itself."""
+"""Maximum number of members to which a stage without a head announces itself."""
 
 
 class ColumnHolder:
-    """One held stage. `work` runs it until it fails, or until a further stage is released."""
+    """One held stage. `work` runs it until it fails or, for a further stage, until it is released."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class ColumnHolder:
         )
 
     def _accept(self, peer: PeerId, attach: Attach) -> Attached | ColumnRefusal:
-        """Answer a head that wants this stage. Raises RemoteProtocolError if it is no member."""
+        """Answer a head that wants this stage. Raises RemoteProtocolError if the peer is not a member."""
         self._door.check(peer, attach.chain)
         reason, is_older = self.rules.refusal(attach.step)
         if reason:
@@ -73,7 +74,7 @@ class ColumnHolder:
                     await held.renew(step)
             case CallHeads(companions=companions):
                 known = list(self._door.admission.admitted)[-GREETED_MAX:]
-                self._door.greet([*known, *companions])  # heads look for holders
+                self._door.greet([*known, *companions])  # so that heads that look for holders find this one
             case AverageStage():
                 async with server.lock:
                     await self._between()

@@ -27,7 +27,7 @@ from partition.run.local.keeping import CopySchedule
 
 
 class Keeper:
-    """Saves checkpoints of one run on this node, each `every` steps, 0 for never."""
+    """Saves checkpoints of one run on this node, every `every` steps; 0 for never."""
 
     def __init__(
         self,
@@ -38,9 +38,10 @@ class Keeper:
         *,
         copy_of: int | None = None,
     ) -> None:
-        """`stage` is this member's own; `copy_of` marks a copy of another's stage."""
+        """`stage` is this member's own. If `copy_of` is given, the states are copies of that stage of another
+        member."""
         self.error = ""
-        """Why the last state was not saved, if it was not."""
+        """Why the latest state was not saved; empty if it was."""
         self._service = service
         self.now = service.seams.clock.monotonic
         self._run = run
@@ -54,11 +55,11 @@ class Keeper:
         return self._schedule.is_due(self.now(), step)
 
     def begin(self, step: int) -> None:
-        """Note that a state of this step is saved or being saved."""
+        """Note that a state of this step is being saved, or has been saved."""
         self._schedule.step = step
 
     async def keep(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
-        """Save the state of a training member in the background, and its known members."""
+        """Save the state of a training member in the background, together with the members that it knows."""
         self.begin(trainer.step)
         saved = self.part(is_training=True)
         snapshot = await trainer.snapshot(rounds.schedule.count, self._run.id, rounds.outer)
@@ -66,20 +67,20 @@ class Keeper:
         nursery.start_soon(self.save, snapshot)
 
     def part(self, *, is_training: bool) -> SavedRun:
-        """Return the record that this node needs to become a member again."""
+        """Return the record with which this node can become a member again after a restart."""
         admission = self._admission
         peers, revoked = tuple(admission.admitted)[-MEMBERS_MAX:], admission.revocations.facts
         return SavedRun(self._run.fact, admission.chain, is_training, peers, self._stage, revoked)
 
     async def remember(self, saved: SavedRun) -> None:
-        """Save the record that this node needs to become a member again. Without it, as on a full disk, it
-        will not."""
+        """Save the record with which this node can become a member again. If that fails, for example because
+        the disk is full, the node will not rejoin after a restart."""
         with suppress(OSError):
             storage = self._service.seams.storage
             await self._service.seams.executor.run(partial(save_run, storage, self._run, saved))
 
     async def save(self, snapshot: Snapshot) -> None:
-        """Save a state in place of the last one."""
+        """Save a state in place of the previous one."""
         service, run = self._service, self._run
         self._schedule.begin()
         begun = self.now()
@@ -99,13 +100,13 @@ class Keeper:
             self._schedule.ended(self.now(), begun)
 
     async def load(self, bytes_max: int) -> Snapshot | None:
-        """Return the last saved state, None where there is none."""
+        """Return the latest saved state; None if there is none."""
         work, storage = self._service.seams.executor.run, self._service.seams.storage
         return await work(partial(load_state, storage, self._run.text, bytes_max, self._copy_of))
 
 
 def release(service: LocalRunsService, run: Run) -> None:
-    """Delete all that was saved of a run, which is over for this node."""
+    """Delete everything that was saved for a run that is over for this node."""
     forget(service.seams.storage, run.text)
     for stage in (None, *range(stage_count(run))):
         service.guests.release(_label(run, stage))

@@ -1,8 +1,8 @@
-"""This node's membership in one run in local mode: trains, averages, hands its state on, and ends.
+"""This node's membership in one run in local mode: the node trains, averages, hands its state on, and ends.
 
-There is no plan: members announce themselves (`gossip.roster`), a death makes the groups smaller and spreads
-a shard over the others, and one member alone goes on. How the members agree on the end is for
-`partition.run.ending`. A requester that takes no stages follows its run without training.
+There is no plan. Members announce themselves (`gossip.roster`). A death makes the groups smaller and spreads
+a shard over the other members, and a single member can continue alone. Not here: how the members agree on the
+end (`partition.run.ending`). A requester that holds no stage follows its run without training.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,11 +52,12 @@ from partition.stage import StageSpecification
 from partition.stage_layout import payload_bytes_max
 
 LOOK_SECONDS = 0.5
-"""How often the shards and the end follow changes of the participants."""
+"""Seconds between updates of the shards and of the ending rules after changes of the participants."""
 
 
 class LocalMember:
-    """One run on this node. `live` drives it until it is over here, or this node has left it."""
+    """The membership of this node in one run. `live` drives it until the run is over here, or this node has
+    left it."""
 
     def __init__(
         self,
@@ -74,10 +75,10 @@ class LocalMember:
         carried: Mapping[int, Snapshot] | None = None,
         teller: Teller | None = None,
     ) -> None:
-        """`tell` lets a call act on the core of the end; `holders` may hand over the run's files. `inviter`
-        has asked this node to take part. `is_resumed`: it took part before a restart. `carried` has the
-        states of the stages that it holds as the head in another's place, `teller` is the one of this node's
-        previous life."""
+        """`tell` lets a call act on the core of the ending. `holders` may hand over the run's files.
+        `inviter` has asked this node to take part. `is_resumed` means that it took part before a restart. If
+        this node replaces the head, `carried` has the states of the stages that it holds, and `teller` is the
+        one of its previous membership."""
         assert run.manifest.local is not None, "the run is in local mode"
         self.run = run
         self.ending = ending
@@ -86,9 +87,9 @@ class LocalMember:
         self.teller = teller or Teller(run, service.seams.clock, service.publish)
         self.stopped_by: Fact | None = None
         self.begun = trio.Event()
-        """Set once a member trains, or this one cannot go on."""
+        """Set once some member trains, or this one cannot continue."""
         self.reason = ""
-        """The reason why this member left, if it did."""
+        """Why this member left; empty if it did not."""
         self._service = service
         self._now = service.seams.clock.monotonic
         self._holders = list(dict.fromkeys([*holders, run.requester]))
@@ -101,7 +102,7 @@ class LocalMember:
         self._is_resumed = is_resumed
         self._carried = carried
         self.successor: dict[int, Snapshot] | None = None
-        """The states with which this node continues as the head, if it replaces the head."""
+        """The states with which this node continues as the head, if it is to replace the head."""
         self._stage = stage
         self._stages = stage_count(run)
         self._finish = MemberEnding(
@@ -119,7 +120,7 @@ class LocalMember:
         self._recruiter = Recruiter(service, run, door, self.crew, self._stages)
         self._barrier = StartBarrier(run.id, inviter)
 
-    # What is known
+    # Properties
 
     @property
     def has_state(self) -> bool:
@@ -133,14 +134,14 @@ class LocalMember:
 
     @property
     def step(self) -> int:
-        """The local steps made here."""
+        """The number of local steps made here."""
         return 0 if self._trainer is None else self._trainer.step
 
-    # Life
+    # Running
 
     async def live(self) -> bool:
-        """Take part until the run is over here, or this node cannot continue (`reason`); return whether
-        others take part."""
+        """Take part until the run is over here, or this node cannot continue (`reason`). Return whether other
+        members take part."""
         had_others = False
         with trio.CancelScope() as self._life:
             try:
@@ -158,7 +159,8 @@ class LocalMember:
         return had_others
 
     def cancel(self, reason: str = "") -> None:
-        """Take no further part; the run is over here, or for a `reason` it goes on without this node."""
+        """Stop taking part. Either the run is over here or, if a `reason` is given, it continues without this
+        node."""
         self._finish.is_over, self.reason = not reason, reason or self.reason
         self._life.cancel()
 
@@ -176,7 +178,7 @@ class LocalMember:
     async def _take_part(self) -> None:
         service, manifest = self._service, self.run.manifest
         if self.crew.is_training:
-            service.readiness.expect()  # its process loads while the graph and the data travel
+            service.readiness.expect()  # its process loads while the graph and the data are transferred
         graph = self._graph = await service.models.get(manifest.graph_hash, self._holders)
         try:
             plan = await service.seams.executor.run(
@@ -185,10 +187,11 @@ class LocalMember:
             build = partial(build_stage_spec, self.run, graph, plan, self._stage, service.machine)
             specification, _, data = await service.seams.executor.run(build, apart=True)
         except (RemoteProtocolError, ValueError) as error:
-            raise StageFailed(f"no stage can be made of this model: {error}") from None
+            raise StageFailed(f"this model cannot be cut into stages: {error}") from None
         part = self._part = self.crew.part = open_part(service.averaging, self.run, self._stage, self._door)
         if self.crew.is_training:
-            part.tell(step=0, samples=0, rounds=0, lineage=self.run.id, has_state=False)  # it opens its stage
+            # announces that this member is opening its stage
+            part.tell(step=0, samples=0, rounds=0, lineage=self.run.id, has_state=False)
             await self._open(graph, plan, specification, data)
         self.teller.running()
         failure: Exception | None = None
@@ -207,13 +210,14 @@ class LocalMember:
                     await self._train(self._held, nursery)
                 await trio.sleep_forever()
             except (StageFailed, Unreachable, UsageError, OSError) as error:
-                failure = error  # not in a group: the caller distinguishes these errors
+                # raised outside of an exception group, because the caller distinguishes these errors
+                failure = error
                 nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
 
     async def _train(self, held: AveragedStage, nursery: trio.Nursery) -> None:
-        if self._carried is None:  # else this member knows that there is no head
+        if self._carried is None:  # otherwise this member already knows that there is no head
             crew, live = self.crew, self._service.live
             await meet(self._barrier, crew, self._stage, held.part, self._door, lambda: live(), self._now)
         await held.open(nursery)
@@ -266,7 +270,8 @@ class LocalMember:
     async def _stand_in(
         self, further: FurtherStages, graph: Graph, plan: Plan, nursery: trio.Nursery
     ) -> None:
-        """Be ready to replace machines that die: holders of the head's column, or the head itself."""
+        """Be ready to replace machines that die: a head replaces the holders of its column, and a holder
+        replaces the head."""
         service, head = self._service, self._head
         sizes = await service.seams.executor.run(
             partial(state_sizes, self.run, graph, plan, service.machine), apart=True
@@ -291,16 +296,17 @@ class LocalMember:
         head.further, head.regrouping, head.course.regrouping = further, regrouping, regrouping.rules
         nursery.start_soon(regrouping.run)
         for stage, state in (self._carried or {}).items():
-            further.hold(stage, state)  # but for the first, which is this member's own
+            further.hold(stage, state)  # except for the first stage, which is this member's own
 
     async def stand_in(self, peer: PeerId, stage: int) -> Done | Declined:
-        """Answer a member that asks this one to hold a stage too: its head may, where its column lacks it."""
+        """Answer a member that asks this one to hold a further stage. Only this member's head may ask, if its
+        column lacks the stage."""
         if self._further is None or not (self._stage and stage and self.has_state):
             return Declined("it is a member already")
         return await self._further.stand_in(peer, stage)
 
     async def as_head(self, states: Mapping[int, Snapshot]) -> "LocalMember":
-        """Return this node's next life in the run, as its head, with the states that it holds."""
+        """Return this node's next membership in the run, as its head, with the states that it holds."""
         member = LocalMember(
             self._service,
             self.run,
@@ -313,17 +319,17 @@ class LocalMember:
             teller=self.teller,
         )
         await member.keeper.remember(member.keeper.part(is_training=True))
-        await member.keeper.save(states[0])  # replaces that of the previous stage
+        await member.keeper.save(states[0])  # replaces the state of the previous stage
         return member
 
     async def _succeed(self, succession: Succession) -> None:
-        """End this life as a holder once the head is gone for good: `node.local.service` begins one as the
-        head, with the states that are here."""
+        """End this membership as a holder once the head is gone for good. `node.local.service` then begins
+        one as the head, with the states that are here."""
         await succession.wait()
         if self._held is None or not self.has_state or self.ending.best is not None:
             return
         if (first := await succession.load()) is None:
-            return  # it is damaged
+            return  # the copy is damaged
         others = {} if self._further is None else await self._further.copies()
         self.successor = {0: first, self._stage: await self._held.copy(), **others}
         self._life.cancel()
@@ -332,13 +338,13 @@ class LocalMember:
         self.begun.set()
         self._service.readiness.stand_by()
 
-    # The end
+    # Ending
 
     def evaluation_heard(self, heard: ModelEvaluated) -> None:
-        """Note another member's evaluation."""
+        """Record another member's evaluation."""
         self._evaluations.heard(self.step, heard)
 
-    # Others
+    # Other members
 
     @property
     def admission(self) -> Admission:

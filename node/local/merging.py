@@ -1,7 +1,8 @@
-"""Regrouping of a head's column: nodes take stages whose machines are gone, and give them to newcomers.
+"""Regroups a head's column: nodes take over stages whose machines are gone, and give them to newcomers.
 
-A move has to gain as much as one of an exact run (`node.runs.splitting`). Not here: which node is asked, and
-when (`partition.run.local.regrouping`), finding free nodes (`recruiter`), the stages (`further`).
+A move has to gain as much as a move in an exact run (`node.runs.splitting`). Not here: which node is asked,
+and when (`partition.run.local.regrouping`), finding free nodes (`recruiter`), and the stages themselves
+(`further`).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +28,15 @@ from partition.run.local.regrouping import ColumnRegrouping, FindMoves
 from partition.run.pauses import GAIN_PERCENT_MIN
 
 MEMORY_BYTES = 1 << 60
-"""A node's present holdings always fit, since they were admitted before, whatever it offers now."""
+"""Memory assumed for a node of the column. What it holds now always fits, whatever it offers now, because it
+was admitted before."""
 
 
 def column_problem(
     run: Run, graph: Graph, holders: Sequence[Offer], free: Sequence[Offer], knowledge: Knowledge
 ) -> Problem:
-    """Return the planner's problem of a column and free nodes. Raises ValueError, RemoteProtocolError: sizes
-    that do not fit."""
+    """Return the planner's problem for a column and free nodes. Raises ValueError, RemoteProtocolError if
+    sizes do not fit."""
     held = [replace(offer, memory_bytes=MEMORY_BYTES) for offer in holders]
     problem = problem_of(run, graph, [*held, *free], knowledge)
     return replace(problem, objective="throughput", default_link=ASSUMED_LINK, hides_links=True)
@@ -57,8 +59,8 @@ class Regrouping:
         tell: Callable[[str], None],
         patience_seconds: float | None,
     ) -> None:
-        """Prepare regrouping. `patience_seconds`: how long a stage may have no holder before the column was
-        first complete; None for any time. `tell` reports the state of the run."""
+        """Prepare regrouping. `patience_seconds` is how long a stage may lack a holder before the column is
+        complete for the first time; None means without limit. `tell` reports the state of the run."""
         self._service = service
         self._now = service.seams.clock.monotonic
         self._run = run
@@ -107,8 +109,8 @@ class Regrouping:
     async def _moves(
         self, column: Sequence[PeerId], peers: Sequence[PeerId]
     ) -> list[tuple[tuple[int, ...], PeerId]] | None:
-        """Return the stages of the `column` that could move to these peers, the best first; None if too
-        little is known of them."""
+        """Return the stages of the `column` that could move to these peers, the best move first. Return None
+        if too little is known about them."""
         offers = self._offers()
         others = [offers[peer] for peer in peers if peer in offers]
         mine = [offers[peer] for peer in dict.fromkeys(column) if peer in offers]

@@ -1,6 +1,6 @@
-"""The recruiter of a member of a run in local mode: it asks nodes with a free slot to take part.
+"""The recruiter of a member of a run in local mode. It asks nodes with a free slot to take part.
 
-Not here: which nodes, and for which stage (`partition.run.local.recruiting`).
+Not here: which nodes are asked, and for which stage (`partition.run.local.recruiting`).
 """
 
 from collections.abc import Collection
@@ -21,7 +21,7 @@ JOIN_SECONDS_MAX = 30.0
 
 
 class _OfferedNodes:
-    """The nodes that the service knows, for one run."""
+    """The nodes that the service knows, as possible members of one run."""
 
     def __init__(self, service: LocalRunsService, run: Run) -> None:
         self._service = service
@@ -55,7 +55,7 @@ class Recruiter:
         await follow(self.choice.recruit(self._now), self.ask)
 
     async def ask(self, deed: AskToHold) -> bool:
-        """Ask another node to take part; return whether it will."""
+        """Ask a node to take part; return whether it will."""
         chain = self._door.chain_for(deed.peer)
         if chain is None:
             return False

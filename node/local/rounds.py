@@ -1,7 +1,8 @@
-"""The rounds of one member in local mode: one at a time, beside the training, never waited for.
+"""The averaging rounds of one member in local mode. They run one at a time, in parallel with the training,
+which never waits for them.
 
-A round averages a copy of the numbers made when it begins; its result is added to the changes made since
-(`gossip.averaging.strategies.Delayed`). Not here: when a round is due, and its weight
+A round averages a copy of the values that is made when the round begins. Its result is added to the changes
+made since then (`gossip.averaging.strategies.Delayed`). Not here: when a round is due, and its weight
 (`partition.run.local.round_schedule`).
 """
 
@@ -24,7 +25,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class Rounds:
-    """The rounds of one stage. Call `open` once the stage's first state is there."""
+    """The rounds of one stage. Call `open` once the stage has its first state."""
 
     def __init__(
         self,
@@ -41,8 +42,9 @@ class Rounds:
         self._trainer = trainer
         self._part = part
         self._now = now
-        # A rule that clips numbers one by one may combine a large mean with a small mean of squares, a pair
-        # that no optimizer produces: its next step would be a leap.
+        # Average moments only with the mean. A rule that clips values one by one may combine a large mean
+        # with a small mean of squares, a pair that no optimizer produces, and the next step would be much too
+        # large.
         self._moments = settings.strategy not in OUTER and part.aggregate == "mean"
         self._made: Round | None = None
 
@@ -57,12 +59,12 @@ class Rounds:
 
     @property
     def outer(self) -> dict[str, Vector]:
-        """Return the state that a late joiner needs beside parameters and moments."""
+        """The state that a late joiner needs in addition to parameters and moments."""
         return dict(self._strategy.state())
 
     @property
     def axes(self) -> int:
-        """The number of rounds that average all members: one for each axis of their grid."""
+        """The number of rounds after which all members are averaged: one for each axis of their grid."""
         return len(self._part.walk.axes)
 
     async def begin(self, nursery: trio.Nursery) -> None:
@@ -72,7 +74,8 @@ class Rounds:
         theta = await trainer.copy_out(moments=self._moments)
         damping = schedule.damping(is_idle=trainer.is_idle)
         offered = await self._part.compute(partial(self._delayed.offer, theta, damping))
-        # Not earlier: the caller may be cancelled above, and a round without an owner never ends.
+        # Begin the round only here: the caller may be cancelled above, and a round without an owner would
+        # never end.
         window = schedule.begin(self._now(), trainer.step, trainer.samples)
         wanted = RoundWish(
             codec=self._strategy.codec,
@@ -92,7 +95,7 @@ class Rounds:
                 self._made = made
 
     async def use(self) -> Round | None:
-        """Apply the result of a finished round; return the round, None where none is finished. Raises
+        """Apply the result of a finished round. Return the round, or None if none is finished. Raises
         StageFailed."""
         made, self._made = self._made, None
         if made is None:
@@ -114,12 +117,12 @@ class Rounds:
         return made
 
     def take_over(self, count: int, outer: dict[str, Vector]) -> None:
-        """Continue from the state of others, after this number of rounds. A round under way is not used any
-        more.
+        """Continue from another member's state, which has seen this number of rounds. A round in progress is
+        not used any more.
 
-        Raises ValueError: it does not fit this run's strategy; nothing has changed."""
+        Raises ValueError, without any change, if the state does not fit this run's strategy."""
         if outer.keys() != self._strategy.state().keys():
-            raise ValueError("the state of others is of another strategy")
+            raise ValueError("the state of others belongs to a different strategy")
         self._made = None
         self._strategy.load(outer)
         self._delayed = Delayed(self._strategy)

@@ -1,9 +1,9 @@
-"""A run in local mode on this node's disk: its record, and the last state of this member.
+"""A run in local mode on this node's disk: its record, and this member's latest state.
 
-Each run has one of each, and a newer one replaces the older, so a run takes its model's parameters and
-moments once (twice while the newer one is written). A member that comes back continues from there if no other
-is further, so a run survives a stop of all its members. Stored data is checked like received data: tickets
-again, and each chunk of a state by its hash.
+Each run has one record and one state, and a newer one replaces the older. So a run takes as much space as its
+model's parameters and moments (twice that while the newer state is written). A member that comes back
+continues from its state if no other member is ahead, so a run survives a stop of all its members. Stored data
+is checked like received data: the tickets again, and each chunk of a state by its hash.
 """
 
 from collections.abc import Iterator
@@ -26,17 +26,18 @@ from partition.run.tickets import REVOKED_MAX, Chain, Revocations, TicketStandin
 FOLDER = "runs"
 RUN_FILE, STATE_FILE = "local", "local.state"
 RUN_BYTES_MAX = 98_304
-"""A full chain of tickets, a manifest, the names of members, and as many revocations as there may be."""
+"""Maximum size of a record: a full chain of tickets, a manifest, the names of members, and the maximum number
+of revocations."""
 TABLE_BYTES_MAX = 16 << 20
 MEMBERS_MAX = 64
-"""Members that are remembered: a member that comes back announces itself to these."""
+"""Maximum number of members remembered. A member that comes back announces itself to them."""
 LENGTH_BYTES = 8
 
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 
 
 class SavedRun(msgspec.Struct, frozen=True, array_like=True):
-    """The record that this node needs to be a member again after a restart."""
+    """The record with which this node can be a member again after a restart."""
 
     manifest: Fact
     chain: Chain
@@ -52,7 +53,8 @@ def run_name(run: str) -> str:
 
 
 def state_name(run: str, copy_of: int | None = None) -> str:
-    """Return the storage name of a run's last state; with `copy_of` that of another's stage."""
+    """Return the storage name of a run's latest state or, with `copy_of`, of the copy of that stage of
+    another member."""
     return f"{FOLDER}/{run}/{STATE_FILE}" + ("" if copy_of is None else f".{copy_of}")
 
 
@@ -62,7 +64,7 @@ def save_run(storage: Storage, run: Run, saved: SavedRun) -> None:
 
 
 def save_state(storage: Storage, run: str, snapshot: Snapshot, copy_of: int | None = None) -> None:
-    """Replace the stored state. Raises OSError; then the previous one stays."""
+    """Replace the stored state. Raises OSError, and then the previous state remains."""
     table = encode(snapshot.table)
     draft = storage.draft(state_name(run, copy_of))
     try:
@@ -75,12 +77,12 @@ def save_state(storage: Storage, run: str, snapshot: Snapshot, copy_of: int | No
 
 
 def state_bytes(snapshot: Snapshot) -> int:
-    """Return the bytes that a state takes."""
+    """Return the size of a state in bytes."""
     return LENGTH_BYTES + len(encode(snapshot.table)) + snapshot.table.size_bytes
 
 
 def load_state(storage: Storage, run: str, bytes_max: int, copy_of: int | None = None) -> Snapshot | None:
-    """Return the last state of a run; None where there is none, or it is damaged."""
+    """Return the latest state of a run; None if there is none, or it is damaged."""
     name = state_name(run, copy_of)
     head = storage.read_part(name, 0, LENGTH_BYTES)
     if head is None or len(head) != LENGTH_BYTES:
@@ -106,15 +108,15 @@ def load_state(storage: Storage, run: str, bytes_max: int, copy_of: int | None =
 
 
 def forget(storage: Storage, run: str) -> None:
-    """Forget a run, its state, and copies of others' stages."""
+    """Delete a run's record, its state, and its copies of other members' stages."""
     copies = [name for name in storage.sizes(f"{FOLDER}/{run}") if name.startswith(state_name(run) + ".")]
     for name in (run_name(run), state_name(run), *copies):
         storage.delete(name)
 
 
 def saved_runs(storage: Storage, signer: Signer, wall: float) -> Iterator[tuple[Run, SavedRun]]:
-    """Yield the runs that this node was a member of when it was stopped; forget damaged ones, and those whose
-    tickets have expired by `wall` seconds."""
+    """Yield the runs that this node was a member of when it was stopped. Damaged ones are deleted, and so are
+    those whose tickets have expired by `wall` seconds."""
     for name in sorted(storage.sizes(FOLDER)):
         text, _, file = name.removeprefix(f"{FOLDER}/").partition("/")
         if file != RUN_FILE:
@@ -125,7 +127,7 @@ def saved_runs(storage: Storage, signer: Signer, wall: float) -> Iterator[tuple[
             if saved.chain or run.requester != signer.peer:
                 tickets = check_chain(signer, run.id, run.requester, saved.chain, signer.peer)
                 if TicketStanding(tuple(tickets)).until <= wall:
-                    raise RemoteProtocolError("tickets that have expired")
+                    raise RemoteProtocolError("its tickets have expired")
             Revocations(signer, run.id, run.requester).learn(saved.revoked)
             if run.manifest.local is None or run.text != text:
                 raise RemoteProtocolError("another run")

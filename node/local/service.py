@@ -1,6 +1,6 @@
-"""All runs in local mode that this node knows: joins them on request, and ends them.
+"""All runs in local mode that this node knows. It joins them on request, and ends them.
 
-Stages of exact runs and of these share the node's one slot (`hosts`).
+They share the node's one slot with stages of exact runs (`hosts`).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -42,13 +42,14 @@ from partition.run.messages import REASON_LENGTH_MAX
 
 GREETINGS = 10
 GREET_SECONDS = 1.0
-"""How often, and at which interval, a node that comes back shows its tickets to its former members."""
+"""Seconds between the messages in which a node that comes back shows its tickets to its former members, and
+the number of these messages."""
 PLACE_SECONDS = 30.0
-"""The least time that a requester without stages waits for the first training member."""
+"""Least time that a requester without stages waits for the first training member."""
 
 
 class LocalRuns:
-    """The service, beside `node.runs.runs.Runs`, whose parts it uses."""
+    """The service for local mode. It belongs to `node.runs.runs.Runs` and uses its parts."""
 
     def __init__(self, service: LocalRunsService, archive: ArchiveShell) -> None:
         self.members: dict[bytes, LocalMember] = {}
@@ -72,7 +73,8 @@ class LocalRuns:
         seams.network.handle(column.PROTOCOL, self._serve_column, STREAMS)
 
     def run_of(self, key: bytes) -> tuple[bytes, PeerId] | None:
-        """Return the run that averages under this key, with its requester; None if there is none here."""
+        """Return the run that averages under this key, with its requester; None if this node knows no such
+        run."""
         for member in self.members.values():
             if any(part.key == key for part in member.crew.parts):
                 return member.run.id, member.run.requester
@@ -84,8 +86,8 @@ class LocalRuns:
         return any(member.crew.is_training for member in self.members.values())
 
     async def submit(self, run: Run, *, wait_seconds: float = 0.0) -> None:
-        """Begin a run that this node asks for. Raises PlacementFailed: nobody trains in it within
-        `wait_seconds`, or PLACE_SECONDS where that is longer."""
+        """Begin a run that this node requests. Raises PlacementFailed if nobody trains in it within
+        `wait_seconds`, or within PLACE_SECONDS if that is longer."""
         service = self._service
         free = {offer.peer for offer in service.places.preferred(run, service.offers())}
         is_training = service.has_slot and service.accepts(run) is None and service.signer.peer in free
@@ -93,12 +95,12 @@ class LocalRuns:
         with trio.move_on_after(max(PLACE_SECONDS, wait_seconds)):
             await member.begun.wait()
         if member.reason or not member.begun.is_set():
-            reason = member.reason or "no node that is known takes part"
+            reason = member.reason or "no known node takes part"
             await self.end(member, "failed", reason, "")
             raise PlacementFailed(reason)
 
     async def resume(self) -> None:
-        """Rejoin the runs that this node was in when it was stopped; at most one trains here."""
+        """Rejoin the runs that this node was in when it was stopped. At most one of them trains here."""
         service, storage = self._service, self._service.seams.storage
         for run, saved in list(saved_runs(storage, service.signer, service.seams.swarm_clock.wall())):
             if service.is_over(run.id) or run.id in self.members:
@@ -115,18 +117,18 @@ class LocalRuns:
                 revoked=saved.revoked,
                 is_resumed=True,
             )
-            # If the run has ended meanwhile, its former members still report that for a while.
+            # If the run has ended meanwhile, its former members still report this for a while.
             self._command(member.ending, partial(member.ending.set_peers, peers=others))
             service.start_task(self._return, member.admission, others, of=run)
 
     async def _return(self, admission: Admission, peers: Sequence[PeerId]) -> None:
-        """Announce to the members of an earlier life that this one is back, while it looks for them."""
+        """Announce repeatedly to the former members that this node is back, while it looks for them."""
         for _ in range(GREETINGS):
             self._greet(admission, peers)
             await trio.sleep(GREET_SECONDS)
 
     def _greet(self, admission: Admission, peers: Collection[PeerId]) -> None:
-        """Prove this node's membership to members."""
+        """Show this node's proof of membership to members."""
         self._driver.command(lambda _: self._endings.admitted(admission, admission.greet(peers)))
 
     async def join(self, peer: PeerId, request: wire.Join) -> wire.Reply:
@@ -134,7 +136,9 @@ class LocalRuns:
         service, chain = self._service, request.chain
         run = check_run(service.signer, request.manifest)
         if run.manifest.local is None or request.stage >= stage_count(run):
-            raise RemoteProtocolError("asked to join a run that has a plan, or for a stage that it lacks")
+            raise RemoteProtocolError(
+                "asked to join a run that is not in local mode, or for a stage that it does not have"
+            )
         wall = service.seams.swarm_clock.wall()
         self._joins.check(service.signer, run.id, run.requester, chain, peer, wall)
         if service.is_over(run.id):
@@ -142,7 +146,7 @@ class LocalRuns:
         if run.id in self.members:
             if request.is_beside:
                 return await self.members[run.id].stand_in(peer, request.stage)
-            # In columns the asker wants a stage of its own.
+            # In a run with columns the asking member wants a stage for itself.
             return Done() if stage_count(run) == 1 else Declined("it is a member already")
         if not service.has_slot:
             return Declined("busy")
@@ -166,7 +170,7 @@ class LocalRuns:
         return self._take(run, peer, request)
 
     def _take(self, run: Run, peer: PeerId, request: wire.Join) -> wire.Reply:
-        """Take part, unless another run got the slot while this one was checked."""
+        """Take part, unless a different run got the slot while this one was being checked."""
         if not self._service.has_slot:
             return Declined("busy")
         self._begin(
@@ -230,7 +234,7 @@ class LocalRuns:
             member = self.members[member.run.id] = await member.as_head(states)
             had_others = await member.live()
         if is_own and had_others and member.crew.is_training and not member.is_over:
-            member.crew.is_training = False  # the others train on, and this node follows
+            member.crew.is_training = False  # the others continue to train, and this node only follows
             await member.live()
         if member.is_over or self.members.get(member.run.id) is not member:
             return
@@ -240,7 +244,7 @@ class LocalRuns:
             self._left(member)
 
     def _left(self, member: LocalMember) -> None:
-        """Leave a run in which this node cannot continue; the others go on."""
+        """Leave a run in which this node cannot continue; the other members continue."""
         run, wall = member.run, self._service.seams.clock.wall()
         self.members.pop(run.id, None)
         self._service.receipts.ended(run.id)
@@ -252,7 +256,7 @@ class LocalRuns:
         self._service.publish(RunReleased(at=wall, run=run.text))
 
     async def _serve_column(self, stream: Stream) -> None:
-        """Answer a head that requests the stage of this node."""
+        """Answer a head that requests this node's stage."""
         attach: column.Question = decode(
             await stream.receive(), column.Question, bytes_max=column.MESSAGE_BYTES_MAX
         )
@@ -263,19 +267,19 @@ class LocalRuns:
             server = member.crew.serving(attach.stage) or member.crew.server
             await server.serve(stream, attach)
             return
-        refusal = column.ColumnRefusal("no stage of this run is held here")
+        refusal = column.ColumnRefusal("no stage of this run is held on this node")
         if member is not None and member.admission.admits(stream.peer):
             mates = [peer for peer in member.crew.holders if peer != stream.peer]
             refusal = replace(refusal, mates=tuple(mates[-column.MATES_MAX :]))
         await stream.send(encode(refusal))
 
-    # The end
+    # Ending
 
     def _command(self, ending: Ending, order: Callable[[float], core.Sends]) -> None:
         self._driver.command(lambda now: self._endings.drained(ending, order(now)))
 
     def _show(self, admission: Admission, peers: Collection[PeerId]) -> None:
-        """Show the chain of this member to peers that claim to be members."""
+        """Show this member's ticket chain to peers that claim to be members."""
         self._driver.command(lambda now: self._endings.admitted(admission, admission.show(now, peers)))
 
     def _on_event(self, event: core.Event) -> None:
@@ -304,7 +308,7 @@ class LocalRuns:
     def _expelled(self, member: LocalMember, peer: PeerId, reason: str) -> None:
         """Stop averaging with a member whose tickets have expired or were revoked."""
         if peer == self._service.signer.peer:
-            member.cancel(f"this node may take part no more: {reason}")
+            member.cancel(f"this node may no longer take part: {reason}")
             return
         crew = member.crew
         for part in crew.parts:
@@ -315,17 +319,18 @@ class LocalRuns:
             server.seat.expel(peer)
 
     async def revoke(self, text: str, peer: PeerId) -> int:
-        """Revoke the tickets of a member of a run of this node's own; return how many others were told.
-        Raises UsageError: another node asked for the run."""
+        """Revoke a member's tickets for a run that this node requested; return how many others were informed.
+        Raises UsageError if a different node requested the run."""
         member = next(each for each in self.members.values() if each.run.text == text)
         admission, wall = member.admission, self._service.seams.swarm_clock.wall()
         if not admission.is_requester:
             raise UsageError(
-                f"run {text[:8]} is another node's", "its requester revokes; `peerloom runs drop` leaves"
+                (f"run {text[:8]} belongs to another node"),
+                ("only its requester can revoke; use `peerloom runs drop` to leave"),
             )
         if peer == self._service.signer.peer:
             raise UsageError(
-                f"run {text[:8]} is this node's own", f"to end it: `peerloom runs stop {text[:8]}`"
+                f"this node itself requested run {text[:8]}", f"use `peerloom runs stop {text[:8]}` to end it"
             )
         told = len(set(admission.admitted) - {peer})
         self._driver.command(lambda _: self._endings.admitted(admission, admission.revoke(peer, wall)))
@@ -341,7 +346,7 @@ class LocalRuns:
     async def end(
         self, member: LocalMember, outcome: str, detail: str, weights: str, *, for_all: bool = False
     ) -> None:
-        """End a run here: close its stage, record how it ended, and announce that."""
+        """End a run here: close its stage, record the outcome, and announce it."""
         service, run = self._service, member.run
         if self.members.get(run.id) is not member:
             return
@@ -378,7 +383,7 @@ class LocalRuns:
             service.start_task(service.provide, run.text, weights, of=None)
 
     async def give_up(self, run: bytes, outcome: str, detail: str) -> None:
-        """End a run here, where it is one of this node's, without a result."""
+        """End a run here without a result, if this node is in it."""
         member = self.members.get(run)
         if member is not None:
             await self.end(member, outcome, detail, "")
@@ -391,6 +396,6 @@ class LocalRuns:
             await self.end(member, "stopped", detail, "", for_all=True)
 
     async def leave(self) -> None:
-        """Leave all runs, since this node leaves the swarm."""
+        """Leave all runs, because this node leaves the swarm."""
         for member in list(self.members.values()):
             member.cancel()

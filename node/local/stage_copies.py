@@ -1,9 +1,9 @@
-"""Copies of a column's other stages at its head, for the successor of a stage's only holder.
+"""Copies of a column's other stages, kept at its head for successors of a stage's only holder.
 
 Holders keep their own states. If there is only one column, no other node has the state of a stage whose
-holder dies; the next holder would begin with untrained values, which ruins the whole model. So the head
-fetches the states as often as members save their own, and hands them on while it looks for another holder
-(`partition.run.local.lending`). For that it is in the roster of the stage, and averages nothing.
+holder dies. The next holder would begin with untrained values, which ruins the whole model. So the head
+fetches the states as often as members save their own, and lends them while it looks for a new holder
+(`partition.run.local.lending`). To do so it is in the roster of the stage, but averages nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from partition.run.local.lending import LendStage, TakeBack, lend_stages
 
 
 def state_sizes(run: Run, graph: Graph, plan: Plan, machine: Machine) -> list[int]:
-    """Return the most bytes of a snapshot of each stage of a run."""
+    """Return the maximum size of a snapshot for each stage of a run."""
     stages = range(len(plan.stages))
     return [state_bytes_max(build_stage_spec(run, graph, plan, stage, machine)[0]) for stage in stages]
 
@@ -45,7 +45,7 @@ class StageCopies:
         step: Callable[[], int],
         bytes_max: Sequence[int],
     ) -> None:
-        """`step` is the head's own, `bytes_max` bounds the state of each stage."""
+        """`step` returns the head's own step; `bytes_max` bounds the state of each stage."""
         self._service = service
         self._run = run
         self._crew = crew
@@ -55,10 +55,10 @@ class StageCopies:
         stages = range(1, len(bytes_max))
         self._keepers = {stage: Keeper(service, run, door.admission, 0, copy_of=stage) for stage in stages}
         self._lent: dict[int, Participation | None] = {}
-        """Copies by missing stage; None where there is no copy to hand on."""
+        """Lent copies, by missing stage; None if there is no copy to lend."""
 
     async def run(self) -> None:
-        """Fetch copies, and hand them on, until cancelled."""
+        """Fetch copies, and lend them, until cancelled."""
         try:
             await follow(lend_stages(self._crew, len(self._bytes_max)), self._do)
         finally:
@@ -79,21 +79,21 @@ class StageCopies:
                 await self._copier.copy(stage, holder, self._keepers[stage], self._bytes_max[stage])
 
     async def _lend(self, stage: int) -> Participation | None:
-        """Hand the copy on, if there is one."""
+        """Lend the copy of a stage, if there is one."""
         found = await self._keepers[stage].load(self._bytes_max[stage])
         if found is None or stage in self._crew.taken:
             return None
         try:
             part = open_part(self._service.averaging, self._run, stage, self._door)
         except UsageError:
-            return None  # in too many runs
+            return None  # this node averages in too many runs already
         part.states.offer(found)
         step, rounds = found.table.step, found.table.rounds
         part.tell(step=step, samples=0, rounds=rounds, lineage=self._run.id, has_state=True)
         return part
 
     def take_back(self, stage: int) -> None:
-        """Stop handing a copy on: the stage has a holder again, or this node is to hold it."""
+        """Stop lending a copy, because the stage has a holder again, or this node will hold it."""
         part = self._lent.pop(stage, None)
         if part is not None:
             part.close()

@@ -1,4 +1,5 @@
-"""A stage of this node that works for the head of a column: the holder's side of `node.local.column`.
+"""A stage of this node that works for the head of a column: the counterpart of `node.local.column` at the
+holder.
 
 Not here: the choice of the head (`partition.run.local.seat`).
 """
@@ -28,12 +29,13 @@ from partition.run.local.seat import HEAD_SECONDS_MAX, SeatedHead, StageSeat
 from partition.stage import REASON_LENGTH_MAX
 
 HELD_MAX = 8
-"""The stages that one node holds of a run: each has its own process, which takes some 0.3 GB more."""
+"""Maximum number of stages of a run that one node holds. Each has its own process, which takes another 0.3
+GB."""
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=HELD_MAX + 4)
 
 
 async def close(stream: Stream) -> None:
-    """Close a stream, also where this task is cancelled."""
+    """Close a stream, even if this task is cancelled."""
     with trio.CancelScope(shield=True), trio.move_on_after(1):
         await stream.aclose()
 
@@ -41,9 +43,9 @@ async def close(stream: Stream) -> None:
 class StageServer:
     """A member's stage that works for one head at a time. `stage` is open, and used only here.
 
-    `between` is called after each step of the head, before the reply: it may change the parameters. `settle`
-    is called before they are evaluated or handed over, when they must be the final ones. While there is no
-    head, `lock` keeps one from beginning.
+    `between` is called after each step of the head, before the reply; it may change the parameters. `settle`
+    is called before the parameters are evaluated or handed over, when they must be final. While there is no
+    head, holding `lock` prevents a head from beginning.
     """
 
     def __init__(
@@ -56,8 +58,8 @@ class StageServer:
         payload_bytes_max: int,
         now: Callable[[], float],
     ) -> None:
-        """`accept` raises RemoteProtocolError for a peer that is no member; `apply` gets the head's number of
-        steps, and the samples of the last."""
+        """`accept` raises RemoteProtocolError for a peer that is not a member. `apply` is called with the
+        head's number of steps, and the number of samples of the latest step."""
         self.seat = seat
         self.lock = trio.Lock()
         self._stage = stage
@@ -79,9 +81,9 @@ class StageServer:
         return self.seat.head
 
     async def serve(self, stream: Stream, attach: Attach) -> None:
-        """Work for the head on the other side of `stream`, until it ends or is silent for too long."""
+        """Work for the head at the other end of `stream`, until it ends or is silent for too long."""
         if attach.stage != self.number:
-            await stream.send(encode(ColumnRefusal("another stage is held here")))
+            await stream.send(encode(ColumnRefusal("this node holds a different stage")))
             return
         attached = self._accept(stream.peer, attach)
         if isinstance(attached, ColumnRefusal):
@@ -115,7 +117,7 @@ class StageServer:
             with trio.fail_after(HEAD_SECONDS_MAX), head.silence.waiting(self._now):
                 message, data = await stream.receive_with_payload(self._payload_bytes_max)
         except trio.TooSlowError:
-            raise StreamClosed("a head that asks for nothing") from None
+            raise StreamClosed("a head that sends no request") from None
         question: Question = decode(message, Question, bytes_max=MESSAGE_BYTES_MAX)
         if not isinstance(question, Do):
             raise RemoteProtocolError("a head that attaches twice")
@@ -123,7 +125,7 @@ class StageServer:
         try:
             async with self.lock:
                 worked = await self._do(request)
-        except PayloadRefused as error:  # unusable: the head, or a stage before it, is at fault
+        except PayloadRefused as error:  # the data is unusable, because of the head or an earlier stage
             await stream.send(encode(ColumnRefusal(str(error)[:REASON_LENGTH_MAX])))
             raise StreamClosed("a payload that cannot be used") from None
         except StageDiverged as error:
@@ -138,10 +140,10 @@ class StageServer:
             with trio.fail_after(HEAD_SECONDS_MAX), head.silence.waiting(self._now):
                 await stream.send(encode(Did()), encode(worked))
         except trio.TooSlowError:
-            raise StreamClosed("a head that takes no answer") from None
+            raise StreamClosed("a head that does not read its answer") from None
 
     async def work_for(self, head: PeerId, step: int) -> None:
-        """Begin to work for this node's own head, after this number of steps. Raises StageFailed."""
+        """Begin to work for a head on this node itself, after this number of steps. Raises StageFailed."""
         if self.seat.is_vacant and self.between is not None:
             async with self.lock:
                 await self._stage.call(api.Discard())
@@ -150,12 +152,13 @@ class StageServer:
                 self.seat.work_here(head)
 
     async def work(self, request: Work) -> object:
-        """Answer a request of this node's own head. Raises PayloadRefused, StageDiverged, StageFailed."""
+        """Answer a request of a head on this node itself. Raises PayloadRefused, StageDiverged,
+        StageFailed."""
         async with self.lock:
             return await self._do(request)
 
     async def rest(self) -> None:
-        """Stop working for this node's own head for now: drop the unfinished step."""
+        """Stop working for a head on this node itself for now, and drop the unfinished step."""
         self.seat.rest()
         with suppress(StageFailed):
             async with self.lock:

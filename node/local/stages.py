@@ -1,4 +1,5 @@
-"""The cut of a model in local mode: the same stages for all, from the manifest and the graph alone."""
+"""The cut of a model in local mode. It follows from the manifest and the graph alone, so all members have the
+same stages."""
 
 from itertools import accumulate, pairwise
 
@@ -17,13 +18,13 @@ from partition.plan.plan import NO_HASH, Plan, StagePlan
 
 
 def stage_count(run: Run) -> int:
-    """Return the number of stages of the model: each member holds one of them."""
+    """Return the number of stages of the model; each member holds one of them."""
     return max(1, run.manifest.stages)
 
 
 def stage_ranges(manifest: Manifest, graph: Graph) -> list[tuple[int, int]]:
-    """Return the layers of each stage, of about equal work. Raises ValueError: fewer layers than stages, or
-    stages that share a weight."""
+    """Return the layers of each stage, with about equal work. Raises ValueError if there are fewer layers
+    than stages, or stages would share a weight."""
     count, layers = max(1, manifest.stages), len(graph.layers)
     if count > layers:
         raise ValueError(f"a model of {layers} layers cannot be cut into {count} stages")
@@ -33,14 +34,16 @@ def stage_ranges(manifest: Manifest, graph: Graph) -> list[tuple[int, int]]:
     ends = [0]
     for number in range(1, count):
         wanted = done[-1] * number / count
-        # Every stage, also a later one, has at least one layer.
+        # Every stage needs at least one layer, including the later ones.
         possible = [
             end
             for end in range(ends[-1] + 1, layers - (count - number) + 1)
             if not any(first < end < last for first, last in manifest.together)
         ]
         if not possible:
-            raise ValueError(f"the model cannot be cut into {count} stages beside what stays together")
+            raise ValueError(
+                f"the model cannot be cut into {count} stages without splitting layers that stay together"
+            )
         ends.append(min(possible, key=lambda end: (abs(done[end] - wanted), end)))
     ends.append(layers)
     ranges = list(pairwise(ends))
@@ -49,14 +52,14 @@ def stage_ranges(manifest: Manifest, graph: Graph) -> list[tuple[int, int]]:
 
 
 def roster_of(run: Run, stage: int) -> tuple[str, bytes]:
-    """Return the name under which the holders of a stage average, and its signature. The run's id also
-    identifies the model and its training."""
+    """Return the name under which the holders of a stage average, and its signature. The run's id in the name
+    also identifies the model and its training."""
     place = "" if stage_count(run) == 1 else f":{stage}"
     return f"run:{run.text}{place}", signature_of(f"run in local mode {run.id.hex()}{place}", ())
 
 
 def open_part(averaging: Averaging, run: Run, stage: int, gate: Gate) -> Participation:
-    """Join the averaging of a stage's holders, by the run's rule. Raises UsageError."""
+    """Join the averaging of a stage's holders, with the run's aggregation rule. Raises UsageError."""
     settings = run.manifest.local
     assert settings is not None, "a run in local mode"
     name, signature = roster_of(run, stage)
@@ -69,13 +72,14 @@ def open_part(averaging: Averaging, run: Run, stage: int, gate: Gate) -> Partici
 
 
 def local_plan(run: Run, graph: Graph, me: PeerId) -> Plan:
-    """Return the stages in the form of admission, without their holders. Raises ValueError."""
+    """Return the stages, without holders, in the form that admission uses. Raises ValueError."""
     rows = tuple(StagePlan(first, last, (me,), (1,)) for first, last in stage_ranges(run.manifest, graph))
     return Plan(run.id, NO_HASH, 0, (me,), (me,), run.manifest.microbatches, rows)
 
 
 def check_columns(manifest: Manifest, graph: Graph, name: str) -> None:
-    """Raise UsageError if a run of several stages is impossible in local mode; `name` is RUN.toml's."""
+    """Raise UsageError if a run of several stages is impossible in local mode. `name` is the name of the
+    RUN.toml."""
     if manifest.local is None or manifest.stages < 2:
         return
     try:
@@ -85,10 +89,8 @@ def check_columns(manifest: Manifest, graph: Graph, name: str) -> None:
 
 
 def _check_ties(manifest: Manifest, graph: Graph, ranges: list[tuple[int, int]]) -> None:
-    """Raise ValueError if several stages hold one weight: columns do not sum its gradients."""
+    """Raise ValueError if several stages hold the same weight, because columns do not sum its gradients."""
     for stage in cut_layers(graph, manifest.graph_hash, ranges):
         if stage.tied:
             tied = graph.parameters[stage.tied[0]].names[0]
-            raise ValueError(
-                f"in local mode no two stages can hold one weight, and {tied} would be in several"
-            )
+            raise ValueError(f"in local mode a weight must be in one stage, but {tied} would be in several")

@@ -1,6 +1,6 @@
-"""The start of a member of a run in local mode: it waits for training members, and for its inviter.
+"""The start of a member of a run in local mode, which waits for training members and for its inviter.
 
-Not here: the duration (`partition.run.local.start_barrier`).
+Not here: how long it waits (`partition.run.local.start_barrier`).
 """
 
 from collections.abc import Callable, Collection
@@ -22,7 +22,8 @@ async def meet(
     live: Callable[[], Collection[PeerId]],
     now: Callable[[], float],
 ) -> None:
-    """Wait for members that already train, and for the report of the member that asked this node."""
+    """Wait for members that already train, and for a report of the member that asked this node to take
+    part."""
 
     async def do(deed: Settle | GreetPeers) -> None:
         if isinstance(deed, Settle):

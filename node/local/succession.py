@@ -1,6 +1,7 @@
-"""A holder that may replace its head: it keeps copies of the head's stage, and takes over if no head comes.
+"""A holder that may replace its head: it keeps copies of the head's stage, and takes over if no new head
+comes.
 
-Not here: the time of that (`partition.run.local.succession`).
+Not here: when it takes over (`partition.run.local.succession`).
 """
 
 from collections.abc import Callable
@@ -35,8 +36,8 @@ class Succession:
         bytes_max: int,
         step: Callable[[], int],
     ) -> None:
-        """`own` is this member's stage, `bytes_max` bounds a state of the first stage, `step` is this
-        member's."""
+        """`own` is this member's stage, `bytes_max` bounds a state of the first stage, and `step` returns
+        this member's step."""
         self._service = service
         self._bytes_max = bytes_max
         self._keeper = Keeper(service, run, door.admission, own, copy_of=0)
@@ -44,7 +45,8 @@ class Succession:
         self._rule = SuccessionRule(crew)
 
     async def wait(self) -> None:
-        """Keep copies for the head; return once the head is gone for good and this member can take over."""
+        """Keep copies of the head's stage. Return once the head is gone for good and this member can take
+        over."""
         self._rule.has_copy = await self._keeper.load(self._bytes_max) is not None
         await follow(self._rule.watch(self._service.seams.clock.monotonic, self._has_free), self._do)
 
@@ -62,7 +64,7 @@ class Succession:
         return await self._keeper.load(self._bytes_max)
 
     async def _is_gone(self, head: PeerId) -> bool:
-        """Return whether a head is dead, as membership or its host reports."""
+        """Return whether a head is dead according to membership or its host."""
         if head not in self._service.live():
             return True
         try:

@@ -1,4 +1,5 @@
-"""Events of a member of a run in local mode for screens: its steps, evaluations, and the state of the run."""
+"""Events of a member of a run in local mode, for screens: its steps, evaluations, and the state of the
+run."""
 
 from collections.abc import Callable
 
@@ -10,11 +11,11 @@ from node.seams import Clock
 from partition.run.messages import REASON_LENGTH_MAX
 
 TOLD_STEPS = 10
-"""One step in this many is an event, and a line on a screen."""
+"""Number of steps for each event, which is a line on a screen."""
 
 
 class Teller:
-    """The announcer of one run. `shown` is the newest announcement."""
+    """Publishes the events of one run. `shown` is the newest of them."""
 
     def __init__(self, run: Run, clock: Clock, publish: Callable[..., None]) -> None:
         self.shown = ShownSteps()
@@ -23,14 +24,14 @@ class Teller:
         self._publish = publish
 
     def running(self, reason: str = "") -> None:
-        """Announce that the run goes on; `reason` is the present problem, if any."""
+        """Announce that the run continues. `reason` is the present problem, if any."""
         event = RunChanged(
             at=self._clock.wall(), run=self._run.text, state="running", reason=reason[:REASON_LENGTH_MAX]
         )
         self._publish(event)
 
     def evaluated(self, samples: int, loss: float, metrics: tuple[float, ...]) -> None:
-        """Announce an evaluation, here or of another member."""
+        """Announce an evaluation by this member or another."""
         named = dict(zip(self._run.manifest.metrics, metrics, strict=True))
         accuracy = named[CORRECT] / samples if CORRECT in named and samples else None
         event = RunEvaluated(
@@ -45,7 +46,7 @@ class Teller:
         self._publish(event)
 
     def stepped(self, step: int, stepped: Stepped, seconds: float, replicas: int) -> None:
-        """Announce a step made here; `step` is the number of steps, this one included."""
+        """Announce a step made here. `step` is the number of steps, including this one."""
         event = StepCommitted(
             at=self._clock.wall(),
             run=self._run.text,

@@ -1,7 +1,8 @@
-"""The training of one member in local mode: a stage's process that holds the whole model, and its own shard.
+"""The training of one member in local mode: a stage's process that holds the whole model, and the member's
+own shard.
 
-Steps, evaluations, and its parameters as a vector to average. Not here: the time and the group of a round
-(`node.local.member`).
+It makes steps and evaluations, and provides its parameters as a vector to average. Not here: the time and the
+group of a round (`node.local.member`).
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -33,12 +34,12 @@ from partition.stage_layout import arena_bytes, gradient_bytes, parameter_layout
 Pick = Callable[[int], tuple[list[Array], list[Array]]]
 
 OUTER = "outer/"
-"""The prefix of a snapshot's arrays that a strategy hands to late joiners."""
+"""Prefix of a snapshot's arrays that a strategy hands to late joiners."""
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """One local step: the mean loss of its samples, or the reason why it changed nothing."""
+    """One local step: the mean loss of its samples, or the reason why the step changed nothing."""
 
     loss: float
     samples: int
@@ -46,13 +47,13 @@ class Stepped:
 
 
 def state_bytes_max(specification: StageSpecification) -> int:
-    """Return the most bytes of a stage's snapshot, with the strategy's additions."""
+    """Return the maximum size of a stage's snapshot, including the strategy's arrays."""
     arenas = arena_bytes(specification)
     return 4 * (arenas["parameters"] + arenas["moments"]) + (1 << 20)
 
 
 class LocalTrainer(StageCounts):
-    """One member's model. One call at a time."""
+    """One member's model. It takes one call at a time."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class LocalTrainer(StageCounts):
         *,
         in_flight: int = 1,
     ) -> None:
-        """`in_flight` micro-batches are under way in `stage` at once, which keeps them in order."""
+        """Up to `in_flight` micro-batches are in progress in `stage`, which keeps them in order."""
         super().__init__(run.manifest.steps)
         is_own = own_data_of(run.manifest) is not None
         self.shard = Shard(run.id, run.manifest.seed, batches.train_samples, me, is_whole=is_own)
@@ -79,15 +80,15 @@ class LocalTrainer(StageCounts):
         self._specification = specification
         self._items = gradient_bytes(specification) // specification.item_bytes
         self._moments = specification.optimizer.moments
-        # Random operators draw by micro-batch, so other members need other seeds.
+        # Random operators draw numbers by micro-batch, so each member needs a different range.
         self._first = int.from_bytes(blake3(run.id + me).digest()[:3], "big") << 24
 
     def _held_out_samples(self, *, is_own: bool) -> tuple[int, Pick]:
-        """Return the number of held-out samples, and their source: those of the run, or this member's own if
-        data stays with its owners."""
+        """Return the number of held-out samples and the function that picks them: the run's samples, or this
+        member's own if data stays with its owners."""
         manifest, batches = self._manifest, self._batches
         validation, test = manifest.validation_samples, manifest.test_samples
-        if is_own:  # the rest is no whole batch, which not every model accepts
+        if is_own:  # the remainder is not a whole batch, which not every model accepts
             size = manifest.microbatch
             validation, test = (
                 count - count % size if count > size else count for count in batches.held_out_samples
@@ -128,8 +129,9 @@ class LocalTrainer(StageCounts):
     async def _pass_all(
         self, count: int, make: Callable[[int], Awaitable[api.Forward]]
     ) -> list[api.Forwarded]:
-        """Pass `count` micro-batches through the stage, `in_flight` at once; return their results. After a
-        failure no more are begun, and those under way are awaited, so that no answer is outstanding."""
+        """Pass `count` micro-batches through the stage, at most `in_flight` in parallel; return their
+        results. After a failure no more are begun, and those in progress are awaited, so that no answer is
+        outstanding."""
         done: dict[int, api.Forwarded] = {}
         errors: list[Exception] = []
         free = trio.Semaphore(self._in_flight)
@@ -137,7 +139,7 @@ class LocalTrainer(StageCounts):
         async def one(
             number: int, forward: api.Forward, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
         ) -> None:
-            task_status.started()  # the order up to here is that of the stage's queue
+            task_status.started()  # up to this point the order is that of the stage's queue
             try:
                 forwarded = await self.stage.call(forward)
                 assert isinstance(forwarded, api.Forwarded)
@@ -154,7 +156,7 @@ class LocalTrainer(StageCounts):
                     break
                 await nursery.start(one, number, await make(number))
         if errors:
-            # StageDiverged, which only skips the step, is raised only if all errors are of that kind.
+            # Raise StageDiverged, which only skips the step, only if all errors are of that kind.
             raise next((each for each in errors if not isinstance(each, StageDiverged)), errors[0])
         return [done[number] for number in range(count)]
 
@@ -179,9 +181,9 @@ class LocalTrainer(StageCounts):
         return -(-self._held_out // self._manifest.microbatch)
 
     async def evaluate(self, microbatches_max: int | None = None) -> tuple[float, int, tuple[float, ...]]:
-        """Return the mean loss over the validation samples, or else the held-out ones, their number, and the
-        sums of their metrics; only of the first micro-batches if their number is given. Raises
-        StageFailed."""
+        """Return the mean loss over the validation samples (or, if there are none, the held-out ones), their
+        number, and the sums of their metrics. `microbatches_max` limits this to the first micro-batches.
+        Raises StageFailed."""
         count = self.held_out_microbatches
         count = count if microbatches_max is None else min(count, microbatches_max)
         done = await self._pass_all(count, self._test_microbatch)
@@ -217,7 +219,7 @@ class LocalTrainer(StageCounts):
                 await self.stage.call(api.Restore(self.step))
 
     def _read_result(self, name: str, storage: Storage) -> bool:
-        """Write the parameters of a result into the arena; return whether they are complete."""
+        """Write the parameters of a stored result into the arena; return whether they are complete."""
         data = storage.read(name)
         try:
             tensors = {} if data is None else safetensors.numpy.load(data)
@@ -244,7 +246,7 @@ class LocalTrainer(StageCounts):
         )
         return first, second
 
-    # The numbers
+    # Parameters
 
     def _arena(self, name: str) -> Vector:
         array: Vector = np.frombuffer(self.stage.vector(name), self.dtype)
@@ -259,7 +261,7 @@ class LocalTrainer(StageCounts):
         return np.concatenate([parameters, self._arena("moments")]) if moments else parameters.copy()
 
     async def copy_in(self, vector: Vector) -> None:
-        """Continue from these numbers, in the form of `copy_out`. Raises StageFailed."""
+        """Continue from these values, in the form of `copy_out`. Raises StageFailed."""
         await self._executor.run(partial(self._copy_in, vector))
         await self.stage.call(api.Restore(self.step))
 
@@ -272,10 +274,10 @@ class LocalTrainer(StageCounts):
                 squares = moments[self._items :]
                 np.maximum(squares, 0, out=squares)
 
-    # The state, for late joiners
+    # State for late joiners
 
     async def snapshot(self, rounds: int, lineage: bytes, outer: Mapping[str, Vector]) -> Snapshot:
-        """Return this member's whole state, with the strategy's additions."""
+        """Return this member's whole state, including the strategy's arrays."""
         return await self._executor.run(partial(self._snapshot, rounds, lineage, outer))
 
     def _snapshot(self, rounds: int, lineage: bytes, outer: Mapping[str, Vector]) -> Snapshot:
@@ -288,24 +290,24 @@ class LocalTrainer(StageCounts):
 
     @property
     def state_bytes_max(self) -> int:
-        """The most bytes that a snapshot of this model has."""
+        """The maximum size of a snapshot of this model."""
         return state_bytes_max(self._specification)
 
     async def take_over(self, found: Snapshot) -> dict[str, Vector]:
-        """Continue from the state of others; return its part for the strategy. Raises ValueError: it does not
-        fit this model, or its numbers cannot be used."""
+        """Continue from another member's state; return its arrays for the strategy. Raises ValueError if it
+        does not fit this model, or its values cannot be used."""
         if found.table.step > self._manifest.steps:
-            raise ValueError("the state of others is of a step that the run does not have")
+            raise ValueError("the state of others has a step that the run does not have")
         arrays = found.arrays()
         outer: dict[str, Vector] = {}
         for name in ("parameters", "moments"):
             row, data = arrays.get(name, (None, None))
             size = self._arena(name).size
             if row is None or data is None or row.shape != (size,) or row.dtype != self.dtype:
-                raise ValueError(f"the state of others has no such {name}")
+                raise ValueError(f"the state of others has no matching {name}")
         for _, data in arrays.values():
             if not np.isfinite(data.view(self.dtype)).all():
-                raise ValueError("the state of others is not finite")
+                raise ValueError("the state of others has values that are not finite")
         for name, (row, data) in arrays.items():
             if name.startswith(OUTER) and row.shape == (self._items,) and row.dtype == self.dtype:
                 outer[name.removeprefix(OUTER)] = data.view(self.dtype).copy()

@@ -1,6 +1,6 @@
-"""Tests a state of others on a member's own held-out samples before the member continues from it.
+"""Tests another member's state on a member's own held-out samples, before the member continues from it.
 
-Only for runs of one stage: a member of a column has no loss of its own.
+This is only for runs of one stage, because a member of a column has no loss of its own.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,13 @@ from node.averaging.loss_bound import apart_loss_max, is_within, loss_max
 from node.local.trainer import LocalTrainer
 
 MICROBATCHES_MAX = 16
-"""Micro-batches that test a state: as many passes as a few steps, however many samples are held out."""
+"""Number of micro-batches that test a state: as much work as a few steps, however many samples are held
+out."""
 
 
 @dataclass(frozen=True)
 class TrainerPlace:
-    """A member's position: its parameters, steps and samples."""
+    """A member's position in the training: its parameters, steps and samples."""
 
     numbers: Vector
     step: int
@@ -36,7 +37,8 @@ async def go_back(trainer: LocalTrainer, place: TrainerPlace) -> None:
 
 
 class Trial:
-    """The trial of states by one member. Make it by `open`, with the common initial values."""
+    """The test of states by one member. Make it with `open`, while the member has the common initial
+    values."""
 
     def __init__(self, trainer: LocalTrainer, first: float, *, is_apart: bool) -> None:
         self._trainer = trainer
@@ -45,8 +47,8 @@ class Trial:
 
     @classmethod
     async def open(cls, trainer: LocalTrainer, first: float, *, is_apart: bool) -> "Trial":
-        """`first` is the loss over all held-out samples. `is_apart`: members have data of their own, which
-        may differ in kind."""
+        """Make the test. `first` is the loss over all held-out samples. `is_apart` means that members have
+        their own data, which may differ in kind."""
         if trainer.held_out_microbatches > MICROBATCHES_MAX:
             first = await trainer.held_out_loss(MICROBATCHES_MAX)
         return cls(trainer, first, is_apart=is_apart)
@@ -60,15 +62,15 @@ class Trial:
         return loss_max(self._first, own)
 
     async def fault(self, own: TrainerPlace, limit: float) -> str:
-        """Return why the present numbers are refused; empty if they are accepted, or equal `own`, those
-        before. One training step is made and undone, to detect harmful moments of the optimizer. Raises
+        """Return why the present values are refused; empty if they are accepted, or equal the previous values
+        `own`. One training step is made and undone, to detect harmful moments of the optimizer. Raises
         StageFailed."""
         trainer = self._trainer
         if np.array_equal(await trainer.copy_out(moments=True), own.numbers):
-            return ""  # members that begin together
+            return ""  # as for members that begin together
         loss = await trainer.held_out_loss(MICROBATCHES_MAX)
         if not is_within(loss, limit):
-            return f"the state of others has a held-out loss of {loss:.4g} here, above {limit:.4g}"
+            return f"the state of others has a held-out loss of {loss:.4g} here, which is above {limit:.4g}"
         if trainer.is_idle:
             return ""
         place = await place_of(trainer)
@@ -77,6 +79,7 @@ class Trial:
         await go_back(trainer, place)
         if not is_within(loss, limit):
             return (
-                f"one step from the state of others the held-out loss is {loss:.4g} here, above {limit:.4g}"
+                f"one step after the state of others, the held-out loss is {loss:.4g} "
+                f"here, which is above {limit:.4g}"
             )
         return ""
