@@ -1,4 +1,4 @@
-"""The use of torch by `me.train(task)`, in the program's own process: capturing an object of torch."""
+"""The part of `me.train(task)` that uses torch, in the program's own process: it captures a torch model."""
 
 from pathlib import Path
 
@@ -8,10 +8,11 @@ VALUES_SUFFIX = ".safetensors"
 
 
 def capture_object(task: object, graph: Path) -> None:
-    """Capture a `partition.capture.Task`, prove it, and write graph and first values beside each other.
+    """Capture a `partition.capture.Task`, check that the graph is equivalent, and write the graph and the
+    initial values next to each other.
 
     Raises:
-        UsageError: it is not a Task, or the model cannot be captured.
+        UsageError: the object is not a Task, or the model cannot be captured.
     """
     from partition.capture.errors import CaptureRefused
     from partition.capture.task import Task, captured_and_proved
@@ -19,9 +20,9 @@ def capture_object(task: object, graph: Path) -> None:
 
     if not isinstance(task, Task):
         raise UsageError(
-            f"train(): a model is a RUN.toml, a built-in name, a captured file, PATH.py:FUNCTION or a Task, "
-            f"not a {type(task).__name__}",
-            "partition.capture.Task(model, example_inputs, labels, loss)",
+            "train(): a model must be a RUN.toml, a built-in name, a captured file, PATH.py:FUNCTION or a "
+            f"Task, not a {type(task).__name__}",
+            "make one with partition.capture.Task(model, example_inputs, labels, loss)",
         )
     try:
         found, _ = captured_and_proved(task)

@@ -4,8 +4,8 @@
     async for event in run: ...
     result = await run.result("model.safetensors")
 
-A handle holds only the run's id: any node makes one from an id, whether it is in the run or not, and the run
-goes on without the handle.
+A handle holds only the run's id. Any node can make one from an id, whether it is in the run or not, and the
+run continues without the handle.
 """
 
 import time
@@ -23,16 +23,16 @@ from node.runs.metrics import metric_rows
 from partition.run.states import OVER
 
 POLL_SECONDS = 2.0
-"""The interval at which members are asked about a run of which this node is not a member."""
+"""Seconds between questions to members about a run of which this node is not a member."""
 
 
 @dataclass(frozen=True)
 class LastRound:
-    """The newest round of averaging of a run in local mode, as a member held it.
+    """The newest averaging round of a run in local mode, as reported by a member.
 
-    `number` counts the rounds of that member, and `step` is how many local steps it had made. `peers` are the
-    ids of the peers whose tensors entered; with an `error` nothing was averaged. `rounding` is the relative
-    error that the run's codec added, and the round took `seconds`.
+    `number` counts that member's rounds, and `step` the local steps that it had made. `peers` are the ids of
+    the peers whose tensors were included. If there is an `error`, nothing was averaged. `rounding` is the
+    relative error that the run's codec added, and the round took `seconds`.
     """
 
     number: int
@@ -45,7 +45,7 @@ class LastRound:
 
 @dataclass(frozen=True)
 class OtherResult:
-    """A member of a run in local mode with a different outcome: `weights` is the hash (hex) of its result,
+    """A member of a run in local mode with a different outcome. `weights` is the hash (hex) of its result,
     empty if the run failed there."""
 
     peer: str
@@ -54,9 +54,9 @@ class OtherResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The outcome of a run. `out` is the file with its weights, if requested; numbers that were not measured
-    are None. `last_round` is None in exact mode, and if no asked member had one. `others` is empty unless
-    members could not agree (`partition.run.ending`)."""
+    """The outcome of a run. `out` is the file with its weights, if requested. Numbers that were not measured
+    are None. `last_round` is None in exact mode, and if no member that was asked had one. `others` is empty
+    unless members could not agree (`partition.run.ending`)."""
 
     run: str
     status: str
@@ -69,7 +69,7 @@ class RunResult:
 
 
 class RunHandle:
-    """One run, by its id: see `node.api.handles`."""
+    """One run, identified by its id: see `node.api.handles`."""
 
     def __init__(self, node: LocalNode, run: str) -> None:
         self._node = node
@@ -85,33 +85,37 @@ class RunHandle:
 
     @property
     def status(self) -> str:
-        """The run's state as this node knows it; "unknown" if it is not a member: `show` asks the members."""
+        """The run's state as this node knows it; "unknown" if this node is not a member. Use `show` to ask
+        the members."""
         view = self._node.state.runs.get(self._run)
         return "unknown" if view is None else view.status
 
     @property
     def metrics(self) -> tuple[dict[str, Any], ...]:
-        """The measurements, one row per step, by name: loss, seconds, accuracy, the model's own metrics, and
-        the joules of this machine if its hardware counts them."""
+        """The measurements, one row for each step, by name: loss, seconds, accuracy, the model's own metrics,
+        and the joules of this machine if its hardware counts them."""
         view = self._node.state.runs.get(self._run)
         events = (event for _, event in self._node.history.after(0))
         return () if view is None else tuple(metric_rows(view, events, self._node.energy.joules))
 
     async def show(self) -> dict[str, Any]:
-        """Return the run's state, as this node knows it or else as its members report.
+        """Return the run's state, as this node knows it or else as its members report it.
 
-        Raises RunFailed: no asked member knows it.
+        Raises RunFailed if no member that was asked knows the run.
         """
         return await Commands(self._node).show(self._run)
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield the run's events from now on, to its end; ends at once if the run is over.
+        """Yield the run's events from now on, until it ends. If the run is already over, yield none.
 
-        Raises RunFailed: this node is not a member of the run, so it hears nothing; `show` asks the members.
+        Raises RunFailed if this node is not a member of the run, because then it gets no events; `show` asks
+        the members.
         """
         with self._node.watch() as coming:
             if self._run not in self._node.state.runs:
-                raise RunFailed(f"run {self._run[:8]} does not go on here", "ask its members: run.show()")
+                raise RunFailed(
+                    (f"run {self._run[:8]} is not running on this node"), "ask its members with run.show()"
+                )
             if self.status in OVER:
                 return
             async for event in coming:
@@ -127,15 +131,15 @@ class RunHandle:
         return self.events()
 
     async def stop(self) -> dict[str, Any]:
-        """End the run for all its members. Raises UsageError: another node requested it."""
+        """End the run for all its members. Raises UsageError if a different node requested it."""
         return await self._node.runs.stopping.stop(self._run)
 
     async def pause(self) -> dict[str, Any]:
-        """Have all members wait after this step, with a checkpoint. Raises UsageError, as `stop`."""
+        """Make all members wait after this step, with a checkpoint. Raises UsageError, as in `stop`."""
         return await self._node.runs.revising.revise(self._run, {"is_paused": True})
 
     async def resume(self) -> dict[str, Any]:
-        """Let a paused run go on. Raises UsageError, as `stop`."""
+        """Let a paused run continue. Raises UsageError, as in `stop`."""
         return await self._node.runs.revising.revise(self._run, {"is_paused": False})
 
     async def revise(
@@ -146,11 +150,12 @@ class RunHandle:
         goal: float | None = None,
         goal_seconds: int | None = None,
     ) -> dict[str, Any]:
-        """Change the run from its next step on, on all members alike; None keeps a value.
+        """Change the run from its next step on, on all members alike. None keeps a value.
 
-        `goal` is the samples a second over `goal_seconds` below which this node raises an alert; 0 for none.
+        `goal` is a rate in samples a second; this node raises an alert if the run is slower over
+        `goal_seconds`. 0 means no goal.
 
-        Raises UsageError: a number out of bounds, or another node requested the run.
+        Raises UsageError if a number is out of bounds, or a different node requested the run.
         """
         return await Commands(self._node).revise(
             self._run,
@@ -162,9 +167,9 @@ class RunHandle:
         )
 
     async def result(self, out: str = "") -> RunResult:
-        """Wait for the end of the run; write its weights (safetensors) to the file `out`, if one is named.
+        """Wait for the end of the run. If `out` names a file, write the run's weights to it (safetensors).
 
-        Raises RunFailed: it failed or was stopped, or nobody knows it.
+        Raises RunFailed if the run failed or was stopped, or nobody knows it.
         """
         document = await self._ended()
         if document["status"] != "done":
@@ -177,10 +182,10 @@ class RunHandle:
         return RunResult(self._run, "done", *numbers, out, _last_round(document.get("last_round")), others)
 
     async def watch(self, show: Callable[[str], None] | None = None) -> RunResult:
-        """Show one line that follows the run to its end, and return its result.
+        """Show one line that follows the run until it ends, and return the run's result.
 
-        `show` receives each text; by default it rewrites a line of the terminal or notebook. Raises
-        RunFailed, as `result`.
+        `show` is called with each text; by default the line is rewritten in the terminal or notebook. Raises
+        RunFailed, as in `result`.
         """
         with ProgressLine(show, time.monotonic) as line:
             if self._run in self._node.state.runs:
@@ -203,7 +208,7 @@ class RunHandle:
 
 
 def _last_round(document: Mapping[str, Any] | None) -> LastRound | None:
-    """Return a round from a run's document (`node.state_documents.round_document`)."""
+    """Return the round that a run's document contains (`node.state_documents.round_document`)."""
     if document is None:
         return None
     return LastRound(

@@ -1,8 +1,8 @@
-"""Conversion of a program's model, data and settings to the node's description of a run.
+"""Converts a program's model, data and settings to the node's description of a run.
 
 The node's process never imports torch. The command `train --prepare` captures or converts in a process of its
-own, which holds the files until the node has taken them; a `Task`, an object of torch, is captured here, in
-the program's own process, which already has torch.
+own, which keeps the files until the node has taken them. A `Task`, which is a torch object, is captured here,
+in the program's own process, which has already imported torch.
 """
 
 import os
@@ -37,13 +37,13 @@ _LENGTH_SHOWN = 500
 
 
 def run_of(model: str, data: str, settings: Mapping[str, Any]) -> tuple[RunFile, Path, str]:
-    """Return the checked run, the path to which others in it are relative, and its name in errors.
+    """Return the checked run, the path to which other paths in it are relative, and its name in errors.
 
-    `model` is a RUN.toml or the value of its key `model`; each setting is a key of one of its tables, by its
-    own name.
+    `model` is a RUN.toml or the value of its key `model`. Each setting is a key of one of its tables, given
+    without the table's name.
 
     Raises:
-        UsageError: no such file or setting, or a wrong one.
+        UsageError: there is no such file or setting, or it is wrong.
     """
     lines: dict[toml.TomlPath, int] = {}
     if model.endswith(".toml"):
@@ -68,14 +68,14 @@ def run_of(model: str, data: str, settings: Mapping[str, Any]) -> tuple[RunFile,
             document["data"] = tables if isinstance(tables, dict) else {"source": tables}
             table, key = "data", "source" if key == "data" else key
         within = document.setdefault(table, {}) if table else document
-        if isinstance(within, dict):  # otherwise the error below names its line
+        if isinstance(within, dict):  # otherwise the error below names the line
             within[key] = _plain(value)
     found, _ = with_task_default(document, path.parent, name, lines)
     return found, path, name
 
 
 def _homes() -> dict[str, str]:
-    """Return the table of RUN.toml of each key, "" for the file itself."""
+    """Return the table of RUN.toml that each key belongs to; "" for the top level."""
     found = {field.name: "data" for field in msgspec.structs.fields(DataTable) if field.name != "source"}
     for field in msgspec.structs.fields(RunFile):
         default = field.default
@@ -87,7 +87,7 @@ def _homes() -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as TOML has it. Raises UsageError: TOML has no such value."""
+    """Return a value in a TOML type. Raises UsageError if TOML has no such type."""
     match value:
         case bool() | int() | float() | str():
             return value
@@ -97,14 +97,14 @@ def _plain(value: Any) -> Any:
             return [_plain(each) for each in value]
         case Mapping():
             return {str(key): _plain(each) for key, each in value.items()}
-    raise UsageError(f"{NAME}: a setting is a number, text, list or table, not a {type(value).__name__}")
+    raise UsageError(f"{NAME}: a setting must be a number, text, list or table, not a {type(value).__name__}")
 
 
 @asynccontextmanager
 async def prepared(
     model: object, data: str, settings: Mapping[str, Any], executor: Executor
 ) -> AsyncIterator[Prepared]:
-    """Yield the node's description of the run, while its files exist. Raises UsageError."""
+    """Yield the node's description of the run; its files exist only inside the context. Raises UsageError."""
     if isinstance(model, str | Path):
         async with _prepared_file(str(model), data, settings) as made:
             yield made
@@ -127,8 +127,8 @@ async def _prepared_file(model: str, data: str, settings: Mapping[str, Any]) -> 
 
 @asynccontextmanager
 async def prepared_run(run_file: RunFile, path: Path, name: str) -> AsyncIterator[Prepared]:
-    """Yield the node's description of a checked run whose file is at `path`, while its prepared files exist.
-    Raises UsageError."""
+    """Yield the node's description of a checked run whose file is at `path`; the prepared files exist only
+    inside the context. Raises UsageError."""
     if (files := _captured_already(run_file, path, name)) is not None:
         yield Prepared(name, str(path), msgspec.to_builtins(run_file), **files)
         return
@@ -137,7 +137,8 @@ async def prepared_run(run_file: RunFile, path: Path, name: str) -> AsyncIterato
 
 
 def _captured_already(run_file: RunFile, path: Path, name: str) -> dict[str, str] | None:
-    """Return the location of the model, if nothing must be captured or converted. Raises UsageError."""
+    """Return the location of the model if nothing must be captured or converted, else None. Raises
+    UsageError."""
     if run_file.train.groups or run_file.source != "digits" or not run_file.model.endswith(GRAPH_SUFFIX):
         return None
     graph = path.parent / Path(run_file.model).expanduser()
@@ -175,7 +176,7 @@ async def _by_command(run_file: RunFile, path: Path, name: str) -> AsyncIterator
         finally:
             with trio.CancelScope(shield=True):
                 if process.stdin is not None:
-                    await process.stdin.aclose()  # this ends the process, which removes its files
+                    await process.stdin.aclose()  # ends the process, which removes its files
                 with trio.move_on_after(10):
                     await process.wait()
                 if process.returncode is None:
@@ -208,7 +209,7 @@ def _error_lines(text: str) -> list[str]:
 
 
 def refusal(errors: bytes | bytearray, name: str) -> UsageError:
-    """Return the last lines of a command's errors as the error of the call `name`."""
+    """Return the last lines of a command's errors as an error of the call `name`."""
     lines = _error_lines(errors.decode(errors="replace"))
     advice = lines.pop().strip().removeprefix("do: ") if lines and lines[-1].startswith("  do: ") else None
     what = " ".join(lines)[:_LENGTH_SHOWN].removeprefix("error: ").removeprefix(f"{name}: ")

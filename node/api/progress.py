@@ -1,4 +1,4 @@
-"""A single line that follows a run: step, loss, rate and the time left, in a terminal or a notebook."""
+"""A line that follows a run with its step, loss, rate and time left, in a terminal or a notebook."""
 
 import sys
 from collections.abc import Callable
@@ -10,11 +10,13 @@ from node.state import RunView
 REDRAW_SECONDS = 0.2
 BAR_WIDTH = 24
 _RECENT_STEPS = 20
-"""The time left is computed from this many steps: the first opens stages, and a single one is chance."""
+"""Number of steps from which the time left is computed. The first steps open stages, and a single step varies
+too much."""
 
 
 class ProgressLine:
-    """Writes to `show`, or over the same line of stderr; if that is not a terminal, ten lines in all."""
+    """Writes to `show`, or over the same line of stderr. If stderr is not a terminal, it writes ten lines in
+    all."""
 
     def __init__(self, show: Callable[[str], None] | None, clock: Callable[[], float]) -> None:
         self._write = show
@@ -65,7 +67,7 @@ class ProgressLine:
 
 
 def progress_text(view: RunView, seconds_left: float | None) -> str:
-    """Return a run in one line of constant shape."""
+    """Return a run's progress as one line of constant layout."""
     done = min(BAR_WIDTH, BAR_WIDTH * view.step // max(1, view.steps))
     bar = "#" * done + "." * (BAR_WIDTH - done)
     loss = f"  loss {view.losses[-1]:.4f}" if view.losses else ""

@@ -1,7 +1,7 @@
-"""A run's weights as files that can be served: those of its result, or of its newest checkpoint.
+"""A run's weights as files that can be served: the weights of its result, or of its newest checkpoint.
 
-The graph is the run's own, and its chunks come from the run's copies by their hashes. The kept files of a
-trained Hugging Face folder define how it takes text.
+The graph is the run's own, and its chunks come from the run's copies by their hashes. If the run trained a
+Hugging Face folder, the kept files of that folder define how to tokenize text.
 """
 
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ from partition.run.states import OVER
 
 
 class RunsNode(LocalNode, Protocol):
-    """The part of `node.runtime.Node` that is needed."""
+    """The part of `node.runtime.Node` that is used here."""
 
     checkpoints: Checkpoints
     copies: CheckpointReplicator
@@ -34,8 +34,8 @@ class RunsNode(LocalNode, Protocol):
 
 @asynccontextmanager
 async def run_files(node: RunsNode, name: str) -> AsyncIterator[ServedFiles]:
-    """Yield the files of a run's newest weights, while a node takes them. Raises UsageError: no such run;
-    RunFailed: nobody delivers its weights."""
+    """Yield the files of a run's newest weights, which exist while a node takes them. Raises UsageError if
+    there is no such run, and RunFailed if nobody delivers its weights."""
     here = await node.checkpoints.call(node.checkpoints.store.all)
     run = find_run(sorted({*node.state.runs, *(kept.run for kept in here)}), name)
     kept, holders = await _newest(node, run)
@@ -60,7 +60,8 @@ async def run_files(node: RunsNode, name: str) -> AsyncIterator[ServedFiles]:
 
 
 async def _newest(node: RunsNode, run: str) -> tuple[StoredCheckpoint, list[PeerId]]:
-    """Return the newest checkpoint of a run, from here or from its keepers, and the keepers."""
+    """Return the newest checkpoint of a run, from this node or from the checkpoint's keepers, and the
+    keepers."""
     own = await node.checkpoints.call(partial(node.checkpoints.store.find, run))
     offers = {peer: offer for peer, offer in (await node.copies.holders(run)).items() if peer != node.peer}
     holders = list(offers)
@@ -73,11 +74,11 @@ async def _newest(node: RunsNode, run: str) -> tuple[StoredCheckpoint, list[Peer
         if own is not None:
             return own, holders
         raise RunFailed(
-            f"no checkpoint of run {run[:8]} can be had: {error.detail}",
-            "its result, by hand: `peerloom runs fetch RUN --out FILE`",
+            f"no checkpoint of run {run[:8]} is available: {error.detail}",
+            "fetch its result instead: `peerloom runs fetch RUN --out FILE`",
         ) from None
     except OSError as error:
-        raise RunFailed(f"the checkpoint could not be kept: {error.strerror or error}") from None
+        raise RunFailed(f"the checkpoint could not be stored: {error.strerror or error}") from None
 
 
 async def _write_state(
@@ -91,13 +92,14 @@ async def _write_state(
             await Commands(node).fetch(run, str(state))
             return kept.manifest.steps
         except PeerloomError:
-            pass  # it failed, or nobody keeps its result: use its newest checkpoint
+            pass  # the run failed, or nobody keeps its result, so use its newest checkpoint
     await node.checkpoints.export(kept, graph, state, holders)
     return kept.checkpoint.step
 
 
 def _kept_text(node: RunsNode, run: str, into: Path) -> str:
-    """Write the kept files of the folder that a run trained; return where, empty if nothing is kept."""
+    """Write the kept files of the folder that a run trained. Return where they are, or "" if none are
+    kept."""
     into.mkdir()
     try:
         write_kept_folder(node.seams.storage, run, into)

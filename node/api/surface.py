@@ -1,12 +1,12 @@
-"""The public surface of a node: the one definition of its interface for programs.
+"""The public surface of a node: the only definition of its interface for programs.
 
     async with node.Node(join=["10.0.0.5:9747"]) as me:      # under trio
         print(me.id, [member.name for member in me.members()])
     with node.sync(join=["10.0.0.5:9747"]) as me:            # the same names, blocking
 
 `node.runtime.Node` inherits these methods, and `node/library/blocking.py` is generated from this file
-(`python -m node.library.generate`; a test holds that they agree). A public method is therefore written here,
-with types and its docstring, and nowhere else. Not here: running a node (`node.runtime`).
+(`python -m node.library.generate`; a test checks that they agree). So a public method is written only here,
+with types and its docstring. Not here: running a node (`node.runtime`).
 """
 
 import math
@@ -53,11 +53,11 @@ from partition.codecs.base import Array
 from partition.model.graph import Graph
 
 ADDRESSES_JOINED_MAX = 256
-"""Addresses for one call of `join`. More would be a scan, not a join."""
+"""Maximum number of addresses in one call of `join`. More would be a scan, not a join."""
 
 
 class Surface:
-    """The common interface of every form of the library. The attributes are `node.runtime.Node`'s."""
+    """The common interface of both forms of the library. The attributes belong to `node.runtime.Node`."""
 
     peer: PeerId
     seams: Seams
@@ -88,7 +88,7 @@ class Surface:
 
     @property
     def history(self) -> EventHistory:
-        """The newest events, numbered."""
+        """The newest events, with their numbers."""
         return self.journal.history
 
     @property
@@ -114,15 +114,16 @@ class Surface:
         return await self._directory.provide(name)
 
     async def providers(self, name: str) -> tuple[str, ...]:
-        """Return the peers that announce the content with this hash (hexadecimal)."""
+        """Return the peers that announce that they have the content with this hash (hexadecimal)."""
         return await self._directory.providers(name)
 
     def broadcast(self, topic: str, data: bytes) -> None:
-        """Send `data` (at most 512 bytes) to all members, replacing this node's earlier data under `topic`.
+        """Send `data` (at most 512 bytes) to all members. It replaces this node's earlier data under `topic`.
 
-        It usually reaches the present members soon, without a guarantee. Calls that come too fast wait, and
-        only the newest data of a topic is sent. With neighbourhoods it stays in this node's. Raises
-        UsageError: a topic (64 bytes) or data too long, or too many topics at once.
+        It usually reaches the present members soon, but there is no guarantee. If calls come too fast, they
+        wait, and only the newest data of a topic is sent. In a swarm with neighbourhoods it stays in this
+        node's neighbourhood. Raises UsageError if a topic (64 bytes) or data is too long, or too many topics
+        wait.
         """
         try:
             self.membership.broadcast(topic.encode(), data)
@@ -130,7 +131,7 @@ class Surface:
             raise UsageError(f"broadcast: {error}") from None
 
     async def broadcasts(self, topic: str = "") -> AsyncIterator[Broadcast]:
-        """Yield broadcasts of other members from now on, under this topic (empty: all), until the node
+        """Yield broadcasts of other members under this topic (empty: all topics) from now on, until the node
         leaves."""
         with self.membership.listeners.listen() as heard:
             async for told in heard:
@@ -138,7 +139,7 @@ class Surface:
                     yield told
 
     def members(self) -> tuple[views.MemberView, ...]:
-        """Return the other members believed alive, by peer id."""
+        """Return the other members that are believed alive, sorted by peer id."""
         return self.state.alive()
 
     def status(self) -> dict[str, Any]:
@@ -149,11 +150,13 @@ class Surface:
     async def join(self, addresses: Sequence[str] | str) -> tuple[JoinTried, ...]:
         """Dial these addresses now; return the outcome of each, in order.
 
-        They are tried again whenever this node is alone. Raises UsageError: an address cannot be read.
+        They are tried again whenever this node is alone. Raises UsageError if an address is malformed.
         """
         parsed = read_join(addresses)
         if len(parsed) > ADDRESSES_JOINED_MAX:
-            raise UsageError(f"join: {len(parsed)} addresses at once; {ADDRESSES_JOINED_MAX} at most")
+            raise UsageError(
+                f"join: {len(parsed)} addresses are too many; give at most {ADDRESSES_JOINED_MAX}"
+            )
         found: dict[int, JoinTried] = {}
         limit = trio.CapacityLimiter(16)
 
@@ -178,15 +181,16 @@ class Surface:
             return
         raise JoinTimeout(
             f"{len(self.members())} of {count} other members were alive after {timeout_seconds:g} s",
-            "check the addresses to join, or wait for longer",
+            "check the addresses to join, or wait longer",
         )
 
     async def events(
         self, since: float = math.inf, types: Sequence[type[Event]] = ()
     ) -> AsyncIterator[Event]:
-        """Yield events of these types (none: all), in order, until the node leaves.
+        """Yield events of these types (none given: all types), in order, until the node leaves.
 
-        With `since` (unix seconds) it begins with kept events from then on, by default with new ones.
+        With `since` (Unix seconds), events that were kept since then come first. By default only new events
+        are yielded.
         """
         wanted = tuple(types) or (Event,)
         with self.watch() as coming:
@@ -212,16 +216,16 @@ class Surface:
         admit: str = "open",
         invitation: str = "",
     ) -> AveragingResult:
-        """Average arrays or torch tensors with peers that call this for the same `group`, names and shapes.
+        """Average arrays or torch tensors with peers that call this with the same `group`, names and shapes.
 
-        With `aggregate` "mean" one liar can move the result anywhere; the other rules tolerate some liars
-        (docs/averaging.md, "Rules"). "auto" is one of these, "nnm-trimmed-mean", in a swarm without a key,
-        and the mean in a swarm with one. A group has one rule. `admit` and `invitation` decide who takes
-        part, as for `optimizer` (docs/averaging.md, "Who takes part").
+        With `aggregate` "mean", a single liar can move the result anywhere; the other rules tolerate some
+        liars (docs/averaging.md, "Rules"). "auto" means "nnm-trimmed-mean", one of the latter, in a swarm
+        without a key, and the mean in a swarm with one. All members of a group use one rule. `admit` and
+        `invitation` decide who takes part, as for `optimizer` (docs/averaging.md, "Who takes part").
 
-        It waits until `peers` others take part, and `timeout_seconds` for a round. The tensors are not
-        changed. Returns the averages and the peers whose tensors entered; if nothing was averaged, the same
-        tensors and the reason. Raises UsageError: the tensors cannot be averaged.
+        This waits until `peers` others take part, and for `timeout_seconds` for a round. The tensors are not
+        changed. It returns the averages and the peers whose tensors were included. If nothing was averaged,
+        it returns the same tensors and the reason. Raises UsageError if the tensors cannot be averaged.
         """
         return await average_once(
             self.averaging,
@@ -237,19 +241,21 @@ class Surface:
         )
 
     async def invite(self, run: str, peer: str, hours: float = 168.0, admit: str = "") -> str:
-        """Return an invitation, a text that admits a peer to an averaging run of this name for `hours`.
+        """Return an invitation: a text that admits a peer to the averaging run with this name for `hours`.
 
-        It is for `invitation=` of that peer alone. The run is this node's own, or one of `admit="vouched"`
-        that it takes part in. `admit` is "invited" or "vouched", for a run that is not open here yet. Raises
-        UsageError: this node may not invite, or no such peer.
+        Only that peer can use it, as its `invitation=`. The run must be this node's own, or one with
+        `admit="vouched"` in which this node takes part. `admit` is "invited" or "vouched", and is needed for
+        a run that is not open on this node yet. Raises UsageError if this node may not invite, or there is no
+        such peer.
         """
         return Commands(self).invite(run, peer, hours, admit)
 
     async def revoke(self, run: str, peer: str) -> int:
-        """Revoke a peer's admission to a run of this node; return how many members were told.
+        """Revoke a peer's admission to one of this node's runs; return how many members were informed.
 
-        `run` is the id of a run in local mode, or the name of an averaging run. The peer is out with the next
-        round, and so are peers that it vouched for. Raises UsageError: the run is another node's.
+        `run` is the id of a run in local mode, or the name of an averaging run. From the next round on the
+        peer is excluded, and so are peers for which it vouched. Raises UsageError if the run belongs to a
+        different node.
         """
         return await Commands(self).revoke(run, peer)
 
@@ -259,9 +265,10 @@ class Surface:
         """Have the swarm train a model; return the run once all its parts are placed.
 
         `model` is a RUN.toml, a built-in name, a captured FILE.peerloom, PATH.py:FUNCTION or a
-        `partition.capture.Task`; `data` and the settings are as in RUN.toml (`steps=200`, `stages=2`,
-        `learning_rate=0.001`), and override the file's. It waits `wait_seconds` for missing peers. Raises
-        UsageError: a wrong setting, model or data; RunFailed: it could not be placed.
+        `partition.capture.Task`. `data` and the settings are as in RUN.toml (`steps=200`, `stages=2`,
+        `learning_rate=0.001`), and override the values in that file. This waits `wait_seconds` for missing
+        peers. Raises UsageError if a setting, the model or the data is wrong, and RunFailed if the run could
+        not be placed.
         """
         commands = Commands(self)
         async with prepared(model, data, settings, self.seams.executor) as made:
@@ -270,14 +277,14 @@ class Surface:
         return RunHandle(self, run.text)
 
     def run(self, run: str) -> RunHandle:
-        """Return a run by its id or a prefix of it; by its whole id even one that is unknown here.
+        """Return a run by its id or a prefix of it. A run that is unknown here needs its whole id.
 
-        Raises UsageError: there is no such run.
+        Raises UsageError if there is no such run.
         """
         return RunHandle(self, find_run(self.state.runs, run))
 
     def run_documents(self) -> tuple[dict[str, Any], ...]:
-        """Return the document of `peerloom runs --json` for each run that this node knows."""
+        """Return the documents of all runs that this node knows, as in `peerloom runs --json`."""
         return tuple(shown_values(state_documents.run_document(view)) for view in self.state.runs.values())
 
     async def serve(
@@ -289,13 +296,13 @@ class Surface:
         context: int = 0,
         tokenizer: str = "",
     ) -> dict[str, Any]:
-        """Serve a FILE.peerloom that was captured to be served; return the service once it answers.
+        """Serve a FILE.peerloom that was captured for serving; return the service once it answers.
 
-        Its name is `name`, by default the file's. A model that fits one peer is not split unless `stages`
-        says so. Its members keep `replicas` of each stage when members die. `context` is the most tokens in a
-        session. First a process checks in a few short sessions that they give the model's logits. `tokenizer`
-        is the model's folder, or a tokenizer.json, for text. Raises UsageError: it cannot be served;
-        RunFailed: no place.
+        The service has the name `name`, by default the file's. A model that fits one peer is not split unless
+        `stages` says so. Members keep `replicas` of each stage even when members die. `context` is the
+        maximum number of tokens in a session. First a process checks in a few short sessions that the stages
+        give the model's logits. `tokenizer` is the model's folder, or a tokenizer.json, and is needed for
+        text. Raises UsageError if the model cannot be served, and RunFailed if no peer has room for it.
         """
         wish = ServeWish(name, stages, replicas, context, text=tokenizer)
         return await Asking(self.serving).serve(model, wish)
@@ -319,12 +326,12 @@ class Surface:
     ) -> AsyncIterator[str | int]:
         """Yield a service's answer to a prompt as it arrives: text, or tokens if the prompt is tokens.
 
-        A prompt may also be a chat: messages, each with `role` and `content`, by the model's own template.
-        `temperature` 0 takes the likeliest token each time; above it the same `seed` draws the same. Settings
-        that are None come from the model's folder; without one the likeliest token is taken. The answer goes
-        on when a peer of the service dies; with `exact` only if it stays the same. The holders of stages can
-        read prompt and answer. Raises UsageError: no such service, or a wrong setting; RunFailed: the answer
-        cannot go on.
+        A prompt may also be a chat: messages, each with `role` and `content`, for which the model's own
+        template is used. `temperature` 0 takes the likeliest token each time; above 0, the same `seed` draws
+        the same tokens. Settings that are None come from the model's folder; if it has none, the likeliest
+        token is taken. The answer continues when a peer of the service dies; with `exact`, only if the answer
+        stays the same. The peers that hold stages can read the prompt and the answer. Raises UsageError if
+        there is no such service or a setting is wrong, and RunFailed if the answer cannot continue.
         """
         numbers = tokens_max, temperature, top_k, top_p, min_p, seed
         asked, messages = split_prompt(prompt)
@@ -334,12 +341,12 @@ class Surface:
                 yield piece
 
     async def hidden(self, service: str, prompt: str | Sequence[int] | Sequence[Mapping[str, str]]) -> Array:
-        """Return a service's final hidden states of a prompt, an array [tokens, width].
+        """Return a service's final hidden states for a prompt, an array [tokens, width].
 
         They are the input of the model's head, after its last norm: the last of the `hidden_states` of
-        transformers; float64 for a float64 model, else float32. Prompts are those of `generate`; when a peer
-        of the service dies, the prompt is read again elsewhere. Raises UsageError: no such service, or a
-        model without such a head; RunFailed: it cannot answer.
+        transformers. The type is float64 for a float64 model, else float32. Prompts are as for `generate`.
+        When a peer of the service dies, the prompt is processed again elsewhere. Raises UsageError if there
+        is no such service or the model has no such head, and RunFailed if the service cannot answer.
         """
         asked, messages = split_prompt(prompt)
         return await Asking(self.serving).hidden(service, Question(asked, messages=messages))
@@ -362,11 +369,11 @@ class Surface:
         devices: Sequence[str] = (),
         goal: float = 0.0,
     ) -> PlanReport:
-        """Plan a model over this node and its live members; nothing is started.
+        """Plan a model over this node and its live members, without starting anything.
 
         `model` is a graph, a captured FILE.peerloom, a built-in name, PATH.py:FUNCTION or a Hugging Face
-        folder; the rest is as for `node.plan`, which returns the same plan for the same peers. Raises
-        RunFailed: nothing fits, with a remedy; UsageError.
+        folder. The other arguments are those of `node.plan`, which returns the same plan for the same peers.
+        Raises RunFailed, with a remedy, if nothing fits; also raises UsageError.
         """
         now = self.seams.clock.wall()
         measured = await self.measurements.document(self.membership.live)

@@ -1,8 +1,8 @@
-"""Defaults of a run without a model, or with only the kind of task: "vision" or "language".
+"""Defaults for a run without a model, or with only the kind of task: "vision" or "language".
 
-Each kind has a model and matching keys of `[train]`; keys given in RUN.toml stay. Without a model the kind
-follows from the data: a text is for language, images are for vision. A table or a function may be anything,
-and is refused.
+Each kind has a model and matching keys of `[train]`; keys given in RUN.toml take precedence. Without a model,
+the kind follows from the data: text means language, images mean vision. A table or a function may be
+anything, so it is refused.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from node.protocols.run_file import RunFile, check_run_file
 
 @dataclass(frozen=True)
 class TaskDefault:
-    """A built-in model, its options, and keys of `[train]`."""
+    """A built-in model, its options, and values for keys of `[train]`."""
 
     model: str
     options: Mapping[str, Any]
@@ -41,26 +41,27 @@ TASKS: Mapping[str, TaskDefault] = MappingProxyType(
         ),
     }
 )
-"""The rate and batch of vision are those of `[train]`. A small transformer sometimes diverges without
-gradient clipping."""
+"""The defaults by kind. The rate and batch for vision are the defaults of `[train]`. The clipping is there
+because a small transformer sometimes diverges without it."""
 
 
 def read_run(text: str, base: Path, name: str) -> tuple[RunFile, str]:
-    """Return the checked run of RUN.toml in the folder `base`, and the filled-in defaults, "" if none; errors
-    name it `name`. Raises UsageError."""
+    """Return the checked run described by the text of a RUN.toml in the folder `base`, and the filled-in
+    defaults ("" if none). Errors refer to the file as `name`. Raises UsageError."""
     document = toml.tree(text, name=name)
     if not document:
-        raise UsageError(f"{name}: there is nothing in it: neither a model nor data", 'data = "digits"')
+        raise UsageError(f"{name}: the file is empty; it needs a model or data", 'data = "digits"')
     return with_task_default(document, base, name, toml.line_numbers(text))
 
 
 def with_task_default(
     document: Mapping[str, Any], base: Path, name: str, lines: Mapping[toml.TomlPath, int]
 ) -> tuple[RunFile, str]:
-    """Return the checked run of these tables, with a model, and the filled-in defaults, "" if none.
+    """Return the checked run described by these tables, with a model, and the filled-in defaults ("" if
+    none).
 
     Raises:
-        UsageError: it is wrong, or there is no default for its data.
+        UsageError: the run is wrong, or there is no default for its data.
     """
     found, said = toml.convert(document, RunFile, name=name, lines=lines).value, ""
     kind = found.model or _kind_of(found, base, name)
@@ -84,7 +85,7 @@ def _kind_of(run_file: RunFile, base: Path, name: str) -> str:
         return "vision"
     if ".py:" in source or is_table_by_name(source) or is_table_by_keys(run_file.data_keys):
         raise UsageError(
-            f"{name}: lacks the key 'model', and there is no default for {source[:80]}",
-            'model = "PATH.py:FUNCTION"; defaults are "vision" for images and "language" for texts',
+            f"{name}: the key 'model' is missing, and there is no default for {source[:80]}",
+            'set model = "PATH.py:FUNCTION"; defaults exist for images ("vision") and texts ("language")',
         )
     return "vision" if "://" in source or source.startswith(SCHEMES) else "language"

@@ -1,11 +1,12 @@
-"""`python -m node.calibration.own_work`: the node's own cost of a stage's micro-batch and of a step.
+"""`python -m node.calibration.own_work`: measures the node's own cost of a micro-batch of a stage, and of a
+step.
 
-A process of its own, whose event loop does a node's work for the first of two stages, with the same parts:
-frames and step messages go over a network connection, the replica's core and shell decide, and requests go to
-a process that stands in for a stage's. That process reads as much memory as a small stage before it answers,
-so that the loop finds its caches as in a run. Another process plays the rest of the run. Only the loop's own
-processor time counts. The cost of a node's membership is not included: it is part of the share of a processor
-left for a stage (`partition.calibrate`).
+It runs in a process of its own, whose event loop does a node's work for the first of two stages, with the
+same parts as a real run. Frames and step messages go over a network connection, the replica's core and shell
+decide, and requests go to a process that stands in for the stage's process. That process reads as much memory
+as a small stage before it answers, so that the loop finds the caches in the same state as in a run. A third
+process plays the rest of the run. Only the loop's own processor time counts. The cost of a node's membership
+is not included, because it is part of the share of a processor left for a stage (`partition.calibrate`).
 
 Prints nanoseconds for a micro-batch, for a MiB of its frames, and for a step.
 """
@@ -69,13 +70,14 @@ from partition.steps.shares import Share
 HOST = "127.0.0.1"
 SWARM = "own work"
 SMALL_BYTES, LARGE_BYTES = 4 << 10, 192 << 10
-"""Sizes of frames."""
+"""Sizes of frames that are compared."""
 FEW, MANY = 2, 16
-"""Micro-batches in a step."""
+"""Numbers of micro-batches in a step that are compared."""
 STEPS, STEPS_IGNORED = 14, 4
-"""The first steps open connections and run code for the first time."""
+"""Number of steps, and how many of the first are ignored, because they open connections and run code for the
+first time."""
 WALKED_BYTES = 4 << 20
-"""More than a core has for itself."""
+"""Memory to read between steps: more than a core's own caches hold."""
 SUM_FLOATS = 1 << 12
 SECONDS_MAX = 120.0
 _ARENAS = ("parameters", "gradients", "totals", "moments")
@@ -90,23 +92,24 @@ class OwnWork(NamedTuple):
 
 
 def measure() -> OwnWork:
-    """Measure; takes some seconds of a processor. Raises RuntimeError: it did not end."""
+    """Measure the costs, which takes some seconds of processor time. Raises RuntimeError if the measurement
+    did not end."""
     cases = (FEW, SMALL_BYTES), (MANY, SMALL_BYTES), (MANY, LARGE_BYTES)
     few, many, large = (_typical(_play(*case)) for case in cases)
     microbatch = max(0.0, (many - few) / (MANY - FEW))
-    # Three frames of a micro-batch come or go.
+    # A micro-batch has three incoming or outgoing frames.
     mebibyte = max(0.0, (large - many) / MANY / 3 / (LARGE_BYTES - SMALL_BYTES) * (1 << 20))
     step = max(0.0, few - FEW * microbatch)
     return OwnWork(*(round(1e9 * value) for value in (microbatch, mebibyte, step)))
 
 
 def _typical(seconds: list[float]) -> float:
-    """Return the median: a node is disturbed in a run too."""
+    """Return the median instead of the minimum, because a node in a run is disturbed too."""
     return sorted(seconds)[len(seconds) // 2]
 
 
 def _play(microbatches: int, size_bytes: int) -> list[float]:
-    """Return the seconds of processor time of the node's loop in each step."""
+    """Return the processor time of the node's loop in each step, in seconds."""
     me, others = (Identity(bytes([number]) * 32) for number in (1, 2))
     stages = (StagePlan(0, 1, (me.peer,), (1,)), StagePlan(1, 2, (others.peer,), (1,)))
     roster = tuple(sorted((me.peer, others.peer)))
@@ -128,7 +131,7 @@ def _play(microbatches: int, size_bytes: int) -> list[float]:
 
 
 def _child(parent: int, run: Callable[[], object]) -> None:
-    """Run in this process, forked by `parent`; it ends with either."""
+    """Run the function in this process, which was forked by `parent`, and exit when either of them ends."""
     signal.alarm(round(SECONDS_MAX))
     status = 1
     try:
@@ -142,8 +145,8 @@ def _child(parent: int, run: Callable[[], object]) -> None:
 
 
 class _Cooling(trio.abc.Instrument):
-    """Reads through memory whenever the loop has waited, because a stage or others have computed
-    meanwhile."""
+    """Reads through memory whenever the loop has waited, because in a run a stage or other programs would
+    have used the caches meanwhile."""
 
     def __init__(self) -> None:
         self._walked = np.zeros(WALKED_BYTES // 4, np.float32)
@@ -160,7 +163,7 @@ class _Cooling(trio.abc.Instrument):
             self._seconds += time.thread_time() - begun
 
     def own_seconds(self) -> float:
-        """Return the processor time of this thread, without walks through memory."""
+        """The processor time of this thread, without the reads through memory."""
         return time.thread_time() - self._seconds
 
 
@@ -168,7 +171,7 @@ class _Cooling(trio.abc.Instrument):
 
 
 class _Node:
-    """The node, which holds the first stage."""
+    """The measured node, which holds the first stage."""
 
     def __init__(
         self,
@@ -187,7 +190,7 @@ class _Node:
         self._over = trio.Event()
 
     async def run(self, end: socket.socket) -> list[float]:
-        """Play until enough steps are applied; send the time of each."""
+        """Play until enough steps are applied; return the time of each."""
         network = _network(self._identity)
         signer = IdentitySigner(self._identity, SWARM)
         seams: Any = SimpleNamespace(
@@ -256,13 +259,13 @@ class _Node:
 
 
 class _Codecs:
-    """The interface of codecs that the shell uses: nothing is chosen here."""
+    """The interface of codecs that the shell uses. Nothing is chosen here."""
 
     def codec(self, receivers: object, *, is_gradient: bool) -> str:  # noqa: ARG002 - as of LinkCodecs
         return "raw"
 
     async def learn(self, payload: Payload, *, is_gradient: bool) -> None:
-        """Do nothing."""
+        """Ignore the payload."""
 
 
 class _Member:
@@ -295,7 +298,7 @@ def _raise(_: PeerId, error: RemoteProtocolError) -> None:
 
 
 def _ignore(_: PeerId) -> None:
-    """Do nothing: nothing is lost that must be sent again."""
+    """Ignore the peer, because nothing is lost that must be sent again."""
 
 
 def _network(identity: Identity) -> RealNetwork:
@@ -311,11 +314,11 @@ async def _meet(network: RealNetwork, other: PeerId, end: socket.socket) -> None
     network.learn(other, [parse_address(address.decode())])
 
 
-# The others of the run
+# The rest of the run
 
 
 class _Others:
-    """Commits, feeds, and holds the second stage: answers everything at once."""
+    """Commits, feeds, and holds the second stage. It answers every message immediately."""
 
     def __init__(self, plan: Plan, identity: Identity, node: PeerId, size_bytes: int) -> None:
         self._plan, self._node = plan, node
@@ -329,7 +332,7 @@ class _Others:
         """Play until killed."""
         network = _network(self._identity)
         network.handle(wire.PIPELINE_PROTOCOL, self._serve)
-        nobody: Any = None  # nothing is sent to itself
+        nobody: Any = None  # this part sends nothing to itself
         links = self._links = Links(
             network, wire.PIPELINE_PROTOCOL, RealClock(),
             deliver=nobody, on_reconnected=_ignore, on_stuck=_ignore,
@@ -415,7 +418,7 @@ class _AnsweringProgram(StageProgram):
 
 
 class _Forked:
-    """The interface of `subprocess.Popen` that a StageHost uses."""
+    """The part of the interface of `subprocess.Popen` that a StageHost uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -458,7 +461,7 @@ def _answer_requests(link: socket.socket, size_bytes: int) -> None:
                 reply = api.Applied(bytes(32))
             case _:
                 reply = api.StageDone()
-        # The tensors are any bytes in the memory that only the node has.
+        # The tensors can be any bytes, which lie in memory that only the node has.
         parts = split(reply)
         link.sendall(parts.header(1).encode() + parts.message)
 

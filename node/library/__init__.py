@@ -1,1 +1,1 @@
-"""The library: a node's interface for programs, in an async form (`Node` itself) and a blocking one."""
+"""The library: a node's interface for programs, in an async form (`Node` itself) and in a blocking form."""

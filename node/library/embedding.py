@@ -1,4 +1,5 @@
-"""`node.Node`: a node in a user's program, and the arguments of both forms, `node.Node` and `node.sync`.
+"""`node.Node`: a node inside a user's program. Its arguments are also those of the blocking form,
+`node.sync`.
 
 async with node.Node(join=["10.0.0.5:9747"], name="lab-1", data_dir="DIR") as me: ...
 """
@@ -22,11 +23,12 @@ from node.services.capacity import Capacity
 from node.storage.folder_lock import find_holder
 
 SCRIPTS_MAX = 64
-"""Nodes of scripts that one user runs at once on a machine, each with its own identity."""
+"""Maximum number of script nodes that one user runs simultaneously on a machine, each with its own
+identity."""
 
 
 class NodeParts(TypedDict, total=False):
-    """Replacements of a node's real parts: see `node.runtime.Node`."""
+    """Replacements for a node's real parts: see `node.runtime.Node`."""
 
     network: Network
     clock: Clock
@@ -40,7 +42,7 @@ class NodeParts(TypedDict, total=False):
 
 
 class Node(runtime.Node):
-    """A node of a swarm in a program under trio, entered by `async with`. Its arguments are those of
+    """A node of a swarm inside a program that uses trio, entered by `async with`. Its arguments are those of
     `node.sync`; `parts` are for simulations."""
 
     def __init__(
@@ -58,7 +60,7 @@ class Node(runtime.Node):
         record: Path | str | None = None,
         **parts: Unpack[NodeParts],
     ) -> None:
-        """Raises UsageError."""
+        """Make the node without starting it. Raises UsageError."""
         configs = configs_of(
             config,
             join=join,
@@ -98,10 +100,10 @@ def configs_of(
     listen: Sequence[str],
     lan: bool | None,
 ) -> tuple[Config, ...]:
-    """Return the possible configurations of a node; it takes the first whose data folder nobody else holds.
+    """Return the possible configurations of a node. The node takes the first whose data folder is free.
 
-    Without `config` the environment and the arguments override the defaults; with one only `join` may be
-    given, which adds to it. Raises UsageError.
+    Without `config`, the environment and the arguments override the defaults. With `config`, only `join` may
+    be given, and it adds to the config's addresses. Raises UsageError.
     """
     given: dict[str, str | bool | Sequence[str] | None] = {
         "name": name,
@@ -114,7 +116,7 @@ def configs_of(
     if config is not None:
         for key, value in given.items():
             if value is not None:
-                raise UsageError(f"{key}= has no effect beside a config", f"replace(config, {key}=...)")
+                raise UsageError(f"{key}= has no effect together with config=", f"replace(config, {key}=...)")
         return (config,)
     found = resolve(given | {"join": [join] if isinstance(join, str) else list(join)}, os.environ)
     if not is_default_data_dir(found.data_dir, os.environ):

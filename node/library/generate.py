@@ -1,5 +1,5 @@
-"""Writes `node/library/blocking.py` from `node/api/surface.py` and the objects it returns: public methods in
-blocking form.
+"""Writes `node/library/blocking.py`, the blocking form of the public methods of `node/api/surface.py` and of
+the objects that they return.
 
     python -m node.library.generate
 
@@ -24,7 +24,8 @@ SURFACES = (
     ("node.content.directory", "Directory", "BlockingDirectory"),
     ("node.api.handles", "RunHandle", "BlockingRunHandle"),
 )
-"""The classes with public methods: module, class, and its blocking form. The first may return the others."""
+"""The classes with public methods: module, class, and the name of the blocking form. A class may return
+classes that come earlier."""
 
 
 def generate() -> str:
@@ -115,7 +116,9 @@ def _method(method: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     returns = returns.replace("AsyncIterator[", "Iterator[", 1)
     taken = [*method.args.posonlyargs, *method.args.args][1:]
     if method.args.vararg or method.args.kwonlyargs:
-        raise ValueError(f"{method.name}: public methods take plain arguments, so that both forms agree")
+        raise ValueError(
+            f"{method.name}: a public method must take plain arguments, so that both forms agree"
+        )
     call = "".join(f", {argument.arg}" for argument in taken)
     nested = next((form for _, of, form in SURFACES if of == returns), None)
     function = f"self._of.{method.name}"
@@ -184,7 +187,7 @@ def _signature(name: str, parameters: list[str], returns: str) -> list[str]:
 def _docstring(method: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     text = ast.get_docstring(method)
     if text is None:
-        raise ValueError(f"{method.name}: a public method has a docstring")
+        raise ValueError(f"{method.name}: a public method needs a docstring")
     first, *rest = text.splitlines()
     if not rest:
         return [f'        """{first}"""']

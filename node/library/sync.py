@@ -1,9 +1,9 @@
-"""`node.sync`: a node for plain scripts and notebooks, with its event loop in a thread of its own.
+"""`node.sync`: a node for plain scripts and notebooks, whose event loop runs in a thread of its own.
 
 with node.sync(join=["10.0.0.5:9747"]) as me:
     print(me.id, me.addresses, me.members())
 
-me = node.sync().open()      # a notebook, where no `with` spans the cells; me.close() at the end
+me = node.sync().open() # in a notebook, where a `with` cannot span cells; call me.close() at the end
 """
 
 import atexit
@@ -32,12 +32,12 @@ log = logging.getLogger("peerloom")
 
 
 class SyncNode(BlockingSurface):
-    """A node in blocking form: see `sync`. Its methods may be called from any thread, even from several."""
+    """A node in blocking form: see `sync`. Its methods may be called from any thread, even concurrently."""
 
     def __init__(
         self, configs: Iterable[Config], make: Callable[[Config], Node], recorder: Recorder | None = None
     ) -> None:
-        """`configs` are tried in turn: the first whose data folder nobody else holds is taken. `recorder` is
+        """`configs` are tried in order, and the first whose data folder is free is taken. `recorder` is
         closed with the node."""
         self._recorder = recorder
         self._configs = tuple(configs)
@@ -45,7 +45,7 @@ class SyncNode(BlockingSurface):
         self._is_closed = False
 
     def open(self) -> Self:
-        """Start the node; return it. Raises UsageError, as `peerloom` does."""
+        """Start the node; return it. Raises UsageError, like `peerloom`."""
         portal, node = self._open()
         super().__init__(portal, node)
         atexit.register(self.close)
@@ -60,22 +60,28 @@ class SyncNode(BlockingSurface):
             try:
                 node = portal.open()
             except UsageError:
-                # Another script may have taken the folder between the look and the lock.
+                # Try the next one: a different script may have locked the folder after it was found free.
                 if number == last or find_holder(config.data_dir) is None:
                     raise
                 continue
             if number:
                 self._tell_of_another_identity(number)
             return portal, node
-        raise UsageError(f"{SCRIPTS_MAX} scripts of this user run nodes already", "give this one a data_dir=")
+        raise UsageError(
+            f"{SCRIPTS_MAX} scripts of this user are already running nodes",
+            "choose a folder for this one with data_dir=",
+        )
 
     def _tell_of_another_identity(self, number: int) -> None:
-        """Report which folder replaces the first, and why, so that a user who expects the first one's
-        identity does not wonder."""
+        """Log which folder is used instead of the first, and why, for users who expect the identity in the
+        first folder."""
         first = self._configs[0].data_dir
         log.warning(
-            "process %s holds %s; this node takes %s, which is another identity (data_dir= chooses one)",
-            find_holder(first) or "of an unknown number",
+            (
+                "process %s holds %s; this node takes %s, which has a different identity "
+                "(data_dir= chooses a folder)"
+            ),
+            find_holder(first) or "with an unknown number",
             short_path(first),
             short_path(self._configs[number].data_dir),
         )
@@ -91,15 +97,15 @@ class SyncNode(BlockingSurface):
         join_seconds: float = 2.0,
         **options: Any,
     ) -> "PeerOptimizer":
-        """Return an optimizer of torch that trains with all peers under the same `run_id`.
+        """Return a torch optimizer that trains together with all peers that use the same `run_id`.
 
-        It wraps one optimizer, or several of one model. Exactly one of `target_batch_size` (samples, over all
-        peers) and `local_steps` (between two rounds of averaging) is given. With the `model`, local steps
-        also average its floating-point buffers, and tensors have its names. `options` are those of
-        `node.optimizer.wrapper.Settings`. A run that has begun delivers its state before this returns: it
-        waits `join_seconds` for peers. Raises UsageError, TypeError, ValueError.
+        It wraps one optimizer, or several of one model. Give exactly one of `target_batch_size` (samples,
+        over all peers) and `local_steps` (between two averaging rounds). If `model` is given, local steps
+        also average its floating-point buffers, and tensors have the model's names. `options` are those of
+        `node.optimizer.wrapper.Settings`. If the run has already begun, its state is fetched before this
+        returns; it waits `join_seconds` for peers. Raises UsageError, TypeError, ValueError.
         """
-        # Imported here, so that a node that trains nothing itself never imports torch.
+        # Import it here, so that a node that trains nothing itself never imports torch.
         from node.optimizer.open import open_optimizer
 
         return open_optimizer(
@@ -114,7 +120,7 @@ class SyncNode(BlockingSurface):
         )
 
     def close(self) -> None:
-        """Leave the swarm and end the node. May be repeated; in a forked child it does nothing."""
+        """Leave the swarm and end the node. May be called repeatedly. In a forked child it does nothing."""
         if not self._is_closed and hasattr(self, "_portal"):
             self._is_closed = True
             atexit.unregister(self.close)
@@ -149,15 +155,16 @@ def sync(
 ) -> SyncNode:
     """Return a node in blocking form, to be entered by `with` or `open()`.
 
-    Its arguments are those of `node.Node`. Without a `config`, the environment (`PEERLOOM_*`) and these
-    arguments override the defaults, each like its flag of `peerloom`; with one `join` adds to it, and the
-    others are refused. Without a data folder the node takes the first of the folders `scripts/1`,
-    `scripts/2`, ... beside the default one that no other script holds, so that several scripts run side by
-    side on one machine and a restarted one keeps its identity. A script that does not get the first logs it.
+    Its arguments are those of `node.Node`. Without `config`, the environment (`PEERLOOM_*`) and these
+    arguments override the defaults, each argument like the `peerloom` flag with its name. With `config`,
+    `join` adds to it, and other arguments are refused. Without a data folder, the node takes the first of the
+    folders `scripts/1`, `scripts/2`, ... next to the default folder that no other script holds. So several
+    scripts can run on one machine, and a restarted script keeps its identity. A script that does not get the
+    first folder logs that.
 
     A forked child of the script, such as a worker of a DataLoader, cannot use the node: its calls raise
     `node.forks.ForkedChild`. `report` is called with every event, in the node's thread. `record` is a file to
-    write as with `peerloom --record` (docs/recording.md). Raises UsageError.
+    write, as with `peerloom --record` (docs/recording.md). Raises UsageError.
     """
     configs = configs_of(
         config, join=join, name=name, data_dir=data_dir, swarm=swarm, preset=preset, listen=listen, lan=lan

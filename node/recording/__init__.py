@@ -1,1 +1,1 @@
-"""Recording of a node: the inputs and outputs of its cores, in a file that `sim.replay` plays."""
+"""Records the inputs and outputs of a node's cores in a file, which `sim.replay` plays."""

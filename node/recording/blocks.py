@@ -1,13 +1,13 @@
-"""The file of a record: blocks of zstandard, each with the hash of all before it, so that changes are
-detected.
+"""The file of a record: blocks of zstandard. Each block has a hash that covers all earlier blocks, so that
+changes are detected.
 
     file    magic, then blocks
     block   length of the data (4 bytes, little endian), CRC-32 of that, CRC-32 of each 64 bytes of the data,
             hash (16 bytes), data
 
-The hash is blake2b over the hash before, the length and the data. If it does not match, the sums identify the
-piece, and trying all values of each of its bytes identifies the byte. A file that ends within a block, as
-after a crash of its machine, is read up to its last complete block.
+The hash is blake2b over the previous hash, the length and the data. If it does not match, the checksums
+identify the changed piece, and trying all values of each of its bytes identifies the byte. If a file ends
+within a block, for example because its machine crashed, it is read up to the last complete block.
 """
 
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ PIECE_BYTES = 64
 HASH_BYTES = 16
 HEAD_BYTES = 8
 BLOCK_BYTES_MAX = 8 << 20
-"""The size of one block, compressed."""
+"""Maximum size of one compressed block."""
 UNPACKED_BYTES_MAX = 64 << 20
-"""The size of one block, unpacked: a file may come from a stranger."""
+"""Maximum size of one block after decompression, because a file may come from an unknown person."""
 _LEVEL = 3
 
 
@@ -38,17 +38,17 @@ class Damage:
 
 
 def pack_block(data: bytes, before: bytes) -> tuple[bytes, bytes]:
-    """Return the next block and its hash; `before` is the hash of the last one, or MAGIC."""
+    """Return a block and its hash. `before` is the previous block's hash, or MAGIC for the first."""
     packed = zstandard.ZstdCompressor(level=_LEVEL).compress(data)
     name = _hash(before, packed)
     return _head(len(packed)) + _sums(packed) + name + packed, name
 
 
 def read_blocks(data: bytes) -> Iterator[bytes | Damage]:
-    """Yield the content of each block; the last may be the damage that ends the reading."""
+    """Yield the content of each block. The last value may be the damage at which reading ended."""
     if data[: len(MAGIC)] != MAGIC:
         wrong = next((at for at, byte in enumerate(MAGIC) if data[at : at + 1] != bytes([byte])), 0)
-        yield Damage(0, wrong, f"byte {wrong} is not as in the first line of a record of this version")
+        yield Damage(0, wrong, f"byte {wrong} differs from the header of a record of this version")
         return
     offset, before, number = len(MAGIC), MAGIC, 0
     while offset < len(data):
@@ -70,7 +70,7 @@ def read_blocks(data: bytes) -> Iterator[bytes | Damage]:
             return
         try:
             if zstandard.frame_content_size(packed) > UNPACKED_BYTES_MAX:
-                raise zstandard.ZstdError("it holds more than a block may")
+                raise zstandard.ZstdError("it unpacks to more than a block may hold")
             yield zstandard.ZstdDecompressor().decompress(packed, max_output_size=UNPACKED_BYTES_MAX)
         except zstandard.ZstdError as error:
             yield Damage(number, start, f"block {number}: {error}")
@@ -103,7 +103,7 @@ def _find(data: bytes, number: int, before: bytes, sums_at: int, hash_at: int, p
         )
     if _hash(before, packed) == name:
         at = sums_at + wrong[0]
-        return Damage(number, at, f"block {number}: its sum, bytes {at} to {at + 3}, was changed")
+        return Damage(number, at, f"block {number}: its checksum, bytes {at} to {at + 3}, was changed")
     first, end = wrong[0] // 4 * PIECE_BYTES, (wrong[-1] // 4 + 1) * PIECE_BYTES
     if len(wrong) == 1 and (mended := _mended(packed, first, kept[wrong[0] : wrong[0] + 4])) is not None:
         at, byte = mended
@@ -117,7 +117,7 @@ def _find(data: bytes, number: int, before: bytes, sums_at: int, hash_at: int, p
 
 
 def _mended(packed: bytes, first: int, wanted: bytes) -> tuple[int, int] | None:
-    """Return the offset and value of the one byte that restores a piece's sum."""
+    """Return the offset and value of the single byte that makes a piece match its checksum."""
     piece = bytearray(packed[first : first + PIECE_BYTES])
     for at, now in enumerate(piece):
         for byte in range(256):

@@ -1,11 +1,11 @@
-"""A recorder of the inputs and outputs of a node's cores, turn by turn.
+"""Records the inputs and outputs of a node's cores, call by call.
 
-`Recorder.core` makes a core that looks to its shell like any other. Each call is a turn: its arguments, the
-answers that the core asked for meanwhile (a signature, who is alive, where a peer was seen), its events and
-its messages. The record thus holds all input of the six seams, in order, at the one place where it reaches
-the protocols, and no key: signatures are written, not the signer. `sim.replay` gives the same turns to the
-same cores again. `node.recording.blocks` defines the form of the file, `node.recording.values` that of its
-values.
+`Recorder.core` makes a core that looks to its shell like any other. Each call of it is a turn. A turn has the
+arguments, the answers that the core asked for during the call (a signature, the live members, where a peer
+was seen), its events and its messages. So the record holds all input of the six seams, in order, at the one
+place where it reaches the protocols. It holds no key, because signatures are written instead of the signer.
+`sim.replay` gives the same turns to the same cores again. `node.recording.blocks` defines the format of the
+file, `node.recording.values` that of the values.
 """
 
 import dataclasses
@@ -32,30 +32,31 @@ from node.recording.values import Unrecordable, written
 from node.seams import Clock, Executor
 
 RECORD_BYTES_MAX = 256 << 20
-"""The longest file, compressed. Beyond it the record ends, not the node."""
+"""Maximum size of a file, compressed. At the limit the record ends, but the node continues."""
 WAITING_BYTES_MAX = 32 << 20
-"""Uncompressed data waiting for the disk; a slower disk ends the record."""
+"""Maximum size of uncompressed data that waits for the disk. A slower disk ends the record."""
 WRITE_SECONDS = 0.5
 BLOCK_DATA_BYTES = 6 << 20
-"""The most data in one block: within `BLOCK_BYTES_MAX` even if it cannot be compressed."""
+"""Maximum data in one block, which fits `BLOCK_BYTES_MAX` even if it cannot be compressed."""
 DIGEST_BYTES = 8
 HANDED_MAX = 32
-"""Pieces of work handed out at once; a core has one or two."""
+"""Maximum number of work items remembered per core that it has handed out; a core has one or two at a
+time."""
 
 QUIET = frozenset({
     "acquainted", "deadline", "document", "export", "get", "is_replica", "member", "others", "status", "wall",
 })  # fmt: skip
-"""Methods that only read: they do not change a core."""
+"""Methods that only read and do not change a core."""
 PARTS = frozenset(
     {"between", "checkpoints", "end", "failures", "hosting", "losses", "origins", "saves", "vouched"}
 )
-"""Parts of cores that shells change directly: these changes are turns too. A test finds others."""
+"""Parts of cores that shells change directly, so these changes are turns too. A test looks for others."""
 OUTBOXES = ("events", "sends")
 ENDED = "the node has ended"
 
 
 class Recorder:
-    """Writes one file. It never harms the node: a write that fails ends the record, and `over` says why. The
+    """Writes one file. It never harms the node: a failed write ends the record, and `over` says why. The
     constructor raises OSError if the file cannot be created."""
 
     def __init__(self, path: Path, *, bytes_max: int = RECORD_BYTES_MAX) -> None:
@@ -66,8 +67,10 @@ class Recorder:
         self._bytes_max = bytes_max
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         self._file: IO[bytes] = os.fdopen(os.open(path, flags, 0o600), "wb")
-        keep_from_children(self._file)  # an exiting child would write the buffered rest a second time
-        path.chmod(0o600)  # names and addresses of members are in it; an older file may be world-readable
+        # otherwise an exiting child would write the buffered data a second time
+        keep_from_children(self._file)
+        # the file has names and addresses of members, and an older file may be world-readable
+        path.chmod(0o600)
         self._file.write(MAGIC)
         self._before = MAGIC
         self._waiting: list[bytearray] = []
@@ -90,7 +93,7 @@ class Recorder:
         before = self._begin("make", number, f"{kind.__module__}:{kind.__qualname__}", given, by_name)
         core = kind(*[_bare(each) for each in given], **{name: _bare(each) for name, each in by_name.items()})
         self._cores[id(core)] = number
-        self._kept[number] = core  # so that no other object gets its id
+        self._kept[number] = core  # keep it, so that no other object gets its id
         self._end(before, core, {}, None)
         recorded = RecordedCore(self, core, number)
         weakref.finalize(recorded, self._forget, id(core), number).atexit = False
@@ -103,20 +106,20 @@ class Recorder:
         self._put(["gone", number])
 
     def event(self, document: dict[str, Any]) -> None:
-        """Record an event for people, as `events --json` shows it."""
+        """Record an event for people, in the form of `events --json`."""
         self._put(["event", document])
 
     def begin(self, peer: str, config: Config, clock: Clock) -> None:
-        """Record whose record this is, and since when."""
+        """Record which node this is, its configuration, and when the record begins."""
         about = {"peer": peer, "name": config.name, "swarm": config.swarm.name, "version": _version()}
         self._put(["node", {**about, "wall": clock.wall(), "monotonic": clock.monotonic()}])
 
     async def run(self, executor: Executor) -> None:
-        """Write recorded data to the disk, until cancelled."""
+        """Write recorded data to disk until cancelled."""
         while True:
             await trio.sleep(WRITE_SECONDS)
             blocks = self._take()
-            with trio.CancelScope(shield=True):  # data taken is written, and in order
+            with trio.CancelScope(shield=True):  # data that was taken must be written, and in order
                 await executor.run(partial(self._save, blocks))
 
     def close(self, reason: str = ENDED) -> None:
@@ -132,7 +135,7 @@ class Recorder:
     def call(
         self, core: Any, number: int, name: str, method: Any, given: tuple[Any, ...], by_name: Any
     ) -> Any:
-        """Let the core take its turn, and record its input and output."""
+        """Call a method of the core, and record its input and output."""
         if self.over:
             return method(*given, **by_name)
         wrapped = [self._noted(each) for each in given]
@@ -146,7 +149,7 @@ class Recorder:
             self._end(before, core, lengths, ["raised", type(error).__name__, str(error)])
             raise
         except BaseException:
-            self._stop(f"{name} of {type(core).__name__} failed: see errors.log")
+            self._stop(f"{name} of {type(core).__name__} failed (see errors.log)")
             self._listens = before
             raise
         self._end(before, core, lengths, returned)
@@ -163,7 +166,7 @@ class Recorder:
         setattr(core, name, _bare(wrapped))
 
     def ask(self, number: int, name: str, answer: Callable[[], Any]) -> Any:
-        """Let a core ask something outside of it, and record the answer."""
+        """Let a core ask something of its environment, and record the answer."""
         if self.over or not self._listens:
             return answer()
         self._listens = False
@@ -191,14 +194,14 @@ class Recorder:
     # Values
 
     def _noted(self, value: Any) -> Any:
-        """Wrap a function given to a core, so that its answers are recorded."""
+        """Wrap a function that is given to a core, so that its answers are recorded."""
         if not callable(value):
             return value
         self._asked += 1
         return Asked(self, self._asked, value, "")
 
     def _wrap(self, value: Any) -> Any:
-        """Wrap functions, and objects such as a signer, that a core is given to ask."""
+        """Wrap functions, and objects such as a signer, that a core may ask."""
         if callable(value):
             return self._noted(value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -230,7 +233,7 @@ class Recorder:
         try:
             self._put(item())
         except Exception as error:
-            self._stop(f"something cannot be written: {error}")
+            self._stop(f"a value cannot be written: {error}")
 
     def _put(self, item: Any) -> None:
         if self.over:
@@ -257,7 +260,7 @@ class Recorder:
         return blocks
 
     def _save(self, blocks: Sequence[bytearray]) -> None:
-        """Write blocks. A failure ends the record: later blocks would not continue it."""
+        """Write blocks. A failure ends the record, because later blocks would not follow the failed one."""
         if self._has_failed or self._file.closed:
             return
         try:
@@ -271,11 +274,11 @@ class Recorder:
             self._stop(f"it cannot be written: {error}")
             return
         if self.size_bytes > self._bytes_max and not self.over:
-            self._stop(f"the record has {self.size_bytes} bytes, and may have {self._bytes_max}")
+            self._stop(f"the record has {self.size_bytes} bytes, but at most {self._bytes_max} are allowed")
 
 
 def open_record(path: Path, flag: str) -> Recorder:
-    """Begin a record in the file that a person gave by `flag`. Raises UsageError."""
+    """Begin a record in the file that a person named with `flag`. Raises UsageError."""
     try:
         return Recorder(path)
     except OSError as error:
@@ -283,7 +286,8 @@ def open_record(path: Path, flag: str) -> Recorder:
 
 
 class Handed:
-    """The newest pieces of work that cores handed out, because one comes back as the very same object."""
+    """The newest work items that a core handed out. They are remembered because each comes back as the very
+    same object."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -301,18 +305,18 @@ class Handed:
                 del self._numbers[id(old)]
 
     def number(self, value: object) -> int | None:
-        """Return the number of a value, counted from the first; None if it is not one of them."""
+        """Return the number of a value, counted from the first; None if it is not remembered."""
         return self._numbers.get(id(value))
 
     def get(self, number: int) -> object:
-        """Return the value of this number. Raises KeyError."""
+        """Return the value with this number. Raises KeyError."""
         return self._objects[number]
 
 
 def outcome(
     core: Any, lengths: dict[str, int], returned: Any, refer: values.Refer
 ) -> tuple[list[Any], str, str]:
-    """Return the outcome of a turn: its events, the kinds of its messages, and the digest of all."""
+    """Return the outcome of a turn: its events, the kinds of its messages, and a digest of everything."""
     made = {name: getattr(core, name)[lengths.get(name, 0) :] for name in OUTBOXES if hasattr(core, name)}
     try:
         answer = written(returned, refer)
@@ -356,7 +360,7 @@ def _version() -> str:
 
 
 def _bare(value: Any) -> Any:
-    """Return the value behind a wrapping: cores know each other directly."""
+    """Return the value inside a wrapper, because cores know each other directly."""
     return value.recorded_core if isinstance(value, RecordedCore) else value
 
 
@@ -396,7 +400,7 @@ class RecordedCore:
 
 
 class Asked:
-    """A function given to a core, with its answers recorded."""
+    """A function given to a core, which records its answers."""
 
     def __init__(self, recorder: Recorder, number: int, function: Callable[..., Any], name: str) -> None:
         self.asked_number = number
@@ -409,7 +413,7 @@ class Asked:
 
 
 class AskedObject:
-    """An object given to a core, such as a signer: its answers are recorded, not the object."""
+    """An object given to a core, such as a signer. Its answers are recorded, but not the object."""
 
     def __init__(self, recorder: Recorder, number: int, value: Any) -> None:
         self.asked_number = number

@@ -1,9 +1,10 @@
-"""Values of the cores as MessagePack, and back: messages, plans, addresses, generators; never code.
+"""Converts values of the cores (messages, plans, addresses, generators) to MessagePack and back, without any
+code.
 
-A value that is not plain is a list: a tag, then its parts. Types have full names that are looked up among the
-loaded modules of this program, and only dataclasses, structs and enums are made, so a stranger's file cannot
-run code. Tensors (buffers and arrays), and fields that a type names in `UNREAD`, are stored as their lengths:
-read back they are zeros, which no core reads.
+A value that is not plain becomes a list: a tag, then its parts. Types have full names, which are looked up
+among the loaded modules of this program, and only dataclasses, structs and enums are made, so an unknown
+person's file cannot run code. Tensors (buffers and arrays), and fields that a type names in `UNREAD`, are
+stored only as their lengths. They are read back as zeros, which no core reads.
 """
 
 import dataclasses
@@ -18,10 +19,10 @@ import msgspec
 import numpy as np
 
 PACKAGES = ("crypto", "dht", "gossip", "partition", "node")
-"""The packages with types of values."""
+"""The packages that define types of values."""
 DEPTH_MAX = 64
 PAYLOAD_BYTES_MAX = 1 << 32
-"""Frames are at most this long; longer buffers are rejected."""
+"""Maximum length of a buffer, as for frames; longer ones are rejected."""
 INTEGER_BITS_MAX = 64
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
@@ -29,11 +30,11 @@ decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder().decode
 
 
 class Unrecordable(Exception):
-    """A value that cannot be written, or a file that names one unknown to this program."""
+    """A value that cannot be written, or a file that names a type unknown to this program."""
 
 
 Refer = Callable[[object], list[Any] | None]
-"""Returns the reference to a core, or to an object that a core asks, by number; None for other values."""
+"""Returns a numbered reference to a core, or to an object that a core asks; None for other values."""
 Resolve = Callable[[list[Any]], object]
 
 
@@ -43,11 +44,11 @@ def _no_reference(value: object) -> list[Any] | None:
 
 
 def written(value: Any, refer: Refer = _no_reference, depth: int = 0) -> Any:
-    """Return a value in the types of MessagePack. Raises Unrecordable."""
+    """Return a value in MessagePack types. Raises Unrecordable."""
     if value is None or isinstance(value, bool | float | str | bytes):
         return value.value if isinstance(value, Enum) else value
     if depth > DEPTH_MAX:
-        raise Unrecordable("a value that goes too deep")
+        raise Unrecordable("a value that is nested too deeply")
     referred = refer(value)
     if referred is not None:
         return referred
@@ -72,7 +73,7 @@ def written(value: Any, refer: Refer = _no_reference, depth: int = 0) -> Any:
 
 
 def _looked_at(value: Any, kind: Any) -> Iterator[Any]:
-    """Yield the parts of a value; only the length of those that no core reads."""
+    """Yield the parts of a value; for parts that no core reads, only their lengths."""
     unread = getattr(kind, "UNREAD", ())
     for name in fields(kind):
         found = getattr(value, name)
@@ -93,7 +94,7 @@ def _collection(value: Any, refer: Refer, depth: int) -> Any:
 
 
 def read(value: Any, resolve: Resolve) -> Any:
-    """Return the value that `written` wrote. Raises Unrecordable."""
+    """Return the value that `written` has written. Raises Unrecordable."""
     if not isinstance(value, list):
         return value
     try:
@@ -123,7 +124,7 @@ def read(value: Any, resolve: Resolve) -> Any:
                 made.setstate((rest[0], tuple(rest[1]), rest[2]))
                 return made
     except (IndexError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise Unrecordable(f"a value that this version cannot make: {str(error)[:120]}") from None
+        raise Unrecordable(f"a value that this version cannot construct: {str(error)[:120]}") from None
     raise Unrecordable(f"a value of the unknown kind {str(tag)[:40]!r}")
 
 
@@ -144,7 +145,7 @@ def find_type(name: str) -> Any:
     """Return the dataclass, struct or enum of this program that a file names. Raises Unrecordable."""
     found = find_class(name)
     if not (dataclasses.is_dataclass(found) or issubclass(found, msgspec.Struct | Enum)):
-        raise Unrecordable(f"{name[:80]} is no type of a value")
+        raise Unrecordable(f"{name[:80]} is not a type of value")
     return found
 
 
@@ -155,7 +156,7 @@ def find_class(name: str) -> type[Any]:
     for part in path.split("."):
         found = None if isinstance(found, FunctionType) else getattr(found, part, None)
     if not isinstance(found, type) or _name(found) != name:
-        raise Unrecordable(f"this version has no {name[:80]}")
+        raise Unrecordable(f"this version does not have {name[:80]}")
     return found
 
 

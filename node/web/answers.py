@@ -1,5 +1,5 @@
-"""Answers by services, for the HTTP forms: prompts become tokens, and tokens pieces of text; the choices of
-one request run concurrently.
+"""Answers by services, for the HTTP forms. Prompts become tokens, and tokens become pieces of text; the
+choices of one request run concurrently.
 
     answers = await answers_of.open(request, held)     checked and begun; it ends with `held`
     event = await answers.next()                       TextPiece, CallPiece and AnswerEnd, of all choices
@@ -45,21 +45,24 @@ from partition.serve.door import GenerationWish
 from partition.serve.sampling import SEED_MAX, Sampling
 
 RETRY_SECONDS = 2.0
-"""The seconds after which a client may retry if a stage has no holder: by then another member has taken it.
+"""How long a client should wait before it retries, if a stage has no holder. By then another member has
+usually taken over the stage.
 """
 WAITING_EVENTS_MAX = 64
-"""Events of one request that may wait for a slow client; its generations go on meanwhile."""
+"""Maximum number of events of one request that wait for a slow client, while its generations continue."""
 
 CALL_ID_BYTES = 9
 SPELLED_MAX = 4_096
-"""Tokens of one request whose bytes are cached: usually the same ones are likely again and again."""
+"""Maximum number of tokens of one request whose bytes are cached. Usually the same tokens are likely again
+and again."""
 
 Event = TextPiece | CallPiece | AnswerEnd
 
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """A prompt's tokens; `is_reasoning` if the prompt ends with the beginning of the model's reasoning."""
+    """A prompt's tokens. `is_reasoning` means that the prompt ends with the beginning of the model's
+    reasoning."""
 
     tokens: Sequence[int]
     is_reasoning: bool = False
@@ -67,7 +70,7 @@ class PromptTokens:
 
 
 class ServiceText:
-    """The text codec of one service: a fenced process, or bytes if there is none."""
+    """Converts between text and tokens for one service, in a fenced process, or as bytes if there is none."""
 
     def __init__(self, fenced: FencedText | None) -> None:
         self.fenced = fenced
@@ -78,11 +81,12 @@ class ServiceText:
         return None if self.fenced is None else self.fenced.facts
 
     async def spell(self, tokens: Sequence[int]) -> dict[int, bytes]:
-        """Return the bytes of tokens. Raises TextLost."""
+        """Return the bytes of each token. Raises TextLost."""
         if self.fenced is None:
             return {token: bytes([token]) for token in tokens}
         known = self._spelled
-        # A copy: another choice of the request may clear the cache while this one waits.
+        # Copy the entries, because a different choice of the request may clear the cache while this one
+        # waits.
         found = {token: known[token] for token in tokens if token in known}
         if missing := [token for token in dict.fromkeys(tokens) if token not in found]:
             new = dict(zip(missing, await self.fenced.spell(missing), strict=True))
@@ -101,8 +105,8 @@ class ServiceText:
                 return PromptTokens(data if fenced is None else await fenced.encode(prompt))
             if fenced is None or not fenced.facts.has_template:
                 raise FormProblem(
-                    f"{name} has no chat template, by which a conversation becomes one text: "
-                    "ask /v1/completions, which goes on from a text as it is",
+                    f"{name} has no chat template, which would turn a conversation into one text. "
+                    "Use /v1/completions, which continues a text as it is",
                     field="model",
                     code="no_chat_template",
                 )
@@ -114,47 +118,49 @@ class ServiceText:
             raise FormProblem(error.what) from None
         except TextLost as error:
             raise FormProblem(
-                f"{name}: its tokenizer was ended: {error}", kind="failed", retry_seconds=RETRY_SECONDS
+                (f"{name}: its tokenizer process was ended: {error}"),
+                kind="failed",
+                retry_seconds=RETRY_SECONDS,
             ) from None
 
 
 @dataclass
 class RunningAnswers:
-    """The answers to one request, while its client wants them."""
+    """The answers to one request. They run while its client wants them."""
 
     prompt_tokens: int
     events: trio.MemoryReceiveChannel[Event | FormProblem]
     waiting: int
-    """Choices that are not over."""
+    """Number of choices that are not over."""
     made: dict[int, int] = field(default_factory=dict)
     reasoned: int = 0
-    """Tokens that are reasoning."""
+    """Number of tokens that belong to reasoning."""
     generations: dict[int, Generation] = field(default_factory=dict)
     prompts: tuple[range, ...] = ()
-    """The choices that answer each prompt."""
+    """For each prompt, the choices that answer it."""
     _problem: FormProblem | None = None
 
     @property
     def usage(self) -> TokenUsage:
-        """Return the tokens that were read and made so far."""
+        """The number of tokens that were read and made so far."""
         return TokenUsage(self.prompt_tokens, sum(self.made.values()), self.reasoned, self._cached)
 
     @property
     def _cached(self) -> int:
-        """Return the tokens of the prompts that had been read before: of several answers to one prompt, all
-        but the first reuse what the first one reads."""
+        """Return how many tokens of the prompts had been read before. If a prompt has several answers, all
+        except the first reuse what the first one reads."""
         rows = [[self.generations[choice].shared for choice in row if choice in self.generations]
                 for row in self.prompts]  # fmt: skip
         return sum(min(row) for row in rows if row)
 
     async def next(self) -> Event | None:
-        """Return the next event, None after the last. Raises FormProblem: an answer cannot go on."""
+        """Return the next event; None after the last. Raises FormProblem if an answer cannot continue."""
         if not self.waiting:
             return None
         return self._checked(self._problem or await self.events.receive())
 
     def next_nowait(self) -> Event | None:
-        """Return the next event if it has come."""
+        """Return the next event if it has already come."""
         if self._problem is not None:
             return None
         try:
@@ -162,7 +168,7 @@ class RunningAnswers:
         except trio.WouldBlock:
             return None
         if isinstance(found, FormProblem):
-            self._problem = found  # raised by the next call, after the earlier events
+            self._problem = found  # raised by a later call, after the earlier events
             return None
         return self._checked(found)
 
@@ -176,18 +182,18 @@ class RunningAnswers:
 
 
 class ServiceAnswers:
-    """Answers of the services that a node finds: `open` begins some, `models` lists the services."""
+    """Answers of the services that a node finds. `open` begins some; `models` lists the services."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._asking = Asking(serving)
 
     async def models(self) -> list[Mapping[str, Any]]:
-        """Return the services that answer now."""
+        """Return the services that can answer now."""
         return list((await self._asking.services())["services"])
 
     async def count(self, request: AnswerRequest) -> int:
-        """Return the tokens of a request's prompts. Raises FormProblem."""
+        """Return the number of tokens of a request's prompts. Raises FormProblem."""
         service = await self._find(request.model)
         async with AsyncExitStack() as held:
             prompts = await self._prompts(service, await self._text(service, held), request)
@@ -200,13 +206,13 @@ class ServiceAnswers:
         text = await self._text(service, held)
         if request.logprobs is not None and text is None:
             raise FormProblem(
-                f"logprobs: {service.manifest.name} gives tokens, and no text of its own",
+                f"logprobs: {service.manifest.name} gives only tokens, without text",
                 field="logprobs",
                 code="unsupported_parameter",
             )
         if request.rule is not None and text is None:
             raise FormProblem(
-                f"{request.rule_field}: {service.manifest.name} gives tokens, and no text of its own",
+                f"{request.rule_field}: {service.manifest.name} gives only tokens, without text",
                 field=request.rule_field,
                 code="unsupported_parameter",
             )
@@ -237,11 +243,11 @@ class ServiceAnswers:
         except UsageError as error:
             raise FormProblem(error.what, kind="missing", field="model") from None
         if service.manifest.vector:
-            raise FormProblem(f"{name} gives vectors of texts: ask /v1/embeddings", field="model")
+            raise FormProblem(f"{name} computes vectors of texts. Use /v1/embeddings", field="model")
         return service
 
     async def _text(self, service: Service, held: AsyncExitStack) -> ServiceText | None:
-        """Return the text codec of a service, None if the model takes only tokens. Raises FormProblem."""
+        """Return the text codec of a service; None if the model takes only tokens. Raises FormProblem."""
         if service.manifest.text == "tokenizer":
             try:
                 return ServiceText(await held.enter_async_context(self._asking.reading(service)))
@@ -257,10 +263,13 @@ class ServiceAnswers:
         for each in found:
             tokens = each.tokens
             if not tokens:
-                raise FormProblem("prompt: want one that is not empty", field="prompt")
+                raise FormProblem("prompt: must not be empty", field="prompt")
             if min(tokens) < 0 or max(tokens) >= manifest.vocabulary:
                 raise FormProblem(
-                    f"prompt: a token that {manifest.name} does not have; it has {manifest.vocabulary:,}",
+                    (
+                        f"prompt: contains a token that {manifest.name} does not have; it has "
+                        f"{manifest.vocabulary:,}"
+                    ),
                     field="prompt",
                 )
         return found
@@ -270,13 +279,16 @@ class ServiceAnswers:
         if isinstance(prompt, tuple):
             found = PromptTokens(prompt)
         elif text is None:
-            raise FormProblem(f"{manifest.name} takes tokens, and no text of its own", field="model")
+            raise FormProblem(f"{manifest.name} takes only tokens, no text", field="model")
         else:
             found = await text.tokens(manifest.name, prompt)
-        # Checked before each token is: millions would block all streams.
+        # Check the length before each token is checked: checking millions of tokens would block all streams.
         if len(found.tokens) >= manifest.context:
             raise FormProblem(
-                f"{len(found.tokens):,} tokens, and {manifest.name} takes at most {manifest.context - 1:,}",
+                (
+                    f"{len(found.tokens):,} tokens are too many; {manifest.name} takes at "
+                    f"most {manifest.context - 1:,}"
+                ),
                 code="context_length_exceeded",
             )
         return replace(found, tokens=tuple(found.tokens))
@@ -284,7 +296,7 @@ class ServiceAnswers:
 
 @dataclass
 class _Choice:
-    """One answer of a request."""
+    """One choice: an answer to a request."""
 
     number: int
     service: Service
@@ -318,7 +330,7 @@ class _Choice:
                 if not generation.route and not generation.is_following:
                     name = self.service.manifest.name
                     raise FormProblem(
-                        f"{name}: nobody answers for a stage of it now; ask again",
+                        f"{name}: no peer holds one of its stages now. Try again",
                         kind="failed",
                         retry_seconds=RETRY_SECONDS,
                     )
@@ -420,7 +432,7 @@ class _Choice:
 
 
 def _reader_of(prompt: PromptTokens, text: ServiceText | None, request: AnswerRequest) -> AnswerReader | None:
-    """Return the parser of an answer's calls and reasoning; None if it is plain text."""
+    """Return a parser for an answer's calls and reasoning; None if it is plain text."""
     facts = None if text is None else text.facts
     chat = prompt.chat
     if facts is None or chat is None:
@@ -438,8 +450,8 @@ def _schemas(tools: Sequence[Mapping[str, Any]]) -> Tools:
 
 
 def _rule_for(rule: AnswerRule, facts: TextFacts, prompt: PromptTokens) -> AnswerRule | None:
-    """Return a rule for a model's chats, with its format of calls and its reasoning before the answer; None
-    if its calls cannot be constrained."""
+    """Return a rule for a model's chats, with its format of calls and with its reasoning before the answer;
+    None if its calls cannot be constrained."""
     calls = held_calls(rule, facts.calls)
     if calls is None:
         return None
@@ -456,13 +468,15 @@ def _wish(
     entropy: Callable[[int], bytes],
     owner: str = "",
 ) -> GenerationWish:
-    """Return the door's request for one choice. Raises FormProblem."""
+    """Return the generation request for one choice. Raises FormProblem."""
     manifest = service.manifest
     seed = int.from_bytes(entropy(8)) if request.seed is None else request.seed
-    if choice:  # choices of one seed differ, and are the same each time
+    if choice:  # the choices for one seed differ from each other, but are reproducible
         seed = int.from_bytes(blake3(b"peerloom choice %d of %d" % (choice, seed)).digest(8))
     if any(token >= manifest.vocabulary for token, _ in request.biases):
-        raise FormProblem(f"logit_bias: a token that {manifest.name} does not have", field="logit_bias")
+        raise FormProblem(
+            (f"logit_bias: contains a token that {manifest.name} does not have"), field="logit_bias"
+        )
     try:
         sampling = Sampling(
             request.temperature,

@@ -1,5 +1,5 @@
-"""The files of the page, read once: scripts and styles of ours and of others, which are vendored with their
-licences and checked by hash in the tests. Nothing is loaded from elsewhere, so the page works offline.
+"""The files of the page, read once: our own scripts and styles, and vendored ones with their licences, which
+the tests check by hash. Nothing is loaded from elsewhere, so the page works offline.
 """
 
 from hashlib import sha256
@@ -20,7 +20,7 @@ _TYPES = {
 
 
 class Assets:
-    """Files by name. A name that is not among them is not looked for on the disk."""
+    """Files by name. Other names are not looked up on the disk."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         self._files: dict[str, tuple[bytes, str, str]] = {}
@@ -36,11 +36,11 @@ class Assets:
 
     @property
     def script_bytes(self) -> int:
-        """Return the total length of all scripts as served."""
+        """The total length of all scripts as served."""
         return sum(len(data) for name, (data, _, _) in self._files.items() if name.endswith(".js"))
 
     def serve(self, name: str, known: str | None) -> Response:
-        """Serve a file; only a status if the browser already has it, by its tag."""
+        """Serve a file, or only a status if the browser already has it, as its tag shows."""
         found = self._files.get(name)
         if found is None:
             return problem(HTTPStatus.NOT_FOUND, "there is nothing here")
@@ -52,16 +52,17 @@ class Assets:
 
 
 def _with_commands(page: bytes) -> bytes:
-    """Replace {program} and {elsewhere} by the form in which this node's user types commands."""
+    """Replace {program} and {elsewhere} with the way in which this node's user types commands."""
     for name, form in (("program", program_from_anywhere()), ("elsewhere", elsewhere())):
         page = page.replace(b"{%s}" % name.encode(), escape(form).encode())
     return page
 
 
 def squeeze(script: bytes) -> bytes:
-    """One of our scripts without indentation, lines of comment and blanks beside signs: a browser needs none.
+    """Return one of our scripts without indentation, comment lines and blanks next to punctuation, which a
+    browser does not need.
 
-    Strings, templates and patterns stay as they are, but for the indentation within templates.
+    Strings, templates and patterns stay as they are, except for indentation within templates.
     """
     lines = (line.strip() for line in script.decode().split("\n"))
     return (
@@ -71,12 +72,12 @@ def squeeze(script: bytes) -> bytes:
 
 _SIGNS = frozenset("{}()[];,:?=<>*&|!")
 _BEFORE_PATTERN = frozenset("(,=:[!&|?{};\n")
-"""After these a slash begins a pattern; elsewhere it divides."""
+"""A slash after one of these begins a pattern; elsewhere it divides."""
 
 
 def _unblanked(text: str) -> str:
     out: list[str] = []
-    depths: list[int] = []  # open braces, for each template whose code contains the place
+    depths: list[int] = []  # number of open braces, for each template whose code contains this position
     depth, at = 0, 0
     while at < len(text):
         char = text[at]
@@ -101,7 +102,7 @@ def _unblanked(text: str) -> str:
 
 
 def _end_of(text: str, start: int) -> int:
-    """Return the place behind a string, or behind a pattern, in which brackets hide a slash."""
+    """Return the position after a string, or after a pattern, in which a slash may stand inside brackets."""
     closing, at, is_bracketed = text[start], start + 1, False
     while text[at] != closing or is_bracketed:
         if closing == "/" and text[at] in "[]":
@@ -111,7 +112,7 @@ def _end_of(text: str, start: int) -> int:
 
 
 def _template_end(text: str, at: int) -> int:
-    """Return the place behind a template's end, or behind the `${` of the code in it."""
+    """Return the position after a template's end, or after the `${` of code in it."""
     while text[at] != "`" and text[at : at + 2] != "${":
         at += 2 if text[at] == "\\" else 1
     return at + (1 if text[at] == "`" else 2)

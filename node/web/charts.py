@@ -1,7 +1,7 @@
-"""The course of each run, folded from events: points of its curve, and the marks on its time axis.
+"""The course of each run, built from events: the points of its curve, and the marks on its time axis.
 
-Bounded: a curve that is full keeps every second point, so it stays whole and gets coarser. Not the
-present of a run, which is `State`.
+It is bounded: a curve that is full keeps every second point, so it stays complete and gets coarser. Not here:
+the present state of a run, which is in `State`.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from node.text import counted
 from node.web.views import peer_key
 
 POINTS_MAX = 2_000
-"""More than a chart has pixels; a point is some 60 bytes of JSON."""
+"""Maximum number of points: more than a chart has pixels. A point is some 60 bytes of JSON."""
 MARKS_MAX = 256
 RUNS_MAX = 64
 POINT_COLUMNS = ("step", "at", "loss", "samples_per_second", "bubble", "utilisation", "sent_bytes")
@@ -26,7 +26,7 @@ validation, accuracy or state."""
 
 @dataclass
 class Course:
-    """One run's points and marks. `stride`: each point is one of so many steps."""
+    """One run's points and marks. Only every `stride`-th step has a point."""
 
     points: list[Point] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -34,21 +34,22 @@ class Course:
     step: int = 0
     peers: frozenset[bytes] = frozenset()
     former: frozenset[bytes] = frozenset()
-    """The replicas of the previous plan: the event of a death may come after the plan without the dead."""
+    """The replicas of the previous plan. The event of a death may come after the plan that no longer has the
+    dead replica."""
 
     def document(self) -> dict[str, Any]:
-        """For the page."""
+        """Return the course in the form that the page reads."""
         return {"columns": POINT_COLUMNS, "points": self.points, "marks": self.marks, "stride": self.stride}
 
 
 class Charts:
-    """Courses by run. `take` returns its additions, for a reader that has the rest already."""
+    """Courses by run. `take` returns what an event adds, for a reader that has the rest already."""
 
     def __init__(self) -> None:
         self.courses: dict[str, Course] = {}
 
     def take(self, event: events.Event) -> tuple[list[tuple[str, Point]], list[tuple[str, Mark]]]:
-        """Fold one event in; return the new points and marks, each with its run."""
+        """Add one event; return the new points and marks, each with its run."""
         match event:
             case events.RunAccepted(run=run):
                 self._course(run)
@@ -120,7 +121,7 @@ def _thin(course: Course) -> None:
 
 
 def _mark_text(event: events.Event) -> tuple[str, str] | None:
-    """The kind and the text of a mark; None for events that leave none."""
+    """Return the kind and the text of a mark; None for an event without a mark."""
     match event:
         case events.ReplicaDropped():
             replayed = event.microbatches_replayed
@@ -129,7 +130,7 @@ def _mark_text(event: events.Event) -> tuple[str, str] | None:
                 f"{peer_key(event.peer)} dropped from stage {event.stage + 1}, {replayed} replayed",
             )
         case events.RunResumed():
-            return "resume", f"went on after {event.seconds:.1f} s, {event.replayed} replayed"
+            return "resume", f"continued after {event.seconds:.1f} s, {event.replayed} replayed"
         case events.CheckpointKept():
             return "checkpoint", f"kept on {counted(event.copies, 'member')}"
         case events.RunEvaluated(step=int()):

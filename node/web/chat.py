@@ -1,12 +1,12 @@
-"""The chat of the page: which services there are and who holds their stages, and answers as they come.
+"""The chat of the page: lists the services with the holders of their stages, and streams answers.
 
-    GET  /api/services               the services, and who answers for each of their stages now
-    GET  /api/service-text?service=  how one takes text
+    GET  /api/services               the services, and the holders of each of their stages now
+    GET  /api/service-text?service=  how a service takes text
     POST /api/chat                   one answer, as server-sent events: begin, piece, route, moved, error, end
 
 The page admits only its owner. Only the browser's window keeps a conversation, and sends all of it with each
-question; here it only passes through, and no event, log or recording contains it. Answers for programs, which
-have keys and turns, are elsewhere (`node.web.model_api`).
+question. Here it only passes through, and no event, log or recording contains it. Answers for programs, which
+have keys and a queue, are elsewhere (`node.web.model_api`).
 """
 
 from collections.abc import Sequence
@@ -30,18 +30,18 @@ from node.web.forms.asking import BEAT, event
 from node.web.views import peer_key
 
 CHAT_BYTES_MAX = 1 << 20
-"""A conversation; what the control channel takes too."""
+"""Maximum size of a conversation, the same as on the control channel."""
 LOOK_SECONDS = 0.25
-"""How soon the page learns of a new route of an answer while no token comes."""
+"""Seconds between checks whether an answer has a new route, while no token comes."""
 BEAT_SECONDS = 15.0
 LISTED_SECONDS = 1.0
-"""The time for which windows share one query of the services' members."""
+"""How long windows share one query for the services' members."""
 WAITING_PIECES_MAX = 64
-"""Pieces that wait for a browser that reads slowly; the answer goes on meanwhile."""
+"""Maximum number of pieces that wait for a browser that reads slowly, while the answer continues."""
 
 
 class PageQuestion(msgspec.Struct, frozen=True):
-    """One question to a service; without a chat template, its prompt."""
+    """One question to a service. Without a chat template, it is the prompt itself."""
 
     service: Given
     question: Question = Question()
@@ -66,7 +66,7 @@ class PageChat:
         self._listed: tuple[float, Response] | None = None
 
     async def services(self) -> Response:
-        """Return the services, those that cannot answer too."""
+        """Return the services, including those that cannot answer now."""
         async with self._looking:
             clock = self._node.serving.seams.clock
             now = clock.monotonic()
@@ -87,22 +87,20 @@ class PageChat:
         return found
 
     async def text(self, request: HttpRequest) -> Response:
-        """Return how a service takes text: its files are fetched for that."""
+        """Return how a service takes text. Its tokenizer files are fetched for that."""
         try:
             return _json(await self._asking.text_document(request.query.get("service", "")))
         except PeerloomError as error:
             return _refused(error)
 
     async def answer(self, request: HttpRequest) -> Response | Streaming:
-        """Begin an answer; it ends in every stage when the window does."""
+        """Begin an answer. When the window closes the connection, the answer ends in every stage."""
         try:
             asked = msgspec.json.decode(request.body, type=PageQuestion)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return _refused(UsageError("want a service and a question"))
+            return _refused(UsageError("the request needs a service and a question"))
         if self._chats >= self._chats_max:
-            return _refused(
-                UsageError(f"{self._chats_max} answers are being given to pages already", "stop one")
-            )
+            return _refused(UsageError(f"pages are already receiving {self._chats_max} answers", "stop one"))
         self._chats += 1
         request.held.callback(self._leave)
         try:
@@ -122,7 +120,7 @@ class PageChat:
 
 
 async def _write(stream: AnswerStream, send: Send, clock: Clock) -> None:
-    """Send an answer as it comes, and what happens to its route."""
+    """Send an answer as it comes, and report changes of its route."""
     route, moves = stream.generation.route, stream.generation.moves
     await send(event({"service": stream.service.text, "route": _keys(route)}, "begin"))
     beat_at = clock.monotonic() + BEAT_SECONDS
@@ -134,7 +132,7 @@ async def _write(stream: AnswerStream, send: Send, clock: Clock) -> None:
             try:
                 with trio.move_on_after(LOOK_SECONDS):
                     data = await pieces.receive()
-                    while True:  # together, where much has come
+                    while True:  # send the waiting pieces together
                         data += pieces.receive_nowait()
             except trio.WouldBlock:
                 pass
@@ -157,7 +155,7 @@ async def _write(stream: AnswerStream, send: Send, clock: Clock) -> None:
 
 
 async def _read(stream: AnswerStream, pieces: trio.MemorySendChannel[bytes], clock: Clock) -> None:
-    """Put each piece of an answer, and how it ended, into a channel."""
+    """Put each piece of an answer, and finally how it ended, into a channel."""
     async with pieces:
         try:
             async for piece in stream:

@@ -1,7 +1,7 @@
-"""Answers that follow a rule: for each token a fenced process says which tokens may come next.
+"""Answers that follow a rule. For each token, a fenced process decides which tokens may come next.
 
-It is separate from the process that makes texts, so that a too expensive grammar ends only rules. Other
-answers with rules in that process go on in a new one, which gets their tokens so far.
+It is a different process from the one that makes texts, so a grammar that is too expensive ends only rules.
+Other answers with rules in that process continue in a new process, which gets their tokens so far.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,12 @@ from partition.codecs.base import Array
 
 PURPOSE = "rules"
 BEGINNINGS_MAX = 3
-"""Processes that are tried for one token of an answer: each costs a second, and the client waits."""
+"""Maximum number of processes tried for one token of an answer. Each costs a second, while the client
+waits."""
 
 
 class Constraint:
-    """The rule of one answer. Use `aclose` in the end."""
+    """The rule of one answer. Call `aclose` in the end."""
 
     def __init__(
         self, asking: Asking, service: Service, rule: AnswerRule, number: int, field: str = ""
@@ -39,7 +40,7 @@ class Constraint:
         self._fenced: FencedText | None = None
 
     async def begin(self) -> Array:
-        """Return which tokens may come first, a boolean each. Raises FormProblem."""
+        """Return for each token whether it may come first. Raises FormProblem."""
         field = self._field
         try:
             return self._allowed(await self._begin())
@@ -48,20 +49,21 @@ class Constraint:
         except TextLost as error:
             if not error.is_own:
                 raise self._ended(error) from None
-            reason = f"{field}: it takes more than a grammar may: {error}"
+            reason = f"{field}: the grammar takes more resources than allowed: {error}"
             raise FormProblem(reason, field=field, code="invalid_grammar") from None
         except PeerloomError as error:
             raise FormProblem(str(error), kind="failed") from None
 
     async def advance(self, token: int) -> Array:
-        """Return which tokens may come after this one; none where the answer is over. Raises FormProblem."""
+        """Return for each token whether it may come after this one; none may if the answer is over. Raises
+        FormProblem."""
         self._tokens.append(token)
         assert self._fenced is not None
         try:
             try:
                 return self._allowed(await self._fenced.advance_rule(self._number, token))
             except TextLost as error:
-                if error.is_own:  # another process would take as much
+                if error.is_own:  # in a new process it would take the same
                     raise
                 return self._allowed(await self._begin())
         except (PeerloomError, TextLost) as error:
@@ -71,7 +73,7 @@ class Constraint:
         return FormProblem(f"{self._field}: {error}", kind="failed")
 
     async def _begin(self) -> TokenMask:
-        """Begin in a living process, and again if another answer's grammar ends it first."""
+        """Begin in a running process, and again if a different answer's grammar ends that process first."""
         for tries in range(BEGINNINGS_MAX):
             try:
                 return await self._begin_once()
@@ -90,7 +92,7 @@ class Constraint:
         return allowed_of(mask, self._service.manifest.vocabulary)
 
     async def aclose(self) -> None:
-        """Have the process forget it."""
+        """Make the process forget this rule."""
         with trio.CancelScope(shield=True):
             if self._fenced is not None:
                 with suppress(TextLost, UsageError):
@@ -99,7 +101,7 @@ class Constraint:
 
 
 def allowed_of(mask: TokenMask, vocabulary: int) -> Array:
-    """Return a mask as a boolean for each token of a vocabulary."""
+    """Return a mask as one boolean for each token of a vocabulary."""
     found = np.zeros(vocabulary, np.bool_)
     if not mask.is_over:
         bits: Sequence[int] | Array = np.unpackbits(np.frombuffer(mask.bits, np.uint8), bitorder="little")

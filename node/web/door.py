@@ -1,9 +1,9 @@
-"""The HTTP server of a node for its own machine: HTTP/1.1 by h11 on trio.
+"""The HTTP server of a node (its door) for its own machine: HTTP/1.1 by h11 on trio.
 
 `node.web.page` has the pages, `node.web.guard` the access control. Every request is bounded in size and time,
-every connection in the resources that it may hold, so a slow, silent or hostile client costs a task and some
-kilobytes. An answer is complete (`Response`) or a stream (`Streaming`); either is cancelled as soon as the
-client hangs up, even while it is being made.
+and every connection in the resources that it may hold, so a slow, silent or hostile client costs a task and
+some kilobytes. An answer is complete (`Response`) or a stream (`Streaming`). Either is cancelled as soon as
+the client hangs up, even while it is being made.
 """
 
 import ipaddress
@@ -32,13 +32,13 @@ from node.web.settings import WebSettings
 _OWNER, _HERE = b"owner", prefix_of("127.0.0.1")
 HEADER_BYTES_MAX = 16 << 10
 BODY_BYTES_MAX = 64 << 10
-"""An action is a few names; a run's data never comes this way."""
+"""Maximum size of a usual body. An action is a few names; a run's data never comes this way."""
 BODIES_BYTES_MAX = 64 << 20
-"""The bytes of all longer bodies together, while they are read and answered."""
+"""Maximum size of all longer bodies together, while they are read and answered."""
 EARLY_BYTES_MAX = 16 << 10
-"""The bytes that a client may send of its next requests while it waits for an answer."""
+"""Maximum number of bytes that a client may send of further requests while it waits for an answer."""
 SEND_SECONDS_MAX = 20.0
-"""A client that reads nothing for this long is cut off; a page reconnects and continues."""
+"""A client that reads nothing for this long is disconnected; a page reconnects and continues."""
 SEND_BUFFER_BYTES = 128 << 10
 """The system's send buffer for one client. Without a limit it grows to megabytes for a slow reader."""
 DRAIN_SECONDS_MAX = 0.5
@@ -47,13 +47,13 @@ QUERY_FIELDS_MAX = 32
 _CHUNK_BYTES = 16 << 10
 
 Send = Callable[[bytes], Awaitable[None]]
-"""Sends a piece of a streamed body; waits while the client reads slowly."""
+"""Sends a piece of a streamed body, and waits while the client reads slowly."""
 
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """One request. `headers` have names in lower case; `path` is decoded; the last value of a repeated query
-    name counts. `held` is closed once the answer is sent, or the client has hung up."""
+    """One request. `headers` have names in lower case, and `path` is decoded. If a query name is repeated,
+    its last value counts. `held` is closed once the answer is sent or the client has hung up."""
 
     method: str
     path: str
@@ -66,7 +66,7 @@ class HttpRequest:
 
 @dataclass(frozen=True)
 class Response:
-    """A whole answer."""
+    """A complete answer."""
 
     body: bytes = b""
     status: HTTPStatus = HTTPStatus.OK
@@ -76,7 +76,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Streaming:
-    """An answer that goes on until `write` returns or the client hangs up."""
+    """An answer that continues until `write` returns or the client hangs up."""
 
     write: Callable[[Send], Awaitable[None]]
     content_type: str
@@ -85,7 +85,8 @@ class Streaming:
 
 Handler = Callable[[HttpRequest], Awaitable[Response | Streaming]]
 Admit = Callable[[HttpRequest], int | Response]
-"""Returns, for a request without its body, the most bytes of the body, or why it is not read."""
+"""Returns, for a request whose body was not read yet, the maximum size of the body, or the response if it
+must not be read."""
 
 
 def problem(status: HTTPStatus, reason: str) -> Response:
@@ -103,8 +104,8 @@ def _explain(_path: str, refusal: RequestRefusal) -> Response:
 
 @dataclass(frozen=True)
 class DoorRules:
-    """The rules of a door besides answering: `guard` checks method, path and headers; `explain` formats a
-    refusal for a path; with `tls` the door speaks only HTTPS."""
+    """The rules of an HTTP server. `guard` checks method, path and headers; `explain` formats a refusal for a
+    path; with `tls` the server speaks only HTTPS."""
 
     is_owner: Callable[[HttpRequest], bool]
     new_id: Callable[[], str]
@@ -116,27 +117,28 @@ class DoorRules:
 
 
 class HttpServer:
-    """Serves `handler` on `host`, at `port` or, if it `may_move`, at any free one where others hold that."""
+    """Serves `handler` on `host` at `port`. If `port` is taken and the server `may_move`, it uses any free
+    port."""
 
     def __init__(
         self, handler: Handler, host: str, port: int, rules: DoorRules, *, may_move: bool = True
     ) -> None:
         self.rules = rules
         self.bodies_bytes = 0
-        """The bytes of long bodies that are held now."""
+        """Size of the long bodies that are held now."""
         self._handler = handler
         self._host = host
         self._port_wanted = port
         self._may_move = may_move
         self._places: Register[_Connection] = Register(rules.settings.places)
         self._doorway: dict[_Connection, None] = {}
-        # The newest last.
+        # The newest connection comes last.
         self._numbers = count()
         self.port = 0
         self.turned_away = 0
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled; `port` is known once it has started. Raises OSError: no port is free."""
+        """Serve until cancelled. `port` is known once this has started. Raises OSError if no port is free."""
         try:
             listeners = await trio.open_tcp_listeners(self._port_wanted, host=self._host)
         except OSError:
@@ -174,8 +176,8 @@ class HttpServer:
                 await trio.aclose_forcefully(stream)
 
     def _enter_doorway(self, connection: "_Connection") -> "tuple[_Connection, ...] | None":
-        """Give a connection a short time to identify itself while all places are taken; return the
-        connections that lose their doorway place for it, None if it gets none."""
+        """Give a connection a short time to identify itself although all places are taken. Return the
+        connections that lose their doorway place for it, or None if it gets no place itself."""
         gone: tuple[_Connection, ...] = ()
         if len(self._doorway) >= self.rules.settings.doorway_max:
             found = self._crowded_out(connection)
@@ -187,9 +189,10 @@ class HttpServer:
         return gone
 
     def _crowded_out(self, new: "_Connection") -> "_Connection | None":
-        """Return the connection that loses its place in a full doorway: the newest of the source with the
-        most there, if the new connection's source has fewer; else the oldest whose time is over, of a source
-        with at least as many. Sending bytes keeps no place: they cost nothing."""
+        """Return the connection that loses its place in a full doorway. If the new connection's source has
+        fewer connections there than the source with the most, it is the newest of the latter. Otherwise it is
+        the oldest whose time is over, of a source with at least as many. Sending bytes does not protect a
+        place, because bytes cost nothing."""
         strangers = [each for each in self._doorway if not each.is_owner and each.silent_since < inf]
         counts = Counter(each.source for each in strangers)
         own, most = counts[new.source], max(counts.values(), default=0)
@@ -203,18 +206,19 @@ class HttpServer:
         return next(timed_out, None)
 
     def note(self, connection: "_Connection", request: HttpRequest) -> None:
-        """Mark a connection as the owner's, so that it stays before those of strangers."""
+        """Mark a connection as the owner's, so that it takes precedence over unidentified ones."""
         if connection.is_owner or not self.rules.is_owner(request):
             return
         connection.is_owner = True
         if connection in self._places:
-            # A source of its own: it never counts as part of a crowd that makes room for others.
+            # Give it a source of its own, so that it never counts as part of a crowd that must make room for
+            # others.
             self._places.leave(connection)
             self._places.admit(trio.current_time(), connection, _OWNER, b"owner %d" % next(self._numbers))
             self._places.credit(connection)
 
     async def answer(self, request: HttpRequest) -> Response | Streaming:
-        """Have a request answered."""
+        """Pass a request to the handler and return the answer."""
         return await self._handler(request)
 
 
@@ -223,15 +227,15 @@ class _Gone(Exception):
 
 
 class _Connection:
-    """One client: requests one after another."""
+    """One client, whose requests are served one after another."""
 
     def __init__(self, stream: trio.SocketStream, door: HttpServer, source: bytes) -> None:
         self.since = trio.current_time()
         self.source = source
-        """The prefix of its address; all of this machine are one."""
+        """The prefix of the client's address; all clients on this machine have the same one."""
         self.scope = trio.CancelScope()
         self.is_owner = False
-        """Whether the client has shown the token, or a key."""
+        """Whether the client has presented the token or a key."""
         self._silence = Silence()
         self._door = door
         self._rules = door.rules
@@ -253,7 +257,7 @@ class _Connection:
             while await self._serve_one():
                 self._http.start_next_cycle()
         except* (_Gone, trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # nobody is left to answer
+            pass  # there is no client left to answer
 
     async def _serve_one(self) -> bool:
         """Serve one request; return whether another may follow."""
@@ -273,7 +277,7 @@ class _Connection:
         return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
 
     async def _read_in_time(self, body: bytearray) -> HttpRequest | Response | RequestRefusal | None:
-        """Return the next request, the reason why it is not served, or None if there is none."""
+        """Return the next request, or the reason why it is not served, or None if there is none."""
         try:
             with trio.fail_after(self._rules.settings.idle_seconds_max):
                 await self._first_bytes()
@@ -281,14 +285,14 @@ class _Connection:
                 return await self._read_request(body, scope)
         except h11.RemoteProtocolError as error:
             status = HTTPStatus(error.error_status_hint)
-            return RequestRefusal(status, "this is no HTTP/1.1 request that this node understands")
+            return RequestRefusal(status, "this is not an HTTP/1.1 request that this node understands")
         except trio.TooSlowError:
             if self._http.their_state is h11.IDLE and not self._http.trailing_data[0]:
-                return None  # between two requests: an idle connection just ends
+                return None  # between two requests an idle connection simply ends
             return RequestRefusal(HTTPStatus.REQUEST_TIMEOUT, "the request took too long")
 
     async def _reply(self, request: HttpRequest) -> None:
-        """Answer a request while its client is there. Raises _Gone: it has hung up."""
+        """Answer a request while its client is connected. Raises _Gone if the client has hung up."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_for_end, nursery.cancel_scope)
             async with request.held:
@@ -299,7 +303,9 @@ class _Connection:
 
     async def _answer(self, request: HttpRequest) -> Response | Streaming:
         answer: Response | Streaming
-        failure = RequestRefusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the node failed at this; see errors.log")
+        failure = RequestRefusal(
+            HTTPStatus.INTERNAL_SERVER_ERROR, "the node failed while answering; see errors.log"
+        )
         answer = self._rules.explain(request.path, failure)
         with contain("page"):
             answer = await self._door.answer(request)
@@ -345,10 +351,13 @@ class _Connection:
             body += event.data
             self._count(len(event.data))
             if len(body) > allowed:
-                return RequestRefusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"want at most {allowed} bytes")
+                return RequestRefusal(
+                    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                    (f"the body is too long; at most {allowed} bytes are allowed"),
+                )
             if len(body) > BODY_BYTES_MAX and self._door.bodies_bytes > BODIES_BYTES_MAX:
                 return RequestRefusal(
-                    HTTPStatus.SERVICE_UNAVAILABLE, "too many long requests at once; ask again"
+                    HTTPStatus.SERVICE_UNAVAILABLE, "too many long requests are being served now. Try again"
                 )
         return replace(request, body=bytes(body))
 
@@ -394,7 +403,7 @@ class _Connection:
             await self._stream.send_eof()
         with trio.move_on_after(
             DRAIN_SECONDS_MAX
-        ):  # if it closed with unread bytes, the system would drop the answer
+        ):  # if it closed with unread bytes, the system would discard the answer
             while await self._receive():
                 pass
 
@@ -408,7 +417,7 @@ class _Connection:
             raise _Gone
 
     async def _watch_for_end(self, scope: trio.CancelScope) -> None:
-        """Cancel the answer once its client hangs up, or sends many bytes of further requests."""
+        """Cancel the answer once its client hangs up, or sends too many bytes of further requests."""
         early = 0
         with suppress(trio.BrokenResourceError):
             while early <= EARLY_BYTES_MAX and (data := await self._stream.receive_some(_CHUNK_BYTES)):
@@ -434,5 +443,5 @@ def _request(head: h11.Request, headers: dict[str, str], number: str) -> HttpReq
         fields = parse_qsl(target.query, keep_blank_values=True, max_num_fields=QUERY_FIELDS_MAX)
         path = unquote(target.path, errors="strict")
     except (ValueError, UnicodeDecodeError):
-        return RequestRefusal(HTTPStatus.BAD_REQUEST, "this is no path that this node understands")
+        return RequestRefusal(HTTPStatus.BAD_REQUEST, "this node does not understand the path")
     return HttpRequest(head.method.decode("ascii"), path, dict(fields), headers, id=number)

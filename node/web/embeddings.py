@@ -1,5 +1,4 @@
-"""Vectors of texts from served encoders, for `/v1/embeddings`. Texts only pass through and are stored
-nowhere."""
+"""Vectors of texts from served encoders, for `/v1/embeddings`. Texts only pass through and are not stored."""
 
 from contextlib import AsyncExitStack
 from functools import partial
@@ -19,20 +18,22 @@ from partition.serve.door import GenerationWish
 from partition.serve.sampling import Sampling
 
 AT_ONCE_MAX = 16
-"""Texts of one request that are computed at once: as many sessions as a door has of a provider."""
+"""Maximum number of texts of one request that are computed in parallel: as many sessions as a provider grants
+one door."""
 SHORT_NUMBERS = 1 << 14
-"""More take milliseconds to encode, which would block the event loop."""
+"""Maximum number of values that are encoded in the event loop; more take milliseconds, which would block
+it."""
 
 
 class ServiceVectors:
-    """Vectors by the services that a node finds."""
+    """Vectors from the services that a node finds."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._asking = Asking(serving)
 
     async def embed(self, request: EmbeddingsRequest, texts: Texts, held: AsyncExitStack) -> bytes:
-        """Return the answer to a request for its texts. Raises FormProblem."""
+        """Return the encoded answer to a request, with a vector for each text. Raises FormProblem."""
         service = await self._find(request)
         prompts = await self._tokens(service, texts, held)
         vectors = await self._vectors(service, prompts)
@@ -49,7 +50,7 @@ class ServiceVectors:
         name, vector = service.manifest.name, service.manifest.vector
         if not vector:
             raise FormProblem(
-                f"{name} is a language model and gives no embeddings; encoders do", field="model"
+                f"{name} is a language model and has no embeddings. Use an encoder", field="model"
             )
         if request.dimensions is not None and request.dimensions > vector:
             raise FormProblem(f"dimensions: {name} has {vector:,}", field="dimensions")
@@ -60,7 +61,7 @@ class ServiceVectors:
         manifest = service.manifest
         if any(isinstance(text, str) for text in texts):
             if manifest.text != "tokenizer":
-                raise FormProblem(f"{manifest.name} takes tokens, and no text of its own", field="model")
+                raise FormProblem(f"{manifest.name} takes only tokens, no text", field="model")
             try:
                 fenced = await held.enter_async_context(self._asking.reading(service))
             except PeerloomError as error:
@@ -71,10 +72,13 @@ class ServiceVectors:
             tokens = await _encoded(manifest.name, fenced, text)
             where = f"input[{number}]"
             if not tokens:
-                raise FormProblem(f"{where}: want a text that is not empty", field="input")
+                raise FormProblem(f"{where}: the text must not be empty", field="input")
             if len(tokens) > manifest.context:
                 raise FormProblem(
-                    f"{where}: {len(tokens):,} tokens; {manifest.name} takes at most {manifest.context:,}",
+                    (
+                        f"{where}: {len(tokens):,} tokens are too many; {manifest.name} takes "
+                        f"at most {manifest.context:,}"
+                    ),
                     field="input",
                     code="context_length_exceeded",
                 )
@@ -82,9 +86,11 @@ class ServiceVectors:
                 raise FormProblem(
                     f"input: more than {TOKENS_TOTAL_MAX:,} tokens in one request", field="input"
                 )
-            # Each token is checked only now, when their number is known to be small.
+            # Check each token only now, when their number is known to be small.
             if max(tokens) >= manifest.vocabulary:
-                raise FormProblem(f"{where}: a token that {manifest.name} does not have", field="input")
+                raise FormProblem(
+                    (f"{where}: contains a token that {manifest.name} does not have"), field="input"
+                )
             found.append(tokens)
         return found
 
@@ -133,5 +139,5 @@ async def _encoded(name: str, fenced: FencedText | None, text: str | tuple[int, 
         raise FormProblem(error.what, field="input") from None
     except TextLost as error:
         raise FormProblem(
-            f"{name}: its tokenizer was ended: {error}", kind="failed", retry_seconds=RETRY_SECONDS
+            f"{name}: its tokenizer process was ended: {error}", kind="failed", retry_seconds=RETRY_SECONDS
         ) from None

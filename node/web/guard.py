@@ -1,10 +1,11 @@
 """Access control for HTTP requests: pure rules over a request's headers, for `node.web.door`.
 
-The page listens only on this machine, but a browser here also runs strangers' pages. Three rules keep those
-out. The Host must name this machine, so a stranger's name that points at 127.0.0.1 (DNS rebinding) is
-refused. A foreign Origin or Sec-Fetch-Site is refused, and no answer allows another origin (no CORS). Every
-request that changes something, or shows members, paths and runs, needs the token, which neither a stranger's
-page nor another user of this machine can read or guess. The page's own files and `/metrics` need none.
+The page listens only on this machine, but a browser here also runs pages of other sites. Three rules keep
+those out. The Host must name this machine, so a foreign name that points at 127.0.0.1 (DNS rebinding) is
+refused. A foreign Origin or Sec-Fetch-Site is refused, and no answer allows a different origin (no CORS).
+Every request that changes something, or shows members, paths and runs, needs the token, which neither a
+foreign page nor another user of this machine can read or guess. The page's own files and `/metrics` need no
+token.
 """
 
 import hmac
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
-"""Any port is accepted: a forwarded one (`ssh -L`) differs."""
+"""Names of this machine in a Host header. Any port is accepted, because a forwarded port (`ssh -L`)
+differs."""
 TOKEN_HEADER = "x-peerloom-token"  # noqa: S105 - the name of a header
 HEADERS = (
     (
@@ -27,27 +29,27 @@ HEADERS = (
     ("x-content-type-options", "nosniff"),
     ("x-frame-options", "DENY"),
 )
-"""Headers of every answer: the page cannot be framed, read from another origin, or made to load foreign
+"""Headers of every answer. The page cannot be framed, read from a different origin, or made to load foreign
 files."""
 
 
 @dataclass(frozen=True)
 class RequestRefusal:
-    """Why a request is not served."""
+    """The reason why a request is not served."""
 
     status: HTTPStatus
     reason: str
 
 
 def refuse_stranger(method: str, path: str, headers: Mapping[str, str]) -> RequestRefusal | None:
-    """Return None for a request of this machine's own programs and pages.
+    """Return None for a request of this machine's own programs and pages, else the refusal.
 
-    `headers` have names in lower case. A link from elsewhere may open the page, but none of its data.
+    `headers` have names in lower case. A link on a foreign page may open the page, but gets none of its data.
     """
     host = headers.get("host", "")
     if _name(host) not in LOCAL_HOSTS:
         return RequestRefusal(
-            HTTPStatus.MISDIRECTED_REQUEST, "this node answers to 127.0.0.1 and localhost only"
+            HTTPStatus.MISDIRECTED_REQUEST, "this node answers only to the names 127.0.0.1 and localhost"
         )
     origin = headers.get("origin")
     if origin is not None and origin != f"http://{host}":
@@ -60,26 +62,32 @@ def refuse_stranger(method: str, path: str, headers: Mapping[str, str]) -> Reque
 
 
 def refuse_elsewhere(_method: str, _path: str, headers: Mapping[str, str]) -> RequestRefusal | None:
-    """Return None for a program's request to a door beyond this machine: its key is in a header that a
-    stranger's page cannot set. Requests of pages of any origin are refused."""
+    """Return None for a program's request to a door beyond this machine. A program has a key in a header that
+    a foreign page cannot set. Requests of pages are refused, whatever their origin."""
     if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
-        return RequestRefusal(HTTPStatus.FORBIDDEN, "programs are served, and no pages")
+        return RequestRefusal(HTTPStatus.FORBIDDEN, "only programs are served here, not pages")
     return None
 
 
 def refuse_action(headers: Mapping[str, str], token: str) -> RequestRefusal | None:
-    """Return None for an action with the token. A form cannot set either header, so a form cannot act."""
+    """Return None for an action with the token. An HTML form can set neither header, so it cannot trigger an
+    action."""
     if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        return RequestRefusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "want content-type: application/json")
+        return RequestRefusal(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "the request needs content-type: application/json"
+        )
     return refuse_reader(headers, {}, token)
 
 
 def refuse_reader(headers: Mapping[str, str], query: Mapping[str, str], token: str) -> RequestRefusal | None:
-    """Return None for a request with the token in its header, or in its query, since a browser's live stream
-    and download have no custom headers. That address is never shown, and sent to nobody else."""
+    """Return None for a request with the token in its header or in its query. The query is needed because a
+    browser's live stream and downloads have no custom headers; such an address is never shown, and sent only
+    to this node."""
     given = headers.get(TOKEN_HEADER) or query.get("token", "")
     if not hmac.compare_digest(given.encode("utf-8", "replace"), token.encode()):
-        return RequestRefusal(HTTPStatus.UNAUTHORIZED, "open the page with the line of: `peerloom page`")
+        return RequestRefusal(
+            HTTPStatus.UNAUTHORIZED, ("open the page with the link that `peerloom page` prints")
+        )
     return None
 
 

@@ -1,7 +1,7 @@
-"""Keys for the HTTP forms: made once, shown once, kept as hashes in the data folder.
+"""Keys for the HTTP forms. Each is made once, shown once, and kept as a hash in the data folder.
 
-A key is 32 random bytes, so a plain hash is as good as a slow one. A key only lets a program ask models; the
-page's token lets its owner act on the node.
+A key is 32 random bytes, so a fast hash is as good as a slow one. A key only lets a program use models; the
+page's token lets the owner act on the node.
 """
 
 from base64 import urlsafe_b64encode
@@ -18,17 +18,17 @@ from node.seams import Seams
 from node.web.quotas import IN_FLIGHT_MAX, IN_FLIGHT_USUAL
 
 KEYS_NAME = "api-keys"
-"""The name of the blob that keeps them."""
+"""Name of the blob that stores the keys."""
 KEYS_MAX = 256
 KEY_BYTES = 32
 KEY_LENGTH_MAX = 128
-"""Longer texts are not our keys, and are not hashed."""
+"""Maximum length of a key. Longer texts are not our keys, and are not hashed."""
 NAME_LENGTH_MAX = 64
 PREFIX = "pl-"
 
 
 class ApiKey(msgspec.Struct, frozen=True):
-    """One key: its hash, and what may be done with it."""
+    """One key: its hash, and what it permits."""
 
     id: str
     name: str
@@ -38,14 +38,14 @@ class ApiKey(msgspec.Struct, frozen=True):
 
 
 class NewKeyRequest(msgspec.Struct, frozen=True):
-    """Make a key with a limit of concurrent requests."""
+    """A request to make a key with a limit of concurrent requests."""
 
     name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] = ""
     in_flight: Annotated[int, msgspec.Meta(ge=1, le=IN_FLIGHT_MAX)] = IN_FLIGHT_USUAL
 
 
 class RevokeKeyRequest(msgspec.Struct, frozen=True):
-    """Forget the key with this id or name."""
+    """A request to revoke the key with this id or name."""
 
     key: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 
@@ -62,8 +62,8 @@ class KeyRing:
                 kept = msgspec.msgpack.decode(data, type=tuple[ApiKey, ...])
             except msgspec.MsgspecError:
                 raise UsageError(
-                    f"{KEYS_NAME} in the data folder is damaged: no key is known",
-                    "remove it, and make new keys: `peerloom keys new`",
+                    f"{KEYS_NAME} in the data folder is damaged, so no key is accepted",
+                    "remove it, and make new keys with `peerloom keys new`",
                 ) from None
             self._keys = {key.digest: key for key in kept}
 
@@ -71,17 +71,18 @@ class KeyRing:
         return len(self._keys)
 
     def find(self, headers: Mapping[str, str]) -> ApiKey | None:
-        """Return the key of a request, from the header of OpenAI's or Anthropic's clients."""
+        """Return the key of a request, from the header that OpenAI's or Anthropic's clients use."""
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         text = bearer.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
         if not text or len(text) > KEY_LENGTH_MAX:
             return None
-        # A lookup by hash: its time reveals nothing about how much of a key was right.
+        # Look the key up by its hash, so that the time reveals nothing about how much of a guessed key was
+        # right.
         return self._keys.get(_digest(text))
 
     @property
     def handlers(self) -> Mapping[str, CommandHandler]:
-        """For `node.control.ControlServer`."""
+        """The handlers for `node.control.ControlServer`."""
         return {
             "keys.new": command(NewKeyRequest, self._new),
             "keys.list": command(Nothing, self._list),
@@ -89,11 +90,13 @@ class KeyRing:
         }
 
     async def _new(self, asked: NewKeyRequest, _emit: Emit) -> object:
-        """Make a key. Only the answer has its text."""
+        """Make a key. Its text is only in the answer."""
         if not asked.name.isprintable():
-            raise UsageError("name: want printable letters")
+            raise UsageError("name: use printable characters")
         if len(self._keys) >= KEYS_MAX:
-            raise UsageError(f"{KEYS_MAX} keys are made already", "revoke one: `peerloom keys list`")
+            raise UsageError(
+                (f"there are {KEYS_MAX} keys already"), "revoke one; `peerloom keys list` shows them"
+            )
         secret = urlsafe_b64encode(self._seams.entropy(KEY_BYTES)).rstrip(b"=").decode()
         text, made_at = PREFIX + secret, self._seams.clock.wall()
         digest = _digest(text)
@@ -105,11 +108,11 @@ class KeyRing:
         return {"schema": "peerloom/keys/1", "keys": [_document(key) for key in self._keys.values()]}
 
     async def _revoke(self, asked: RevokeKeyRequest, _emit: Emit) -> object:
-        """Forget a key, by its id or its name. Raises UsageError: there is none, or several."""
+        """Revoke a key by its id or name. Raises UsageError if there is none, or more than one."""
         found = [key for key in self._keys.values() if asked.key in (key.id, key.name)]
         if len(found) != 1:
-            what = f"{len(found)} keys are called {asked.key!r}; give the id"
-            raise UsageError(what if found else f"no key is called {asked.key!r}", "`peerloom keys list`")
+            what = f"{len(found)} keys have the name {asked.key!r}. Give the id"
+            raise UsageError(what if found else f"no key has the name {asked.key!r}", "`peerloom keys list`")
         await self._keep({digest: key for digest, key in self._keys.items() if key is not found[0]})
         return {"schema": "peerloom/key-revoked/1"} | _document(found[0])
 

@@ -1,4 +1,4 @@
-"""The limits of this node, as the page shows them: from its configuration, without secrets."""
+"""The limits of this node as the page shows them, taken from its configuration, without secrets."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from node.planning.planner import rate_text
 
 
 def document(config: Config) -> dict[str, Any]:
-    """Return the limits of a configuration; of a key file only whether there is one."""
+    """Return the limits of a configuration. For a key file, only whether there is one."""
     resources = config.resources
     return {
         "device": resources.device,

@@ -1,8 +1,8 @@
 """Live updates for open pages: numbered deltas that are encoded once for all pages.
 
-A page begins with a snapshot and then gets the deltas after its number. There is no queue per page: a page
-has a position in one ring of deltas, and one that falls out of the ring gets a new snapshot. While no page is
-open, events are only folded into charts and metrics.
+A page begins with a snapshot and then gets the deltas after its number. There is no queue for each page: a
+page has a position in one ring of deltas, and if it falls out of the ring it gets a new snapshot. While no
+page is open, events are only added to charts and metrics.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from node.web.metrics import Metrics
 from node.web.settings import WebSettings
 
 TICK_SECONDS = 0.5
-"""How often open pages are updated; a death must be visible within two seconds."""
+"""Seconds between updates of open pages; a death must be visible within two seconds."""
 IDLE_TICK_SECONDS = 2.0
 COUNTERS_SECONDS = 1.0
 DELTA_BYTES_KEPT_MAX = 4 << 20
@@ -74,7 +74,7 @@ class Live:
         self._snapshot: tuple[int, bytes] | None = None
 
     async def run(self) -> None:
-        """Fold events and update open pages, until cancelled."""
+        """Process events and update open pages, until cancelled."""
         while True:
             self.tick()
             if self.watchers:
@@ -86,7 +86,7 @@ class Live:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count an open page; deltas are made meanwhile."""
+        """Count an open page; deltas are made while there is one."""
         self.watchers += 1
         self._arrived.set()
         try:
@@ -95,17 +95,17 @@ class Live:
             self.watchers -= 1
 
     async def follow(self, after: int | None) -> AsyncGenerator[tuple[int, str, bytes], None]:
-        """Yield (number, kind, JSON) of a snapshot and deltas, or of the deltas after a number, without end;
-        kind is reset, delta, or an empty beat."""
+        """Yield without end (number, kind, JSON): first a snapshot, or the deltas `after` a number, then
+        further deltas. The kind is reset, delta, or an empty beat."""
         position = after
         while True:
             if position is None or position > self.number or (self._ring_start() > position):
                 self.tick()
-                position = self.number  # read now: more happens while a snapshot is being sent
+                position = self.number  # read it now, because more happens while a snapshot is being sent
                 yield position, "reset", self.snapshot()
             for number, data in [each for each in self._ring if each[0] > position]:
                 if number <= position or self._ring_start() > position:
-                    break  # it waited for its reader, and fell out of the ring
+                    break  # the page read too slowly and fell out of the ring
                 position = number
                 yield number, "delta", data
             if position >= self.number:
@@ -115,13 +115,13 @@ class Live:
                     yield position, "beat", b""
 
     def snapshot(self) -> bytes:
-        """Return a page's first state as JSON, made once for all pages at the same number."""
+        """Return a page's first state as JSON. All pages at the same number share one."""
         if self._snapshot is None or self._snapshot[0] != self.number:
             self._snapshot = (self.number, msgspec.json.encode(self._whole()))
         return self._snapshot[1]
 
     def tick(self) -> None:
-        """Fold the events since the last call, and make a delta of them while a page is open."""
+        """Process the events since the previous call, and make a delta of them while a page is open."""
         state, events = self._read_state(), self._history.after(self._seen)
         points: dict[str, list[object]] = {}
         marks: dict[str, list[object]] = {}
@@ -204,7 +204,7 @@ class Live:
         self._wake()
 
     def _forget(self) -> None:
-        """Drop all deltas, since events happened without one: returning pages begin with a snapshot."""
+        """Drop all deltas, because events happened without a delta. Returning pages begin with a snapshot."""
         self.number += 1
         self._ring.clear()
         self._ring_bytes = 0

@@ -1,9 +1,9 @@
-"""`/metrics`: the counters and state of this node, in the text form of Prometheus.
+"""`/metrics`: the counters and state of this node, in the text format of Prometheus.
 
 Names begin with `peerloom_`, have base units and are never renamed. Label values are bounded: statuses, kinds
-of events and reasons that our own code names, and some models (`node.web.model_metrics`). Peers and runs are
-not labels: there is no bound on them. Events are counted from the start of the page on; the rest is read on
-request.
+of events and reasons that our own code defines, and a limited number of models (`node.web.model_metrics`).
+Peers and runs are not labels, because their number is not bounded. Events are counted from the start of the
+page on; everything else is read on request.
 """
 
 from collections import Counter
@@ -41,16 +41,16 @@ class Metrics:
         self._meter = EnergyMeter()
         self._steps = Histogram(
             "peerloom_step_seconds",
-            "Time from a step's opening to its commit, of runs this node is in. Steps lost to a checkpoint "
-            "count each time they are committed; placing and resuming are not counted.",
+            "Time from a step's opening to its commit, for runs that this node is in. Steps that were lost "
+            "and committed again after a checkpoint count each time; placing and resuming are not counted.",
             buckets=STEP_BUCKETS,
             registry=None,
         )
         self.models = ModelMetrics()
         self._mean = Histogram(
             "peerloom_answer_token_seconds",
-            "Mean time between the tokens of an answer, one observation an answer. Answers of one token are "
-            "not counted.",
+            "Mean time between the tokens of an answer, with one observation for each answer. Answers of "
+            "one token are not counted.",
             buckets=TOKEN_BUCKETS,
             registry=None,
         )
@@ -84,7 +84,7 @@ class Metrics:
         version: str,
         held: Iterable[tuple[Service, Listing]] = (),
     ) -> bytes:
-        """Return all metrics in the text form. `own` are the page's own gauges by name; `held` are the
+        """Return all metrics in the text format. `own` are the page's own gauges by name. `held` are the
         services with a stage here, and the state of that stage."""
         registry = CollectorRegistry(auto_describe=False)
         told = [
@@ -100,17 +100,17 @@ class Metrics:
         return generate_latest(registry)
 
     def _told(self) -> Iterable[Metric]:
-        """Return the metrics counted from events."""
+        """Return the metrics that are counted from events."""
         happened = CounterMetricFamily(
             "peerloom_events",
-            "Events of this node by kind. What is refused below a threshold is counted, but is no event.",
+            "Events of this node by kind. Refusals below a threshold are counted, but are no events.",
             labels=["kind"],
         )
         for kind in sorted(EVENT_KINDS):
             happened.add_metric([kind], self._kinds[kind])
         yield happened
         yield _counter(
-            "steps_committed", "Steps committed in runs this node is in.", self._kinds["StepCommitted"]
+            "steps_committed", "Steps committed in runs that this node is in.", self._kinds["StepCommitted"]
         )
         yield _counter(
             "samples", "Samples of committed steps. Replays are not counted.", self._sums["samples"]
@@ -122,15 +122,15 @@ class Metrics:
         )
         yield _counter(
             "microbatches_replayed",
-            "Micro-batches computed again because whoever had summed them is gone. Those of steps that a "
-            "checkpoint took back are not counted.",
+            "Micro-batches computed again because the replica that had summed them is gone. Those of steps "
+            "that were undone by a checkpoint are not counted.",
             self._sums["replayed"],
         )
         yield _counter("steps_lost", "Steps computed again from a checkpoint.", self._sums["lost"])
         sent = CounterMetricFamily(
             "peerloom_frame_bytes",
-            "Bytes of frames between stages of committed steps, of all stages of a run and not of this node "
-            "alone. Framing, gossip and checkpoints are not counted.",
+            "Bytes of frames between stages in committed steps, for all stages of a run, not only this "
+            "node's. Framing, gossip and checkpoints are not counted.",
             labels=["direction"],
         )
         for direction in ("forward", "backward"):
@@ -141,8 +141,8 @@ class Metrics:
     def _energy(self) -> Metric:
         used = CounterMetricFamily(
             "peerloom_energy_joules",
-            "Energy of the whole machine since the page was opened, by what counts it; other programs' work "
-            "is counted too. Nothing where the hardware does not tell.",
+            "Energy of the whole machine since the page was opened, by the source that counts it. It "
+            "includes other programs' work. Empty if the hardware does not count energy.",
             labels=["source"],
         )
         for source, joules in self._meter.read().items():
@@ -153,13 +153,15 @@ class Metrics:
         step = self._last
         yield _gauge("last_loss", "Loss of the newest step of any run.", step.loss if step else None)
         yield _gauge(
-            "last_bubble_ratio", "Share of it that no replica computed.", step.bubble if step else None
+            "last_bubble_ratio",
+            ("Share of the newest step that no replica computed."),
+            step.bubble if step else None,
         )
         yield _gauge("last_replicas", "Replicas of the newest step.", step.replicas if step else None)
         yield _gauge("last_accuracy_ratio", "Accuracy of the newest evaluation.", self._accuracy)
         used = GaugeMetricFamily(
             "peerloom_stage_utilisation_ratio",
-            "Share of the newest step that a stage's replicas computed. Waiting is not counted.",
+            "Share of the newest step that a stage's replicas spent computing, without waiting.",
             labels=["stage"],
         )
         for stage, share in enumerate(step.utilisation[:STAGES_MAX] if step else ()):
@@ -178,17 +180,17 @@ class _Collected:
 
 
 def _present(state: State, counters: Mapping[str, int]) -> Iterable[Metric]:
-    """Return the metrics of `State` and the counters now."""
+    """Return the metrics of the present `State`, and the counters."""
     members = GaugeMetricFamily(
         "peerloom_members",
-        "Other members this node lists, by status. This node is not counted.",
+        "Other members that this node lists, by status, without this node.",
         labels=["status"],
     )
     statuses = Counter(member.status for member in state.members.values())
     for status in MEMBER_STATUSES:
         members.add_metric([status], statuses[status])
     yield members
-    runs = GaugeMetricFamily("peerloom_runs", "Runs this node knows, by status.", labels=["status"])
+    runs = GaugeMetricFamily("peerloom_runs", "Runs that this node knows, by status.", labels=["status"])
     for status, count in sorted(Counter(view.status for view in state.runs.values()).items()):
         runs.add_metric([status], count)
     yield runs
@@ -197,12 +199,10 @@ def _present(state: State, counters: Mapping[str, int]) -> Iterable[Metric]:
     for kind in KINDS:
         alerts.add_metric([kind], raised[kind])
     yield alerts
-    traffic = CounterMetricFamily(
-        "peerloom_traffic", "What went well in the transport, by what it was.", labels=["what"]
-    )
+    traffic = CounterMetricFamily("peerloom_traffic", "Successes in the transport, by kind.", labels=["what"])
     refused = CounterMetricFamily(
         "peerloom_refused",
-        "What was refused, dropped or broken, by reason, at every layer; each from its first time on.",
+        "Refusals, drops and failures at every layer, by reason. A reason appears once it has occurred.",
         labels=["reason"],
     )
     for name, count in sorted(counters.items()):
@@ -210,11 +210,15 @@ def _present(state: State, counters: Mapping[str, int]) -> Iterable[Metric]:
     yield traffic
     yield refused
     reach = state.reachability.reachable if state.reachability is not None else None
-    yield _gauge("reachable", "1 if others reach this node, 0 if not; none where nobody has tried.", reach)
+    yield _gauge(
+        "reachable", ("1 if others can reach this node, 0 if not, and absent if no peer has tried."), reach
+    )
     offer = state.capacity
     yield _gauge("offered_memory_bytes", "Memory offered when measured.", offer and offer.memory_free_bytes)
     yield _gauge("offered_flops_per_second", "Speed when measured, fp32.", offer and offer.flops_per_second)
-    yield _gauge("start_time_seconds", "When this node began.", state.started and state.started.at)
+    yield _gauge(
+        "start_time_seconds", ("Unix time at which this node started."), state.started and state.started.at
+    )
 
 
 def _own(own: Mapping[str, float], version: str) -> Iterable[Metric]:
@@ -224,13 +228,13 @@ def _own(own: Mapping[str, float], version: str) -> Iterable[Metric]:
         times, memory = process.cpu_times(), process.memory_info().rss
     yield _counter(
         "process_cpu_seconds",
-        "Processor time of the node's own process. Stages compute in others, which are not counted.",
+        "Processor time of the node's own process, without the processes of stages.",
         times.user + times.system,
     )
     yield _gauge("process_resident_memory_bytes", "Memory of the node's own process.", memory)
     for name, value in own.items():
-        yield _gauge(name, "Of the page; see the name.", value)
-    yield InfoMetricFamily("peerloom_build", "The version that runs.", {"version": version})
+        yield _gauge(name, "A figure of the page, described by its name.", value)
+    yield InfoMetricFamily("peerloom_build", "The running version.", {"version": version})
 
 
 def _counter(name: str, text: str, value: float) -> Metric:

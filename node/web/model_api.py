@@ -1,15 +1,16 @@
-"""The HTTP door of models, for existing clients pointed at any node of the swarm.
+"""The HTTP door of models (their gateway), for existing clients, which may be pointed at any node of the
+swarm.
 
     GET  /v1/models  /v1/models/NAME               services that answer now
     POST /v1/completions  /v1/chat/completions     OpenAI's forms
     POST /v1/responses                             the same company's form for agents, without a memory
     POST /v1/messages  /v1/messages/count_tokens   Anthropic's form
     POST /v1/embeddings                            vectors of texts, by encoders
-    GET  /health  /openapi.json                    for everybody; all else needs a key (`peerloom keys new`)
+    GET  /health  /openapi.json                    for everybody; all others need a key (`peerloom keys new`)
 
-Requests are read and written by `node.web.forms`, answers come from `node.web.answers`, and turns are given
-by `node.web.quotas`. An answer ends when its client hangs up, even while it waits for its turn or for a long
-prompt; then every stage forgets it.
+`node.web.forms` reads requests and writes answers, `node.web.answers` makes the answers, and
+`node.web.quotas` decides when each request is served. An answer ends when its client hangs up, even while it
+waits in the queue or for a long prompt to be read. Every stage then forgets it.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,12 +58,13 @@ from node.web.quotas import QueueFull, RequestQueue, RequestTurn
 from node.web.settings import WebSettings
 
 READ_HERE_BYTES_MAX = 64 << 10
-"""A longer body takes milliseconds to decode, which would block the event loop."""
+"""Maximum size of a body that is decoded in the event loop. A longer one takes milliseconds, which would
+block the loop."""
 HEARTBEAT_SECONDS = 15.0
 QUEUE_SECONDS_MAX = 120.0
-"""How long a request waits for its turn; the official clients give up after ten minutes."""
+"""How long a request waits in the queue. The official clients give up after ten minutes."""
 OPEN_PATHS = frozenset({"/health", "/openapi.json"})
-"""They say nothing of this swarm."""
+"""Paths that need no key, because they reveal nothing about this swarm."""
 NO_STORE = ("cache-control", "no-store")
 
 FORMS: Mapping[str, tuple[type[AskedForm], Callable[[AnswerFrame, Any], AnswerWriter]]] = {
@@ -77,7 +79,7 @@ EMBEDDINGS_PATH = "/v1/embeddings"
 
 
 class CountRequest(MessagesRequest, frozen=True, kw_only=True):
-    """`/v1/messages/count_tokens`: a request that is not answered."""
+    """`/v1/messages/count_tokens`: a request whose tokens are counted, without an answer."""
 
     max_tokens: int = 1
 
@@ -97,7 +99,7 @@ class VectorSource(Protocol):
 
 
 class ModelApi:
-    """The HTTP door of one node: keys, turns, and the forms of requests."""
+    """The HTTP door of one node: keys, the queue, and the forms of requests."""
 
     def __init__(
         self,
@@ -115,15 +117,16 @@ class ModelApi:
         self._vectors = vectors
         self._events: dict[RequestTurn, trio.Event] = {}
         self.on_turn: Callable[[str, float], None] = lambda _model, _seconds: None
-        """Called for each request that got its turn, with the model's name and the seconds waited."""
+        """Called for each request that starts being served, with the model's name and the seconds that it
+        waited."""
 
     @staticmethod
     def serves(path: str) -> bool:
-        """Return whether a path is one of these, or looks like one."""
+        """Return whether a path is one of these, or similar to one."""
         return path.startswith("/v1/") or path in OPEN_PATHS
 
     def admit(self, request: HttpRequest) -> int | Response:
-        """Return the most bytes of a request's body; without a key it is not read."""
+        """Return the maximum size of a request's body. Without a key the body is not read."""
         if request.path in OPEN_PATHS:
             return 0
         if self.keys.find(request.headers) is None:
@@ -132,8 +135,12 @@ class ModelApi:
 
     def _no_key(self, request: HttpRequest) -> FormProblem:
         given = "authorization" in request.headers or "x-api-key" in request.headers
-        what = "this key is not known here" if given else "want a key: Authorization: Bearer KEY"
-        how = shown("`peerloom keys new` makes one", program_from_anywhere)
+        what = (
+            ("this node does not know the key")
+            if given
+            else "the request needs a key: Authorization: Bearer KEY"
+        )
+        how = shown("make one with `peerloom keys new`", program_from_anywhere)
         return FormProblem(f"{what}; at this node, {how}", kind="key")
 
     async def answer(self, request: HttpRequest) -> Response | Streaming:
@@ -146,7 +153,7 @@ class ModelApi:
     async def _answer(self, request: HttpRequest) -> Response | Streaming:
         path, is_post = request.path, request.method == "POST"
         if not is_post and request.method not in ("GET", "HEAD"):
-            raise FormProblem("want GET or POST")
+            raise FormProblem("use GET or POST")
         if path == "/health":
             return _json({"status": "ok"})
         if path == "/openapi.json":
@@ -164,7 +171,7 @@ class ModelApi:
             if not is_post:
                 raise FormProblem(f"{path}: want POST")
             return await self._embed(request, key)
-        raise FormProblem(f"there is nothing at {path[:80]}; /openapi.json lists what is", kind="missing")
+        raise FormProblem(f"there is nothing at {path[:80]}; /openapi.json lists the paths", kind="missing")
 
     # Models
 
@@ -175,7 +182,7 @@ class ModelApi:
             return _json({"object": "list", "data": rows, "has_more": False} | ends)
         found = next((row for row in rows if row["id"] == name), None)
         if found is None:
-            raise FormProblem(f"no model is called {name[:80]!r}", kind="missing", field="model")
+            raise FormProblem(f"no model has the name {name[:80]!r}", kind="missing", field="model")
         return _json(found)
 
     # Answers
@@ -206,19 +213,20 @@ class ModelApi:
         is_short = len(request.body) <= READ_HERE_BYTES_MAX
         asked, texts = read() if is_short else await self._seams.executor.run(read)
         if self._vectors is None:
-            raise FormProblem("this door gives no embeddings", kind="missing", code="unsupported")
+            raise FormProblem("this node provides no embeddings", kind="missing", code="unsupported")
         await self._take_turn(request.held, key, asked.model)
         return Response(await self._vectors.embed(asked, texts, request.held), headers=(NO_STORE,))
 
     async def _read(self, body: bytes, kind: type[AskedForm]) -> tuple[AskedForm, AnswerRequest]:
-        """Return a request in its form, and the common request; a long one is read in a thread. Raises
-        FormProblem."""
+        """Return a request in its own form, and as the common request. A long one is decoded in a thread.
+        Raises FormProblem."""
         if len(body) <= READ_HERE_BYTES_MAX:
             return _asked(body, kind)
         return await self._seams.executor.run(partial(_asked, body, kind))
 
     async def _take_turn(self, held: AsyncExitStack, key: ApiKey, model: str) -> None:
-        """Wait for a turn, which ends with `held`. Raises FormProblem: too many wait."""
+        """Wait in the queue until the request may be served, and until `held` is closed count it. Raises
+        FormProblem if too many wait."""
         began = self._seams.clock.monotonic()
         try:
             turn = self.queue.enter(began, key.id, key.in_flight_max)
@@ -239,7 +247,10 @@ class ModelApi:
             await self._events[turn].wait()
         if turn.at is None:
             raise FormProblem(
-                f"no turn came within {QUEUE_SECONDS_MAX:.0f} s: too much is asked of this node",
+                (
+                    f"the request waited {QUEUE_SECONDS_MAX:.0f} s in the queue, because this "
+                    "node has too many requests"
+                ),
                 kind="busy",
                 retry_seconds=QUEUE_SECONDS_MAX / 2,
             )
@@ -253,13 +264,13 @@ class ModelApi:
     # Problems
 
     def explain(self, path: str, refusal: RequestRefusal) -> Response:
-        """Return a refusal of the HTTP server in the form that a path's clients read."""
+        """Return a refusal of the HTTP server in the form that the clients of a path read."""
         is_ours = refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR
         problem = FormProblem(refusal.reason, kind="failed" if is_ours else "invalid")
         return replace(self.explain_problem(path, problem), status=refusal.status)
 
     def explain_problem(self, path: str, problem: FormProblem) -> Response:
-        """Return a problem in the form that a path's clients read."""
+        """Return a problem in the form that the clients of a path read."""
         is_message = path.startswith("/v1/messages")
         document = message_error(problem) if is_message else error_document(problem)
         headers = [NO_STORE]
@@ -284,7 +295,7 @@ async def _whole(writer: AnswerWriter, answers: RunningAnswers) -> Response:
 
 
 async def _stream(writer: AnswerWriter, answers: RunningAnswers, send: Send) -> None:
-    """Send an answer as it comes. An error goes out as an event, since the status has already been sent."""
+    """Send an answer as it comes. An error is sent as an event, because the status has already been sent."""
     await send(writer.begin())
     try:
         while True:
@@ -293,7 +304,7 @@ async def _stream(writer: AnswerWriter, answers: RunningAnswers, send: Send) -> 
                 if (found := await answers.next()) is None:
                     break
                 data = _written(writer, found)
-                while (more := answers.next_nowait()) is not None:  # together, where much has come
+                while (more := answers.next_nowait()) is not None:  # send the waiting events together
                     data += _written(writer, more)
             await send(data)
     except FormProblem as problem:
@@ -313,7 +324,8 @@ def _written(writer: AnswerWriter, found: Event) -> bytes:
 
 
 def _model(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a service in the model format of both companies' clients, with fields of the swarm."""
+    """Return a service in the model format of both companies' clients, with additional fields of the
+    swarm."""
     created = int(row["at_milliseconds"]) // 1_000
     return {
         "id": row["name"],

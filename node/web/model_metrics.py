@@ -1,6 +1,7 @@
 """Metrics of the models that this node was asked for, for `/metrics`.
 
-A model's label is its service's name: the first MODELS_MAX names have their own, all others are "other".
+A model's label is its service's name. The first MODELS_MAX names have their own label; all others share
+"other".
 """
 
 from collections import Counter
@@ -13,13 +14,14 @@ from node.protocols.services import Listing, Service
 from node.serving_events import GenerationEnded
 
 MODELS_MAX = 32
-"""More lines make a dashboard unreadable, and each histogram has a dozen series a model."""
+"""Maximum number of labels. More lines make a dashboard unreadable, and each histogram has a dozen series for
+each model."""
 OTHER = "other"
 FIRST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 BETWEEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 QUEUE_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 120.0)
 OUTCOMES = ("stop", "length", "cancelled", "failed")
-"""How an answer of a model ends."""
+"""The ways in which an answer of a model can end."""
 
 
 class ModelMetrics:
@@ -32,23 +34,23 @@ class ModelMetrics:
         labels = ("model",)
         self._first = Histogram(
             "peerloom_answer_first_token_seconds",
-            "Time from an answer's beginning at this node to its first token. Waiting for a turn and answers "
-            "without a token are not counted.",
+            "Time from an answer's beginning at this node to its first token, without the time in the "
+            "queue. Answers without a token are not counted.",
             labels,
             buckets=FIRST_BUCKETS,
             registry=None,
         )
         self._between = Histogram(
             "peerloom_answer_between_tokens_seconds",
-            "Time from a token of an answer to the next, as they come to this node; failovers count. "
-            "What a client waits for its connection is not counted.",
+            "Time between the tokens of an answer as they reach this node, including failovers, but without "
+            "a client's waiting for its connection.",
             labels,
             buckets=BETWEEN_BUCKETS,
             registry=None,
         )
         self._queue = Histogram(
             "peerloom_answer_queue_seconds",
-            "Time that a request over HTTP waited for its turn. Requests that were refused are not counted.",
+            "Time that a request over HTTP waited in the queue. Requests that were refused are not counted.",
             labels,
             buckets=QUEUE_BUCKETS,
             registry=None,
@@ -73,12 +75,12 @@ class ModelMetrics:
         self._between.labels(self._label(name)).observe(seconds)
 
     def queued(self, name: str, seconds: float) -> None:
-        """Count the time that a request waited for its turn."""
-        # A name without a service is a client's mistake, and makes no label.
+        """Count the time that a request waited in the queue."""
+        # A name without a service is a client's mistake, so it gets no label of its own.
         self._queue.labels(name if name in self._names else OTHER).observe(seconds)
 
     def families(self, held: Iterable[tuple[Service, Listing]]) -> Iterator[Metric]:
-        """Return the counters, and what the stages that are held here keep now."""
+        """Return the counters, and the present contents of the stages that are held here."""
         ended = CounterMetricFamily(
             "peerloom_answers",
             "Answers of models that this node was asked for, by how they ended.",
@@ -90,8 +92,12 @@ class ModelMetrics:
         yield ended
         for name, what, text in (
             ("answer_tokens", "made", "Tokens of these answers. Prompts are not counted."),
-            ("answer_prompt_tokens", "read", "Tokens of their prompts, each time that they were asked."),
-            ("answer_moves", "moves", "Times that one of them lost a provider and went on."),
+            (
+                "answer_prompt_tokens",
+                "read",
+                ("Tokens of their prompts, counted each time that they were asked."),
+            ),
+            ("answer_moves", "moves", "Times that an answer lost a provider and continued."),
         ):
             family = CounterMetricFamily(f"peerloom_{name}", text, labels=["model"])
             for model in self._names:
@@ -104,8 +110,8 @@ class ModelMetrics:
             GaugeMetricFamily(f"peerloom_{name}", text, labels=["model"])
             for name, text in (
                 ("model_sessions", "Sessions that are open at the stages of a model held here."),
-                ("model_cache_tokens", "Tokens of which these stages keep keys and values."),
-                ("model_cache_tokens_max", "Tokens of which they have room for keys and values."),
+                ("model_cache_tokens", "Tokens whose keys and values these stages keep."),
+                ("model_cache_tokens_max", "Tokens for whose keys and values these stages have room."),
             )
         ]
         sums: Counter[tuple[str, int]] = Counter()

@@ -5,15 +5,16 @@
     /api/export                                  events by filter, a line of JSON each
     /api/run/RUN  /api/events  /api/whatif       a run's course; events by filter; a plan without some peers
     /api/services  /api/chat  ...                services, and answers to the page's owner (`node.web.chat`)
-    /api/actions/...                             what changes something
+    /api/actions/...                             actions that change something
     /metrics                                     counters and gauges for Prometheus
     /v1/...  /health  /openapi.json              models, for clients with a key (`node.web.model_api`)
-    /static/...                                  scripts and styles of ours, and the vendored ones
+    /static/...                                  our own scripts and styles, and the vendored ones
 
-All of /api/ needs the token of the link that the node prints; it survives restarts, so that an open page
-continues after one. The page listens only on this machine; serving models beyond it uses a separate door. The
-page is not part of the node: it reads `State`, the history of events and the counters, and acts through the
-same handlers as the command line. If it fails, it is restarted without effect on the node.
+Everything under /api/ needs the token of the link that the node prints. The token survives restarts, so that
+an open page continues after one. The page listens only on this machine; serving models to other machines uses
+a separate door. The page is not part of the node: it reads `State`, the history of events and the counters,
+and acts through the same handlers as the command line. If it fails, it is restarted without effect on the
+node.
 """
 
 import ssl
@@ -68,19 +69,19 @@ from node.web.settings import WebSettings
 from node.web.starting import Starter
 
 STREAMS_MAX = 32
-"""The most pages open at once: a user's windows."""
+"""Maximum number of open pages: a user's windows."""
 EVENTS_ANSWERED_MAX = 2_000
-"""The most events in one answer; an export continues from its end."""
+"""Maximum number of events in one answer. An export continues where it ends."""
 EXPORT_LINES = 200
-"""Lines sent at once; the page waits for a slow reader in between."""
+"""Number of lines sent together. In between, the page waits for a slow reader."""
 TOKEN_BYTES = 16
 TOKEN_NAME = "page-token"  # noqa: S105 - the name of a file
-"""The name of the blob that keeps the token."""
+"""Name of the blob that stores the token."""
 PAGE_HOST = "127.0.0.1"
 VIEWS = ("/", "/run", "/plan", "/models", "/chat", "/node", "/events")
 CHAT_PATH = "/api/chat"
 ACTIONS = {"stop": "runs.stop", "drop": "runs.drop", "save": "checkpoint.save", "leave": "leave"}
-"""The page's actions, by the command that executes them; `start` and `limits` are separate."""
+"""The page's actions, each with the command that executes it; `start` and `limits` are handled separately."""
 
 
 class PageNode(Protocol):
@@ -107,7 +108,7 @@ class PageNode(Protocol):
 
 
 class Page:
-    """Serves one node's page until cancelled. `token` is what its views and actions ask for."""
+    """Serves one node's page until cancelled. `token` is required by its views and actions."""
 
     def __init__(self, node: PageNode, settings: WebSettings | None = None) -> None:
         self._node = node
@@ -140,7 +141,7 @@ class Page:
         self._version = _version()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled. Raises OSError: this machine has no port for it."""
+        """Serve until cancelled. Raises OSError if this machine has no port for the page."""
         web = self._node.config.web
         assert web.address is not None
         host, port, models = web.address.host, web.address.port, ""
@@ -174,8 +175,8 @@ class Page:
         )
 
     async def _open_shared(self, nursery: trio.Nursery, host: str, port: int) -> int:
-        """Serve models beyond this machine; return the port. Their requests need not name this machine as
-        Host, and cannot reach the page."""
+        """Serve models to other machines; return the port. The Host of these requests need not name this
+        machine, and they cannot reach the page."""
         rules = DoorRules(
             is_owner=self._has_key,
             new_id=self._new_id,
@@ -204,8 +205,8 @@ class Page:
         return self.models.keys.find(request.headers) is not None
 
     def _links(self) -> dict[str, float]:
-        """Return the members that have proved their identity to this node, with the seconds of a join through
-        them, 0 if there was none."""
+        """Return the members that have proved their identity to this node, each with the duration of a join
+        through it in seconds (0 if there was none)."""
         state, network = self._node.state, self._node.seams.network
         joined = {join.peer: join.seconds for join in state.joins if join.outcome == "ok"}
         return {
@@ -215,7 +216,7 @@ class Page:
         }
 
     def _ways(self) -> dict[str, str]:
-        """Return, by member, the way to it if it is not simply dialled: punched, or through a relay, and its
+        """Return how each member is reached if it is not simply dialled: punched or through a relay, with the
         measured speed."""
         members = self._node.state.members
         found = {}
@@ -239,7 +240,7 @@ class Page:
         return f"{self._address}/#token={self.token}"
 
     def _is_owner(self, request: HttpRequest) -> bool:
-        """Return whether a request has the token, or a key."""
+        """Return whether a request has the token or a key."""
         return refuse_reader(request.headers, request.query, self.token) is None or self._has_key(request)
 
     def _new_id(self) -> str:
@@ -253,7 +254,7 @@ class Page:
         if request.method == "POST":
             return await self._post(request)
         if request.method not in ("GET", "HEAD"):
-            return problem(HTTPStatus.METHOD_NOT_ALLOWED, "want GET, HEAD or POST")
+            return problem(HTTPStatus.METHOD_NOT_ALLOWED, "use GET, HEAD or POST")
         if path in VIEWS or path.startswith("/run/"):
             return self._assets.serve("index.html", request.headers.get("if-none-match"))
         if path.startswith("/static/"):
@@ -267,7 +268,7 @@ class Page:
         return await self._look(path, request)
 
     async def _look(self, path: str, request: HttpRequest) -> Response | Streaming:
-        """Answer a request that has to ask others first."""
+        """Answer a request for which this node must first ask other nodes."""
         if path == "/api/whatif":
             return await self._what_if(request)
         if path.startswith("/api/run/"):
@@ -291,12 +292,12 @@ class Page:
         return problem(HTTPStatus.NOT_FOUND, "there is nothing here")
 
     async def _what_if(self, request: HttpRequest) -> Response:
-        """Answer a prediction of a run without some peers: from its last step, and by the planner if this
-        node has its graph."""
+        """Answer with a prediction of a run without some peers. It is based on the run's latest step and, if
+        this node has its graph, on the planner."""
         run = request.query.get("run", "")
         view = self._node.state.runs.get(run)
         if view is None:
-            return problem(HTTPStatus.NOT_FOUND, "this run is not known here")
+            return problem(HTTPStatus.NOT_FOUND, "this node does not know the run")
         without = frozenset(request.query.get("without", "").split(",")) - {""}
         document = whatif.document(self._node.state, view, without)
         return _json(
@@ -331,7 +332,7 @@ class Page:
         return b"event: %s\nid: %s.%d\ndata: %s\n\n" % (kind.encode(), self.live.boot.encode(), number, data)
 
     def _resumed(self, text: str) -> int | None:
-        """Return the last number that a page has seen in this life of the node; None for a new page."""
+        """Return the last number that a page has seen since the node started; None for a new page."""
         boot, _, number = text.partition(".")
         is_number = number.isascii() and number.isdigit() and len(number) <= 15
         return int(number) if boot == self.live.boot and is_number else None
@@ -341,7 +342,7 @@ class Page:
     async def _course(self, run: str) -> Response:
         view = self._node.state.runs.get(run)
         if view is None:
-            return problem(HTTPStatus.NOT_FOUND, "this run is not known here")
+            return problem(HTTPStatus.NOT_FOUND, "this node does not know the run")
         reading = await kept_reading(self._node.seams, run)
         self.live.tick()
         course = self.live.charts.courses.get(run)
@@ -355,10 +356,11 @@ class Page:
         return _json(msgspec.json.encode(document))
 
     def _events(self, request: HttpRequest) -> Response:
-        """Answer with events by filter: `after` (a number), `kind`, `text` (in the event's JSON), `count`."""
+        """Answer with events, filtered by `after` (a number), `kind`, `text` (in the event's JSON) and
+        `count`."""
         after, count = request.query.get("after", "0"), request.query.get("count", "500")
         if not all(text.isascii() and text.isdigit() and len(text) <= 15 for text in (after, count)):
-            return problem(HTTPStatus.BAD_REQUEST, "after and count are whole numbers")
+            return problem(HTTPStatus.BAD_REQUEST, "after and count must be whole numbers")
         rows = list(islice(self._found(request, int(after)), min(int(count), EVENTS_ANSWERED_MAX)))
         number = rows[-1][0] if rows else self._node.history.last
         document = {
@@ -371,7 +373,7 @@ class Page:
         return _json(msgspec.json.encode(document))
 
     def _export(self, request: HttpRequest) -> Streaming:
-        """Answer with all kept events by filter, a line each."""
+        """Answer with all kept events that match the filter, one on each line."""
         rows = [row for _, row in self._found(request, 0)]
 
         async def write(send: Send) -> None:
@@ -403,12 +405,12 @@ class Page:
         text = self.live.metrics.text(self._node.state, self._node.counters, own, self._version, held)
         return Response(text, content_type=metrics.CONTENT_TYPE, headers=(("cache-control", "no-store"),))
 
-    # Acting
+    # Actions
 
     async def _post(self, request: HttpRequest) -> Response | Streaming:
         name = request.path.removeprefix("/api/actions/")
         if name == request.path != CHAT_PATH:
-            return problem(HTTPStatus.METHOD_NOT_ALLOWED, "only actions are posted")
+            return problem(HTTPStatus.METHOD_NOT_ALLOWED, "only actions may be posted")
         refusal = refuse_action(request.headers, self.token)
         if refusal is not None:
             return problem(refusal.status, shown(refusal.reason, program_from_anywhere))
@@ -421,7 +423,7 @@ class Page:
         try:
             arguments = msgspec.json.decode(request.body or b"{}", type=dict[str, str])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return problem(HTTPStatus.BAD_REQUEST, "want a JSON object of texts")
+            return problem(HTTPStatus.BAD_REQUEST, "the body must be a JSON object of texts")
         try:
             result = await handler(dict(arguments), _ignore)
         except PeerloomError as error:
@@ -436,17 +438,17 @@ class Page:
         return await self._starter.start(str(arguments.get("text", "")))
 
     async def _limit(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        """Set whether this node takes stages of others until it ends; present stages stay."""
+        """Set whether this node takes stages of others, until it stops. Present stages stay."""
         accept_runs = str(arguments.get("accept_runs", ""))
         if accept_runs not in ("swarm", "never"):
-            raise UsageError("accept_runs: want swarm or never")
+            raise UsageError("accept_runs: must be swarm or never")
         self._node.limit(accept_runs="swarm" if accept_runs == "swarm" else "never")
         return limits.document(self._node.config)
 
 
 def _kept_token(seams: Seams) -> str:
-    """Return the token of the last start, or a new one that is kept for the next, beside the keys and with
-    the same file modes."""
+    """Return the token of the previous start, or a new one. It is stored next to the keys with the same file
+    modes."""
     kept = seams.storage.read(TOKEN_NAME) or b""
     if len(kept) == 2 * TOKEN_BYTES and kept.isalnum():
         return kept.decode()
@@ -457,18 +459,18 @@ def _kept_token(seams: Seams) -> str:
 
 
 def _tls_of(web: Web) -> ssl.SSLContext | None:
-    """Return the TLS context for HTTPS; None without it. Raises UsageError: the certificate
-    cannot be used."""
+    """Return the TLS context for HTTPS; None without HTTPS. Raises UsageError if the certificate cannot be
+    used."""
     if web.cert is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(web.cert)
-    except OSError as error:  # of which ssl's are a kind
+    except OSError as error:  # ssl's errors are a subclass
         reason = (error.strerror or str(error)).lower()
         raise UsageError(
             f"--web-cert {short_path(web.cert)}: {reason}",
-            "want a PEM file of a certificate, its chain and its key",
+            "use a PEM file with a certificate, its chain and its key",
         ) from None
     return context
 
@@ -485,7 +487,7 @@ def _version() -> str:
 
 
 async def _ignore(event: object) -> None:
-    """Ignore a command's events: they are on the page already."""
+    """Ignore a command's events, which are on the page already."""
     del event
 
 

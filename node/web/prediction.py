@@ -1,7 +1,7 @@
-"""Predictions of a run's plan without some peers, by the code of `peerloom plan` over the living ones.
+"""Predicts a run's plan without some peers, with the code of `peerloom plan`, over the live peers.
 
-Only a node in the run has its graph; for all others `node.web.whatif` scales the last step. The page shows
-both if both exist.
+Only a node in the run has its graph. For all others `node.web.whatif` scales the latest step. If both exist,
+the page shows both.
 """
 
 from collections.abc import Set
@@ -26,7 +26,7 @@ from partition.model.graph import Graph
 from partition.plan.problem import Infeasible
 
 PEERS_MAX = 256
-"""The most peers planned for at a click: `peerloom plan` has no such limit."""
+"""Maximum number of peers planned for on a click; `peerloom plan` has no such limit."""
 FIND_SECONDS_MAX = 2.0
 
 
@@ -43,7 +43,7 @@ class PlannedNode(Protocol):
 
 
 class Predictor:
-    """Plans for one page, one plan at a time; the last answer is cached."""
+    """Makes plans for one page, one at a time; the latest answer is cached."""
 
     def __init__(self, node: PlannedNode) -> None:
         self._node = node
@@ -51,8 +51,8 @@ class Predictor:
         self._last: tuple[object, dict[str, Any]] | None = None
 
     async def predict(self, run: str, without: Set[str]) -> dict[str, Any] | None:
-        """Return the plan with all peers and that without the peers of these keys; None: this node has no
-        graph of it."""
+        """Return the plan with all peers, and the plan without the peers of these keys. Return None if this
+        node does not have the run's graph."""
         node = self._node
         members = node.runs.members.values()
         member = next((each for each in members if each.run.text == run), None)
@@ -80,7 +80,7 @@ class Predictor:
 
 
 def wanted_of(manifest: Manifest) -> PlanWish:
-    """Return the planner's request of a run's manifest."""
+    """Return the planning request for a run's manifest."""
     settings = manifest.optimizer
     return PlanWish(
         batch=manifest.microbatch * manifest.microbatches,
@@ -116,7 +116,7 @@ def _plan(graph: Graph, peers: Peers, wanted: PlanWish) -> dict[str, Any]:
     try:
         document = plan_document(plan_model(graph, peers, wanted))
     except (Infeasible, UsageError) as error:
-        if wanted.constraints.replicas:  # a run goes on with fewer replicas than it began with
+        if wanted.constraints.replicas:  # a run may continue with fewer replicas than it began with
             freer = replace(wanted.constraints, replicas=0)
             return _plan(graph, peers, replace(wanted, constraints=freer))
         return {"is_feasible": False, "text": str(error)}

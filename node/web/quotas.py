@@ -1,29 +1,28 @@
-"""Turns of requests: a limit of concurrent requests for each key and for all, and a queue that is fair by
-key.
+"""The queue of requests: it limits the concurrent requests for each key and for all, and is fair among keys.
 
-Pure. A request enters under its key and gets its turn at once, or when others leave; waiting keys take turns.
-If a key's queue is full, the request is refused with the seconds after which to retry.
+No I/O. A request enters under its key and is served immediately, or when others leave; waiting keys take
+turns. If a key's queue is full, the request is refused, with the number of seconds after which to retry.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
 TOTAL_MAX = 64
-"""Requests of all keys that are answered at once: the door has 256 generations, and a request takes up to
-eight."""
+"""Maximum number of requests of all keys that are served simultaneously. The door has 256 generations, and a
+request takes up to eight."""
 IN_FLIGHT_USUAL = 16
-"""For one key, unless it was made with another limit."""
+"""The usual maximum for one key, unless the key was made with a different limit."""
 IN_FLIGHT_MAX = TOTAL_MAX
 SECONDS_FIRST = 5.0
-"""The assumed seconds of a request before one has ended."""
+"""Assumed duration of a request before any has ended."""
 RETRY_SECONDS_MAX = 60.0
 _WEIGHT = 0.2
-"""How much the newest request counts in the mean."""
+"""Weight of the newest request in the mean duration."""
 
 
 @dataclass(eq=False)
 class RequestTurn:
-    """One request; `at` is when its turn came."""
+    """One request in the queue; `at` is when it started being served."""
 
     key: str
     at: float | None = None
@@ -36,7 +35,7 @@ class _Line:
 
 
 class QueueFull(Exception):
-    """A key's queue is full. `seconds` is the time until a retry."""
+    """A key's queue is full. `seconds` is the time after which to retry."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"ask again in {seconds:.0f} s")
@@ -57,7 +56,7 @@ class RequestQueue:
 
     @property
     def going(self) -> int:
-        """The number of requests that have their turn."""
+        """The number of requests that are being served."""
         return self._going
 
     @property
@@ -66,7 +65,7 @@ class RequestQueue:
         return sum(len(line.waiting) for line in self._lines.values())
 
     def enter(self, now: float, key: str, in_flight_max: int = IN_FLIGHT_USUAL) -> RequestTurn:
-        """Return the turn of a request; it has come if `at` is set. Raises QueueFull."""
+        """Add a request. It is served immediately if its `at` is set. Raises QueueFull."""
         line = self._lines.setdefault(key, _Line())
         self._limits[key] = in_flight_max
         turn = RequestTurn(key)
@@ -78,7 +77,8 @@ class RequestQueue:
         return turn
 
     def leave(self, now: float, turn: RequestTurn) -> list[RequestTurn]:
-        """Remove a request, whether its turn had come or not; return the requests whose turn comes now."""
+        """Remove a request, whether it was being served or not; return the requests that are served from now
+        on."""
         line = self._lines.get(turn.key)
         if line is None:
             return []
@@ -99,7 +99,7 @@ class RequestQueue:
             if key is None:
                 break
             line = self._lines.pop(key)
-            self._lines[key] = line  # the next turn is another key's
+            self._lines[key] = line  # the next request comes from a different key
             turn = line.waiting.popleft()
             turn.at = now
             line.going += 1

@@ -1,62 +1,63 @@
-"""The settings of a page's server and of the door of models: their bounds against their siblings, and good
-values."""
+"""The settings of a page's server and of the door of models: how they bound each other, and good values."""
 
 from dataclasses import dataclass
 
 from crypto.registers import Budget
 
 PATIENCE_SECONDS = 10.0
-"""How long an idle connection of the owner's browser keeps its place when another needs it."""
+"""How long an idle connection of the owner's browser keeps its place when a new connection needs it."""
 
 
 @dataclass(frozen=True)
 class WebSettings:
-    """The limits of one node's page. Raises ValueError where they contradict each other."""
+    """The limits of one node's page. Raises ValueError if they contradict each other."""
 
     connections_max: int = 128
-    """Connections. A browser opens six a page. One more displaces the longest silent one: strangers before
-    those that have shown the token, and among strangers those of the address with the most. Connections of
-    this machine are told apart only by the token. 128."""
+    """Maximum number of connections; a browser opens six for a page. A further one displaces the connection
+    that has been silent longest: unidentified ones before those that have presented the token, and among
+    unidentified ones those of the address with the most. Only the token distinguishes connections from this
+    machine. 128."""
 
     doorway_max: int = 32
-    """Further connections, which may identify themselves: a browser's six, and a few clients'. Those that
-    show the token or a key are served; of the others a new one displaces the oldest, or the newest of an
-    address with too many. 0 for none. 32."""
+    """Maximum number of further connections, which may identify themselves: a browser's six, and a few
+    clients'. Those that present the token or a key are served. Among the others, a new one displaces the
+    oldest, or the newest of an address with too many. 0 for none. 32."""
 
     doorway_seconds: float = 2.0
     """How long each of those keeps its connection, however full the doorway is: a TLS handshake and a request
-    take three round trips. A flood that fills the doorway holds it for as long. 2."""
+    take three round trips. A flood that fills the doorway occupies it for this long. 2."""
 
     request_seconds_max: float = 5.0
-    """From a request's first byte to its last. 5."""
+    """Maximum time from a request's first byte to its last. 5."""
 
     long_request_seconds_max: float = 30.0
-    """The same where a long body is allowed, which comes over slow links too. At least
+    """The same limit for a long body, if allowed, which also comes over slow links. At least
     `request_seconds_max`. 30."""
 
     idle_seconds_max: float = 30.0
     """How long a connection may wait for its next request. 30."""
 
     chats_max: int = 16
-    """Answers of open pages at once: each page gives one at a time. 0 for none. 16."""
+    """Maximum number of simultaneous answers for open pages; each page gets one at a time. 0 for none. 16."""
 
     waiting_max: int = 64
-    """Requests of one key that wait for their turn. At least 1, for a request waits before it has its turn.
-    64."""
+    """Maximum number of one key's requests that wait in the queue. At least 1, because each request waits
+    before it is served. 64."""
 
     body_bytes_max: int = 4 << 20
-    """The body of a request to a model: a conversation of a million tokens; no model here takes more. Above
-    a short body's 64 KiB. 4 MiB."""
+    """Maximum body of a request to a model: a conversation of a million tokens, more than any model here
+    takes. Above a short body's 64 KiB. 4 MiB."""
 
     deltas_kept_max: int = 1_200
-    """Deltas of ten minutes: a laptop that was closed for less continues from them. At least 1. 1,200."""
+    """Maximum number of deltas kept: those of ten minutes, so that a laptop that was closed for less
+    continues from them. At least 1. 1,200."""
 
     def __post_init__(self) -> None:
         bounds = (
             (self.connections_max >= 1, "connections at least 1"),
             (
                 0 < self.request_seconds_max <= self.long_request_seconds_max,
-                "a long request lasts as long as a short",
+                "long_request_seconds_max at least request_seconds_max",
             ),
             (self.doorway_max >= 0, "doorway at least 0"),
             (self.doorway_seconds >= 0, "doorway seconds at least 0"),
@@ -72,5 +73,5 @@ class WebSettings:
 
     @property
     def places(self) -> Budget:
-        """The budget of connections."""
+        """The budget of connections in the register."""
         return Budget(self.connections_max, self.connections_max, self.connections_max, PATIENCE_SECONDS)

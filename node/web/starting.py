@@ -1,9 +1,9 @@
-"""Starting a run from the page, as the command `train` would.
+"""Starts a run from the page, as the command `train` would.
 
-Capturing a model needs torch, which this process never loads, so a process of its own does that. HTTP brings
-the text of a RUN.toml, whose model is a built-in one or a captured file. A user's own code
-(`PATH.py:FUNCTION`, for the model or the data) is only for the command line: access to the page must not
-allow naming code that runs.
+Capturing a model needs torch, which this process never loads, so a separate process does that. The request
+has the text of a RUN.toml, whose model is built in or a captured file. A user's own code (`PATH.py:FUNCTION`,
+for the model or the data) is accepted only on the command line, because access to the page must not allow
+anybody to choose code that runs.
 """
 
 import tempfile
@@ -21,8 +21,7 @@ from node.errors import PeerloomError, UsageError
 from node.protocols.run_file import RunFile
 
 START_SECONDS_MAX = 300.0
-"""How long capturing and placing may take; a run that has to wait longer for peers is started by the command.
-"""
+"""Time limit for capturing and placing. Use the command for a run that has to wait longer for peers."""
 TEXT_LENGTH_MAX = 32_000
 NAME = "RUN.toml"
 
@@ -35,17 +34,17 @@ class Starter:
         self._is_busy = False
 
     async def start(self, text: str) -> dict[str, str]:
-        """Start the run of a RUN.toml's text; return its id. Raises PeerloomError."""
+        """Start the run described by the text of a RUN.toml; return its id. Raises PeerloomError."""
         if len(text) > TEXT_LENGTH_MAX:
-            raise UsageError(f"a run of {len(text)} letters, at most {TEXT_LENGTH_MAX}")
+            raise UsageError(f"the run has {len(text)} characters; at most {TEXT_LENGTH_MAX} are allowed")
         run_file, _ = read_run(text, Path("/"), NAME)
         if ".py" in run_file.model or ".py" in run_file.source:
             raise UsageError(
-                "the page starts built-in and captured models on data in files; "
-                "your own code: `peerloom train`"
+                "the page starts only built-in and captured models on data in files. "
+                "For your own code use `peerloom train`"
             )
         if self._is_busy:
-            raise PeerloomError("another run is being started")
+            raise PeerloomError("a different run is being started")
         self._is_busy = True
         try:
             return await self._start(run_file)
@@ -55,7 +54,7 @@ class Starter:
     async def _start(self, run_file: RunFile) -> dict[str, str]:
         with (
             trio.move_on_after(START_SECONDS_MAX),
-            # An empty folder: the page names files by their whole path.
+            # Use an empty folder: the page gives files by their full paths.
             tempfile.TemporaryDirectory(prefix="peerloom-start-") as folder,
         ):
             async with prepared_run(run_file, Path(folder) / NAME, NAME) as made:

@@ -1,7 +1,7 @@
 """The contents of the page, as plain documents: pure functions of `State` (ARCHITECTURE law 5).
 
-Rows of members are lists in the order of `MEMBER_COLUMNS`, because a thousand of them are one answer. A peer
-is shown by the end of its id, as on every screen; `peer_key` is long enough to be unique.
+Rows of members are lists in the order of `MEMBER_COLUMNS`, because an answer may have a thousand of them. A
+peer is shown by the end of its id, as on every screen; `peer_key` is long enough to be unique.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from node import documents, state_documents
 from node.state import MemberView, RunView, State
 
 KEY_LETTERS = 12
-"""Seventy bits of a peer id."""
+"""Number of characters of a key: seventy bits of a peer id."""
 ENDED_RUNS_SHOWN_MAX = 32
 MEMBER_COLUMNS = (
     "key", "name", "status", "since", "reason", "noticed_by", "found_through", "address", "location",
@@ -24,12 +24,12 @@ _OVER = ("done", "failed", "stopped")
 
 @lru_cache(maxsize=8_192)
 def peer_key(peer: PeerId) -> str:
-    """Return the end of a peer's id, the page's key for it."""
+    """Return the end of a peer's id, which is the page's key for the peer."""
     return peer_text(peer)[-KEY_LETTERS:]
 
 
 def member_row(member: MemberView) -> list[object]:
-    """One member, in the order of `MEMBER_COLUMNS`."""
+    """Return one member as a row, in the order of `MEMBER_COLUMNS`."""
     capacity = member.capacity
     offers: tuple[object, ...] = ("", "", 0, 0, 0)
     if capacity is not None:
@@ -49,7 +49,7 @@ def member_row(member: MemberView) -> list[object]:
 
 
 def run_row(view: RunView) -> dict[str, Any]:
-    """One run, with its plan by peer keys."""
+    """Return one run, with its plan expressed in peer keys."""
     document = state_documents.run_document(view)
     document["requester"] = peer_key(view.requester)
     if view.plan is not None:
@@ -70,7 +70,7 @@ def run_row(view: RunView) -> dict[str, Any]:
 
 
 def node_document(state: State, counters: Mapping[str, int], limits: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this node's document: addresses, offer and counters. `limits` are those of its configuration."""
+    """Return this node's document: addresses, offer and counters. `limits` come from its configuration."""
     started = state.started
     return {
         "peer": peer_text(started.peer) if started else "",
@@ -93,7 +93,7 @@ def node_document(state: State, counters: Mapping[str, int], limits: Mapping[str
 
 
 def alert_rows(state: State) -> list[dict[str, str]]:
-    """Return the alerts that are raised now."""
+    """Return the active alerts."""
     return [
         {"kind": raised.alert.replace("_", " "), "level": raised.level, "text": raised.text}
         for raised in state.alerts.values()

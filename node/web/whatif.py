@@ -1,8 +1,9 @@
-"""The time of a run's step without some of its peers: a prediction from the last measured step.
+"""Predicts the duration of a run's step without some of its peers, from the latest measured step.
 
-Each stage's busy time is the sum over its replicas; without some of them the rest share it by their speed.
-The slowest stage determines the length of a step, so it scales with the largest busy share. Transfers and the
-bubble are assumed to scale alike, which holds while computing is the bottleneck. Pure.
+Each stage's busy time is the sum over its replicas; without some of them the others share it in proportion to
+their speed. The slowest stage determines the duration of a step, so the duration scales with the largest busy
+share. Transfers and the bubble are assumed to scale in the same way, which holds while computing is the
+bottleneck. No I/O.
 """
 
 from collections.abc import Set
@@ -14,7 +15,7 @@ from node.web.views import peer_key
 
 
 def document(state: State, view: RunView, without: Set[str]) -> dict[str, Any]:
-    """The prediction for `view` without the peers of these keys."""
+    """Return the prediction for `view` without the peers of these keys."""
     plan, step = view.plan, view.committed
     if plan is None:
         return {"error": "this run has no plan"}
@@ -39,7 +40,7 @@ def document(state: State, view: RunView, without: Set[str]) -> dict[str, Any]:
     shares = [(row["busy"], row["busy_then"]) for row in rows if row["busy_then"] is not None]
     slowest = max((now for now, _ in shares), default=0.0)
     slowest_then = max((then for _, then in shares), default=0.0)
-    # A stage that is busy beyond the whole step delays all; one below only waits less.
+    # A stage that is busy for longer than the whole step delays all others; below that it only waits less.
     stretch = max(1.0, slowest_then / slowest) if slowest > 0 else None
     predicted = seconds * stretch if seconds is not None and stretch is not None and not empty else None
     return {
@@ -55,7 +56,8 @@ def document(state: State, view: RunView, without: Set[str]) -> dict[str, Any]:
 
 
 def _speed(state: State, peers: tuple[PeerId, ...] | list[PeerId]) -> float:
-    """Return the sum of these peers' offers; an unknown offer counts as the mean of the known ones."""
+    """Return the sum of these peers' offered speeds. An unknown offer counts as the mean of the known
+    ones."""
     known = [speed for peer in peers if (speed := _offer(state, peer)) > 0]
     mean = sum(known) / len(known) if known else 1.0
     return sum(_offer(state, peer) or mean for peer in peers)
@@ -82,17 +84,17 @@ def _text(
         if not spares:
             return f"Stage {stages} would be without a replica, and no other member could take it."
         return (
-            f"Stage {stages} would be without a replica: the run would go back to its newest checkpoint on "
+            f"Stage {stages} would be without a replica. The run would return to its newest checkpoint on "
             f"one of {len(spares)} spare members."
         )
     if not without:
-        return "Every peer stays. Choose some that would be gone."
+        return "Every peer stays. Choose some peers to leave out."
     if stretch is None:
-        return "The run would go on; no step was measured yet, so its pace cannot be predicted."
+        return "The run would continue. No step was measured yet, so its speed cannot be predicted."
     held = next((row for row in rows if len(row["left"]) < len(row["replicas"])), None)
     if stretch > 1 and held is not None:
-        return f"The run would go on, slower: steps take {stretch:.2f} times as long."
-    return "The run would go on at about the same pace: another stage is the slowest."
+        return f"The run would continue, but steps would take {stretch:.2f} times as long."
+    return "The run would continue at about the same speed, because a different stage is the slowest."
 
 
 def _spares(state: State, view: RunView, without: Set[str]) -> list[PeerId]:
