@@ -44,7 +44,7 @@ def test_given_keys_stay_and_a_named_model_gets_no_defaults(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("data", ["table.csv", "my.py:build"])
 def test_data_without_a_clear_task_has_no_default_model(tmp_path: Path, data: str) -> None:
-    with pytest.raises(UsageError, match="lacks the key 'model', and there is no default for"):
+    with pytest.raises(UsageError, match="the key 'model' is missing, and there is no default for"):
         read_run(f'data = "{data}"', tmp_path, "RUN.toml")
 
 

@@ -1,6 +1,6 @@
-"""The core of every form: a request for answers, the pieces of answers, and problems for the client.
+"""The common part of all forms: a request for answers, the pieces of answers, and problems for the client.
 
-A form reads its request into an `AnswerRequest`, and has a writer that is fed `TextPiece`s and `AnswerEnd`s.
+A form converts its request to an `AnswerRequest`, and has a writer that takes `TextPiece`s and `AnswerEnd`s.
 """
 
 from collections.abc import Sequence
@@ -23,21 +23,21 @@ from partition.serve.sampling import (
 from partition.serve.text import STOP_LENGTH_MAX, STOPS_MAX
 
 CHOICES_MAX = 8
-"""The most answers to one request: each is a separate session in every stage."""
+"""Maximum number of answers to one request. Each is a separate session in every stage."""
 TURNS_MAX = 4_096
-"""Messages of one conversation; a body bounds their length."""
+"""Maximum number of messages in one conversation; the size of a body bounds their length."""
 PARTS_MAX = 1_024
 TOOLS_MAX = 512
-"""Coding agents send some dozens, with all their plugins some hundred."""
+"""Maximum number of tools. Coding agents send some dozens, and some hundred with all their plugins."""
 NAME_LENGTH_MAX = 256
 PROMPT_TOKENS_MAX = 1 << 20
 TEMPERATURE_MAX = 2.0
-"""As in OpenAI's API."""
+"""Highest temperature, as in OpenAI's API."""
 
 Finish = Literal["stop", "length", "tool_calls"]
 Kind = Literal["invalid", "key", "missing", "busy", "failed"]
-"""Why a request is not answered: it is wrong, its key is, there is no such model, too much is asked at once,
-or the answer broke off."""
+"""Why a request is not answered. "invalid": the request is wrong. "key": its key is wrong. "missing": there
+is no such model. "busy": there are too many requests. "failed": the answer broke off."""
 
 ShortText = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=STOP_LENGTH_MAX)]
@@ -46,7 +46,7 @@ Temperature = Annotated[float, msgspec.Meta(ge=0, le=TEMPERATURE_MAX)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 MinShare = Annotated[float, msgspec.Meta(ge=0, le=1)]
 TopK = Annotated[int, msgspec.Meta(ge=-1, le=TOP_K_MAX)]
-"""0 and -1 leave all tokens, as clients of other servers write it."""
+"""0 and -1 allow all tokens, as clients of other servers send it."""
 TokenCount = Annotated[int, msgspec.Meta(ge=1, le=PROMPT_TOKENS_MAX)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=CHOICES_MAX)]
 Seed = Annotated[int, msgspec.Meta(ge=-SEED_MAX, le=SEED_MAX)]
@@ -57,7 +57,7 @@ Biases = Annotated[dict[str, BiasValue], msgspec.Meta(max_length=BIASES_MAX)]
 
 
 class FormProblem(Exception):
-    """A request cannot be answered. `field` names the part of it that is wrong, `code` is for programs."""
+    """A request cannot be answered. `field` names the part that is wrong; `code` is for programs."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ Prompt = str | tuple[int, ...] | Chat
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """Answers that a client wants of a model, one for each prompt and choice. None means the model's maximum
-    of tokens, and a random seed."""
+    """The answers that a client wants from a model, one for each prompt and choice. `tokens_max` None means
+    the model's maximum; `seed` None means a random one."""
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -120,14 +120,14 @@ class AnswerRequest:
     presence_penalty: float = 0.0
     biases: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
-    """How many of the likeliest tokens come with each token; None: only the text."""
+    """How many of the likeliest tokens to report with each token; None for only the text."""
     repetition_penalty: float = 1.0
     rule: AnswerRule | None = None
-    """The rules of every answer; the format of the model's calls is not known yet."""
+    """The rule that every answer must follow. The format of the model's calls is not known yet."""
     rule_field: str = ""
-    """The field of the request with the rule."""
+    """The field of the request that has the rule."""
     calls_max: int | None = None
-    """The number of calls that ends an answer."""
+    """The number of calls after which an answer ends."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ class TokenSaid:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """More text of an answer, or of the reasoning before it, in whole characters; `tokens` are those since
-    the last piece, if requested."""
+    """More text of an answer, or of the reasoning before it, in whole characters. `tokens` are those since
+    the previous piece, if requested."""
 
     choice: int
     text: str
@@ -153,12 +153,12 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class CallPiece:
-    """More of a call of a tool: the first piece has its id and the tool's name, the others more of the JSON
-    of its arguments; the last one `is_over`."""
+    """More of a tool call. The first piece has the call's id and the tool's name, the later ones more of the
+    JSON of its arguments. The last one `is_over`."""
 
     choice: int
     number: int
-    """Which call of the answer, from 0."""
+    """The index of the call in the answer, from 0."""
     id: str
     name: str = ""
     arguments: str = ""
@@ -176,8 +176,8 @@ class AnswerEnd:
 
 @dataclass(frozen=True)
 class TokenUsage:
-    """Tokens of prompts (and those cached from an earlier answer) and tokens made (and those that are
-    reasoning)."""
+    """Numbers of tokens: those of prompts (and how many were cached from an earlier answer) and those made
+    (and how many are reasoning)."""
 
     prompt: int = 0
     made: int = 0
@@ -187,7 +187,7 @@ class TokenUsage:
 
 @dataclass(frozen=True)
 class AnswerFrame:
-    """The frame of an answer: its id, when it began, and the model's name as requested."""
+    """The fixed data of an answer: its id, when it began, and the model's name as requested."""
 
     id: str
     created: int
@@ -207,8 +207,8 @@ class AskedForm(Protocol):
 
 
 class AnswerWriter(Protocol):
-    """Makes an answer, or its event stream. Each method returns bytes to send, possibly empty; for a complete
-    answer the caller discards them and sends only `whole`."""
+    """Writes an answer, or its event stream. Each method returns bytes to send, possibly none. For an answer
+    without streaming, the caller discards them and sends only `whole`."""
 
     def begin(self) -> bytes: ...
     def piece(self, piece: TextPiece) -> bytes: ...
@@ -223,7 +223,7 @@ T = TypeVar("T")
 
 
 def read_form(data: bytes, form: type[T]) -> T:
-    """Return a request as its struct; unknown fields are ignored. Raises FormProblem."""
+    """Decode a request; unknown fields are ignored. Raises FormProblem."""
     try:
         return msgspec.json.decode(data, type=form)
     except msgspec.ValidationError as error:
@@ -239,41 +239,42 @@ def stops_of(stops: "Stops") -> tuple[str, ...]:
 
 
 def biases_of(biases: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
-    """Return biases by token. Raises FormProblem: one is of no token."""
+    """Return biases by token. Raises FormProblem if a key is not a token."""
     found = []
     for name, bias in (biases or {}).items():
         if not (name.isascii() and name.isdigit() and len(name) <= 9):
-            raise FormProblem(f"logit_bias: {name[:40]!r} is no token id", field="logit_bias")
+            raise FormProblem(f"logit_bias: {name[:40]!r} is not a token id", field="logit_bias")
         found.append((int(name), bias))
     return tuple(found)
 
 
 def refuse_field(is_given: object, field: str, reason: str) -> None:
-    """Raise FormProblem if a field is given that would change an answer and is not supported."""
+    """Raise FormProblem if a field is given that would change an answer but is not supported."""
     if is_given:
         raise FormProblem(f"{field}: {reason}", field=field, code="unsupported_parameter")
 
 
 def event(data: object, name: str = "") -> bytes:
-    """Return one server-sent event. msgspec writes no line breaks, so it is one line of data."""
+    """Return one server-sent event. msgspec writes no line breaks, so the data is one line."""
     head = b"event: %s\n" % name.encode() if name else b""
     return head + b"data: %s\n\n" % msgspec.json.encode(data)
 
 
 BEAT = b": beat\n\n"
-"""A comment: it keeps proxies and clients from taking a long prompt for a dead connection."""
+"""A comment in the event stream, so that proxies and clients do not take the time of a long prompt for a dead
+connection."""
 
 
 @dataclass
 class GatheredCall:
-    """A call of a tool so far."""
+    """A tool call as far as it has come."""
 
     id: str
     name: str
     arguments: str = ""
 
     def input(self) -> dict[str, Any]:
-        """Return the arguments as an object; text that is not an object is wrapped in one."""
+        """The arguments as an object. Text that is not an object is wrapped in one."""
         try:
             found = msgspec.json.decode(self.arguments or "{}")
         except (msgspec.DecodeError, RecursionError):
@@ -283,7 +284,7 @@ class GatheredCall:
 
 @dataclass
 class Gathered:
-    """The text, the reasoning, the calls and the tokens of each answer so far."""
+    """The text, reasoning, calls and tokens of each answer as far as they have come."""
 
     texts: dict[int, list[str]] = field(default_factory=dict)
     reasons: dict[int, list[str]] = field(default_factory=dict)

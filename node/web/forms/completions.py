@@ -1,7 +1,7 @@
 """`/v1/completions` and `/v1/chat/completions`, after OpenAI's API reference.
 
-Streams: the finish reason has a chunk of its own; the usage chunk is the last, comes once, and is the only
-one without choices; then `[DONE]`.
+In a stream, the finish reason has a chunk of its own. The usage chunk is the last; it comes once, and is the
+only one without choices. Then comes `[DONE]`.
 """
 
 from dataclasses import replace
@@ -60,7 +60,7 @@ TOKENS_USUAL = 16
 LOGPROBS_MAX = 5
 TOP_LOGPROBS_MAX = 20
 DONE = b"data: [DONE]\n\n"
-IMAGES = "the models of this swarm take text alone"
+IMAGES = "the models of this swarm take only text"
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 TokenIds = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=PROMPT_TOKENS_MAX)]
@@ -71,7 +71,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of both forms. Null means not given."""
+    """The fields of both forms. null means the same as a missing field."""
 
     model: ShortText
     temperature: Temperature | None = None
@@ -99,11 +99,13 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def rule(self) -> tuple[AnswerRule | None, str]:
-        """Return the rule of the answer, and the field with it. Raises FormProblem."""
+        """Return the rule of the answer, and the field that has it. Raises FormProblem."""
         rule = rule_of_format(self.response_format, "response_format")
         outputs = rule_of_outputs(self.structured_outputs)
         if rule is not None and outputs is not None:
-            raise FormProblem("structured_outputs: want it or response_format", field="structured_outputs")
+            raise FormProblem(
+                ("structured_outputs: give either this or response_format"), field="structured_outputs"
+            )
         return rule or outputs, "response_format" if outputs is None else "structured_outputs"
 
     def asked(
@@ -133,7 +135,7 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionRequest(SampledRequest, frozen=True, kw_only=True):
-    """`/v1/completions`: a text, the tokens of one, or a list of either."""
+    """`/v1/completions`: the prompt is a text, the tokens of one, or a list of either."""
 
     prompt: str | Annotated[tuple[str | TokenId | TokenIds, ...], msgspec.Meta(max_length=PROMPT_TOKENS_MAX)]
     max_tokens: TokenCount | None = None
@@ -143,13 +145,17 @@ class CompletionRequest(SampledRequest, frozen=True, kw_only=True):
     best_of: int | None = None
 
     def request(self) -> AnswerRequest:
-        """Return what is asked. Raises FormProblem."""
-        refuse_field(self.echo, "echo", "the prompt is not told again")
-        refuse_field(self.suffix, "suffix", "no model of this swarm fills in a middle")
-        refuse_field((self.best_of or 1) > (self.n or 1), "best_of", "want n answers: all of them are told")
+        """Return the request in the common form. Raises FormProblem."""
+        refuse_field(self.echo, "echo", "the prompt cannot be repeated in the answer")
+        refuse_field(self.suffix, "suffix", "no model of this swarm fills in text before a suffix")
+        refuse_field(
+            (self.best_of or 1) > (self.n or 1), "best_of", "must equal n, because all answers are returned"
+        )
         prompts = self._prompts()
         if len(prompts) * (self.n or 1) > CHOICES_MAX:
-            raise FormProblem(f"prompt: want at most {CHOICES_MAX} answers at once", field="prompt")
+            raise FormProblem(
+                (f"prompt: at most {CHOICES_MAX} answers are allowed in one request"), field="prompt"
+            )
         return self.asked(prompts, self.max_tokens or TOKENS_USUAL, self.logprobs)
 
     def _prompts(self) -> tuple[Prompt, ...]:
@@ -161,7 +167,7 @@ class CompletionRequest(SampledRequest, frozen=True, kw_only=True):
             return (numbers,)
         prompts = tuple(each for each in given if not isinstance(each, int))
         if not prompts or len(prompts) < len(given):
-            raise FormProblem("prompt: want a text, tokens, or a list of either", field="prompt")
+            raise FormProblem("prompt: must be a text, tokens, or a list of either", field="prompt")
         return prompts
 
 
@@ -179,7 +185,7 @@ class CalledFunction(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call of a tool that the model made in an earlier turn."""
+    """A tool call that the model made in an earlier turn."""
 
     id: ShortText
     function: CalledFunction
@@ -195,7 +201,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     reasoning_content: str | None = None
 
     def turn(self) -> dict[str, Any]:
-        """Return it as chat templates take it. Raises FormProblem: a part is not text."""
+        """Return the turn in the form that chat templates take. Raises FormProblem if a part is not text."""
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         found["content"] = text_of(self.content)
         if self.reasoning_content is not None:
@@ -230,12 +236,12 @@ class ChatRequest(SampledRequest, frozen=True, kw_only=True):
     function_call: Any = None
 
     def request(self) -> AnswerRequest:
-        """Return what is asked. Raises FormProblem."""
-        refuse_field(self.functions or self.function_call, "functions", "want tools and tool_choice")
+        """Return the request in the common form. Raises FormProblem."""
+        refuse_field(self.functions or self.function_call, "functions", "use tools and tool_choice")
         choice = choice_of(self.tool_choice, is_single=self.parallel_tool_calls is False)
         tools = chosen_tools(function_tools(self.tools or ()), choice)
         if self.top_logprobs and not self.logprobs:
-            raise FormProblem("top_logprobs: want logprobs: true beside it", field="top_logprobs")
+            raise FormProblem("top_logprobs: needs logprobs: true", field="top_logprobs")
         options = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             options["reasoning_effort"] = self.reasoning_effort
@@ -251,17 +257,19 @@ class ChatRequest(SampledRequest, frozen=True, kw_only=True):
 
 
 def text_of(content: str | tuple[ContentPart, ...] | None) -> str:
-    """Return the text of a message. Raises FormProblem: a part of it is not text."""
+    """Return the text of a message. Raises FormProblem if a part of it is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if part.type not in ("text", "input_text", "output_text", "refusal"):
-            raise FormProblem(f"content: a part of the type {part.type[:40]!r}: {IMAGES}", field="messages")
+            raise FormProblem(
+                (f"content: a part has the type {part.type[:40]!r}, but {IMAGES}"), field="messages"
+            )
     return "".join(part.text or part.refusal or "" for part in content)
 
 
 def function_of(called: CalledFunction) -> dict[str, Any]:
-    """Return a call as templates take it: with its arguments as an object if they are one."""
+    """Return a call in the form that templates take, with its arguments as an object if they are one."""
     try:
         arguments = msgspec.json.decode(called.arguments or "{}")
     except (msgspec.MsgspecError, RecursionError):
@@ -270,7 +278,7 @@ def function_of(called: CalledFunction) -> dict[str, Any]:
 
 
 class CompletionWriter:
-    """Answers of `/v1/completions`."""
+    """Writes answers of `/v1/completions`."""
 
     def __init__(self, frame: AnswerFrame, request: CompletionRequest) -> None:
         self._frame = frame
@@ -289,7 +297,7 @@ class CompletionWriter:
         return self._chunk([row])
 
     def call(self, piece: CallPiece) -> bytes:
-        raise AssertionError(f"a text that is gone on from has no calls: {piece.number}")
+        raise AssertionError(f"a text completion has no calls: {piece.number}")
 
     def ending(self, ending: AnswerEnd) -> bytes:
         self._gathered.end(ending)
@@ -349,7 +357,7 @@ class CompletionWriter:
 
 
 class ChatWriter:
-    """Answers of `/v1/chat/completions`."""
+    """Writes answers of `/v1/chat/completions`."""
 
     def __init__(self, frame: AnswerFrame, request: ChatRequest) -> None:
         self._frame = frame
@@ -456,12 +464,12 @@ class ChatWriter:
 
 
 def token_document(token: TokenSaid) -> dict[str, Any]:
-    """Return a token with its logarithm of a probability."""
+    """Return a token with its log probability."""
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
 
 
 def usage_document(usage: TokenUsage) -> dict[str, Any]:
-    """Return the usage, as OpenAI counts it."""
+    """Return the token usage, as OpenAI counts it."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.made,

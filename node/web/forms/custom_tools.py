@@ -1,6 +1,7 @@
-"""Tools that take plain text (`custom` of Responses), shown to models as functions of one text.
+"""Tools that take plain text (`custom` of Responses), presented to models as functions with one text
+argument.
 
-A model calls such a tool with JSON like any other; its client sees only the text.
+A model calls such a tool with JSON like any other tool; its client sees only the text.
 """
 
 import json
@@ -10,19 +11,19 @@ from typing import Any
 from node.web.forms.asking import FormProblem
 
 INPUT = "input"
-"""The one parameter of such a function."""
+"""The single parameter of such a function."""
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _LETTERS = re.compile(
     r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"
 )
-"""Whole letters of a JSON string: an escape that is not complete waits."""
+"""Complete characters of a JSON string. An incomplete escape waits for more input."""
 
 
 def custom_function(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool of the type custom as a function in the form of chat completions. A regular expression
-    becomes the pattern of its text; a Lark grammar goes into the description. Raises FormProblem: the format
-    is invalid."""
+    becomes the pattern of its text; a Lark grammar is added to the description. Raises FormProblem if the
+    format is invalid."""
     text: dict[str, Any] = {"type": "string"}
     description = tool.get("description")
     description = description if isinstance(description, str) else ""
@@ -31,13 +32,15 @@ def custom_function(tool: dict[str, Any]) -> dict[str, Any]:
     if kind == "grammar":
         definition, syntax = asked.get("definition"), asked.get("syntax")
         if not isinstance(definition, str) or syntax not in ("lark", "regex"):
-            raise FormProblem("tools: want a grammar's syntax (lark or regex) and definition", field="tools")
+            raise FormProblem(
+                ("tools: a grammar needs a syntax (lark or regex) and a definition"), field="tools"
+            )
         if syntax == "regex":
             text["pattern"] = f"^(?:{definition})$"
         else:
             description += f"\n\n{INPUT} follows this Lark grammar:\n{definition}"
     elif kind != "text":
-        raise FormProblem("tools: the format of a custom tool is text or grammar", field="tools")
+        raise FormProblem("tools: the format of a custom tool must be text or grammar", field="tools")
     parameters = {
         "type": "object",
         "properties": {INPUT: text},
@@ -55,16 +58,16 @@ def is_held(tool: dict[str, Any]) -> bool:
 
 
 class TextArgument:
-    """The text in the JSON of a call's arguments, as it comes."""
+    """Extracts the text from the JSON of a call's arguments as the JSON arrives."""
 
     def __init__(self) -> None:
         self._json = ""
         self._at = -1
-        """The start of the text that was not returned yet; -1: the text has not begun."""
+        """Where the text begins that was not returned yet; -1 before the text has begun."""
         self._told = 0
 
     def push(self, more: str) -> str:
-        """Take more JSON; return what it adds to the text."""
+        """Take more JSON; return the text that it adds."""
         self._json += more
         if self._at < 0:
             head = _HEAD.match(self._json)
@@ -77,7 +80,7 @@ class TextArgument:
         return self._count(_plain(json.loads(f'"{letters.group()}"', strict=False)))
 
     def finish(self) -> str:
-        """Return the rest of the text; arguments of another form are the text themselves."""
+        """Return the rest of the text. Arguments in a different form are themselves the text."""
         try:
             found = json.loads(self._json, strict=False)
         except (ValueError, RecursionError):

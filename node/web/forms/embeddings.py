@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: texts, or tokens, to vectors of length one."""
+"""`/v1/embeddings`: converts texts, or tokens, to vectors of length one."""
 
 from base64 import b64encode
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from node.web.forms.asking import NAME_LENGTH_MAX, PROMPT_TOKENS_MAX, FormProble
 from partition.codecs.base import Array
 
 TEXTS_MAX = 2_048
-"""In one request, as in OpenAI's API."""
+"""Maximum number of texts in one request, as in OpenAI's API."""
 TOKENS_TOTAL_MAX = 300_000
-"""All its texts together, as there."""
+"""Maximum number of tokens of all texts together, as in OpenAI's API."""
 
 Texts = tuple[str | tuple[int, ...], ...]
 
@@ -26,7 +26,7 @@ _ManyIds = Annotated[tuple[_Ids, ...], msgspec.Meta(min_length=1, max_length=TEX
 
 
 class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A client's request. `input` is a text, several, tokens, or several rows of them."""
+    """A client's request. `input` is a text, several texts, the tokens of one, or several lists of tokens."""
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
     input: str | list[str | int | list[int]]
@@ -35,8 +35,8 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_embeddings(data: bytes) -> tuple[EmbeddingsRequest, Texts]:
-    """Return a request, and each of its texts or token rows; takes milliseconds if they are many. Raises
-    FormProblem."""
+    """Return a request, and each of its texts or token lists. This takes milliseconds if they are many.
+    Raises FormProblem."""
     request = read_form(data, EmbeddingsRequest)
     return request, _texts_of(request.input)
 
@@ -54,12 +54,12 @@ def _texts_of(given: str | list[str | int | list[int]]) -> Texts:
         return (msgspec.convert(given, _Ids),)
     except msgspec.ValidationError:
         raise FormProblem(
-            f"input: want a text, tokens, or 1 to {TEXTS_MAX:,} of either", field="input"
+            f"input: must be a text, tokens, or 1 to {TEXTS_MAX:,} of either", field="input"
         ) from None
 
 
 def embeddings_document(request: EmbeddingsRequest, vectors: Sequence[Array], tokens: int) -> bytes:
-    """Return the answer. Each vector is cut to the requested dimensions and normalised."""
+    """Return the encoded answer. Each vector is cut to the requested dimensions and normalised."""
     rows = []
     for index, vector in enumerate(vectors):
         wanted = vector[: request.dimensions]

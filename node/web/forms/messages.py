@@ -1,6 +1,6 @@
-"""`/v1/messages`, after Anthropic's API reference, without a memory: the whole conversation comes each time.
+"""`/v1/messages`, after Anthropic's API reference, without a memory: each request has the whole conversation.
 
-Fields for other servers' services (caching, containers) are ignored.
+Fields for services of other servers (caching, containers) are ignored.
 """
 
 from typing import Annotated, Any, Literal
@@ -44,7 +44,7 @@ PASSED_OVER = frozenset({"redacted_thinking"})
 
 
 class MessageBlock(msgspec.Struct, frozen=True):
-    """A block of a message: text, a call that the model made, or a call's result."""
+    """A block of a message: text, a tool call that the model made, or a call's result."""
 
     type: ShortText
     text: str | None = None
@@ -64,7 +64,7 @@ class MessageTurn(msgspec.Struct, frozen=True):
     content: str | Blocks
 
     def turns(self) -> list[dict[str, Any]]:
-        """Return it as chat templates take it: results of tools are turns of their own. Raises
+        """Return the turns in the form that chat templates take. Tool results are turns of their own. Raises
         FormProblem."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
@@ -84,7 +84,7 @@ class MessageTurn(msgspec.Struct, frozen=True):
             elif block.type == "thinking":
                 reasons.append(block.thinking or "")
             elif block.type not in PASSED_OVER:
-                raise FormProblem(f"messages: a block of the type {block.type[:40]!r}: {IMAGES}")
+                raise FormProblem(f"messages: a block has the type {block.type[:40]!r}, but {IMAGES}")
         own: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
         if calls:
             own["tool_calls"] = calls
@@ -94,7 +94,7 @@ class MessageTurn(msgspec.Struct, frozen=True):
 
 
 class MessageTool(msgspec.Struct, frozen=True):
-    """A tool; one with a `type` of another server has no schema and is ignored."""
+    """A tool. A tool with a `type` that another server runs has no schema, and is ignored."""
 
     name: ShortText
     description: str = ""
@@ -112,7 +112,7 @@ class Thinking(msgspec.Struct, frozen=True):
 
 
 class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`/v1/messages`. Null is as not given."""
+    """`/v1/messages`. null means the same as a missing field."""
 
     model: ShortText
     max_tokens: TokenCount
@@ -134,7 +134,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.stream)
 
     def request(self) -> AnswerRequest:
-        """Return what is asked. Raises FormProblem."""
+        """Return the request in the common form. Raises FormProblem."""
         choice = self._choice()
         tools = chosen_tools(function_tools(self._tools()), choice)
         asked = self.output_format or (self.output_config and self.output_config.format)
@@ -148,7 +148,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
         if system:
             turns.insert(0, {"role": "system", "content": system})
         if not turns:
-            raise FormProblem("messages: want a message that says something", field="messages")
+            raise FormProblem("messages: at least one message must have content", field="messages")
         return AnswerRequest(
             self.model,
             (Chat(tuple(turns), tools, self._options()),),
@@ -163,7 +163,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _options(self) -> dict[str, Any]:
-        """Return the templates' options for reasoning, under the names that known templates use."""
+        """Return the reasoning options of templates, with the names that known templates use."""
         found: dict[str, Any] = {}
         if self.thinking is not None:
             found["enable_thinking"] = self.thinking.type != "disabled"
@@ -183,7 +183,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
             return ToolChoice(is_forced=True, is_single=is_single)
         if kind == "tool" and isinstance(name, str):
             return ToolChoice((name,), is_forced=True, is_single=True)
-        raise FormProblem("tool_choice: want auto, any, none, or tool with a name", field="tool_choice")
+        raise FormProblem("tool_choice: must be auto, any, none, or tool with a name", field="tool_choice")
 
     def _tools(self) -> tuple[dict[str, Any], ...]:
         """Return the functions in the form of chat completions, which templates take."""
@@ -202,17 +202,17 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def result_text(content: Any) -> str:
-    """Return the text of a call's result. Raises FormProblem: it is not text."""
+    """Return the text of a call's result. Raises FormProblem if it is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     rows = content if isinstance(content, list) else [content]
     if not all(isinstance(row, dict) and isinstance(row.get("text"), str) for row in rows):
-        raise FormProblem(f"messages: a tool_result that is not text: {IMAGES}")
+        raise FormProblem(f"messages: a tool_result is not text, but {IMAGES}")
     return "".join(row["text"] for row in rows)
 
 
 class MessagesWriter:
-    """Answers of `/v1/messages`: blocks, each of which begins with its first content."""
+    """Writes answers of `/v1/messages` as blocks, each of which begins with its first content."""
 
     def __init__(self, frame: AnswerFrame, _request: MessagesRequest) -> None:
         self._frame = frame
@@ -271,14 +271,14 @@ class MessagesWriter:
         return msgspec.json.encode(self._message(content, usage))
 
     def _opened(self, kind: str) -> bytes:
-        """Begin a block, unless the newest is of this kind and goes on."""
+        """Begin a block, unless the newest is of this kind and continues."""
         newest = self._blocks[-1] if self._blocks else None
         if self._is_open and isinstance(newest, dict) and newest["type"] == kind:
             return b""
         told = self._closed()
         block: dict[str, Any] = {"type": kind, kind: ""}
         if kind == "thinking":
-            block["signature"] = ""  # nobody checks one here
+            block["signature"] = ""  # this server does not check signatures
         self._blocks.append(block)
         return told + self._begun(dict(block))
 
@@ -339,7 +339,7 @@ def message_error(problem: FormProblem) -> dict[str, Any]:
 
 
 def _usage(usage: TokenUsage) -> dict[str, int]:
-    """Return the usage, as Anthropic counts it: `input_tokens` excludes cached ones."""
+    """Return the token usage, as Anthropic counts it: `input_tokens` excludes cached ones."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "output_tokens": usage.made,

@@ -11,15 +11,15 @@ from node.web.forms.messages import MessagesRequest
 from node.web.forms.responses import ResponsesRequest
 
 FORMS = {
-    "/v1/completions": (CompletionRequest, "Go on from a text, or from tokens."),
+    "/v1/completions": (CompletionRequest, "Continue a text, or tokens."),
     "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
     "/v1/responses": (ResponsesRequest, "Answer a conversation, in the form of agents; nothing is stored."),
-    "/v1/embeddings": (EmbeddingsRequest, "Give vectors of texts."),
+    "/v1/embeddings": (EmbeddingsRequest, "Compute vectors of texts."),
     "/v1/messages": (MessagesRequest, "Answer a conversation, in Anthropic's form."),
 }
 LOOKS = {
     "/v1/models": "List the models that answer now.",
-    "/health": "Say that this node runs; it needs no key.",
+    "/health": "Check that this node runs; needs no key.",
 }
 
 
@@ -35,8 +35,8 @@ def document() -> dict[str, Any]:
                 "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
                 "responses": {
                     "200": {"description": "The answer, or with stream: true its events."},
-                    "4XX": {"description": "What is wrong with the request, in the form of this API."},
-                    "503": {"description": "Nobody answers for a part of the model now."},
+                    "4XX": {"description": "The problem with the request, in the form of this API."},
+                    "503": {"description": "No peer holds a part of the model now."},
                 },
             }
         }

@@ -1,5 +1,5 @@
-"""`/v1/responses`, after OpenAI's API reference, without a memory: the whole input comes each time, as coding
-agents send it, and nothing is stored. Kinds of tools that only other servers run are ignored.
+"""`/v1/responses`, after OpenAI's API reference, without a memory: each request has the whole input, as
+coding agents send it, and nothing is stored. Kinds of tools that only other servers run are ignored.
 """
 
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """A message, a call that the model made, or a call's result."""
+    """A message, a tool call that the model made, or a call's result."""
 
     type: ShortText = "message"
     role: ShortText | None = None
@@ -75,21 +75,23 @@ class InputItem(msgspec.Struct, frozen=True):
         if self.type == "message":
             roles = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
             if self.role not in roles:
-                raise FormProblem(f"input: no message has the role {self.role!r}", field="input")
+                raise FormProblem(f"input: {self.role!r} is not a role of a message", field="input")
             return {"role": roles[self.role], "content": text_of(self.content)}
         if self.type == "reasoning":
             told = "".join(part.text or "" for part in self.content or () if isinstance(part, ContentPart))
             return {"role": "assistant", "content": "", "reasoning_content": told} if told else None
         if self.type in CALL_KINDS:
             written = self.arguments
-            if self.input is not None:  # a tool that takes plain text
+            if self.input is not None:  # the tool takes plain text
                 written = msgspec.json.encode({"input": self.input}).decode()
             called = CalledFunction(self.name or "", written or "")
             call = {"type": "function", "id": self.call_id or "", "function": function_of(called)}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         if self.type in RESULT_KINDS:
             return {"role": "tool", "tool_call_id": self.call_id or "", "content": text_of(self.output)}
-        raise FormProblem(f"input: an item of the type {self.type[:40]!r} is not known here", field="input")
+        raise FormProblem(
+            (f"input: this server does not know items of the type {self.type[:40]!r}"), field="input"
+        )
 
 
 class TextOptions(msgspec.Struct, frozen=True):
@@ -101,7 +103,7 @@ class ReasoningOptions(msgspec.Struct, frozen=True):
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`/v1/responses`. Null is as not given."""
+    """`/v1/responses`. null means the same as a missing field."""
 
     model: ShortText
     input: str | Annotated[tuple[InputItem, ...], msgspec.Meta(min_length=1, max_length=TURNS_MAX)]
@@ -134,8 +136,8 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def request(self) -> AnswerRequest:
-        """Return what is asked. Raises FormProblem."""
-        keeps_nothing = "this node keeps no responses: send the whole input, with store: false"
+        """Return the request in the common form. Raises FormProblem."""
+        keeps_nothing = "this node stores no responses. Send the whole input, with store: false"
         refuse_field(self.previous_response_id, "previous_response_id", keeps_nothing)
         refuse_field(self.conversation, "conversation", keeps_nothing)
         refuse_field(self.background, "background", keeps_nothing)
@@ -169,7 +171,9 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         rule = rule_of_format(self.text.format if self.text else None, "text.format")
         outputs = rule_of_outputs(self.structured_outputs)
         if rule is not None and outputs is not None:
-            raise FormProblem("structured_outputs: want it or text.format", field="structured_outputs")
+            raise FormProblem(
+                ("structured_outputs: give either this or text.format"), field="structured_outputs"
+            )
         return rule or outputs, "text.format" if outputs is None else "structured_outputs"
 
     def _functions(self) -> tuple[dict[str, Any], ...]:
@@ -193,12 +197,13 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def custom_names(self) -> frozenset[str]:
-        """Return the names of the tools that take plain text."""
+        """The names of the tools that take plain text."""
         return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
 
 
 def joined_calls(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return turns in which reasoning, text and calls of one answer are joined, as templates need them."""
+    """Return the turns with the reasoning, text and calls of each answer joined into one turn, as templates
+    need them."""
     joined: list[dict[str, Any]] = []
     for turn in turns:
         before = joined[-1] if joined else {}
@@ -216,7 +221,7 @@ def joined_calls(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
 
 @dataclass
 class _Item:
-    """A part of the output: a message, reasoning, or a call."""
+    """A part of the output: a message, reasoning, or a tool call."""
 
     kind: str
     id: str
@@ -226,7 +231,7 @@ class _Item:
     status: str = "in_progress"
     tokens: list[TokenSaid] = field(default_factory=list)
     argument: TextArgument = field(default_factory=TextArgument)
-    """For a tool that takes a text."""
+    """The text argument of a call, for a tool that takes plain text."""
 
     @property
     def is_call(self) -> bool:
@@ -234,7 +239,7 @@ class _Item:
 
 
 class ResponsesWriter:
-    """Answers of `/v1/responses`: items, each of which begins with its first content."""
+    """Writes answers of `/v1/responses` as items, each of which begins with its first content."""
 
     def __init__(self, frame: AnswerFrame, request: ResponsesRequest) -> None:
         self._frame = frame
@@ -298,7 +303,7 @@ class ResponsesWriter:
         return "incomplete" if is_cut else "completed"
 
     def _opened(self, kind: str, call: CallPiece | None = None) -> bytes:
-        """Begin an item, unless the newest is of this kind and goes on; close the open one."""
+        """Begin an item, unless the newest is of this kind and continues; close the open item."""
         newest = self._items[-1] if self._items else None
         if newest is not None and newest.kind == kind and newest.status == "in_progress" and call is None:
             return b""

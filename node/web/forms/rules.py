@@ -1,5 +1,5 @@
-"""The rules of an answer in each form: schemas, regular expressions, grammars, and tools that
-must be called."""
+"""The rules for answers in each form: schemas, regular expressions, grammars, and tools that must be
+called."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from node.web.forms.asking import FormProblem, ShortText
 
 CHOICES_MAX = 256
 DEPTH_MAX = 64
-"""Levels of a schema; no compiler here goes deeper."""
+"""Maximum depth of a schema; no compiler here goes deeper."""
 ANY_OBJECT = '{"type":"object"}'
 RuleText = Annotated[str, msgspec.Meta(min_length=1, max_length=RULE_LENGTH_MAX)]
 
@@ -24,7 +24,7 @@ class SchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """`response_format`, and `text.format` of Responses, where the schema stands beside the type."""
+    """`response_format`, and `text.format` of Responses, in which the schema is next to the type."""
 
     type: ShortText = "text"
     json_schema: SchemaFormat | None = None
@@ -33,7 +33,8 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
-    """The field of other servers of open models for more than schemas: one of these."""
+    """The field of other servers of open models for rules beyond schemas. Exactly one of its parts is
+    given."""
 
     json: dict[str, Any] | RuleText | None = None
     json_object: bool | None = None
@@ -50,7 +51,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """The tools that may be called (None: all), and whether one must be."""
+    """The tools that may be called (None: all), and whether one of them must be called."""
 
     names: tuple[str, ...] | None = None
     is_forced: bool = False
@@ -58,7 +59,7 @@ class ToolChoice:
 
 
 def rule_of_format(asked: ResponseFormat | None, field: str) -> AnswerRule | None:
-    """Return the rule of a format; None for text. Raises FormProblem."""
+    """Return the rule for a format; None for plain text. Raises FormProblem."""
     if asked is None or asked.type == "text":
         return None
     if asked.type == "json_object":
@@ -69,20 +70,22 @@ def rule_of_format(asked: ResponseFormat | None, field: str) -> AnswerRule | Non
             raise FormProblem(f"{field}: want a schema", field=field)
         return AnswerRule("schema", schema_text(schema, field))
     raise FormProblem(
-        f"{field}: no answer has the type {asked.type[:40]!r}: text, json_object or json_schema",
+        f"{field}: {asked.type[:40]!r} is not a type of answer: use text, json_object or json_schema",
         field=field,
         code="unsupported_parameter",
     )
 
 
 def rule_of_outputs(asked: StructuredOutputs | None) -> AnswerRule | None:
-    """Return the rule of `structured_outputs`. Raises FormProblem: it has several rules, or none."""
+    """Return the rule of `structured_outputs`. Raises FormProblem if it has no rule, or more than one."""
     if asked is None:
         return None
     field = "structured_outputs"
     given = [name for name in asked.__struct_fields__ if getattr(asked, name)]
     if len(given) != 1:
-        raise FormProblem(f"{field}: want one of json, json_object, regex, grammar and choice", field=field)
+        raise FormProblem(
+            (f"{field}: give exactly one of json, json_object, regex, grammar and choice"), field=field
+        )
     if asked.json is not None:
         text = asked.json if isinstance(asked.json, str) else schema_text(asked.json, field)
         return AnswerRule("schema", text)
@@ -96,9 +99,9 @@ def rule_of_outputs(asked: StructuredOutputs | None) -> AnswerRule | None:
 
 
 def schema_text(schema: object, field: str) -> str:
-    """Return a schema as text. Raises FormProblem: it is too long, or too deep."""
+    """Return a schema as text. Raises FormProblem if it is too long or too deep."""
     if not _is_shallow(schema, DEPTH_MAX):
-        raise FormProblem(f"{field}: a schema of more than {DEPTH_MAX} levels", field=field)
+        raise FormProblem(f"{field}: the schema has more than {DEPTH_MAX} levels", field=field)
     return _bounded(msgspec.json.encode(schema).decode(), field)
 
 
@@ -116,7 +119,7 @@ def _is_shallow(value: object, levels: int) -> bool:
 
 
 def choice_of(choice: str | dict[str, Any] | None, *, is_single: bool) -> ToolChoice:
-    """Return the `tool_choice` of Chat Completions and Responses. Raises FormProblem."""
+    """Read the `tool_choice` of Chat Completions or Responses. Raises FormProblem."""
     if choice in (None, "auto"):
         return ToolChoice(is_single=is_single)
     if choice == "none":
@@ -135,7 +138,7 @@ def choice_of(choice: str | dict[str, Any] | None, *, is_single: bool) -> ToolCh
             if names and allowed.get("mode") in ("auto", "required"):
                 return ToolChoice(names, allowed["mode"] == "required", is_single)
     raise FormProblem(
-        "tool_choice: want auto, none, required, or a function by its name",
+        "tool_choice: must be auto, none, required, or a function by its name",
         field="tool_choice",
         code="unsupported_parameter",
     )
@@ -152,15 +155,15 @@ def _allowed_names(tools: object) -> tuple[str, ...]:
 
 
 def chosen_tools(tools: tuple[dict[str, Any], ...], choice: ToolChoice) -> tuple[dict[str, Any], ...]:
-    """Return the tools that may be called. Raises FormProblem: a required tool is missing."""
+    """Return the tools that may be called. Raises FormProblem if a required tool is missing."""
     if choice.names is None:
         if choice.is_forced and not tools:
-            raise FormProblem("tool_choice: want tools beside it", field="tool_choice")
+            raise FormProblem("tool_choice: needs tools", field="tool_choice")
         return tools
     found = tuple(tool for tool in tools if tool["function"]["name"] in choice.names)
     missing = set(choice.names) - {tool["function"]["name"] for tool in found}
     if missing:
-        raise FormProblem(f"tool_choice: no tool is called {min(missing)[:80]!r}", field="tool_choice")
+        raise FormProblem(f"tool_choice: no tool has the name {min(missing)[:80]!r}", field="tool_choice")
     return found
 
 
@@ -171,8 +174,8 @@ def rule_of_answer(
     field: str,
     strict: frozenset[str] = frozenset(),
 ) -> tuple[AnswerRule | None, str]:
-    """Return the rule of an answer that may have to be calls, and the field with it. Calls of `strict` tools
-    follow their schemas even if the model need not call any. Raises FormProblem."""
+    """Return the rule for an answer that may have to be tool calls, and the field that has the rule. Calls of
+    `strict` tools follow their schemas even if the model need not call any. Raises FormProblem."""
     if not choice.is_forced:
         if asked is not None and tools:
             asked = msgspec.structs.replace(asked, tools=_rule_tools(tools), is_single=choice.is_single)
@@ -195,7 +198,7 @@ def _rule_tools(tools: tuple[dict[str, Any], ...]) -> tuple[RuleTool, ...]:
 
 
 def function_tools(tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """Return the tools that are functions; other kinds belong to other servers. Raises FormProblem: one has
+    """Return the tools that are functions; other kinds belong to other servers. Raises FormProblem if one has
     no name, or invalid parameters."""
     found = []
     for number, tool in enumerate(tools):
@@ -206,6 +209,6 @@ def function_tools(tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], .
         if not isinstance(name, str) or not 0 < len(name) <= NAME_LENGTH_MAX:
             raise FormProblem(f"tools[{number}]: want a name", field="tools")
         if parameters is not None and not isinstance(parameters, dict):
-            raise FormProblem(f"tools[{number}]: parameters are no schema", field="tools")
+            raise FormProblem(f"tools[{number}]: parameters are not a schema", field="tools")
         found.append(tool)
     return tuple(found)

@@ -198,7 +198,7 @@ async def test_a_node_under_trio_accepts_a_name_a_folder_and_a_swarm(
 @pytest.mark.parametrize("form", [node.sync, node.Node])
 def test_an_argument_in_addition_to_a_config_is_refused(form: Callable[..., object], tmp_path: Path) -> None:
     for key, value in {"name": "a", "data_dir": tmp_path, "listen": ["127.0.0.1:0"], "lan": False}.items():
-        with pytest.raises(UsageError, match=f"{key}= has no effect beside a config"):
+        with pytest.raises(UsageError, match=f"{key}= has no effect together with config="):
             form(settings(tmp_path, "a"), **{key: value})
 
 

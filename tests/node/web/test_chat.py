@@ -122,4 +122,4 @@ async def test_concurrent_answers_of_pages_are_bounded() -> None:
         )
         assert (status, json.loads(body)["do"]) == (400, "stop one")
         status, _, body = await page.ask(CHAT, method="POST", body=b"[", content_type=JSON)
-        assert (status, json.loads(body)["error"]) == (400, "want a service and a question")
+        assert (status, json.loads(body)["error"]) == (400, "the request needs a service and a question")
