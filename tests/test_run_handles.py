@@ -67,7 +67,7 @@ def test_a_handle_works_on_a_node_outside_the_run(model: str, tmp_path: Path) ->
             other = outside.run(run.id)
             assert other.status == "unknown"
             assert (await other.show())["steps"] == 6
-            with pytest.raises(RunFailed, match="does not go on here"):
+            with pytest.raises(RunFailed, match="is not running on this node"):
                 _ = [event async for event in other]
             group.kill("a")  # the requester has stopped permanently
             result = await other.result(str(tmp_path / "out.safetensors"))

@@ -114,7 +114,7 @@ class RunHandle:
         with self._node.watch() as coming:
             if self._run not in self._node.state.runs:
                 raise RunFailed(
-                    (f"run {self._run[:8]} is not running on this node"), "ask its members with run.show()"
+                    f"run {self._run[:8]} is not running on this node", "ask its members with run.show()"
                 )
             if self.status in OVER:
                 return

@@ -325,8 +325,8 @@ class LocalRuns:
         admission, wall = member.admission, self._service.seams.swarm_clock.wall()
         if not admission.is_requester:
             raise UsageError(
-                (f"run {text[:8]} belongs to another node"),
-                ("only its requester can revoke; use `peerloom runs drop` to leave"),
+                f"run {text[:8]} belongs to another node",
+                "only its requester can revoke; use `peerloom runs drop` to leave",
             )
         if peer == self._service.signer.peer:
             raise UsageError(

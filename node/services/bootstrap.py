@@ -151,7 +151,7 @@ class Bootstrap:
             if await self._is_other():
                 outcome, detail = (
                     "same key",
-                    ("another node has this node's identity; was the data folder copied?"),
+                    "another node has this node's identity; was the data folder copied?",
                 )
         elif peer is not None:
             self._network.learn(peer, [address.of(peer)])

@@ -142,9 +142,7 @@ def usable_device(wanted: str) -> tuple[str, str]:
     if kind == "mps":
         is_there = sys.platform == "darwin" and platform.machine() == "arm64"
         return (
-            ("mps", "")
-            if is_there
-            else ("cpu", (f"device {wanted}: there is no Apple GPU; the CPU computes"))
+            ("mps", "") if is_there else ("cpu", f"device {wanted}: there is no Apple GPU; the CPU computes")
         )
     found, without = gpus(os.environ)
     if int(number or 0) < len(found):

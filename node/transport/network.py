@@ -62,13 +62,12 @@ class RealNetwork:
     `run` must be running to listen and to send messages. When it is cancelled, handlers get a moment, then
     all streams end in order.
 
-    `listen` holds (host, port) pairs; port 0 means any free port. If a port is taken, that is an error,
-    unless the places `may_move` to one of the next ten ports. After the start `ports` has the ports, in the
-    order of `listen`. `announce` replaces the announced addresses. `static` is the X25519 private key (32
-    bytes) stored next to the identity. `keys` make the swarm private. Every peer id, even a reported one,
-    needs `work_bits` of proof of work. `suites` are cipher suite names, best first, and replace all that work
-    here. `beacon_port` is the port of the local network's beacons, usually `multicast.BEACON_PORT`; None
-    turns the local network off. `settings` are for experiments.
+    `listen` holds (host, port) pairs; port 0 means any free port. A port that is taken is an error, unless
+    the places `may_move` to one of the next ten. After the start `ports` has the ports in order. `announce`
+    replaces the announced addresses. `static` is the X25519 private key (32 bytes) stored next to the
+    identity. `keys` make the swarm private. Every peer id needs `work_bits` of proof of work. `suites` are
+    cipher suite names, best first, instead of the usual ones. `beacon_port` is the port of beacons, usually
+    `multicast.BEACON_PORT`; None turns the local network off. `settings` are for experiments.
     """
 
     def __init__(

@@ -56,12 +56,12 @@ class PathSettings:
         bounds = (
             (
                 0 < self.ping_seconds <= self.idle_ping_seconds,
-                ("ping_seconds above 0 and at most idle_ping_seconds"),
+                "ping_seconds above 0 and at most idle_ping_seconds",
             ),
             (0 < self.silent_seconds <= self.doubted_seconds <= self.dead_seconds, "silent, doubted, dead"),
             (
                 0 < self.watch_seconds <= self.silent_seconds,
-                ("watch_seconds above 0 and at most silent_seconds"),
+                "watch_seconds above 0 and at most silent_seconds",
             ),
             (self.watch_seconds < self.late_seconds, "watch_seconds below late_seconds"),
             (1 <= self.per_peer_max <= self.paths_max, "per_peer_max at least 1 and at most paths_max"),
@@ -125,7 +125,7 @@ class TransportSettings:
             (self.stall_seconds > 0, "stall_seconds above 0"),
             (
                 0 < self.look_seconds <= self.vanished_seconds,
-                ("look_seconds above 0 and at most vanished_seconds"),
+                "look_seconds above 0 and at most vanished_seconds",
             ),
             (self.half_open_max >= 1, "half_open_max at least 1"),
             (

@@ -118,7 +118,7 @@ class ServiceText:
             raise FormProblem(error.what) from None
         except TextLost as error:
             raise FormProblem(
-                (f"{name}: its tokenizer process was ended: {error}"),
+                f"{name}: its tokenizer process was ended: {error}",
                 kind="failed",
                 retry_seconds=RETRY_SECONDS,
             ) from None
@@ -475,7 +475,7 @@ def _wish(
         seed = int.from_bytes(blake3(b"peerloom choice %d of %d" % (choice, seed)).digest(8))
     if any(token >= manifest.vocabulary for token, _ in request.biases):
         raise FormProblem(
-            (f"logit_bias: contains a token that {manifest.name} does not have"), field="logit_bias"
+            f"logit_bias: contains a token that {manifest.name} does not have", field="logit_bias"
         )
     try:
         sampling = Sampling(

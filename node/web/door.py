@@ -353,7 +353,7 @@ class _Connection:
             if len(body) > allowed:
                 return RequestRefusal(
                     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                    (f"the body is too long; at most {allowed} bytes are allowed"),
+                    f"the body is too long; at most {allowed} bytes are allowed",
                 )
             if len(body) > BODY_BYTES_MAX and self._door.bodies_bytes > BODIES_BYTES_MAX:
                 return RequestRefusal(

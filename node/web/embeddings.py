@@ -89,7 +89,7 @@ class ServiceVectors:
             # Check each token only now, when their number is known to be small.
             if max(tokens) >= manifest.vocabulary:
                 raise FormProblem(
-                    (f"{where}: contains a token that {manifest.name} does not have"), field="input"
+                    f"{where}: contains a token that {manifest.name} does not have", field="input"
                 )
             found.append(tokens)
         return found

@@ -95,7 +95,7 @@ class KeyRing:
             raise UsageError("name: use printable characters")
         if len(self._keys) >= KEYS_MAX:
             raise UsageError(
-                (f"there are {KEYS_MAX} keys already"), "revoke one; `peerloom keys list` shows them"
+                f"there are {KEYS_MAX} keys already", "revoke one; `peerloom keys list` shows them"
             )
         secret = urlsafe_b64encode(self._seams.entropy(KEY_BYTES)).rstrip(b"=").decode()
         text, made_at = PREFIX + secret, self._seams.clock.wall()

@@ -154,7 +154,7 @@ class Metrics:
         yield _gauge("last_loss", "Loss of the newest step of any run.", step.loss if step else None)
         yield _gauge(
             "last_bubble_ratio",
-            ("Share of the newest step that no replica computed."),
+            "Share of the newest step that no replica computed.",
             step.bubble if step else None,
         )
         yield _gauge("last_replicas", "Replicas of the newest step.", step.replicas if step else None)
@@ -211,13 +211,13 @@ def _present(state: State, counters: Mapping[str, int]) -> Iterable[Metric]:
     yield refused
     reach = state.reachability.reachable if state.reachability is not None else None
     yield _gauge(
-        "reachable", ("1 if others can reach this node, 0 if not, and absent if no peer has tried."), reach
+        "reachable", "1 if others can reach this node, 0 if not, and absent if no peer has tried.", reach
     )
     offer = state.capacity
     yield _gauge("offered_memory_bytes", "Memory offered when measured.", offer and offer.memory_free_bytes)
     yield _gauge("offered_flops_per_second", "Speed when measured, fp32.", offer and offer.flops_per_second)
     yield _gauge(
-        "start_time_seconds", ("Unix time at which this node started."), state.started and state.started.at
+        "start_time_seconds", "Unix time at which this node started.", state.started and state.started.at
     )
 
 

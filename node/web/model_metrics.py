@@ -95,7 +95,7 @@ class ModelMetrics:
             (
                 "answer_prompt_tokens",
                 "read",
-                ("Tokens of their prompts, counted each time that they were asked."),
+                "Tokens of their prompts, counted each time that they were asked.",
             ),
             ("answer_moves", "moves", "Times that an answer lost a provider and continued."),
         ):

@@ -104,7 +104,7 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
         outputs = rule_of_outputs(self.structured_outputs)
         if rule is not None and outputs is not None:
             raise FormProblem(
-                ("structured_outputs: give either this or response_format"), field="structured_outputs"
+                "structured_outputs: give either this or response_format", field="structured_outputs"
             )
         return rule or outputs, "response_format" if outputs is None else "structured_outputs"
 
@@ -154,7 +154,7 @@ class CompletionRequest(SampledRequest, frozen=True, kw_only=True):
         prompts = self._prompts()
         if len(prompts) * (self.n or 1) > CHOICES_MAX:
             raise FormProblem(
-                (f"prompt: at most {CHOICES_MAX} answers are allowed in one request"), field="prompt"
+                f"prompt: at most {CHOICES_MAX} answers are allowed in one request", field="prompt"
             )
         return self.asked(prompts, self.max_tokens or TOKENS_USUAL, self.logprobs)
 
@@ -263,7 +263,7 @@ def text_of(content: str | tuple[ContentPart, ...] | None) -> str:
     for part in content:
         if part.type not in ("text", "input_text", "output_text", "refusal"):
             raise FormProblem(
-                (f"content: a part has the type {part.type[:40]!r}, but {IMAGES}"), field="messages"
+                f"content: a part has the type {part.type[:40]!r}, but {IMAGES}", field="messages"
             )
     return "".join(part.text or part.refusal or "" for part in content)
 

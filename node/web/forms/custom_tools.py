@@ -33,7 +33,7 @@ def custom_function(tool: dict[str, Any]) -> dict[str, Any]:
         definition, syntax = asked.get("definition"), asked.get("syntax")
         if not isinstance(definition, str) or syntax not in ("lark", "regex"):
             raise FormProblem(
-                ("tools: a grammar needs a syntax (lark or regex) and a definition"), field="tools"
+                "tools: a grammar needs a syntax (lark or regex) and a definition", field="tools"
             )
         if syntax == "regex":
             text["pattern"] = f"^(?:{definition})$"

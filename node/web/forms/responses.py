@@ -90,7 +90,7 @@ class InputItem(msgspec.Struct, frozen=True):
         if self.type in RESULT_KINDS:
             return {"role": "tool", "tool_call_id": self.call_id or "", "content": text_of(self.output)}
         raise FormProblem(
-            (f"input: this server does not know items of the type {self.type[:40]!r}"), field="input"
+            f"input: this server does not know items of the type {self.type[:40]!r}", field="input"
         )
 
 
@@ -172,7 +172,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         outputs = rule_of_outputs(self.structured_outputs)
         if rule is not None and outputs is not None:
             raise FormProblem(
-                ("structured_outputs: give either this or text.format"), field="structured_outputs"
+                "structured_outputs: give either this or text.format", field="structured_outputs"
             )
         return rule or outputs, "text.format" if outputs is None else "structured_outputs"
 

@@ -84,7 +84,7 @@ def rule_of_outputs(asked: StructuredOutputs | None) -> AnswerRule | None:
     given = [name for name in asked.__struct_fields__ if getattr(asked, name)]
     if len(given) != 1:
         raise FormProblem(
-            (f"{field}: give exactly one of json, json_object, regex, grammar and choice"), field=field
+            f"{field}: give exactly one of json, json_object, regex, grammar and choice", field=field
         )
     if asked.json is not None:
         text = asked.json if isinstance(asked.json, str) else schema_text(asked.json, field)

@@ -71,7 +71,7 @@ async def test_a_revoked_key_is_refused_and_keys_are_stored_hashed() -> None:
         assert key not in json.dumps(listed)
         await ring.handlers["keys.revoke"]({"key": listed["keys"][0]["id"]}, ignore)
         assert (await post(page, key, ASKED))[0] == 401
-        with pytest.raises(UsageError, match="no key is called"):
+        with pytest.raises(UsageError, match="no key has the name"):
             await ring.handlers["keys.revoke"]({"key": "x"}, ignore)
 
 
@@ -138,7 +138,10 @@ async def test_a_long_body_is_read_with_a_key_up_to_its_limit() -> None:
         status, _, document = await post(page, key, {**ASKED, "prompt": "x" * 150_000})
         assert (status, document["error"]["code"]) == (400, "context_length_exceeded")
         status, _, document = await post(page, key, {**ASKED, "prompt": "x" * 250_000})
-        assert (status, document["error"]["message"]) == (413, "want at most 200000 bytes")
+        assert (status, document["error"]["message"]) == (
+            413,
+            "the body is too long; at most 200000 bytes are allowed",
+        )
         assert (await post(page, "", {**ASKED, "prompt": "x" * 250_000}))[0] == 401
 
 

@@ -57,7 +57,7 @@ async def refuse(page: Served, key: str) -> None:
             lambda c: c.messages.create(model=NAME, messages=USER, max_tokens=9, output_config=config),
         )
     for body in ({"regex": "a", "choice": ["b"]}, {}):
-        with pytest.raises(openai.BadRequestError, match="want one of"):
+        with pytest.raises(openai.BadRequestError, match="give exactly one of"):
             await ask(
                 page,
                 key,
