@@ -319,14 +319,13 @@ class LocalRuns:
             server.seat.expel(peer)
 
     async def revoke(self, text: str, peer: PeerId) -> int:
-        """Revoke a member's tickets for a run that this node requested; return how many others were informed.
-        Raises UsageError if a different node requested the run."""
+        """Revoke a member's tickets for a run of this node; return how many were told. Raises UsageError."""
         member = next(each for each in self.members.values() if each.run.text == text)
         admission, wall = member.admission, self._service.seams.swarm_clock.wall()
         if not admission.is_requester:
             raise UsageError(
                 f"run {text[:8]} belongs to another node",
-                "only its requester can revoke; use `peerloom runs drop` to leave",
+                "only its requester can revoke; to leave: `peerloom runs drop`",
             )
         if peer == self._service.signer.peer:
             raise UsageError(

@@ -180,8 +180,7 @@ class RealNetwork:
         return None
 
     def look(self) -> bool:
-        """Read this machine's interfaces and the used addresses again; return whether the set has changed. If
-        it has, forget what was confirmed in the old network."""
+        """Read the interfaces again; return whether this node's addresses have changed and are unconfirmed."""
         before = self._policy.listening
         self._policy.look(self._places, read_interfaces())
         has_moved = self._policy.listening != before
@@ -194,8 +193,7 @@ class RealNetwork:
             self._datagrams.doubt()
 
     def announce(self, address: Address) -> None:
-        """Announce an address as the seam defines. Ignored if the user has set the announced addresses, or if
-        the address is link-local, because beacons announce those."""
+        """Announce an address as the seam defines, unless it is link-local, which is for beacons."""
         if not address.is_link_local and address.of(self.peer) not in self.addresses:
             self._announced.confirm(address)
 
@@ -207,8 +205,7 @@ class RealNetwork:
     def knock_at(
         self, peer: PeerId, addresses: Sequence[Address], may_send: Callable[[Sequence[Address], int], bool]
     ) -> None:
-        """Test whether datagrams get through to a peer at these addresses. `may_send` is called as in
-        `Datagrams.knock`."""
+        """Test whether datagrams get through to a peer; `may_send` is called as in `Datagrams.knock`."""
         if self._datagrams is not None:
             self._datagrams.knock(self._clock.monotonic(), peer, addresses, anew=True, may_send=may_send)
 
@@ -221,8 +218,7 @@ class RealNetwork:
         return self._book.observed(peer)
 
     def answered_at(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return the addresses where a peer has answered, and the source of its datagrams if the peer claims
-        that address. Mere claims and a router's outer ports are left out."""
+        """Return the addresses where a peer has answered, and its datagrams' source if the peer claims it."""
         return self._book.answered_at(peer)
 
     def map_to(self, address: Address | None) -> None:
