@@ -39,40 +39,43 @@ class BlockingRunHandle:
 
     @property
     def status(self) -> str:
-        """The run's state as this node knows it; "unknown" if it is not a member: `show` asks the members."""
+        """The run's state as this node knows it; "unknown" if this node is not a member. Use `show` to ask
+        the members.
+        """
         return self._portal.call_sync(lambda: self._of.status)
 
     @property
     def metrics(self) -> tuple[dict[str, Any], ...]:
-        """The measurements, one row per step, by name: loss, seconds, accuracy, the model's own metrics, and
-        the joules of this machine if its hardware counts them.
+        """The measurements, one row for each step, by name: loss, seconds, accuracy, the model's own metrics,
+        and the joules of this machine if its hardware counts them.
         """
         return self._portal.call_sync(lambda: self._of.metrics)
 
     def show(self) -> dict[str, Any]:
-        """Return the run's state, as this node knows it or else as its members report.
+        """Return the run's state, as this node knows it or else as its members report it.
 
-        Raises RunFailed: no asked member knows it.
+        Raises RunFailed if no member that was asked knows the run.
         """
         return self._portal.run(self._of.show)
 
     def events(self) -> Iterator[Event]:
-        """Yield the run's events from now on, to its end; ends at once if the run is over.
+        """Yield the run's events from now on, until it ends. If the run is already over, yield none.
 
-        Raises RunFailed: this node is not a member of the run, so it hears nothing; `show` asks the members.
+        Raises RunFailed if this node is not a member of the run, because then it gets no events; `show` asks
+        the members.
         """
         return self._portal.iterate(self._of.events)
 
     def stop(self) -> dict[str, Any]:
-        """End the run for all its members. Raises UsageError: another node requested it."""
+        """End the run for all its members. Raises UsageError if a different node requested it."""
         return self._portal.run(self._of.stop)
 
     def pause(self) -> dict[str, Any]:
-        """Have all members wait after this step, with a checkpoint. Raises UsageError, as `stop`."""
+        """Make all members wait after this step, with a checkpoint. Raises UsageError, as in `stop`."""
         return self._portal.run(self._of.pause)
 
     def resume(self) -> dict[str, Any]:
-        """Let a paused run go on. Raises UsageError, as `stop`."""
+        """Let a paused run continue. Raises UsageError, as in `stop`."""
         return self._portal.run(self._of.resume)
 
     def revise(
@@ -83,26 +86,27 @@ class BlockingRunHandle:
         goal: float | None = None,
         goal_seconds: int | None = None,
     ) -> dict[str, Any]:
-        """Change the run from its next step on, on all members alike; None keeps a value.
+        """Change the run from its next step on, on all members alike. None keeps a value.
 
-        `goal` is the samples a second over `goal_seconds` below which this node raises an alert; 0 for none.
+        `goal` is a rate in samples a second; this node raises an alert if the run is slower over
+        `goal_seconds`. 0 means no goal.
 
-        Raises UsageError: a number out of bounds, or another node requested the run.
+        Raises UsageError if a number is out of bounds, or a different node requested the run.
         """
         return self._portal.run(self._of.revise, learning_rate, steps, priority, goal, goal_seconds)
 
     def result(self, out: str = "") -> RunResult:
-        """Wait for the end of the run; write its weights (safetensors) to the file `out`, if one is named.
+        """Wait for the end of the run. If `out` names a file, write the run's weights to it (safetensors).
 
-        Raises RunFailed: it failed or was stopped, or nobody knows it.
+        Raises RunFailed if the run failed or was stopped, or nobody knows it.
         """
         return self._portal.run(self._of.result, out)
 
     def watch(self, show: Callable[[str], None] | None = None) -> RunResult:
-        """Show one line that follows the run to its end, and return its result.
+        """Show one line that follows the run until it ends, and return the run's result.
 
-        `show` receives each text; by default it rewrites a line of the terminal or notebook. Raises
-        RunFailed, as `result`.
+        `show` is called with each text; by default the line is rewritten in the terminal or notebook. Raises
+        RunFailed, as in `result`.
         """
         return self._portal.run(self._of.watch, show)
 
@@ -210,7 +214,7 @@ class BlockingSurface:
 
     @property
     def history(self) -> EventHistory:
-        """The newest events, numbered."""
+        """The newest events, with their numbers."""
         return self._portal.call_sync(lambda: self._of.history)
 
     @property
@@ -236,26 +240,27 @@ class BlockingSurface:
         return self._portal.run(self._of.provide, name)
 
     def providers(self, name: str) -> tuple[str, ...]:
-        """Return the peers that announce the content with this hash (hexadecimal)."""
+        """Return the peers that announce that they have the content with this hash (hexadecimal)."""
         return self._portal.run(self._of.providers, name)
 
     def broadcast(self, topic: str, data: bytes) -> None:
-        """Send `data` (at most 512 bytes) to all members, replacing this node's earlier data under `topic`.
+        """Send `data` (at most 512 bytes) to all members. It replaces this node's earlier data under `topic`.
 
-        It usually reaches the present members soon, without a guarantee. Calls that come too fast wait, and
-        only the newest data of a topic is sent. With neighbourhoods it stays in this node's. Raises
-        UsageError: a topic (64 bytes) or data too long, or too many topics at once.
+        It usually reaches the present members soon, but there is no guarantee. If calls come too fast, they
+        wait, and only the newest data of a topic is sent. In a swarm with neighbourhoods it stays in this
+        node's neighbourhood. Raises UsageError if a topic (64 bytes) or data is too long, or too many topics
+        wait.
         """
         self._portal.call_sync(self._of.broadcast, topic, data)
 
     def broadcasts(self, topic: str = "") -> Iterator[Broadcast]:
-        """Yield broadcasts of other members from now on, under this topic (empty: all), until the node
+        """Yield broadcasts of other members under this topic (empty: all topics) from now on, until the node
         leaves.
         """
         return self._portal.iterate(self._of.broadcasts, topic)
 
     def members(self) -> tuple[views.MemberView, ...]:
-        """Return the other members believed alive, by peer id."""
+        """Return the other members that are believed alive, sorted by peer id."""
         return self._portal.call_sync(self._of.members)
 
     def status(self) -> dict[str, Any]:
@@ -265,7 +270,7 @@ class BlockingSurface:
     def join(self, addresses: Sequence[str] | str) -> tuple[JoinTried, ...]:
         """Dial these addresses now; return the outcome of each, in order.
 
-        They are tried again whenever this node is alone. Raises UsageError: an address cannot be read.
+        They are tried again whenever this node is alone. Raises UsageError if an address is malformed.
         """
         return self._portal.run(self._of.join, addresses)
 
@@ -274,9 +279,10 @@ class BlockingSurface:
         self._portal.run(self._of.wait_for_members, count, timeout_seconds)
 
     def events(self, since: float = math.inf, types: Sequence[type[Event]] = ()) -> Iterator[Event]:
-        """Yield events of these types (none: all), in order, until the node leaves.
+        """Yield events of these types (none given: all types), in order, until the node leaves.
 
-        With `since` (unix seconds) it begins with kept events from then on, by default with new ones.
+        With `since` (Unix seconds), events that were kept since then come first. By default only new events
+        are yielded.
         """
         return self._portal.iterate(self._of.events, since, types)
 
@@ -292,16 +298,16 @@ class BlockingSurface:
         admit: str = "open",
         invitation: str = "",
     ) -> AveragingResult:
-        """Average arrays or torch tensors with peers that call this for the same `group`, names and shapes.
+        """Average arrays or torch tensors with peers that call this with the same `group`, names and shapes.
 
-        With `aggregate` "mean" one liar can move the result anywhere; the other rules tolerate some liars
-        (docs/averaging.md, "Rules"). "auto" is one of these, "nnm-trimmed-mean", in a swarm without a key,
-        and the mean in a swarm with one. A group has one rule. `admit` and `invitation` decide who takes
-        part, as for `optimizer` (docs/averaging.md, "Who takes part").
+        With `aggregate` "mean", a single liar can move the result anywhere; the other rules tolerate some
+        liars (docs/averaging.md, "Rules"). "auto" means "nnm-trimmed-mean", one of the latter, in a swarm
+        without a key, and the mean in a swarm with one. All members of a group use one rule. `admit` and
+        `invitation` decide who takes part, as for `optimizer` (docs/averaging.md, "Who takes part").
 
-        It waits until `peers` others take part, and `timeout_seconds` for a round. The tensors are not
-        changed. Returns the averages and the peers whose tensors entered; if nothing was averaged, the same
-        tensors and the reason. Raises UsageError: the tensors cannot be averaged.
+        This waits until `peers` others take part, and for `timeout_seconds` for a round. The tensors are not
+        changed. It returns the averages and the peers whose tensors were included. If nothing was averaged,
+        it returns the same tensors and the reason. Raises UsageError if the tensors cannot be averaged.
         """
         return self._portal.run(
             self._of.average,
@@ -317,19 +323,21 @@ class BlockingSurface:
         )
 
     def invite(self, run: str, peer: str, hours: float = 168.0, admit: str = "") -> str:
-        """Return an invitation, a text that admits a peer to an averaging run of this name for `hours`.
+        """Return an invitation: a text that admits a peer to the averaging run with this name for `hours`.
 
-        It is for `invitation=` of that peer alone. The run is this node's own, or one of `admit="vouched"`
-        that it takes part in. `admit` is "invited" or "vouched", for a run that is not open here yet. Raises
-        UsageError: this node may not invite, or no such peer.
+        Only that peer can use it, as its `invitation=`. The run must be this node's own, or one with
+        `admit="vouched"` in which this node takes part. `admit` is "invited" or "vouched", and is needed for
+        a run that is not open on this node yet. Raises UsageError if this node may not invite, or there is no
+        such peer.
         """
         return self._portal.run(self._of.invite, run, peer, hours, admit)
 
     def revoke(self, run: str, peer: str) -> int:
-        """Revoke a peer's admission to a run of this node; return how many members were told.
+        """Revoke a peer's admission to one of this node's runs; return how many members were informed.
 
-        `run` is the id of a run in local mode, or the name of an averaging run. The peer is out with the next
-        round, and so are peers that it vouched for. Raises UsageError: the run is another node's.
+        `run` is the id of a run in local mode, or the name of an averaging run. From the next round on the
+        peer is excluded, and so are peers for which it vouched. Raises UsageError if the run belongs to a
+        different node.
         """
         return self._portal.run(self._of.revoke, run, peer)
 
@@ -343,23 +351,24 @@ class BlockingSurface:
         """Have the swarm train a model; return the run once all its parts are placed.
 
         `model` is a RUN.toml, a built-in name, a captured FILE.peerloom, PATH.py:FUNCTION or a
-        `partition.capture.Task`; `data` and the settings are as in RUN.toml (`steps=200`, `stages=2`,
-        `learning_rate=0.001`), and override the file's. It waits `wait_seconds` for missing peers. Raises
-        UsageError: a wrong setting, model or data; RunFailed: it could not be placed.
+        `partition.capture.Task`. `data` and the settings are as in RUN.toml (`steps=200`, `stages=2`,
+        `learning_rate=0.001`), and override the values in that file. This waits `wait_seconds` for missing
+        peers. Raises UsageError if a setting, the model or the data is wrong, and RunFailed if the run could
+        not be placed.
         """
         return BlockingRunHandle(
             self._portal, self._portal.run(partial(self._of.train, **settings), model, data, wait_seconds)
         )
 
     def run(self, run: str) -> BlockingRunHandle:
-        """Return a run by its id or a prefix of it; by its whole id even one that is unknown here.
+        """Return a run by its id or a prefix of it. A run that is unknown here needs its whole id.
 
-        Raises UsageError: there is no such run.
+        Raises UsageError if there is no such run.
         """
         return BlockingRunHandle(self._portal, self._portal.call_sync(self._of.run, run))
 
     def run_documents(self) -> tuple[dict[str, Any], ...]:
-        """Return the document of `peerloom runs --json` for each run that this node knows."""
+        """Return the documents of all runs that this node knows, as in `peerloom runs --json`."""
         return self._portal.call_sync(self._of.run_documents)
 
     def serve(
@@ -371,13 +380,13 @@ class BlockingSurface:
         context: int = 0,
         tokenizer: str = "",
     ) -> dict[str, Any]:
-        """Serve a FILE.peerloom that was captured to be served; return the service once it answers.
+        """Serve a FILE.peerloom that was captured for serving; return the service once it answers.
 
-        Its name is `name`, by default the file's. A model that fits one peer is not split unless `stages`
-        says so. Its members keep `replicas` of each stage when members die. `context` is the most tokens in a
-        session. First a process checks in a few short sessions that they give the model's logits. `tokenizer`
-        is the model's folder, or a tokenizer.json, for text. Raises UsageError: it cannot be served;
-        RunFailed: no place.
+        The service has the name `name`, by default the file's. A model that fits one peer is not split unless
+        `stages` says so. Members keep `replicas` of each stage even when members die. `context` is the
+        maximum number of tokens in a session. First a process checks in a few short sessions that the stages
+        give the model's logits. `tokenizer` is the model's folder, or a tokenizer.json, and is needed for
+        text. Raises UsageError if the model cannot be served, and RunFailed if no peer has room for it.
         """
         return self._portal.run(self._of.serve, model, name, stages, replicas, context, tokenizer)
 
@@ -400,12 +409,12 @@ class BlockingSurface:
     ) -> Iterator[str | int]:
         """Yield a service's answer to a prompt as it arrives: text, or tokens if the prompt is tokens.
 
-        A prompt may also be a chat: messages, each with `role` and `content`, by the model's own template.
-        `temperature` 0 takes the likeliest token each time; above it the same `seed` draws the same. Settings
-        that are None come from the model's folder; without one the likeliest token is taken. The answer goes
-        on when a peer of the service dies; with `exact` only if it stays the same. The holders of stages can
-        read prompt and answer. Raises UsageError: no such service, or a wrong setting; RunFailed: the answer
-        cannot go on.
+        A prompt may also be a chat: messages, each with `role` and `content`, for which the model's own
+        template is used. `temperature` 0 takes the likeliest token each time; above 0, the same `seed` draws
+        the same tokens. Settings that are None come from the model's folder; if it has none, the likeliest
+        token is taken. The answer continues when a peer of the service dies; with `exact`, only if the answer
+        stays the same. The peers that hold stages can read the prompt and the answer. Raises UsageError if
+        there is no such service or a setting is wrong, and RunFailed if the answer cannot continue.
         """
         return self._portal.iterate(
             self._of.generate,
@@ -422,12 +431,12 @@ class BlockingSurface:
         )
 
     def hidden(self, service: str, prompt: str | Sequence[int] | Sequence[Mapping[str, str]]) -> Array:
-        """Return a service's final hidden states of a prompt, an array [tokens, width].
+        """Return a service's final hidden states for a prompt, an array [tokens, width].
 
         They are the input of the model's head, after its last norm: the last of the `hidden_states` of
-        transformers; float64 for a float64 model, else float32. Prompts are those of `generate`; when a peer
-        of the service dies, the prompt is read again elsewhere. Raises UsageError: no such service, or a
-        model without such a head; RunFailed: it cannot answer.
+        transformers. The type is float64 for a float64 model, else float32. Prompts are as for `generate`.
+        When a peer of the service dies, the prompt is processed again elsewhere. Raises UsageError if there
+        is no such service or the model has no such head, and RunFailed if the service cannot answer.
         """
         return self._portal.run(self._of.hidden, service, prompt)
 
@@ -449,11 +458,11 @@ class BlockingSurface:
         devices: Sequence[str] = (),
         goal: float = 0.0,
     ) -> PlanReport:
-        """Plan a model over this node and its live members; nothing is started.
+        """Plan a model over this node and its live members, without starting anything.
 
         `model` is a graph, a captured FILE.peerloom, a built-in name, PATH.py:FUNCTION or a Hugging Face
-        folder; the rest is as for `node.plan`, which returns the same plan for the same peers. Raises
-        RunFailed: nothing fits, with a remedy; UsageError.
+        folder. The other arguments are those of `node.plan`, which returns the same plan for the same peers.
+        Raises RunFailed, with a remedy, if nothing fits; also raises UsageError.
         """
         return self._portal.run(
             self._of.plan,

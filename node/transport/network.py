@@ -180,7 +180,7 @@ class RealNetwork:
         return None
 
     def look(self) -> bool:
-        """Read the interfaces again; return whether this node's addresses have changed and are unconfirmed."""
+        """Read the interfaces again; return whether this node's addresses have changed."""
         before = self._policy.listening
         self._policy.look(self._places, read_interfaces())
         has_moved = self._policy.listening != before
