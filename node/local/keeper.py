@@ -74,7 +74,7 @@ class Keeper:
 
     async def remember(self, saved: SavedRun) -> None:
         """Save the record with which this node can become a member again. If that fails, for example because
-        the disk is full, the node will not rejoin after a restart."""
+        the disk is full, a restarted node is no longer a member."""
         with suppress(OSError):
             storage = self._service.seams.storage
             await self._service.seams.executor.run(partial(save_run, storage, self._run, saved))
