@@ -1,4 +1,4 @@
-"""The client of benchmarks/api.py, in a process that loads nothing else: `_api_client.py PORT KEY`."""
+"""The client of benchmarks/api.py, in a process that loads nothing else. Usage: `_api_client.py PORT KEY`."""
 
 import json
 import re
@@ -10,19 +10,20 @@ import trio
 NAME = "words"
 PROMPT = 64
 SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99_999_999}, "minItems": 400}
-"""The schema of constrained answers: longer than any requested answer."""
+"""The schema of constrained answers; they can be longer than any requested answer."""
 MADE = re.compile(rb'"completion_tokens":([0-9]+)')
 
 
 def prompt_of(number: int) -> str:
-    """Return the prompt of stream `number`: no two are the same."""
+    """Return the prompt of stream `number`; all prompts differ."""
     return f"{number:04d} once upon a time, far away from every network, a node ".ljust(PROMPT)[:PROMPT]
 
 
 async def read_stream(
     port: int, key: str, number: int, tokens: int, marks: list[float], *, is_held: bool = False
 ) -> int:
-    """Request a stream; record the times of the request and of each event. Return its tokens."""
+    """Request a stream, and append the times of the request and of each event to `marks`. Return the number
+    of its tokens."""
     asked: dict[str, object] = {
         "model": NAME,
         "prompt": prompt_of(number),
@@ -51,7 +52,7 @@ async def read_stream(
 async def ask_over_http(
     port: int, key: str, streams: int, tokens: int, is_held: bool
 ) -> tuple[list[list[float]], int]:
-    """Return the times of this many concurrent streams, and the tokens of all."""
+    """Return the event times of this many concurrent streams, and the number of tokens of all."""
     marks: list[list[float]] = [[] for _ in range(streams)]
     made: list[int] = []
 
@@ -65,8 +66,8 @@ async def ask_over_http(
 
 
 def client(port: int, key: str) -> None:
-    """Answer each line of the input, `streams tokens` and `held` for a schema, with the figures of one
-    round."""
+    """Read lines such as `streams tokens` (with `held` for a schema) from the input; answer each with the
+    figures of one round."""
     for line in sys.stdin:
         streams, tokens, *held = line.split()
         marks, made = trio.run(ask_over_http, port, key, int(streams), int(tokens), bool(held))

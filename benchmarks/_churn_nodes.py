@@ -1,8 +1,8 @@
-"""Whole nodes that come and go, in virtual time, for `benchmarks/churn_runs.py`: the lives of machines, and
-where each machine's time goes while a run trains.
+"""Whole nodes that come and go, in virtual time, for `benchmarks/churn_runs.py`. Records the sessions of
+machines, and how each machine spends its time while a run trains.
 
-A machine computes as fast as its capacity says, one micro-batch at a time. The node that requests the run is
-not one of them: it stays, feeds and commits, and takes no stage.
+A machine computes at the rate of its capacity, one micro-batch at a time. The node that requests the run is
+an additional one: it stays, feeds and commits, and takes no stage.
 """
 
 from collections import Counter, defaultdict
@@ -40,13 +40,16 @@ from tests.stack import manifest, prepare
 MACHINES = 6
 LIFE_SECONDS, ABSENCE_SECONDS = 300.0, 60.0
 CRASH_SHARE = 0.7
-"""The share of lives that end without a goodbye."""
+"""The share of sessions that end without a goodbye."""
 FLOPS = 3.0e7
-"""The rate of every machine: a micro-batch takes half a second, long beside a message."""
+"""The rate of every machine. With it a micro-batch takes half a second, which is long compared with a
+message."""
 MICROBATCH, MICROBATCHES = 4, 30
-"""Micro-batches of a step, divisible by five and by six machines. A step of all takes some three seconds."""
+"""Samples in a micro-batch, and micro-batches in a step: divisible by five and by six machines. A step of all
+machines takes some three seconds."""
 LOCAL_MICROBATCHES = 2
-"""A step of one member takes a second, and the usual twenty between two rounds take twenty."""
+"""Micro-batches in a step in local mode: a member's step takes a second, and the usual twenty between two
+rounds take twenty."""
 SAMPLE_SECONDS = 0.25
 """The interval at which each machine's activity is recorded."""
 CALM_SECONDS, PHASE_LOOK_SECONDS = 15.0, 0.01
@@ -59,8 +62,8 @@ NETWORK = NetworkModel()
 
 @dataclass
 class Death:
-    """`phase` is the committer's. `stalled_seconds` is the delay of the next committed step; in local mode no
-    machine waits, so it is 0 there."""
+    """The death of a machine. `phase` is the committer's phase. `stalled_seconds` is the delay of the next
+    committed step; in local mode no machine waits, so it is 0 there."""
 
     at: float
     why: str
@@ -86,13 +89,13 @@ class Found:
 
     @property
     def share(self) -> float:
-        """Return the share of samples of counted steps in the samples that the present machines could have
-        computed."""
+        """Return the number of samples in counted steps, as a share of the samples that the machines present
+        could have computed."""
         return self.samples / MICROBATCH * self.microbatch_seconds / self.seconds["present"]
 
 
 class BusyExecutor(NodeExecutor):
-    """An executor that records whether a machine computes now, and what."""
+    """An executor that records whether a machine is computing, and what."""
 
     def __init__(self) -> None:
         super().__init__(FLOPS, 1.0, lambda _run: 0.0, PeerPace(), lambda *_: None)
@@ -101,7 +104,7 @@ class BusyExecutor(NodeExecutor):
         self.microbatch_seconds = 0.0
         """The time of a micro-batch through all layers, forward and back."""
         self.made: list[tuple[float, int]] = []
-        """When a step was made here, and the samples of all steps until then."""
+        """For each step made here: when, and the number of samples in all steps until then."""
 
     async def open_stage(self, specification: bytes) -> Stage:
         return _Watched(await super().open_stage(specification), self)
@@ -153,7 +156,7 @@ def _kind(request: object) -> str:
 
 @dataclass
 class _Life:
-    """One life of a machine."""
+    """One session of a machine, from its start to its end."""
 
     node: Node
     executor: BusyExecutor
@@ -164,18 +167,18 @@ class _Life:
     kept_samples: int = 0
 
     def made_samples(self, until: float = inf) -> int:
-        """Return how many samples of its steps it had made by then."""
+        """Return how many samples of its steps it had processed by `until`."""
         return next((samples for at, samples in reversed(self.executor.made) if at <= until), 0)
 
 
 class Play:
-    """One run beside machines that come and go for some seconds from its first step on."""
+    """One run on machines that come and go, for some seconds from its first step on."""
 
     def __init__(
         self, wanted: dict[str, Any], seconds: float, seed: int, phases: tuple[str, ...] = ()
     ) -> None:
-        """With `phases` no machine comes or goes by itself: one is killed in each of these phases of the
-        committer."""
+        """With `phases` no machine comes or goes by itself; instead one is killed in each of these phases of
+        the committer."""
         self.found = Found()
         self._phases = phases
         self._wanted = wanted
@@ -234,7 +237,7 @@ class Play:
     # Machines
 
     async def _live(self, number: int, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Run a life from its start to its end; number 0 is the requester."""
+        """Run a machine from its start to its end; number 0 is the requester."""
         serial = self._serials[number]
         self._serials[number] += 1
         identity = Identity(bytes([self._seed, number + 1]) * 16)
@@ -319,7 +322,7 @@ class Play:
             self._open.append(death)
 
     def _phase(self, life: _Life) -> str:
-        """Return the phase of a death: the committer's, or in local mode the machine's own."""
+        """Return the phase of a death: the committer's phase, or in local mode that of the machine itself."""
         if self._is_local:
             doing = life.executor.doing
             return next((kind for kind in ("evaluating", "applying", "training") if doing[kind]), "between")

@@ -1,6 +1,7 @@
-"""Three steps of a captured model by two whole nodes, a stage each, beside the same run in one process.
+"""Trains a captured model for three steps on two whole nodes, one stage each, and compares with the same run
+in one process.
 
-The nodes are those of `tests/stack.py`: all of their code and real arithmetic, in one process and virtual
+The nodes are those of `tests/stack.py`: all of their code and real arithmetic, but in one process and virtual
 time, so that a hundred models take minutes. `finetune.py` covers steps between processes.
 """
 
@@ -24,13 +25,14 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 STEPS, MICROBATCHES, HELD_OUT = 3, 2, 4
 EXACT_MAX = 1e-9
-"""The tolerance of every float64 tensor, relative."""
+"""The relative tolerance of every float64 tensor."""
 
 
 def trained_on_nodes(case: Case, captured: Captured, dtype: torch.dtype, microbatch: int) -> float:
-    """Train a model on both, and return the largest relative difference of a tensor of the result.
+    """Train a model on two nodes and in one process; return the largest relative difference of a resulting
+    tensor.
 
-    Raises AssertionError: the run failed, or fewer steps were committed; the text says why.
+    Raises AssertionError, with an explanation, if the run failed or committed fewer steps.
     """
     samples = STEPS * MICROBATCHES * microbatch
     with TemporaryDirectory() as name:
@@ -69,7 +71,7 @@ def _difference(wanted: Manifest, dataset: Dataset, folder: Path) -> float:
             committed = sum(isinstance(event, StepCommitted) for event in events)
             assert committed == STEPS, f"{committed} steps were committed"
             result, expected = weights(group, "a", run), reference(run, dataset)
-            assert sorted(result) == sorted(expected), "the result has other tensors"
+            assert sorted(result) == sorted(expected), "the result has different tensors"
             worst.append(max(_relative(result[name], expected[name]) for name in expected))
 
     simulate(scenario)

@@ -1,7 +1,7 @@
-"""The remedies that refusals of the corpus recommend, implemented, so that each is known to work.
+"""The remedies that refusals of the corpus recommend, implemented so that each is known to work.
 
-Each function changes classes of transformers for good, as their author would, and is called only after the
-model was refused unchanged. The changed model does not count as captured: it is another model.
+Each function permanently changes classes of transformers, as their author would, and is called only after the
+unchanged model was refused. The changed model is a different model, so it does not count as captured.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,18 +18,19 @@ def _module(name: str) -> Any:
 
 
 class _Context:
-    """Drops the tensors that a forward saves."""
+    """Discards the tensors that a forward pass saves."""
 
     def save_for_backward(self, *_: Any) -> None: ...
 
 
 def _plain(function: Any) -> Any:
-    """Replace an autograd function by ordinary operators: its forward alone."""
+    """Replace an autograd function by ordinary operators, using only its forward."""
     return SimpleNamespace(apply=lambda *arguments: function.forward(_Context(), *arguments))
 
 
 def _all_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Apply every expert to every token, times its weight, which is zero if it is not chosen."""
+    """Apply every expert to every token, multiplied by its weight, which is zero if the expert is not
+    chosen."""
     shares = torch.zeros(len(hidden_states), self.total_experts, dtype=hidden_states.dtype)
     shares = shares.scatter_add(1, top_k_index, top_k_weights.to(hidden_states.dtype))
     total = torch.zeros_like(hidden_states)
@@ -48,7 +49,7 @@ def longcat_flash() -> None:
 
 
 def jetmoe() -> None:
-    """Sum all experts, in attention too."""
+    """Sum all experts, also those in attention."""
     module = _module("jetmoe")
 
     def route(self: Any, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +90,7 @@ def jetmoe() -> None:
 
 
 def xmod() -> None:
-    """Run every language's adapter, and take its rows by a mask."""
+    """Run every language's adapter, and select its rows by a mask."""
 
     def adapted(self: Any, lang_ids: Tensor, hidden_states: Tensor) -> Tensor:
         before = hidden_states
@@ -108,13 +109,13 @@ def xmod() -> None:
 
 
 def phimoe() -> None:
-    """Leave the backward to autograd."""
+    """Leave the backward pass to autograd."""
     module = _module("phimoe")
     module.PhimoeMultiplier = _plain(module.PhimoeMultiplier)
 
 
 def yoso() -> None:
-    """Leave the backward to autograd."""
+    """Leave the backward pass to autograd."""
     module = _module("yoso")
     module.YosoCumulation = _plain(module.YosoCumulation)
 
@@ -125,7 +126,7 @@ def fsmt() -> None:
 
 
 def ibert() -> None:
-    """Do not check whether activations are finite: keep them unchanged in evaluation."""
+    """Do not check whether activations are finite; evaluation keeps them unchanged."""
     module = import_module("transformers.models.ibert.quant_modules")
     forward = module.QuantAct.forward
 
@@ -142,4 +143,4 @@ def ibert() -> None:
 REWRITTEN: Mapping[str, Callable[[], None]] = MappingProxyType(
     {each.__name__: each for each in (fsmt, ibert, jetmoe, longcat_flash, phimoe, xmod, yoso)}
 )
-"""By the name of the architecture."""
+"""The remedies by the name of the architecture."""

@@ -1,9 +1,9 @@
-"""Real nodes on loopback whose messages to each other take a chosen time: others reach each through a proxy
-only.
+"""Real nodes on loopback whose messages to each other are delayed by a chosen time: each is reached only
+through a proxy.
 
 A node announces its proxy's address, so all connections to it go through the proxy, which delays traffic in
-both directions. The system's own means (netem) are missing in many containers. Datagrams find no proxy, so
-connections are TCP.
+both directions. The system's own tool for this (netem) is missing in many containers. The proxies carry no
+datagrams, so connections are TCP.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ SECONDS_MAX = 60.0
 
 
 class DelayingProxies:
-    """Proxies in one thread; `delay_seconds` may be changed at any time."""
+    """Proxies in one thread. `delay_seconds` may be changed at any time."""
 
     def __init__(self) -> None:
         self.delay_seconds = 0.0
@@ -33,7 +33,7 @@ class DelayingProxies:
         self._thread.start()
 
     def open(self, port: int) -> int:
-        """Return the port of a proxy to this one."""
+        """Open a proxy to this port; return the proxy's port."""
 
         async def begin() -> int:
             server = await asyncio.start_server(lambda r, w: self._serve(port, r, w), HOST, 0)
@@ -59,7 +59,7 @@ class DelayingProxies:
         newest = 0.0
         with suppress(OSError):
             while data := await reader.read(CHUNK_BYTES):
-                # Never before earlier data, even if the delay has become shorter.
+                # Never before earlier data, even after the delay was shortened.
                 newest = max(newest, self._loop.time() + self.delay_seconds)
                 self._loop.call_at(newest, self._write, writer, data)
         self._loop.call_at(max(newest, self._loop.time()), writer.close)
@@ -76,7 +76,7 @@ def free_port() -> int:
 
 
 class DelayedNodes:
-    """A swarm of such nodes below `folder`. Use `close` at the end."""
+    """A swarm of delayed nodes with their data below `folder`. Call `close` at the end."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.folder = folder
@@ -87,7 +87,7 @@ class DelayedNodes:
         for name in names:
             port = free_port()
             announced = f"{HOST}:{self.proxies.open(port)}"
-            # The last flags count; by default the swarm listens at any port.
+            # The last flags override earlier ones, with which the swarm listens on any port.
             flags = ["--listen", f"{HOST}:{port}", "--announce", announced]
             self._swarm.start(name, join, flags)
             join = join or announced
@@ -99,7 +99,7 @@ class DelayedNodes:
         return ask(self.folder / name, command, arguments, seconds=SECONDS_MAX, **more)
 
     def token_times(self, name: str, service: str, prompt: Sequence[int], tokens: int) -> list[float]:
-        """Return when the prompt was sent and when each token of its answer came."""
+        """Return the time when the prompt was sent, and the arrival time of each token of its answer."""
         times = [time.perf_counter()]
         asked = {"service": service, "question": {"prompt": list(prompt), "tokens_max": tokens}}
 

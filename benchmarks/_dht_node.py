@@ -1,10 +1,11 @@
-"""One node of `benchmarks/dht_sockets.py` in a process of its own: ours, the plain `kademlia` package's, or
-hivemind's.
+"""One node of `benchmarks/dht_sockets.py` in its own process: one of ours, of the plain `kademlia` package,
+or of hivemind.
 
     python benchmarks/_dht_node.py ours|package|hivemind NUMBER K [FOLDER PORT]
 
-With a folder, which only ours takes, it keeps its records there and starts with them. It prints where it
-listens, then executes lines of JSON from its stdin, and answers each with one.
+With a folder, which only our node accepts, it keeps its records there and starts with those it finds. It
+prints the address on which it listens, then executes JSON lines from its stdin and answers each with one JSON
+line.
 """
 
 import asyncio
@@ -28,13 +29,13 @@ def value_of(key: str) -> bytes:
 
 
 def say(document: Any) -> None:
-    """Answer the parent."""
+    """Send an answer to the parent."""
     sys.stdout.write(json.dumps(document) + "\n")
     sys.stdout.flush()
 
 
 async def timed(run: Any, work: Any) -> float:
-    """Return how long one operation took; -1 where it failed."""
+    """Return how long one operation took; -1 if it failed."""
     begun = time.perf_counter()
     is_done = await run(work)
     return time.perf_counter() - begun if is_done else -1.0
@@ -180,7 +181,7 @@ async def package(k: int) -> None:
 
 
 def hivemind() -> None:
-    """Serve as one of hivemind's nodes, which are processes of their own behind a blocking call."""
+    """Serve as one of hivemind's nodes, which are separate processes behind a blocking call."""
     from hivemind import DHT
     from hivemind.utils.timed_storage import get_dht_time
 
@@ -221,7 +222,7 @@ def hivemind() -> None:
 
 
 def main() -> None:
-    """Serve until the parent says so."""
+    """Serve until the parent ends this process."""
     kind, number, k = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if kind == "ours":
         trio.run(partial(ours, number, k, *sys.argv[4:]))

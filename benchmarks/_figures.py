@@ -1,4 +1,4 @@
-"""The common part of all benchmarks: flags, the one JSON object, and the exit code for a missed goal."""
+"""The code shared by all benchmarks: flags, the JSON output, and the exit code for a missed goal."""
 
 import argparse
 import json
@@ -27,8 +27,8 @@ class Goal:
 
 
 def arguments(description: str, numbers: Mapping[str, str] = {}, **flags: str) -> argparse.Namespace:
-    """`--json` prints one object, `--quick` takes under 50 s; `flags` are further ones, with their help, and
-    `numbers` those that take any number of whole numbers."""
+    """Return the parsed flags. `--json` prints one object, and `--quick` takes under 50 s. `flags` are
+    additional flags with their help; `numbers` are those that accept any number of integers."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, under 50 s")
@@ -40,7 +40,7 @@ def arguments(description: str, numbers: Mapping[str, str] = {}, **flags: str) -
 
 
 def report(name: str, rows: list[dict[str, Any]], goals: list[Goal], *, as_json: bool) -> int:
-    """Print the figures; 1 if a goal is missed."""
+    """Print the figures; return 1 if a goal is missed."""
     if as_json:
         document = {
             "benchmark": name,
@@ -63,5 +63,5 @@ def report(name: str, rows: list[dict[str, Any]], goals: list[Goal], *, as_json:
 
 
 def leave(code: int) -> None:
-    """End with this exit code."""
+    """Exit with this code."""
     sys.exit(code)

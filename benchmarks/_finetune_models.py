@@ -1,5 +1,5 @@
-"""The models and data of `benchmarks/finetune.py`: small models of other libraries, as their users write
-them.
+"""The models and data of `benchmarks/finetune.py`: small models of other libraries, written as users of these
+libraries do.
 
 A command loads this file by name, like a person's own (`model = ".../_finetune_models.py:bert"`). Each
 function takes RUN.toml's `[options]` and returns a Task.
@@ -26,7 +26,7 @@ VOCABULARY = 64
 
 
 def bert() -> Task:
-    """A model of pairs of sentences, with masks and token types; the loss is the model's own mean."""
+    """Return a BERT on pairs of sentences, with masks and token types. The loss is the model's own mean."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -49,7 +49,7 @@ def bert_data(count: int, seed: int) -> Arrays:
 
 
 def t5() -> Task:
-    """Encoder and decoder inputs; labels of -100 do not count."""
+    """Return a T5 with encoder and decoder inputs. Labels of -100 do not count."""
     torch.manual_seed(0)
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4,
@@ -59,7 +59,7 @@ def t5() -> Task:
 
 
 def t5_data(count: int, seed: int) -> Arrays:
-    """Return inputs whose labels are their first tokens backwards."""
+    """Return inputs whose labels are their first tokens in reverse order."""
     draw = np.random.default_rng(seed)
     ids = draw.integers(2, VOCABULARY, (count, LENGTH))
     mask = np.ones_like(ids)
@@ -71,7 +71,7 @@ def t5_data(count: int, seed: int) -> Arrays:
 
 
 def vit() -> Task:
-    """A vision transformer with two classes of pictures."""
+    """Return a vision transformer for two classes of pictures."""
     torch.manual_seed(0)
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=PICTURE,
@@ -83,12 +83,13 @@ def vit() -> Task:
 
 
 def logits_loss(output: Any, labels: Tensor) -> Tensor:
-    """torch's default, a mean over the batch."""
+    """Return torch's default loss, a mean over the batch."""
     return functional.cross_entropy(output.logits, labels)
 
 
 def write_pictures(folder: Path, count: int, seed: int) -> None:
-    """Write a folder for each of two classes: bright above, or bright below."""
+    """Write one folder of pictures for each of two classes: bright in the upper half, or bright in the lower
+    half."""
     from PIL import Image
 
     draw = np.random.default_rng(seed)
@@ -102,19 +103,19 @@ def write_pictures(folder: Path, count: int, seed: int) -> None:
 
 
 def regression() -> Task:
-    """An MLP with a floating label, mean squared error."""
+    """Return an MLP with a floating-point label and mean squared error."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1))
     return Task(model, (torch.randn(4, 6),), (torch.randn(4),), loss=squared)
 
 
 def squared(output: Tensor, label: Tensor) -> Tensor:
-    """torch's default, a mean over the batch."""
+    """Return torch's default loss, a mean over the batch."""
     return functional.mse_loss(output.squeeze(-1), label)
 
 
 class Siamese(nn.Module):
-    """One network for two inputs; its outputs are close if they are alike."""
+    """One network for two inputs. Its outputs are close for inputs that are alike."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ class Siamese(nn.Module):
 
 
 def siamese() -> Task:
-    """Contrastive loss (Hadsell 2006), a mean over pairs."""
+    """Return a Siamese network with contrastive loss (Hadsell 2006), a mean over pairs."""
     torch.manual_seed(0)
     examples = {name: torch.from_numpy(value) for name, value in siamese_data(4, 0).items()}
     inputs = {"left": examples["left"], "right": examples["right"]}
@@ -136,12 +137,13 @@ def siamese() -> Task:
 
 
 def contrastive(distance: Tensor, alike: Tensor) -> Tensor:
-    """Return the squared distance of alike pairs, and the shortfall from a margin of others."""
+    """Return the squared distance of pairs that are alike; for other pairs, the squared amount by which they
+    miss the margin."""
     return (alike * distance**2 + (1 - alike) * (1 - distance).clamp(min=0) ** 2).mean()
 
 
 def siamese_data(count: int, seed: int) -> Arrays:
-    """Return pairs; every second is one sample twice, with noise."""
+    """Return pairs of samples; every second pair is one sample twice, with noise."""
     draw = np.random.default_rng(seed)
     left, right = draw.normal(size=(2, count, 10))
     alike = np.arange(count) % 2
@@ -151,7 +153,7 @@ def siamese_data(count: int, seed: int) -> Arrays:
 
 
 class Pairs(Dataset[dict[str, Any]]):
-    """A person's data set: one sample per call, by the names of inputs and label."""
+    """A user's data set: it returns one sample per call, as a dict of inputs and label."""
 
     def __init__(self, count: int) -> None:
         self.arrays = siamese_data(count, 1)

@@ -1,9 +1,9 @@
-"""One of the scripts that `optimizer_peers.py` compares: it trains a small GPT with others, or alone.
+"""One of the scripts that `optimizer_peers.py` compares: it trains a small GPT with peers, or alone.
 
     python benchmarks/_gpt_peer.py KIND NUMBER COUNT FOLDER
 
 KIND is `ours`, `hivemind` (with the packages that PEERLOOM_HIVEMIND names) or `silent`, which has no peers.
-Reads one JSON document a line, answers with one.
+It reads JSON documents, one per line, and answers each with one.
 """
 
 import json
@@ -20,13 +20,13 @@ import torch
 
 warnings.filterwarnings("ignore")
 OURS = sys.stdout
-sys.stdout = sys.stderr  # the answers have stdout for themselves
+sys.stdout = sys.stderr  # stdout is reserved for the answers
 ROOT = Path(__file__).parents[1]
 BLOCK, LAYERS, HEADS, WIDTH = 64, 4, 4, 128
 RATE, BATCH, TARGET = 1e-3, 16, 256
 HELD_BATCHES = 8
 MATCHMAKING_SECONDS = 1.0
-"""For hivemind: about a step's time; its authors recommend less than that."""
+"""Matchmaking time for hivemind: about the time of a step; its authors recommend less than that."""
 JOINED_SECONDS = 60.0
 
 
@@ -67,7 +67,7 @@ class GPT(torch.nn.Module):
 
 
 class Text:
-    """The tree's own documents as bytes: the last tenth is held out."""
+    """The repository's own documents as bytes; the last tenth is held out."""
 
     def __init__(self, seed: int) -> None:
         data = b"".join(path.read_bytes() for path in sorted((ROOT / "docs").glob("*.md")))
@@ -88,7 +88,7 @@ def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
 
 
 class Plain:
-    """Gathers its own batches until the target is full, as a lone script does."""
+    """Accumulates its own batches until the target is full, like a script without peers."""
 
     def __init__(self, plain: torch.optim.Optimizer) -> None:
         self._plain, self._batches = plain, 0
@@ -186,7 +186,7 @@ def train(kind: str, model: torch.nn.Module, text: Text, optimizer: Any, seconds
         now = time.perf_counter()
         optimizer.step()
         ended = time.perf_counter()
-        if ended - begun > seconds:  # the last step may wait for others that have stopped
+        if ended - begun > seconds:  # the last step may wait for peers that have stopped
             break
         samples, lasted = samples + BATCH, ended - begun
         inside, longest = inside + ended - now, max(longest, ended - now)

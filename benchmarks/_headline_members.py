@@ -1,6 +1,6 @@
 """Members of a run in local mode without a network, for `benchmarks/headline.py`: twenty seeds in minutes.
 
-`Shard` deals the samples, `make_strategy` and `Delayed` average: these are the nodes' own. The model is
+`Shard` deals the samples; `make_strategy` and `Delayed` average. These are the nodes' own code. The model is
 torch's own SimpleCNN. Messages and processes are left out: a round takes as long as some steps, and reaches
 all peers that the strategy wants. One vector holds parameters and Adam's moments, all of which the strategies
 without outer steps average, as a node does.
@@ -26,11 +26,12 @@ from partition.capture.models.simple_cnn import SimpleCNN
 Array = NDArray[Any]
 BETAS = (0.9, 0.999)
 ROUND_STEPS = 3.0
-"""The time of a round of averaging in steps, during which no member waits."""
+"""The time of a round of averaging, in steps; no member waits during it."""
 UNBALANCED = (0.8, 1.25)
-"""The relative likelihood of holding out a class's samples in a new partition: drawn for each class."""
+"""Range of the relative likelihood with which a class's samples are held out in a new partition; drawn for
+each class."""
 PACES = (0.8, 1.25)
-"""The seconds of a step of members that do not wait for others: drawn anew for each seed."""
+"""Range of the seconds per step of members that do not wait for others; drawn for each seed."""
 
 torch.set_num_threads(1)
 
@@ -60,8 +61,8 @@ class Data:
         return Data(self.name, parts[0], parts[1])
 
     def repartitioned(self, number: int) -> "Data":
-        """Deal all samples into training and held-out ones anew, as many as before. More samples of some
-        classes are held out, and fewer of these are trained on."""
+        """Deal all samples again into as many training and held-out ones as before. Of some classes more
+        samples are held out, and so fewer are trained on."""
         draws = np.random.default_rng((number, 6))
         images, labels = (np.concatenate(pair) for pair in zip(self.train, self.test, strict=True))
         weights = draws.uniform(*UNBALANCED, self.classes)
@@ -74,7 +75,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: `local_steps` 0 is one pass over a member's share. `rate` is the learning rate."""
+    """One way to train. `local_steps` 0 means one pass over a member's share. `rate` is the learning rate."""
 
     providers: int = 1
     local_steps: int = 0
@@ -83,15 +84,17 @@ class Way:
     rate: float = 0.001
     batch: int = 16
     same_steps: bool = False
-    """Each member makes as many steps as one machine: all together see `providers` times the samples."""
+    """Whether each member makes as many steps as one machine, so that all together see `providers` times the
+    samples."""
     is_centralised: bool = False
-    """A federated simulation in one machine: clients train one after another, a server averages their models,
-    and each begins its next turn with new moments."""
+    """Whether this is a federated simulation in one machine: clients train one after another, a server
+    averages their models, and each client begins its next turn with new moments."""
 
 
 @dataclass
 class Result:
-    """The outcome of a seed: the curve has (epochs, accuracy), `confusion` truth in rows."""
+    """The outcome of one seed: the curve as (epochs, accuracy), and the `confusion` matrix with true classes
+    in rows."""
 
     accuracy: float = 0.0
     curve: list[tuple[float, float]] = field(default_factory=list)
@@ -102,11 +105,11 @@ class Member:
     """One model and its shard."""
 
     def __init__(self, data: Data, way: Way, seed: int, order: int, number: int, peers: list[PeerId]) -> None:
-        torch.manual_seed(seed)  # all begin with the same values
+        torch.manual_seed(seed)  # all members begin with the same values
         self.module = SimpleCNN(data.shape, data.classes)
         self.parameters = [*self.module.parameters()]
         self.size = sum(each.numel() for each in self.parameters)
-        self.vector = torch.zeros(3 * self.size)  # parameters, and the two moments
+        self.vector = torch.zeros(3 * self.size)  # parameters and the two moments
         self.gradient = torch.zeros(self.size)
         at = 0
         for each in self.parameters:
@@ -164,8 +167,9 @@ class Member:
 def train(
     data: Data, way: Way, seed: int, epochs: int, *, look: bool = False, shuffle: int | None = None
 ) -> Result:
-    """Train on the samples of this many epochs; `look` also draws the curve, once an epoch. `shuffle` deals
-    the samples in another order and to others; the initial values stay those of `seed`."""
+    """Train on the samples of this many epochs. `look` also records the curve, once per epoch. With
+    `shuffle`, samples are dealt in a different order and to different members; the initial values remain
+    those of `seed`."""
     order = seed if shuffle is None else 1_000 + shuffle
     draws = np.random.default_rng((order, 5))
     peers = [PeerId(draws.bytes(34)) for _ in range(way.providers)]
@@ -200,7 +204,7 @@ def _accuracy(member: Member) -> tuple[float, Array]:
 
 
 def _wait(members: list[Member], total: int, made: Callable[[int], None]) -> None:
-    """Average all once all have made their local steps."""
+    """Average all members once all have made their local steps."""
     each, length = total // len(members), members[0].local_steps
     at = 0
     while at < each:
@@ -219,7 +223,7 @@ def _wait(members: list[Member], total: int, made: Callable[[int], None]) -> Non
 def _wait_for_nobody(
     members: list[Member], total: int, made: Callable[[int], None], draws: np.random.Generator
 ) -> None:
-    """Average each member with the next one that offers; it trains on meanwhile."""
+    """Average each member with the next one that offers its copy; the member trains on meanwhile."""
     paces = draws.uniform(*PACES, len(members))
     order: Iterator[int] = count()
     events: list[tuple[float, int, int, Array | None]] = [
@@ -232,7 +236,7 @@ def _wait_for_nobody(
     while steps < total:
         now, _, number, mean = heapq.heappop(events)
         member = members[number]
-        if mean is not None:  # a round with this member is over
+        if mean is not None:  # a round with this member has ended
             at, _ = offered.pop(number)
             stale = member.steps - at
             member.set(member.strategy.take(member.copy(), Mean(mean, stale_steps=stale)))

@@ -1,4 +1,4 @@
-"""Whole nodes for `benchmarks/headline.py`: in virtual time, and as real processes under CPU quotas."""
+"""Whole nodes for `benchmarks/headline.py`, in virtual time and as real processes under CPU quotas."""
 
 import contextlib
 import json
@@ -38,16 +38,17 @@ LOCAL = (
     ("4 nodes", "abcd", 5, 3, "average"),
     ("4 nodes, asynchronous", "abcd", 5, 3, "asynchronous"),
 )
-"""Name, nodes, local steps, factor of the learning rate, strategy."""
+"""Rows of name, nodes, local steps, factor of the learning rate, strategy."""
 LOCAL_SEEDS = 2
 STAGE_SECONDS = 1.0
-"""A pass is modelled to take this long, so that a round of averaging takes about one."""
+"""The modelled time of a pass, chosen so that a round of averaging takes about one pass."""
 LOCAL_SECONDS_MAX = 4 * TOTAL_STEPS * STAGE_SECONDS
-"""In virtual time: one node alone makes all steps, and evaluates between them."""
+"""The limit in virtual time: one node alone makes all steps, and evaluates between them."""
 QUOTA, FOUR_QUOTA = 0.9, 0.4
-"""Cores each: two cores carry two nodes, and four, beside this program."""
+"""Cores per node: two cores carry two nodes or four nodes, in addition to this program."""
 SAMPLES, HELD_OUT, EPOCHS, FOUR_EPOCHS = 1_000, 500, 32, 16
-"""A second node trains some eight seconds after the first, which must be little of the whole."""
+"""Sizes of the run: large, because a second node begins some eight seconds after the first, which must be a
+small part of the whole."""
 PROCESSES = (
     ("1 node", "a", QUOTA, EPOCHS, 10, 1, "average"),
     ("2 nodes, every 10, rate x2", "ab", QUOTA, EPOCHS, 10, 2, "average"),
@@ -56,7 +57,7 @@ PROCESSES = (
     ("4 nodes, every 5, rate x3", "abcd", FOUR_QUOTA, FOUR_EPOCHS, 5, 3, "average"),
     ("4 nodes, asynchronous, every 5, rate x3", "abcd", FOUR_QUOTA, FOUR_EPOCHS, 5, 3, "asynchronous"),
 )
-"""Name, nodes, cores for each, epochs, local steps, factor of the learning rate, strategy."""
+"""Rows of name, nodes, cores per node, epochs, local steps, factor of the learning rate, strategy."""
 START_SECONDS_MAX, RUN_SECONDS_MAX = 120.0, 600.0
 
 
@@ -64,7 +65,7 @@ START_SECONDS_MAX, RUN_SECONDS_MAX = 120.0, 600.0
 
 
 def play_nodes(measure: Measure) -> None:
-    """Compare exact mode with one process, and play local mode."""
+    """Compare exact mode with training in one process, and play local mode."""
     for name, nodes, stages, replicas in (*EXACT, *REPLICATED):
         key = {"how": f"exact, {name}", "seed": 1, "steps": EXACT_STEPS}
         measure(key, partial(_exact, nodes, stages, replicas))
@@ -134,7 +135,7 @@ def _outcome(group: Swarm, nodes: str, events: list[Any]) -> dict[str, Any]:
 
 
 def play_processes(measure: Measure, write_images: Callable[[Path, int, int], None]) -> None:
-    """Compare one node with two and four, in local mode, each pair under the same quota."""
+    """Compare one node with two and with four, in local mode, each pair under the same quota."""
     for how, names, quota, epochs, local_steps, times, strategy in PROCESSES:
         key = {"how": how, "quota": quota}
         measure(key, partial(_real, names, quota, epochs, local_steps, times, strategy, write_images))
@@ -148,7 +149,7 @@ def play_one(
     write_images: Callable[[Path, int, int], None],
     samples: tuple[int, int],
 ) -> dict[str, Any]:
-    """Train real nodes of a thread each on this many training and held-out samples."""
+    """Train real nodes with one thread each on this many training and held-out samples."""
     return _real(names, 1.0, epochs, local_steps, times, "average", write_images, samples)
 
 

@@ -1,4 +1,4 @@
-"""docs/headline.md and its pictures, from the measurements of `benchmarks/headline.py`."""
+"""Writes docs/headline.md and its pictures from the measurements of `benchmarks/headline.py`."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from node.cli.predict_svg import picture
 DOCS = Path(__file__).parents[1] / "docs"
 SPEEDUP_GOAL = 1.6
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262, 20: 2.093}
-"""Student's t for this many paired seeds."""
+"""Student's t by number of paired seeds."""
 RANGE_OF_TEN = 3.078
 """The mean range of ten normal draws, in standard deviations."""
 PROCESSES_TITLE, CURVES = "## Real processes under quotas of CPU time", "![curves](headline-curves.svg)"
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def ratios(rows: list[Row], data: str, way: str, one: str) -> list[float]:
-    """Return the accuracy relative to one machine, seed by seed."""
+    """Return the accuracy relative to one machine, for each seed."""
     found = {
         (row["way"], row["seed"]): row["accuracy"]
         for row in rows
@@ -32,7 +32,7 @@ def ratios(rows: list[Row], data: str, way: str, one: str) -> list[float]:
 
 
 def interval(values: list[float]) -> str:
-    """Return the mean, and half of its 95 % interval by Student's t."""
+    """Return the mean and half the width of its 95 % interval by Student's t."""
     if len(values) < 2:
         return f"{np.mean(values):.4f}"
     t = T_95.get(len(values), 2.2 if len(values) > 10 else 2.6)
@@ -53,7 +53,7 @@ class Table:
     four: str
 
     def goals(self) -> list[Goal]:
-        """Return the goals for times of real processes."""
+        """Return the goals for the times of real processes."""
         times = self.times()
         return [
             Goal(f"times as fast, {name} of real processes", value, ">=", SPEEDUP_GOAL)
@@ -62,7 +62,7 @@ class Table:
         ]
 
     def times(self) -> dict[str, float]:
-        """Return each one's speed relative to one real node under the same quota, the mean of all
+        """Return the speed of each row relative to one real node under the same quota, as the mean of all
         measurements."""
         seconds: dict[tuple[str, float], list[float]] = {}
         for row in self.processes:
@@ -74,7 +74,7 @@ class Table:
         }
 
     def lines(self, data: str) -> list[str]:
-        """Return one row per way: accuracy and ratio."""
+        """Return one table row per way of training: accuracy and ratio."""
         found = []
         for way in self.ways:
             chosen = [
@@ -89,7 +89,7 @@ class Table:
 
 
 def curves(table: Table) -> str:
-    """Return held-out accuracy by epochs, seed 0, one line per way, as SVG."""
+    """Return an SVG of the held-out accuracy by epochs for seed 0, with one line per way of training."""
     colours = ("#111", "#06c", "#6af", "#0a7", "#c40", "#a6c")
     names = [table.one, "2, once an epoch", table.two, "4, once an epoch", "4, every 64 batches", table.four]
     rows = {
@@ -120,8 +120,8 @@ def curves(table: Table) -> str:
 
 
 def write_page(table: Table, goals: list[Goal]) -> None:
-    """Write docs/headline.md and two pictures beside it; without members, only the new measurements of
-    processes."""
+    """Write docs/headline.md and its two pictures. If there are no measurements of members, renew only those
+    of processes."""
     if not table.members:
         _renew(table, goals)
         return
@@ -218,8 +218,8 @@ def _page(table: Table, goals: list[Goal]) -> list[str]:
 
 
 def _spreads(table: Table, rows: list[str]) -> list[str]:
-    """Return the spread that ten shuffles would have if a shuffle mattered as much as a seed, by the
-    intervals in these rows."""
+    """Return the spread that ten shuffles would have if a shuffle mattered as much as a seed, computed from
+    the intervals of these rows."""
     found = []
     for way in (table.one, table.two, table.four):
         row = next((row for row in rows if row.startswith(f"| {way} |")), "")
@@ -260,7 +260,7 @@ def _nodes(table: Table) -> list[str]:
 
 
 def _renew(table: Table, goals: list[Goal]) -> None:
-    """Replace the measurements of processes in the page, and the conclusions from its other rows."""
+    """Replace the measurements of processes in the page, and keep the conclusions of its other parts."""
     lines = (DOCS / "headline.md").read_text().splitlines()
     lines = lines[: lines.index(PROCESSES_TITLE) + 2] + _processes(table)
     for goal in goals:

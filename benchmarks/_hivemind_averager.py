@@ -2,7 +2,8 @@
 
     python benchmarks/_hivemind_averager.py NUMBER PROCESSES MILLIONS
 
-Runs with the packages that PEERLOOM_HIVEMIND names. Reads one JSON document a line, answers with one.
+Runs with the packages that PEERLOOM_HIVEMIND names. It reads JSON documents, one per line, and answers each
+with one.
 """
 
 import json
@@ -12,7 +13,7 @@ import warnings
 
 warnings.filterwarnings("ignore")
 OURS = sys.stdout
-sys.stdout = sys.stderr  # the answers have stdout for themselves
+sys.stdout = sys.stderr  # stdout is reserved for the answers
 
 
 def say(**document: object) -> None:
@@ -55,7 +56,7 @@ def main() -> None:
         with averager.get_tensors() as tensors:
             tensors[0].copy_(vector)
         if is_grouped:
-            # The group forms before the trigger, as in its optimizer where possible.
+            # The group forms before the trigger if possible, as in hivemind's optimizer.
             control = averager.step(wait=False, require_trigger=True, timeout=120)
             while control.stage.name != "AWAITING_TRIGGER":
                 time.sleep(0.01)

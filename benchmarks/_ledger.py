@@ -1,10 +1,10 @@
-"""The ledger of figures: every benchmark's quick form, with the figures of the commit before.
+"""The ledger of figures: every benchmark's quick form, compared with the figures of the previous commit.
 
-    make figures            all of them, alone on the machine: half an hour
-    make figures QUICK=1    those in which a loss would be felt first, in ten minutes
+    make figures            all benchmarks, with nothing else on the machine: half an hour
+    make figures QUICK=1    those that would show a slowdown first, in ten minutes
 
 Writes docs/figures.md; the next run compares with its table. A figure that was not measured keeps its row,
-with the commit of its measurement. A figure worse than before by more than WORSE is marked.
+with the commit of its measurement. A figure that is worse than before by more than WORSE is marked.
 """
 
 import argparse
@@ -20,11 +20,12 @@ from _figures import OPERATORS
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "figures.md"
 SECONDS_MAX = 180.0
-"""The quick form takes under 50 s; on a busy machine three times as long."""
+"""Time limit of one benchmark. The quick form takes under 50 s, and three times as long on a busy machine."""
 WORSE = 0.15
-"""Machines are shared: smaller changes are noise."""
+"""The relative change from which a figure is marked as worse. Smaller changes are noise, because machines are
+shared."""
 APART = ("cloudmesh", "corpus", "finetune", "headline", "models")
-"""Experiments of an hour, with pages of their own."""
+"""Experiments of an hour, each with its own page."""
 FIRST = (
     "averaging", "codec", "data_reading", "dht_sockets", "liars", "optimizer_peers", "pipeline", "plan",
     "silence", "simulator", "stage", "transport",
@@ -36,7 +37,7 @@ MISSED = "goal missed"
 
 @dataclass(frozen=True)
 class Figure:
-    """One goal of one benchmark. `before` is its value at the commit before, if it was measured there."""
+    """One goal of one benchmark. `before` is its value at the previous commit, if it was measured there."""
 
     benchmark: str
     name: str
@@ -47,12 +48,12 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """Return the value relative to the one before."""
+        """Return the value relative to the previous one."""
         return self.value / self.before if self.before else None
 
     @property
     def is_worse(self) -> bool:
-        """Return whether it is worse by more than WORSE, in the direction of its goal."""
+        """Return whether the value is worse by more than WORSE, in the direction of its goal."""
         if self.ratio is None:
             return False
         return self.ratio > 1 + WORSE if self.goal.startswith("<") else self.ratio < 1 - WORSE
@@ -102,21 +103,23 @@ def page(figures: Iterable[Figure], failures: Mapping[str, str], machine: str) -
 
 
 def merged(known: Sequence[Figure], measured: Sequence[Figure]) -> list[Figure]:
-    """Return the new figures, merged with earlier ones; figures not measured now stay."""
+    """Return the new figures merged with earlier ones; figures that were not measured now are kept."""
     old = {(each.benchmark, each.name): each for each in known}
     for each in measured:
         found = old.get((each.benchmark, each.name))
-        # Measured again at one commit, it is still compared with the commit before.
+        # A figure that is measured again at one commit is still compared with the previous commit.
         before = None if not found else found.before if found.commit == each.commit else found.value
         old[each.benchmark, each.name] = replace(each, before=before)
     ran = {each.benchmark for each in measured}
     now = {(each.benchmark, each.name) for each in measured}
     kept = [each for key, each in old.items() if each.benchmark not in ran or key in now]
-    return sorted(kept, key=lambda each: each.benchmark)  # stable: goals stay in a benchmark's own order
+    # a stable sort keeps the order of goals within a benchmark
+    return sorted(kept, key=lambda each: each.benchmark)
 
 
 def measure(name: str, commit: str) -> tuple[list[Figure], str, str]:
-    """Run a benchmark's quick form; return its figures, its machine, or why there is none."""
+    """Run a benchmark's quick form; return its figures, its machine, and the reason if there are no
+    figures."""
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--json"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS_MAX)
@@ -140,7 +143,7 @@ def names() -> list[str]:
 
 
 def main() -> int:
-    """Measure and write the page; return 1 if a benchmark gave nothing or a figure is worse."""
+    """Measure and write the page; return 1 if a benchmark yielded nothing or a figure is worse."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--first", action="store_true", help="only those that matter most")
     parser.add_argument("names", nargs="*", help="these benchmarks (all)")

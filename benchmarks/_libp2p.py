@@ -1,6 +1,6 @@
-"""py-libp2p as a rival of our streams, if the extra `bench` installed it: Noise and yamux over TCP.
+"""py-libp2p as a rival of our streams, if the extra `bench` is installed: Noise and yamux over TCP.
 
-Its packages are imported only once they are known to be there.
+Its packages are imported only once they are known to be installed.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from _pipes import HOST, PipeLine, fill, serve_pipe
 
 PROTOCOL = "/benchmark/pipe/1"
 WRITE_BYTES_MAX = 2**16
-"""Bytes that it writes at once without complaint."""
+"""Maximum number of bytes that py-libp2p writes in one call without an error."""
 
 
 def is_installed() -> bool:
@@ -24,7 +24,7 @@ def is_installed() -> bool:
 
 
 class LibPipe:
-    """`Pipe` over one of its streams."""
+    """A `Pipe` over one of py-libp2p's streams."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -37,7 +37,7 @@ class LibPipe:
         await fill(view, self._stream.read)
 
     def close(self) -> None:
-        """Do nothing: the next connection ends this one."""
+        """Do nothing: opening the next connection ends this one."""
 
 
 def _address(port: int) -> Any:
@@ -64,12 +64,12 @@ async def serve_libp2p(connection: Connection) -> None:
 
 @asynccontextmanager
 async def libp2p_line(port: int, peer: str) -> AsyncIterator[PipeLine]:
-    """Yield a connected line."""
+    """Yield a connected `PipeLine`."""
     from libp2p import new_host
     from libp2p.peer.id import ID
     from libp2p.peer.peerinfo import PeerInfo
 
-    # One that keeps its connection, and one that reconnects each time.
+    # The first host keeps its connection; the second reconnects each time.
     host, dialler, there = new_host(), new_host(), ID.from_string(peer)
 
     async def connect(host: Any) -> LibPipe:

@@ -1,4 +1,4 @@
-"""One network of `nat.py`, on a machine of the laboratory: it reports in lines of JSON.
+"""One network node of `nat.py`, on a machine of the laboratory; it reports in JSON lines.
 
     python benchmarks/_nat_node.py relay
     python benchmarks/_nat_node.py hidden RELAY_ADDRESS
@@ -8,11 +8,11 @@
     python benchmarks/_nat_node.py stranger ADDRESS OBSERVER_ADDRESS...
 
 The relay and the hidden node print their addresses and serve until their input ends; for each line of input
-the relay reports its usage. The guest sends bulk to the peer of the addresses for some seconds, with a small
-message every 20 ms. The crowd are peers of one process, each with one circuit to the peer of the address. A
-puncher opens a circuit, and reports how long it took, also in round trips to the peer, and how long until
-there was a punched path; a stranger does the same without an idle connection to the relay. A hidden node that
-knows other peers besides its relay punches too.
+the relay reports its resource usage. The guest sends bulk data for some seconds to the peer at the addresses,
+and a small message every 20 ms. The crowd is a process with several peers, each with one circuit to the peer
+at the address. A puncher opens a circuit. It reports how long that took, also in round trips to the peer, and
+how long until there was a punched path. A stranger does the same without an idle connection to the relay. A
+hidden node that knows other peers in addition to its relay punches too.
 """
 
 import json
@@ -69,7 +69,7 @@ async def until_input_ends() -> None:
 
 
 async def measure(network: RealNetwork, seconds: float, texts: list[str]) -> None:
-    """Send bulk with a few pieces in flight, and probe the same peer meanwhile."""
+    """Send bulk data with a few pieces in flight, and probe the same peer meanwhile."""
     addresses = [parse_address(text) for text in texts]
     peer = addresses[0].peer
     assert peer is not None
@@ -129,7 +129,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def tell_usage(ledger: RelayLedger) -> None:
-    """For each line of input, report the usage of this process."""
+    """Report the resource usage of this process for each line of input."""
     while await trio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
         used = resource.getrusage(resource.RUSAGE_SELF)
         pages = resident_pages()
@@ -142,7 +142,7 @@ async def tell_usage(ledger: RelayLedger) -> None:
 
 
 async def crowd(count: int, text: str) -> None:
-    """Open one circuit for each of `count` peers to one peer, and keep them."""
+    """Open one circuit to one peer for each of `count` peers, and keep them open."""
     address = parse_address(text)
     assert address.peer is not None
     async with trio.open_nursery() as nursery:
@@ -159,7 +159,7 @@ async def crowd(count: int, text: str) -> None:
 
 
 async def observed(network: RealNetwork, nursery: trio.Nursery, texts: list[str]) -> Puncher:
-    """Let peers with public addresses tell this node its outside address."""
+    """Let peers with public addresses report this node's outside address to it."""
     addresses = [parse_address(text) for text in texts]
     peers = [address.peer for address in addresses if address.peer is not None]
     for address in addresses:
@@ -206,14 +206,15 @@ async def main(*words: str) -> None:
     network.handle(PROBE, echo)
     async with trio.open_nursery() as nursery:
         await nursery.start(network.run)
-        with trio.fail_after(10):  # a newly connected cable takes a moment
+        with trio.fail_after(10):  # a newly connected virtual cable takes a moment
             while all(each.host == "127.0.0.1" for each in network.addresses):
                 await trio.sleep(0.1)
                 network.look()
         if role == "relay":
             ledger = RelayLedger(Limits(True, 64, 0), os.urandom)
             RelayServer(network, RealClock(), ledger, counters)
-            Puncher(network, RealClock(), Random(1), list, counters)  # tells others their outside address
+            # reports their outside addresses to other nodes
+            Puncher(network, RealClock(), Random(1), list, counters)
             say(addresses=[str(each) for each in network.addresses])
             await tell_usage(ledger)
         elif role == "hidden":

@@ -1,5 +1,5 @@
-"""The rivals of `transport.py`: plain sockets, trio's, and TLS over those; and the interface of every case.
-They carry bytes without messages: a letter announces what follows."""
+"""The rivals of `transport.py` (plain sockets, trio's sockets, and TLS over those), and the interface of
+every case. They carry bytes without messages: a one-byte code announces what follows."""
 
 import os
 import socket
@@ -27,7 +27,7 @@ ANSWER_SECONDS = 5.0
 
 
 class Line(Protocol):
-    """One connected case: its measurements, and its far side's CPU seconds so far."""
+    """One connected case with its measurements, and the CPU seconds of its far side so far."""
 
     async def bulk(self) -> None: ...
     async def echo(self) -> None: ...
@@ -45,13 +45,13 @@ class Pipe(Protocol):
 
     async def send_all(self, data: memoryview) -> None: ...
     async def receive_into(self, view: memoryview) -> None:
-        """Fill `view`. Raises EOFError: the other side has closed."""
+        """Fill `view`. Raises EOFError if the other side has closed."""
 
     def close(self) -> None: ...
 
 
 class PlainPipe:
-    """A blocking socket: async in form only."""
+    """A blocking socket; its methods are async only in form."""
 
     def __init__(self, plain: socket.socket) -> None:
         self._socket = plain
@@ -94,8 +94,8 @@ class TrioPipe:
 
 
 async def fill(view: memoryview, read: Callable[[int], Awaitable[bytes | bytearray]]) -> None:
-    """Fill `view` with the results of `read`, which is asked for the missing bytes. Raises EOFError: the
-    other side has closed."""
+    """Fill `view` with the results of `read`, which is called with the number of missing bytes. Raises
+    EOFError if the other side has closed."""
     at = 0
     while at < len(view):
         data = await read(len(view) - at)
@@ -122,7 +122,7 @@ class TlsPipe:
 
 
 class PipeLine:
-    """`Line` over bytes: a letter announces what follows."""
+    """A `Line` over bytes: a one-byte code announces what follows."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ async def _ping(pipe: Pipe) -> None:
 
 
 async def serve_pipe(pipe: Pipe) -> None:
-    """Run the far side of `PipeLine`. It takes an activation whole before it answers, as a stage must."""
+    """Run the far side of `PipeLine`. It receives a whole activation before it answers, as a stage must."""
     memory = memoryview(bytearray(PING_BYTES))
     try:
         while True:
@@ -201,7 +201,7 @@ def udp_socket(port: int = 0) -> socket.socket:
 
 
 def ask_plain(port: int) -> Callable[[bytes], Awaitable[bytes]]:
-    """Return a function that sends datagrams there and back over a blocking socket."""
+    """Return a function that sends a datagram to this port and returns its echo, over a blocking socket."""
     plain = udp_socket()
     plain.settimeout(ANSWER_SECONDS)
 
@@ -213,7 +213,7 @@ def ask_plain(port: int) -> Callable[[bytes], Awaitable[bytes]]:
 
 
 def ask_trio(port: int) -> Callable[[bytes], Awaitable[bytes]]:
-    """Return a function that sends datagrams there and back over a trio socket."""
+    """Return a function that sends a datagram to this port and returns its echo, over a trio socket."""
     wrapped = trio.socket.from_stdlib_socket(udp_socket())
 
     async def ask(data: bytes) -> bytes:
@@ -225,13 +225,13 @@ def ask_trio(port: int) -> Callable[[bytes], Awaitable[bytes]]:
 
 
 def answer_plain(plain: socket.socket) -> None:
-    """Send back what comes."""
+    """Echo every datagram."""
     while True:
         plain.sendto(*plain.recvfrom(DATAGRAM_BYTES_MAX))
 
 
 def serve_plain(connection: Connection) -> None:
-    """Serve blocking sockets, a thread for each."""
+    """Serve blocking sockets, with one thread for each."""
     listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
     threading.Thread(target=answer_plain, args=(udp_socket(port),), daemon=True).start()
@@ -286,7 +286,7 @@ def certificate(folder: Path) -> Path:
 
 
 def tls_context(path: Path, *, server: bool) -> ssl.SSLContext:
-    """Return a context of TLS 1.3 only; names are not checked, which costs nothing here."""
+    """Return a TLS 1.3 context. Host names are not checked, which saves no measurable time."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if server:

@@ -1,7 +1,8 @@
 """The rivals of the nodes in `pipeline.py`: the same model and micro-batches without nodes.
 
-Each rival is a process (or two) of its own, kept while the benchmark runs, which trains a number of steps on
-request. Like a stage's process they are nice, so that a busy machine slows all alike.
+Each rival consists of one or two processes of its own. They are kept while the benchmark runs, and train a
+number of steps on request. Like a stage's process they are nice, so that a busy machine slows all of them
+equally.
 """
 
 import os
@@ -41,15 +42,16 @@ from partition.stage_layout import arena_bytes, parameter_layout
 
 Ranges = tuple[tuple[int, int], ...]
 Perform = Callable[[str, int], list[float]]
-"""Does a named job this many times; returns the seconds of each."""
+"""Runs the named job this many times; returns the seconds of each."""
 STAGES = 2
 BUSY_STEP = 0
-"""The step whose micro-batches a stage computes endlessly, to measure the time of each."""
+"""The step whose micro-batches a stage computes again and again, to measure the time of each."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """The model, its captured graph, and a step: `microbatches` of `samples` times `window` bytes."""
+    """The model, its captured graph, and the shape of a step: `microbatches` of `samples` times `window`
+    bytes."""
 
     model: GPTConfiguration
     graph: bytes
@@ -60,7 +62,7 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of one step."""
+        """Return the number of tokens in one step."""
         return self.samples * self.window * self.microbatches
 
     def stages(self, ranges: Ranges) -> tuple[StageGraph, ...]:
@@ -74,8 +76,8 @@ class Task:
 
 
 class Rival:
-    """`count` processes that do `made(*given, rank)` on request and report the time of each. They start while
-    others do; the first request waits for them."""
+    """`count` processes that run `made(*given, rank)` on request and report the time of each run. They start
+    while other code runs; the first request waits for them."""
 
     def __init__(self, made: Callable[..., Perform], count: int, *given: Any) -> None:
         context = get_context("spawn")
@@ -91,7 +93,7 @@ class Rival:
         self._starts = list(self._links)
 
     def seconds(self, what: str, times: int) -> list[list[float]]:
-        """Return, for each process, the seconds of each of `times`."""
+        """Return, for each process, the seconds of each of the `times` runs."""
         while self._starts:
             self._starts.pop().recv()
         for link in self._links:
@@ -99,7 +101,7 @@ class Rival:
         return [link.recv() for link in self._links]
 
     def close(self) -> None:
-        """End them: by itself, torch would take long to exit."""
+        """End the processes, because torch would take long to exit by itself."""
         for link, process in zip(self._links, self._processes, strict=True):
             link.close()
             process.kill()
@@ -119,7 +121,7 @@ def _serve(link: Any, made: Callable[..., Perform], given: Sequence[Any], rank: 
 
 
 def timed(step: Callable[[], object], times: int) -> list[float]:
-    """Return the seconds of each."""
+    """Return the seconds of each of the `times` steps."""
     seconds = []
     for _ in range(times):
         begun = time.perf_counter()
@@ -132,7 +134,7 @@ def timed(step: Callable[[], object], times: int) -> list[float]:
 
 
 def eager(task: Task, threads: int, rank: int) -> Perform:
-    """Return the module as its author wrote it, with torch's own optimizer."""
+    """Return the job of the module as its author wrote it, with torch's own optimizer."""
     del rank
     torch.set_num_threads(threads)
     model = GPT(task.model)
@@ -156,7 +158,7 @@ def eager(task: Task, threads: int, rank: int) -> Perform:
 
 
 def executor(task: Task, threads: int, rank: int) -> Perform:
-    """Return the stage's own executor, with the whole model as its one stage."""
+    """Return the job of the stage's own executor, with the whole model as its only stage."""
     del rank
     prepare_process(threads)
     layers = len(decode_graph(task.graph).layers)
@@ -179,7 +181,7 @@ def executor(task: Task, threads: int, rank: int) -> Perform:
 
 
 class Held:
-    """A stage's executor over arenas of its own."""
+    """A stage's executor with its own arenas."""
 
     def __init__(self, task: Task, stage: StageGraph, threads: int) -> None:
         self.specification = StageSpecification(
@@ -210,8 +212,8 @@ class Held:
 
 
 def stage(task: Task, ranges: Ranges, store: str, rank: int) -> Perform:
-    """Return one stage of two: `alone` computes micro-batches without waiting, `gloo` trains with the other
-    stage."""
+    """Return the jobs of one of two stages: `alone` computes micro-batches without waiting, `gloo` trains
+    with the other stage."""
     prepare_process(1)
     graphs = task.stages(ranges)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(graphs))
@@ -228,7 +230,8 @@ def stage(task: Task, ranges: Ranges, store: str, rank: int) -> Perform:
 
 
 def _alone(task: Task, graphs: Sequence[StageGraph], rank: int) -> Callable[[int], list[float]]:
-    """Return the seconds of each micro-batch, there and back, with input that was computed once."""
+    """Return the job that measures each micro-batch, forward and backward, with an input that was computed
+    once."""
     held = Held(task, graphs[rank], 1)
     sizes = (task.samples, task.window)
     arrays = task.arrays()
@@ -261,7 +264,8 @@ def _like(payload: Payload) -> Payload:
 
 
 class _Piped:
-    """One step of one forward, one backward (1F1B) over torch.distributed, written for two stages."""
+    """One step of the schedule one forward, one backward (1F1B) over torch.distributed, written for two
+    stages."""
 
     def __init__(self, task: Task, graphs: Sequence[StageGraph], rank: int) -> None:
         assert len(graphs) == STAGES
@@ -281,7 +285,7 @@ class _Piped:
         self._sent: list[Any] = []
 
     def first(self) -> None:
-        """Run the first stage's step: with two micro-batches on their way, one goes back for each new one."""
+        """Run the first stage's step: with two micro-batches in flight, one comes back for each new one."""
         flying: deque[tuple[dict[int, Tensor], list[Tensor], list[Any]]] = deque()
         entry = self.entry
         for given in self.tokens:
@@ -296,7 +300,7 @@ class _Piped:
         self._finish()
 
     def last(self) -> None:
-        """Run the last stage's step: each micro-batch goes back at once."""
+        """Run the last stage's step, which sends each micro-batch back immediately."""
         entry = self.entry
         coming = self._coming(entry.inputs, 0)
         for number, wanted in enumerate(self.targets, start=1):
@@ -320,7 +324,7 @@ class _Piped:
         self._sent += [dist.isend(tensor.contiguous(), to) for tensor in tensors]
 
     def _coming(self, values: Sequence[int], source: int) -> tuple[list[Tensor], list[Any]]:
-        """Return where these values will be, and what to wait for."""
+        """Return the tensors that will receive these values, and the operations to wait for."""
         types = dict(self.entry.types)
         kinds = [self.graph.types[types[number]] for number in values]
         tensors = [torch.empty(shape_of(kind, self._rows), dtype=DTYPES[kind.dtype]) for kind in kinds]
@@ -352,7 +356,7 @@ def _gradient(tensor: Tensor) -> Tensor:
 
 
 def _adamw(task: Task, parameters: Iterable[Tensor]) -> torch.optim.AdamW:
-    """Return AdamW as a stage has it: torch's plain loop over the tensors."""
+    """Return AdamW in the form that a stage uses: torch's plain loop over the tensors."""
     settings = task.optimizer
     return torch.optim.AdamW(
         parameters,

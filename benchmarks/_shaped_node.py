@@ -1,7 +1,7 @@
-"""`peerloom` with some links slowed down in user space: for benchmarks alone.
+"""`peerloom` with some links slowed down in user space, only for benchmarks.
 
-PEERLOOM_SHAPED names a JSON file of bytes a second by peer id (hexadecimal); it may change at any time. Each
-whole message that this node sends to such a peer on a stream waits for its turn.
+PEERLOOM_SHAPED names a JSON file with bytes per second by peer id (hexadecimal), which may change at any
+time. Each whole message that this node sends to such a peer on a stream is delayed accordingly.
 """
 
 import json

@@ -1,7 +1,8 @@
-"""Swarms of bare SWIM cores on the simulator's engine, for `benchmarks/swim.py` and its small forms as tests.
+"""Swarms of bare SWIM cores on the simulator's engine, for `benchmarks/swim.py` and for its small forms in
+the tests.
 
 Members know each other from the start. Signatures are keyed hashes (`sim.seeds`), which cost a fiftieth of
-Ed25519; sizes are those of the real codec with the envelope of a real datagram around it.
+Ed25519. Message sizes are those of the real codec plus a real datagram's envelope.
 """
 
 from bisect import bisect_left
@@ -28,14 +29,14 @@ from sim.network.model import NetworkModel
 from sim.seeds import HashSigner, seeded_peer, seeded_rng
 
 LINKS = NetworkModel(nearest_seconds=0.01, farthest_seconds=0.08, jitter_seconds=0.01)
-"""One way: a round trip takes 20 to 180 ms."""
+"""One-way latencies; a round trip takes 20 to 180 ms."""
 LOSSY = NetworkModel(nearest_seconds=0.01, farthest_seconds=0.08, jitter_seconds=0.01, loss=0.1)
 METADATA = bytes(60)
-"""About the size of a node's capacity."""
+"""Metadata of about the size of a node's capacity."""
 
 
 class CountingCore:
-    """A core whose sends are counted by kind of message and of fact; slow, for analysing traffic."""
+    """A core whose sent messages and facts are counted by kind; slow, for analysing traffic."""
 
     def __init__(self, core: Swim, counts: Counter[str]) -> None:
         self.core = core
@@ -67,9 +68,9 @@ class CountingCore:
 
 
 class BlockedCore:
-    """A core whose messages wait, in and out, while it is blocked, and whose timers run on: the slow member
-    of Lifeguard's experiments (Dadgar et al. 2018, section V), which accuses others because it cannot hear
-    them."""
+    """A core whose messages wait in both directions while it is blocked, but whose timers run on. This is the
+    slow member of Lifeguard's experiments (Dadgar et al. 2018, section V), which accuses others because it
+    cannot hear them."""
 
     def __init__(self, core: Swim) -> None:
         self.core = core
@@ -83,7 +84,7 @@ class BlockedCore:
         return min(self.core.deadline, self._until) if self._in or self._out else self.core.deadline
 
     def block(self, until: float) -> None:
-        """Hold messages back until then."""
+        """Hold messages back until the time `until`."""
         self._until = until
 
     def receive(self, now: float, sender: PeerId, message: Any) -> Sends:
@@ -111,8 +112,8 @@ class BlockedCore:
 
 @dataclass
 class Swarm:
-    """`count` members. Their events go to `events`: (time, observer, event). `scoped`: each lists its
-    neighbourhood; `blockable`: `block` holds a member's messages back."""
+    """A swarm of `count` members. Their events are appended to `events` as (time, observer, event). `scoped`:
+    each member lists only its neighbourhood. `blockable`: `block` can hold a member's messages back."""
 
     count: int
     settings: SwimSettings
@@ -172,7 +173,7 @@ class Swarm:
         return Profile(f"node-{number}", (Address("ip4", host, 9747),), METADATA)
 
     def start(self, number: int, incarnation: int, join: Iterable[int] = ()) -> Swim:
-        """Begin a life of a member; it knows the members `join`."""
+        """Start a member, which knows the members `join`."""
         peer = self.peers[number]
         self.lives[number] += 1
         rng = seeded_rng(self.seed, "life", peer, self.lives[number])
@@ -190,12 +191,12 @@ class Swarm:
         return core
 
     def crash(self, number: int) -> None:
-        """Crash a member without a word."""
+        """Crash a member without a goodbye."""
         self.engine.kill(self.peers[number], self.now)
         del self.cores[number]
 
     def block(self, number: int, until: float) -> None:
-        """Hold back all messages to and from it."""
+        """Hold back all messages to and from a member."""
 
         def block(core: Any, _now: float) -> Sends:
             core.block(until)
@@ -207,13 +208,13 @@ class Swarm:
         self.engine.run(self.engine.now + seconds)
 
     def sent_bytes(self, peers: Iterable[PeerId] | None = None) -> int:
-        """Return the bytes that all members, or these, have sent so far."""
+        """Return the bytes sent so far by these members, or by all."""
         if peers is None:
             return sum(sent.sent_bytes for sent in self.engine.traffic().values())
         return sum(self.engine.traffic(peer)[PROTOCOL].sent_bytes for peer in peers)
 
     def rate(self, before_bytes: int, seconds: float) -> float:
-        """Return the bytes per second and member since `before_bytes`."""
+        """Return the bytes per second and member since the total was `before_bytes`."""
         return (self.sent_bytes() - before_bytes) / seconds / self.count
 
     def holds(self, observer: int, subject: int) -> Status | None:
@@ -223,7 +224,7 @@ class Swarm:
         return [row for row in self.events if type(row[2]) is kind and row[0] >= since]
 
     def false_deaths(self, since: float = 0.0) -> int:
-        """Return the number of verdicts of death on running members, at running members."""
+        """Return the number of verdicts of death on running members by running members."""
         return sum(self.numbers[event.peer] in self.cores for _, _, event in self.of(MemberDown, since))
 
     def _learnt(self, now: float, peer: PeerId, event: Any) -> None:

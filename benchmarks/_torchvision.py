@@ -1,6 +1,7 @@
-"""Families of torchvision for the corpus, small: each by its own classes, with few and narrow layers.
+"""Small versions of torchvision's model families for the corpus: each is built from its own classes, with few
+and narrow layers.
 
-Detectors are left out: they need torchvision's operators of C++, which a build of torch for CPUs cannot load,
+Detectors are left out, because they need torchvision's C++ operators, which a CPU build of torch cannot load,
 and choose boxes depending on the data. Quantized models are left out, too. Without torchvision there are no
 rows.
 """
@@ -19,13 +20,13 @@ from torch.nn import functional
 
 CLASSES = 5
 _OPERATORS = ("nms", "qnms")
-"""Operators whose shapes torchvision registers on import, whether they exist or not."""
+"""Operators whose shapes torchvision registers on import, even if they do not exist."""
 _library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's
 
 
 @dataclass(frozen=True)
 class Vision:
-    """One family. `shape` is that of a sample; `kind` is the kind of prediction."""
+    """One family. `shape` is the shape of a sample; `kind` is the kind of prediction."""
 
     make: Callable[[Any], nn.Module]
     shape: tuple[int, ...]
@@ -33,12 +34,12 @@ class Vision:
 
 
 def is_installed() -> bool:
-    """Return whether there is a torchvision."""
+    """Return whether torchvision is installed."""
     return importlib.util.find_spec("torchvision") is not None
 
 
 def prepare() -> None:
-    """Let torchvision be imported without its operators of C++, even by transformers."""
+    """Let torchvision be imported without its C++ operators, even by transformers."""
     for name in _OPERATORS:
         if not hasattr(torch.ops.torchvision, name):
             _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -49,7 +50,7 @@ if is_installed():
 
 
 def _narrow(model: Any) -> nn.Module:
-    """Return an old model of fully connected heads with a narrow head."""
+    """Narrow the head of an old model with fully connected layers."""
     linear = [place for place, layer in enumerate(model.classifier) if isinstance(layer, nn.Linear)]
     sizes = [model.classifier[linear[0]].in_features, 32, 32, CLASSES]
     for place, (before, after) in zip(linear, pairwise(sizes), strict=True):
@@ -108,7 +109,7 @@ def _efficientnet_v2(models: Any) -> Any:
 
 def _s3d(models: Any) -> Any:
     model = models.video.S3D(CLASSES, dropout=0.0)
-    model.avgpool = nn.AvgPool3d((2, 2, 2), stride=1)  # its own is for 224 pixels
+    model.avgpool = nn.AvgPool3d((2, 2, 2), stride=1)  # the original pool is for 224 pixels
     return model
 
 
@@ -177,7 +178,7 @@ FAMILIES: Mapping[str, Vision] = MappingProxyType(
 
 
 class Flow(nn.Module):
-    """Optical flow between two pictures, by two updates."""
+    """Optical flow between two pictures, with two updates."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -188,7 +189,7 @@ class Flow(nn.Module):
 
 
 def build(name: str) -> nn.Module:
-    """A small model of a family."""
+    """Return a small model of a family."""
     made = FAMILIES[name].make(importlib.import_module("torchvision.models"))
     return Flow(made) if FAMILIES[name].kind == "flow" else made
 
@@ -205,7 +206,7 @@ def draw(name: str, generator: torch.Generator, batch: int) -> tuple[tuple[Tenso
 
 
 def loss(output: Any, labels: Tensor) -> Tensor:
-    """Return the cross entropy of all heads, or the distance of flows; of pixels the mean per picture."""
+    """Return the cross entropy of all heads, or the distance of flows; for pixels, the mean per picture."""
     if isinstance(output, list):
         return torch.stack([(flow - labels).abs().flatten(1).mean(1).sum() for flow in output]).sum()
     if isinstance(output, dict):

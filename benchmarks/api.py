@@ -1,11 +1,12 @@
-"""Time the cost of a model's HTTP interface over the library in the same node: tokens per second of 32
-streams, and the first token of one; and the cost of a JSON schema with a vocabulary of 32,768 tokens.
+"""Times the cost of a model's HTTP interface compared with the library in the same node: tokens per second of
+32 streams, and the first token of one stream. Also times the cost of a JSON schema with a vocabulary of
+32,768 tokens.
 
     python benchmarks/api.py [--quick] [--json]
 
-One node on loopback serves a small model, whose stage is a process of its own. The library's streams are
-tasks of the node's process; those over HTTP are connections of another process, which only reads events as
-they come. Both send the same prompts in turns; the medians of several rounds count.
+One node on loopback serves a small model, whose stage runs in a separate process. The library's streams are
+tasks in the node's process. The HTTP streams are connections of a separate process, which only reads events
+as they come. Both send the same prompts in turns; the medians of several rounds count.
 """
 
 import json
@@ -40,7 +41,7 @@ RATE_SHARE, FIRST_SECONDS = 0.97, 0.005
 
 
 async def ask_library(asking: Asking, streams: int, tokens: int) -> dict[str, float]:
-    """Return the same figures for the library."""
+    """Return the figures of a round through the library."""
     marks: list[list[float]] = [[] for _ in range(streams)]
 
     async def one(number: int) -> None:
@@ -112,7 +113,7 @@ async def measure(folders: tuple[Path, Path], *, quick: bool) -> dict[str, float
 
 
 def pairs_of_letters(count: int) -> dict[str, Any]:
-    """Return a tokenizer of letters and of enough pairs of them for `count` tokens."""
+    """Return a tokenizer of letters, and of as many pairs of letters as `count` tokens need."""
     letters = sorted(byte_letters())
     pairs = [(first, second) for first in letters for second in letters][: count - len(letters)]
     words = {word: number for number, word in enumerate([*letters, *map("".join, pairs)])}

@@ -1,13 +1,14 @@
-"""Averaging by whole nodes beside torch's gloo all-reduce: 4 and 8 processes, float32 vectors, several
+"""Compares averaging by whole nodes with torch's gloo all-reduce: 4 and 8 processes, float32 vectors, several
 codecs.
 
 Each process runs a node (encrypted and authenticated streams, commitments, checks) and a gloo rank. The two
-take turns on the same vectors; a ratio is the median of the ratios of the turns, so that other load on the
-machine cancels. Seconds are from the trigger to the last process that is done, including the forming of the
-group. Peak memory is the growth of a process within a round, including the vector itself, in vectors. gloo
-sends plain numbers over plain sockets: it is a lower bound, not a rival. hivemind has its turns too where
-PEERLOOM_HIVEMIND names the folders that it and the numpy it needs are installed in (see `dht_sockets.py`),
-timed from its `step()`, and from the trigger of a group that was formed before.
+take turns on the same vectors. A ratio is the median of the ratios of the turns, so that other load on the
+machine cancels out. Seconds are from the trigger until the last process is done, including the forming of the
+group. Peak memory is the growth of a process within a round, in multiples of the vector, including the vector
+itself. gloo sends plain values over plain sockets, so it is a lower bound, not a rival. hivemind takes its
+turns too if PEERLOOM_HIVEMIND names the folders with it and with the numpy that it needs (see
+`dht_sockets.py`). It is timed from its `step()`, and also from the trigger with a group that was formed
+before.
 """
 
 import json
@@ -38,16 +39,16 @@ FULL = [(processes, millions) for processes in (4, 8) for millions in (1, 10, 50
 QUICK = [(4, 1), (4, 4)]
 CODECS = ("float32", "bfloat16", "int8", "int4")
 ROBUST = "float32, by the rule of auto"
-""""float32" by the rule of a swarm without a key, which tolerates liars."""
+"""The label of "float32" with the rule of a swarm without a key, which tolerates liars."""
 GLOO = "gloo"
 HIVEMIND = os.environ.get("PEERLOOM_HIVEMIND", "")
 RIVALS = {"hivemind": False, "hivemind, group formed": True}
-"""Whether the group is formed before the trigger."""
+"""The rivals, and whether the group is formed before the trigger."""
 RATIO_GOALS = {10: 2.5, 50: 2.0}
 RIVAL_GOAL = 5.0
 MEMORY_GOAL, INT8_GOAL = 3.3, 0.01
 ROBUST_GOAL = 1.15
-"""The time relative to a round by the mean in the same turn: the cost of the rule without liars."""
+"""Maximum time relative to a round by the mean in the same turn: the cost of the rule without liars."""
 TURNS = 3
 ANSWER_SECONDS = 300.0
 
@@ -105,13 +106,13 @@ def peer(pipe: Connection, folder: str, number: int, processes: int, rendezvous:
 
 
 def reset_peak() -> int:
-    """Reset the peak size of this process; return its size now, in bytes."""
+    """Reset the peak memory size of this process; return its current size in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak_bytes()
 
 
 def peak_bytes() -> int:
-    """Return the peak size of this process, in bytes."""
+    """Return the peak memory size of this process in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -120,12 +121,13 @@ def peak_bytes() -> int:
 
 def answer(pipe: Connection) -> Any:
     if not pipe.poll(ANSWER_SECONDS):
-        raise TimeoutError("a process does not answer")
+        raise TimeoutError("a process did not answer")
     return pipe.recv()
 
 
 def turn(pipes: list[Connection], kind: str, items: int) -> tuple[float, float, float]:
-    """Average once; return the seconds until the last is done, the largest peak in vectors, the RMS error."""
+    """Average once; return the seconds until the last process is done, the largest peak in vectors, and the
+    RMS error."""
     for pipe in pipes:
         pipe.send((kind, items))
     for pipe in pipes:
@@ -142,7 +144,7 @@ def turn(pipes: list[Connection], kind: str, items: int) -> tuple[float, float, 
 
 
 class Hivemind:
-    """The same number of hivemind's averagers, for vectors of one size."""
+    """Hivemind's averagers, as many as there are nodes, for vectors of one size."""
 
     def __init__(self, processes: int, millions: int) -> None:
         script = Path(__file__).with_name("_hivemind_averager.py")
@@ -166,7 +168,7 @@ class Hivemind:
             seeds = seeds or addresses
 
     def turn(self, *, is_grouped: bool) -> tuple[float, float, float]:
-        """Average once, as `turn`; memory is not measured."""
+        """Average once, like the function `turn`; memory is not measured."""
         for process in self._processes:
             self._tell(process, is_grouped=is_grouped)
         for process in self._processes:
@@ -175,13 +177,13 @@ class Hivemind:
             self._tell(process)
         results = [self._answer(process) for process in self._processes]
         if any(result["group"] != len(self._processes) for result in results):
-            raise RuntimeError("hivemind: not all were in one group")
+            raise RuntimeError("hivemind: the averagers were not all in one group")
         shown = np.array(results[0]["shown"])
         rms = float(np.sqrt(np.mean((shown - truth(len(results), self._items, len(shown))) ** 2)))
         return max(result["seconds"] for result in results), 0.0, rms
 
     def close(self) -> None:
-        """End its processes, which do not always end by themselves."""
+        """End the processes, which do not always end by themselves."""
         for process in self._processes:
             process.stdin.close()  # type: ignore[union-attr]  # it has pipes
         for process in self._processes:
@@ -199,7 +201,7 @@ class Hivemind:
 
 
 def truth(processes: int, items: int, shown: int) -> Any:
-    """Return the first numbers of the mean."""
+    """Return the first elements of the true mean."""
     vectors = [
         np.random.default_rng(number).standard_normal(items, np.float32)[:shown].astype(np.float64)
         for number in range(processes)
@@ -288,8 +290,11 @@ def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
 
 def main() -> None:
     """Run the benchmark."""
-    numbers = {"processes": "these numbers of processes alone", "millions": "these sizes alone, in millions"}
-    options = arguments("averaging by whole nodes beside gloo", numbers)
+    numbers = {
+        "processes": ("measure only these numbers of processes"),
+        "millions": ("measure only these sizes, in millions"),
+    }
+    options = arguments("averaging by whole nodes compared with gloo", numbers)
     rows: list[dict[str, Any]] = []
     shapes = QUICK if options.quick else FULL
     if options.processes or options.millions:

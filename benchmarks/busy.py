@@ -1,15 +1,16 @@
-"""A stage beside a busy owner: its own choice of threads compared with the best fixed setting.
+"""A stage on a machine whose owner computes too: its own choice of threads compared with the best fixed
+setting.
 
-The stage is a whole small GPT with forward, backward and an optimizer's step, in processes that are set up as
-a stage's are (`node.stages.sandbox.environment`, niceness and all) and run the stage's executor. One chooses
-its threads as the node's do (`node.stages.threads`); the others have a fixed number of threads that wait for
-each other asleep (passive) or spinning (active). All load side by side; then they take turns, and the others
-wait between two steps. First no, then one, then two other processes compute all the time at niceness 0. The
-times of steps count from a second after the beginning of a turn; a turn with fewer than two steps counts with
-its whole time.
+The stage is a whole small GPT with forward, backward and an optimizer's step. It runs in processes that are
+set up like a stage's (`node.stages.sandbox.environment`, niceness and all), with the stage's executor. One
+process chooses its threads as the node's stages do (`node.stages.threads`). The others have a fixed number of
+threads that wait for each other asleep (passive) or spinning (active). All load in parallel; then they take
+turns, and the others pause between two steps. At first no other process, then one, then two others compute
+all the time at niceness 0. Step times count from one second after the beginning of a turn; a turn with fewer
+than two steps counts with its whole time.
 
-The niceness stays that of a stage: the owner's work comes first by promise, not by a setting to tune. The
-figure with niceness 0 is shown for comparison.
+The niceness stays that of a stage, because the owner's work comes first by promise, not by a setting to tune.
+The figure with niceness 0 is shown for comparison.
 """
 
 import os
@@ -43,7 +44,7 @@ WARM_STEPS = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings of a stage's process; with 0 threads it chooses by itself."""
+    """The settings of a stage's process; with 0 threads, the stage chooses their number itself."""
 
     name: str
     threads: int
@@ -51,7 +52,7 @@ class Setting:
     niceness: int = NICE
 
     def command(self) -> list[str]:
-        """Return the command of the process: this file, as a stage."""
+        """Return the command of the process: this file, run as a stage."""
         return [sys.executable, __file__, "--stage", str(self.threads), str(self.niceness)]
 
     def environment(self) -> dict[str, str]:
@@ -95,11 +96,11 @@ class Computer:
         self._out = self._process.stdout.fileno()
 
     def wait(self) -> None:
-        """Wait until it has loaded everything and computed a few steps."""
+        """Wait until the process has loaded everything and computed a few steps."""
         self._until(b"ready", START_SECONDS_MAX)
 
     def turn(self, seconds: float) -> float:
-        """Let it compute for a while; return the steps per second."""
+        """Let the process compute for this long; return the steps per second."""
         begun = time.monotonic()
         self._say(b"go\n")
         ended: list[float] = []
@@ -129,7 +130,7 @@ class Computer:
                 raise RuntimeError(f"{self.setting.name}: not {word.decode()} within {seconds:g} s")
 
     def _read(self, seconds: float) -> list[bytes]:
-        """Return the complete lines that come within this many seconds."""
+        """Return the complete lines that arrive within this many seconds."""
         if not select.select([self._out], [], [], max(0.0, seconds))[0]:
             return []
         data = os.read(self._out, 1 << 16)
@@ -140,7 +141,7 @@ class Computer:
 
 
 def stage(threads: int, niceness: int) -> None:
-    """Run as a stage's process: compute steps and print when each was done, until the end."""
+    """Run as a stage's process: compute steps and print when each was done, until ended."""
     import numpy as np
     import torch
 
@@ -187,7 +188,7 @@ def stage(threads: int, niceness: int) -> None:
             continue
         if step > WARM_STEPS:
             print(time.monotonic(), flush=True)
-        # Not through `sys.stdin`, which may have buffered a line that `select` then does not see.
+        # Not through `sys.stdin`, which may have buffered a line that `select` would not see.
         if step == WARM_STEPS or select.select([0], [], [], 0)[0]:
             print("ready" if step == WARM_STEPS else "stopped", flush=True)
             if step > WARM_STEPS:

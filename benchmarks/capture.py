@@ -1,9 +1,9 @@
-"""The cost of a capture compared with `torch.export` alone: seconds of CPU, and memory beside the model.
+"""The cost of a capture compared with `torch.export` alone: CPU seconds, and memory in addition to the model.
 
-The same models are exported by torch with the same dynamic sizes, and captured, in turns; a capture also
-traces the loss, cleans, lowers, cuts, checks. The proof is shown separately. For memory a BERT of some 110
-million parameters is captured and proved in a process of its own, and Llama 3 8B captured in another. All
-times are of CPU, so that other load matters little. With `--quick` three models, once, alone.
+The same models are exported by torch with the same dynamic sizes, and captured, in turns. A capture also
+traces the loss, cleans, lowers, cuts, and checks; the proof is shown separately. For memory, a BERT of some
+110 million parameters is captured and proved in a separate process, and Llama 3 8B is captured in another.
+All times are CPU times, so that other load matters little. `--quick` compares only three models, once each.
 """
 
 import resource
@@ -36,12 +36,12 @@ LLAMA_SECONDS_MAX = 20
 LLAMA_TOKENS = 64
 RATIO_MAX = 1.3
 BYTES_MAX = 1 << 30
-"""The limit of memory beside the model."""
+"""Maximum memory in addition to the model."""
 TIMEOUT_SECONDS = 1_200
 
 
 def compared(kind: str, name: str, rounds: int) -> dict[str, Any]:
-    """Return the seconds of CPU of both, the least of some rounds in turns."""
+    """Return the CPU seconds of both, the least of some rounds in turns."""
     case = case_of(kind, name)
     inputs, labels = case.data(0, BATCH, torch.float32)
     exports, captures, proofs = [], [], []
@@ -64,7 +64,7 @@ def compared(kind: str, name: str, rounds: int) -> dict[str, Any]:
 
 
 def memory(function: str, name: str) -> dict[str, Any]:
-    """Return the report of a process of its own: bytes of the model, the most beside it, and seconds."""
+    """Return the report of a separate process: bytes of the model, the peak of other memory, and seconds."""
     code = f"import sys; sys.path[:0] = sys.argv[1:3]\nimport capture; capture.{function}()"
     here = Path(__file__).parent
     ended = subprocess.run(
@@ -81,7 +81,8 @@ def memory(function: str, name: str) -> dict[str, Any]:
 
 
 def measure() -> None:
-    """Capture and prove a BERT that is really allocated: its peak minus that of the model alone."""
+    """Capture and prove a BERT whose parameters are really allocated; its memory is its peak minus that of
+    the model alone."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     config = transformers.BertConfig(num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
@@ -99,7 +100,7 @@ def measure() -> None:
 
 
 def measure_llama() -> None:
-    """Capture Llama 3 8B from its configuration, on meta: all memory of the process counts."""
+    """Capture Llama 3 8B from its configuration on the meta device; all memory of the process counts."""
     from partition.capture import capture, skeleton
     from tests.zoo.hugging_face import llama_8b, logits_loss
 
@@ -123,13 +124,13 @@ def _resident() -> int:
 
 
 def main() -> int:
-    """Compare all of them."""
+    """Compare all models."""
     flags = arguments(__doc__ or "")
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     models, rounds = (MODELS[:QUICK], 1) if flags.quick else (MODELS, ROUNDS)
-    compared(*MODELS[0], 1)  # the first export of a process initializes torch
+    compared(*MODELS[0], 1)  # the first export in a process initializes torch
     rows = [compared(kind, name, rounds) for kind, name in models]
     ratios = [row["ratio"] for row in rows]
     goals = [Goal("capture beside torch.export, median", statistics.median(ratios), "<=", RATIO_MAX)]

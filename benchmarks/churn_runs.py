@@ -42,7 +42,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 PHASES, PLACED_SECONDS_MAX = ("counting", "committing", "applying", "evaluating"), 600.0
 PLACED_STEPS = 45
-"""All killed machines are dead and back before the last step."""
+"""The step count at which the killed machines have all died and returned before the last step."""
 
 
 def main() -> int:
@@ -84,7 +84,7 @@ def _row(mode: str, seed: int, found: Found) -> dict[str, Any]:
 
 
 def _deaths(mode: str, deaths: list[Death]) -> list[dict[str, Any]]:
-    """Return the cost of deaths, by how and in which phase."""
+    """Return the cost of deaths by kind and phase."""
     groups: dict[tuple[str, str], list[Death]] = defaultdict(list)
     for death in deaths:
         if death.was_in_plan:

@@ -1,6 +1,6 @@
-"""The time of `status --json` and `peers --json` with an idle node, as whole processes.
+"""Times `status --json` and `peers --json` against an idle node, as whole processes.
 
-They are interleaved with `python -c pass`, so that our share can be told from the interpreter's.
+They are interleaved with `python -c pass`, to separate our share of the time from the interpreter's.
 """
 
 import statistics
@@ -23,7 +23,7 @@ def seconds(command: list[str]) -> float:
 
 
 def main() -> int:
-    """Start a node, ask it, report."""
+    """Start a node, time the commands, and report."""
     flags = arguments(__doc__ or "")
     rounds = 9 if flags.quick else 31
     with tempfile.TemporaryDirectory() as folder:

@@ -1,18 +1,18 @@
-"""CloudMesh's other measurements beside its headline: new partitions, a federated baseline, real nodes.
+"""CloudMesh's measurements other than its headline: new partitions, a federated baseline, real nodes.
 
     python benchmarks/cloudmesh.py                    everything, and docs/partitions.md; what is in
                                                       cloudmesh-out/ is not made again
     python benchmarks/cloudmesh.py --part PART        one of those below
     python benchmarks/cloudmesh.py --quick            two partitions of one epoch
 
-Parts: `partitions`, ten new ones of train and test together, unbalanced; `images`, members on a generated
-set of CIFAR's shape and difficulty; `virtual`, whole nodes in virtual time: how long 1, 2 and 4 take;
-`nodes`, 1, 2 and 4 real nodes of a thread each on that set.
+Parts: `partitions` makes ten new partitions of train and test together, unbalanced; `images` trains members
+on a generated set of CIFAR's shape and difficulty; `virtual` times 1, 2 and 4 whole nodes in virtual time;
+`nodes` trains 1, 2 and 4 real nodes with one thread each on the generated set.
 
-A *partition* deals train and test together anew, with some classes held out more often than others; it is no
-reordering. The *federated baseline* is a simulation in one machine, as the report has one: clients train one
-after another, a server averages. Our settings on digits are those of docs/headline.md. Every time is shown
-with the load of the machine, because on a shared machine seconds alone say little.
+A *partition* deals train and test samples together again, with some classes held out more often than others;
+it is more than a new order. The *federated baseline* is a simulation in one machine, as in the report:
+clients train one after another, and a server averages. Our settings on digits are those of docs/headline.md.
+Every time is shown with the load of the machine, because on a shared machine seconds alone mean little.
 """
 
 import argparse
@@ -47,22 +47,24 @@ WAYS = {
     FOUR: Way(4, 5, rate=0.003),
     FEDERATED: Way(2, is_centralised=True, same_steps=True),
 }
-"""A client of the baseline makes as many steps as one machine: the report's took four times as long."""
+"""The ways to train. A client of the baseline makes as many steps as one machine, because the report's
+clients took four times as long."""
 IMAGE_WAYS = WAYS | {TWO: Way(2, 10), FOUR: Way(4, 5, rate=0.0014)}
-"""Chosen on a fifth of the training images and another seed, by the members alone."""
+"""The ways to train on images, chosen on a fifth of the training images and a different seed, with members
+alone."""
 SAMPLES, HELD_OUT = 2_000, 1_000
 NOISE = 1.6
-"""Enough that one machine reaches 70 to 80 %, as the report's does on CIFAR-10."""
+"""Strength of the noise: enough that one machine reaches 70 to 80 %, as in the report on CIFAR-10."""
 RATIO_GOAL, SPEED_GOAL = 0.99, 1.5
 NODES = (("1 node", "a", 10, 1), ("2 nodes", "ab", 10, 2), ("4 nodes", "abcd", 5, 3))
-"""Name, nodes, local steps, factor of the learning rate."""
+"""Rows of name, nodes, local steps, factor of the learning rate."""
 IMAGE_NODES = (("1 node", "a", 10, 1.0), ("2 nodes", "ab", 10, 1.0), ("4 nodes", "abcd", 5, 1.4))
 VIRTUAL_STEPS = 400
 
 
 def write_hard_images(folder: Path, samples: int, held_out: int, seed: int = 1) -> None:
-    """Write a generated set in CIFAR-10's binary form and of its difficulty: for each class a coloured
-    pattern, shifted, mirrored and weakened, under one of another class and much noise."""
+    """Write a generated set in CIFAR-10's binary form and of its difficulty: each class has a coloured
+    pattern, which is shifted, mirrored and weakened, under a pattern of a different class and much noise."""
     draws = np.random.default_rng(seed)
     patterns = draws.standard_normal((CIFAR_CLASSES, 3, 8, 8)).repeat(4, axis=2).repeat(4, axis=3)
     for name, count in (("data_batch_1.bin", samples), ("test_batch.bin", held_out)):
@@ -112,7 +114,7 @@ def images(path: Path, seeds: range) -> None:
 
 
 def virtual(path: Path) -> None:
-    """Measure virtual seconds and accuracy of whole nodes, on digits, independent of this machine's load."""
+    """Measure virtual seconds and accuracy of whole nodes on digits, independently of this machine's load."""
     from _headline_nodes import BATCH, LOCAL_SECONDS_MAX, RATE, STAGE_SECONDS, _outcome
 
     from node.events import RunEnded, StepCommitted
@@ -149,8 +151,8 @@ def virtual(path: Path) -> None:
 
 
 def nodes(path: Path, seeds: range) -> None:
-    """Measure real nodes of one thread each; a seed is another generated set. Pairs come one after the other,
-    each with the machine's load before it."""
+    """Measure real nodes of one thread each; each seed has a different generated set. Pairs run one after the
+    other, and the machine's load is read before each."""
     from _headline_nodes import play_one
 
     for seed in seeds:
@@ -168,7 +170,7 @@ def nodes(path: Path, seeds: range) -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the mean accuracy with its interval, by part and way."""
+    """Return the mean accuracy with its interval, by part and way of training."""
     found = []
     for part in PARTS:
         names = dict.fromkeys(each.get("way") or each.get("how") for each in rows if each["part"] == part)

@@ -1,8 +1,10 @@
-"""The cost and savings of frames: ratio, speed and error of every codec on real tensors between stages.
+"""The cost and savings of encoding frames: ratio, speed and error of every codec on real tensors between
+stages.
 
-The tensors are those between the two halves of the built-in GPT (this repository's texts) and CNN (digits,
-enlarged), at their initial values and after some steps: activations of a `Forward`, gradients of the last
-stage's answer. Then the choice of a link of a given rate, with the measured costs.
+The tensors are those between the two halves of the built-in GPT (on this repository's texts) and CNN (on
+digits, enlarged), at their initial values and after some steps. They are the activations of a `Forward`, and
+the gradients in the last stage's answer. The choice of a codec for links of given rates is then shown, using
+the measured costs.
 """
 
 import sys
@@ -43,17 +45,17 @@ Batches = Callable[[int], tuple[Payload, Payload]]
 
 @dataclass(frozen=True)
 class Model:
-    """A model in two stages, and the maker of its micro-batches of a number of samples."""
+    """A model in two stages, with a function that makes a micro-batch of a number of samples."""
 
     name: str
     row: Row
     batches: Batches
     sample_bytes: int
-    """The bytes that cross for one sample."""
+    """The bytes that cross between the stages for one sample."""
 
 
 def gpt() -> Model:
-    """Four layers of width 384 that read the repository's texts by bytes."""
+    """Return a GPT of four layers of width 384 that reads the repository's texts as bytes."""
     captured = capture_built_in("gpt", (TOKENS,), 256, options={"layers": 4, "heads": 6, "width": WIDTH})
     row = Row(spread(captured.graph, 2), (SAMPLES_MAX, TOKENS), optimizer=ADAM)
     root = Path(__file__).parents[1]
@@ -74,7 +76,7 @@ def gpt() -> Model:
 
 
 def cnn() -> Model:
-    """The built-in one for 32x32 pixels, on digits four times as large, cut after its second ReLU."""
+    """Return the built-in CNN for 32x32 pixels, on digits enlarged by four and cut after its second ReLU."""
     captured = capture_built_in("simple-cnn", (1, SIDE, SIDE), 10)
     row = Row(spread(captured.graph, 2), (SAMPLES_MAX,), optimizer=ADAM)
     digits, draws = load_digits(), np.random.default_rng(0)
@@ -116,8 +118,8 @@ def train(model: Model, count: int) -> None:
 
 
 def best(what: Callable[[], object], seconds: float) -> float:
-    """Return the least time of this thread in as many repetitions as fit into `seconds`: others may be
-    busy."""
+    """Return the least CPU time of this thread in as many repetitions as fit into `seconds`; other programs
+    may be busy."""
     shortest, ended = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < ended or shortest == float("inf"):
         begun = time.thread_time()
@@ -127,7 +129,7 @@ def best(what: Callable[[], object], seconds: float) -> float:
 
 
 def measured(array: Array, codec: Codec, seconds: float) -> dict[str, Any]:
-    """Return the row of one tensor and codec."""
+    """Return the row of figures for one tensor and codec."""
     tensors = [typed(array)]
     payload, rounding = pack_measured(tensors, codec)
     size = array.nbytes
@@ -146,7 +148,7 @@ def measured(array: Array, codec: Codec, seconds: float) -> dict[str, Any]:
 
 
 def tensors(model: Model, sizes: tuple[int, ...], when: str) -> list[tuple[str, Array]]:
-    """Return the tensors that cross, cut to these numbers of MiB, with their names."""
+    """Return the tensors that cross, cut to sizes of this many MiB, with their names."""
     pair = crossing(model, -(-max(sizes) * MIB // model.sample_bytes))
     return [
         (f"{model.name} {kind} {when} {size} MiB", np.ascontiguousarray(array.reshape(-1)[: size * MIB // 4]))
@@ -156,7 +158,7 @@ def tensors(model: Model, sizes: tuple[int, ...], when: str) -> list[tuple[str, 
 
 
 def choices(sample: Array) -> list[dict[str, Any]]:
-    """Return the codec chosen for links of several rates, by each policy."""
+    """Return the codec that each policy chooses for links of several rates."""
     costs = calibrate(time.thread_time, sample)
     policies: tuple[Frames, ...] = ("exact", "bfloat16", "int8", "int4")
     return [
@@ -170,7 +172,7 @@ def choices(sample: Array) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure, and choose."""
+    """Measure the codecs, then show the choices."""
     flags = arguments(__doc__ or "")
     torch.set_num_threads(1)
     sizes, seconds = ((4,), 0.02) if flags.quick else (SIZES_MIB, 0.3)

@@ -1,10 +1,10 @@
 """Models of transformers and torchvision: captured, proved, admitted and cut.
 
-A model that `torch.export` takes should be captured, be proved equal to itself, pass a peer's admission at
-capture, and train in two and in four stages as in one process: gradients and one step in float64. Refusals
-are shown with their reasons. With `--quick` 7 of them, with PEERLOOM_CORPUS=sample 25; the full run writes
-docs/corpus.md. PEERLOOM_CORPUS_LOG=FILE gets each row once it is known; rows in it are not examined again.
-torchvision's are examined where it is installed, as `make corpus` does.
+Every model that `torch.export` accepts should be captured, be proved equal to itself, and pass a peer's
+admission. In two and in four stages it should train as in one process: the gradients and one step in float64.
+Refusals are shown with their reasons. `--quick` examines 7 models, PEERLOOM_CORPUS=sample 25; the full run
+writes docs/corpus.md. PEERLOOM_CORPUS_LOG=FILE receives each row once it is known; rows already in the file
+are not examined again. torchvision's models are examined if it is installed, as `make corpus` does.
 """
 
 import contextlib
@@ -55,13 +55,13 @@ from tests.zoo.equivalence import (
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "corpus.md"
 MODEL_SECONDS_MAX = 240
-"""The limit of one model, in seconds of CPU."""
+"""Time limit for one model, in CPU seconds."""
 CAPTURED_MIN, TRAINABLE_MIN = 0.95, 0.90
-"""Shares of the models that torch exports."""
+"""Minimum shares of the models that torch exports."""
 FLOAT32_STEP_MAX = 1e-4
-"""For a model of float64 that computes partly in float32, such as its softmax or its loss."""
+"""Tolerance for a float64 model that computes partly in float32, such as its softmax or its loss."""
 FLOAT32_MODEL_MAX = 1e-3
-"""For a model entirely in float32."""
+"""Tolerance for a model entirely in float32."""
 BATCH, LENGTH, CLASSES, VOCABULARY = 4, 8, 5, 99
 
 FAMILIES = {
@@ -92,7 +92,7 @@ FAMILIES = {
         audio-spectrogram-transformer sew sew-d wav2vec2-bert
     """,
 }
-"""By kind of task: transformers' names of configurations; `vision` are families of torchvision."""
+"""By kind of task, transformers' names of configurations; `vision` has the families of torchvision."""
 if _torchvision.is_installed():
     FAMILIES["vision"] = " ".join(_torchvision.FAMILIES)
 
@@ -102,10 +102,11 @@ SAMPLE = """
 """
 
 QUICK = 7
-"""Models of the sample, for runs of less than a minute."""
+"""Number of models in the quick sample, which takes less than a minute."""
 
 SOUNDS = {"wav2vec2-bert": (24, 16), "audio-spectrogram-transformer": (32, 16)}
-"""Sounds that are spectrograms: (time, bins); others are this many numbers."""
+"""Models whose sounds are spectrograms: (time, bins). For all others a sound is a list of this many
+samples."""
 
 _SIZES: dict[Any, str] = {
     32: """hidden_size d_model n_embd dim embedding_size emb_dim embed_dim word_embed_proj_dim image_size
@@ -130,7 +131,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "convnextv2": _STAGES,
     "deepseek_v3": {"head_dim": 8, "num_key_value_heads": 4},
     "beit": {"drop_path_rate": 0.2},
-    # What transformers itself sets for texts this short, with a warning.
+    # The value that transformers itself sets for texts this short, with a warning.
     "big_bird": {"attention_type": "original_full"},
     "deepseek_v2": {
         "head_dim": 8,
@@ -154,11 +155,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 REMEDIES: dict[str, dict[str, Any]] = {"batched_mm": {"experts_implementation": "batched_mm"}}
-"""A word in a refusal, and the setting it recommends: tried if the text has the word."""
+"""By a word in a refusal, the setting that it recommends, which is tried if the refusal has the word."""
 MASKED = ("longt5", "switch_transformers")
 """Models that can be exported only with a mask."""
 FLOAT32 = ("fsmt", "mra", "raft", "xglm")
-"""Models that compute in float32 whatever their type, so that eager itself fails in float64."""
+"""Models that compute in float32 whatever their type, so that they fail in float64 even without a capture."""
 _MAPPINGS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -169,7 +170,7 @@ _MAPPINGS = {
 
 
 def tokens_loss(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cross entropy of the ids that count, and their number."""
+    """Return the cross entropy over the ids that count, and their number."""
     logits = output.logits if hasattr(output, "logits") else output[0]
     loss = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     return loss, (labels != -100).sum()
@@ -182,7 +183,7 @@ def class_loss(output: Any, labels: Tensor) -> Tensor:
 
 
 class Named(nn.Module):
-    """A model with its inputs by position, as a case of the zoo has them."""
+    """Wraps a model so that its inputs are positional, as a case of the zoo requires."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -193,7 +194,7 @@ class Named(nn.Module):
 
 
 def case_of(kind: str, name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Case:
-    """Return a small model of an architecture, with noise to train it on; `settings` go into its
+    """Return a small model of an architecture, with random data to train it on; `settings` are added to its
     configuration."""
     if kind == "vision":
         draw = partial(_torchvision.draw, name)
@@ -208,7 +209,7 @@ def case_of(kind: str, name: str, settings: Mapping[str, Any] = MappingProxyType
         for key, value in SMALL.items()
         if hasattr(usual, key) and getattr(usual, key) is not None and type(getattr(usual, key)) in plain
     }
-    # Dropout is tested by the zoo (tests/zoo).
+    # Dropout is tested by the zoo (tests/zoo), so it is off here.
     fields |= {
         key: 0.0 for key, value in usual.to_dict().items() if "drop" in key and isinstance(value, float)
     }
@@ -255,23 +256,24 @@ def exportable(case: Case, dtype: torch.dtype) -> bool:
     try:
         with redirect_stderr(io.StringIO()):
             torch.export.export(case.model(dtype), inputs, strict=False)
-    except Exception:  # any error of torch
+    except Exception:  # torch may raise any error
         return False
     return True
 
 
 def examine(kind: str, name: str) -> dict[str, Any]:
-    """Return one row. `silent`: it was proved, but its stages do not compute what the module does."""
+    """Return the row of one model. `silent`: it was proved, but its stages do not compute what the module
+    does."""
     row: dict[str, Any] = {"model": name, "kind": kind, "captured": False, "trained": False, "silent": False}
     row["why"] = ""
     dtype = torch.float32 if name in FLOAT32 else torch.float64
     try:
         case = case_of(kind, name)
         case.model(dtype)
-    except Exception as error:  # a configuration that is too small for this architecture
+    except Exception as error:  # the configuration is too small for this architecture
         return row | {"exported": False, "why": f"not built: {type(error).__name__}: {str(error)[:120]}"}
     found = _proved(case, dtype, row)
-    # A captured model was exported for it.
+    # A captured model has already been exported.
     row["exported"] = found is not None or exportable(case, dtype)
     remedies = [word for word in REMEDIES if word in row["why"]]
     if found is None and remedies:
@@ -308,7 +310,7 @@ def examine(kind: str, name: str) -> dict[str, Any]:
 
 
 def rewritten(kind: str, name: str, dtype: torch.dtype, remedy: str) -> str:
-    """Rewrite the model as its refusal says; return "proved", or why it still fails."""
+    """Rewrite the model as its refusal recommends; return "proved", or the reason why it still fails."""
     REWRITTEN[name]()
     found: dict[str, Any] = {"why": ""}
     _proved(case_of(kind, name, REMEDIES.get(remedy, {})), dtype, found)
@@ -316,7 +318,8 @@ def rewritten(kind: str, name: str, dtype: torch.dtype, remedy: str) -> str:
 
 
 def _proved(case: Case, dtype: torch.dtype, row: dict[str, Any]) -> tuple[Captured, float] | None:
-    """Capture, prove and admit; return the tolerance of stages, or None with the reason in the row."""
+    """Capture, prove and admit a model; return it with the tolerance of its stages, or None with the reason
+    in the row."""
     inputs, labels = case.data(0, BATCH, dtype)
     task = Task(case.model(dtype), inputs, labels, loss=case.loss, name=case.name)
     begun = time.perf_counter()
@@ -328,7 +331,7 @@ def _proved(case: Case, dtype: torch.dtype, row: dict[str, Any]) -> tuple[Captur
     except (CaptureRefused, ValueError) as error:
         row["why"] = " ".join(str(error).split())[:600]
         return None
-    except Exception as error:  # a crash, which is our bug
+    except Exception as error:  # a crash is a bug of ours
         row["why"] = f"CRASH {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return None
     if dtype == torch.float32:
@@ -337,7 +340,7 @@ def _proved(case: Case, dtype: torch.dtype, row: dict[str, Any]) -> tuple[Captur
 
 
 def on_nodes(kind: str, name: str, row: dict[str, Any]) -> dict[str, Any]:
-    """Train a proved model for three steps on two nodes; return the row's figures."""
+    """Train a proved model for three steps on two nodes; return the figures for its row."""
     dtype = torch.float32 if name in FLOAT32 else torch.float64
     case = case_of(kind, name, REMEDIES.get(row.get("remedy", ""), {}))
     inputs, labels = case.data(0, BATCH, dtype)
@@ -351,12 +354,12 @@ def on_nodes(kind: str, name: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 class Late(BaseException):
-    """A model takes too long."""
+    """A model took too long."""
 
 
 @contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raise Late after this many seconds of CPU."""
+    """Raise Late after this many CPU seconds."""
 
     def ring(*_: object) -> None:
         raise Late
@@ -438,7 +441,7 @@ def main() -> int:
         if row and (not flags.nodes or not row["trained"] or "nodes" in row):
             continue
         try:
-            # torch writes pages of its own to both.
+            # torch writes pages of output to both.
             with limited(MODEL_SECONDS_MAX), contextlib.redirect_stdout(io.StringIO()):
                 row = row or examine(kind, name)
                 if flags.nodes and row["trained"]:
@@ -455,7 +458,7 @@ def main() -> int:
                 file.write(json.dumps(row) + "\n")
         told = "yes" if row["trained"] else row["why"][:100]
         print(name, told, row.get("nodes", ""), file=sys.stderr)
-    # In the order of the list, whatever the order of a log.
+    # In the order of the list, whatever the order in a log.
     rows = [known[each] for each in wanted if each in known]
     goals = goals_of(rows)
     if not flags.quick and not is_sample:
@@ -464,7 +467,7 @@ def main() -> int:
 
 
 def _logged(log: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return rows by kind and name; of several the last."""
+    """Return the logged rows by kind and name; the last one counts if there are several."""
     if not log or not Path(log).exists():
         return {}
     rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
@@ -472,7 +475,7 @@ def _logged(log: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
-    """Return the goals: shares of the models that torch exports."""
+    """Return the goals: minimum shares of the models that torch exports."""
     exported = [row for row in rows if row["exported"]]
     count = max(1, len(exported))
     asked = [row for row in rows if "nodes" in row]
@@ -495,9 +498,9 @@ def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
 
 
 def is_equal_on_nodes(row: dict[str, Any]) -> bool:
-    """Return whether nodes have trained it as one process does."""
+    """Return whether training on nodes gave the same result as in one process."""
     found = row["nodes"]
-    # The stages of a float64 model that computes partly in float32 show this, too.
+    # The stages of a float64 model that computes partly in float32 exceed this tolerance, too.
     is_exact = row["model"] not in FLOAT32 and row["error"] <= EXACT_MAX
     return isinstance(found, float) and found <= (EXACT_MAX if is_exact else FLOAT32_STEP_MAX)
 

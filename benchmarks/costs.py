@@ -1,9 +1,9 @@
-"""The planner's predictions for stages compared with measurements: time of both passes, and peak memory.
+"""The planner's predictions for stages compared with measurements: the time of both passes, and peak memory.
 
-The device is calibrated by the node's own code, in a process of its own. Every model of `tests.zoo` at its
-realistic size is then cut into three stages of about as many layers, and executors in this process, set up as
-a stage's is, run them with one thread, by the processor time of that thread. Peak memory is that of a stage's
-real process (`StageHost`) that holds a whole model with Adam, and takes two micro-batches and a step.
+The node's own code calibrates the device in a separate process. Every model of `tests.zoo` at its realistic
+size is then cut into three stages of about equally many layers. Executors in this process, set up like a
+stage's, run them with one thread; the processor time of that thread counts. Peak memory is measured on a real
+stage process (`StageHost`) that holds a whole model with Adam, and handles two micro-batches and a step.
 """
 
 import statistics
@@ -65,7 +65,7 @@ def calibrated() -> Calibration:
 
 
 def stage_times(case: Case, captured: Captured, seconds: float) -> tuple[list[tuple[int, int]], list[float]]:
-    """Return the layers of each stage, and the seconds of each for both passes of a micro-batch."""
+    """Return the layers of each stage, and for each stage the seconds of both passes of a micro-batch."""
     layers = len(captured.graph.layers)
     count = min(STAGES, layers)
     ends = [round(layers * number / count) for number in range(count + 1)]
@@ -104,7 +104,7 @@ def stage_times(case: Case, captured: Captured, seconds: float) -> tuple[list[tu
 
 
 def time_row(name: str, calibration: Calibration, seconds: float) -> dict[str, Any]:
-    """Return predicted over measured time of a model's stages, and of all together."""
+    """Return the ratio of predicted to measured time for a model's stages, and for all of them together."""
     case = ZOO[name]("bench")
     captured = captured_case(case, torch.float32)
     ranges, measured = stage_times(case, captured, seconds)
@@ -120,7 +120,8 @@ def time_row(name: str, calibration: Calibration, seconds: float) -> dict[str, A
 def predictions(
     case: Case, captured: Captured, calibration: Calibration, ranges: Sequence[tuple[int, int]]
 ) -> list[float]:
-    """Return the seconds of a processor for each stage by the planner's tables, without a node's own work."""
+    """Return the processor seconds for each stage according to the planner's tables, without a node's own
+    work."""
     alone = msgspec.structs.replace(calibration, node=OperatorPace(0, 0, 0), share_permille=1000)
     data = case.data(0, case.batch)
     sizes = sizes_of(captured.graph, data)
@@ -133,7 +134,8 @@ def predictions(
 
 
 async def memory_row(name: str, calibration: Calibration) -> dict[str, Any]:
-    """Return predicted over measured peak memory of a stage's process that holds the whole model."""
+    """Return the ratio of predicted to measured peak memory for a stage process that holds the whole
+    model."""
     case = ZOO[name]("bench")
     captured = captured_case(case, torch.float32)
     data = case.data(0, case.batch)
@@ -208,7 +210,7 @@ def memory(calibration: Calibration, *, is_quick: bool) -> tuple[list[dict[str, 
 
 
 def main() -> int:
-    """Measure both, or the requested one."""
+    """Measure time and memory, or only the requested one."""
     flags = arguments(__doc__ or "", times="only the times", memory="only the memory")
     keep_freed_memory()
     prepare_process(1)

@@ -1,11 +1,12 @@
-"""The memory of a requester and a trainer for data sets of several sizes: it must not grow with the set.
+"""The memory of a requester and a trainer for data sets of several sizes: it must not grow with the size of
+the set.
 
     python benchmarks/data_memory.py [--mebibytes 64 1024]
 
 A child process packs an npz or a text as a requester does (`node.content.dataset_store`), then reads
-micro-batches from all over it as a trainer does. Shown is its peak of anonymous memory (`RssAnon`: pages of
-mapped files, which the system takes back at will, are not in it); the goal is under 400 MiB for each, and no
-more than 100 MiB more for the largest than for the smallest.
+micro-batches from all parts of it as a trainer does. The figure is its peak of anonymous memory (`RssAnon`,
+which excludes pages of mapped files, because the system can reclaim them at any time). The goal is under 400
+MiB for each set, and at most 100 MiB more for the largest than for the smallest.
 """
 
 import argparse
@@ -30,7 +31,7 @@ GROWTH_MIB_MAX = 100
 
 
 def write(kind: str, folder: Path, mebibytes: int) -> Path:
-    """Write a set of this size."""
+    """Write a data set of this size."""
     if kind == "text":
         line = b"".join(b"%d and %d\n" % (number, number * number) for number in range(40_000))[:MIB]
         with (folder / "text.txt").open("wb") as file:
@@ -55,7 +56,7 @@ def anonymous_mib() -> float:
 
 
 def child(path: Path, folder: Path, window: int) -> None:
-    """Pack and read; print the peak of each."""
+    """Pack and read a set; print the peak memory of each step."""
     from node.content.dataset_store import DataFiles
     from node.content.datasets import Batches
     from node.executor import RealExecutor
@@ -79,7 +80,7 @@ def child(path: Path, folder: Path, window: int) -> None:
     def fail(*given: object) -> None:
         raise AssertionError(given)
 
-    def ignore(*given: object) -> None:  # nothing is fetched: all of it is here
+    def ignore(*given: object) -> None:  # nothing is fetched, because all data is here
         del given
 
     async def run() -> None:
@@ -100,7 +101,7 @@ def child(path: Path, folder: Path, window: int) -> None:
 
 
 def main() -> int:
-    """Measure each kind and size; 1 if a goal is missed."""
+    """Measure each kind and size; return 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mebibytes", type=int, nargs="+", default=[64, 1_024])
     parser.add_argument("--child", nargs=3)

@@ -1,12 +1,14 @@
-"""The cost of reading people's data: a csv of 1 GB, 100,000 images, texts of 1 GB and, as tokens, 100 MB.
+"""The cost of reading people's data: a csv file of 1 GB, 100,000 images, text of 1 GB, and text of 100 MB as
+tokens.
 
     python benchmarks/data_reading.py [--quick] [--json]
 
-Each is read by `peerloom data show`, a real command with its fenced process. Shown are seconds, the peak of
-the anonymous memory of both beside the bytes of the arrays that are made (`RssAnon`: pages of mapped files,
-which the system takes back at will, are not in it), and how often progress was reported. Then the command is
-started again and interrupted by Ctrl-C in the middle: how soon it ends, its status, and its leftovers. With
-`--quick` a twentieth of each. The memory goal is twice the arrays plus that of Python and the libraries.
+Each is read by `peerloom data show`, a real command with its fenced process. The figures are seconds, the
+peak of anonymous memory of both processes compared with the bytes of the resulting arrays, and how often
+progress was reported. Anonymous memory is `RssAnon`, which excludes pages of mapped files, because the system
+can reclaim them at any time. The command is then started again and interrupted by Ctrl-C in the middle: how
+soon it ends, its status, and its leftovers are measured. `--quick` uses a twentieth of each. The memory goal
+is twice the arrays plus the memory of Python and the libraries.
 """
 
 import json
@@ -32,12 +34,13 @@ MB = 1_000_000
 WORDS = ("ant", "bee", "cow")
 QUICK = 20
 LIBRARIES_BYTES = 300 * MB
-"""Two processes of Python with numpy, Pillow and tokenizers: 230 MB."""
+"""Memory of two Python processes with numpy, Pillow and tokenizers, which takes 230 MB."""
 INTERRUPTED = 130, -signal.SIGINT
-"""Its own exit code; or the signal, while Python loads its modules, which a shell reports as 130 too."""
+"""Accepted exit codes: the command's own; or the signal, if Python is still loading its modules (a shell
+reports it as 130 too)."""
 ENDED_SECONDS_MAX = 3.0
 LONG_SECONDS = 5.0
-"""Longer readings must report progress."""
+"""Readings that take longer than this must report progress."""
 _POLL_SECONDS = 0.02
 
 
@@ -80,7 +83,7 @@ def write_text(folder: Path, size: int) -> str:
 
 
 def write_tokens(folder: Path, size: int) -> str:
-    """Write the same for a model's folder with its tokenizer."""
+    """Write sentences for a model's folder with its tokenizer."""
     import tokenizers
 
     write_text(folder, size)
@@ -98,7 +101,7 @@ def write_tokens(folder: Path, size: int) -> str:
 
 
 class Command:
-    """`peerloom data show`, whose stderr is a terminal of its own, as a person has it."""
+    """`peerloom data show`, whose stderr is its own terminal, as for a person."""
 
     def __init__(self, source: str, folder: Path) -> None:
         environment = os.environ | {
@@ -117,13 +120,13 @@ class Command:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        with suppress(OSError):  # the terminal of a process that has ended
+        with suppress(OSError):  # the terminal of a process that has ended raises an error
             while data := os.read(self._ours, 4_096):
                 self.said += data
 
     @property
     def progress(self) -> int:
-        """Return how often it has reported progress."""
+        """Return how often the command has reported progress."""
         return self.said.count(b"\x1b[K")
 
 
@@ -141,7 +144,7 @@ def anonymous_bytes(process: psutil.Process) -> int:
 
 
 def read(source: str, folder: Path) -> tuple[float, int, int, int]:
-    """Read to the end; return seconds, peak memory, bytes of arrays, lines of progress."""
+    """Read a source to the end; return seconds, peak memory, bytes of arrays, and lines of progress."""
     began = time.monotonic()
     command = Command(source, folder)
     watched = psutil.Process(command.process.pid)
@@ -163,8 +166,8 @@ def read(source: str, folder: Path) -> tuple[float, int, int, int]:
 
 
 def interrupt(source: str, folder: Path, after: float) -> tuple[float, int, list[str]]:
-    """Start, and press Ctrl-C once it reports progress, or after `after` seconds; return the seconds to the
-    end, its status, and leftovers."""
+    """Start the command, and press Ctrl-C once it reports progress, or after `after` seconds. Return the
+    seconds until it ends, its status, and its leftovers."""
     command = Command(source, folder)
     children: list[psutil.Process] = []
     end = time.monotonic() + after

@@ -1,9 +1,9 @@
-"""200 MB from one requester to eight providers, 20 Mbit/s each way, over the simulator's network.
+"""Distributes 200 MB from one requester to eight providers with 20 Mbit/s each way, over the simulator's
+network.
 
-The real exchange core; virtual time, so the figures do not depend on the machine. The reference is the time
-in which the requester alone would serve all of them at its full rate. Once undisturbed, once with the
-requester killed after it has uploaded 1.1 copies, once with a liar and a peer that never sends among the
-holders.
+The exchange core is the real one; time is virtual, so the figures do not depend on the machine. The reference
+is the time that the requester alone would take to serve all of them at its full rate. Cases: undisturbed; the
+requester killed after it has uploaded 1.1 copies; a liar and a peer that never sends among the holders.
 """
 
 from math import inf
@@ -13,7 +13,7 @@ from _figures import Goal, arguments, leave, report
 from tests.gossip.trading import Trade, trade
 
 PIECES_FULL = 763
-"""200 MB."""
+"""The number of pieces of 200 MB."""
 PIECES_QUICK = 128
 PEERS = 8
 MBIT = 20.0

@@ -3,9 +3,9 @@
     python benchmarks/dht_churn.py [--json] [--quick] [--seeds N] [--first-seed N] [--nodes N]
         [--minutes N] [--only CASE]
 
-Kademlia cores alone (`tests.dht.table_world`), which detect deaths by themselves; nodes of a swarm also have
-SWIM. 2 % loss, 50 ms one way, a constant population whose lives are exponential; a newcomer knows nothing but
-three addresses. --quick is 200 nodes and minutes in place of hours.
+Bare Kademlia cores (`tests.dht.table_world`) detect deaths by themselves here; nodes of a swarm also have
+SWIM. Loss is 2 %, one-way latency 50 ms. The population is constant, with exponential lifetimes, and a
+newcomer knows only three addresses. --quick uses 200 nodes, and minutes instead of hours.
 """
 
 import argparse
@@ -36,18 +36,18 @@ Rows = list[dict[str, Any]]
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value that this share does not exceed; nan of none."""
+    """Return the value that a `share` of all values do not exceed; nan if there are none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else math.nan
 
 
 def share(values: Sequence[bool]) -> float:
-    """Return the share of true values; nan of none."""
+    """Return the share of true values; nan if there are none."""
     return sum(values) / len(values) if values else math.nan
 
 
 def churn(seed: int, nodes: int, seconds: float, median_seconds: float) -> TableWorld:
-    """Play records stored at the start, and lookups all the time."""
+    """Play a swarm in which records are stored at the start and looked up all the time."""
     world = TableWorld(nodes, seed, median_seconds=median_seconds)
     for number in range(RECORDS):
         world.at(5.0 + number, world.store)
@@ -63,7 +63,7 @@ def churn(seed: int, nodes: int, seconds: float, median_seconds: float) -> Table
 
 
 def churn_row(case: str, seed: int, world: TableWorld) -> dict[str, Any]:
-    """The figures of one run."""
+    """Return the figures of one run."""
     figures = world.figures
     seconds = [found.seconds for found in figures.found]
     counts = [count for _, each in figures.replicas for count in each]
@@ -87,7 +87,7 @@ def churn_row(case: str, seed: int, world: TableWorld) -> dict[str, Any]:
 
 
 def lying(seed: int, nodes: int, seconds: float, paths: int) -> dict[str, Any]:
-    """Play a swarm in which a fifth of the nodes lie, a third of these in each way."""
+    """Play a swarm in which a fifth of the nodes lie, a third of them in each of three ways."""
     is_liar = [random.Random(f"{seed} {number}").random() < LIARS_SHARE for number in range(nodes)]
     make = liar_of(KINDS)
     world = TableWorld(nodes, seed, core_of=lambda n: make if n < nodes and is_liar[n] else Kademlia)
@@ -103,7 +103,7 @@ def lying(seed: int, nodes: int, seconds: float, paths: int) -> dict[str, Any]:
 
 
 def eclipse(seed: int, nodes: int) -> dict[str, Any]:
-    """Play 500 ids near one key, in five address groups; then an honest record is stored and looked up
+    """Play 500 ids near one key, in five address groups. An honest record is then stored and looked up
     there."""
     key = record_key("table", b"eclipsed")
     world = TableWorld(nodes, seed, host_of=_host_of(nodes))
@@ -125,7 +125,7 @@ def eclipse(seed: int, nodes: int) -> dict[str, Any]:
 
 
 def _host_of(nodes: int) -> Callable[[int], str]:
-    """Give each honest node a network of its own, attackers a few."""
+    """Return a function that gives each honest node its own network, and the attackers a few together."""
 
     def host(number: int) -> str:
         if number < nodes:
@@ -136,8 +136,8 @@ def _host_of(nodes: int) -> Callable[[int], str]:
 
 
 def split(seed: int, nodes: int, republish_seconds: float) -> dict[str, Any]:
-    """Play halves for 30 minutes (or as long as a republish); each publisher makes a new version
-    meanwhile."""
+    """Play a swarm split into halves for 30 minutes (or for one republish interval), while each publisher
+    makes a new version."""
     world = TableWorld(nodes, seed, settings=KademliaSettings(republish_seconds=republish_seconds))
     peers = list(world.lives)
     for number in range(20):
@@ -187,7 +187,7 @@ def capability(seed: int, nodes: int, seconds: float) -> dict[str, Any]:
     hunts = world.figures.hunts
     sent = {peer: _sent(world, [peer]) - before[peer] for peer in world.lives if peer in before}
     loads = list(sent.values())
-    # A searching peer sends some hundred requests at once; this is the cost for the others.
+    # A searching peer sends some hundred requests within a moment; this is the cost for the other peers.
     others = max(count for peer, count in sent.items() if peer not in askers)
     return {
         "case": "capability",
@@ -210,7 +210,7 @@ def _sent(world: TableWorld, peers: list[Any]) -> int:
 
 
 def goals_of(rows: Rows) -> list[Goal]:
-    """Return the goals for the cases that ran: the worst seed counts."""
+    """Return the goals for the cases that ran, with the value of the worst seed."""
     goals: list[Goal] = []
 
     def worst(case: str, name: str, figure: str, operator: str, bound: float) -> None:

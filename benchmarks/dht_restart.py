@@ -1,10 +1,11 @@
-"""All nodes of a swarm stop at once and restart from their disks: which records are found again?
+"""All nodes of a swarm stop simultaneously and restart from their disks: measures which records are found
+again.
 
     python benchmarks/dht_restart.py [--json] [--quick]
 
 16 processes on real sockets, k=5. Each stores records of 200 bytes that last an hour, and some that last
-seconds. Once all are saved, every process is killed (SIGKILL) and restarted in its folder and on its port.
-They join by their saved contacts alone. Then each looks up the records of another.
+seconds. Once all are saved, every process is killed (SIGKILL) and restarted with its folder and its port. The
+nodes join only through their saved contacts. Each then looks up the records of a different node.
 """
 
 import tempfile
@@ -18,9 +19,9 @@ from dht_sockets import PARALLEL, PROCESSES, Process, quantile
 EACH = 40
 SHORT_EACH = 5
 SHORT_SECONDS = 8.0
-"""The lifetime of records that have expired before they are looked up; one that is still found is a fault."""
+"""Lifetime of the records that expire before they are looked up; it is a fault if one is still found."""
 READY_SECONDS = 20.0
-"""The time until every node has recovered enough contacts."""
+"""How long to wait until every node has recovered enough contacts."""
 
 
 def begin(folder: str, ports: list[str]) -> list[Process]:
@@ -32,7 +33,8 @@ def begin(folder: str, ports: list[str]) -> list[Process]:
 
 
 def shares(nodes: list[Process], what: str, names: str, count: int, **more: Any) -> list[list[float]]:
-    """Let each node store `count` records of its own, or get as many of another; all at once."""
+    """Let each node store `count` records of its own, or get as many of a different node; all nodes in
+    parallel."""
     step = 0 if what == "store" else 7
     for place, node in enumerate(nodes):
         keys = [f"{names} {(place + step) % PROCESSES} {number}" for number in range(count)]
@@ -41,7 +43,7 @@ def shares(nodes: list[Process], what: str, names: str, count: int, **more: Any)
 
 
 def have(each: list[list[float]]) -> int:
-    """Return how many of these succeeded."""
+    """Return how many operations succeeded."""
     return sum(seconds >= 0 for some in each for seconds in some)
 
 

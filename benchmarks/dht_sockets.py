@@ -1,12 +1,12 @@
-"""Store and get on real sockets: 16 processes on this machine, beside the plain `kademlia` package.
+"""Store and get on real sockets: 16 processes on this machine, compared with the plain `kademlia` package.
 
     python benchmarks/dht_sockets.py [--json] [--quick]
 
-200-byte values, k=5, one operation at a time and eight at a time. Ours travels in authenticated sessions and
-its records are signed; the package has neither. Both are measured in turn in one run, so that a busy machine
+Values have 200 bytes, k=5; one operation at a time, and eight at a time. Our nodes use authenticated sessions
+and signed records; the package has neither. Both are measured in turns in one run, so that a busy machine
 slows both. hivemind is measured too if PEERLOOM_HIVEMIND names the folders with it and its numpy (`pip
-install --target FOLDER hivemind numpy==2.2.6`), because it works with no other numpy. A file named `dht.py`
-in this folder would hide the package of that name from all benchmarks.
+install --target FOLDER hivemind numpy==2.2.6`), because it works with no other numpy. This file is not named
+`dht.py`, because that would hide the package `dht` from all benchmarks.
 """
 
 import json
@@ -27,10 +27,10 @@ NODE = Path(__file__).with_name("_dht_node.py")
 
 
 class Process:
-    """The process of one node, which takes orders."""
+    """The process of one node, which accepts JSON commands."""
 
     def __init__(self, kind: str, number: int, *place: str) -> None:
-        """`place`: a folder to keep its records in, and a port."""
+        """`place`: optionally a folder for its records, and a port."""
         command = [sys.executable, str(NODE), kind, str(number), str(K), *place]
         environment = dict(os.environ)
         if kind == "hivemind":
@@ -41,22 +41,22 @@ class Process:
         self.address = ""
 
     def listen(self) -> None:
-        """Wait until it listens."""
+        """Wait until the node listens."""
         self.address = self.answer()["address"]
 
     def ask(self, **order: Any) -> Any:
-        """Send an order, and wait for its answer."""
+        """Send a command, and wait for its answer."""
         self.tell(**order)
         return self.answer()
 
     def tell(self, **order: Any) -> None:
-        """Send an order."""
+        """Send a command."""
         pipe = self._pipe(self._process.stdin)
         pipe.write(json.dumps(order) + "\n")
         pipe.flush()
 
     def end(self) -> None:
-        """End it; hivemind's processes do not always end by themselves."""
+        """End the process; hivemind's processes do not always end by themselves."""
         self.tell(do="end")
         try:
             self._process.wait(10)
@@ -65,12 +65,12 @@ class Process:
             self._process.wait()
 
     def kill(self) -> None:
-        """Kill it, as a power cut does."""
+        """Kill the process, as a power cut does."""
         self._process.kill()
         self._process.wait()
 
     def answer(self) -> Any:
-        """Return its answer to an order."""
+        """Return the answer to a command."""
         line = self._pipe(self._process.stdout).readline()
         if not line:
             raise RuntimeError("a node ended before it answered")
@@ -92,12 +92,12 @@ def start(kind: str) -> tuple[list[Process], list[float]]:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Return the value that this share does not exceed."""
+    """Return the value that a `share` of all values do not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def measure(nodes: list[Process], label: str, count: int, parallel: int) -> dict[str, Any]:
-    """Store by one node, get by another, in turn."""
+    """Measure stores by one node and gets by a different one, in turns."""
     keys = [f"{label} {number}" for number in range(count)]
     row: dict[str, Any] = {}
     for what, node in (("store", nodes[3]), ("get", nodes[11])):

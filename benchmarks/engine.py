@@ -1,6 +1,6 @@
 """Messages per CPU second: the same SWIM cores driven by the heap engine and by trio tasks.
 
-Both run the same swarm for the same virtual time, interleaved; the ratio is why large experiments
+Both run the same swarm for the same virtual time, interleaved. The ratio is the reason why large experiments
 use the heap.
 """
 
@@ -31,11 +31,11 @@ from sim.seeds import HashSigner, seeded_peer, seeded_rng
 SEED = 3
 MODEL = NetworkModel(nearest_seconds=0.01, farthest_seconds=0.08)
 RATIO_GOAL = 3.0
-"""Below this the engine would not be worth its own code."""
+"""The minimum ratio; below it the engine would not be worth its own code."""
 
 
 class CountedSwim(Swim):
-    """Counts received messages, the same way under both drivers."""
+    """A Swim core that counts received messages, in the same way under both drivers."""
 
     received = 0
 
@@ -57,7 +57,7 @@ def cores(count: int) -> list[tuple[PeerId, Swim]]:
 
 
 def by_engine(count: int, seconds: float) -> None:
-    """Run the heap engine with the real codec, as the driver has it."""
+    """Run the heap engine with the real codec, as the node's driver uses it."""
     engine = Engine(SimLinks(MODEL, SEED), wires={PROTOCOL: Wire(Message, MESSAGE_BYTES_MAX)})
     swarm = cores(count)
     first = swarm[0][0]

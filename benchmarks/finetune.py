@@ -1,9 +1,10 @@
-"""Fine-tuning as users do it: five models of others on two real nodes, beside a plain loop of torch.
+"""Fine-tuning as users do it: five models of other libraries on two real nodes, compared with a plain torch
+loop.
 
-BERT over pairs of sentences with masks, ViT from a folder of images, T5 with -100 labels, regression from a
-table, a Siamese net from a Dataset. Each is requested by `peerloom train RUN.toml --out FILE` in two stages
-on two node processes; the plain loop in this process takes the same samples. The loss of every step and the
-final weights are compared. With `--quick` T5 and the ViT.
+BERT on pairs of sentences with masks, ViT on a folder of images, T5 with -100 labels, regression on a table,
+a Siamese network on a Dataset. Each is requested by `peerloom train RUN.toml --out FILE` in two stages on two
+node processes; the plain loop in this process uses the same samples. The loss of every step and the final
+weights are compared. `--quick` uses only T5 and the ViT.
 """
 
 import json
@@ -60,7 +61,8 @@ QUICK = ("t5", "vit")
 
 @dataclass(frozen=True)
 class Tuning:
-    """One of the five. `write` writes its data into a folder and returns RUN.toml's name for it."""
+    """One of the five fine-tunings. `write` writes its data into a folder and returns RUN.toml's name for
+    it."""
 
     name: str
     write: Callable[[Path], str]
@@ -109,7 +111,7 @@ TUNINGS = (
 
 
 def plain_loop(name: str, dataset: Dataset) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the losses of all steps, and the final weights, by torch alone."""
+    """Return the losses of all steps, and the final weights, computed by torch alone."""
     task = getattr(models, name)()
     model = task.model.train()
     form, _ = form_of(model.forward, task.example_inputs, task.labels, task.loss)
@@ -134,7 +136,7 @@ def _column(dataset: Dataset, name: str, place: int, inputs: int) -> np.ndarray[
 
 
 def _rows(step: int, samples: int) -> list[int]:
-    """Return the samples of a step as a run deals them (`node.content.datasets`)."""
+    """Return the samples of a step, as a run deals them (`node.content.datasets`)."""
     places = range(step * BATCH, (step + 1) * BATCH)
     return [
         int(np.random.default_rng((SEED, p // samples)).permutation(samples)[p % samples]) for p in places
@@ -147,7 +149,7 @@ def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def tune(tuning: Tuning, folder: Path, data_dir: Path) -> dict[str, Any]:
-    """Train one by the command and by a plain loop; return its row."""
+    """Train one model by the command and by a plain loop; return its row of figures."""
     folder.mkdir()
     data = tuning.write(folder)
     model = f"{Path(models.__file__).resolve()}:{tuning.name}"
