@@ -42,7 +42,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 PHASES, PLACED_SECONDS_MAX = ("counting", "committing", "applying", "evaluating"), 600.0
 PLACED_STEPS = 45
-"""The step count at which the killed machines have all died and returned before the last step."""
+"""Number of steps in the run with placed deaths: all killed machines must return before the last step."""
 
 
 def main() -> int:

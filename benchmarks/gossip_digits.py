@@ -1,10 +1,10 @@
-"""Train, gossip, repeat: peers of their own processes train digits on shards, and average in pairs.
+"""Train, gossip, repeat: peers in separate processes train digits on shards, and average in pairs.
 
-Eight nodes (each with a fenced stage process), no plan and no committer. Two are killed with SIGKILL, one
-joins while they train, the run ends by convergence detection, and a node that was never in it fetches the
-model from the late joiner alone. Accuracy is that of torch's own module with the fetched file, on all
-held-out samples. With `--quick` four nodes, one of which is killed. With `--columns` four nodes hold two
-stages, so two columns; one is killed, and the late one takes over its stage.
+There are eight nodes (each with a fenced stage process), no plan and no committer. Two are killed with
+SIGKILL, one joins while they train, and the run ends by convergence detection. A node that was never in the
+run then fetches the model from the late joiner alone. Accuracy is that of torch's own module with the fetched
+file, on all held-out samples. `--quick` uses four nodes, one of which is killed. With `--columns` four nodes
+hold two stages, so there are two columns; one node is killed, and the late joiner takes over its stage.
 """
 
 import json
@@ -54,9 +54,10 @@ replicas = {replicas}
 """
 SWARM = "gossip-digits"
 STEPS = 20_000
-"""Far more than it takes to converge."""
+"""Maximum number of steps, far more than it takes to converge."""
 RATE, RATE_COLUMNS = 0.002, 0.0002
-"""A column makes 80 steps a second: at the higher rate it has converged before the late node takes part."""
+"""Learning rates. A column makes 80 steps a second; at the higher rate it would converge before the late node
+takes part."""
 PATIENCE_COLUMNS = 30
 END_SECONDS_MAX = 480.0
 ACCURACY_GOAL = 0.95
@@ -64,7 +65,7 @@ POLL_SECONDS = 0.3
 
 
 class Play:
-    """One run from the first process to the fetched model."""
+    """One run, from the first process to the fetched model."""
 
     def __init__(self, folder: Path, peers: int, killed: int, patience: int, stages: int = 1) -> None:
         self.names = [f"n{number}" for number in range(peers)]
@@ -76,7 +77,7 @@ class Play:
         self.swarm = SwarmProcesses(folder, SWARM, time.sleep)
 
     def start(self) -> str:
-        """Start the nodes and submit the run at the first; return its id."""
+        """Start the nodes and submit the run on the first one; return the run's id."""
         self.swarm.launch([*self.names, self.late])
         first = self.swarm.start(self.names[0], None)
         for name in self.names[1:]:
@@ -100,7 +101,7 @@ class Play:
         return str(json.loads(done.stdout)["run"])
 
     def look(self, name: str, run: str) -> dict[str, Any]:
-        """Return the run as a node shows it; empty if it shows none."""
+        """Return the run as a node shows it; empty if the node does not show it."""
         try:
             document = ask(self.swarm.nodes[name].data_dir, "status")
         except NoNode:
@@ -116,7 +117,7 @@ class Play:
             time.sleep(POLL_SECONDS)
 
     def play(self) -> dict[str, Any]:
-        """Play all of it; return the figures."""
+        """Play the whole run; return the figures."""
         run = self.start()
         begun = time.monotonic()
         self.wait(self.names[0], run, 20)
@@ -151,7 +152,7 @@ class Play:
         }
 
     async def _fetch(self, run: str, digest: str, address: str, peer: str) -> bytes:
-        """Fetch by a node that was never in the run, from this peer alone."""
+        """Fetch the model with a node that was never in the run, from this peer alone."""
         settings = config.Config(
             name="outsider",
             data_dir=self.folder / "outsider",
@@ -172,7 +173,8 @@ class Play:
 
 
 def accuracy(file: bytes) -> float:
-    """Return the share of held-out digits that torch's module classifies correctly with these weights."""
+    """Return the share of held-out digits that torch's module classifies correctly with the weights in
+    `file`."""
     torch.set_num_threads(1)
     model = SimpleCNN((1, 8, 8), 10)
     tensors = {name: torch.from_numpy(array.copy()) for name, array in safetensors.numpy.load(file).items()}
@@ -185,7 +187,7 @@ def accuracy(file: bytes) -> float:
 
 
 def play(peers: int, killed: int, patience: int, stages: int = 1) -> dict[str, Any]:
-    """Play it in a folder of its own, and leave no process behind."""
+    """Play a run in a temporary folder, and leave no process behind."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         played = Play(Path(folder), peers, killed, patience, stages)
         try:

@@ -7,7 +7,7 @@ intervals.
 Four parts, each of which may run alone (`--part`): `members` trains twenty seeds of each row without a
 network (`_headline_members`); `nodes` trains whole nodes in virtual time; `processes` times real nodes under
 quotas of CPU time (`_headline_nodes`); `page` writes docs/headline.md and its pictures. Settings were chosen
-on a fifth of the training samples with other seeds than those shown, never by the held-out samples.
+on a fifth of the training samples, with other seeds than those shown, and never on the held-out samples.
 """
 
 import argparse
@@ -49,7 +49,8 @@ WAYS = {
     FOUR: Way(4, 5, rate=0.003),
     "4, once an epoch, steps of one machine": Way(4, same_steps=True),
 }
-"""All use the same number of samples, except the last. The first of each count are the report's."""
+"""The ways to train. All use the same number of samples, except the last. The first way of each count is the
+report's."""
 IMAGE_WAYS = (ONE, "2, once an epoch", TWO, "4, once an epoch", FOUR)
 RATIO_GOALS = {TWO: 0.995, FOUR: 0.99}
 RATIO_WAYS = (ONE, TWO, FOUR)
@@ -67,8 +68,8 @@ def digits() -> Data:
 
 
 def write_images(folder: Path, samples: int, held_out: int, seed: int = 1) -> None:
-    """Write a generated set in CIFAR-10's binary form: for each class a smooth coloured pattern, shifted,
-    weakened, under noise and a pattern of another class."""
+    """Write a generated set in CIFAR-10's binary form: each class has a smooth coloured pattern, which is
+    shifted and weakened, under noise and a pattern of a different class."""
     draws = np.random.default_rng(seed)
     coarse = draws.standard_normal((CIFAR_CLASSES, 3, 8, 8))
     patterns = coarse.repeat(4, axis=2).repeat(4, axis=3)
@@ -103,7 +104,7 @@ def kept(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def measure(path: Path, key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> None:
-    """Measure if the figure is missing, and save it at once."""
+    """Measure a figure if it is missing, and save it immediately."""
     if any(key.items() <= row.items() for row in kept(path)):
         return
     row = key | make()
@@ -174,7 +175,7 @@ def main() -> int:
     if options.part in (None, "members"):
         members(range(first, last + 1), EPOCHS, OUT, with_images=True)
     if options.part in (None, "nodes", "processes"):
-        import _headline_nodes  # loads whole nodes
+        import _headline_nodes  # imported here, because it loads whole nodes
 
         if options.part != "processes":
             _headline_nodes.play_nodes(lambda key, make: measure(OUT / "nodes.jsonl", key, make))

@@ -1,12 +1,11 @@
-"""A node under a hostile client: the cost of each attack, the node's growth, and the service of an honest
-peer.
+"""A node under attack: the cost of each attack, the node's growth, and the service that an honest peer gets.
 
-First every attack alone, with the CPU above idle for each thing refused; then ten thousand connections; then
-everything at once, while an honest peer sends requests all the time. `--minutes` sets the duration. Victim,
-honest peer and clients are processes on loopback.
+First every attack runs alone, and the CPU time above idle is measured for each refused item; then ten
+thousand connections are opened; then all attacks run together, while an honest peer sends requests all the
+time. `--minutes` sets the duration. Victim, honest peer and attackers are processes on loopback.
 
-With `--member` the hostile peer is a member of the swarm instead, with runs of its own: it sends every
-message of every protocol, while honest runs go on (`tests.hostile.member_scene`).
+With `--member` the hostile peer is a member of the swarm instead, with its own runs: it sends every message
+of every protocol, while honest runs go on (`tests.hostile.member_scene`).
 """
 
 import argparse
@@ -36,12 +35,12 @@ GROWTH_GOAL_MIB = 50.0
 MEMBER_GROWTH_GOAL_MIB = 100.0
 CONNECTIONS, CONNECTIONS_PER_SECOND = 10_000, 2_000.0
 COMPUTED = (UnwelcomePackets, PatientPackets, HalfVisitors, RecordedVisitors, Guests)
-"""Attacks that make a node compute a handshake before it can refuse. Their number is bounded, not the cost of
-one."""
+"""Attacks that make a node compute a handshake before it can refuse. The number of such handshakes is
+bounded, but not the cost of one."""
 STANDING = (SilentVisitors, DrippingVisitors)
-"""Connections that stay half-open until there is no room, or until their deadline."""
+"""Attacks whose connections stay half-open until there is no room, or until their deadline."""
 STANDING_SECONDS_MIN = 2.0
-"""Filling the queue of half-open connections takes the first part of it."""
+"""Minimum duration of such an attack, whose first part only fills the queue of half-open connections."""
 
 Row = dict[str, Any]
 
@@ -61,17 +60,17 @@ def refused(outcome: Outcome, attacks: Sequence[type[Attack]]) -> int:
 
 
 def alone(played: Scene, attack: type[Attack], seconds: float, peace_share: float) -> Row:
-    """Play one attack without any other, and without the honest peer."""
+    """Play one attack without other attacks, and without the honest peer."""
     if issubclass(attack, STANDING):
         seconds = max(seconds, STANDING_SECONDS_MIN)
     outcome = played.run(rates_of([attack]), seconds=seconds, honest=False)
     cpu_seconds = max(0.0, outcome.cpu_seconds - peace_share * outcome.seconds)
     strikes, count = outcome.strikes[attack.__name__], refused(outcome, [attack])
     if issubclass(attack, STANDING):
-        # Half-open connections that remain were let in and not yet closed: count half of them.
+        # Half-open connections that remain were accepted and are not closed yet, so half of them count.
         count += min(strikes, TRANSPORT.half_open_max) // 2
     if issubclass(attack, DrippingVisitors):
-        # Each byte and each connection counts: a closed one comes again.
+        # Each byte and each connection counts, because a closed connection is opened again.
         count += strikes
     return {
         "attack": attack.__name__,
@@ -83,7 +82,7 @@ def alone(played: Scene, attack: type[Attack], seconds: float, peace_share: floa
 
 
 def with_honest(name: str, outcome: Outcome) -> Row:
-    """Return the honest peer's service during an attack."""
+    """Return a row with the honest peer's service during an attack."""
     return {
         "phase": name,
         "seconds": round(outcome.seconds, 1),
@@ -124,9 +123,9 @@ def goals_of(rows: list[Row], outcomes: list[Outcome], before_bytes: int) -> lis
 
 
 def by_member(flags: argparse.Namespace) -> int:
-    """Play a hostile member beside honest runs."""
-    # Imported here: victims' processes import this file too, and a node has none of torch's objects to
-    # collect.
+    """Play a hostile member together with honest runs."""
+    # Imported here, because victims' processes import this file too, and a node should have none of torch's
+    # objects to collect.
     from tests.hostile.member_scene import member_run, member_scene
     from tests.stack import is_equal, reference, simple_cnn
 
@@ -172,7 +171,7 @@ def by_member(flags: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Play peace, each attack alone, ten thousand connections, all at once; or a hostile member."""
+    """Play peace, each attack alone, ten thousand connections, and all together; or a hostile member."""
     flags = arguments()
     if flags.member:
         return by_member(flags)

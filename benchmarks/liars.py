@@ -1,12 +1,13 @@
-"""Training beside liars, by the rule of a swarm without a key: 16 peers, in virtual time.
+"""Training with liars, by the rule of a swarm without a key: 16 peers, in virtual time.
 
 Each peer trains on its own part of the data. After some local steps all average their parameters in one
-group, and every peer goes on from the result, as in a run in local mode; each peer keeps its own moments. The
-rules are those of `gossip.averaging.aggregates`, with the bounds on weights that an attempt sets. The tasks
-are digits (accuracy on held-out ones) and the next character of Python's own text (loss).
+group, and every peer continues from the result, as in a run in local mode; each peer keeps its own moments.
+The rules are those of `gossip.averaging.aggregates`, with the bounds on weights that an attempt sets. The
+tasks are digits (accuracy on held-out ones) and the next character of Python's own text (loss).
 
-Liars know all that others send, except those that only train on wrong labels. Numbers that are not finite are
-refused while a chunk is decoded, so sending them is the same as silence. The full form plays every rule.
+Liars know everything that others send, except those that only train on wrong labels. Values that are not
+finite are refused while a chunk is decoded, so a peer that sends them counts as silent. The full form plays
+every rule.
 """
 
 from collections.abc import Sequence
@@ -29,10 +30,10 @@ PEERS, LIARS, STEPS = 16, 5, 600
 SEEDS, SEEDS_QUICK, SEEDS_RULES = 10, 2, 3
 BETAS = (0.9, 0.999)
 CONTEXT, SYMBOLS = 6, 48
-"""With 32 hidden units and 16 samples a product stays small enough for BLAS to compute it in one thread,
-which is ten times faster where others use the cores."""
+"""Context length and number of symbols. With 32 hidden units and 16 samples, a product is small enough for
+BLAS to compute it in one thread. That is ten times faster if other programs use the cores."""
 MEAN_MIN, WORST_MIN, COST_MAX, LOSS_MAX = 0.94, 0.92, 0.005, 1.02
-# "labels": trained on wrong ones; "weight": the same, at the largest accepted weight.
+# "labels": trained on wrong labels; "weight": the same, at the largest accepted weight.
 COMMON = (
     "sign flip",
     "scaled",
@@ -45,7 +46,7 @@ COMMON = (
     "silence",
 )
 SUBTLE = ("little", "mimic", "min-max", "stand still")
-"""Lies that look honest, by liars that know all that others send."""
+"""Lies that look honest, told by liars that know everything that others send."""
 KINDS = ("none", *COMMON, *SUBTLE)
 QUICK_KINDS = ("none", "sign flip", "scaled", "inner product", "labels", "weight", "silence", "little")
 QUICK_CODED_KINDS = ("none", "inner product", "little")
@@ -54,7 +55,8 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Task:
-    """Data, and one hidden layer that learns it: `inputs` [samples, inputs], labels, held-out ones, sizes."""
+    """Data, and one hidden layer that learns it: `inputs` [samples, inputs], labels, held-out samples, and
+    sizes."""
 
     inputs: Array
     labels: Array
@@ -73,7 +75,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Game:
-    """One run: `liars` of all peers lie by `kind`, and all average by `rule` every `local_steps` steps."""
+    """One run: `liars` of the peers lie in the way `kind`, and all peers average by `rule` every
+    `local_steps` steps."""
 
     rule: Aggregate
     kind: str
@@ -91,7 +94,8 @@ def digits() -> Task:
 
 @lru_cache
 def characters() -> Task:
-    """Return Python's own sources and their comments: each character after the six before it."""
+    """Return Python's own sources and their comments as a task: to predict each character from the six before
+    it."""
     text = b"".join(Path(np.__file__).with_name(name).read_bytes() for name in ("__init__.py", "matlib.py"))
     codes = np.clip(np.frombuffer(text, np.uint8).astype(np.int64) - 32, 0, 95)
     common = np.argsort(-np.bincount(codes, minlength=96), kind="stable")[: SYMBOLS - 1]
@@ -106,7 +110,7 @@ def characters() -> Task:
 
 
 class Peers:
-    """All peers' models, optimizers and parts of the data, side by side: [peers, numbers]."""
+    """All peers' models, optimizers and parts of the data, stacked: [peers, values]."""
 
     def __init__(self, task: Task, seed: int, *, wrong: int) -> None:
         self.task = task
@@ -158,7 +162,7 @@ class Peers:
         return found
 
     def tested(self, first: int) -> tuple[Array, Array]:
-        """Return the accuracy and the loss of each peer from `first` on, on held-out data."""
+        """Return the accuracy and the loss on held-out data of each peer from number `first` on."""
         accuracy, losses = [], []
         layers = self.layers()
         for number in range(first, PEERS):
@@ -178,7 +182,7 @@ def softmax(scores: Array) -> Array:
 
 @dataclass(frozen=True)
 class Whole:
-    """A vector as one chunk of one part."""
+    """A vector as the only chunk of its only part."""
 
     peer: PeerId
     weight: float
@@ -198,7 +202,7 @@ def reduced(rule: Aggregate, vectors: Array, weights: Sequence[float]) -> Array:
 
 
 def lies(kind: str, offers: Array, last: Array, count: int, draws: np.random.Generator) -> Array | None:
-    """Return the vectors that liars send instead of their offers; None for vectors that are refused."""
+    """Return the vectors that liars send instead of their own; None if they are refused."""
     steps: Array = offers - last
     honest = steps[count:]
     mean, spread = honest.mean(axis=0), honest.std(axis=0)
@@ -213,11 +217,11 @@ def lies(kind: str, offers: Array, last: Array, count: int, draws: np.random.Gen
             moved = last - 3 * mean
         case "little":  # small deviations suffice: Baruch, Baruch and Goldberg 2019
             moved = last + mean - 1.5 * spread
-        case "mimic":  # all repeat one honest peer: Karimireddy, He and Jaggi 2022
+        case "mimic":  # all liars repeat one honest peer: Karimireddy, He and Jaggi 2022
             moved = offers[count]
         case (
             "min-max"
-        ):  # as far from the mean as honest peers are from each other: Shejwalkar and Houmansadr 2021
+        ):  # as far from the mean as honest peers are from one another: Shejwalkar and Houmansadr 2021
             farthest = max(np.linalg.norm(honest - each, axis=1).max() for each in honest)
             away = -mean / np.linalg.norm(mean)
             low, high = 0.0, 4 * float(farthest)
@@ -257,12 +261,12 @@ def play(task: Task, seed: int, game: Game) -> tuple[Array, Array]:
         if said is not None:
             offers[: game.liars] = said
         first = 0 if is_heard else game.liars
-        # Differences are sent, as by strategies with an outer step: otherwise int8 would not matter.
+        # Differences are sent, as strategies with an outer step do; otherwise int8 would make no difference.
         sent = np.stack([roundtrip(codec, (each - last).astype(np.float32)) for each in offers[first:]])
         moved = roundtrip(codec, reduced(game.rule, sent, weights[first:]).astype(np.float32))
         last = last + moved
         peers.theta[:] = last
-    for _ in range(3):  # steps of its own, so that peers differ
+    for _ in range(3):  # separate steps, so that peers differ
         peers.step()
     return peers.tested(game.liars)
 

@@ -1,12 +1,12 @@
 """The cost of low communication in loss: the strategies of `gossip.averaging`, on a small character model.
 
 16 peers, each with its own part of the text (Python's own documentation, which ships with it), train a model
-of 26,000 parameters (Bengio et al. 2003: embeddings, one hidden layer) with AdamW, with their real
-strategies, grids and codecs. Bytes are what one peer uploads. A toy: it ranks strategies, and says nothing
-about parity at any other size. With 10 % failing each peer misses a round with that probability; where all
-share one phi, it catches up from another, which counts. In groups one more round along each other axis of the
-grid follows the last step, without training, and one more if rounds fail: their bytes count, and the loss
-before them is shown too.
+of 26,000 parameters (Bengio et al. 2003: embeddings, one hidden layer) with AdamW, with the real strategies,
+grids and codecs. Bytes are those that one peer uploads. This is a toy: it ranks strategies, but does not show
+parity at any other size. In the cases with 10 % failing, each peer misses a round with that probability. If
+all peers share one phi, it then catches up from another peer, and the bytes for that count. With groups, the
+last step is followed by one round along each other axis of the grid, without training, and by one more if
+rounds fail. The bytes of these rounds count, and the loss before them is shown too.
 """
 
 import pydoc_data.topics
@@ -38,7 +38,7 @@ from tests.gossip.swarm import peer_of
 
 
 class GradientMean(ParameterMean):
-    """The mean of gradients in every step, equal to one large batch: theta is the gradient."""
+    """The mean of gradients in every step, equal to training with one large batch: theta is the gradient."""
 
     def __init__(self) -> None:
         super().__init__(1, "all")
@@ -49,7 +49,7 @@ class GradientMean(ParameterMean):
 
 PEERS, STEPS, STEPS_QUICK, LOCAL_STEPS = 16, 1_000, 200, 50
 SEEDS = (3, 4, *range(8, 16))
-"""None of them was used to choose how many rounds follow the last step."""
+"""Seeds that were not used to choose how many rounds follow the last step."""
 SEEDS_QUICK = SEEDS[:2]
 BATCH, CONTEXT, VOCABULARY, EMBEDDING, HIDDEN = 32, 8, 64, 16, 128
 WIDTH = CONTEXT * EMBEDDING
@@ -58,14 +58,16 @@ ITEMS = sum(rows * columns for rows, columns in SHAPES)
 RATE, BETAS, DECAY = 3e-3, (0.9, 0.95), 0.01
 VALIDATION = 4_096
 SPARSE: dict[str, Any] = {"rate": 1.5, "decay": 1.0, "momentum": 0.7, "codec": "topk1024"}
-"""Found on two seeds: 20 outer steps on 26,000 parameters with 1.56 % and without momentum are too few."""
+"""Settings found on two seeds: with 1.56 % and without momentum, 20 outer steps on 26,000 parameters are too
+few."""
 FAILING = 0.1
 Array = NDArray[Any]
 Make = Callable[[Array], Strategy]
 
 
 def text() -> Array:
-    """Return the documentation as small numbers: the 63 most frequent characters, and one for all others."""
+    """Return the documentation as small integers: one for each of the 63 most frequent characters, and one
+    for all others."""
     letters = np.frombuffer("".join(pydoc_data.topics.topics.values()).encode("ascii", "replace"), np.uint8)
     ranks = np.full(256, VOCABULARY - 1)
     ranks[np.argsort(-np.bincount(letters, minlength=256))[: VOCABULARY - 1]] = np.arange(VOCABULARY - 1)
@@ -73,7 +75,7 @@ def text() -> Array:
 
 
 def unpacked(theta: Array) -> list[Array]:
-    """Return views of the parameters of each peer: theta is peers x ITEMS."""
+    """Return views of the parameters of each peer; theta has the shape peers x ITEMS."""
     views, at = [], 0
     for rows, columns in SHAPES:
         views.append(theta[:, at : at + rows * columns].reshape(len(theta), rows, columns))
@@ -82,7 +84,7 @@ def unpacked(theta: Array) -> list[Array]:
 
 
 def forward(theta: Array, inputs: Array) -> tuple[Array, Array, Array]:
-    """Return the features, hidden values and logarithms of probabilities; inputs are peers x batch x
+    """Return the features, hidden values and log-probabilities; inputs have the shape peers x batch x
     CONTEXT."""
     embedding, first, bias, second, last = unpacked(theta)
     every = np.arange(len(theta))[:, None, None]
@@ -117,7 +119,7 @@ def gradients(theta: Array, inputs: Array, targets: Array) -> Array:
 
 @dataclass
 class Adam:
-    """AdamW (Loshchilov and Hutter 2019) of all peers at once; `apply` writes over the gradient."""
+    """AdamW (Loshchilov and Hutter 2019) for all peers together; `apply` overwrites the gradient."""
 
     shape: tuple[int, int]
     step: int = 0
@@ -144,7 +146,7 @@ class Adam:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table. `side` is the size of the largest group."""
+    """One row of the table. `side` is the size of the largest group."""
 
     name: str
     make: Make
@@ -174,7 +176,8 @@ def upload(strategy: Strategy, members: int) -> float:
 
 
 class Training:
-    """16 peers with one strategy, from one seed: the same initial values and batches for every strategy."""
+    """16 peers with one strategy and one seed, which gives every strategy the same initial values and
+    batches."""
 
     def __init__(self, case: Case, letters: Array, seed: int) -> None:
         draws = np.random.default_rng(seed)
@@ -198,7 +201,7 @@ class Training:
         self.draws, self.losses = np.random.default_rng([seed, 1]), np.random.default_rng([seed, 2])
         self.bytes = 0.0
         self.before = 0.0
-        """The loss before the last rounds, which do not train."""
+        """The loss before the final rounds, which do not train."""
 
     def batch(self) -> tuple[Array, Array]:
         windows = np.stack(

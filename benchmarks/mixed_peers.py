@@ -1,10 +1,10 @@
-"""The cost of an idle peer, a slow one and one that comes and goes for the steps of five others.
+"""How much an idle peer, a slow one, and one that comes and goes slow down the steps of five others.
 
-Eight nodes on loopback, in threads of one process; a step takes a sleep and a small model. Five train. Then
-three more join: one that makes a single step, like a notebook whose cell has ended, one that is four times
-slower, and one that leaves after some seconds and comes back. The share of time in which `step` of the five
-waited for unready peers (`waited_seconds`) is compared before the three came and with them. The share in
-which it worked or waited for the run at all (`blocked_seconds`) is also shown: nodes of one process share its
+Eight nodes run on loopback, in threads of one process; a step consists of a sleep and a small model. Five
+train. Then three more join: one makes a single step, like a notebook whose cell has ended; one is four times
+slower; one leaves after some seconds and comes back. The share of time in which `step` of the five waited for
+unready peers (`waited_seconds`) is compared before the three joined and with them. The share of time in which
+`step` worked or waited for the run at all (`blocked_seconds`) is also shown. Nodes of one process share its
 cores, so an exchange among seven takes longer than one among five.
 """
 
@@ -27,7 +27,7 @@ from node.library.sync import SyncNode, sync
 PUNCTUAL = 5
 BEFORE_SECONDS, SECONDS, SECONDS_QUICK = 10.0, 60.0, 40.0
 AWAY_SHARE = 4
-"""The one that comes and goes is present, or absent, for a quarter of the time."""
+"""The peer that comes and goes is alternately present and absent for a quarter of the time."""
 WAITS_GOAL = 5.0
 OPTIONS: dict[str, dict[str, Any]] = {
     "batch": {"target_batch_size": 2 * PUNCTUAL * BATCH, "batch_size": BATCH},
@@ -36,7 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def shares(members: list[Trainer], seconds: float, play: Any = time.sleep) -> tuple[list[float], list[float]]:
-    """Return the percent of time in which `step` of each waits for peers, and for the run at all."""
+    """Return, for each trainer, the percentage of time in which `step` waits for peers, and for the run at
+    all."""
     before = [each.optimizer.stats for each in members]
     begun = time.monotonic()
     play(seconds)

@@ -1,7 +1,8 @@
-"""Any module as stages: the zoo, cut at random places and held against eager, and Llama 3 8B on meta.
+"""Any module as stages: the models of the zoo, cut at random places and compared with eager, and Llama 3 8B
+on meta.
 
-Every model of `tests.zoo` trains three steps with dropout on, as stages and as one process, in float64 at
-its small size; its realistic size is captured for the table. The full run writes docs/models.md.
+Every model of `tests.zoo` trains three steps with dropout on, as stages and as one process, in float64 at its
+small size. Its realistic size is captured for the table. The full run writes docs/models.md.
 """
 
 import json
@@ -85,7 +86,7 @@ bytes that cross one boundary forward for a micro-batch, and the seconds of the 
 
 
 def parameters(graph: Graph) -> int:
-    """Return the numbers in the table of parameters, tied ones once."""
+    """Return the number of values in the table of parameters; tied parameters count once."""
     count = 0
     for row in graph.parameters:
         size = 1
@@ -96,7 +97,7 @@ def parameters(graph: Graph) -> int:
 
 
 def structure(captured: Captured, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return the structure of the realistic size, and the data on its boundaries between layers."""
+    """Return the structure of the realistic size, and the amount of data on its boundaries between layers."""
     graph = captured.graph
     middle = range(1, len(graph.layers))
     carried = [
@@ -113,7 +114,7 @@ def structure(captured: Captured, sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def crossing(stage: StageGraph, sizes: Sequence[int]) -> int:
-    """Return the bytes that leave a stage for one micro-batch, forward."""
+    """Return the bytes that leave a stage in the forward pass of one micro-batch."""
     entry = stage.entries[0]
     values = evaluate(stage.expressions, sizes)
     types = dict(entry.types)
@@ -125,7 +126,8 @@ def crossing(stage: StageGraph, sizes: Sequence[int]) -> int:
 
 
 def measure(name: str, cut_sets: int) -> dict[str, Any]:
-    """Measure one model: capture its realistic size, cut its small one `cut_sets` times, train both."""
+    """Measure one model: capture its realistic size, cut its small size `cut_sets` times, and train both
+    ways."""
     large = ZOO[name]("bench")
     begun = time.perf_counter()
     captured = captured_case(large, torch.float32)
@@ -152,7 +154,7 @@ def measure(name: str, cut_sets: int) -> dict[str, Any]:
 
 
 def llama() -> None:
-    """Capture and cut Llama 3 8B on meta, then run one of its stages; prints one JSON object."""
+    """Capture and cut Llama 3 8B on meta, then run one of its stages. Prints one JSON object."""
     from partition.capture import capture, skeleton
     from partition.execute import StageExecutor
     from partition.execute.admit import admit
@@ -215,7 +217,7 @@ def _zeros(size: int) -> Any:
 
 
 def _noise(stage: StageGraph, sizes: Sequence[int]) -> Payload:
-    """Return inputs for a stage in the middle: small normals of the right shapes."""
+    """Return inputs for a middle stage: small random normal values of the right shapes."""
     entry = stage.entries[0]
     values = evaluate(stage.expressions, sizes)
     types = dict(entry.types)
@@ -229,7 +231,7 @@ def _noise(stage: StageGraph, sizes: Sequence[int]) -> Payload:
 
 
 def llama_row() -> dict[str, Any]:
-    """Run `llama` in a process of its own, so that its memory is counted alone."""
+    """Run `llama` in a separate process, so that only its memory counts."""
     command = [sys.executable, "-W", "ignore", "-c", "import models; models.llama()"]
     done = subprocess.run(
         command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True, check=True, timeout=500

@@ -1,8 +1,9 @@
-"""The number of rounds of Moshpit's grid, with the grid that peers use.
+"""How many rounds Moshpit's grid needs, with the grid that peers use.
 
-A number for each peer from N(0, 1); in each round each peer is absent with probability p; rounds until the
-variance over all peers is below 1e-9. A second table has peers that die in the middle of an all-reduce, with
-the real cores on a simulated network: a dead owner fails an attempt, and the others try again.
+Each peer has a value from N(0, 1), and in each round each peer is absent with probability p. The rounds until
+the variance over all peers is below 1e-9 are counted. In a second table, peers die in the middle of an
+all-reduce, with the real cores on a simulated network: a dead owner makes an attempt fail, and the others try
+again.
 """
 
 import sys
@@ -26,7 +27,7 @@ from tests.gossip.swarm import peer_of
 
 VARIANCE = 1e-9
 ITEMS = 8 * 4_096
-"""Numbers in a peer's vector where it is sent: a part for each of eight owners."""
+"""Length of a peer's vector if it is sent: one part for each of eight owners."""
 ROUNDS_MAX = 50
 SEEDS, SEEDS_QUICK = 200, 12
 TOLERANCE = 0.2
@@ -35,8 +36,8 @@ DEATHS = (0.0, 0.01, 0.05)
 
 @dataclass(frozen=True)
 class Row:
-    """A grid of this many peers. `axes` None: as peers size it. `start`: "even", or "random" distinct cells
-    as in the paper's half-filled grid. `expected` is by absence."""
+    """A grid of this many peers. `axes` None: sized as peers do. `start`: "even", or "random" distinct cells
+    as in the paper's half-filled grid. `expected` is the number of rounds by absence."""
 
     name: str
     count: int
@@ -58,7 +59,7 @@ RESIZED = (
 
 
 def rounds_of(row: Row, absence: float, seed: int) -> int:
-    """Return the rounds until all hold nearly the same."""
+    """Return the number of rounds until all peers have nearly the same value."""
     draws = np.random.default_rng([seed, row.count])
     peers = [peer_of(number) for number in range(row.count)]
     grid = Grid(b"%d" % seed, 0, peers, 32)
@@ -91,10 +92,11 @@ def rounds_of(row: Row, absence: float, seed: int) -> int:
 
 
 def dying(count: int, side: int, deaths: float, seed: int) -> tuple[int, float, int, int]:
-    """Return, with the cores, the rounds until the variance over all peers is below 1e-9, the attempts per
-    group and round, the peers that failed a round, and the pairs of differing successes of one attempt.
+    """Return results with the real cores: the rounds until the variance over all peers is below 1e-9, the
+    attempts per group and round, the peers that failed a round, and the pairs of differing successes of one
+    attempt.
 
-    In each round each peer dies with probability `deaths` while it sends, and comes back for the next.
+    In each round each peer dies with probability `deaths` while it sends, and comes back for the next round.
     """
     rng = Random(f"{count} {deaths} {seed}")
     draws = np.random.default_rng(seed)
@@ -132,7 +134,7 @@ def dying(count: int, side: int, deaths: float, seed: int) -> tuple[int, float, 
 def hold(
     group: list[PeerId], peers: dict[PeerId, int], values: dict[int, Any], victims: set[PeerId], seed: int
 ) -> Rounds:
-    """Play one round of one group; each victim dies once it has begun to send."""
+    """Play one round of one group; each victim dies after it has begun to send."""
     numbers = [peers[peer] for peer in group]
     world = Rounds({n: values[n] for n in numbers}, 0, dtype="float64", numbers=numbers, seed=seed)
 
@@ -162,7 +164,7 @@ def main() -> int:
             rows.append(
                 {"grid": row.name, "absent": absence, "rounds": round(mean, 2), "error": round(error, 2)}
             )
-            # With few seeds the mean itself is uncertain.
+            # With few seeds, the mean itself is uncertain.
             slack = TOLERANCE if seeds == SEEDS else TOLERANCE + 3 * error
             goals.append(
                 Goal(

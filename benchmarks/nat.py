@@ -1,11 +1,13 @@
-"""Bulk and probes through a relay, compared with a direct connection: sites of 100 Mbit/s behind real NATs.
+"""Bulk transfer and small probes through a relay, compared with a direct connection. The sites have 100
+Mbit/s links and sit behind real NATs.
 
     python benchmarks/nat.py [--json] [--quick]
 
-A laboratory of network namespaces (`tests.lab.nat`). A node behind a home router sends to one with a public
-address, which it dials, and to one behind a symmetric router, through a relay with a public address. The
-relay's cost is read from its own process. Then, several times with new nodes, two nodes behind home routers
-at 10 ms from the internet open a circuit, and punch.
+This runs in a laboratory of network namespaces (`tests.lab.nat`). A node behind a home router (the guest)
+sends to two peers. It dials the first directly, at its public address. The second is behind a symmetric NAT
+and is reached through a public relay. The relay's cost is read from its own process. Then two nodes behind
+home routers, each 10 ms from the internet, open a circuit and punch a hole. This is repeated several times,
+with new nodes each time.
 """
 
 import json
@@ -26,17 +28,18 @@ RATE = "100mbit"
 NODE = str(Path(__file__).with_name("_nat_node.py"))
 RELAYED_MIN = 0.45
 DELAY_SECONDS = 0.01
-"""One way, from a home to the rest of the internet: 40 ms from home to home and back."""
+"""One-way delay from a home to the rest of the internet; a round trip between two homes takes 40 ms."""
 TRIES_QUICK, TRIES = 4, 20
 CROWD = 8
-"""Circuits to one peer from peers of one public network."""
+"""Number of circuits to one peer from peers of one public network."""
 CPU_SECONDS_PER_GB_MAX = 20.0
 CIRCUIT_BYTES_MAX = 2**20
 USABLE_TRIPS_MAX = 2.5
-"""Two round trips between the peers, and what they compute: the first has a relay connect them, by which they
-shake hands, and the second opens a stream."""
+"""Two round trips between the peers, plus time for computation. In the first, the relay connects them and
+they shake hands; in the second, they open a stream."""
 STRANGER_TRIPS_MAX = 3.5
-"""One more to the relay and back twice, for a connection to it and a handshake."""
+"""One more round trip between the peers, which is as long as two round trips to the relay: one to connect to
+it and one for the handshake."""
 PUNCHED_SECONDS_MAX = 2.0
 PROBE_SECONDS_MAX = 0.05
 OPENED_SECONDS_MAX = 2.0
@@ -57,7 +60,7 @@ class Program:
         return document
 
     def asked(self) -> dict[str, Any]:
-        """Return its answer to a line of input."""
+        """Send a line of input to the node, and return its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -97,7 +100,8 @@ def figures(seconds: float) -> dict[str, dict[str, Any]]:
 
 
 def tries(count: int, role: str) -> list[dict[str, Any]]:
-    """Return the figures of two nodes behind home routers, each time anew; one of them has this role."""
+    """Set up two new nodes behind home routers `count` times, one of them with the given `role`, and return
+    the figures of each try."""
     found = []
     for _ in range(count):
         sites = [named("public", "relay"), named("public", "other")]
@@ -122,7 +126,12 @@ def p95(ordered: list[float]) -> float:
 
 
 def main() -> None:
-    flags = arguments("Bulk and probes through a relay of 100 Mbit/s, beside a direct connection.")
+    flags = arguments(
+        (
+            "Bulk transfer and probes through a relay, compared with a direct "
+            "connection, over 100 Mbit/s links."
+        )
+    )
     found = figures(4.0 if flags.quick else 15.0)
     cost = found.pop("cost")
     count = TRIES_QUICK if flags.quick else TRIES

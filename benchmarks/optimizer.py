@@ -1,12 +1,12 @@
 """The cost of `me.optimizer` in a training loop: alone in its run, and while it averages with a peer.
 
-A perceptron of 10 million parameters. Alone, the wrapped optimizer and the plain one take turns of one step
-in one process, the plain one twice, in a changing order. Each wrapped step is compared with the two plain
-steps beside it; the figure is the median of these ratios, because single steps differ by a third on a shared
-machine. The ratio of the two plain steps shows how far the figure can be trusted. The node runs, as in any
-script, in a thread of the same process. With a peer (a second process, each with a core), parameters are
-averaged at intervals of local steps; blocking is the time of `step` beyond the wrapped optimizer's own step,
-as a share of all steps.
+The model is a perceptron of 10 million parameters. Alone, the wrapped optimizer and the plain one alternate
+single steps in one process, in a changing order, with two plain steps for each wrapped one. Each wrapped step
+is compared with the two plain steps next to it; the figure is the median of these ratios, because single
+steps differ by a third on a shared machine. The ratio of the two plain steps shows how far the figure can be
+trusted. The node runs in a thread of the same process, as in any script. With a peer (a second process; each
+has one core), parameters are averaged at intervals of local steps. Blocking is the time of `step` beyond the
+wrapped optimizer's own step, as a share of the time of all steps.
 """
 
 import multiprocessing
@@ -101,12 +101,12 @@ def alone(turns: int) -> dict[str, Any]:
 
 
 def peer(pipe: Connection, folder: str, name: str, rounds: int) -> None:
-    """One of two processes that average."""
+    """Run one of two processes that average."""
     with sync(settings(folder, name, pipe.recv())) as me:
         pipe.send(me.addresses[0])
         me.wait_for_members(1, 60)
         pipe.send(_averaged(me, rounds, ord(name[-1])))
-        pipe.recv()  # until the other has its figures too
+        pipe.recv()  # wait until the other process has its figures too
 
 
 def _averaged(me: SyncNode, rounds: int, seed: int) -> dict[str, Any]:
@@ -159,12 +159,12 @@ def together(rounds: int) -> list[dict[str, Any]]:
 
 
 def _answer(pipe: Connection) -> Any:
-    assert pipe.poll(ANSWER_SECONDS), "a peer does not answer"
+    assert pipe.poll(ANSWER_SECONDS), "a peer did not answer"
     return pipe.recv()
 
 
 def main() -> int:
-    flags = arguments("What the optimizer of `node.sync` costs.")
+    flags = arguments("The cost of the optimizer of `node.sync`.")
     rows = [alone(TURNS_QUICK if flags.quick else TURNS)]
     rows += together(ROUNDS_QUICK if flags.quick else ROUNDS)
     blocking = max(row["blocking_percent"] for row in rows[1:])

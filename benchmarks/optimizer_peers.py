@@ -1,11 +1,12 @@
 """Four scripts that train one small GPT by `me.optimizer(..., target_batch_size=256)`, compared with rivals.
 
-A GPT of 0.83 million parameters reads the tree's own documents, batches of 16, one thread a process. `ours`
-are four nodes; `silent` are four scripts that talk to nobody, each with a model of its own; `hivemind` are
-four of its optimizers, if PEERLOOM_HIVEMIND names the folders with it and its numpy (see `dht_sockets.py`).
-The kinds take turns in one run, each from the same initial values and for equal seconds, so that a busy
-machine slows all alike. Samples per second are of all four; the loss is on held-out text, the median of the
-four. `blocked` is the share of the time that `step` worked or waited for the run.
+A GPT of 0.83 million parameters reads the repository's own documents, in batches of 16, with one thread per
+process. `ours` are four nodes. `silent` are four scripts without peers, each with its own model. `hivemind`
+are four of its optimizers, if PEERLOOM_HIVEMIND names the folders with it and its numpy (see
+`dht_sockets.py`). The kinds take turns in one run, each with the same initial values and for the same time,
+so that a busy machine slows all equally. Samples per second are the sum over all four; the loss is on
+held-out text, the median of the four. `blocked` is the share of the time in which `step` worked or waited for
+the run.
 """
 
 import json
@@ -23,14 +24,14 @@ from _figures import Goal, arguments, leave, report
 COUNT = 4
 SECONDS, TURNS, SECONDS_QUICK = 25.0, 3, 6.0
 ANSWER_SECONDS = 120.0
-"""Four processes load torch first."""
+"""Time limit for an answer: at first four processes load torch."""
 HIVEMIND = os.environ.get("PEERLOOM_HIVEMIND", "")
 RIVAL_GOAL, SILENT_GOAL, BLOCKED_GOAL = 2.0, 0.7, 15.0
 PEER = Path(__file__).with_name("_gpt_peer.py")
 
 
 class Script:
-    """One process, which takes orders."""
+    """One process, which accepts JSON commands."""
 
     def __init__(self, kind: str, number: int, folder: str) -> None:
         self.kind = kind
@@ -57,7 +58,9 @@ class Script:
         line = self.process.stdout.readline()
         alarm.cancel()
         if not line:
-            raise RuntimeError(f"{self.kind}: a script ended, or gave no answer in {ANSWER_SECONDS:.0f} s")
+            raise RuntimeError(
+                (f"{self.kind}: a script ended, or did not answer within {ANSWER_SECONDS:.0f} s")
+            )
         return json.loads(line)
 
 
@@ -114,9 +117,9 @@ def main() -> int:
         ratio = speed / figure("hivemind", "samples_per_second")
         theirs = figure("hivemind", "held_out_loss")
         goals.append(Goal("held-out loss after equal seconds", figure("ours", "held_out_loss"), "<=", theirs))
-        if not flags.quick:  # its stalls come later
+        if not flags.quick:  # hivemind's stalls come later than a quick run lasts
             goals.append(Goal("samples a second, times hivemind's", ratio, ">=", RIVAL_GOAL))
-    if not flags.quick:  # a few steps mean nothing
+    if not flags.quick:  # after only a few steps the loss means nothing
         loss = figure("silent", "held_out_loss")
         goals.append(Goal("held-out loss, beside silent", figure("ours", "held_out_loss"), "<=", loss))
     return report("optimizer_peers", rows, goals, as_json=flags.json)

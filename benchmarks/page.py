@@ -1,9 +1,10 @@
-"""The cost of the page for the node: five watchers and a thousand members that come and go, scrapes, bad
-requests.
+"""The cost of the web page for the node: five watchers and a thousand members that come and go, scrapes, and
+bad requests.
 
-The node's side is a process of its own (`tests.node.web.world`: state and events without a swarm), so its
-processor time and memory are the page's alone; watchers and senders are here. If this machine has a browser
-(`tests.browser`): the time to the first view, frames a second while panning, and its memory.
+The node's side is a separate process (`tests.node.web.world`: state and events without a swarm), so its
+processor time and memory are those of the page alone; watchers and senders run here. If this machine has a
+browser (`tests.browser`), also the time to the first view, the frames per second while panning, and the
+browser's memory.
 """
 
 import multiprocessing
@@ -26,14 +27,15 @@ from tests.node.web.world import STARTED, Served, Told, joined, peer, run_events
 MEMBERS = 1_000
 WATCHERS = 5
 CHANGES_SECONDS = 0.2
-"""Five members a second are lost or come back, and a step is committed: a lively swarm and a run."""
+"""Interval of changes: five members per second are lost or come back, and a step is committed, as in a lively
+swarm with a run."""
 SCRIPT_BYTES, VIEW_BYTES = 100_000, 200_000
 PAN_SECONDS = 5.0
 LEVEL_SECONDS = 300.0
 
 
 def serve(pipe: Connection) -> None:
-    """Run the node's side: send its port, then make events until it is ended."""
+    """Run the node's side: send its port, then make events until ended."""
     node = Told()
     steps = run_events(steps=100_000)
     for event in [
@@ -69,7 +71,7 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 async def watch(page: Served, process: psutil.Process, seconds: float) -> dict[str, Any]:
-    """Return the processor's share with watchers, and of the same events with none."""
+    """Return the processor's share with watchers, and with the same events but no watcher."""
     begun = cpu_seconds(process)
     await trio.sleep(seconds)
     alone = (cpu_seconds(process) - begun) / seconds
@@ -103,7 +105,7 @@ async def watch(page: Served, process: psutil.Process, seconds: float) -> dict[s
 
 
 async def scrape(page: Served, process: psutil.Process, count: int) -> dict[str, Any]:
-    """Return the memory over scrapes, after the first tenth."""
+    """Return the growth of memory over the scrapes after the first tenth."""
     for _ in range(count // 10):
         await page.ask("/metrics")
     before, begun = process.memory_info().rss, time.perf_counter()
@@ -116,7 +118,7 @@ async def scrape(page: Served, process: psutil.Process, count: int) -> dict[str,
 
 async def level(page: Served, process: psutil.Process, seconds: float) -> dict[str, Any]:
     """Return the memory of the node's side while five pages are open and it is scraped every second: its
-    growth after the first fifth, and its peak after that."""
+    growth after the first fifth of the time, and its peak after that."""
 
     async def follow() -> None:
         async with stream(page) as messages:
@@ -144,7 +146,7 @@ async def level(page: Served, process: psutil.Process, seconds: float) -> dict[s
 
 
 async def attack(page: Served, process: psutil.Process, count: int) -> dict[str, Any]:
-    """Send bad requests: all get a status or an end, and the next good one is served."""
+    """Send bad requests. Each gets a status or a closed connection, and the next good one is served."""
     rng = Random(7)
     before, statuses = process.memory_info().rss, dict[str, int]()
     limit = trio.CapacityLimiter(32)
@@ -171,8 +173,8 @@ async def attack(page: Served, process: psutil.Process, count: int) -> dict[str,
 
 
 def look(port: int, seconds: float) -> dict[str, Any]:
-    """Return the time to the first view, frames a second while panning, and the script's memory, in a real
-    browser."""
+    """Return the time to the first view, the frames per second while panning, and the script's memory, in a
+    real browser."""
     with opened(viewport={"width": 1280, "height": 900}) as page:
         begun = time.perf_counter()
         page.goto(f"http://127.0.0.1:{port}/")

@@ -1,21 +1,21 @@
-"""Tokens a second of two nodes that train a GPT together, compared with one process and torch.distributed.
+"""Tokens per second of two nodes that train a GPT together, compared with one process and torch.distributed.
 
-Three nodes in processes of their own, on 127.0.0.1: one requests the run and feeds it, two hold a stage each
-and compute with one thread. In turns with them, with the same model, micro-batches and optimizer: one process
-with two threads, as plain torch and as one stage; and the same two stages in two processes, one thread each,
-that exchange tensors over gloo in a minimal loop (1F1B). The nodes have the default preset `lan`; with
-`local`, which detects a death within a second for demonstrations, the probes of three nodes alone take 4 % of
-a core.
+Three nodes run in separate processes on 127.0.0.1: one requests the run and feeds it, and two hold a stage
+each and compute with one thread. Their rivals take turns with them, with the same model, micro-batches and
+optimizer: one process with two threads, as plain torch and as one stage; and the same two stages in two
+processes, one thread each, that exchange tensors over gloo in a minimal loop (1F1B). The nodes have the
+default preset `lan`. With `local`, which detects a death within a second for demonstrations, the probes of
+three nodes alone take 4 % of a core.
 
 The nodes run twice: `fresh`, in their first seconds and uncalibrated, as a user has them; and calibrated.
 Both must meet the goals.
 
-The ideal of a pipeline is the time of its slower stage for a micro-batch, while the other computes too, times
-the number of micro-batches plus one for each further stage. The rest is the step's end and everything between
-processes.
+The ideal time of a pipeline is the time of its slower stage for a micro-batch, measured while the other stage
+computes too, multiplied by the number of micro-batches plus one for each further stage. The remaining time is
+the step's end and everything between processes.
 
-`--quick` trains a smaller model for fewer steps: the same code, with goals that only detect breakage, because
-a step's cost beside its arithmetic weighs five times as much there.
+`--quick` trains a smaller model for fewer steps. The code is the same, but the goals only detect breakage,
+because a step's cost other than arithmetic weighs five times as much there.
 """
 
 import json
@@ -44,24 +44,26 @@ from node.protocols.run_file import RunFile, TrainTable
 from partition.capture.models.gpt import GPTConfiguration
 
 FULL: dict[str, int] = {"layers": 8, "heads": 8, "width": 512, "window": 128, "samples": 2}
-"""25.4 million parameters: a micro-batch is two lines of 128 bytes."""
+"""The full model, with 25.4 million parameters; a micro-batch is two lines of 128 bytes."""
 QUICK: dict[str, int] = {"layers": 4, "heads": 4, "width": 256, "window": 128, "samples": 2}
 MICROBATCHES = 16
 UNCOUNTED = 2
-"""Steps at the start, while the process warms up."""
+"""Number of steps at the start that do not count, while the process warms up."""
 FEEDER, HOLDERS = "a", ("b", "c")
 TEXT_WINDOWS = 80
 GOALS = {"one process": 0.97, "ideal": 0.93, "gloo": 0.95}
 QUICK_GOALS = {"one process": 0.6, "ideal": 0.5, "gloo": 0.6}
 OTHERS_SHARE_MAX = 0.04
-"""Of one core, in the middle of a step. With more, both stages wait for the disturbed one."""
+"""Maximum share of one core that other programs may use during a step. With more, both stages wait for the
+disturbed one."""
 QUIET_STEPS_WANTED = 3
 ATTEMPTS_MAX = 2
 QUIET_SECONDS_MAX = 120.0
-"""How long to wait in all for others to leave the machine alone."""
+"""How long to wait in total for other programs to leave the machine idle."""
 MEETING_SECONDS_MAX = 30.0
 CALIBRATING_SECONDS_MAX = 180.0
-"""One after the other, each some seconds of a processor; on a busy machine it takes minutes."""
+"""Time limit for calibration. The nodes calibrate one after the other, each for some processor seconds; on a
+busy machine this takes minutes."""
 _RUN = """\
 model = "gpt"
 data = "text"
@@ -88,14 +90,14 @@ replicas = 1
 
 @dataclass
 class Steps:
-    """Seconds of steps, and each step's share of a core that other programs used."""
+    """The seconds of steps, and the share of a core that other programs used during each."""
 
     seconds: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
 
     @property
     def quiet(self) -> list[float]:
-        """Return the steps with little use by others, or all if there are none."""
+        """Return the steps during which other programs used little, or all steps if there are none."""
         pairs = zip(self.seconds, self.others, strict=True)
         return [second for second, others in pairs if others <= OTHERS_SHARE_MAX] or self.seconds
 
@@ -108,7 +110,7 @@ class Steps:
 
 
 class Meter:
-    """Distinguishes disturbed steps: a step of two processes waits for the slower."""
+    """Detects disturbed steps, because a step of two processes waits for the slower one."""
 
     def __init__(self, patience_seconds: float) -> None:
         self._patience_seconds = patience_seconds
@@ -119,7 +121,7 @@ class Meter:
         self._at, self._busy, self._mine = time.perf_counter(), _machine_seconds(), self._mine_seconds()
 
     def read(self, steps: Steps) -> None:
-        """Record a step that began at the last reading."""
+        """Record a step that began at the previous reading."""
         at, busy, mine = self._at, self._busy, self._mine
         now = time.perf_counter()
         self.reset()
@@ -127,7 +129,7 @@ class Meter:
         steps.others.append(max(0.0, self._busy - busy - (self._mine - mine)) / (now - at))
 
     def wait(self) -> None:
-        """Wait until others leave the machine alone, within the allowed time."""
+        """Wait until other programs leave the machine idle, within the allowed time."""
         looked = Steps()
         while self._patience_seconds > 0 and not (looked.others and looked.are_quiet_at(-1)):
             self.reset()
@@ -146,7 +148,8 @@ def _machine_seconds() -> float:
 
 @dataclass
 class Ran:
-    """One run: its counted steps; processor seconds per step of each process; the layers of each node."""
+    """One run: its counted steps, the processor seconds per step of each process, and the layers of each
+    node."""
 
     steps: Steps = field(default_factory=Steps)
     processor: dict[str, float] = field(default_factory=dict)
@@ -154,10 +157,10 @@ class Ran:
 
 
 class Nodes:
-    """Three nodes of one swarm that have never measured anything."""
+    """Three nodes of one swarm that have no earlier measurements."""
 
     def __init__(self, folder: Path) -> None:
-        os.environ["XDG_CACHE_HOME"] = str(folder)  # without the calibrations of other nodes
+        os.environ["XDG_CACHE_HOME"] = str(folder)  # without the stored calibrations of other nodes
         self._swarm = SwarmProcesses(folder, "benchmark", time.sleep, preset="lan")
         names = (FEEDER, *HOLDERS)
         try:
@@ -167,28 +170,28 @@ class Nodes:
                 join = self._swarm.start(name, join).address
             until = time.monotonic() + MEETING_SECONDS_MAX
             while any(self._swarm.status(name)["members_alive"] < len(names) - 1 for name in names):
-                assert time.monotonic() < until, "the nodes did not meet"
+                assert time.monotonic() < until, "the nodes did not connect"
                 time.sleep(0.1)
         except BaseException:
             self.close()
             raise
 
     def calibrated(self) -> None:
-        """Wait until each reports to another that it is calibrated."""
+        """Wait until each node's calibration is known to another node."""
         until = time.monotonic() + CALIBRATING_SECONDS_MAX
         while self._calibrated(FEEDER) | self._calibrated(HOLDERS[0]) != {FEEDER, *HOLDERS}:
             assert time.monotonic() < until, "the nodes did not calibrate"
             time.sleep(0.5)
 
     def _calibrated(self, teller: str) -> set[str]:
-        """Return the others that report so to one of the nodes."""
+        """Return the other nodes that this node knows to be calibrated."""
         peers = ask(self._swarm.nodes[teller].data_dir, "peers")["peers"]
         return {
             row["name"] for row in peers if "calibrated" in (row["standing"] or {}).get("capabilities", ())
         }
 
     def train(self, run: dict[str, str], steps: int, meter: Meter) -> Ran:
-        """Let the feeder request a run, and watch its steps. Raises AssertionError: it failed."""
+        """Let the feeder request a run, and watch its steps. Raises AssertionError if the run failed."""
         found = Ran()
         before: dict[str, float] = {}
         for reply in request(self._swarm.nodes[FEEDER].data_dir, "train", run):
@@ -213,13 +216,14 @@ class Nodes:
         return found
 
     def _processor(self) -> dict[str, float]:
-        """Return the seconds of every node so far, and of its stage's process."""
+        """Return the processor seconds so far of every node, and of its stage's process."""
         found = {}
         for name, node in self._swarm.nodes.items():
             process = psutil.Process(node.process.pid)
             found[f"node {name}"] = _processor_seconds(process)
             for child in process.children():
-                key = f"stage of {name}"  # and a spare process that waits for a stage, which does nothing
+                # includes a spare process that waits for a stage, which does nothing
+                key = f"stage of {name}"
                 found[key] = found.get(key, 0.0) + _processor_seconds(child)
         return found
 
@@ -233,7 +237,7 @@ def _processor_seconds(process: psutil.Process) -> float:
 
 
 def prepared(folder: Path, shape: dict[str, int], steps: int) -> tuple[_rivals.Task, dict[str, str]]:
-    """Return the task for the rivals, and the same for the node: generated text, RUN.toml, the captured
+    """Return the task for the rivals, and the same task for the node: generated text, RUN.toml, the captured
     graph."""
     window, samples = shape["window"], shape["samples"]
     letters = bytes(range(97, 123)) + b"     \n"
@@ -275,7 +279,7 @@ class Contest:
         self._nodes = Nodes(folder / "nodes")
 
     def round(self) -> None:
-        """Run all of them once. Disturbed runs are repeated a few times."""
+        """Run all contestants once. Disturbed runs are repeated a few times."""
         is_first = not self.rows
         found: dict[str, Steps] = {}
         row: dict[str, Any] = {}
@@ -300,7 +304,7 @@ class Contest:
         self.rows.append(row)
 
     def _train(self) -> Ran:
-        """Run the nodes, again if disturbed."""
+        """Run the nodes; repeat a disturbed run."""
         for _ in range(self._attempts):
             self._meter.wait()
             ran = self._nodes.train(self._run, self._steps + UNCOUNTED, self._meter)
@@ -336,8 +340,8 @@ class Contest:
         return found
 
     def _ideal(self) -> float:
-        """Return the seconds of a step from those of each stage's micro-batches while the other computes as
-        well."""
+        """Return the ideal seconds of a step, from the time of each stage's micro-batches while the other
+        stage computes as well."""
         best = []
         for _ in range(self._attempts):
             self._meter.wait()
@@ -345,7 +349,7 @@ class Contest:
             self._meter.reset()
             each = self._rivals["gloo"].seconds("alone", MICROBATCHES)
             self._meter.read(found)
-            # The faster stage ends first, and leaves the other alone.
+            # Only the first half counts, because the faster stage ends first and leaves the other one alone.
             best.append(max(statistics.median(seconds[: MICROBATCHES // 2]) for seconds in each))
             if found.are_quiet_at(0):
                 return best[-1] * (MICROBATCHES + STAGES - 1)
@@ -353,7 +357,7 @@ class Contest:
 
 
 def main() -> int:
-    """Measure in turns, report the ratios of the medians."""
+    """Measure in turns, and report the ratios of the medians."""
     flags = arguments(__doc__ or "")
     shape, rounds, steps = (QUICK, 1, 2) if flags.quick else (FULL, 3, 6)
     with tempfile.TemporaryDirectory(prefix="peerloom-pipeline-", ignore_cleanup_errors=True) as name:

@@ -1,9 +1,10 @@
-"""The quality and speed of plans, compared with the exact optimum and the rules of others.
+"""The quality and speed of plans, compared with the exact optimum and with other systems' rules.
 
-Random instances of 48 layers and 8 unequal peers with unequal links. The rules of others are reimplemented
-here and get the same tables: an even split, exo's split by memory, Petals' (blocks of equal length, each peer
-joins where throughput is lowest), and Parallax's (fewest stages by memory, then layers by rate). Then a
-thousand and three thousand peers are compared with a bound that no placement can beat.
+The instances are random: 48 layers, and 8 unequal peers with unequal links. The other systems' rules are
+reimplemented here and get the same tables: an even split, exo's split by memory, Petals' rule (blocks of
+equal length; each peer joins where throughput is lowest), and Parallax's rule (fewest stages by memory, then
+layers by rate). Plans of a thousand and three thousand peers are then compared with a bound that no placement
+can beat.
 """
 
 import statistics
@@ -28,18 +29,18 @@ from partition.plan.tables import IMPOSSIBLE, Tables
 LAYERS, PEERS = 48, 8
 INSTANCES, INSTANCES_QUICK = 200, 24
 FIRST_SEED = 1_000_000
-"""The planner was never tuned on these instances."""
+"""First seed of the instances; the planner was never tuned on them."""
 MIB = 1 << 20
 MICROBATCHES = 1_024
 MEAN_GOAL, P95_GOAL, SECONDS_GOAL = 1.02, 1.05, 0.2
 BOUND_GOAL = 0.98
 FRAMES_BYTES = 512 * MIB
-"""Room for kept frames, beside the share of the model."""
+"""Room for kept frames, in addition to a peer's share of the model."""
 
 
 def instance(seed: int, peers: int = PEERS, *, linked: bool = True) -> Problem:
-    """Return a model whose layers differ by a factor of four, peers whose rates differ by thirty and memories
-    by seven, links whose rates differ by sixty."""
+    """Return a model whose layers differ by a factor of up to four, and peers whose rates differ by up to
+    thirty, memories by seven and links by sixty."""
     random = Random(seed)
     layers = tuple(
         LayerCost(
@@ -72,7 +73,7 @@ def instance(seed: int, peers: int = PEERS, *, linked: bool = True) -> Problem:
 
 
 def bottleneck(tables: Tables, ranges: list[tuple[int, int]], groups: Groups) -> int | None:
-    """Return the nanoseconds of the slowest stage or edge of given ranges; None if memory does not
+    """Return the nanoseconds of the slowest stage or edge for the given ranges; None if memory does not
     suffice."""
     worst = 0
     for number, ((first, last), group) in enumerate(zip(ranges, groups, strict=True)):
@@ -83,7 +84,7 @@ def bottleneck(tables: Tables, ranges: list[tuple[int, int]], groups: Groups) ->
 
 
 def by_shares(shares: list[float]) -> list[tuple[int, int]]:
-    """Return ranges in proportion, each of at least one layer."""
+    """Return ranges in proportion to the shares, each with at least one layer."""
     ends, done = [0], 0.0
     for number, share in enumerate(shares):
         done += share
@@ -93,13 +94,14 @@ def by_shares(shares: list[float]) -> list[tuple[int, int]]:
 
 
 def even(tables: Tables) -> int | None:
-    """Give each peer a stage of equally many layers, in the order given."""
+    """Give each peer a stage with the same number of layers, in the given order."""
     groups = tuple((place,) for place in range(PEERS))
     return bottleneck(tables, by_shares([1.0] * PEERS), groups)
 
 
 def by_memory(tables: Tables) -> int | None:
-    """Give each peer a stage, the largest first, with layers in proportion to its memory."""
+    """Give each peer a stage, the peer with the most memory first, with layers in proportion to its
+    memory."""
     peers = tables.problem.peers
     order = sorted(range(PEERS), key=lambda place: -peers[place].memory_bytes)
     shares = [float(peers[place].memory_bytes - peers[place].baseline_bytes) for place in order]
@@ -107,8 +109,8 @@ def by_memory(tables: Tables) -> int | None:
 
 
 def petals(tables: Tables) -> int | None:
-    """Give each peer a span as long as memory holds, where the model is weakest. The bottleneck is the
-    weakest layer's, and no faster than the slowest link used."""
+    """Give each peer a span as long as its memory holds, where the model is weakest. The bottleneck is the
+    weakest layer, or the slowest link used if that is slower."""
     found = spread(tables)
     slowest = 0
     for hop, after in zip(route(tables, found.spans), route(tables, found.spans)[1:], strict=False):
@@ -117,9 +119,9 @@ def petals(tables: Tables) -> int | None:
 
 
 def parallax(tables: Tables) -> int | None:
-    """Build pipelines side by side, each of the fewest peers whose memory holds the model, layers by rate
-    within each ("water filling"); micro-batches go to pipelines by rate. Return the best number of
-    pipelines."""
+    """Build parallel pipelines, each of the fewest peers whose memory holds the model, with layers by rate
+    within each ("water filling"); micro-batches are distributed to pipelines by rate. Return the result for
+    the best number of pipelines."""
     peers = tables.problem.peers
     order = sorted(range(PEERS), key=lambda place: -tables.weights[place])
     best: int | None = None
@@ -141,7 +143,7 @@ def parallax(tables: Tables) -> int | None:
 
 
 def exact_order(tables: Tables) -> int | None:
-    """Order the fastest first and cut optimally: what a planner without a search does."""
+    """Order the peers by rate, fastest first, and cut optimally, as a planner without a search does."""
     order = sorted(range(PEERS), key=lambda place: (-tables.weights[place], place))
     cut = best_cut(tables, tuple((place,) for place in order))
     return None if cut is None or not cut.fits else cut.value
@@ -157,7 +159,7 @@ RULES = {
 
 
 def small(count: int) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Compare ours, and the rules of others, with the exact optimum."""
+    """Compare our planner and the other systems' rules with the exact optimum."""
     ours: list[float] = []
     seconds: list[float] = []
     others: dict[str, list[float]] = {name: [] for name in RULES}
@@ -188,15 +190,15 @@ def small(count: int) -> tuple[list[dict[str, Any]], list[Goal]]:
         Goal("CPU seconds a plan, median", statistics.median(seconds), "<=", SECONDS_GOAL),
     ]
     if count >= INSTANCES:
-        # Few instances have no 95th percentile: of eight, the worst stood for it, and a quarter of all
-        # samples of eight missed the goal that 200 instances meet.
+        # A few instances have no 95th percentile. With eight, the worst one would stand for it, and a quarter
+        # of all samples of eight miss the goal that 200 instances meet.
         goals.append(Goal("95th percentile over the exact optimum", quantile(ours, 0.95), "<=", P95_GOAL))
     rows.append({"seconds a plan": round(statistics.mean(seconds), 3), "worst": round(max(seconds), 3)})
     return rows, goals
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Return the value that this share does not exceed."""
+    """Return the value that a `share` of all values do not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 

@@ -1,17 +1,18 @@
-"""The wait of a run for processes that load torch, and the cost of a spare process.
+"""How long a run waits for processes that load torch, and the cost of a spare process.
 
-Three nodes in processes of their own, on 127.0.0.1, and a small GPT in two stages. Seconds are from the event
-that a plan is in force to the commit of the first step, as the requester sees them:
+Three nodes in separate processes on 127.0.0.1, and a small GPT in two stages. Seconds are from the event that
+a plan is in force to the commit of the first step, as the requester sees them:
 
-    fresh     the nodes have just started: a stage's process loads from its lease on
-    spare     every node has had a loaded process, as after 20 s without work
+    fresh     the nodes have just started: a stage's process begins to load when its lease is given
+    spare     every node already has a loaded process, as after 20 s without work
     off       fresh nodes with `spare_process = false`
-    move      one stage's process is stopped for half of the time, until layers of it move to the other: from
-              the last step before to the first one after, with the checkpoint in between
+    move      one stage's process is stopped half of the time, until some of its layers move to the other stage;
+              the seconds are from the last step before the move to the first one after it, with a checkpoint
+              in between
 
-`spare_mb` is the memory of a spare, `spare_processor_seconds` the time to load it. `others` is the share of
-the machine that other programs used meanwhile: above a tenth the goals, which are for a quiet machine, do not
-apply.
+`spare_mb` is the memory of a spare process, `spare_processor_seconds` the time to load it. `others` is the
+share of the machine that other programs used meanwhile. If it is above a tenth, the goals do not apply,
+because they are for a quiet machine.
 """
 
 import os
@@ -81,7 +82,7 @@ class Others:
         self._at, self._busy, self._mine = time.monotonic(), _machine_seconds(), self._mine_seconds()
 
     def share(self) -> float:
-        """Return the share since this object was made."""
+        """Return the share since this object was created."""
         seconds = (time.monotonic() - self._at) * (os.cpu_count() or 1)
         theirs = _machine_seconds() - self._busy - (self._mine_seconds() - self._mine)
         return round(max(0.0, theirs) / seconds, 2)
@@ -117,20 +118,20 @@ class Swarm:
                 join = self._swarm.start(name, join, flags).address
             until = time.monotonic() + MEETING_SECONDS_MAX
             while any(self._swarm.status(name)["members_alive"] < len(NAMES) - 1 for name in NAMES):
-                assert time.monotonic() < until, "the nodes did not meet"
+                assert time.monotonic() < until, "the nodes did not connect"
                 time.sleep(0.05)
         except BaseException:
             self.close()
             raise
 
     def spare_cost(self) -> dict[str, float]:
-        """Wait until every node has a spare; return the mean cost of each."""
+        """Wait until every node has a spare process; return the mean costs."""
         until = time.monotonic() + SPARE_SECONDS_MAX
         while not all(self._swarm.status(name)["spare_process"]["memory_bytes"] for name in NAMES):
             assert time.monotonic() < until, "no spare process was loaded"
             time.sleep(0.2)
         seconds = -1.0
-        while (now := self._spare_seconds()) > seconds:  # until it has loaded
+        while (now := self._spare_seconds()) > seconds:  # until the process has loaded
             seconds = now
             time.sleep(1.0)
         held = sum(self._swarm.status(name)["spare_process"]["memory_bytes"] for name in NAMES)
@@ -144,7 +145,7 @@ class Swarm:
         )
 
     def run(self, *, with_move: bool = False) -> Followed:
-        """Train some steps; with a move, until there was one."""
+        """Train some steps; with a move, until it has happened."""
         self._seed += 1
         found, others, planned_at, committed_at = Followed(), Others(), 0.0, 0.0
         slowed: _Slowed | None = None
@@ -232,14 +233,14 @@ class _Slowed:
             os.kill(pid, number)
 
     def end(self) -> bool:
-        """Let it run; return whether it is still the computing process."""
+        """Let the process run again; return whether it is still the one that computes."""
         self._over.set()
         self._thread.join()
         return bool(self._before & {process.pid for process in _stage_processes(self._node)})
 
 
 def main() -> int:
-    """Measure, report."""
+    """Measure and report."""
     flags = arguments(__doc__ or "")
     rows: list[dict[str, Any]] = []
     seconds: dict[str, list[float]] = {}

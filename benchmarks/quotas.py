@@ -1,11 +1,11 @@
-"""Three real nodes with CPU quotas of 1 : 2 : 4: the planned split compared with an even one and its
-prediction.
+"""Measures the planned split on three nodes with CPU quotas in the ratio 1:2:4, and compares it with an even
+split and with the planner's own prediction.
 
-The nodes are processes in control groups of their own (cpu.cfs_quota_us or cpu.max), so this needs a machine
-that allows such groups; elsewhere it says so and measures nothing. The even split is that of uncalibrated
-nodes: each claims its processor's short-term rate. Steps are real training of a small GPT on text, each stage
-in a process of its own, over loopback. With `--link` the link between the two fastest nodes carries 20 Mbit/s
-each way, shaped in the nodes' own streams.
+The nodes are processes in their own control groups (cpu.cfs_quota_us or cpu.max), so this needs a machine
+that allows such groups; on others it prints a message and measures nothing. Uncalibrated nodes get an even
+split, because each advertises its processor's burst speed, ignoring the quota. Steps are real training of a
+small GPT on text, each stage in a separate process, over loopback. With `--link` the link between the two
+fastest nodes carries 20 Mbit/s each way, shaped in the nodes' own streams.
 """
 
 import argparse
@@ -34,13 +34,13 @@ from partition.plan.rates import decode_calibration
 
 ROOT = Path(__file__).parents[1]
 QUOTAS = (0.15, 0.3, 0.6)
-"""Cores: 1 : 2 : 4, together at most what two cores have to spare."""
+"""CPU cores per node, 1:2:4. Their sum leaves a two-core machine some CPU time for other work."""
 PERIOD_MICROSECONDS = 100_000
 SHARES = 8_192
-"""The weight against the machine's other work, so that a quota is what a node gets and not only its limit."""
+"""The CPU weight: high, so that each node really gets its quota even if the machine is busy."""
 STEPS, STEPS_QUICK = 12, 8
 STEPS_IGNORED = 3
-"""The first steps load libraries."""
+"""Number of steps at the start that do not count, because they load libraries."""
 RUN = """
 model = "gpt"
 data = "text.txt"
@@ -59,7 +59,7 @@ START_SECONDS_MAX = 240.0
 CALIBRATED_SECONDS_MAX = 240.0
 SPEEDUP_GOAL = 2.0
 THROTTLED = (0.15, 0.3, 0.2)
-"""From THROTTLED_AT on the fastest node gets a third of its time."""
+"""The quotas from step THROTTLED_AT on: the fastest node has only a third of its quota."""
 THROTTLED_AT, THROTTLED_STEPS = 6, 36
 REGAINED_GOAL = 0.9
 PREDICTED_GOAL = 0.9
@@ -83,7 +83,7 @@ PLAN = ("--batch", "32", "--microbatch", "2", "--stages", "3", "--replicas", "1"
 
 
 class Groups:
-    """Control groups with quotas, version 1 or 2. Raises OSError if none can be made."""
+    """Control groups with quotas, version 1 or 2. Raises OSError if they cannot be made."""
 
     def __init__(self) -> None:
         first = Path("/sys/fs/cgroup/cpu")
@@ -107,7 +107,7 @@ class Groups:
         return folder
 
     def change(self, folder: Path, cores: float) -> None:
-        """Give a group another quota."""
+        """Change a group's quota."""
         quota = int(cores * PERIOD_MICROSECONDS)
         if self._is_old:
             (folder / "cpu.cfs_quota_us").write_text(str(quota))
@@ -125,7 +125,7 @@ class Groups:
 
 
 class Nodes:
-    """Three nodes, each in its group."""
+    """Three nodes, each in its own group."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class Nodes:
                 (folder / f"shaped-{name}.json").write_text(json.dumps({ids[other]: SLOW_LINK_BYTES}))
 
     def ask(self, name: str, *command: str) -> Any:
-        """Return the document of a client command; None if the node does not answer yet."""
+        """Return the output of a client command as a document; None if the node does not answer yet."""
         done = subprocess.run(
             [sys.executable, "-m", "node", *command, "--data-dir", str(self._folder / name), "--json"],
             capture_output=True, cwd=ROOT, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -192,7 +192,7 @@ class Nodes:
         raise RuntimeError(f"node {name} is not ready: {(self._folder / f'{name}.log').read_text()[-800:]}")
 
     def calibrated(self) -> None:
-        """Wait until every node has measured itself and told the others."""
+        """Wait until every node has calibrated and the others know the result."""
         until = time.monotonic() + CALIBRATED_SECONDS_MAX
         waiting = sorted(self.quotas)
         while waiting and time.monotonic() < until:
@@ -200,7 +200,7 @@ class Nodes:
             time.sleep(2.0)
         if waiting:
             raise RuntimeError(f"not calibrated in time: {waiting}")
-        time.sleep(5.0)  # for gossip
+        time.sleep(5.0)  # time for gossip
 
     def linked(self) -> dict[str, float]:
         """Wait until the requester knows all links; return Mbit/s by names."""
@@ -208,7 +208,8 @@ class Nodes:
         names = {self.ask(name, "status")["peer"]: name for name in self.quotas}
         while time.monotonic() < until:
             rows = self.command("c", "measurements")["links"]
-            # These include links inferred from others; the records of all take some rounds.
+            # Some of these links may still be estimates; it takes several gossip rounds until every node's
+            # own measurements have arrived.
             time.sleep(5.0)
             if (
                 len(rows) == len(names) * (len(names) - 1)
@@ -225,7 +226,7 @@ class Nodes:
         return client.ask(self._folder / name, command)
 
     def predicted(self) -> dict[str, Any]:
-        """Return the prediction of `node plan` for the run over the present nodes."""
+        """Return the prediction of `node plan` for the run on the present nodes."""
         file = self._folder / "model.peerloom"
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(
@@ -237,14 +238,14 @@ class Nodes:
         return dict(found)
 
     def requesting(self) -> float:
-        """Return the milliseconds of a core per micro-batch that a plan allots to the requester's node beyond
-        another member's."""
+        """Return the additional CPU time per micro-batch, in core milliseconds, that the plan budgets for the
+        requester compared with another member."""
         known = self.command("c", "measurements")["calibrations"]
         found = decode_calibration(bytes.fromhex(known[self.ask("c", "status")["peer"]]))
         return round((found.as_requester().node.call - found.node.call) / 1e9, 2)
 
     def cpu_seconds(self) -> dict[str, tuple[float, float]]:
-        """Return the CPU time of each node's own process and of its stage's."""
+        """Return the CPU time of each node's own process, and of its stage's process."""
         found = {}
         for name, process in zip(self.quotas, self._running, strict=True):
             node = psutil.Process(process.pid)
@@ -259,7 +260,7 @@ class Nodes:
     def train(
         self, steps: int, on_step: Callable[[int], None] | None = None
     ) -> tuple[list[float], list[dict[str, Any]]]:
-        """Train; return the seconds of each step, and the plan's events. `on_step` is called with each
+        """Train; return the seconds of each step, and the events of plans. `on_step` is called with each
         step."""
         (self._folder / "run.toml").write_text(RUN.format(steps=steps))
         (self._folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 2_000)
@@ -295,7 +296,7 @@ class Nodes:
 
 
 def _held(plan: dict[str, Any], names: dict[str, str]) -> list[list[Any]]:
-    """Return each stage's nodes, first layer, and end."""
+    """Return, for each stage, its nodes, its first layer, and the end of its layers."""
     stages = zip(plan["stages"], plan["layers"], strict=True)
     return [[*(names.get(peer, peer) for peer in peers), *layers] for peers, layers in stages]
 
@@ -304,7 +305,7 @@ def _is_stage(process: psutil.Process) -> bool:
     try:
         return "node.stages.process" in process.cmdline()
     except psutil.Error:
-        return False  # it has just ended
+        return False  # the process has just ended
 
 
 def _seconds(process: psutil.Process) -> float:
@@ -337,7 +338,7 @@ def nodes(
 
 
 def measured(groups: Groups, steps: int, *, calibrated: bool, shaped: bool = False) -> dict[str, Any]:
-    """Return a run's times of steps."""
+    """Measure one run; return its row for the report."""
     with nodes(groups, calibrated=calibrated, shaped=shaped) as three:
         links, predicted, requesting = {}, None, 0.0
         if calibrated:
@@ -375,7 +376,7 @@ def measured(groups: Groups, steps: int, *, calibrated: bool, shaped: bool = Fal
     if predicted is not None:
         row["Mbit/s"] = links
         row["predicted"] = round(predicted["samples_per_second"], 2)
-        # Of a whole core, as the two rows of measurements.
+        # Converted to time on a full core, like the two measured rows above.
         row["predicted ms a micro-batch"] = {
             peer: round(1000 * stage["seconds"] * QUOTAS["abc".index(peer)], 2)
             for stage in predicted["stages"]
@@ -389,7 +390,7 @@ def measured(groups: Groups, steps: int, *, calibrated: bool, shaped: bool = Fal
 
 
 def moved(groups: Groups, *, shaped: bool) -> dict[str, Any]:
-    """Measure a run in which one node slows down: its steps before, at once, and after the next plans."""
+    """Measure a run in which one node slows down: step times before, directly after, and after replanning."""
     with nodes(groups, calibrated=True, shaped=shaped) as three:
         three.calibrated()
         if shaped:
@@ -418,7 +419,8 @@ def moved(groups: Groups, *, shaped: bool) -> dict[str, Any]:
 
 
 def anew(groups: Groups, *, shaped: bool) -> dict[str, Any]:
-    """Measure a run whose nodes have these quotas from the beginning: the best that can be regained."""
+    """Measure a run with the THROTTLED quotas from the start: an upper bound for what replanning can
+    recover."""
     with nodes(groups, calibrated=True, quotas=THROTTLED, shaped=shaped) as three:
         three.calibrated()
         if shaped:
@@ -433,7 +435,8 @@ def anew(groups: Groups, *, shaped: bool) -> dict[str, Any]:
 
 
 def throttled(groups: Groups, options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Slow one node down in mid-run; the same quotas from the beginning are the best that can be regained."""
+    """Slow one node down in mid-run, and compare with a run that had those quotas from the start (the upper
+    bound)."""
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     if not options.anew:
@@ -449,12 +452,12 @@ def throttled(groups: Groups, options: argparse.Namespace) -> tuple[list[dict[st
 
 def main() -> int:
     options = arguments(
-        "Nodes with CPU quotas: the planned split beside an even one.",
+        "Nodes with CPU quotas: the planned split compared with an even one.",
         throttle="instead: one node gets a third of its quota in mid-run",
         link="the link between the two fastest nodes carries 20 Mbit/s",
-        planned="the planned split alone",
-        moved="with --throttle: only the run in which a node gets slower",
-        anew="with --throttle: only the run whose nodes have these quotas from the beginning",
+        planned="measure only the planned split",
+        moved="with --throttle: only the run in which a node slows down",
+        anew="with --throttle: only the reference run, throttled from the start",
     )
     steps = STEPS_QUICK if options.quick else STEPS
     groups = Groups()
@@ -463,7 +466,10 @@ def main() -> int:
             groups.make("trial", 1.0)
         except OSError as error:
             return report(
-                "quotas", [{"skipped": f"no control groups here: {error}"}], [], as_json=options.json
+                "quotas",
+                [{"skipped": (f"this machine allows no control groups: {error}")}],
+                [],
+                as_json=options.json,
             )
         if options.throttle:
             rows, goals = throttled(groups, options)

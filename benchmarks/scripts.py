@@ -1,8 +1,8 @@
-"""The example script in three processes, of which one is killed and started again; their loss curves.
+"""Runs the example script in three processes, kills and restarts one of them, and draws their loss curves.
 
-`examples/pytorch_script.py` as a person starts it in three terminals. The third is killed (SIGKILL) midway,
-and restarted some seconds later with another seed: it takes over the others' state. Their output becomes
-`docs/pytorch-script.svg`. Loss is that on unseen digits.
+`examples/pytorch_script.py` is started as a person starts it in three terminals. The third process is killed
+(SIGKILL) midway, and restarted some seconds later with a different seed: it takes over the state of the
+others. The output becomes `docs/pytorch-script.svg`. The loss is that on unseen digits.
 """
 
 import os
@@ -23,14 +23,14 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "pytorch-script.svg"
 STEPS, STEPS_QUICK = 1_200, 600
 PAUSE_SECONDS = 0.08
-"""Long enough that a process of torch has started well before the others are done."""
+"""Pause between steps: long enough that a process with torch has started well before the others are done."""
 LINES_BEFORE_DEATH, AWAY_SECONDS = 6, 3.0
 END_SECONDS_MAX = 200.0
 LINE = re.compile(r"step +(\d+)  loss ([\d.]+)  accuracy ([\d.]+)")
 NAMES = ("first", "second", "third, killed", "third, started again")
 COLOURS = ("#06c", "#0a7", "#c40", "#a6c")
 Point = tuple[float, int, float, float]
-"""Seconds since the beginning, step, loss, accuracy."""
+"""Seconds since the start, step, loss, accuracy."""
 
 
 class Script:
@@ -74,11 +74,11 @@ class Script:
 
     @property
     def told(self) -> str:
-        """Return its output, for an error."""
+        """Return the process's output, for an error message."""
         return "".join(self._lines[-12:])
 
     def wait_for(self, lines: int) -> None:
-        """Wait until it has reported its training this often."""
+        """Wait until the process has printed this many lines about its training."""
         until = time.monotonic() + END_SECONDS_MAX
         while len(self.points) < lines:
             assert self.process.poll() is None, self.told
@@ -86,18 +86,18 @@ class Script:
             time.sleep(0.05)
 
     def end(self) -> int:
-        """Wait for its end; return its exit code."""
+        """Wait for the end of the process; return its exit code."""
         code = self.process.wait(END_SECONDS_MAX)
         self._reader.join(5)
         return code
 
 
 def play(folder: Path, steps: int) -> list[Script]:
-    """Start three, kill the third, restart it; return the output of all four processes."""
+    """Start three processes, kill the third, restart it; return the output of all four."""
     begun = time.monotonic()
     scripts = [Script(folder, "first", "", steps, 1, begun)]
     try:
-        assert scripts[0].is_up.wait(60), "the first does not start"
+        assert scripts[0].is_up.wait(60), "the first process did not start"
         address = scripts[0].address
         for number, name in enumerate(("second", "third"), 2):
             scripts.append(Script(folder, name, address, steps, number, begun))
@@ -116,7 +116,7 @@ def play(folder: Path, steps: int) -> list[Script]:
 
 
 def curves(found: dict[str, list[Point]]) -> str:
-    """Draw the loss on unseen digits by seconds since the first line, one line per process, as SVG with a
+    """Draw the loss on unseen digits by seconds since the first line, as SVG: one line per process, with a
     logarithmic axis."""
     first = min(point[0] for points in found.values() for point in points)
     last = max(point[0] for points in found.values() for point in points) - first
@@ -152,7 +152,7 @@ def curves(found: dict[str, list[Point]]) -> str:
 
 
 def main() -> int:
-    flags = arguments("Three training scripts, one of them killed and started again.")
+    flags = arguments("Three training scripts, one of which is killed and restarted.")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         scripts = play(Path(folder), STEPS_QUICK if flags.quick else STEPS)
     found = {name: script.points for name, script in zip(NAMES, scripts, strict=True)}

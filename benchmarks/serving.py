@@ -1,13 +1,14 @@
-"""Compare one peer's serving with plain transformers and its cache, batches with single sessions, two stages
+"""Compares one peer's serving with plain transformers and its cache, batches with single sessions, two stages
 with one, a shared prefix with a fresh one, and two stages over slow links with the links' delays.
 
     python benchmarks/serving.py [--quick] [--json]
 
-The model is a llama of fresh weights in float32, and once more in bfloat16. Stages run in processes of their
-own, with one thread each, as transformers does here. Decoding after a prompt is timed, and the first token
-after a prompt of which 1,000 tokens are already read. All take turns, and the best of several rounds counts.
-Slow links are those of three real nodes on loopback (`_delayed_nodes`), two with a stage each and the door;
-their own time per token is that of the same nodes without a delay.
+The model is a llama with random weights in float32, and once more in bfloat16. Stages run in separate
+processes with one thread each, as transformers does here. Decoding after a prompt is timed, and so is the
+first token after a prompt of which 1,000 tokens have already been read. All take turns, and the best of
+several rounds counts. For the slow links, three real nodes run on loopback (`_delayed_nodes`): two with one
+stage each, and the door, the node that asks the service. Their own time per token is measured on the same
+nodes without a delay.
 """
 
 import sys
@@ -43,7 +44,7 @@ ONE, EIGHT, THIRTY_TWO, TWO_STAGES = 0.85, 4.0, 6.0, 1.10
 PREFIX, DELAYED = 0.3, 1.06
 SHARED, OWN, CHUNK = 1_000, 16, 128
 DELAYS = (0.02, 0.1)
-"""Seconds one way, for each of the three links that a token crosses."""
+"""One-way delays in seconds, for each of the three links that a token crosses."""
 HOPS = 3
 PROMPT = 256
 VOCABULARY = 4_000
@@ -80,7 +81,7 @@ class Service:
         return None if payload is None else unpack(payload, bytes_max=payload.size_bytes)[0][1]
 
     async def seconds_a_token(self, sessions: int, tokens: int) -> float:
-        """Return the seconds of one step of all sessions together, after a prompt each."""
+        """Return the seconds of one step of all sessions together, each after a prompt."""
         ids = np.random.default_rng(0).integers(3, VOCABULARY, (sessions, PROMPT))
         names = [number.to_bytes(16, "big") for number in range(sessions)]
         for name, row in zip(names, ids, strict=True):
@@ -98,8 +99,8 @@ class Service:
         return spent / tokens
 
     async def first_seconds(self, *, shares: bool) -> float:
-        """Return the seconds to the first token of a prompt, of which all but `OWN` tokens are already read,
-        or none."""
+        """Return the seconds to the first token of a prompt. With `shares`, all of its tokens except `OWN`
+        have already been read; without, none has."""
         ids = np.random.default_rng(1).integers(3, VOCABULARY, SHARED + OWN).tolist()
         base, name = bytes(15) + b"b", bytes(15) + b"n"
         if shares:
@@ -142,7 +143,7 @@ async def open_service(graph: Graph, values: Any, stages: int) -> Service:
 
 
 def plain_seconds(model: Any, tokens: int) -> float:
-    """Return the same figure for transformers alone."""
+    """Return the seconds per token of transformers alone."""
     ids = torch.from_numpy(np.random.default_rng(0).integers(3, VOCABULARY, (1, PROMPT)))
     with torch.no_grad():
         past = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
@@ -197,7 +198,7 @@ async def measure(*, quick: bool) -> dict[str, float]:
 
 
 def measure_delays(*, quick: bool) -> dict[str, float]:
-    """Return the time per token of two stages, relative to computation and delays."""
+    """Return the time per token of two stages, relative to computation plus delays."""
     with TemporaryDirectory() as folder:
         nodes = DelayedNodes(Path(folder), "abc")
         try:

@@ -1,11 +1,11 @@
-"""The cost of one silent and one slow member for a run of the optimizer of six others.
+"""How much one silent and one slow member slow down a run of the optimizer of six others.
 
-Eight nodes on loopback, in threads of one process; a step takes a sleep and a small model. Six members train
-until they average regularly, and their rounds a second are counted. Then two more join: one that is four
-times slower, and one that is silent; `absent` is listed and joins no round, `ready` enters every group and
-sends nothing. The rounds of the six are counted again from that moment on, so that the figure includes the
-time of detection. `local`: tensors are averaged every so many local steps. `batch`: rounds are the steps of a
-target batch.
+Eight nodes run on loopback, in threads of one process; a step consists of a sleep and a small model. Six
+members train until they average regularly, and their rounds per second are counted. Then two more join: one
+is four times slower, the other is silent. A silent member of kind `absent` is listed and joins no round; one
+of kind `ready` enters every group and sends nothing. The rounds of the six are counted again from that moment
+on, so the figure includes the time of detection. `local`: tensors are averaged after a number of local steps.
+`batch`: rounds are the steps of a target batch.
 """
 
 import statistics
@@ -82,7 +82,7 @@ class Trainer:
 
 
 def rate(members: list[Trainer], seconds: float) -> float:
-    """Return the rounds a second of the median member."""
+    """Return the rounds per second of the median member."""
     before = [each.optimizer.stats.rounds for each in members]
     begun = time.monotonic()
     time.sleep(seconds)

@@ -1,11 +1,11 @@
 """Worlds of cores: speed relative to real time, memory, and the growth of cost with the number of peers.
 
-Each world is `sim.worlds.cores.CoresWorld` with its stream of events and their digest on, in a process of its
-own: SWIM of the lan preset, the DHT with its records' work, links of 10 to 80 ms with jitter and loss. Each
-begins with peers that know each other (`start.acquainted`); that and a first minute are reported separately.
-The measured ten minutes contain one refresh of each bucket of the DHT; with `--quick` less. Times are CPU
-seconds of that process, with the wall time and the pace of a plain loop; memory is the growth of the process
-since its imports.
+Each world is `sim.worlds.cores.CoresWorld`, with its stream of events and their digest on, in a separate
+process: SWIM with the lan preset, the DHT with work on its records, links of 10 to 80 ms with jitter and
+loss. The peers know each other from the start (`start.acquainted`); that and a first minute are reported
+separately. The measured ten minutes contain one refresh of each bucket of the DHT; `--quick` measures less.
+Times are CPU seconds of that process, reported with the wall time and the pace of a plain loop. Memory is the
+growth of the process since its imports.
 """
 
 import argparse
@@ -38,7 +38,7 @@ STORES_PER_PEER, LOOKUPS_PER_PEER = 0.2 / 1_000, 1.0 / 1_000
 THOUSAND_GOAL, MYRIAD_GOAL = 20.0, 1.0
 KILOBYTES_GOAL = 100.0
 GROWTH_GOAL = math.log(100 * math.log(10_000) / math.log(100)) / math.log(100)
-"""The exponent of n log n between 100 and 10,000: 1.15."""
+"""The exponent of n log n between 100 and 10,000, which is 1.15."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Case:
             sample_seconds=self.settled_seconds,
             network=NETWORK,
             start=SwarmStart(spread_seconds=0.0, acquainted=True),
-            # The same load per peer in a small world as in a large one.
+            # The load per peer is the same in a small world as in a large one.
             records=RecordsScenario(
                 stores_per_second=self.nodes * STORES_PER_PEER,
                 lookups_per_second=self.nodes * LOOKUPS_PER_PEER,
@@ -72,7 +72,7 @@ class Case:
 
 
 class Clocks:
-    """CPU and wall time since the last look."""
+    """CPU and wall time since the previous reset."""
 
     def __init__(self) -> None:
         self._cpu, self._wall = time.process_time(), time.perf_counter()
@@ -93,7 +93,7 @@ def play(case: Case) -> dict[str, Any]:
     begun: list[tuple[float, int]] = []
 
     def sample() -> None:
-        """Reset the clocks: earlier time does not count."""
+        """Reset the clocks at the end of the settling time, which does not count."""
         if not begun:
             begun.append((clocks.lap()[0], world.counters()["sent"]))
 
@@ -123,8 +123,8 @@ def play(case: Case) -> dict[str, Any]:
 
 
 def loop_nanoseconds() -> float:
-    """Return the time of one turn of a plain loop, the machine's present speed: CPU seconds too are longer
-    where other programs share its caches and cores."""
+    """Return the time of one iteration of a plain loop, which shows the machine's present speed. CPU seconds,
+    too, get longer if other programs share its caches and cores."""
     turns = 2_000_000
     begun = time.process_time()
     total = 0
@@ -138,16 +138,16 @@ def _watched(watch: Watch, observed: Observation, world: CoresWorld) -> None:
 
 
 def play_apart(case: Case) -> dict[str, Any]:
-    """Run it in a fresh process, whose memory nothing else has touched."""
+    """Run a world in a fresh process, so that nothing else affects its memory."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         row = pool.apply(play, (case,))
-    print(row, file=sys.stderr)  # the largest worlds take long
+    print(row, file=sys.stderr)  # shown as progress, because the largest worlds take long
     return row
 
 
 def exponent(rows: Sequence[dict[str, Any]]) -> float:
-    """Return b where the cost of a virtual second grows like nodes to the b: a line through the
-    logarithms."""
+    """Return the exponent b if the cost of a virtual second grows like nodes to the power of b; fitted as a
+    line through the logarithms."""
     points = [(math.log(row["nodes"]), math.log(row["cpu_ms_per_virtual_second"])) for row in rows]
     middle_x = sum(x for x, _ in points) / len(points)
     middle_y = sum(y for _, y in points) / len(points)
@@ -156,7 +156,7 @@ def exponent(rows: Sequence[dict[str, Any]]) -> float:
 
 
 def draw(rows: Sequence[dict[str, Any]], growth: float, path: str) -> None:
-    """Draw cost against peers, both logarithmic, with n log n."""
+    """Draw the cost by number of peers, with both axes logarithmic, and n log n for comparison."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -186,7 +186,7 @@ FULL_GROWTH = tuple(
 
 
 def main() -> int:
-    """Measure one world after the other, each alone."""
+    """Measure one world after the other, each without other load."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="small worlds, under 50 s")
@@ -195,7 +195,7 @@ def main() -> int:
     worlds = [play_apart(case) for case in (QUICK if flags.quick else FULL)]
     growing = [play_apart(case) for case in (QUICK_GROWTH if flags.quick else FULL_GROWTH)]
     growth = exponent(growing)
-    # A small world is compared at the same work per peer as a large one.
+    # A small world is compared with a large one at the same work per peer.
     share, largest_share = worlds[0]["nodes"] / 1_000, growing[-1]["nodes"] / 10_000
     goals = [
         Goal("1,000 peers, times real time", worlds[0]["times_real"] * share, ">=", THOUSAND_GOAL),
@@ -203,7 +203,7 @@ def main() -> int:
         Goal("10,000 peers, times real time", growing[-1]["times_real"] * largest_share, ">=", MYRIAD_GOAL),
         Goal("exponent of the cost over peers", growth, "<=", GROWTH_GOAL),
     ]
-    if not flags.quick:  # the fixed cost of a process would weigh too much with few peers
+    if not flags.quick:  # with few peers the fixed cost of a process would weigh too much
         goals += [
             Goal(f"{row['nodes']:,} peers, kB each", row["kilobytes_per_node"], "<=", KILOBYTES_GOAL)
             for row in (worlds[0], growing[-1])

@@ -1,10 +1,11 @@
-"""The cost of a second busy slot for the first: operators measured in one process, then in several at once.
+"""How much a second busy slot slows down the first: operators are measured in one process, then in several in
+parallel.
 
     python benchmarks/slots.py [--slots 2] [--times 4]      half a minute each time
 
-A node with `[offer] slots` measures itself so at the start (`node.services.calibration`), so that plans use a
-slot's rate while the others are busy. The slots share the cores; with one core for each, they still compete
-for memory bandwidth, caches and clocks.
+A node with `[offer] slots` measures itself in the same way at its start (`node.services.calibration`), so
+that plans use the rate that a slot has while the others are busy. The slots share the cores. Even with one
+core for each, they compete for memory bandwidth, caches and clocks.
 """
 
 import argparse
@@ -27,7 +28,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="two seconds a measurement")
     parser.add_argument("--slots", type=int, nargs="+", default=[2])
-    parser.add_argument("--times", type=int, default=4, help="alone and beside the others, so often in turn")
+    parser.add_argument(
+        "--times", type=int, default=4, help=("how often to measure, alone and with the others in turn")
+    )
     options = parser.parse_args()
     seconds = 2.0 if options.quick else CalibrationSettings().measure_seconds
     cores = psutil.cpu_count() or 1
@@ -42,7 +45,7 @@ def main() -> int:
         ]
         measured = [each for each in found if each is not None]
         if len(measured) < len(found):
-            raise SystemExit("torch computes nothing here")
+            raise SystemExit("torch cannot compute on this machine")
         for one, other in zip(measured[::2], measured[1::2], strict=True):
             rows.append(
                 {

@@ -1,10 +1,11 @@
-"""Asynchronous against synchronous averaging with one peer of four that is four times slower, on digits.
+"""Asynchronous compared with synchronous averaging if one peer of four is four times slower, on digits.
 
-Virtual time: a local step takes a unit, the slow peer's four; a round takes as long as ten fast steps. The
-real strategies on a real model (one hidden layer, Adam), each peer with its own quarter of the data.
-Synchronous: all average once all have made their local steps, and wait for the round. Asynchronous: a peer
-offers a copy when it has made its steps, averages with the next one that does, and trains on meanwhile
-(`Asynchronous` in `Delayed`). Both stop after the same number of samples: accuracy is compared at equal work.
+Time is virtual: a local step takes one unit, or four on the slow peer; a round takes as long as ten fast
+steps. The real strategies train a real model (one hidden layer, Adam), and each peer has a quarter of the
+data. Synchronous: all average once all have made their local steps, and wait for the round. Asynchronous: a
+peer offers a copy when it has made its steps, averages with the next peer that does, and trains on meanwhile
+(`Asynchronous` in `Delayed`). Both stop after the same number of samples, so accuracy is compared at equal
+work.
 """
 
 import heapq
@@ -91,7 +92,7 @@ def synchronous(peers: list[Peer]) -> float:
 
 
 def asynchronous(peers: list[Peer]) -> float:
-    """Train likewise, where nobody waits."""
+    """Train in the same way, but without waiting."""
     strategies = [Delayed(Asynchronous(LOCAL_STEPS, 4 * LOCAL_STEPS)) for _ in peers]
     order = count()
     events: list[tuple[float, int, int, Array | None]] = [
@@ -103,7 +104,7 @@ def asynchronous(peers: list[Peer]) -> float:
     while taken < SAMPLES:
         now, _, number, mean = heapq.heappop(events)
         peer = peers[number]
-        if mean is not None:  # a round with this peer is over
+        if mean is not None:  # a round with this peer has ended
             steps, _ = offered.pop(number)
             peer.theta = strategies[number].take(peer.theta, Mean(mean, stale_steps=peer.steps - steps))
             continue

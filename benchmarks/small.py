@@ -1,18 +1,20 @@
-"""The survival of a run of two members: real nodes, idle neighbours, one machine killed or stopped.
+"""Whether a run of two members survives: real nodes, idle neighbours, and one machine that is killed or
+stopped.
 
-A requester that feeds and one peer that holds the only stage, with one, two or four idle nodes beside them,
-of which one is a witness. One of them is killed with SIGKILL, or stopped with SIGSTOP for 40 s, while the run
-is placed, while it trains, while a checkpoint is on its way, or as it ends. The run must go on by itself and
-end with the weights of the undisturbed run, or pause if no majority of voters is alive, and name the nodes
-that would end the pause. `--full` plays every cell; otherwise every combination of role, signal and phase is
-played once, with varying numbers of idle nodes. `--cells` plays the cells with these numbers, counted from 0:
-all of them take over an hour.
+A requester feeds, and one peer holds the only stage. There are one, two or four additional idle nodes, one of
+which is a witness. One node is killed with SIGKILL, or stopped with SIGSTOP for 40 s, while the run is
+placed, while it trains, while a checkpoint is on its way, or as it ends. The run must continue by itself and
+end with the weights of the undisturbed run. If no majority of voters is alive, it must pause instead and name
+the nodes that would end the pause. `--full` plays every cell; by default every combination of role, signal
+and phase is played once, with varying numbers of idle nodes. `--cells` plays the cells with these numbers,
+counted from 0; all of them take over an hour.
 
-`stalled_seconds` is the longest time after the signal without a committed step or the end, by a survivor's
-own events; `reported_seconds` is the longest stall that the run reports, and `report_error_seconds` its
-difference to the clock, from the signal to the event. While a run is placed no step is due: the undisturbed
-run's time to its first step is subtracted. If the requester is killed before it has told anybody of its run,
-the run is lost; if it is stopped then, the others wait. Not measured here: two machines on a network.
+`stalled_seconds` is the longest time after the signal without a committed step or the end, according to a
+survivor's own events. `reported_seconds` is the longest stall that the run reports, and
+`report_error_seconds` its difference from the clock time between signal and event. While a run is placed no
+step is due, so the undisturbed run's time to its first step is subtracted. If the requester is killed before
+it has told any node of its run, the run is lost; if it is stopped at that point, the others wait. Not
+measured here: two machines on a network.
 """
 
 import os
@@ -44,8 +46,8 @@ STOP_SECONDS, SETTLE_SECONDS = 40.0, 5.0
 STEPS, STEPS_QUICK = 120, 60
 PHASES = ("placing", "training", "checkpoint", "ending")
 AFTER = {"training": 14, "checkpoint": 20}
-"""The step, counted from 0, after which the signal comes; every tenth step makes a checkpoint. In the phase
-of placing: as soon as there is a plan; at the end: after the last step."""
+"""The steps, counted from 0, after which the signal is sent; every tenth step makes a checkpoint. In the
+phase of placing it is sent as soon as there is a plan; at the end, after the last step."""
 RUN_FILE = """\
 model = "gpt"
 data = "text.txt"
@@ -74,7 +76,8 @@ checkpoint_every = 10
 
 @dataclass(frozen=True)
 class Case:
-    """In a run of two with this many `idle` nodes, `role` gets a signal in a `phase`; "" for nobody."""
+    """In a run of two members with this many `idle` nodes, `role` gets a signal in `phase`; "" means that no
+    node gets one."""
 
     idle: int
     role: str = ""
@@ -83,20 +86,21 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return a name for people."""
+        """Return a readable name."""
         return f"{self.idle} idle, {self.how} the {self.role}, {self.phase}" if self.role else "nobody"
 
 
 UNDISTURBED = Case(1)
 ROLES = ("requester", "replica", "witness", "idle")
-"""The requester is also the trainer, and commits. "idle": one that is not a witness, if there is one."""
+"""The roles. The requester is also the trainer, and commits. "idle" is a node that is not a witness, if there
+is one."""
 IDLE = (1, 2, 4)
 HOW = ("kill", "stop")
 
 
 def sample() -> list[Case]:
-    """Return every role with every signal in every phase, once; the fewest nodes first, because none is ever
-    ended."""
+    """Return every role with every signal in every phase, once, sorted by the number of nodes, because no
+    node is ended between cases."""
     cells = enumerate(product(HOW, ROLES, PHASES))
     found = [
         Case(IDLE[(n + n // len(IDLE)) % len(IDLE)], role, how, phase) for n, (how, role, phase) in cells
@@ -105,7 +109,7 @@ def sample() -> list[Case]:
 
 
 def every() -> list[Case]:
-    """Return all cells; with one idle node, which is the witness, no other idle one."""
+    """Return all cells. With one idle node, which is the witness, there is no "idle" role."""
     cells = [Case(idle, role, how, phase) for idle, how, role, phase in product(IDLE, HOW, ROLES, PHASES)]
     return [case for case in cells if (case.role, case.idle) != ("idle", 1)]
 
@@ -114,12 +118,12 @@ QUICK = (Case(1, "witness", "kill", "checkpoint"), Case(2, "replica"))
 
 
 class Machines(Nodes):
-    """Nodes that may be stopped for a while; all run again at `resumes_at`."""
+    """Nodes that may be stopped for a while; all run again from `resumes_at` on."""
 
     resumes_at = 0.0
 
     def halt(self, names: Iterable[str], seconds: float) -> float:
-        """Send SIGSTOP to nodes and their stages, and SIGCONT after `seconds`; return when, in unix
+        """Send SIGSTOP to nodes and their stages, and SIGCONT after `seconds`; return the end time in unix
         seconds."""
         at = time.time()
         self.resumes_at = at + seconds
@@ -133,7 +137,7 @@ class Machines(Nodes):
 
 
 def members(watch: Watch) -> dict[str, str]:
-    """Return the node in each role, by the first plan."""
+    """Return the node in each role, according to the first plan."""
     plan, nodes = watch.plan, watch.nodes
     found = {"requester": watch.requester, "replica": nodes.name_of(plan["stages"][0][0])}
     found |= {"witness": nodes.name_of(peer) for peer in plan["witnesses"][:1]}  # noqa: B035
@@ -211,7 +215,7 @@ def _figures(watch: Watch, alive: str, placed: float, case: Case) -> dict[str, A
     return {
         "stalled_seconds": round(max(gaps), 2) if gaps else None,
         "reported_seconds": None if longest is None else round(longest["seconds"], 2),
-        # Without a witness nothing stalls, and the report is a change of plans.
+        # If it is not a witness, nothing stalls, and the report is a change of plans.
         "report_error_seconds": None
         if longest is None or case.role in ("witness", "idle")
         else round(abs(longest["seconds"] - (longest["at_seconds"] - at)), 2),
@@ -243,9 +247,9 @@ def prepare(folder: Path, steps: int) -> None:
 
 
 def main() -> int:
-    """Play, report."""
-    cells = {"cells": "the numbers of cells"}
-    flags = arguments(__doc__ or "", cells, full="every cell: an hour and more")
+    """Play the cases and report."""
+    cells = {"cells": "the numbers of the cells to play"}
+    flags = arguments(__doc__ or "", cells, full="play every cell, which takes an hour and more")
     steps = STEPS_QUICK if flags.quick else STEPS
     wanted = [every()[number] for number in flags.cells]
     cases = [UNDISTURBED, *(wanted or (QUICK if flags.quick else every() if flags.full else sample()))]
@@ -266,7 +270,7 @@ def main() -> int:
                     row["difference"] = float(f"{difference(tensors, expected):.1e}")
                     goals += goals_of(row)
                 rows.append(row)
-                # It must run again before the next case counts the live nodes.
+                # A stopped node must run again before the next case counts the live nodes.
                 time.sleep(max(0.0, nodes.resumes_at + SETTLE_SECONDS - time.time()))
                 print("  ".join(f"{key} {value}" for key, value in row.items()), file=sys.stderr, flush=True)
     except Stopped:

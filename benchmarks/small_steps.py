@@ -1,12 +1,13 @@
-"""The steps a second of a small run against a plain PyTorch loop: one node, two replicas, and a larger model.
+"""Steps per second of a small run compared with a plain PyTorch loop: one node, two replicas, and a larger
+model.
 
-The plain loop trains the same model with the same settings in this process, with one thread, the batch in as
-many micro-batches as the run's (`plain`) or in one piece (`whole batch`). Nodes and loop take turns: while
-the loop computes, the nodes and their stages are stopped with SIGSTOP, so both see the same machine. Turns
-are so short that stopped nodes do not suspect each other when they go on. A node has one core; its event loop
-may run on another one while its stage computes. `node_cpu_milliseconds` and `stage_cpu_milliseconds` are the
-processor time of a step, of all nodes together. Checkpoints are on except where a case turns them off, to
-measure their cost.
+The plain loop trains the same model with the same settings in this process, with one thread. Its batch is in
+as many micro-batches as the run's (`plain`), or in one piece (`whole batch`). Nodes and loop take turns:
+while the loop computes, the nodes and their stages are stopped with SIGSTOP, so both see the same machine.
+Turns are so short that stopped nodes do not suspect each other when they continue. A node has one core; its
+event loop may run on a second core while its stage computes. `node_cpu_milliseconds` and
+`stage_cpu_milliseconds` are the processor time per step, summed over all nodes. Checkpoints are on, except in
+a case that turns them off to measure their cost.
 
 Not measured here: two machines on a network.
 """
@@ -38,11 +39,12 @@ from partition.capture.models.gpt import GPT, GPTConfiguration, next_token_loss
 PLACE_SECONDS_MAX = 180.0
 WARM_STEPS = 12
 CALIBRATES_SECONDS, CALIBRATED_SECONDS_MAX = 10.0, 60.0
-"""A node begins to calibrate soon after its start."""
+"""When a node begins to calibrate after its start, and the time limit for calibration."""
 STILL_SECONDS_MAX = 2.5
-"""Shorter than the preset `host` lets a process stand still: all others' turns together."""
+"""Maximum time for which all nodes stand still, during the turns of the others. The preset `host` tolerates a
+longer pause."""
 TURNS, TURNS_QUICK, UNCOUNTED_TURNS = 40, 14, 2
-"""The first turns load libraries, and nodes resume from longer pauses."""
+"""The first turns do not count, because they load libraries and the nodes resume from longer pauses."""
 RUN_FILE = """\
 model = "gpt"
 data = "text.txt"
@@ -74,7 +76,7 @@ checkpoint_every = {every}
 
 @dataclass(frozen=True)
 class Case:
-    """One run. `replicas` is the number of nodes too; `every` is the interval of checkpoints, 0 for none."""
+    """One run. `replicas` is also the number of nodes; `every` is the interval of checkpoints, 0 for none."""
 
     replicas: int = 1
     layers: int = 4
@@ -139,10 +141,10 @@ class PlainLoop:
 
 
 class Machines(survival.Nodes):
-    """The nodes of one run, which are stopped while others have their turn."""
+    """The nodes of one run, which are stopped during the turns of others."""
 
     def begin(self, case: Case, folder: Path) -> None:
-        """Train; return after some steps."""
+        """Begin to train; return after some steps."""
         self._groups: list[int] = []
         self._turns: list[tuple[float, float]] = []
         self.refill(case.replicas)
@@ -159,11 +161,11 @@ class Machines(survival.Nodes):
             time.sleep(0.5)
 
     def stop(self) -> None:
-        """Stop; from here on all run only in their turn."""
+        """Stop the nodes; from now on they run only in their turns."""
         self._signal(signal.SIGSTOP)
 
     def run(self, seconds: float) -> tuple[int, float]:
-        """Let them compute; return for how many seconds. `steps` counts the steps later."""
+        """Let the nodes compute; return for how many seconds. `steps` counts their steps later."""
         before = self._cpu_seconds()
         begun = time.time()
         self._signal(signal.SIGCONT)
@@ -178,7 +180,7 @@ class Machines(survival.Nodes):
 
     def steps(self) -> list[int]:
         """Return how many steps were committed in each turn so far."""
-        # Their last messages are still in pipes of this process.
+        # The last messages are still in the pipes of this process.
         self.hear(lambda: False, 0.5)
         times = sorted(row["at_seconds"] for row in self._watch.events("StepCommitted"))
         return [bisect_right(times, ended) - bisect_left(times, begun) for begun, ended in self._turns]
@@ -186,7 +188,7 @@ class Machines(survival.Nodes):
     node_seconds = stage_seconds = 0.0
 
     def _calibrates(self) -> bool:
-        """Return whether a node still calibrates, for which it has a process."""
+        """Return whether a node is still calibrating, for which it has a process."""
         modules = {"partition.calibrate", "node.calibration.own_work"}
         return any(modules & set(_command(child)) for child in self._children())
 
@@ -219,7 +221,7 @@ class Machines(survival.Nodes):
 
 
 def _command(process: psutil.Process) -> list[str]:
-    """Return the command line; empty for a process that has just ended."""
+    """Return the command line of a process; empty if the process has just ended."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -265,7 +267,8 @@ def _row(name: str, found: dict[str, list[tuple[int, float]]], takers: dict[str,
     row: dict[str, Any] = {"case": name, "steps_per_second": round(statistics.fmean(rates[name]), 2)}
     for plain in ("plain", "plain, whole batch"):
         if name != plain:
-            # Over all turns: a step that the end of a turn cuts counts in the next one.
+            # Computed over all turns, because a step that is interrupted by the end of a turn counts in the
+            # next turn.
             ratio = statistics.fmean(rates[name]) / statistics.fmean(rates[plain])
             row[f"of_{plain}"] = round(ratio, 3)
     taker = takers[name]
@@ -281,10 +284,10 @@ def _row(name: str, found: dict[str, list[tuple[int, float]]], takers: dict[str,
 
 
 def main() -> int:
-    """Compare, report."""
+    """Compare and report."""
     flags = arguments(
         __doc__ or "",
-        larger="one node with 25M parameters only",
+        larger="measure only one node with 25M parameters",
         two="two replicas only",
         one="one node only",
     )

@@ -2,7 +2,7 @@
 
 The interpreter runs whole models of `tests.zoo` at their realistic size, in turns with the module itself. The
 process is `StageHost` under trio with GPT blocks, in turns with an executor in this process; meanwhile a task
-counts how late the event loop wakes it.
+measures how late the event loop wakes it.
 """
 
 import statistics
@@ -46,13 +46,14 @@ HEARTBEAT_SECONDS = 0.002
 TURN_SECONDS = 0.05
 BATCH, TOKENS, WIDTH = 4, 256, 768
 UNROLLED = ("lstm", "gru")
-"""Their graphs have cells of plain operators, one per position, where torch has one fused operator: they miss
-the goal for the worst case, so the others' worst case is shown too."""
+"""Models that miss the goal for the worst case. Their graphs have cells of plain operators, one per position,
+instead of torch's one fused operator. So the worst case of the other models is shown too."""
 QUICK = ("mlp", "unet", "gpt", "hf-llama")
 
 
 def in_turns(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each, alternating, after a warm-up round; short ones run several times a turn."""
+    """Return the seconds of each function, alternating, after a warm-up round; short ones run several times
+    per turn."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     times = 1
     for number in range(rounds + 1):
@@ -67,7 +68,7 @@ def in_turns(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, list
 
 
 def interpreter(name: str, rounds: int) -> dict[str, Any]:
-    """Return eager time over the interpreter's, forward and with backward."""
+    """Return the ratio of eager time to the interpreter's time, for forward alone and with backward."""
     case = ZOO[name]("bench")
     captured = captured_case(case, torch.float32)
     inputs, labels = case.data(0, case.batch)
@@ -114,7 +115,7 @@ def backward(loss: Tensor) -> None:
 
 
 def values_of(case: Case, graph: Graph) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Return the module's own initial values by rows of the graph's tables."""
+    """Return the module's own initial values, keyed by rows of the graph's tables."""
     state = case.model().state_dict()
     parameters = {}
     for row, parameter in enumerate(graph.parameters):
@@ -129,7 +130,7 @@ def values_of(case: Case, graph: Graph) -> tuple[dict[int, Tensor], dict[int, Te
 
 
 def blocks() -> tuple[StageSpecification, Payload, Payload]:
-    """Return two blocks of a GPT as the middle stage, with an input and a gradient of 4x256x768."""
+    """Return two blocks of a GPT as the middle stage, with an input and a gradient of shape 4x256x768."""
     model = GPT(GPTConfiguration(512, TOKENS, layers=4, heads=12, width=WIDTH, dropout=0.1))
     ids = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
     captured = capture(model, (ids,), labels=(ids,), loss=next_token_loss, name="blocks")
@@ -185,11 +186,12 @@ async def process(rounds: int) -> dict[str, Any]:
         "in_process_ms": round(1e3 * statistics.median(seconds["here"]), 1),
         "host_ms": round(1e3 * statistics.median(seconds["host"]), 1),
         "cost": round(statistics.median(host / here for host, here in pairs) - 1, 4),
-        # A busy machine slows the process, which is nice to others; it does not slow this figure.
+        # A busy machine slows the stage's process, which has a high niceness, but it does not affect this
+        # figure.
         "processor_cost": round(processor["host"] / processor["here"] - 1, 4),
         "heartbeats": len(late),
         "worst_stall_ms": round(1e3 * max(late), 2),
-        # Without the time that other programs on a busy machine took.
+        # Excludes the time that other programs on a busy machine took.
         "worst_stall_processor_ms": round(1e3 * max(busy), 2),
     }
 
@@ -200,7 +202,7 @@ def _processor_seconds(process: psutil.Process) -> float:
 
 
 async def heartbeat(late: list[float], busy: list[float]) -> None:
-    """Append how late each waking is and how long this thread computed, until cancelled."""
+    """Append how late each wake-up is and how long this thread computed, until cancelled."""
     while True:
         due, used = trio.current_time() + HEARTBEAT_SECONDS, time.thread_time()
         await trio.sleep_until(due)
@@ -219,13 +221,13 @@ def admission(name: str) -> dict[str, Any]:
 
 
 def seconds_of_admission(stage: StageGraph, sizes: tuple[int, ...]) -> float:
-    """Return the median of three, after torch has loaded everything for the first."""
+    """Return the median of three admissions, after torch has loaded everything for the first."""
     specification = StageSpecification(b"benchmark", stage, sizes)
     return statistics.median(in_turns({"": lambda: drop(admit(specification))}, 3)[""])
 
 
 def main() -> int:
-    """Measure all three."""
+    """Measure interpreter, process and admission."""
     flags = arguments(__doc__ or "")
     torch.set_num_threads(1)
     names, rounds = (QUICK, 3) if flags.quick else (tuple(ZOO), 15)

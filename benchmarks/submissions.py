@@ -1,10 +1,10 @@
-"""A hundred runs submitted at once to twenty nodes, each a process with one slot, over loopback.
+"""A hundred runs submitted together to twenty nodes over loopback; each node is a process with one slot.
 
     python benchmarks/submissions.py [--nodes 20] [--runs 100] [--times 1]
 
-Three of the nodes each request a third of the runs. The goals: all runs end well, no node has two stages at
-once (by its processes and by its reports of the slot), and each requester gets its share while all have
-waiting runs. `tests.test_submissions` plays the same in virtual time.
+Three of the nodes each request a third of the runs. The goals: all runs end well; no node has two stages at
+the same time (judged by its processes and by its reports of the slot); and each requester gets its share as
+long as all have waiting runs. `tests.test_submissions` plays the same in virtual time.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> int:
             "seconds between a slot given and the end told of", max(row["overlap"] for row in rows), "<=", 5
         ),
     ]
-    if not options.quick:  # three requesters with a dozen runs each have only whole ones
+    if not options.quick:  # with a dozen runs, the three requesters can only get whole ones
         goals.append(Goal("off the fair share", max(row["off"] for row in rows), "<=", OFF_MAX))
     return report("submissions", rows, goals, as_json=options.json)
 
@@ -118,8 +118,8 @@ def play(nodes: int, runs: int, steps: int) -> dict[str, Any]:
 
 
 def _overlap(rows: Sequence[Served]) -> float:
-    """Return the longest delay between a node's next grant of its slot and its report of the previous run's
-    end; that run's stage was closed before."""
+    """Return the longest time by which a node granted its slot to a new run before it reported the end of the
+    previous one, whose stage was closed before."""
     ordered = sorted(rows, key=lambda row: (row.provider, row.begun))
     pairs = [(one, other) for one, other in pairwise(ordered) if one.provider == other.provider]
     return max((one.ended - other.begun for one, other in pairs), default=0.0)
@@ -133,17 +133,18 @@ def _start(group: SwarmProcesses, names: Sequence[str]) -> None:
     until = time.monotonic() + MEET_SECONDS_MAX
     while not all(group.status(name)["members_alive"] == len(names) - 1 for name in names):
         if time.monotonic() > until:
-            raise SystemExit("the nodes do not meet")
+            raise SystemExit("the nodes did not connect")
         time.sleep(LOOK_SECONDS)
 
 
 def _drain(group: SwarmProcesses, names: Sequence[str], whose: dict[str, str]) -> int:
-    """Wait for all ends; return the most processes of stages that a node had at once. An ended process may
-    overlap the next for a moment, so only counts seen twice in a row matter."""
+    """Wait until all runs have ended; return the maximum number of stage processes that a node had at the
+    same time. An ended process may overlap the next one for a moment, so only counts seen twice in a row
+    matter."""
     until, most, before = time.monotonic() + DRAIN_SECONDS_MAX, 0, dict.fromkeys(names, 0)
     while not whose.keys() <= _outcomes(group, names[:REQUESTERS]).keys():
         if time.monotonic() > until:
-            raise SystemExit("some wait for ever")
+            raise SystemExit("some runs wait for ever")
         now = {name: _stages(group.nodes[name].process.pid) for name in names}
         most = max(most, *(min(now[name], before[name]) for name in names))
         before = now
@@ -163,7 +164,7 @@ def _stages(process: int) -> int:
 def _events(group: SwarmProcesses, name: str, *kinds: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     arguments = {"kinds": list(kinds), "since": 0.0, "follow": False}
-    with suppress(NoNode):  # busy: ask again
+    with suppress(NoNode):  # the node is busy, so ask again
         ask(group.nodes[name].data_dir, "events", arguments, found.append, seconds=60.0)
     return found
 

@@ -1,14 +1,16 @@
-"""The cost of a death: real nodes train, some of them are killed with SIGKILL in a step, and the run goes on.
+"""The cost of a death: real nodes train, some of them are killed with SIGKILL in a step, and the run
+continues.
 
-A node is a process group of its own with one core; a kill includes its stage, as in a power cut. The swarm
-has three stages of two replicas, the requester, and spares; it trains a tiny GPT in float64 on a text made
+A node is a separate process group with one core; a kill includes its stage, as in a power cut. The swarm has
+three stages of two replicas, the requester, and spare nodes. It trains a tiny GPT in float64 on a text made
 here. The first run is undisturbed, and every other result is compared with it, even after a stage went back
-to a checkpoint: the repeated arithmetic is the same except for the order of sums.
+to a checkpoint, because the repeated arithmetic is the same except for the order of sums.
 
-For each scenario: `stalled_seconds` is the longest time without a committed step after the kill, `noticed`
-and `planned` when the first survivor declared the victim dead and the next plan came into force, `lost` the
-steps committed before the kill and again after it, `replayed` the micro-batches whose sums died, and
-`frames_again` the frames sent a second time for them. Not measured here: networks between machines.
+For each scenario: `stalled_seconds` is the longest time without a committed step after the kill; `noticed`
+and `planned` are the times when the first survivor declared the victim dead and when the new plan came into
+force; `lost` counts the steps committed before the kill and again after it; `replayed` counts the
+micro-batches whose sums were lost, and `frames_again` the frames sent a second time for them. Not measured
+here: networks between machines.
 """
 
 import shutil
@@ -38,12 +40,13 @@ from node.protocols.run_file import RunFile
 STAGES, REPLICAS, SPARES = 3, 2, 2
 CHECKPOINT_EVERY = 6
 KILL_STEP = 8
-"""Counted from 0: in the middle between two checkpoints, and late enough that one is on other disks."""
+"""The step of the kill, counted from 0: in the middle between two checkpoints, and late enough that one
+checkpoint is on other disks."""
 STALL_GOAL_SECONDS = 15.0
 EXACT = 1e-9
-"""Relative to a tensor's largest value, in float64: the effect of the order of sums."""
+"""Tolerance relative to a tensor's largest value in float64; it allows for a different order of sums."""
 MEET_SECONDS_MAX, PLACE_SECONDS_MAX, STEP_SECONDS_MAX, END_SECONDS_MAX = 60.0, 180.0, 120.0, 60.0
-"""A scenario that waits longer than this has failed."""
+"""Time limits; a scenario that exceeds one has failed."""
 RUN_FILE = """\
 model = "gpt"
 data = "text.txt"
@@ -70,7 +73,7 @@ replicas = {replicas}
 trainers = 2
 checkpoint_every = {every}
 """
-"""Two trainers: only the requester has the data, a file, and may die."""
+"""Settings with two trainers, because only the requester has the data, in a file, and may die."""
 
 Event = dict[str, Any]
 Tensors = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
@@ -92,7 +95,7 @@ class Shape:
 
 
 class Nodes:
-    """The live nodes of one swarm, and all their events of runs in order of arrival."""
+    """The live nodes of one swarm, and all their events about runs in order of arrival."""
 
     def __init__(self, folder: Path, stop: StopFlag) -> None:
         self.heard: list[tuple[str, Event]] = []
@@ -104,7 +107,7 @@ class Nodes:
 
     @property
     def living(self) -> list[str]:
-        """Return names, the eldest first."""
+        """Return the names of the live nodes, the oldest first."""
         return list(self._living)
 
     def name_of(self, peer: str) -> str:
@@ -115,7 +118,7 @@ class Nodes:
         return ask(self._processes.nodes[name].data_dir, command, values, seconds=STEP_SECONDS_MAX)
 
     def refill(self, count: int) -> None:
-        """Start fresh nodes for the missing ones, and wait until all have met."""
+        """Start new nodes for the missing ones, and wait until all are connected."""
         names = [f"n{self._started + number}" for number in range(count - len(self._living))]
         self._started += len(names)
         self._processes.launch(names)
@@ -127,11 +130,11 @@ class Nodes:
         until = time.monotonic() + MEET_SECONDS_MAX
         while any(self._processes.status(name)["members_alive"] != count - 1 for name in self._living):
             if time.monotonic() > until:
-                raise RunFailed(f"{count} nodes did not meet within {MEET_SECONDS_MAX:.0f} s")
+                raise RunFailed(f"{count} nodes did not connect within {MEET_SECONDS_MAX:.0f} s")
             self._stop.pause(0.1)
 
     def kill(self, names: Iterable[str]) -> float:
-        """Send SIGKILL to nodes and their stages; return when, in unix seconds."""
+        """Send SIGKILL to nodes and their stages; return the time in unix seconds."""
         at = time.time()
         for name in names:
             self._living.remove(name)
@@ -139,7 +142,8 @@ class Nodes:
         return at
 
     def hear(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Read the nodes' output until a condition holds; return False if there is none for this long."""
+        """Read the nodes' output until a condition holds; return False if there is no output for this
+        long."""
         while not until():
             end = time.monotonic() + seconds
             while True:
@@ -154,15 +158,15 @@ class Nodes:
         return True
 
     def close(self) -> None:
-        """Let every node say goodbye; kill those that do not."""
+        """Let every node say goodbye, and kill those that do not end."""
         self._processes.close()
 
     def kill_all(self) -> None:
-        """End every process at once."""
+        """Kill all processes immediately."""
         self._processes.kill_all()
 
     def _listen(self, name: str) -> None:
-        with suppress(PeerloomError):  # its end; `check` judges whether that was wanted
+        with suppress(PeerloomError):  # the end of a node; `check` judges whether it was wanted
             for reply in request(self._processes.nodes[name].data_dir, "events"):
                 if "event" in reply:
                     self._inbox.put((name, reply["event"]))
@@ -170,7 +174,7 @@ class Nodes:
 
 @dataclass
 class Watch:
-    """One run as the nodes of its first plan report it."""
+    """One run, as reported by the nodes of its first plan."""
 
     nodes: Nodes
     run: str
@@ -208,13 +212,13 @@ class Watch:
 
     @property
     def endings(self) -> dict[str, Event]:
-        """Return the end of the run, by the node that reports it."""
+        """Return the run's end, by the node that reports it."""
         found = {name: self.events("RunEnded", name) for name in self.nodes.living}
         return {name: rows[0] for name, rows in found.items() if rows}
 
     @property
     def is_over(self) -> bool:
-        """Return whether it has ended at every node that took it up and did not give it back."""
+        """Return whether the run has ended on every node that took it up and did not give it back."""
         held = [
             len(self.events("RunAccepted", name)) - len(self.events("RunReleased", name))
             for name in self.nodes.living
@@ -224,7 +228,7 @@ class Watch:
     # Cost
 
     def figures(self) -> dict[str, Any]:
-        """See the module's docstring."""
+        """Return the figures that the module's docstring explains."""
         commits = [row["at_seconds"] for row in self.events("StepCommitted")]
         after = [at for at in commits if at > self.killed_at]
         gaps = [late - early for early, late in zip([self.killed_at, *after], after, strict=False)]
@@ -256,7 +260,8 @@ class Watch:
         return self.events("RunResumed")
 
     def _lost_steps(self) -> int:
-        """Return the steps committed twice: the larger of this witness' and the committers' count."""
+        """Return how many steps were committed twice: the larger of this witness's and the committers'
+        count."""
         steps: list[int] = [row["step"] for row in self.events("StepCommitted")]
         counted: int = sum(row["lost_steps"] for row in self._resumed())
         return max(len(steps) - len(set(steps)), counted)
@@ -281,12 +286,12 @@ def requester(watch: Watch) -> list[str]:
 
 
 def planner(watch: Watch) -> list[str]:
-    """Choose the first in line to propose the next plan, even the one without itself."""
+    """Choose the member that is first in line to propose the next plan, even a plan without itself."""
     return [watch.nodes.name_of(watch.plan["planner"])]
 
 
 def keeper(watch: Watch) -> list[str]:
-    """Choose a member that keeps copies of the most stages, but not one that another scenario kills
+    """Choose a member that keeps copies of the most stages, excluding those that other scenarios kill
     anyway."""
     others = [name for name in watch.members if [name] not in (requester(watch), planner(watch))]
     return [max(others, key=lambda name: _stages_kept(watch, name))]
@@ -299,7 +304,7 @@ def _stages_kept(watch: Watch, name: str) -> int:
 
 @dataclass(frozen=True)
 class Scenario:
-    """The nodes that die in a step. `stall_goal`: whether STALL_GOAL_SECONDS bounds the run's stall."""
+    """The nodes that die in a step. `stall_goal`: whether STALL_GOAL_SECONDS limits the run's stall."""
 
     name: str
     choose: Choose | None
@@ -335,7 +340,7 @@ class Play:
         self._expected: Tensors | None = None
 
     def scenario(self, scenario: Scenario) -> dict[str, Any]:
-        """Play one run, from its placing to its weights; return its cost. Raises Stalled."""
+        """Play one run, from its placement to its weights; return its cost. Raises Stalled."""
         self._nodes.refill(self._shape.nodes)
         self._nodes.heard.clear()
         watch = self._submit()
@@ -344,7 +349,7 @@ class Play:
         if not nodes.hear(lambda: bool(watch.endings), STEP_SECONDS_MAX):
             raise Stalled(f"{scenario.name}: no end, {len(watch.events('StepCommitted'))} steps")
         if not nodes.hear(lambda: watch.is_over, END_SECONDS_MAX):
-            raise Stalled(f"{scenario.name}: it has ended at {', '.join(watch.endings)} only")
+            raise Stalled(f"{scenario.name}: the run has ended only on {', '.join(watch.endings)}")
         ends = watch.endings
         outcomes = {row["outcome"] for row in ends.values()}
         if outcomes != {"done"}:
@@ -386,13 +391,13 @@ class Play:
         watch.killed_at = self._nodes.kill(chosen)
 
     def _weights(self, watch: Watch, ends: Mapping[str, Event]) -> Tensors:
-        """Return the weights that the last survivor keeps. Raises Stalled if they are wrong."""
+        """Return the weights kept by the last survivor. Raises Stalled if they are wrong."""
         name, end = list(ends.items())[-1]
         out = self._folder / f"{watch.run}.safetensors"
         self._nodes.ask(name, "runs.fetch", {"run": watch.run, "out": str(out)})
         data = out.read_bytes()
         if blake3(data).hexdigest() != end["weights"]:
-            raise Stalled(f"{name} keeps other weights than the run ended with")
+            raise Stalled(f"{name} keeps weights that differ from those of the run's end")
         tensors: Tensors = safetensors.numpy.load(data)
         return tensors
 
@@ -437,7 +442,7 @@ def capture(folder: Path, run_file: str) -> None:
 
 @contextmanager
 def swarm(kind: type[Kind]) -> Iterator[tuple[Kind, Path]]:
-    """Yield a swarm without nodes yet, and a folder; no process and no file stays in any case."""
+    """Yield a swarm without nodes yet, and a folder. No process and no file is left behind in any case."""
     folder = Path(tempfile.mkdtemp(prefix="peerloom-survival-"))
     stop = StopFlag()
     nodes = kind(folder, stop)
@@ -455,7 +460,7 @@ def swarm(kind: type[Kind]) -> Iterator[tuple[Kind, Path]]:
 
 
 def measure(scenarios: Sequence[Scenario], shape: Shape) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Play all in one swarm, up to the first that fails."""
+    """Play all scenarios in one swarm, until one fails."""
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     with swarm(Nodes) as (nodes, folder):
@@ -474,7 +479,7 @@ def measure(scenarios: Sequence[Scenario], shape: Shape) -> tuple[list[dict[str,
 
 
 def main() -> int:
-    """Play, report."""
+    """Play the scenarios and report."""
     flags = arguments(__doc__ or "")
     scenarios, shape = SCENARIOS, Shape(steps=80, stages=STAGES, replicas=REPLICAS, spares=SPARES)
     if flags.quick:

@@ -2,10 +2,10 @@
 
     python benchmarks/swim.py [--json] [--quick] [--seeds N] [--members N] [--only PART]
 
-Bare cores on the simulator's engine (`_swarm`), the lan preset, links of 10 to 80 ms: everything is in
-virtual time, so that a loaded machine changes no figure. In full 20 seeds of 1,000 members; with `--quick`
-fewer seeds and members. A crash counts as suspected when any member suspects it, and as dead for each
-observer when that one says so.
+Bare cores run on the simulator's engine (`_swarm`) with the lan preset and links of 10 to 80 ms. Everything
+is in virtual time, so a loaded machine changes no figure. The full form uses 20 seeds of 1,000 members,
+`--quick` fewer seeds and members. A crash counts as suspected when any member suspects it, and as dead for
+each observer when that observer reports it.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def quantile(values: Iterable[float], share: float) -> float:
 
 
 def detection(size: Size, seed: int, loss: bool) -> dict[str, Any]:
-    """Measure crashes one after another: first suspicions, and verdicts at all others."""
+    """Measure crashes one after another: the first suspicion, and the verdicts of all other members."""
     swarm = Swarm(size.members, LAN, LOSSY if loss else LINKS, seed)
     swarm.run(SETTLED_SECONDS)
     crashed: dict[bytes, float] = {}
@@ -74,7 +74,7 @@ def detection(size: Size, seed: int, loss: bool) -> dict[str, Any]:
 
 
 def traffic(size: Size, seed: int, loss: bool, *, scoped: bool = False) -> dict[str, Any]:
-    """Measure traffic while nobody comes or goes."""
+    """Measure traffic while no member comes or goes."""
     swarm = Swarm(size.members, LAN, LOSSY if loss else LINKS, seed, scoped=scoped)
     swarm.run(SETTLED_SECONDS)
     before = swarm.sent_bytes()
@@ -87,7 +87,7 @@ def traffic(size: Size, seed: int, loss: bool, *, scoped: bool = False) -> dict[
 
 
 def news(size: Size, seed: int) -> float:
-    """Return the seconds until all know a new profile, at 10 % loss."""
+    """Return the seconds until all members know a new profile, at 10 % loss."""
     swarm = Swarm(size.members, LAN, LOSSY, seed)
     swarm.run(SETTLED_SECONDS)
     told = swarm.profile(0)
@@ -103,11 +103,12 @@ def news(size: Size, seed: int) -> float:
 
 
 def blocked(size: Size, seed: int, settings: SwimSettings) -> tuple[int, int]:
-    """Return false deaths of healthy members: at any observer, and at healthy ones.
+    """Return the number of false deaths of healthy members: according to any observer, and according to
+    healthy ones.
 
-    Lifeguard's experiment (Dadgar et al. 2018, section V): 5 % of members are slow in turns, for 2 to 10 s at
-    a time with 0.5 to 4 s between. Messages to and from them wait until it is over, while their timers run
-    on. (A process that does not run at all cannot accuse anybody.)
+    Lifeguard's experiment (Dadgar et al. 2018, section V): 5 % of members take turns at being slow, for 2 to
+    10 s at a time with 0.5 to 4 s between. Messages to and from a slow member wait until it is over, while
+    its timers run on. (A process that does not run at all cannot accuse anybody.)
     """
     swarm = Swarm(size.members, settings, LINKS, seed, blockable=True)
     swarm.run(SETTLED_SECONDS)
@@ -128,7 +129,7 @@ def blocked(size: Size, seed: int, settings: SwimSettings) -> tuple[int, int]:
 
 
 def one_way(size: Size, seed: int) -> int:
-    """Return false deaths where 10 % of all pairs are blocked in one direction."""
+    """Return the number of false deaths if 10 % of all pairs are blocked in one direction."""
     swarm = Swarm(size.members, LAN, LINKS, seed)
     rng = Random(seed)
     for one in swarm.peers:
@@ -140,7 +141,8 @@ def one_way(size: Size, seed: int) -> int:
 
 
 def healed(size: Size, seed: int) -> float:
-    """Return the seconds after a split of 60 s until everybody lists everybody as live again."""
+    """Return the seconds from the end of a split of 60 s until every member lists all others as live
+    again."""
     swarm = Swarm(size.members, LAN, LINKS, seed)
     swarm.run(SETTLED_SECONDS)
     half = size.members // 2
@@ -156,9 +158,9 @@ def healed(size: Size, seed: int) -> float:
 
 
 def hostile(size: Size, seed: int, liars: int) -> dict[str, Any]:
-    """Play liars that tell random members, ten times a second each, that others are suspect and dead, in the
-    present incarnation, an old one and a future one; and that replay, forge and jump incarnations of their
-    own."""
+    """Play liars. Ten times a second, each tells random members that others are suspect or dead, with the
+    current incarnation, an old one or a future one. Liars also replay and forge facts, and jump to new
+    incarnations of their own."""
     swarm = Swarm(size.members, LAN, LINKS, seed)
     swarm.run(SETTLED_SECONDS)
     honest = swarm.peers[liars:]
@@ -196,7 +198,7 @@ def _lies(swarm: Swarm, liar: int, victim: bytes, incarnation: int, rng: Random)
         sign_body(signer, DeadBody(victim, incarnation, rng.randrange(2_000))),
         sign_body(signer, AliveBody(2 + rng.randrange(2**41), f"node-{liar}", (), b"")),
     ]
-    if rng.random() < 0.1:  # one not signed by its author ends the reading of a message
+    if rng.random() < 0.1:  # a fact that is not signed by its author ends the reading of a message
         forged = lies[0]
         lies.append(Fact(bytes(victim), forged.body, forged.signature))
     return tuple(lies)
@@ -207,7 +209,7 @@ def _tell(swarm: Swarm, liar: int, receiver: Any, lies: tuple[Fact, ...]) -> Non
 
 
 class Played:
-    """The results so far: rows, printed as they come, and goals."""
+    """The results so far: rows, printed as they are added, and goals."""
 
     def __init__(self, size: Size) -> None:
         self.size = size
@@ -227,7 +229,7 @@ class Played:
 
 
 def play_crashes(played: Played) -> None:
-    """Measure how soon a crash is suspected and known."""
+    """Measure how soon a crash is suspected, and how soon all members know it."""
     for loss, name in ((False, "no loss"), (True, "10 % loss")):
         suspected: list[float] = []
         dead: list[float] = []
@@ -248,7 +250,7 @@ def play_crashes(played: Played) -> None:
 
 
 def play_idle(played: Played) -> None:
-    """Measure the cost while nobody comes or goes, and false deaths."""
+    """Measure the cost and the false deaths while no member comes or goes."""
     for loss, name in ((False, "no loss"), (True, "10 % loss")):
         rate, falsely, hours = 0.0, 0, 0.0
         for seed in played.seeds:
@@ -263,7 +265,7 @@ def play_idle(played: Played) -> None:
 
 
 def play_scoped(played: Played) -> None:
-    """Measure the cost per member with ten times as many, each of which lists its neighbourhood."""
+    """Measure the cost per member with ten times as many members, each of which lists its neighbourhood."""
     size = replace(played.size, members=10 * played.size.members)
     for loss, name in ((False, "no loss"), (True, "10 % loss")):
         one = traffic(size, 1, loss, scoped=True)
@@ -274,7 +276,7 @@ def play_scoped(played: Played) -> None:
 
 
 def play_news(played: Played) -> None:
-    """Measure how soon all know a change."""
+    """Measure how soon all members know a change."""
     spread = []
     for seed in played.seeds:
         spread.append(news(played.size, seed))
@@ -284,7 +286,7 @@ def play_news(played: Played) -> None:
 
 
 def play_blocked(played: Played) -> None:
-    """Compare Lifeguard on and off, same seeds."""
+    """Compare runs with and without Lifeguard, with the same seeds."""
     on, off = [0, 0], [0, 0]
     for seed in played.few:
         for counts, settings in ((on, LAN), (off, WITHOUT_LIFEGUARD)):
@@ -298,7 +300,7 @@ def play_blocked(played: Played) -> None:
 
 
 def play_paths(played: Played) -> None:
-    """Play one-way pairs, and a split that heals."""
+    """Play pairs that are blocked one way, and a split that heals."""
     each: tuple[tuple[str, Callable[[Size, int], float], float], ...] = (
         ("false deaths, 10 % of pairs one way", one_way, 0),
         ("seconds until views are whole after a split of 60 s", healed, 30.0),
@@ -310,7 +312,7 @@ def play_paths(played: Played) -> None:
 
 
 def play_hostile(played: Played) -> None:
-    """Play one liar, and one member in twenty."""
+    """Play with one liar, and with one liar in twenty members."""
     for name, liars in (("one liar", 1), ("5 % liars", played.size.members // 20)):
         lied = [hostile(played.size, seed, liars) for seed in played.few]
         cost = max(row["cost"] for row in lied)

@@ -1,10 +1,10 @@
-"""Our streams against plain TCP: bulk, a signed activation there and back, a round trip, connecting.
+"""Our streams compared with plain TCP: bulk, a signed activation sent and returned, a round trip, connecting.
 
-Two processes on loopback for each case, in turns, medians; a ratio is the median of the ratios within a
-round, so that other load on the machine cancels. "Plain sockets" are blocking ones with one preallocated
-buffer: nothing in Python is faster. The activation is a frame as stages send it: packed, digested, signed,
-encrypted, and checked at both ends, in the pipeline's own messages; plain sockets send just the same number
-of bytes.
+There are two processes on loopback for each case, which take turns. Figures are medians; a ratio is the
+median of the ratios within a round, so that other load on the machine cancels out. "Plain sockets" are
+blocking sockets with one preallocated buffer; nothing in Python is faster. The activation is a frame as
+stages send it: packed, digested, signed, encrypted, and checked at both ends, in the pipeline's own messages;
+plain sockets send just the same number of bytes.
 """
 
 import multiprocessing
@@ -55,17 +55,19 @@ from partition.codecs.codec import Array, pack, unpack
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, make_frame, open_frame
 
 DIGEST_THREADS = 2
-"""As at a stage with both cores: while one end digests, the other waits."""
+"""Number of threads that digest, as in a stage with both cores, because while one end digests, the other
+waits."""
 PINGS, CONNECTS, DATAGRAMS = 100, 5, 30
 TIMES = {"ping": PINGS, "connect": CONNECTS, "reopen": CONNECTS, "datagram": DATAGRAMS}
 ECHO_GOAL, BULK_GOAL, STALL_GOAL_SECONDS = 2.5, 0.5, 0.005
 BULK_CPU_GOAL, PING_GOAL, CONNECT_CPU_GOAL_SECONDS = 2.2, 1.3, 0.003
 KNOWN_PEER_CPU_GOAL_SECONDS = 60e-6
-"""One side's CPU for a datagram there and back, beyond the same on trio's sockets."""
+"""Maximum CPU time on one side for a datagram sent and returned, in addition to that of trio's sockets."""
 
 PLAIN, TRIO, TLS, LIBP2P = "plain sockets", "trio sockets", "trio.SSLStream, TLS 1.3", "py-libp2p"
 SLOW_ROUNDS = 2
-"""py-libp2p is measured only in the last rounds: its bulk takes as long as all others' rounds together."""
+"""Number of final rounds in which py-libp2p is measured; its bulk transfer takes as long as all other cases
+together."""
 CIPHERS = {"peerloom, AES-256-GCM": "AESGCM", "peerloom, ChaCha20-Poly1305": "ChaChaPoly"}
 OURS = next(iter(CIPHERS))
 SERVER = Identity(b"s" * 32)
@@ -78,7 +80,7 @@ Figures = dict[str, list[float]]
 
 
 def make_network(identity: Identity, cipher: str) -> RealNetwork:
-    """Return a node's network on any port of loopback."""
+    """Return a node's network on any free port of loopback."""
     return RealNetwork(
         identity,
         os.urandom(32),
@@ -91,7 +93,7 @@ def make_network(identity: Identity, cipher: str) -> RealNetwork:
 
 
 async def send_activation(stream: Stream, signer: Signer, activation: Array) -> None:
-    """Send as a stage does: pack, digest, sign, send."""
+    """Send an activation as a stage does: pack, digest, sign, send."""
     payload = pack([("float32", activation)], "raw", threads=DIGEST_THREADS)
     frame = make_frame(
         signer,
@@ -117,7 +119,7 @@ async def receive_activation(stream: Stream) -> Array:
 
 
 class StreamLine:
-    """`Line` over our streams, one for each kind of conversation."""
+    """A `Line` over our streams, with one stream for each kind of conversation."""
 
     def __init__(self, network: RealNetwork, port: int, cipher: str, streams: dict[str, Stream]) -> None:
         self._network, self._streams = network, streams
@@ -135,11 +137,11 @@ class StreamLine:
         stream = self._streams["frames"]
         await send_activation(stream, self._signer, self._activation)
         back = await receive_activation(stream)
-        # A hundredth of it is compared here: the digests have compared all of it.
+        # Only a hundredth is compared here, because the digests have compared all of it.
         assert np.array_equal(back[::100], self._activation[::100])
 
     async def payload(self) -> None:
-        """Send encrypted there and back, neither signed nor digested."""
+        """Send a payload there and back: encrypted, but neither signed nor digested."""
         stream = self._streams["payloads"]
         await stream.send(b"", self._activation.data)
         await stream.receive_with_payload(ECHO_BYTES)
@@ -153,15 +155,16 @@ class StreamLine:
         await self._network.identify(self._address)
 
     async def reopen(self) -> None:
-        """Open a stream on the idle connection of the last one."""
+        """Open a stream on the idle connection of the previous one."""
         await (await self._network.open(SERVER.peer, _protocol("once"))).aclose()
 
     async def datagram(self) -> None:
-        """Send a message there and back, with a known peer."""
+        """Send a message to a known peer and back."""
         await ask_by_datagram(self._network)
 
     async def new_peer(self) -> float:
-        """Send from an unknown node; return the seconds from its first message to the answer."""
+        """Send from a node that is unknown to the far side; return the seconds from its first message to the
+        answer."""
         network = make_network(Identity(os.urandom(32)), self._cipher)
         async with trio.open_nursery() as nursery:
             await nursery.start(network.run)
@@ -178,7 +181,7 @@ class StreamLine:
 
 
 async def ask_by_datagram(network: RealNetwork) -> None:
-    """Send a message to the far side and back; a loss on loopback would hang."""
+    """Send a message to the far side and back; a loss would hang, but loopback loses nothing."""
     network.send(SERVER.peer, _protocol("datagrams"), bytes(PING_BYTES))
     inbox = network.inbox(_protocol("datagrams"))
     ((_, answer),) = await inbox.take(trio.current_time() + ANSWER_SECONDS)
@@ -218,7 +221,7 @@ async def tell_cpu(stream: Stream) -> None:
 
 
 async def say_nothing(stream: Stream) -> None:
-    """Do nothing: the far side of a stream that is opened and closed."""
+    """Do nothing, as the far side of a stream that is only opened and closed."""
 
 
 async def answer_datagrams(network: RealNetwork) -> None:
@@ -253,7 +256,7 @@ async def serve_streams(connection: Connection, cipher: str) -> None:
 
 
 def serve(case: str, pem: Path, connection: Connection) -> None:
-    """Run a far side's process."""
+    """Run the process of a far side."""
     if case == PLAIN:
         serve_plain(connection)
     elif case == LIBP2P:
@@ -266,7 +269,7 @@ def serve(case: str, pem: Path, connection: Connection) -> None:
 
 @contextmanager
 def far_sides(cases: list[str], folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield each case's far side in a process of its own: its port, and py-libp2p's id."""
+    """Yield each case's far side in a separate process: its port, and py-libp2p's id."""
     pem = certificate(folder)
     context = multiprocessing.get_context("spawn")
     processes, ports = [], {}
@@ -307,7 +310,8 @@ async def connect_line(case: str, port: int, pem: Path, nursery: trio.Nursery) -
 
 
 async def timed(line: Line, figures: Figures, name: str) -> None:
-    """Measure once, with enough repetitions to be visible; and the CPU seconds of both ends."""
+    """Measure once, with enough repetitions for a meaningful time; also record the CPU seconds of both
+    ends."""
     call, times = getattr(line, name), TIMES.get(name, 1)
     far = await line.far_cpu_seconds()
     near, begun = time.process_time(), time.perf_counter()
@@ -319,8 +323,8 @@ async def timed(line: Line, figures: Figures, name: str) -> None:
 
 
 class LongestStep(trio.abc.Instrument):
-    """The longest time that any task kept the event loop: seconds of computing, so that other load on the
-    machine cancels."""
+    """The longest time that any task held the event loop, in seconds of computing, so that other load on the
+    machine cancels out."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -334,8 +338,8 @@ class LongestStep(trio.abc.Instrument):
 
 
 async def longest_stall_seconds(line: Line, rounds: int) -> float:
-    """Return the longest stall while payloads are encrypted and decrypted; the median of the worst of each
-    echo."""
+    """Return the longest stall while payloads are encrypted and decrypted: the median over the worst stall of
+    each echo."""
     assert isinstance(line, StreamLine)
     worst = []
     for _ in range(rounds):
@@ -361,7 +365,7 @@ async def measure(ports: dict[str, Any], pem: Path, rounds: int) -> tuple[dict[s
             for case, line in lines.items():
                 if case == LIBP2P and number + SLOW_ROUNDS <= rounds:
                     continue
-                # The first round warms up: buffers, windows, caches.
+                # The first round only warms up buffers, windows and caches.
                 figures = found[case] if number else {}
                 for name in ("bulk", "echo", "ping", "connect"):
                     await timed(line, figures, name)
@@ -386,13 +390,14 @@ def ratio(
 
 
 def known_peer_seconds(found: dict[str, Figures]) -> float:
-    """Return one side's CPU for a datagram there and back with a known peer, beyond trio's sockets."""
+    """Return one side's CPU time for a datagram to a known peer and back, in addition to that of trio's
+    sockets."""
     pairs = zip(found[OURS]["datagram cpu"], found[TRIO]["datagram cpu"], strict=True)
     return statistics.median(ours - raw for ours, raw in pairs) / 2
 
 
 def row(found: dict[str, Figures], case: str) -> dict[str, Any]:
-    """Return one case relative to plain sockets."""
+    """Return the row of one case, relative to plain sockets."""
     middle = {name: statistics.median(values) for name, values in found[case].items()}
     figures = {
         "case": case,

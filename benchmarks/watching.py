@@ -1,11 +1,11 @@
-"""The cost of being watched for a computing node: its page, five watchers, metrics and traces, on against
-off.
+"""How much a computing node is slowed by being watched: its page with five watchers, metrics and traces, on
+compared with off.
 
-Two nodes, each alone in a swarm of its own, train the same model. One has no page; the other has one, with
-five open streams, is scraped every second, and is asked for the trace of its newest step before every turn
-(spans are always recorded). They take turns: while one computes, the other's processes are stopped, so both
-have the same machine within seconds. Each pair compares steps per second, and the processor time per step,
-which other programs of a busy machine disturb less.
+Two nodes, each alone in a separate swarm, train the same model. One has no page. The other has one with five
+open streams, is scraped every second, and is asked for the trace of its newest step before every turn (spans
+are always recorded). They take turns: while one computes, the other's processes are stopped, so within
+seconds both see the same machine. Each pair of turns compares steps per second, and the processor time per
+step, which other programs on a busy machine disturb less.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ replicas = 1
 
 
 class Trained:
-    """One node that trains alone, only within `turn`."""
+    """One node that trains alone, and only within `turn`."""
 
     def __init__(self, folder: Path, name: str, *, is_watched: bool) -> None:
         self.name = name
@@ -73,7 +73,7 @@ class Trained:
         until = time.monotonic() + START_SECONDS_MAX
         while self._step() < 3:
             self._swarm.check()
-            assert time.monotonic() < until, "it does not train"
+            assert time.monotonic() < until, "the node does not train"
             time.sleep(0.2)
         if self._is_watched:
             self._open()
@@ -118,7 +118,7 @@ class Trained:
         return steps / took, used / max(1, steps)
 
     def _trace(self) -> None:
-        """Request a trace, as a person does now and then: outside the measured time."""
+        """Request a trace, as a person does occasionally, outside the measured time."""
         ask(self._folder, "runs.trace", {"run": self._run()["run"], "steps": 1}, seconds=20)
         self.traces += 1
 
