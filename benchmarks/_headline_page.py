@@ -260,7 +260,7 @@ def _nodes(table: Table) -> list[str]:
 
 
 def _renew(table: Table, goals: list[Goal]) -> None:
-    """Replace the measurements of processes in the page, and keep the conclusions of its other parts."""
+    """Renew the measurements of processes and their goals; add the part on shuffles if it is missing."""
     lines = (DOCS / "headline.md").read_text().splitlines()
     lines = lines[: lines.index(PROCESSES_TITLE) + 2] + _processes(table)
     for goal in goals:

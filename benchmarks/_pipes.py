@@ -286,7 +286,7 @@ def certificate(folder: Path) -> Path:
 
 
 def tls_context(path: Path, *, server: bool) -> ssl.SSLContext:
-    """Return a TLS 1.3 context. Host names are not checked, which saves no measurable time."""
+    """Return a TLS 1.3 context. Host names are not checked; a check would cost next to nothing here."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if server:

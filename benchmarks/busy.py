@@ -222,7 +222,14 @@ def main() -> int:
     for place, count in enumerate(BUSY):
         best = max(values[place] for values in fixed)
         share = rates[CHOSEN.name][place] / max(best, 1e-9)
-        goals.append(Goal(f"{count} busy beside it, of the best fixed setting", share, ">=", SHARE_GOAL))
+        goals.append(
+            Goal(
+                f"{count} other busy processes, steps relative to the best fixed setting",
+                share,
+                ">=",
+                SHARE_GOAL,
+            )
+        )
     return report("busy", rows, goals, as_json=flags.json)
 
 

@@ -55,7 +55,7 @@ def main() -> int:
         rows += [_row(mode, seed, found) for seed, found in zip(seeds, played, strict=True)]
         rows += _deaths(mode, [death for found in played for death in found.deaths])
         worst = min(found.share for found in played)
-        goals.append(Goal(f"{mode}: share of what was present, worst seed", worst, ">=", SHARE_MIN))
+        goals.append(Goal(f"{mode}: share of the present capacity, worst seed", worst, ">=", SHARE_MIN))
     placed = Play({"steps": PLACED_STEPS, "test_samples": 360}, PLACED_SECONDS_MAX, 1, PHASES).play()
     rows += _deaths("exact, placed", placed.deaths)
     return report("churn_runs", rows, goals, as_json=flags.json)

@@ -204,8 +204,10 @@ def memory(calibration: Calibration, *, is_quick: bool) -> tuple[list[dict[str, 
         print(rows[-1], file=sys.stderr)
     ratios = [row["memory"] for row in rows]
     return rows, [
-        Goal("peak memory, least of predicted over measured", min(ratios), ">=", 1.0),
-        Goal("peak memory, median of predicted over measured", statistics.median(ratios), "<=", MEMORY_GOAL),
+        Goal("peak memory, lowest ratio of predicted to measured", min(ratios), ">=", 1.0),
+        Goal(
+            "peak memory, median ratio of predicted to measured", statistics.median(ratios), "<=", MEMORY_GOAL
+        ),
     ]
 
 

@@ -212,11 +212,11 @@ def main() -> int:
             )  # fmt: skip
             goals += [
                 Goal(
-                    f"{kind}: memory over what is allowed", peak / (2 * arrays + LIBRARIES_BYTES), "<=", 1.0
+                    f"{kind}: memory relative to the limit", peak / (2 * arrays + LIBRARIES_BYTES), "<=", 1.0
                 ),
                 Goal(f"{kind}: seconds to end after Ctrl-C", ended, "<=", ENDED_SECONDS_MAX),
                 Goal(f"{kind}: files and processes left by Ctrl-C", len(left), "<=", 0),
-                Goal(f"{kind}: Ctrl-C's status is 130", float(status in INTERRUPTED), ">=", 1),
+                Goal(f"{kind}: exit code after Ctrl-C is 130", float(status in INTERRUPTED), ">=", 1),
             ]
             if seconds > LONG_SECONDS:
                 goals.append(Goal(f"{kind}: lines of progress", lines, ">=", 1))

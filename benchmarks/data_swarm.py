@@ -55,10 +55,16 @@ def main() -> int:
                 mutes=mutes,
             )
             rows.append(row(what, seed, found))
-            goals.append(Goal(f"{what}, seed {seed}: providers with everything", found.finished, ">=", PEERS))
+            goals.append(
+                Goal(f"{what}, seed {seed}: providers with a full copy", found.finished, ">=", PEERS)
+            )
             if not liars:
                 ratio = found.seconds / found.seconds_of_source_alone
-                goals.append(Goal(f"{what}, seed {seed}: of the requester alone", ratio, "<=", RATIO_GOAL))
+                goals.append(
+                    Goal(
+                        f"{what}, seed {seed}: time relative to the requester alone", ratio, "<=", RATIO_GOAL
+                    )
+                )
     return report("data_swarm", rows, goals, as_json=flags.json)
 
 

@@ -93,7 +93,7 @@ def main() -> int:
     }
     goals = [
         Goal("stored", stored, ">=", PROCESSES * count),
-        Goal("found after all were killed, of all stored", have(found) / max(1, stored), ">=", 1.0),
+        Goal("found after all were killed, share of all stored", have(found) / max(1, stored), ">=", 1.0),
         Goal("expired records found", stale, "<=", 0),
     ]
     return report("dht_restart", [row], goals, as_json=flags.json)

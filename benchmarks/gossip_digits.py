@@ -204,7 +204,7 @@ def main() -> int:
     row = play(peers, killed, patience, stages=2 if options.columns else 1)
     goals = [
         Goal("accuracy of the model from the late joiner", row["accuracy"], ">=", ACCURACY_GOAL),
-        Goal("members whose run is done by convergence", float(row["reason"] == [CONVERGED]), ">=", 1),
+        Goal("the run ended by convergence at all members", float(row["reason"] == [CONVERGED]), ">=", 1),
     ]
     return report("gossip_digits", [row], goals, as_json=options.json)
 

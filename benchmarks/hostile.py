@@ -49,8 +49,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="shorter, under 50 s")
-    parser.add_argument("--minutes", type=float, default=0.5, help="how long all attacks last at once")
-    parser.add_argument("--member", action="store_true", help="by a member of the swarm, not by strangers")
+    parser.add_argument("--minutes", type=float, default=0.5, help="how long all attacks run together")
+    parser.add_argument(
+        "--member", action="store_true", help="attacks by a member of the swarm instead of unknown peers"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of what a member says")
     return parser.parse_args()
 
@@ -110,13 +112,15 @@ def goals_of(rows: list[Row], outcomes: list[Outcome], before_bytes: int) -> lis
         Goal("honest requests not answered", unanswered, "<=", 0),
         Goal("growth of memory, MiB", (highest_bytes - before_bytes) / 2**20, "<=", GROWTH_GOAL_MIB),
         Goal(
-            "CPU of a random datagram refused, microseconds",
+            "CPU per refused random datagram, microseconds",
             random_microseconds,
             "<=",
             RANDOM_GOAL_MICROSECONDS,
         ),
         *(
-            Goal(f"CPU of one of {name}, microseconds", microseconds, "<=", REFUSED_GOAL_MICROSECONDS)
+            Goal(
+                f"CPU per refused item of {name}, microseconds", microseconds, "<=", REFUSED_GOAL_MICROSECONDS
+            )
             for name, microseconds in cheap.items()
         ),
     ]
@@ -158,8 +162,8 @@ def by_member(flags: argparse.Namespace) -> int:
             MEMBER_GROWTH_GOAL_MIB,
         ),
         Goal("disk, MiB", max(found.disk_bytes.values(), default=0) / 2**20, "<=", GUEST_BYTES_MAX / 2**20),
-        Goal("honest runs that were not done", sum(each != "done" for each in found.outcomes), "<=", 0),
-        Goal("honest runs under way too long", len(found.unfinished), "<=", 0),
+        Goal("honest runs that did not end well", sum(each != "done" for each in found.outcomes), "<=", 0),
+        Goal("honest runs that took too long", len(found.unfinished), "<=", 0),
         Goal("wrong results", wrong, "<=", 0),
         Goal("right results", len(found.results) - wrong, ">=", 1),
     ]

@@ -313,15 +313,25 @@ def main() -> int:
                 some = [row for row in found if row["lies"] in members]
                 least = min(some, key=lambda row: row["accuracy"])
                 goals += [
-                    Goal(f"{name}, {group}: mean by {least['lies']}", least["accuracy"], ">=", MEAN_MIN),
-                    Goal(f"{name}, {group}: worst peer", min(row["worst"] for row in some), ">=", WORST_MIN),
+                    Goal(
+                        f"{name}, {group}: mean accuracy under {least['lies']}",
+                        least["accuracy"],
+                        ">=",
+                        MEAN_MIN,
+                    ),
+                    Goal(
+                        f"{name}, {group}: accuracy of the worst peer",
+                        min(row["worst"] for row in some),
+                        ">=",
+                        WORST_MIN,
+                    ),
                 ]
         usual = Game(DEFAULT, "none")
         loss = measure("characters", replace(usual, rule="mean"), 1)["loss"]
         for kind in ("none", "scaled") if options.quick else kinds:
             found_loss = measure("characters", replace(usual, kind=kind), 1)["loss"]
             goals.append(
-                Goal(f"characters, {kind}: times the loss of the mean", found_loss / loss, "<=", LOSS_MAX)
+                Goal(f"characters, {kind}: loss relative to the mean", found_loss / loss, "<=", LOSS_MAX)
             )
         for rule in ("mean",) if options.quick else RULES:
             for kind in ("sign flip", "scaled") if options.quick else kinds:

@@ -287,7 +287,7 @@ def main() -> int:
         {
             "strategy": name,
             "loss": round(float(np.mean(found)), 4),
-            "before the last rounds": round(before[name], 4),
+            "loss before the final rounds": round(before[name], 4),
             "beside DiLoCo": round(float(np.mean(np.array(found) - diloco)), 4),
             "error": round(float(np.std(np.array(found) - diloco) / max(len(seeds) - 1, 1) ** 0.5), 4),
             "MB sent": round(sent[name] / 1e6, 3),
@@ -304,7 +304,7 @@ def main() -> int:
             Goal(f"SparseLoCo{suffix}: loss above DiLoCo", float(np.mean(sparse - diloco)), "<=", 0.0),
         ]
     fewer = sent["per-step averaging"] / sent["SparseLoCo"]
-    goals.append(Goal("SparseLoCo: times fewer bytes than per step", fewer, ">=", 100.0))
+    goals.append(Goal("SparseLoCo: how many times fewer bytes than averaging each step", fewer, ">=", 100.0))
     return report("low_communication", rows, goals, as_json=flags.json)
 
 

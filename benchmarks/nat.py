@@ -127,10 +127,7 @@ def p95(ordered: list[float]) -> float:
 
 def main() -> None:
     flags = arguments(
-        (
-            "Bulk transfer and probes through a relay, compared with a direct "
-            "connection, over 100 Mbit/s links."
-        )
+        "Bulk transfer and probes through a relay, compared with a direct connection, over 100 Mbit/s links."
     )
     found = figures(4.0 if flags.quick else 15.0)
     cost = found.pop("cost")
@@ -161,9 +158,9 @@ def main() -> None:
     )
     rows.append(
         {
-            "way": f"meeting, {len(met)} times",
+            "way": f"hole punching, {len(met)} tries",
             "circuit, round trips": round(usable[len(usable) // 2], 1),
-            "of a stranger to the relay": round(usable_cold[len(usable_cold) // 2], 1),
+            "circuit without a relay connection, round trips": round(usable_cold[len(usable_cold) // 2], 1),
             "circuit ms": round(1e3 * max(each["opened_seconds"] for each in met)),
             "punched s": round(punched[len(punched) // 2], 2),
             "punched max s": round(punched[-1], 2),
@@ -171,21 +168,24 @@ def main() -> None:
     )
     share = found["relayed"]["bytes_per_second"] / found["direct"]["bytes_per_second"]
     goals = [
-        Goal("bulk through a relay, share of a direct connection", share, ">=", RELAYED_MIN),
+        Goal("bulk rate through a relay, relative to a direct connection", share, ">=", RELAYED_MIN),
         Goal(
-            "probe beside bulk through a relay, p95 seconds",
+            "probe during a bulk transfer through a relay, p95 seconds",
             found["relayed"]["probe_p95_seconds"],
             "<=",
             PROBE_SECONDS_MAX,
         ),
         Goal(
-            "a stream through a relay, seconds", found["relayed"]["opened_seconds"], "<=", OPENED_SECONDS_MAX
+            "time to open a stream through a relay, seconds",
+            found["relayed"]["opened_seconds"],
+            "<=",
+            OPENED_SECONDS_MAX,
         ),
-        Goal("CPU of a relay, seconds a GB", cost["cpu_seconds_per_gb"], "<=", CPU_SECONDS_PER_GB_MAX),
-        Goal("memory of a relay, bytes a circuit", cost["bytes_per_circuit"], "<=", CIRCUIT_BYTES_MAX),
+        Goal("CPU of a relay, seconds per GB", cost["cpu_seconds_per_gb"], "<=", CPU_SECONDS_PER_GB_MAX),
+        Goal("memory of a relay, bytes per circuit", cost["bytes_per_circuit"], "<=", CIRCUIT_BYTES_MAX),
         Goal("circuit usable, median round trips", usable[len(usable) // 2], "<=", USABLE_TRIPS_MAX),
         Goal(
-            "circuit usable where the relay is a stranger, median round trips",
+            "circuit usable without a relay connection, median round trips",
             usable_cold[len(usable_cold) // 2],
             "<=",
             STRANGER_TRIPS_MAX,

@@ -59,7 +59,7 @@ class Script:
         alarm.cancel()
         if not line:
             raise RuntimeError(
-                (f"{self.kind}: a script ended, or did not answer within {ANSWER_SECONDS:.0f} s")
+                f"{self.kind}: a script ended, or did not answer within {ANSWER_SECONDS:.0f} s"
             )
         return json.loads(line)
 
@@ -110,7 +110,7 @@ def main() -> int:
     speed = figure("ours", "samples_per_second")
     share = speed / figure("silent", "samples_per_second")
     goals = [
-        Goal("samples a second, ours beside four that do not talk", share, ">=", SILENT_GOAL),
+        Goal("samples per second, relative to four silent scripts", share, ">=", SILENT_GOAL),
         Goal("blocked, percent of the time", figure("ours", "blocked_percent"), "<=", BLOCKED_GOAL),
     ]
     if HIVEMIND:  # a comparison is a goal only if both were measured in this run
@@ -118,10 +118,10 @@ def main() -> int:
         theirs = figure("hivemind", "held_out_loss")
         goals.append(Goal("held-out loss after equal seconds", figure("ours", "held_out_loss"), "<=", theirs))
         if not flags.quick:  # hivemind's stalls come later than a quick run lasts
-            goals.append(Goal("samples a second, times hivemind's", ratio, ">=", RIVAL_GOAL))
+            goals.append(Goal("samples per second, relative to hivemind", ratio, ">=", RIVAL_GOAL))
     if not flags.quick:  # after only a few steps the loss means nothing
         loss = figure("silent", "held_out_loss")
-        goals.append(Goal("held-out loss, beside silent", figure("ours", "held_out_loss"), "<=", loss))
+        goals.append(Goal("held-out loss, ours against silent", figure("ours", "held_out_loss"), "<=", loss))
     return report("optimizer_peers", rows, goals, as_json=flags.json)
 
 

@@ -186,13 +186,15 @@ def small(count: int) -> tuple[list[dict[str, Any]], list[Goal]]:
         for name, values in {"ours": ours, **others}.items()
     ]
     goals = [
-        Goal("mean over the exact optimum", statistics.mean(ours), "<=", MEAN_GOAL),
-        Goal("CPU seconds a plan, median", statistics.median(seconds), "<=", SECONDS_GOAL),
+        Goal("mean relative to the exact optimum", statistics.mean(ours), "<=", MEAN_GOAL),
+        Goal("CPU seconds per plan, median", statistics.median(seconds), "<=", SECONDS_GOAL),
     ]
     if count >= INSTANCES:
         # A few instances have no 95th percentile. With eight, the worst one would stand for it, and a quarter
         # of all samples of eight miss the goal that 200 instances meet.
-        goals.append(Goal("95th percentile over the exact optimum", quantile(ours, 0.95), "<=", P95_GOAL))
+        goals.append(
+            Goal("95th percentile relative to the exact optimum", quantile(ours, 0.95), "<=", P95_GOAL)
+        )
     rows.append({"seconds a plan": round(statistics.mean(seconds), 3), "worst": round(max(seconds), 3)})
     return rows, goals
 
@@ -226,12 +228,12 @@ def large() -> tuple[list[dict[str, Any]], list[Goal]]:
         )
         if count >= 1_000:
             goals.append(Goal(f"{count} peers, CPU seconds", seconds, "<=", limit))
-            goals.append(Goal(f"{count} peers, share of the bound", share, ">=", BOUND_GOAL))
+            goals.append(Goal(f"{count} peers, relative to the bound", share, ">=", BOUND_GOAL))
     return rows, goals
 
 
 def main() -> int:
-    options = arguments("Plans beside the exact optimum and the rules of others.")
+    options = arguments("Plans compared with the exact optimum and other systems' rules.")
     rows, goals = small(INSTANCES_QUICK if options.quick else INSTANCES)
     more, further = large()
     return report("plan", rows + more, goals + further, as_json=options.json)

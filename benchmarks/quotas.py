@@ -360,16 +360,16 @@ def measured(groups: Groups, steps: int, *, calibrated: bool, shaped: bool = Fal
         seconds, plans = three.train(steps, on_step)
     steady = statistics.median(seconds[STEPS_IGNORED:])
     row: dict[str, Any] = {
-        "split": "planned" if calibrated else "even claims",
+        "split": "planned" if calibrated else "even (uncalibrated)",
         "GFLOP/s": rates,
         "layers": _held(plans[0], names) if plans else None,
-        "seconds a step": round(steady, 3),
-        "samples a second": round(32 / steady, 2),
+        "seconds per step": round(steady, 3),
+        "samples per second": round(32 / steady, 2),
     }
     if len(marks) == 2:
         count = 16 * (steps - 1 - STEPS_IGNORED)
-        for place, whose in enumerate(("node's own", "its stage's")):
-            row[f"{whose} ms a micro-batch"] = {
+        for place, whose in enumerate(("node process", "stage process")):
+            row[f"{whose}: ms per micro-batch"] = {
                 name: round(1000 * (marks[1][name][place] - marks[0][name][place]) / count, 2)
                 for name in marks[0]
             }
@@ -377,12 +377,12 @@ def measured(groups: Groups, steps: int, *, calibrated: bool, shaped: bool = Fal
         row["Mbit/s"] = links
         row["predicted"] = round(predicted["samples_per_second"], 2)
         # Converted to time on a full core, like the two measured rows above.
-        row["predicted ms a micro-batch"] = {
+        row["predicted ms per micro-batch"] = {
             peer: round(1000 * stage["seconds"] * QUOTAS["abc".index(peer)], 2)
             for stage in predicted["stages"]
             for peer in stage["peers"]
         }
-        row["of these to feed and commit"] = requesting
+        row["predicted ms per micro-batch for feeding and committing"] = requesting
         row["predicted layers"] = [
             [*stage["peers"], stage["first_layer"], stage["last_layer"] + 1] for stage in predicted["stages"]
         ]
@@ -407,12 +407,12 @@ def moved(groups: Groups, *, shaped: bool) -> dict[str, Any]:
     held = [_held(plan, names) for plan in plans]
     return {
         "throttled": "in mid-run",
-        "seconds a step before": round(statistics.median(seconds[STEPS_IGNORED : THROTTLED_AT - 1]), 3),
-        "at once": round(statistics.median(seconds[THROTTLED_AT + 1 : THROTTLED_AT + 4]), 3),
-        "after the next plans": round(statistics.median(seconds[-8:]), 3),
+        "seconds per step before": round(statistics.median(seconds[STEPS_IGNORED : THROTTLED_AT - 1]), 3),
+        "directly after": round(statistics.median(seconds[THROTTLED_AT + 1 : THROTTLED_AT + 4]), 3),
+        "after replanning": round(statistics.median(seconds[-8:]), 3),
         "longest pause": round(max(seconds), 1),
         "layers": held,
-        "stay in their stage": sum(
+        "nodes that keep their stage": sum(
             first[0] == last[0] for first, last in zip(held[0], held[-1], strict=True)
         ),
     }
@@ -429,7 +429,7 @@ def anew(groups: Groups, *, shaped: bool) -> dict[str, Any]:
         seconds, plans = three.train(STEPS)
     return {
         "throttled": "from the beginning",
-        "seconds a step": round(statistics.median(seconds[STEPS_IGNORED:]), 3),
+        "seconds per step": round(statistics.median(seconds[STEPS_IGNORED:]), 3),
         "layers": _held(plans[0], names),
     }
 
@@ -441,12 +441,14 @@ def throttled(groups: Groups, options: argparse.Namespace) -> tuple[list[dict[st
     goals: list[Goal] = []
     if not options.anew:
         rows.append(moved(groups, shaped=options.link))
-        goals.append(Goal("nodes that stay in their stage", rows[0]["stay in their stage"], ">=", 3))
+        goals.append(Goal("nodes that keep their stage", rows[0]["nodes that keep their stage"], ">=", 3))
     if not options.moved:
         rows.append(anew(groups, shaped=options.link))
     if len(rows) == 2:
-        share = rows[1]["seconds a step"] / rows[0]["after the next plans"]
-        goals.append(Goal("regained of a new plan's samples a second", share, ">=", REGAINED_GOAL))
+        share = rows[1]["seconds per step"] / rows[0]["after replanning"]
+        goals.append(
+            Goal("throughput after replanning / throughput of a fresh plan", share, ">=", REGAINED_GOAL)
+        )
     return rows, goals
 
 
@@ -481,15 +483,15 @@ def main() -> int:
     planned = rows[-1]
     goals = [
         Goal(
-            "samples a second, of the prediction",
-            planned["samples a second"] / planned["predicted"],
+            "samples per second, measured / predicted",
+            planned["samples per second"] / planned["predicted"],
             ">=",
             PREDICTED_GOAL,
         )
     ]
     if len(rows) > 1:
-        speedup = planned["samples a second"] / rows[0]["samples a second"]
-        goals.append(Goal("planned over even split, samples a second", speedup, ">=", SPEEDUP_GOAL))
+        speedup = planned["samples per second"] / rows[0]["samples per second"]
+        goals.append(Goal("samples per second, planned split / even split", speedup, ">=", SPEEDUP_GOAL))
     return report("quotas", rows, goals, as_json=options.json)
 
 

@@ -171,10 +171,10 @@ def main() -> int:
         PICTURE.write_text(curves(found))
     fresh, again = found["first"][0], found["third, started again"][0]
     goals = [
-        Goal("steps that it begins above its own death", again[1] - scripts[2].step, ">=", 1),
-        Goal("loss with which it begins, in that of a fresh one", again[2] / fresh[2], "<=", 0.5),
+        Goal("first step after the restart minus the step of its death", again[1] - scripts[2].step, ">=", 1),
+        Goal("first loss after the restart / that of a fresh process", again[2] / fresh[2], "<=", 0.5),
         Goal(
-            "accuracy of the worst at the end",
+            "final accuracy of the worst process",
             min(row["accuracy"] for row in rows if row is not rows[2]),
             ">=",
             0.88,

@@ -135,7 +135,7 @@ def main() -> int:
         rows = [play(nodes, *case, SECONDS_QUICK if flags.quick else SECONDS) for case in cases]
     goals = [
         Goal(
-            f"rounds a second with both beside without, {row['mode']}, {row['silent']}",
+            f"rounds per second, with both relative to without, {row['mode']}, {row['silent']}",
             row["ratio"],
             ">=",
             RATE_GOAL,

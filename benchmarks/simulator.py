@@ -201,7 +201,7 @@ def main() -> int:
         Goal("1,000 peers, times real time", worlds[0]["times_real"] * share, ">=", THOUSAND_GOAL),
         Goal("1,000 peers with churn, times real time", worlds[1]["times_real"] * share, ">=", THOUSAND_GOAL),
         Goal("10,000 peers, times real time", growing[-1]["times_real"] * largest_share, ">=", MYRIAD_GOAL),
-        Goal("exponent of the cost over peers", growth, "<=", GROWTH_GOAL),
+        Goal("exponent of the cost by number of peers", growth, "<=", GROWTH_GOAL),
     ]
     if not flags.quick:  # with few peers the fixed cost of a process would weigh too much
         goals += [

@@ -123,8 +123,8 @@ class Machines(Nodes):
     resumes_at = 0.0
 
     def halt(self, names: Iterable[str], seconds: float) -> float:
-        """Send SIGSTOP to nodes and their stages, and SIGCONT after `seconds`; return the end time in unix
-        seconds."""
+        """Send SIGSTOP to nodes and their stages, and SIGCONT after `seconds`; return the time of the SIGSTOP
+        in unix seconds."""
         at = time.time()
         self.resumes_at = at + seconds
         for name in names:
@@ -227,13 +227,13 @@ def _figures(watch: Watch, alive: str, placed: float, case: Case) -> dict[str, A
 def goals_of(row: dict[str, Any]) -> list[Goal]:
     """Return the goals of one case."""
     name, infinite = row["case"], float("inf")
-    goals = [Goal(f"{name}: largest difference to the undisturbed run", row["difference"], "<=", EXACT)]
+    goals = [Goal(f"{name}: largest difference from the undisturbed run", row["difference"], "<=", EXACT)]
     if "stalled_seconds" in row:
         stalled = infinite if row["stalled_seconds"] is None else row["stalled_seconds"]
         goals.append(Goal(f"{name}: seconds without a step", stalled, "<=", STALL_GOAL_SECONDS))
     if row.get("report_error_seconds") is not None:
         error = row["report_error_seconds"]
-        goals.append(Goal(f"{name}: seconds by which the report errs", error, "<=", REPORT_GOAL_SECONDS))
+        goals.append(Goal(f"{name}: error of the reported stall, seconds", error, "<=", REPORT_GOAL_SECONDS))
     return goals
 
 
@@ -276,7 +276,7 @@ def main() -> int:
     except Stopped:
         return EXIT_FORCED
     done = sum(row["outcome"] in ("done", "nobody was told") for row in rows)
-    goals.insert(0, Goal("runs that ended done", done, ">=", len(cases)))
+    goals.insert(0, Goal("runs that ended well", done, ">=", len(cases)))
     return report("small", rows, goals, as_json=flags.json)
 
 

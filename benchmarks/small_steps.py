@@ -39,7 +39,7 @@ from partition.capture.models.gpt import GPT, GPTConfiguration, next_token_loss
 PLACE_SECONDS_MAX = 180.0
 WARM_STEPS = 12
 CALIBRATES_SECONDS, CALIBRATED_SECONDS_MAX = 10.0, 60.0
-"""When a node begins to calibrate after its start, and the time limit for calibration."""
+"""Time after a node's start by which it has begun to calibrate, and the time limit for calibration."""
 STILL_SECONDS_MAX = 2.5
 """Maximum time for which all nodes stand still, during the turns of the others. The preset `host` tolerates a
 longer pause."""
@@ -299,18 +299,37 @@ def main() -> int:
     try:
         if flags.one or every:
             rows += compare({"one node": Case()}, turns)
-            goals.append(Goal("one node, steps of a plain loop's", rows[-1]["of_plain"], ">=", ONE_GOAL))
+            goals.append(
+                Goal(
+                    "one node, steps per second relative to a plain loop",
+                    rows[-1]["of_plain"],
+                    ">=",
+                    ONE_GOAL,
+                )
+            )
         if flags.two or every:
             with_, without = "two replicas", "two replicas, no checkpoints"
             rows += compare({with_: Case(replicas=2), without: Case(replicas=2, every=0)}, turns)
             rates = {row["case"]: row["steps_per_second"] for row in rows}
-            goals.append(Goal("two replicas, steps of a plain loop's", rows[-2]["of_plain"], ">=", TWO_GOAL))
+            goals.append(
+                Goal(
+                    "two replicas, steps per second relative to a plain loop",
+                    rows[-2]["of_plain"],
+                    ">=",
+                    TWO_GOAL,
+                )
+            )
             cost = 1 - rates[with_] / rates[without]
             goals.append(Goal("share of time that checkpoints take", cost, "<=", CHECKPOINTS_GOAL))
         if flags.larger or (every and not flags.quick):
             rows += compare({"one node, 25M": LARGER}, turns)
             goals.append(
-                Goal("one node, 25M, time of a plain loop's", 1 / rows[-1]["of_plain"], "<=", LARGER_GOAL)
+                Goal(
+                    "one node, 25M, time relative to a plain loop",
+                    1 / rows[-1]["of_plain"],
+                    "<=",
+                    LARGER_GOAL,
+                )
             )
     except Stopped:
         return EXIT_FORCED

@@ -59,13 +59,18 @@ def main() -> int:
     rows = [play(nodes, runs, options.steps) for _ in range(options.times)]
     goals = [
         Goal("runs that did not end well", sum(row["failed"] for row in rows), "<=", 0),
-        Goal("stages at once of a node", max(row["processes_at_once"] for row in rows), "<=", 1),
+        Goal("maximum simultaneous stages of a node", max(row["processes_at_once"] for row in rows), "<=", 1),
         Goal(
-            "seconds between a slot given and the end told of", max(row["overlap"] for row in rows), "<=", 5
+            "seconds between the grant of a slot and the report of the previous end",
+            max(row["overlap"] for row in rows),
+            "<=",
+            5,
         ),
     ]
     if not options.quick:  # with a dozen runs, the three requesters can only get whole ones
-        goals.append(Goal("off the fair share", max(row["off"] for row in rows), "<=", OFF_MAX))
+        goals.append(
+            Goal("largest deviation from the fair share", max(row["off"] for row in rows), "<=", OFF_MAX)
+        )
     return report("submissions", rows, goals, as_json=options.json)
 
 

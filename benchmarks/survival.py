@@ -317,7 +317,7 @@ SCENARIOS = (
     *(Scenario(f"a replica of stage {n + 1}", replica_of(n), stall_goal=True) for n in range(STAGES)),
     Scenario("both replicas of stage 2", all_of(1)),
     Scenario("the requester, who commits", requester),
-    Scenario("the first to propose", planner),
+    Scenario("the first in line to propose", planner),
     Scenario("a keeper of checkpoints", keeper),
 )
 QUICK: tuple[Scenario, ...] = (UNDISTURBED, Scenario("a replica of stage 2", replica_of(1), stall_goal=True))
@@ -414,7 +414,7 @@ def difference(found: Tensors, expected: Tensors) -> float:
 
 def goals_of(row: Mapping[str, Any], scenario: Scenario, shape: Shape) -> list[Goal]:
     name = scenario.name
-    goals = [Goal(f"{name}: largest difference to the undisturbed run", row["difference"], "<=", EXACT)]
+    goals = [Goal(f"{name}: largest difference from the undisturbed run", row["difference"], "<=", EXACT)]
     if scenario.choose is not None:
         goals.append(Goal(f"{name}: steps lost", row["lost_steps"], "<=", shape.every))
     if scenario.stall_goal:
@@ -475,7 +475,7 @@ def measure(scenarios: Sequence[Scenario], shape: Shape) -> tuple[list[dict[str,
             rows.append(row)
             goals += goals_of(row, scenario, shape)
     done = sum(row["outcome"] == "done" for row in rows)
-    return rows, [Goal("runs that ended done", done, ">=", len(scenarios)), *goals]
+    return rows, [Goal("runs that ended well", done, ">=", len(scenarios)), *goals]
 
 
 def main() -> int:

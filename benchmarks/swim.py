@@ -246,7 +246,7 @@ def play_crashes(played: Played) -> None:
         played.goal(f"suspected, p99 intervals, {name}", p99, 6.0)
         played.goal(f"dead at others, p50 seconds, {name}", quantile(dead, 0.5), 20.0)
         played.goal(f"dead at others, longest seconds, {name}", max(dead), 80.0)
-        played.goal(f"false deaths beside crashes, {name}", falsely, 0)
+        played.goal(f"false deaths during crashes, {name}", falsely, 0)
 
 
 def play_idle(played: Played) -> None:
@@ -260,7 +260,7 @@ def play_idle(played: Played) -> None:
             hours += one["node_hours"]
             played.note(f"traffic, {name}", seeds=seed, bytes_per_node_second=rate, node_hours=hours,
                         false_deaths=falsely)  # fmt: skip
-        played.goal(f"bytes a second and member, {name}", rate, 3_000.0 if loss else 2_000.0)
+        played.goal(f"bytes per second and member, {name}", rate, 3_000.0 if loss else 2_000.0)
         played.goal(f"false deaths, {name}", falsely, 0)
 
 
@@ -271,7 +271,7 @@ def play_scoped(played: Played) -> None:
         one = traffic(size, 1, loss, scoped=True)
         played.note(f"scoped traffic, {name}", all_members=size.members, **one)
         rate, falsely = one["bytes_per_second"], one["false_deaths"]
-        played.goal(f"bytes a second and member, scoped, {name}", rate, 3_000.0 if loss else 2_000.0)
+        played.goal(f"bytes per second and member, scoped, {name}", rate, 3_000.0 if loss else 2_000.0)
         played.goal(f"false deaths, scoped, {name}", falsely, 0)
 
 
@@ -295,7 +295,7 @@ def play_blocked(played: Played) -> None:
             counts[1] += at_healthy
         played.note("5 % blocked for 2-10 s", seeds=seed, deaths_with_lifeguard=on[0], deaths_without=off[0],
                     at_healthy_with=on[1], at_healthy_without=off[1])  # fmt: skip
-    played.goal("false deaths with Lifeguard, share of those without", on[0] / max(off[0], 1), 0.02)
+    played.goal("false deaths with Lifeguard, relative to those without", on[0] / max(off[0], 1), 0.02)
     played.goal("false deaths at healthy members", on[1], 0)
 
 
@@ -318,7 +318,7 @@ def play_hostile(played: Played) -> None:
         cost = max(row["cost"] for row in lied)
         deaths, moved = sum(row["deaths"] for row in lied), sum(row["moved"] for row in lied)
         played.note(name, deaths=deaths, moved=moved, cost=cost)
-        played.goal(f"honest members dead or moved, {name}", deaths + moved, 0)
+        played.goal(f"honest members declared dead or made to refute, {name}", deaths + moved, 0)
         played.goal(f"cost to others as a multiple of idle, {name}", cost, 2.0)
 
 
