@@ -1,6 +1,7 @@
-"""`python -m partition.measure DEVICE`: FLOP/s of a device by a short product, printed as JSON.
+"""`python -m partition.measure DEVICE`: measure the FLOP/s of a device with a short product; print them as
+JSON.
 
-A process of its own, because a node does not import torch.
+This is a separate process, because a node does not import torch.
 """
 
 import json
@@ -14,7 +15,7 @@ SECONDS = 0.3
 
 
 def flops_per_second(device: str) -> float:
-    """Multiply square float32 matrices for a moment; return the FLOP/s. Raises RuntimeError: torch has no
+    """Multiply square float32 matrices for a short time; return the FLOP/s. Raises RuntimeError: torch has no
     such device."""
     matrix = torch.ones((SIDE, SIDE), device=device)
     _multiply(matrix)
@@ -27,7 +28,7 @@ def flops_per_second(device: str) -> float:
 
 
 def _multiply(matrix: torch.Tensor) -> None:
-    # Reading one element back waits for the product on a device that works ahead.
+    # On a device that computes asynchronously, reading one element waits for the product.
     (matrix @ matrix)[0, 0].item()
 
 

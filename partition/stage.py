@@ -1,6 +1,6 @@
 """The Stage API: the specification of a stage, its requests and its replies. Structs only, no torch.
 
-A stage is a `StageGraph`, held by one replica. Its numbers lie in four flat arenas that the node and the
+A stage is a `StageGraph`, held by one replica. Its values are in four flat arenas that the node and the
 stage's process share:
 
     parameters   values: trainable parameters, batch statistics, then what is frozen
@@ -8,10 +8,10 @@ stage's process share:
     totals       the total of the replicas' sums; the node writes them, `Apply` takes them
     moments      the optimizer's state: nothing, one vector (momentum) or two (Adam)
 
-All have one layout (`partition.stage_layout`), without gaps; `gradients` and `totals` end before the frozen
-parameters, and `moments` repeats them. A stage that trains has one type, float32 or float64. In one that does
-not, parameters lie as they are stored, the widest types first, so that each value is aligned to its own.
-`partition.execute` computes; `node.stages.host` keeps it in a process.
+All have the same layout (`partition.stage_layout`), without gaps. `gradients` and `totals` end before the
+frozen parameters, and `moments` repeats that part. A stage that trains has one type, float32 or float64. In
+other stages, parameters keep the types in which they are stored, the widest types first, so that each value
+is aligned. `partition.execute` computes; `node.stages.host` runs it in a process.
 """
 
 from math import isfinite, prod
@@ -39,31 +39,35 @@ from partition.stage_serving import Unit as Unit
 from partition.stage_serving import ValuesRead as ValuesRead
 
 ARENAS = ("parameters", "gradients", "totals", "moments")
-"""In the order in which their file descriptors are handed to the stage's process."""
+"""The order in which the arenas' file descriptors are passed to the stage's process."""
 
 VECTOR_BYTES_MAX = 1 << 34
-"""One arena: 16 GiB, four billion float32 parameters in one stage. A node may well refuse far less."""
+"""Maximum size of one arena: 16 GiB, four billion float32 parameters in one stage. A node may refuse far
+less."""
 MICROBATCH_BYTES_MAX = 1 << 30
-"""The most bytes into or out of a stage for one micro-batch. A real one has a few MB."""
+"""Maximum number of bytes into or out of a stage for one micro-batch. A real one has a few MB."""
 THREADS_MAX = 1_024
 IN_FLIGHT_MAX = 64
-"""Micro-batches forwarded but not yet backward: a pipeline holds about as many as it has stages."""
+"""Maximum number of micro-batches between forward and backward pass: a pipeline holds about as many as it has
+stages."""
 MICROBATCHES_MAX = 1 << 20
-"""Micro-batches a stage remembers within one step, to refuse a second one with the same number."""
+"""Maximum number of micro-batches that a stage remembers within one step, in order to refuse a second one
+with the same number."""
 SESSIONS_MAX = 64
-"""Sessions with states of their own (KV caches) in one stage."""
+"""Maximum number of sessions with their own states (KV caches) in one stage."""
 GROUPS_MAX = 16
 METRICS_MAX = 16
 RUN_BYTES_MAX = 64
 SERVED_SESSIONS_MAX = 4_096
-"""Sessions with keys and values in one stage; its memory ends most services long before."""
+"""Maximum number of sessions with keys and values in one stage. Most services run out of memory long
+before."""
 REASON_LENGTH_MAX = 400
 FENCES_MAX = 16
 
 SAMPLES_MAX = NUMBER_MAX
-"""Steps and micro-batches: the largest number that every language counts exactly."""
+"""Limit for samples, steps and micro-batches: the largest number that every language counts exactly."""
 Sign = Literal[1, -1]
-"""The sign of a micro-batch in the sums: 1 adds it, -1 takes one out that they hold."""
+"""The sign of a micro-batch in the sums: 1 adds it, -1 takes out one that the sums hold."""
 PayloadPart = Literal["input", "labels", "gradient"]
 """The payloads that a stage gets for one micro-batch."""
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
@@ -83,9 +87,9 @@ class Schedule(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if not (isfinite(self.floor) and 0 <= self.floor <= 1):
-            raise ValueError("a schedule's floor is between 0 and 1")
+            raise ValueError("a schedule's floor must be between 0 and 1")
         if self.kind != "constant" and self.total_steps <= self.warmup_steps:
-            raise ValueError("a schedule that falls has more total_steps than warmup_steps")
+            raise ValueError("a schedule that falls must have more total_steps than warmup_steps")
 
 
 class GroupSettings(msgspec.Struct, frozen=True, array_like=True):
@@ -96,15 +100,15 @@ class GroupSettings(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if not all(isfinite(number) and number >= 0 for number in (self.rate_factor, self.weight_decay)):
-            raise ValueError("a group's numbers are finite and not negative")
+            raise ValueError("a group's values must be finite and not negative")
 
 
 class OptimizerSettings(msgspec.Struct, frozen=True, array_like=True):
-    """torch.optim's SGD, Adam or AdamW, with torch's names for the numbers.
+    """torch.optim's SGD, Adam or AdamW, with torch's names for the settings.
 
     `momentum` applies to sgd only, `betas` and `epsilon` to adam and adamw only. `groups` are indexed by
-    `Parameter.group`; without them every parameter has `weight_decay`. `clip_norm` bounds the norm of the
-    *mean* gradient over all stages, 0 for none.
+    `Parameter.group`; without them every parameter has `weight_decay`. `clip_norm` limits the norm of the
+    *mean* gradient over all stages; 0 disables it.
     """
 
     kind: Literal["sgd", "adam", "adamw"] = "sgd"
@@ -127,13 +131,13 @@ class OptimizerSettings(msgspec.Struct, frozen=True, array_like=True):
             self.clip_norm,
         )
         if not all(isfinite(number) and number >= 0 for number in numbers):
-            raise ValueError("an optimizer's numbers are finite and not negative")
+            raise ValueError("an optimizer's values must be finite and not negative")
         if max(self.momentum, *self.betas) >= 1:
-            raise ValueError("momentum and betas are below 1")
+            raise ValueError("momentum and betas must be below 1")
 
     @property
     def moments(self) -> int:
-        """The number of vectors of the gradients' size in its state."""
+        """The number of vectors in the optimizer's state, each with the size of the gradients."""
         if self.kind != "sgd":
             return 2
         return 1 if self.momentum else 0
@@ -142,13 +146,13 @@ class OptimizerSettings(msgspec.Struct, frozen=True, array_like=True):
 class StageSpecification(msgspec.Struct, frozen=True):
     """The full specification of a stage: two replicas with equal specifications compute the same.
 
-    `seed` gives the first values of parameters that have a recipe, each by its name, and `run` the random
-    operators', so neither depends on the cut. `sizes_max` bounds the graph's symbols; `microbatches` make a
-    step. `autocast` computes in bfloat16 as `torch.autocast` does; `recompute` keeps only a micro-batch's
-    input and computes it again for the backward pass. `cache_bytes` are for keys and values of all served
-    sessions together. `memory_bytes_max` and `flops_max` (for one micro-batch, forward and backward; 0 for no
-    bound) are the provider's offer. `threads`, `device` and `allow_unfenced`, whether to run where the system
-    cannot fence it in, are the replica's own choice.
+    `seed` determines the first values of parameters that have a recipe, each by its name, and `run` the seeds
+    of random operators, so neither depends on the cut. `sizes_max` bounds the graph's symbols; a step has
+    `microbatches`. `autocast` computes in bfloat16 like `torch.autocast`; `recompute` keeps only a
+    micro-batch's input and computes it again for the backward pass. `cache_bytes` are for the keys and values
+    of all served sessions together. `memory_bytes_max` and `flops_max` (for one micro-batch, forward and
+    backward; 0 for no limit) are the provider's offer. The replica itself chooses `threads`, `device` and
+    `allow_unfenced`, which permits a system that cannot enforce limits on the process.
 
     Raises:
         ValueError: vectors, a micro-batch or a type that no stage can have.
@@ -177,7 +181,7 @@ class StageSpecification(msgspec.Struct, frozen=True):
         if not (is_frozen and dtypes <= set(FLOATING)) and (len(dtypes) > 1 or not dtypes <= set(TRAINED)):
             found = ", ".join(sorted(dtypes))
             raise ValueError(
-                f"the parameters of a stage that trains are all float32 or all float64, not {found}"
+                f"the parameters of a stage that trains must all be float32 or all float64, not {found}"
             )
         vector, boundary = vector_bytes(self), boundary_bytes(self)
         if vector > VECTOR_BYTES_MAX:
@@ -187,7 +191,7 @@ class StageSpecification(msgspec.Struct, frozen=True):
 
     @property
     def dtype(self) -> Literal["float32", "float64"]:
-        """The type of the arenas of a stage that trains; in others each `Slot` has the type of its value."""
+        """The type of the arenas of a stage that trains. In other stages each `Slot` has its value's type."""
         rows = self.graph.parameters
         return "float64" if rows and rows[0].type.dtype == "float64" else "float32"
 
@@ -197,12 +201,12 @@ class StageSpecification(msgspec.Struct, frozen=True):
 
 
 def vector_bytes(specification: StageSpecification) -> int:
-    """Return the bytes of `parameters`; 0 for a stage without any."""
+    """Return the bytes of `parameters`; 0 if the stage has none."""
     return sum(row.stored_bytes for row in specification.graph.parameters)
 
 
 def boundary_bytes(specification: StageSpecification) -> int:
-    """Return the most bytes into or out of the stage for one micro-batch, over its entry points."""
+    """Return the maximum bytes into or out of the stage for one micro-batch, over its entry points."""
     graph = specification.graph
     values = evaluate(graph.expressions, specification.sizes_max)
     largest = 0
@@ -219,11 +223,11 @@ def boundary_bytes(specification: StageSpecification) -> int:
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The process is ready; with the results of its dry run at the largest sizes, for one micro-batch.
+    """The process is ready. It reports the results of its dry run at the largest sizes, for one micro-batch.
 
-    `flops` forward and backward; `saved_bytes` kept between them; `peak_bytes` at most at once, without the
-    arenas; `seconds` the admission took. `fences` are the limits of the process and their means, `unfenced`
-    those that this system could not enforce, and why.
+    `flops` are for forward and backward pass; `saved_bytes` are kept between them; `peak_bytes` is the
+    maximum without the arenas; `seconds` is how long the admission took. `fences` are the limits on the
+    process and how they are enforced, `unfenced` those that this system could not enforce, and why.
     """
 
     flops: Number
@@ -235,14 +239,15 @@ class Admitted(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Compute one micro-batch of the entry point `train`: `input` is the stage's inputs in their order.
+    """Compute one micro-batch of the entry point `train`: `input` has the stage's inputs in order.
 
-    The last stage needs labels; when `train`, it goes back at once. Any other stage keeps the data that its
-    `Backward` will need. With `train` false nothing is kept and nothing is random. `codec` packs the answer:
-    it is chosen for the answer's link.
+    The last stage needs labels, and with `train` it immediately goes backward. Any other stage keeps the data
+    that its `Backward` will need. If `train` is false, nothing is kept and nothing is random. `codec` packs
+    the answer: it is chosen for the answer's link.
 
-    With the sign -1 it computes one again that the sums hold, to take it out of them: the same draws, the
-    gradients and the share of the statistics negated. Then it counts as never given.
+    With the sign -1, a micro-batch that the sums hold is computed again in order to take it out: with the
+    same draws, and with the gradients and the share of the statistics negated. After that it counts as never
+    given.
     """
 
     step: Number
@@ -255,13 +260,14 @@ class Forward(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Forwarded(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer: `output` from all but the last stage, `gradient` of the inputs from the last one.
+    """The answer to `Forward`: `output` from all but the last stage, `gradient` of the inputs from the last
+    stage.
 
-    `samples` is the batch, or what the graph counts instead (tokens). `loss` and `metrics` are *sums* over
-    them, in the graph's order; 0 and () except at the last stage. A micro-batch that is taken out has neither
-    output nor gradient: the neighbours have had theirs. `busy_nanoseconds` is the time of the stage's
-    process, with decoding and encoding, without waiting. `rounding` is the codec's rounding of the answer's
-    tensors.
+    `samples` is the batch size, or what the graph counts instead (tokens). `loss` and `metrics` are *sums*
+    over them, in the graph's order; 0 and () except at the last stage. A micro-batch that is taken out has
+    neither output nor gradient, because the neighbours have already received theirs. `busy_nanoseconds` is
+    the time of the stage's process, including decoding and encoding, but not waiting. `rounding` is the
+    codec's rounding of the answer's tensors.
     """
 
     output: Payload | None
@@ -274,7 +280,8 @@ class Forwarded(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Backward(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The gradients of the loss by the outputs that have one, in their order; else as in `Forward`."""
+    """The gradients of the loss for the outputs that have one, in order. The other fields are as in
+    `Forward`."""
 
     step: Number
     microbatch: Number
@@ -284,9 +291,10 @@ class Backward(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class BackwardDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """`gradient` is for the stage before; None from the first stage, and where one is taken out.
+    """The answer to `Backward`. `gradient` is for the previous stage; it is None from the first stage, and if
+    a micro-batch is taken out.
 
-    `busy_nanoseconds` and `rounding` as in `Forwarded`.
+    `busy_nanoseconds` and `rounding` are as in `Forwarded`.
     """
 
     gradient: Payload | None
@@ -295,9 +303,9 @@ class BackwardDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Forget a micro-batch that was forwarded and has not gone back: it counts as never given.
+    """Forget a micro-batch that has had its forward but not its backward pass: it counts as never given.
 
-    One that was being taken out stays in the sums.
+    A micro-batch that was being taken out stays in the sums.
     """
 
     step: Number
@@ -309,27 +317,29 @@ class Discard(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Norm(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Ask for the squared norm of `totals` over the parameters this stage reports on.
+    """Ask for the squared norm of `totals` over the parameters for which this stage reports.
 
-    The first stage that holds a tied parameter reports on it, so that the sum over stages is the model's.
+    The first stage that holds a tied parameter reports it, so that the sum over all stages is the model's
+    norm.
     """
 
 
 class Normed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer: the squared norm of the sums, not of the mean. Infinite where anything in `totals` is not
-    finite."""
+    """The answer: the squared norm of the sums, not of the mean. It is infinite if any value in `totals` is
+    not finite."""
 
     squared_norm: float
 
 
 class Apply(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One optimizer step by `totals` / `samples`; then zero sums and totals, forget the micro-batches.
+    """Perform one optimizer step by `totals` / `samples`; then zero sums and totals, and forget the
+    micro-batches.
 
-    `step` is the number of the committed step, counted from 0; schedules and Adam's bias correction follow
-    it, so a replica that joins later steps as the others do. `squared_norm` is that of the totals of *all*
-    stages, needed where the settings clip. `is_skipped` drops the sums and totals of a step that diverged:
-    parameters, statistics and moments stay as they are, and the step still counts. `rate` multiplies the
-    learning rate.
+    `step` is the number of the committed step, counted from 0. Schedules and Adam's bias correction depend on
+    it, so a replica that joins later steps like the others. `squared_norm` is that of the totals of *all*
+    stages; it is needed if the settings clip. `is_skipped` discards the sums and totals of a step that
+    diverged: parameters, statistics and moments stay unchanged, and the step still counts. `rate` multiplies
+    the learning rate.
     """
 
     step: Number
@@ -340,16 +350,16 @@ class Apply(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Applied(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """`digest` is blake3 of the parameter arena: equal on all replicas of a stage."""
+    """The answer to `Apply`. `digest` is blake3 of the parameter arena: equal on all replicas of a stage."""
 
     digest: Digest
     busy_nanoseconds: Number = 0
 
 
 class RunEntryPoint(msgspec.Struct, frozen=True, tag="Run", array_like=True):
-    """Run an entry point without gradients, over the states of a session; an unknown session begins anew.
+    """Run an entry point without gradients, on the states of a session; an unknown session begins anew.
 
-    `codec` as in `Forward`.
+    `codec` is as in `Forward`.
     """
 
     session: Annotated[bytes, msgspec.Meta(min_length=1, max_length=SESSION_BYTES_MAX)]
@@ -359,7 +369,7 @@ class RunEntryPoint(msgspec.Struct, frozen=True, tag="Run", array_like=True):
 
 
 class Ran(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The outputs, in their order."""
+    """The answer to `RunEntryPoint`: the outputs, in order."""
 
     output: Payload
 
@@ -369,30 +379,32 @@ class Export(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Exported(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """`data` is a safetensors file of the stage's parameters and named constants, by state-dict names."""
+    """The answer to `Export`. `data` is a safetensors file of the stage's parameters and named constants, by
+    state-dict names."""
 
     data: bytes
 
 
 class Import(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Take the parameters from a safetensors file that holds exactly this stage's.
+    """Read the parameters from a safetensors file that holds exactly this stage's.
 
-    Forgets the micro-batches and zeroes the sums, which belong to the parameters replaced. The
-    optimizer's moments stay as they are.
+    This forgets the micro-batches and zeroes the sums, which belong to the replaced parameters. The
+    optimizer's moments stay unchanged.
     """
 
     data: bytes
 
 
 class Reload(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The node has written the arena `parameters` itself: take it from there, as `Import` does."""
+    """Read the arena `parameters`, which the node has written itself; otherwise like `Import`."""
 
 
 class Restore(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The node has written `parameters` and `moments` as they are after `step` steps: go on from there.
+    """Continue from the arenas `parameters` and `moments`, which the node has written in their state after
+    `step` steps.
 
-    Forgets the micro-batches and zeroes the sums. The next step is this one, and any other is refused. A
-    restored stage computes, to the bit, what the stage computes that the values come from.
+    This forgets the micro-batches and zeroes the sums. The next step must be this one; any other is refused.
+    A restored stage computes the same bits as the stage from which the values come.
     """
 
     step: Number
@@ -403,13 +415,13 @@ class StageDone(msgspec.Struct, frozen=True, tag="Done", array_like=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer to a request that no correct peer makes. The stage is as it was before.
+    """The answer to a request that no correct peer makes. The stage is unchanged.
 
-    `part` is the payload that no replica can use; "" where none of them is wrong. The `fault` is "values"
-    where a payload is whole and the model does not take a number in it, and "divergence" where all payloads
-    are sound and what the stage computes of them is not finite: every other replica would say the same.
-    "position" is a unit of `session` that begins after what the stage holds of it, or ends beyond the longest
-    session; "room" one that there are no pages for.
+    `part` is the payload that no replica can use; "" if no payload is wrong. The `fault` is "values" if a
+    payload is intact but the model does not accept a value in it. It is "divergence" if all payloads are
+    sound but what the stage computes from them is not finite: every other replica would answer the same.
+    "position" refers to a unit of `session` that begins after the tokens that the stage holds, or ends beyond
+    the longest session; "room" to one for which there are no pages.
     """
 
     reason: Reason
@@ -453,7 +465,7 @@ Reply = (
 
 
 def timed(reply: Reply, busy_nanoseconds: int) -> Reply:
-    """A reply with how long it took, where it is one that says so."""
+    """Return the reply with its duration, if it has a field for that."""
     if isinstance(reply, Forwarded | BackwardDone | Applied | Served):
         return msgspec.structs.replace(reply, busy_nanoseconds=min(busy_nanoseconds, NUMBER_MAX))
     return reply

@@ -1,4 +1,4 @@
-"""Sizes of a stage: the layout of its parameters in an arena, and the most bytes of arenas and messages."""
+"""Sizes of a stage: the layout of its parameters in an arena, and the maximum size of arenas and messages."""
 
 from math import prod
 
@@ -9,13 +9,15 @@ from partition.model.sizes import shape_of
 from partition.stage import StageSpecification, boundary_bytes, vector_bytes
 
 _OVERHEAD_BYTES = 1 << 20
-"""Beyond tensors and their names: fields of messages, and zstd's overhead on incompressible data."""
+"""Space in addition to tensors and their names: fields of messages, and zstd's overhead on incompressible
+data."""
 _ROW_BYTES = 256
-"""The space of a tensor in safetensors' header beside its name: a type, up to eight sides, two offsets."""
+"""Space of a tensor in safetensors' header in addition to its name: a type, up to eight sides, two
+offsets."""
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """The place of one parameter in an arena: `offset` and `size` count elements. `row` is the graph's."""
+    """The position of one parameter in an arena: `offset` and `size` count elements. `row` is the graph's."""
 
     row: int
     parameter: Parameter
@@ -45,8 +47,9 @@ class Slot(msgspec.Struct, frozen=True):
 def parameter_layout(specification: StageSpecification) -> tuple[Slot, ...]:
     """Return the stage's parameters in their order in an arena, without gaps.
 
-    First come those with gradients or statistics that belong to this stage alone, then those tied to other
-    stages, so that each all-reduce takes one run of elements; then frozen ones, by type, the widest first.
+    First come the parameters with gradients or statistics that belong to this stage alone, then those tied to
+    other stages, so that each all-reduce covers one contiguous range. The frozen parameters follow by type,
+    the widest first.
     """
     graph = specification.graph
     tied = set(graph.tied)
@@ -85,14 +88,14 @@ def arena_bytes(specification: StageSpecification) -> dict[str, int]:
 
 
 def payload_bytes_max(specification: StageSpecification) -> int:
-    """Return the most bytes of the tensors of one request or answer of a correct stage, as sent."""
-    # Under autocast a boundary may be half of this, never more.
+    """Return the maximum size of the tensors, as sent, in one request or answer of a correct stage."""
+    # Under autocast the tensors at a boundary may take half of this, never more than this.
     tensors = 2 * boundary_bytes(specification)
     return tensors + tensors // 128 + _OVERHEAD_BYTES
 
 
 def message_bytes_max(specification: StageSpecification) -> int:
-    """Return the length of the longest request or answer of a correct stage: the parameters, or one
+    """Return the maximum length of a request or answer of a correct stage: the parameters, or one
     micro-batch."""
     constants = sum(len(constant.data) for constant in specification.graph.constants)
     tensors = max(vector_bytes(specification) + constants, 2 * boundary_bytes(specification))

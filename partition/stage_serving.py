@@ -1,6 +1,7 @@
-"""The stage API, as far as it continues served sessions: what a node asks a stage's process, and its answers.
+"""The part of the stage API that continues served sessions: a node's requests to a stage's process, and its
+answers.
 
-`partition.stage` has the rest, and passes these on.
+`partition.stage` has the rest, and exports these too.
 """
 
 from typing import Annotated
@@ -10,18 +11,19 @@ import msgspec
 from partition.codecs.codec import Codec, Payload
 
 UNITS_MAX = 256
-"""Sessions that one request of serving continues: more wait for the next."""
+"""Maximum number of sessions that one serving request continues; more have to wait for the next request."""
 BITS_BYTES = 16
-"""A bit class: nobody gains by finding two machines of one name that compute differently, but a liar."""
+"""Length of a bit class. It can be short: finding two machines that compute differently but have the same
+class benefits only a liar."""
 SESSION_BYTES_MAX = 32
 NUMBER_MAX = 2**53
 Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
 
 
 class Unit(msgspec.Struct, frozen=True, array_like=True):
-    """Some tokens of one session, in a request for many: they stand at `position` and after it.
+    """Some tokens of one session, in a request for many sessions. They begin at `position`.
 
-    `wanted` is how many of its last rows the last stage answers with logits, from none to all.
+    `wanted` is the number of its last rows that the last stage answers with logits, from none to all.
 
     Raises:
         ValueError: more rows are wanted than there are tokens.
@@ -34,19 +36,21 @@ class Unit(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if self.wanted > self.tokens:
-            raise ValueError(f"{self.wanted} rows wanted of {self.tokens} tokens")
+            raise ValueError(f"{self.wanted} rows wanted, but the unit has {self.tokens} tokens")
 
 
 class Serve(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Continue sessions by the entry point `serve`: a batch of units of any lengths, each of another session.
+    """Continue sessions with the entry point `serve`: a batch of units of any lengths, each of a different
+    session.
 
-    `input` is flat over all units, in their order: token ids, int64 [tokens], at the first stage, elsewhere
-    the `Served.output` of the stage before, as it came. Its `sizes` do not count: the units say them.
+    `input` is flat over all units, in order. At the first stage it is token ids, int64 [tokens]; at later
+    stages it is the previous stage's `Served.output`, unchanged. Its `sizes` are ignored, because the units
+    determine them.
 
     A session begins with a unit at position 0. A unit at a lower position than the session has reached takes
-    back what stands there and after; one at a higher position is refused, and so is one that there are no
-    pages for. `Refused.session` then says which, and no session has changed. With `is_hidden` the last stage
-    answers the wanted rows as they go into its head, in the place of logits.
+    back the tokens from that position on. A unit at a higher position is refused, and so is one for which
+    there are no pages. In that case `Refused.session` names the session, and no session has changed. With
+    `is_hidden` the last stage answers the wanted rows as they enter its head, instead of logits.
     """
 
     units: Annotated[tuple[Unit, ...], msgspec.Meta(min_length=1, max_length=UNITS_MAX)]
@@ -58,8 +62,8 @@ class Serve(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Served(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer: tensors [tokens, ...] for the next stage, flat as they came.
 
-    Those of the last stage are logits [rows, vocabulary] of the wanted rows, in the order of the units; None
-    where no row is wanted.
+    From the last stage they are logits [rows, vocabulary] of the wanted rows, in the order of the units; None
+    if no row is wanted.
     """
 
     output: Payload | None
@@ -67,14 +71,16 @@ class Served(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class FindBits(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Ask to which bit class the stage belongs, once it has its parameters: it serves some made-up tokens."""
+    """Ask for the bit class of the stage, once it has its parameters: it serves some made-up tokens to find
+    it."""
 
 
 class BitsFound(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Two replicas of a stage that answer the same `bits` computed these tokens to the same bits. Empty: this
-    machine gives a session other bits when it comes in other parts, so no other equals it, nor it itself.
-    The values of the rows `packed` lie in the arena no more: `ReadValues` has them. The stage needs at most
-    `needed_bytes` of the memory that it was given."""
+    """The answer to `FindBits`. Two replicas of a stage with the same `bits` have computed these tokens to
+    the same bits. `bits` is empty if this machine gives a session different bits when it is divided
+    differently, so that no replica can match it, not even itself. The values of the rows `packed` are no
+    longer in the arena: read them with `ReadValues`. The stage needs at most `needed_bytes` of the memory
+    that it was given."""
 
     bits: Annotated[bytes, msgspec.Meta(max_length=BITS_BYTES)]
     packed: tuple[int, ...] = ()
@@ -90,15 +96,16 @@ class ReadValues(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class ValuesRead(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer."""
+    """The answer to `ReadValues`."""
 
     data: bytes
 
 
 class CopySession(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Begin a session with the first `tokens` of `base`, which goes on as it was: what both have they share.
+    """Begin a session with the first `tokens` of `base`, which continues unchanged. The two sessions share
+    their common tokens.
 
-    Refused where `base` has fewer tokens, by the fault "position"."""
+    Refused with the fault "position" if `base` has fewer tokens."""
 
     session: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     base: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -106,6 +113,6 @@ class CopySession(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class EndSession(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Forget a session: its states, its keys and values. An unknown one is none."""
+    """Forget a session: its states, its keys and values. An unknown session is ignored."""
 
     session: Annotated[bytes, msgspec.Meta(min_length=1, max_length=SESSION_BYTES_MAX)]

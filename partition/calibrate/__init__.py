@@ -1,2 +1,1 @@
-"""Calibration of a device: the time that classes of operators take on it, measured in a process of its
-own."""
+"""Calibration of a device: the time that classes of operators take on it, measured in a separate process."""

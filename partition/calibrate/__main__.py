@@ -1,7 +1,7 @@
-"""`python -m partition.calibrate DEVICE DTYPE THREADS SECONDS`: the times of classes of operators here, as
-hex.
+"""`python -m partition.calibrate DEVICE DTYPE THREADS SECONDS`: measure classes of operators here; print them
+as hex.
 
-A process of its own, because a node does not import torch.
+This is a separate process, because a node does not import torch.
 """
 
 import sys

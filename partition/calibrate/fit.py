@@ -1,4 +1,4 @@
-"""Prices of a class of operators, fitted to the times of some of them."""
+"""Prices of a class of operators, fitted to the measured times of some of them."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -23,7 +23,8 @@ def fit(amounts: Sequence[Amount], seconds: Sequence[float]) -> OperatorPace:
             if (found < 0).any():
                 continue
             error = float(((scaled[:, columns] @ found - 1) ** 2).sum())
-            # A further price must earn its place: shapes of models lie beyond those that were timed.
+            # An additional price must improve the fit clearly, because it is used for model shapes beyond the
+            # timed ones.
             if error < 0.98 * best:
                 best, prices = error, np.zeros(3)
                 prices[list(columns)] = found

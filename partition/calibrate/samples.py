@@ -1,4 +1,4 @@
-"""Operators that are timed to calibrate a device, each class at small and large shapes."""
+"""The operators that are timed to calibrate a device, each class at small and large shapes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from partition.plan.operations import Amount, Kind
 
 @dataclass(frozen=True)
 class Sample:
-    """One operator at one shape: its call, its leaves with gradients, and the amount of work."""
+    """One operator at one shape: its call, the leaves that need gradients, and the amount of work."""
 
     kind: Kind
     run: Callable[[], Tensor]
@@ -23,7 +23,8 @@ class Sample:
 
 
 class Samples:
-    """The operators that are timed, small and large: each class at sizes between which models lie."""
+    """The operators to time. Each class has a small and a large size, and the sizes in models lie between
+    them."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._options: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -36,7 +37,7 @@ class Samples:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def all(self) -> Iterator[Sample]:
-        """Every sample."""
+        """Yield every sample."""
         yield from self._products()
         yield from self._convolutions()
         yield from self._attentions()

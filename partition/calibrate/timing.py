@@ -1,9 +1,9 @@
-"""Timing of classes of operators, in a process that is prepared as a stage's is.
+"""Timing of classes of operators, in a process that is prepared like a stage's.
 
-Each class runs at some shapes, forward and backward; then call, FLOPs and bytes get the prices that fit best,
-none negative, by the relative error. On one thread the clock is that of the thread, so that other processes'
-work does not count. The share of a processor it gets is measured separately, over long enough to feel a
-quota.
+Each class runs forward and backward at a few shapes. Then the prices of a call, a FLOP and a byte are fitted
+to the times by their relative error; no price is negative. With one thread, the thread's own clock is used,
+so that other processes' work does not count. The share of a processor that this process gets is measured
+separately, for long enough that a CPU quota takes effect.
 """
 
 import platform
@@ -27,22 +27,24 @@ from partition.plan.rates import Calibration, KindPace, OperatorPace
 
 REPETITIONS_MIN, REPETITIONS_MAX = 3, 200
 HELD_BYTES_MAX = 48 << 20
-"""Results kept while more are made: more than a cache holds, less than the heap keeps when it is freed."""
+"""Maximum size of results that are kept while more are made: more than a cache holds, less than the heap
+keeps when memory is freed."""
 ENGINE_VIEWS = 32
 CALL_FACTOR_MAX = 3.0
-"""The most that a call among others may cost, relative to one alone: more is a disturbance."""
+"""Maximum cost of a call among other operators, relative to a call alone. A larger ratio is a disturbance."""
 HEAP_BYTES = 48 << 20
-"""The memory that a stage's heap keeps between its pieces, and that convolutions pack: the models of
+"""The memory that a stage's heap keeps in fragments, and that convolutions use for packing. The models of
 benchmarks/costs.py needed up to 41 MiB more than their formulas say."""
 OWN_SHARE_MIN = 0.1
-"""The least share of a backward pass timed alone that is the operator's own."""
+"""Minimum share of a backward pass, timed alone, that counts as the operator's own time."""
 SHARE_SECONDS = 1.0
-"""Ten periods of a CPU quota."""
+"""How long to measure the share of a processor: ten periods of a CPU quota."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 class _Clock:
-    """Seconds that computing takes: this thread's time on one thread, else the least wall time."""
+    """Measures computing time in seconds: this thread's CPU time if there is one thread, else the wall
+    time."""
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self._is_wall = device.type != "cpu" or threads > 1
@@ -55,15 +57,15 @@ class _Clock:
 
 
 def _typical(times: list[float]) -> float:
-    """Return the lower third of the times: slower ones were disturbed."""
+    """Return the time at the end of the lower third, because slower runs were disturbed."""
     return sorted(times)[len(times) // 3]
 
 
 def _engine(device: torch.device, clock: _Clock, seconds: float) -> float:
-    """Return the time that autograd takes to begin and end a pass: an operator timed alone pays it, a model
-    once.
+    """Return the time that autograd takes to begin and end a pass. An operator timed alone includes it; a
+    model has it only once.
 
-    It is the time of a chain of views beyond its views.
+    It is the time of a chain of views that the views themselves do not explain.
     """
 
     def passing(count: int) -> float:
@@ -82,7 +84,8 @@ def _engine(device: torch.device, clock: _Clock, seconds: float) -> float:
 
 
 def _timed(sample: Sample, clock: _Clock, seconds: float, engine: float) -> tuple[float, float]:
-    """Return (forward, backward) seconds; `engine` of each backward pass is not the operator's."""
+    """Return (forward, backward) seconds, without the time `engine` of each backward pass, which does not
+    belong to the operator."""
     out = sample.run()
     gradient = torch.ones_like(out)
     torch.autograd.grad(out, sample.leaves, gradient)
@@ -100,7 +103,8 @@ def _timed(sample: Sample, clock: _Clock, seconds: float, engine: float) -> tupl
         middle = clock.now()
         gradients = torch.autograd.grad(out, sample.leaves, gradient)
         ended = clock.now()
-        # A model's tensors live on until the way back, so the next ones lie in memory that is cold.
+        # In a model the tensors are kept until the backward pass, so later tensors are in memory that is not
+        # cached.
         held += [out, gradients]
         held_bytes += sum(tensor.numel() * tensor.element_size() for tensor in (out, *gradients))
         forwards.append(middle - begun)
@@ -112,7 +116,7 @@ def _timed(sample: Sample, clock: _Clock, seconds: float, engine: float) -> tupl
 
 
 def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibration:
-    """Time every class within about `seconds`; with none, only measure the share of a processor.
+    """Time every class within about `seconds`. If `seconds` is 0, only measure the share of a processor.
 
     Raises RuntimeError: torch has no such device.
     """
@@ -121,7 +125,7 @@ def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibrat
     torch.manual_seed(0)
     where, clock = torch.device(device), _Clock(torch.device(device), threads)
     load_operators(where)
-    # Not ru_maxrss, which counts the process that started this one as well (getrusage(2), over execve).
+    # Not ru_maxrss, which also counts the process that started this one (getrusage(2), across execve).
     baseline = psutil.Process().memory_info().rss + HEAP_BYTES
     here = Calibration(
         hardware=hardware(device)[:64],
@@ -163,10 +167,10 @@ def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibrat
 def _as_in_a_model(
     kinds: Sequence[KindPace], samples: Sequence[Sample], clock: _Clock, seconds: float, engine: float
 ) -> list[KindPace]:
-    """Return the paces, slowed by the extra time that operators take among others, all forward and then all
-    back.
+    """Return the paces, adjusted for the extra time that operators take among others in a full forward and
+    backward pass.
 
-    One that is repeated finds its weights in the cache and its memory at hand; how much that helps differs
+    A repeated operator finds its weights in the cache and its memory allocated; how much this helps differs
     from class to class.
     """
     turns: list[tuple[dict[str, float], dict[str, float]]] = []
@@ -189,7 +193,8 @@ def _as_in_a_model(
         turns.append((forward, backward))
     found = []
     calls = [1.0, 1.0]
-    # Views first, which are nothing but a call: how much dearer one is there holds for the others.
+    # Views first: a view is nothing but a call, so how much slower its call becomes applies to the other
+    # classes.
     for row in sorted(kinds, key=lambda row: row.kind != "view"):
         own = [sample for sample in samples if sample.kind == row.kind]
         ways = (
@@ -208,8 +213,8 @@ def _as_in_a_model(
 
 
 def _groups(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Yield samples in their order, in groups whose results may be held at a time: beyond what the heap
-    keeps, pages come and go, which multiplies the time of an operator."""
+    """Yield the samples in order, in groups whose results may be held together. If they exceeded what the
+    heap keeps, pages would be freed and allocated again, which would multiply an operator's time."""
     group: list[Sample] = []
     held_bytes = 0
     for sample in samples:
@@ -224,8 +229,8 @@ def _groups(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
 
 
 def _beside(pace: OperatorPace, amounts: Sequence[Amount], seconds: float, factor: float) -> OperatorPace:
-    """Return the pace at which these amounts together take `seconds`: a call `factor` times as long as alone,
-    and the rest of the time by their work."""
+    """Return the pace at which these amounts together take `seconds`. A call takes `factor` times as long as
+    alone; the work takes the rest of the time."""
     call = min(2**53, round(pace.call * factor))
     rest = sum(pace.picoseconds(amount) - pace.call * amount.calls for amount in amounts)
     if rest <= 0:
@@ -247,7 +252,7 @@ def _repeated(run: Callable[[], object], clock: _Clock, seconds: float) -> float
 
 
 def _accumulate(device: torch.device, dtype: torch.dtype, clock: _Clock, seconds: float) -> OperatorPace:
-    """Time adding a parameter's gradient to its sum."""
+    """Measure the time to add a parameter's gradient to its sum."""
     amounts: list[Amount] = []
     times: list[float] = []
     for size in (1 << 8, 1 << 14, 1 << 18, 1 << 21):
@@ -258,7 +263,7 @@ def _accumulate(device: torch.device, dtype: torch.dtype, clock: _Clock, seconds
 
 
 def _frames(clock: _Clock, seconds: float) -> OperatorPace:
-    """Time a bundle on its way in or out: a copy, and a check that all of it is finite."""
+    """Measure the time of a bundle on its way in or out: a copy, and a check that all of it is finite."""
     amounts: list[Amount] = []
     times: list[float] = []
     for size in (1 << 10, 1 << 16, 1 << 20):
@@ -273,8 +278,8 @@ def _frames(clock: _Clock, seconds: float) -> OperatorPace:
 
 
 def _steps(device: torch.device, clock: _Clock, seconds: float) -> OperatorPace:
-    """Time the work of applying a step to a parameter, as `StageExecutor` does it, by its bytes: the total is
-    checked and divided, the optimizer steps, sums are zeroed, and the result is hashed."""
+    """Measure the time, per byte, to apply a step to a parameter, as `StageExecutor` does: check and divide
+    the total, step the optimizer, zero the sums, and hash the result."""
     amounts: list[Amount] = []
     times: list[float] = []
     for size in (1 << 10, 1 << 16, 1 << 21):
@@ -298,7 +303,8 @@ def _steps(device: torch.device, clock: _Clock, seconds: float) -> OperatorPace:
 
 
 def _share() -> int:
-    """Return the thousandths of a processor that this process gets while it computes all the time."""
+    """Return the share of a processor that this process gets, in thousandths, while it computes
+    continuously."""
     matrix = torch.ones(192, 192)
     begun, used = time.perf_counter(), time.thread_time()
     while time.perf_counter() - begun < SHARE_SECONDS:
@@ -308,7 +314,7 @@ def _share() -> int:
 
 
 def hardware(device: str) -> str:
-    """Return the device's own name for itself."""
+    """Return the device's own name."""
     if device.startswith("cuda"):
         return str(torch.cuda.get_device_name(device))
     try:

@@ -1,3 +1,3 @@
-"""Codecs for the tensors of a payload: without loss (`lossless`), in half the bytes (`floats`), or in small
-whole numbers (`block_quantization`); with rounding errors kept for the next time (`error_feedback`), and
-chosen for a link (`choice`). `partition.codecs.codec` defines payloads and checks their claims."""
+"""Codecs for the tensors of a payload: lossless (`lossless`), in half the bytes (`floats`), or as small
+integers (`block_quantization`). Rounding errors can be kept for the next tensor (`error_feedback`), and
+`choice` selects a codec for a link. `partition.codecs.codec` defines payloads and checks their claims."""

@@ -1,8 +1,8 @@
 """The common part of all lossy codecs: tensors go through them as float32, tile by tile, in the cache.
 
-A coder turns `count` numbers into exactly `coded_bytes(count)` bytes, and takes only finite ones that are not
-huge: a tensor with anything else (the minus infinity of an attention mask, a gradient that is not a number)
-is sent exactly. So the results of `decode` are finite, whoever sent them.
+A coder turns `count` values into exactly `coded_bytes(count)` bytes. It accepts only finite values that are
+not huge; a tensor with any other value (such as the minus infinity of an attention mask, or a NaN gradient)
+is sent exactly. So the results of `decode` are finite, no matter which peer sent them.
 """
 
 from math import sqrt
@@ -17,13 +17,13 @@ from partition.model.graph import DataType
 Array = np.ndarray[Any, np.dtype[Any]]
 
 TILE = 1 << 16
-"""Items at a time. As float32 they take a quarter of a MiB: one tile and one scratch of that size stay in a
-core's cache over all passes, and the interpreter's share of the time is below a hundredth."""
+"""Number of items processed together. As float32 they take 256 KiB: one tile and one scratch buffer of that
+size stay in a core's cache across all passes, and the interpreter takes less than a hundredth of the time."""
 SAMPLE = TILE // 16
-"""Items of each tile that are decoded again to measure the rounding. All would take as long as the encoding
-itself."""
+"""Number of items of each tile that are decoded again to measure the rounding. Decoding all would take as
+long as the encoding itself."""
 LARGEST_LOG2 = 126
-"""The largest number that a coder takes is 2^126: rounded up, it is still far from infinity."""
+"""The largest value that a coder accepts is 2^126: rounded up, it is still far from infinity."""
 _HALF_LARGEST_LOG2 = 15
 
 ON_WIRE: dict[DataType, str] = {
@@ -41,11 +41,11 @@ ON_WIRE: dict[DataType, str] = {
 
 
 class Rounding(msgspec.Struct, frozen=True, array_like=True):
-    """The rounding of lossy codecs: |x - x'|^2 and |x|^2, summed over the lossily coded items.
+    """The rounding of lossy codecs: |x - x'|^2 and |x|^2, summed over the items that were coded with loss.
 
-    They are sums, so that those of many tensors, micro-batches and stages add up. Gradients are summed apart
-    from activations, which are so much larger that they would hide them. Estimated from one item in sixteen
-    where a tensor is long.
+    They are sums, so that those of many tensors, micro-batches and stages can be added. Gradients are summed
+    separately from activations, which are so much larger that they would hide them. For long tensors the sums
+    are estimated from one item in sixteen.
     """
 
     squared_error: float = 0.0
@@ -56,36 +56,37 @@ class Rounding(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def relative(self) -> float:
-        """|x - x'| / |x|, and 0 where there was nothing to round."""
+        """|x - x'| / |x|; 0 if nothing was rounded."""
         return sqrt(self.squared_error / self.squared_norm) if self.squared_norm else 0.0
 
 
 class Coder(Protocol):
-    """One way to write float32 down. It gets tiles at multiples of TILE, the last one filled up with zeros to
-    a multiple of `granule`."""
+    """One encoding of float32 values. It gets tiles at multiples of TILE; the last tile is filled up with
+    zeros to a multiple of `granule`."""
 
     granule: int
     item_bytes: int
-    """Bytes that belong together in `coded`: their planes are separated for zstd."""
+    """Number of bytes in `coded` that belong together; zstd compresses them in separate planes."""
 
     def coded_bytes(self, count: int) -> int:
         """Return exactly how many bytes `count` items take."""
 
     def encode_tile(self, tile: Array, scratch: Array, coded: Array, count: int, start: int) -> None:
-        """Write a tile, all of it between -2^126 and 2^126, to its place in the `coded` of `count` items.
+        """Write a tile, whose values are all between -2^126 and 2^126, to its position in the `coded` bytes
+        of `count` items.
 
-        `scratch` is as long, comes with the tile's `magnitudes`, and may be written over.
+        `scratch` has the same length and initially holds the tile's `magnitudes`; it may be overwritten.
         """
 
     def check(self, coded: Array, count: int) -> None:
-        """Check coded bytes. Raises RemoteProtocolError: bytes that `encode_tile` does not write."""
+        """Check coded bytes. Raises RemoteProtocolError if `encode_tile` cannot have written them."""
 
     def decode_tile(self, coded: Array, count: int, start: int, target: Array) -> None:
-        """Decode the items from `start`, a multiple of `granule`, into `target`."""
+        """Decode items, beginning with item `start` (a multiple of `granule`), into `target`."""
 
 
 def encode(coder: Coder, values: Array, dtype: DataType) -> tuple[Array, Rounding] | None:
-    """Code a flat array of a floating type; return None where it holds items that a coder does not take."""
+    """Encode a flat array of a floating type. Return None if it has items that a coder does not accept."""
     count = len(values)
     coded = np.empty(coder.coded_bytes(count), np.uint8)
     buffers = np.empty((2, _up(min(count, TILE), coder.granule)), np.float32)
@@ -98,7 +99,8 @@ def encode(coder: Coder, values: Array, dtype: DataType) -> tuple[Array, Roundin
         if magnitudes(tile, scratch).max() > largest:
             return None
         coder.encode_tile(tile, scratch, coded, count, start)
-        # Another part of each tile, since tiles may well be as long as what repeats in a tensor.
+        # Sample a different part of each tile, because the tile length may be a multiple of a period in the
+        # tensor.
         offset = (7 * number % 16) * SAMPLE if len(tile) == TILE else 0
         sample = tile[offset : offset + SAMPLE].astype(np.float64)
         coder.decode_tile(coded, count, start + offset, scratch[: len(sample)])
@@ -111,10 +113,10 @@ def encode(coder: Coder, values: Array, dtype: DataType) -> tuple[Array, Roundin
 
 
 def decode(coder: Coder, coded: Array, count: int, dtype: DataType) -> Array:
-    """Return a new flat array of finite numbers.
+    """Return a new flat array of finite values.
 
     Raises:
-        RemoteProtocolError: bytes that no encoder writes, or too large for the type.
+        RemoteProtocolError: no encoder writes these bytes, or a value is too large for the type.
     """
     coder.check(coded, count)
     values = np.empty(count, ON_WIRE[dtype])
@@ -127,7 +129,7 @@ def decode(coder: Coder, coded: Array, count: int, dtype: DataType) -> Array:
         if not is_direct:
             _store(target[: len(part)], dtype, part)
     if dtype == "float16" and not np.isfinite(values).all():
-        raise RemoteProtocolError("a coded tensor with numbers beyond float16")
+        raise RemoteProtocolError("a coded tensor with values beyond float16")
     return values
 
 
@@ -139,8 +141,8 @@ def widen(values: Array, dtype: DataType) -> Array:
 
 
 def squared_norm(values: Array) -> float:
-    """Return the squared norm of a flat float32 array, in float64, since a sum of squares of float32 may be
-    beyond it."""
+    """Return the squared norm of a flat float32 array, in float64, because the sum may exceed the range of
+    float32."""
     total = 0.0
     for start in range(0, len(values), TILE):
         tile = values[start : start + TILE].astype(np.float64)
@@ -149,16 +151,16 @@ def squared_norm(values: Array) -> float:
 
 
 def magnitudes(tile: Array, scratch: Array) -> Array:
-    """Return the bits of |x| as int32, in `scratch`. Integers of that order compare much faster than float32,
-    and infinity and NaN come out largest."""
+    """Return the bits of |x| as int32, in `scratch`. Such integers have the same order and compare much
+    faster than float32, and infinity and NaN are largest."""
     bits = scratch.view(np.int32)
     np.bitwise_and(tile.view(np.int32), 0x7FFFFFFF, out=bits)
     return bits
 
 
 def round_bfloat16(tile: Array, scratch: Array, target: Array) -> None:
-    """Round each float32 to the nearest bfloat16, ties to even, as uint16. Not for infinity and its
-    neighbours."""
+    """Round each float32 to the nearest bfloat16, ties to even, as uint16. Not for infinity or values close
+    to it."""
     bits, rounded = tile.view(np.uint32), scratch.view(np.uint32)
     np.right_shift(bits, 16, out=rounded)
     rounded &= 1

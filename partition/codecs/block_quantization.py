@@ -1,10 +1,11 @@
-"""Small whole numbers in blocks: x = code * scale, with one scale for every 64 items in a row.
+"""Small integers in blocks: x = code * scale, with one scale for every 64 consecutive items.
 
-The scale is the block's largest magnitude over 127 (int8) or 7 (int4), as a bfloat16, and codes are rounded
-to the nearest, ties to even: the same bytes on every machine. So |x - x'| is at most half a scale, and the
-scale within 2^-9 of what it should be: for int8, |x - x'| <= (1 + 2^-8) max|block| / 254. A bfloat16 scale
-costs 3 % where a float32 one costs 6 % and is no better by any figure one can see; a float16 one would need
-a scale itself, since gradients of 1e-9 are common. A block with nothing above 2^-118 is sent as zeros.
+The scale is the block's largest magnitude over 127 (int8) or 7 (int4), as a bfloat16. Codes are rounded to
+the nearest, ties to even, so the bytes are the same on every machine. |x - x'| is at most half a scale, and
+the rounded scale is within 2^-9 of the exact one. So for int8, |x - x'| <= (1 + 2^-8) max|block| / 254. A
+bfloat16 scale costs 3 %; a float32 scale would cost 6 % without a measurable advantage. A float16 scale would
+itself need a scale, because gradients of 1e-9 are common. A block whose values are all below 2^-118 is sent
+as zeros.
 
 After Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), but with evenly spaced codes,
 which need no table.
@@ -19,17 +20,18 @@ from partition.codecs.base import LARGEST_LOG2, Array, round_bfloat16, widen_bfl
 
 BLOCK = 64
 _TINY = np.float32(2.0**-118)
-"""Below, a scale would not be a normal number, and so less precise or without an inverse."""
+"""Below this magnitude, the scale would not be a normal number, so it would be less precise or have no
+inverse."""
 _OFFSET = 8
-"""An int4 code is written as code + 8, so 1 to 15."""
-# For every byte its two items. As one number, so that each is one look-up.
+"""An int4 code is stored as code + 8, that is, 1 to 15."""
+# The two items in every byte, combined into one number, so that each byte needs only one look-up.
 _NIBBLES = np.arange(256)
 _ITEMS = np.stack((_NIBBLES & 15, _NIBBLES >> 4), axis=1).astype(np.float32) - _OFFSET
 _PAIRS = _ITEMS.view(np.uint64).reshape(-1)
 
 
 class _Blocks(ABC):
-    """The scales of all blocks, then their codes."""
+    """An encoding with the scales of all blocks, followed by their codes."""
 
     granule = BLOCK
     item_bytes = 1
@@ -53,7 +55,7 @@ class _Blocks(ABC):
 
     def check(self, coded: Array, count: int) -> None:
         scales, codes = self._parts(coded, count, 0, -(-count // BLOCK) * BLOCK)
-        # As bfloat16's bits; with a set sign they are above that too.
+        # Compared as bits of bfloat16, where a number with a set sign bit exceeds the limit too.
         if scales.max() > (127 + LARGEST_LOG2 + 2 - self.bits) << 7:
             raise RemoteProtocolError("a coded tensor with a scale that no encoder writes")
         if not self._are_valid(codes):
@@ -76,15 +78,15 @@ class _Blocks(ABC):
 
     @abstractmethod
     def _write(self, whole: Array, codes: Array) -> None:
-        """Convert whole float32 to codes."""
+        """Convert integers in float32 form to codes."""
 
     @abstractmethod
     def _are_valid(self, codes: Array) -> bool:
-        """Return whether `_write` can have written these."""
+        """Return whether `_write` can have written these codes."""
 
     @abstractmethod
     def _read(self, codes: Array, target: Array) -> None:
-        """Convert codes to whole float32."""
+        """Convert codes to integers in float32 form."""
 
 
 class Int8(_Blocks):
@@ -104,7 +106,7 @@ class Int8(_Blocks):
 
 
 class Int4(_Blocks):
-    """-7 to 7, two in a byte, the first in the lower half: 7.53 times smaller than float32."""
+    """-7 to 7, two per byte, the first in the lower half: 7.53 times smaller than float32."""
 
     bits = 4
     code_max = 7

@@ -1,9 +1,10 @@
-"""The choice of a codec for a link: the one that gets a micro-batch through soonest, at the least loss.
+"""The choice of a codec for a link: the one that gets a micro-batch through fastest, at the least loss.
 
-A run limits the loss (`Frames`); a calibration gives each codec's cost and gain on this machine; the rest
-follows from the link's measured rate. Encoding, sending and decoding of one micro-batch overlap those of
-others, so the longest of the three counts: over a fast link that is the sending of raw tensors until a codec
-is slower than it saves, so no codec is ever the bottleneck.
+A run limits the loss (`Frames`), and a calibration measures each codec's cost and compression on this
+machine; the rest follows from the link's measured rate. Encoding, sending and decoding of a micro-batch
+overlap with those of other micro-batches, so only the longest of the three counts. On a fast link a codec
+would be slower than the sending that it saves, so tensors are sent raw. Therefore a codec is never the
+bottleneck.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,24 +17,25 @@ from partition.codecs.codec import CODECS, Codec, coded_bytes, pack, typed, unpa
 from partition.model.graph import FLOATING, ITEM_BYTES, DataType
 
 Frames = Literal["exact", "bfloat16", "int8", "int4"]
-"""The codecs that a run allows between its stages. `int4` is for gradients, with feedback; activations go as
-int8."""
+"""The codecs that a run allows between its stages. `int4` applies to gradients, with error feedback;
+activations are then sent as int8."""
 
 TIE = 0.95
-"""zstd must be done in this share of the time without it: measured rates are no better."""
+"""zstd is used only if it needs at most this share of the time without it, because measured rates are not
+more precise."""
 LOSS_PAYS = 0.8
-"""A lossier codec must take this share of the time of one that keeps more: a smaller gain is not worth a
-loss, nor the computing that a stage could do instead."""
+"""A lossier codec is used only if it needs at most this share of the time of a less lossy one. A smaller gain
+is not worth the loss, nor the computing time that the stage could use otherwise."""
 _ROUNDS = 3
 _SHORT = 1 << 10
-"""Items of a second tensor that calibration times: a codec's fixed cost."""
+"""Number of items of a second, short tensor that calibration times to find a codec's fixed cost."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A codec's cost and gain on this machine, digests included.
+    """A codec's cost and compression on this machine, including digests.
 
-    `zstd_share` is the share of the bytes that zstd leaves, 1 without it; it depends on the data.
+    `zstd_share` is the share of the bytes that remains after zstd, 1 without zstd; it depends on the data.
     """
 
     fixed_seconds: float
@@ -43,14 +45,14 @@ class Cost:
 
 
 def allowed(frames: Frames, *, is_gradient: bool) -> tuple[Codec, ...]:
-    """The codecs of a run for one direction, the least lossy first."""
+    """Return the codecs that a run allows for one direction, the least lossy first."""
     last = {"exact": "zstd", "bfloat16": "bfloat16+zstd", "int8": "int8+zstd"}
     most = last.get(frames, "int4+zstd" if is_gradient else "int8+zstd")
     return tuple(codec for codec in CODECS if CODECS.index(codec) <= CODECS.index(most))
 
 
 def narrowest(frames: Frames, *, is_gradient: bool) -> Codec:
-    """Return the codec that makes tensors smallest: for a link that nobody has measured."""
+    """Return the codec that makes tensors smallest, for a link that has not been measured."""
     return allowed(frames, is_gradient=is_gradient)[-1]
 
 
@@ -61,10 +63,10 @@ def choose(
     link_bytes_per_second: float,
     costs: Mapping[Codec, Cost],
 ) -> Codec:
-    """Return the codec that gets a tensor (or a bundle of one type) through soonest.
+    """Return the codec that gets a tensor (or a bundle of one type) through fastest.
 
-    `codecs` are the `allowed` ones, the least lossy first; those without costs are left out. A later one must
-    be faster by a margin, TIE or LOSS_PAYS. `raw` if there is nothing to choose from.
+    `codecs` are the `allowed` codecs, the least lossy first; those without costs are skipped. A later codec
+    must be faster by a margin, TIE or LOSS_PAYS. The result is `raw` if there is nothing to choose from.
     """
     best: Codec = "raw"
     least = inf
@@ -80,7 +82,7 @@ def choose(
 def seconds_of(
     codec: Codec, size_bytes: int, dtype: DataType, link_bytes_per_second: float, cost: Cost
 ) -> float:
-    """Return the longest of encoding, sending and decoding."""
+    """Return the longest of the times for encoding, sending and decoding."""
     count = size_bytes // ITEM_BYTES[dtype]
     sent = coded_bytes(dtype, count, codec) * cost.zstd_share
     return max(
@@ -91,11 +93,12 @@ def seconds_of(
 
 
 def calibrate(clock: Callable[[], float], sample: Array) -> dict[Codec, Cost]:
-    """Time every codec on this machine: some 0.1 s on one core, for an executor and not an event loop.
+    """Time every codec on this machine. This takes about 0.1 s on one core, so run it in a thread and not in
+    an event loop.
 
-    `clock` gives seconds; `time.thread_time` counts only this thread's. `sample` is 1 MiB or so of a float32
-    activation: a real one, since it decides the gain of zstd, which is small for normal numbers. The fastest
-    of a few rounds counts.
+    `clock` returns seconds; `time.thread_time` counts only this thread's time. `sample` is about 1 MiB of a
+    float32 activation. It should be a real one, because it determines how well zstd compresses, which is
+    little for normally distributed values. The fastest of a few rounds counts.
     """
     long = sample.reshape(-1)
     return {codec: _measure(clock, codec, long) for codec in CODECS}
@@ -105,7 +108,8 @@ def _measure(clock: Callable[[], float], codec: Codec, long: Array) -> Cost:
     short = long[:_SHORT]
     begin_encode, begin_decode, _ = _seconds(clock, codec, short)
     encode, decode, sent = _seconds(clock, codec, long)
-    # A clock too coarse to tell, or a machine that was busy the first time, must not divide by zero.
+    # Do not divide by zero if the clock is too coarse, or if the machine was busy during the first
+    # measurement.
     grown = long.nbytes - short.nbytes
     return Cost(
         fixed_seconds=max(begin_encode, begin_decode),
@@ -116,7 +120,7 @@ def _measure(clock: Callable[[], float], codec: Codec, long: Array) -> Cost:
 
 
 def _seconds(clock: Callable[[], float], codec: Codec, array: Array) -> tuple[float, float, int]:
-    """Return the least time to encode and to decode, and the bytes in between."""
+    """Return the shortest time to encode and to decode, and the number of encoded bytes."""
     encode = decode = inf
     sent = 0
     for _ in range(_ROUNDS):

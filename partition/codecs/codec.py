@@ -1,23 +1,24 @@
 """Tensors on the wire: a bundle of numpy arrays to a self-describing, digested payload, and back.
 
-Often several tensors cross a stage's boundary (a skip connection, a mask), with the sizes they depend on, so
-a payload is a bundle: its tensors one after the other, little-endian, in C order. With the codec `raw` that
-is all. With any other each tensor has a word of eight bytes before it: its compression (zstd or not, the
-payload's lossy codec or not), and its length. So every tensor is sent in the form that pays, and integers,
-tensors that are not finite and short ones stay exact. The codecs are in `partition.codecs`.
+Often several tensors cross a stage's boundary (a skip connection, a mask), with the sizes they depend on. So
+a payload is a bundle: its tensors one after the other, little-endian, in C order. With the codec `raw` there
+is nothing else. With any other codec, eight bytes before each tensor give its compression (zstd or not, the
+payload's lossy codec or not) and its length. So every tensor is sent in the best form for it, and integers,
+short tensors and tensors that are not finite stay exact. The codecs are in `partition.codecs`.
 
-The digest covers `data` as sent, so a relay or a sender that keeps frames can check them without decoding.
-bfloat16 has no numpy type and is held as uint16.
+The digest covers `data` as sent, so a relay, or a sender that keeps frames, can check them without decoding.
+bfloat16 has no numpy type and is represented as uint16.
 
-Copies are rare: a payload of one raw tensor is that tensor's own memory, and raw tensors are unpacked to
-views of `data`. Several tensors are joined, which is one copy, since they are digested and sent as one.
+Copies are rare. The payload of one raw tensor is that tensor's own memory, and raw tensors are unpacked to
+views of `data`. Several tensors are joined by one copy, because they are digested and sent together.
 
-One thread digests. Measured for 16 MiB: 2.8 ms of a core, with one thread or many, so more only help where
-cores are idle, and save a millisecond of a pass that takes hundreds; below 4 MiB they help nobody.
+One thread computes the digest. 16 MiB take 2.8 ms of CPU time with any number of threads, so more threads
+help only if cores are idle, and even then save one millisecond of a pass that takes hundreds. Below 4 MiB
+they do not help at all.
 
-Everything in a payload is untrusted. `unpack` checks the digest, then the claimed shapes against the
-receiver's bound, then the exact length of each tensor, and only then allocates, never more than a few times
-that bound.
+Everything in a payload is untrusted. `unpack` first checks the digest, then the claimed shapes against the
+receiver's limit, then the exact length of each tensor. Only then does it allocate memory, at most a few times
+that limit.
 """
 
 import struct
@@ -52,19 +53,21 @@ Codec = Literal[
     "int4",
     "int4+zstd",
 ]
-"""The codec that a sender was asked for; the least lossy first. `raw` and `zstd` are exact."""
+"""The codec that a sender is asked to use; the least lossy first. `raw` and `zstd` are exact."""
 CODECS: tuple[Codec, ...] = get_args(Codec)
 Typed = tuple[DataType, Array]
-"""A tensor as numpy holds it, and its real type: they differ only for bfloat16."""
+"""A tensor as numpy represents it, and its real type. The two differ only for bfloat16."""
 
 DIMENSIONS_MAX = 8
 SIDE_MAX = 2**31 - 1
 SIZES_MAX = 8
 DIGEST_BYTES = 32
 THREADED_BYTES_MIN = 2**20
-"""The size from which a second thread pays: 16 MiB take 2.0 ms instead of 4.5, and half a MiB the same."""
+"""Minimum size for which a second thread pays: 16 MiB take 2.0 ms instead of 4.5, but half a MiB takes the
+same time."""
 CODED_ITEMS_MIN = 64
-"""A shorter tensor is sent exactly: a codec gains nothing."""
+"""Minimum number of items for a codec. A shorter tensor is sent exactly, because a codec would gain
+nothing."""
 
 _CODERS: dict[str, Coder] = {
     "float16": Float16Frames(),
@@ -73,7 +76,7 @@ _CODERS: dict[str, Coder] = {
     "int4": Int4(),
 }
 _WORD = struct.Struct("<II")
-"""Before each tensor: marks, and the length of its bytes."""
+"""Before each tensor: marks, and the length in bytes."""
 _CODED, _ZSTD, _APART = 1, 2, 4
 _MARKS = {0, _CODED, _ZSTD, _ZSTD | _APART, _CODED | _ZSTD, _CODED | _ZSTD | _APART}
 
@@ -90,15 +93,16 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of the tensor when it is not compressed."""
+        """Return the uncompressed size of the tensor."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
-    """A bundle. `sizes` are the graph's symbols, in their order; `digest` is blake3 of `data` as sent.
+    """A bundle of tensors. `sizes` are the values of the graph's symbols, in order; `digest` is blake3 of
+    `data` as sent.
 
-    `data` may be shared memory, such as a buffer that is used again once no view of it is left, or the
-    message that this was decoded from: it must not be changed.
+    `data` must not be changed, because it may be shared memory: a buffer that is reused once no view of it is
+    left, or the message from which the payload was decoded.
     """
 
     sizes: Annotated[tuple[Side, ...], msgspec.Meta(max_length=SIZES_MAX)]
@@ -109,16 +113,16 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of all tensors when they are not compressed."""
+        """Return the uncompressed size of all tensors."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
 
 def pack(tensors: Sequence[Typed], codec: Codec, sizes: Sequence[int] = (), *, threads: int = 1) -> Payload:
-    """Encode a bundle. A single tensor that is sent raw is not copied: its array must not change any more.
-    `threads` may digest it side by side.
+    """Encode a bundle. A single tensor that is sent raw is not copied, so its array must not change any more.
+    Up to `threads` threads compute the digest.
 
     Raises:
-        LocalProtocolError: an array of another type than said, without elements, or of more than 8
+        LocalProtocolError: an array has a type other than declared, no elements, or more than 8
             dimensions.
     """
     return pack_measured(tensors, codec, sizes, threads=threads)[0]
@@ -132,10 +136,10 @@ def pack_measured(
     *,
     threads: int = 1,
 ) -> tuple[Payload, Rounding]:
-    """Encode a bundle; return the payload and the codec's rounding. With `feedback` int4 makes up for it next
-    time; the keys there are the tensors' places in the bundle.
+    """Encode a bundle. Return the payload and the codec's rounding. With `feedback`, int4's rounding errors
+    are added to the next bundle; its keys are the tensors' positions in the bundle.
 
-    Shares memory and raises as `pack`.
+    Shares memory and raises like `pack`.
     """
     headers: list[TensorHeader] = []
     parts: list[bytes | memoryview] = []
@@ -157,8 +161,8 @@ def pack_measured(
 
 
 def typed(array: Array) -> Typed:
-    """Return an array with the type that its numpy type names. Raises LocalProtocolError: a type that is not
-    sent."""
+    """Return an array with the type that its numpy type names. Raises LocalProtocolError if the type cannot
+    be sent."""
     for dtype in ON_WIRE:
         if array.dtype.name == dtype:
             return dtype, array
@@ -166,13 +170,13 @@ def typed(array: Array) -> Typed:
 
 
 def unpack(payload: Payload, *, bytes_max: int, threads: int = 1) -> list[Typed]:
-    """Decode a payload to arrays of together at most `bytes_max` bytes.
+    """Decode a payload to arrays with a total size of at most `bytes_max`.
 
-    Read-only arrays share the memory of `payload.data`, the others have their own.
+    Arrays that share the memory of `payload.data` are read-only; the others have their own memory.
 
     Raises:
-        RemoteProtocolError: a wrong digest, tensors larger than `bytes_max`, or data that is not
-            exactly what shapes, types and codec claim. Coded tensors are finite, exact ones as they are.
+        RemoteProtocolError: the digest is wrong, the tensors are larger than `bytes_max`, or the data is
+            not exactly what shapes, types and codec claim. Coded tensors are finite, exact ones need not be.
     """
     if _digest(payload.data, threads) != payload.digest:
         raise RemoteProtocolError("a tensor with a wrong digest")
@@ -184,32 +188,33 @@ def unpack(payload: Payload, *, bytes_max: int, threads: int = 1) -> list[Typed]
     for header, (marks, part) in zip(payload.tensors, segments, strict=True):
         flat = _unpack_one(header, payload.codec, marks, part)
         if header.dtype == "bool" and flat.view(np.uint8).max() > 1:
-            raise RemoteProtocolError("a tensor of bool with other bytes than 0 and 1")
+            raise RemoteProtocolError("a bool tensor with bytes other than 0 and 1")
         arrays.append((header.dtype, flat.reshape(header.shape)))
     return arrays
 
 
 def _digest(data: memoryview, threads: int) -> bytes:
-    """Return the digest, on one thread for little data: it is done before a second thread has begun."""
+    """Return the digest. For little data it uses one thread, because it is done before a second thread could
+    start."""
     return blake3(data, max_threads=threads if len(data) >= THREADED_BYTES_MIN else 1).digest()
 
 
 def check_length(tensors: Sequence[TensorHeader], codec: Codec, length: int) -> None:
-    """Check whether so many bytes can be these tensors: exactly for `raw`, else at most. It costs nothing, so
-    it comes before a signature is checked or anything decoded.
+    """Check whether `length` bytes can hold these tensors: exactly for `raw`, at most for other codecs. This
+    is cheap, so it comes before a signature is checked or anything is decoded.
 
     Raises:
-        RemoteProtocolError: they cannot.
+        RemoteProtocolError: the length is wrong.
     """
     words = 0 if codec == "raw" else _WORD.size * len(tensors)
     longest = words + sum(tensor.size_bytes for tensor in tensors)
     if not (longest if codec == "raw" else words) <= length <= longest:
-        raise RemoteProtocolError(f"{length} bytes for tensors that take {longest} in {codec}")
+        raise RemoteProtocolError(f"{length} bytes for tensors that take {longest} with codec {codec}")
 
 
 def coded_bytes(dtype: DataType, count: int, codec: Codec) -> int:
-    """Return how many bytes `codec` makes of a tensor of ordinary numbers, without its word and before any
-    zstd."""
+    """Return the number of bytes into which `codec` encodes a tensor of ordinary values, without its marks
+    and length, and before zstd."""
     coder = _coder(dtype, codec, count)
     return count * ITEM_BYTES[dtype] if coder is None else coder.coded_bytes(count)
 
@@ -223,7 +228,7 @@ def _header(dtype: DataType, array: Array) -> TensorHeader:
 
 
 def _coder(dtype: DataType, codec: Codec, count: int) -> Coder | None:
-    """Return the coder for so many items of this type; None where none applies."""
+    """Return the coder for `count` items of this type; None if no coder applies."""
     if dtype not in FLOATING or count < CODED_ITEMS_MIN:
         return None
     coder = _CODERS.get(codec.removesuffix("+zstd"))
@@ -231,7 +236,7 @@ def _coder(dtype: DataType, codec: Codec, count: int) -> Coder | None:
 
 
 def _pack_one(dtype: DataType, flat: Array, codec: Codec) -> tuple[int, bytes | memoryview, Rounding]:
-    """Return marks, bytes and rounding of one tensor."""
+    """Return the marks, bytes and rounding of one tensor."""
     plain = flat.view(np.uint8)
     coder = _coder(dtype, codec, len(flat))
     found = None if coder is None else base.encode(coder, flat, dtype)
@@ -252,7 +257,7 @@ def _shrunk(marks: int, data: Array, item_bytes: int, codec: Codec) -> tuple[int
 def _pack_owing(
     dtype: DataType, flat: Array, codec: Codec, feedback: Feedback, place: int
 ) -> tuple[int, bytes | memoryview, Rounding]:
-    """Do as `_pack_one`, adding earlier rounding errors and remembering the new ones."""
+    """Do the same as `_pack_one`, but add earlier rounding errors and remember the new ones."""
     coder = _coder(dtype, codec, len(flat))
     if coder is None:
         return _pack_one(dtype, flat, codec)
@@ -267,8 +272,8 @@ def _pack_owing(
 
 
 def _segments(payload: Payload) -> list[tuple[int, memoryview]]:
-    """Return marks and bytes of every tensor; the lengths are those of `data`, and checked against nothing
-    else."""
+    """Return the marks and bytes of every tensor. The lengths come from `data` and are only checked against
+    its size."""
     data = payload.data
     segments = []
     offset = 0
@@ -282,7 +287,7 @@ def _segments(payload: Payload) -> list[tuple[int, memoryview]]:
         segments.append((marks, data[offset : offset + length]))
         offset += length
     if offset != len(data):
-        raise RemoteProtocolError(f"a payload of {len(data)} bytes that claims {offset}")
+        raise RemoteProtocolError(f"a payload of {len(data)} bytes whose tensors claim {offset}")
     return segments
 
 
@@ -294,7 +299,7 @@ def _unpack_one(header: TensorHeader, codec: Codec, marks: int, part: memoryview
     item_bytes = ITEM_BYTES[header.dtype] if coder is None else coder.item_bytes
     is_zstd = bool(marks & _ZSTD)
     if marks not in _MARKS or (marks & _CODED and coder is None) or (is_zstd and not codec.endswith("zstd")):
-        raise RemoteProtocolError(f"a tensor marked {marks} in a payload of {codec}")
+        raise RemoteProtocolError(f"a tensor marked {marks} in a payload with codec {codec}")
     if len(part) >= size if is_zstd else len(part) != size:
         raise RemoteProtocolError(f"a tensor of {len(part)} bytes that claims {size}")
     data = np.frombuffer(part, np.uint8)

@@ -1,8 +1,9 @@
 """Half the bytes: bfloat16, and float16 with a scale.
 
-bfloat16 keeps float32's range and 8 bits of each number, so each comes back within 2^-8 of itself. float16
-keeps 11 bits but only from 2^-14 to 2^16, and a gradient of 1e-8 would come back as zero; so each tile is
-first multiplied by the power of two that brings its largest number to between 2^14 and 2^15.
+bfloat16 keeps float32's range and 8 bits of precision, so each value comes back with a relative error of at
+most 2^-8. float16 keeps 11 bits but only from 2^-14 to 2^16, so a gradient of 1e-8 would become zero.
+Therefore each tile is first multiplied by the power of two that brings its largest value to between 2^14 and
+2^15.
 """
 
 import numpy as np
@@ -12,14 +13,14 @@ from partition.codecs.base import LARGEST_LOG2, TILE, Array, round_bfloat16, wid
 
 _FLOAT16_LOG2 = 14
 _SHIFT_MIN, _SHIFT_MAX = _FLOAT16_LOG2 - LARGEST_LOG2, 126
-"""Above 126 the way back would be by a number that is not normal; such a small tile loses bits instead."""
+"""Above 126 the inverse factor would not be a normal number; tiles of such small values lose bits instead."""
 _BFLOAT16_FINITE_MAX = 0x7F7F
 _FLOAT16_CODE_MAX = 0x7800
-"""2^15: the most that the largest number of a tile may be rounded up to."""
+"""2^15: the largest value to which a tile's maximum may be rounded up."""
 
 
 class Bfloat16Frames:
-    """Two bytes an item, rounded to the nearest, ties to even."""
+    """Two bytes per item, rounded to the nearest, ties to even."""
 
     granule = 1
     item_bytes = 2
@@ -38,7 +39,8 @@ class Bfloat16Frames:
 
 
 class Float16Frames:
-    """Two bytes an item, rounded to the nearest, ties to even; then two for each tile, its power of two."""
+    """Two bytes per item, rounded to the nearest, ties to even; then two bytes for each tile, its power of
+    two."""
 
     granule = 1
     item_bytes = 2
@@ -67,7 +69,7 @@ class Float16Frames:
 
 
 def _check_halves(bits: Array, most: int) -> None:
-    # In pieces, so that no copy of the whole is made.
+    # Tile by tile, so that the whole is never copied.
     for start in range(0, len(bits), TILE):
         if (bits[start : start + TILE] & 0x7FFF).max() > most:
-            raise RemoteProtocolError("a coded tensor with a number that is not finite")
+            raise RemoteProtocolError("a coded tensor with a value that is not finite")

@@ -1,4 +1,5 @@
-"""Computation of a stage: the executor and its parts. It imports torch, and runs in a stage's process."""
+"""Computation of a stage: the executor and its parts. It imports torch, and runs in the process of a
+stage."""
 
 from partition.execute.executor import StageExecutor
 from partition.execute.process import (

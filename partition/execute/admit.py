@@ -1,13 +1,13 @@
 """Admission: the decision whether a stage may run here, before anything large is allocated.
 
-Every node is checked against torch's own schema (`partition.execute.schema`), and each entry point runs on
-tensors that have shapes and types and no memory (`partition.execute.shape_tensors`): `train` forward and
-backward as it will be trained, the others as they will be asked. That run is metered and ends at the first
-operator beyond what the provider offers (`partition.execute.memory_meter`). Every value must have the type
-and the shape that the graph claims, at the largest sizes and at the smallest.
+Every node is checked against torch's own schema (`partition.execute.schema`), and each entry point is run on
+tensors that have shapes and types but no memory (`partition.execute.shape_tensors`): `train` forward and
+backward as in training, the others as in requests. That run is metered, and ends at the first operator that
+exceeds what the provider offers (`partition.execute.memory_meter`). Every value must have the type and the
+shape that the graph claims, both at the largest and at the smallest sizes.
 
-It proves nothing about sizes in between, or about scratch memory inside a kernel. Limits of the operating
-system on the process back it up.
+This proves nothing about sizes in between, or about scratch memory inside a kernel. The operating system's
+limits on the process cover those.
 """
 
 import logging
@@ -50,7 +50,8 @@ from partition.stage import Admitted, StageSpecification
 from partition.stage_layout import arena_bytes
 
 NODES_MAX = 16_384
-"""Nodes of one stage, over its entry points: some seconds of dry runs, and 300 transformer blocks."""
+"""Maximum number of nodes of one stage, over its entry points: some seconds of dry runs, and 300 transformer
+blocks."""
 REASON_LENGTH_MAX = 200
 
 _LOSSES = frozenset(
@@ -70,8 +71,8 @@ _CLAMPS = frozenset(("aten.clamp.Tensor", "aten.clip.Tensor"))
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# torch writes a traceback for each operator it cannot run on fake tensors. Here that is a refusal like any
-# other, and what a stranger wrote has no place in a log.
+# torch writes a traceback for each operator that it cannot run on fake tensors. Here that is a refusal like
+# any other, and text from an unknown peer should not be in a log.
 logging.getLogger("torch._subclasses.fake_tensor").disabled = True
 
 
@@ -86,7 +87,7 @@ def admit(specification: StageSpecification) -> Admitted:
     """Return the resources of one micro-batch of the largest sizes, if the stage may run here.
 
     Raises:
-        RemoteProtocolError: an operator, an argument, a shape or a cost that is refused, with the node.
+        RemoteProtocolError: an operator, an argument, a shape or a cost is refused. The text names the node.
     """
     began = time.monotonic()
     graph = specification.graph
@@ -96,8 +97,8 @@ def admit(specification: StageSpecification) -> Admitted:
     offered = specification.memory_bytes_max - base
     if offered <= 0:
         raise RemoteProtocolError(
-            f"parameters and optimizer need {shown_bytes(base)} of memory, "
-            f"{shown_bytes(specification.memory_bytes_max)} offered"
+            f"parameters and optimizer need {shown_bytes(base)} of memory, but "
+            f"{shown_bytes(specification.memory_bytes_max)} is offered"
         )
     smallest = tuple(symbol.minimum for symbol in graph.symbols)
     found = []
@@ -114,7 +115,7 @@ def admit(specification: StageSpecification) -> Admitted:
 
 
 def room_bytes(specification: StageSpecification, admitted: Admitted) -> int:
-    """Return the offered memory left beside all that an admitted stage needs."""
+    """Return the offered memory that remains after everything an admitted stage needs."""
     return max(0, specification.memory_bytes_max - _kept_bytes(specification) - admitted.peak_bytes)
 
 
@@ -129,7 +130,7 @@ def _kept_bytes(specification: StageSpecification) -> int:
 
 
 class _DryRun:
-    """One entry point at one set of sizes. `is_whole` runs the backward pass too, where there is one."""
+    """One entry point at one set of sizes. If `is_whole`, the backward pass is run too, if there is one."""
 
     def __init__(
         self,
@@ -155,14 +156,14 @@ class _DryRun:
         self._last_uses = _last_uses(entry)
 
     def run(self) -> _Figures:
-        """Run the entry point. Raises RemoteProtocolError: see `admit`."""
+        """Run the entry point. Raises RemoteProtocolError like `admit`."""
         where = f"entry point '{self._entry.name}'"
         try:
             with self._meter, torch.set_grad_enabled(self._is_trained), self._autocast():
                 return self._measure()
         except RemoteProtocolError as error:
             raise RemoteProtocolError(f"{where}: {error}") from None
-        # Any exception of an operator on a stranger's graph is the stranger's fault.
+        # Any exception raised by an operator on an unknown peer's graph is that peer's fault.
         except Exception as error:
             raise RemoteProtocolError(f"{where}: {_reason(error)}") from None
 
@@ -197,7 +198,7 @@ class _DryRun:
     # Tensors
 
     def _kept(self, kind: TensorType) -> torch.Tensor:
-        """Return a tensor that the stage keeps: it is counted among the arenas, not here."""
+        """Return a tensor that the stage keeps. It is counted among the arenas, not here."""
         shape = shape_of(kind, self._sizes)
         check_type(self._device.type, DTYPES[kind.dtype])
         return ghost(shape, DTYPES[kind.dtype], self._device, GhostStorage(0, None))
@@ -212,7 +213,7 @@ class _DryRun:
             tensor = self._kept(parameter.type)
             if self._is_trained and parameter.kind == "parameter":
                 tensor.requires_grad_()
-                # Gradients are added up in an arena, not made anew.
+                # Gradients are added up in an arena, not allocated for each pass.
                 tensor.grad = self._kept(parameter.type)
             parameters[row] = tensor
         self._tables = {
@@ -246,7 +247,8 @@ class _DryRun:
         keywords = {key: self._given(argument) for key, argument in node.keywords}
         _guard(wanted, arguments, len(node.outputs))
         if wanted.name == BATCH_NORM and arguments[5]:
-            # It would move running statistics in place; the interpreter keeps them out of its reach too.
+            # The operator would change running statistics in place; the interpreter also withholds them from
+            # it.
             arguments[3] = arguments[4] = None
         if OPERATORS[wanted.name].factory:
             keywords["device"] = self._device
@@ -254,7 +256,7 @@ class _DryRun:
         del arguments, keywords
         results = [made] if isinstance(made, torch.Tensor) else list(made)
         if len(results) != len(node.outputs):
-            raise RemoteProtocolError(f"{len(results)} results where {len(node.outputs)} are named")
+            raise RemoteProtocolError(f"{len(results)} results, but {len(node.outputs)} are named")
         for number, tensor in zip(node.outputs, results, strict=True):
             self._check_claim(number, tensor)
             self._values[number] = tensor
@@ -265,7 +267,7 @@ class _DryRun:
         match argument:
             case Value(number):
                 if number not in self._values:
-                    raise RemoteProtocolError(f"nothing has made value {number}")
+                    raise RemoteProtocolError(f"no node has computed value {number}")
                 return self._values[number]
             case ParameterValue(row) | ConstantValue(row) | StateValue(row):
                 table = self._tables[type(argument)]
@@ -284,7 +286,7 @@ class _DryRun:
 
     def _check_claim(self, number: int, tensor: Any) -> None:
         if not isinstance(tensor, torch.Tensor):
-            raise RemoteProtocolError("a result that is no tensor")
+            raise RemoteProtocolError("a result that is not a tensor")
         if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
             raise RemoteProtocolError(f"a result of type {tensor.dtype}")
         kind = self._types.get(number)
@@ -298,7 +300,8 @@ class _DryRun:
         )
         if tuple(tensor.shape) != shape or not is_type:
             raise RemoteProtocolError(
-                f"value {number} is {dtype}{list(tensor.shape)}, claimed is {kind.dtype}{list(shape)}"
+                f"value {number} is {dtype}{list(tensor.shape)}, but the graph claims "
+                f"{kind.dtype}{list(shape)}"
             )
 
     # Results
@@ -309,22 +312,24 @@ class _DryRun:
         scalars += [number for number in (entry.loss, entry.count) if number is not None]
         for number in scalars:
             if number not in self._values or self._values[number].shape:
-                raise RemoteProtocolError(f"value {number}, the loss, the count or a metric, is no scalar")
+                raise RemoteProtocolError(f"value {number}, the loss, the count or a metric, is not a scalar")
         states = {
             row: state.type for row, state in zip(self._graph.state_rows, self._graph.states, strict=True)
         }
         for row, number in entry.updates:
             if row not in states or number not in self._values:
-                raise RemoteProtocolError(f"state {row} is updated by value {number}, and one is not here")
+                raise RemoteProtocolError(
+                    f"state {row} is updated by value {number}, but one of them is not in this stage"
+                )
             tensor = self._values[number]
             if tuple(tensor.shape) != shape_of(states[row], self._sizes):
                 raise RemoteProtocolError(f"state {row} is updated by a tensor of shape {list(tensor.shape)}")
         for number in entry.outputs:
             if number not in self._values:
-                raise RemoteProtocolError(f"no value {number} to hand on")
+                raise RemoteProtocolError(f"there is no value {number} to pass on")
 
     def _backward(self) -> None:
-        """Go back as the executor does: from the loss, or from the gradients that come for the outputs."""
+        """Go backward like the executor: from the loss, or from the gradients that arrive for the outputs."""
         entry = self._entry
         roots = (entry.loss,) if entry.loss is not None else entry.backward_outputs
         tensors = [self._values[number] for number in roots if number in self._values]
@@ -334,8 +339,8 @@ class _DryRun:
 
 
 def _last_uses(entry: StageEntry) -> dict[int, list[int]]:
-    """Return the values that nothing holds after a node, by its id."""
-    # The executor holds its inputs until it has gone back.
+    """Return, by node id, the values that are not needed after that node."""
+    # The executor keeps its inputs until the backward pass is done.
     kept = {*entry.inputs, *entry.labels, *entry.outputs, *(metric.value for metric in entry.metrics)}
     kept.update(number for number in (entry.loss, entry.count) if number is not None)
     kept.update(number for _, number in entry.updates)
@@ -360,10 +365,10 @@ def _taken(node: GraphNode) -> list[int]:
 
 
 def _guard(wanted: Signature, arguments: Sequence[Any], results: int) -> None:
-    """Refuse calls that operators without memory would let through, or would take long over.
+    """Refuse calls that operators without memory would accept, or that would take long.
 
-    Three kinds of operators fail on their way back, too late to be refused, if their arguments do not suit
-    them. And the number of pieces of a tensor is bounded, since all are made at once.
+    Three kinds of operators fail only in the backward pass, too late to be refused, if their arguments are
+    unsuitable. Also, the number of pieces of a tensor is limited, because all pieces are made together.
     """
     tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
     if wanted.name in _LOSSES:
@@ -377,17 +382,17 @@ def _guard(wanted: Signature, arguments: Sequence[Any], results: int) -> None:
             raise RemoteProtocolError(f"limits of shape {list(wide)} for a tensor of {list(shapes[0])}")
     elif wanted.name == "aten.group_norm.default" and len(arguments) > 3:
         if arguments[2] is None and arguments[3] is not None:
-            raise RemoteProtocolError("a group norm with a bias alone")
+            raise RemoteProtocolError("a group norm with a bias but no weight")
     elif wanted.name in ("aten.unbind.int", "aten.split.Tensor"):
         place = 1 if wanted.name == "aten.unbind.int" else 2
         side = tensors[0].shape[arguments[place] if len(arguments) > place else 0]
         pieces = side if wanted.name == "aten.unbind.int" else max(1, -(-side // arguments[1]))
         if pieces != results or pieces > ITEMS_MAX:
-            raise RemoteProtocolError(f"{pieces} pieces where {results} are named")
+            raise RemoteProtocolError(f"{pieces} pieces, but {results} are named")
 
 
 def _reason(error: BaseException) -> str:
-    """Return one line of torch's message: it shows what a stranger wrote, so it is kept short."""
+    """Return one line of torch's message. It may quote text from an unknown peer, so it is kept short."""
     lines = str(error).strip().splitlines() or [""]
     text = f"{type(error).__name__}: {lines[0]}"
     return text if len(text) <= REASON_LENGTH_MAX else text[:REASON_LENGTH_MAX] + "..."

@@ -1,9 +1,10 @@
 """The states that an entry point may change in place, instead of making a changed copy. No torch.
 
 Decoding writes one row of a KV cache that holds thousands. The graph says `new = index_copy(cache, ...)` and
-names `new` the state's next value; if nobody reads the old cache after that node, the in-place form of the
-operator (`Operator.state_twin`) gives the same numbers without the copy. Memory is shared through operators
-that may return a view of an argument, so everything they make of the old cache counts as the old cache.
+names `new` the state's next value. If nothing reads the old cache after that node, the in-place form of the
+operator (`Operator.state_twin`) gives the same values without the copy. Memory is shared through operators
+that may return a view of an argument, so everything that they make from the old cache counts as the old
+cache.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,14 +13,14 @@ from partition.model.graph import GraphNode, StageEntry, StateValue, Value, argu
 from partition.model.operators import OPERATORS
 
 Key = tuple[type, int]
-"""A state's old value or a value of the entry point."""
+"""A state's old value, or a value of the entry point."""
 
 
 def writable_in_place(entry: StageEntry, operators: Sequence[str]) -> tuple[tuple[int, ...], frozenset[int]]:
-    """Return rows of states that are updated in place, and ids of the nodes that run as their operator's
-    twin.
+    """Return the rows of states that are updated in place, and the ids of nodes that run as their operator's
+    in-place twin.
 
-    In time linear in the entry point: a stranger wrote it.
+    The time is linear in the entry point, because its author may be hostile.
     """
     makers = {number: node for node in entry.nodes for number in node.outputs}
     roots = _roots(entry, operators)
@@ -27,7 +28,7 @@ def writable_in_place(entry: StageEntry, operators: Sequence[str]) -> tuple[tupl
     rows: list[int] = []
     twins: set[int] = set()
     for row, number in entry.updates:
-        # Only the chain of its own state is walked, so no node is walked over twice.
+        # Only the chain of the value's own state is followed, so no node is visited twice.
         chain = _chain(number, makers) if roots.get(number) == row else []
         if chain and all(memory.is_free_after(node) for node in chain):
             rows.append(row)
@@ -36,8 +37,8 @@ def writable_in_place(entry: StageEntry, operators: Sequence[str]) -> tuple[tupl
 
 
 def _roots(entry: StageEntry, operators: Sequence[str]) -> dict[int, int]:
-    """Return the state that a value is a next form of: by operators with twins alone, each of its first
-    argument."""
+    """Return, for each value that is a later form of a state, that state. Such a value comes from the state
+    through operators with twins only, each applied to its first argument."""
     roots: dict[int, int] = {}
     for node in entry.nodes:
         if OPERATORS[operators[node.operator]].state_twin is None:
@@ -53,7 +54,7 @@ def _roots(entry: StageEntry, operators: Sequence[str]) -> dict[int, int]:
 
 
 def _chain(number: int, makers: Mapping[int, GraphNode]) -> list[GraphNode]:
-    """Return the nodes that lead from the old state to its next value, the last one first."""
+    """Return the nodes that lead from the old state to its next value, the last node first."""
     chain = [makers[number]]
     while isinstance(earlier := chain[-1].arguments[0], Value):
         chain.append(makers[earlier.id])
@@ -69,9 +70,9 @@ def _keys(node: GraphNode) -> list[Key]:
 
 
 class _Memory:
-    """The values that may share memory, and the last reads of it.
+    """The values that may share memory, and the last reads of that memory.
 
-    All arguments of an operator that may return a view form one group with its results: an overestimate of
+    All arguments of an operator that may return a view form one group with its results; this overestimates
     the sharing.
     """
 
@@ -93,8 +94,8 @@ class _Memory:
         self._kept = {self._group((Value, number)) for number in ends}
 
     def is_free_after(self, writer: GraphNode) -> bool:
-        """Return whether nothing reads the memory that `writer` overwrites, its first argument, after it or
-        beside it."""
+        """Return whether nothing else reads the memory that `writer` overwrites (its first argument), neither
+        a later node nor its own other arguments."""
         first, *beside = _keys(writer)
         # A view shares memory with its base, and with the base's other views.
         if first[0] is Value and first[1] in self._views:
@@ -111,7 +112,8 @@ class _Memory:
                 self._above[other] = group
 
     def _group(self, key: Key) -> Key:
-        """Return the key that stands for the group. Paths are halved on the way, so they stay short."""
+        """Return the key that stands for the group. The search halves the paths it follows, so they stay
+        short."""
         while (above := self._above.get(key, key)) != key:
             self._above[key] = key = self._above.get(above, above)
         return key

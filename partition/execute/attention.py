@@ -2,27 +2,26 @@
 
     attend(q, k, v, layer, scale, window=0, softcap=0., sinks=None) -> Tensor
 
-q is [1, heads, tokens, width], k and v are [1, heads of keys, tokens, width]; the result is as q, as wide as
-v. The tokens are those of all units of a batch, flat. Their sessions and positions come beside the graph:
-`serving` sets them for one run. So one graph serves prompts, parts of them, single tokens, and all of these
-at once, and holds no cache and no mask.
+q is [1, heads, tokens, width], k and v are [1, heads of keys, tokens, width]. The result has the shape of q,
+but the width of v. The tokens are those of all units of a batch, flat. Their sessions and positions are not
+in the graph: `serving` sets them for one run. So one graph serves prompts, parts of prompts, single tokens,
+and mixtures of these, and contains no cache and no mask.
 
-`window` hides keys that are so many tokens back or more (0: none); with WHOLE a row sees all tokens of its
-session, later ones too: encoders attend so, each text of theirs in one unit. `softcap` bounds scores by its
-tanh (0: none), and `sinks` are scores, one a head, that take their share of the softmax and give no value
-(gpt-oss).
+`window` hides keys that are at least this many tokens back (0: none). With WHOLE a row sees all tokens of its
+session, including later ones: encoders attend this way, with each text in one unit. `softcap` bounds scores
+by its tanh (0: none). `sinks` are scores, one per head, that take a share of the softmax and contribute no
+value (gpt-oss).
 
-A row's bits do not depend on other rows of the batch, nor on how its session came here. Keys are taken in
-blocks, each a page from its begin; the rows of every product are padded to a multiple of ROWS; and the
-blocks' results are added one after the other. So hidden keys and blocks add exact zeros. That holds for
-torch's products as they are (`tests/partition/test_serving_exactness.py` tries it), not for its attention
-kernels.
+A row's bits do not depend on other rows of the batch, nor on how its session was divided into units. Keys are
+taken in blocks, one per page; the rows of every product are padded to a multiple of ROWS; and the results of
+the blocks are added one after the other. So hidden keys and blocks add exact zeros. This holds for torch's
+plain products (`tests/partition/test_serving_exactness.py` tests it), but not for its attention kernels.
 
 Half-precision keys and values are stored as such; scores, weights and sums are float32, and the result is
 rounded once.
 
-Outside of `serving` it is plain causal attention of sequences [batch, heads, tokens, width], so that a model
-can be captured, and a graph compared with its model.
+Outside `serving` it is plain causal attention of sequences [batch, heads, tokens, width], so that a model can
+be captured, and a graph compared with its model.
 """
 
 # ruff: noqa: N803, N806 - shapes stand in names
@@ -40,14 +39,14 @@ from partition.execute.pages import PAGE_TOKENS, Pages, UnitSpan
 from partition.model.operators import WHOLE_WINDOW
 
 ROWS = 4
-"""Rows of a batched product are a multiple of this: torch's kernels compute a row alike from four on."""
+"""Rows of a batched product are a multiple of this: from four on, torch's kernels compute each row the same
+way."""
 WHOLE = WHOLE_WINDOW
 SCRATCH_BYTES = 32 << 20
-"""The most memory of one batched product for scores and gathered keys, where a single row does not take
-more."""
+"""Maximum memory of one batched product for scores and gathered keys, unless a single row needs more."""
 
 STRETCHES_MAX = 6
-"""Copies that are faster one by one than by index."""
+"""Maximum number of copies for which copying one by one is faster than by index."""
 
 _library = torch.library.Library("peerloom", "DEF")  # type: ignore[no-untyped-call]  # of torch
 _library.define(  # type: ignore[no-untyped-call]  # of torch
@@ -58,12 +57,14 @@ _library.define(  # type: ignore[no-untyped-call]  # of torch
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows of sessions, as many of each, over their blocks. Blocks lie by their turn: first the first of all
-    sessions, then the second of those that have one. Sessions with more blocks come first.
+    """Rows of sessions, equally many per session, with their blocks. Blocks are ordered by turn: the first
+    block of all sessions, then the second block of those that have one, and so on. Sessions with more blocks
+    come first.
 
-    `turns` are (begin, end) of each turn's blocks, `member` each block's session, `pages` its page; a run of
-    pages is `run`. `rows` are the tokens in the batch, [sessions * tokens], and follow `first` where they are
-    together. `hidden` marks the keys that a row does not see, [blocks, 1, 1, tokens, PAGE_TOKENS].
+    `turns` are (begin, end) of each turn's blocks, `member` is each block's session, `pages` its page; `run`
+    is set if the pages are consecutive. `rows` are the tokens in the batch, [sessions * tokens]; if
+    `is_together`, they are consecutive from `first` on. `hidden` marks the keys that a row does not see,
+    [blocks, 1, 1, tokens, PAGE_TOKENS].
     """
 
     tokens: int
@@ -79,7 +80,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Tokens from `first` in the batch that lie in one page, from `slot` on."""
+    """Tokens from `first` in the batch that are in one page, from `slot` on."""
 
     page: int
     slot: int
@@ -89,7 +90,7 @@ class _Stretch:
 
 @dataclass
 class Batch:
-    """The units of one run, as `attend` needs them."""
+    """The units of one run, in the form that `attend` needs."""
 
     pages: Pages
     spans: tuple[UnitSpan, ...]
@@ -103,8 +104,8 @@ class Batch:
 
     @cached_property
     def single(self) -> UnitSpan | None:
-        """Return the only token of the batch, if it has no more and the pages of its session follow one
-        another."""
+        """The span of the batch, if it is a single token and the pages of its session are consecutive from
+        page 0; else None."""
         span = self.spans[0]
         pages = span.pages
         is_alone = len(self.spans) == 1 and span.tokens == 1
@@ -124,8 +125,8 @@ class Batch:
                 pool[pages_T, :, slots_T] = given[:, : self.tokens].transpose(0, 1)
 
     def groups(self, window: int, block_bytes: int, row_bytes: int, device: torch.device) -> list[_Group]:
-        """Return the order of work on the batch. A block takes `block_bytes`, and `row_bytes` for each row of
-        it."""
+        """Return the groups in which to compute the batch. A block takes `block_bytes`, and `row_bytes` for
+        each of its rows."""
         key = window, block_bytes, row_bytes
         if key not in self._groups:
             self._groups[key] = [
@@ -144,13 +145,13 @@ class _Part:
     pages: tuple[int, ...]
     block: int
     end: int
-    """The tokens that its session has with this unit."""
+    """The number of tokens of the session, including this unit."""
 
 
 def _places(
     spans: Sequence[UnitSpan], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor] | list[_Stretch]:
-    """Return where the tokens lie: a few stretches of them, or by token the page and the slot in it."""
+    """Return where the tokens are stored: a few stretches, or for each token its page and slot."""
     stretches = []
     for span in spans:
         begin, end = span.position, span.position + span.tokens
@@ -171,7 +172,7 @@ _batch: list[Batch] = []
 
 @contextmanager
 def serving(batch: Batch) -> Iterator[None]:
-    """Have `attend` serve this batch. One at a time in a process."""
+    """Make `attend` serve this batch. Only one batch per process at a time."""
     _batch.append(batch)
     try:
         yield
@@ -182,7 +183,7 @@ def serving(batch: Batch) -> Iterator[None]:
 def _parts(
     spans: Sequence[UnitSpan], window: int, block_bytes: int, row_bytes: int
 ) -> Iterator[Sequence[_Part]]:
-    """Return parts that are computed at once: single tokens together, longer spans a few rows at a time."""
+    """Yield parts that are computed together: all single tokens, and longer spans a few rows at a time."""
     singles: list[_Part] = []
     size = 0
     for part in sorted(
@@ -276,7 +277,7 @@ def _attend(
     share = heads // key_heads
     work = _working(q.dtype)
     row = padded(share) * work.itemsize
-    # Scores and weights of a row, and what a block adds to it.
+    # Scores and weights of a row, and its result from one block.
     row_bytes = key_heads * row * (2 * PAGE_TOKENS + v.shape[3])
     block_bytes = key_heads * PAGE_TOKENS * (k.shape[3] + v.shape[3]) * work.itemsize
     out = _room(q, v.shape[3])
@@ -293,14 +294,14 @@ def _attend(
 
 
 def _room(q: torch.Tensor, width: int) -> torch.Tensor:
-    """Return zeros of the result's shape, laid out as joining the heads wants them."""
+    """Return zeros in the result's shape, with the memory layout that suits joining the heads."""
     return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], width).transpose(1, 2)
 
 
 def _single(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, span: UnitSpan
 ) -> torch.Tensor:
-    """Compute one token of one session: the result of `_fold`, to the bit, by fewer calls."""
+    """Compute one token of one session: bit for bit the result of `_fold`, with fewer calls."""
     heads, width, key_heads = q.shape[1], q.shape[3], keys.shape[1]
     share, work = heads // key_heads, _working(q.dtype)
     rows, count, seen = padded(share), len(span.pages), span.position % PAGE_TOKENS + 1
@@ -332,7 +333,7 @@ def _fold(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend for the rows of a group, block by block.
+    """Compute attention for the rows of a group, block by block.
 
     Shapes: S sessions, H heads of keys, G heads of queries that share one, T tokens, D width.
     """
@@ -382,7 +383,7 @@ def _added(parts: torch.Tensor, group: _Group) -> torch.Tensor:
 
 
 def _most(most: torch.Tensor, group: _Group) -> torch.Tensor:
-    """Return the largest score of each row, over its blocks: the order does not matter."""
+    """Return the largest score of each row over its blocks; their order does not matter."""
     sessions = group.turns[0][1]
     if sessions == 1:
         return most.amax(0, keepdim=True)
@@ -402,7 +403,7 @@ def _plain(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention within sequences, causal unless `window` is WHOLE, in one go."""
+    """Compute attention within sequences in one product, causal unless `window` is WHOLE."""
     dtype, share = q.dtype, q.shape[1] // k.shape[1]
     q, k, v = (each.to(_working(dtype)) for each in (q, k, v))
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
@@ -440,7 +441,7 @@ def _fake(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if not (q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype):
-        raise ValueError("attend takes q, k and v of four dimensions and one type")
+        raise ValueError("attend takes q, k and v with four dimensions and of one type")
     if q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3] or k.shape[1] != v.shape[1]:
         raise ValueError(f"attend of {list(q.shape)}, {list(k.shape)} and {list(v.shape)}")
     if sinks is not None and list(sinks.shape) != [q.shape[1]]:
@@ -454,8 +455,8 @@ ATTEND = torch.ops.peerloom.attend.default
 
 
 class _Directly:
-    """Calls `attend` without torch's dispatcher while a batch is served: the dispatcher takes as long as a
-    few operators."""
+    """Calls `attend` without torch's dispatcher while a batch is served, because the dispatcher takes as long
+    as a few operators."""
 
     _schema = ATTEND._schema
 
@@ -468,21 +469,21 @@ ATTEND_DIRECTLY = _Directly()
 
 
 def padded(rows: int, multiple: int = ROWS) -> int:
-    """Return the next multiple."""
+    """Return the next multiple of `multiple` that is at least `rows`."""
     return -(-rows // multiple) * multiple
 
 
 def attend_flops(q: Sequence[int], v: Sequence[int], context: int) -> int:
-    """Return the floating-point operations, where each row sees as many keys as a session may have."""
+    """Return the number of floating-point operations if each row sees as many keys as a session may have."""
     keys = padded(context, PAGE_TOKENS)
     return 2 * q[0] * q[1] * q[2] * keys * (q[3] + v[3])
 
 
 def attend_bytes(q: Sequence[int], k: Sequence[int], v: Sequence[int], context: int, item_bytes: int) -> int:
-    """Return the memory while it runs, for a session of as many tokens as it may have; without the pages and
-    the result. `item_bytes` is the size of a number in the type of computation.
+    """Return the memory used while it runs, for a session of the maximum length, without the pages and the
+    result. `item_bytes` is the size of a value in the type of computation.
 
-    One row at least is computed at a time, and the whole batch of rows is scaled first.
+    At least one row is computed at a time, and the whole batch of rows is scaled first.
     """
     keys = padded(context, PAGE_TOKENS)
     rows = padded(q[1] // k[1])

@@ -1,13 +1,15 @@
-"""The bit class of a stage that serves: a fingerprint of its results on this machine, torch and threads.
+"""The bit class of a stage that serves: a fingerprint of its output bits on this machine, with this torch and
+number of threads.
 
-Two replicas of one stage that have the same class computed the same made-up tokens to the same bits, by their
-own weights and their own program. It is determined by results: names of processors, instruction sets and
-builds are part of it, but do not suffice, since libraries choose kernels by more than that.
+Two replicas of one stage with the same class have computed the same made-up tokens to the same bits, each
+with its own weights and its own program. The class is determined by results. The names of processors,
+instruction sets and builds are part of it but would not be enough, because libraries choose kernels by other
+properties too.
 
-The tokens are served twice, at once and in parts among others. If the bits differ, an answer could not
-continue unchanged on another replica, and the stage has no class. An encoder's sessions have no parts, and
-are served among others alone. Batches as long as a chunk of a prompt are not tried; their products are probed
-separately (`partition.execute.products`).
+The tokens are served twice: once in one unit, and once in parts, along with other tokens. If the bits differ,
+an answer could not continue unchanged on a different replica, so the stage has no class. An encoder's
+sessions have no parts, so they are only served along with others. Batches as long as a chunk of a prompt are
+not tried; their products are tested separately (`partition.execute.products`).
 """
 
 from collections.abc import Mapping
@@ -28,15 +30,15 @@ from partition.model.sizes import evaluate, shape_of
 from partition.stage import BITS_BYTES, StageSpecification, Unit
 
 _TOKENS_MAX = PAGE_TOKENS + 8
-"""More than one block of keys."""
+"""Number of tokens of the longer probe: more than one block of keys."""
 _TOKENS_LEAST = 20
 _FLOPS = 20_000_000_000
-"""The most FLOPs of the longer probe's products: beyond that the shorter one is served."""
+"""Maximum FLOPs of the longer probe's products. If it needs more, the shorter probe is served."""
 _COMPANY = 5
-"""Tokens of a session that is served together with the parts."""
+"""Number of tokens of a session that is served together with the parts."""
 _SINGLES = 3
 _NAMES = tuple(bytes([255]) * 15 + bytes([number]) for number in range(3))
-"""Sessions of a probe: doors draw theirs at random."""
+"""Sessions of a probe. Gateways draw the names of theirs at random, so these do not collide."""
 _TOKENS = Size(0)
 
 
@@ -47,7 +49,7 @@ def bit_class(
     parameters: Mapping[int, torch.Tensor],
     constants: Mapping[int, torch.Tensor],
 ) -> bytes:
-    """Return the class, empty where there is none. Sessions are as before.
+    """Return the class; empty if there is none. Sessions are unchanged.
 
     Raises:
         RemoteProtocolError: the stage cannot compute.
@@ -103,7 +105,7 @@ def _names(threads: int) -> tuple[object, ...]:
 
 
 def _axes(served: ServedStage, wants: bool) -> list[int]:
-    """Return the axis of the tokens, or of the wanted rows, in each output."""
+    """Return, for each output, the axis of the tokens (or of the wanted rows)."""
     side = Size(1) if wants else _TOKENS
     return [kind.shape.index(side) for kind in served.sent_kinds]
 
@@ -113,7 +115,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 class _Inputs:
-    """A stage's inputs for made-up tokens: the same on every machine."""
+    """A stage's inputs for made-up tokens, the same on every machine."""
 
     def __init__(self, specification: StageSpecification, served: ServedStage, tokens: int) -> None:
         graph = specification.graph
@@ -125,7 +127,7 @@ class _Inputs:
         ]
 
     def joined(self, parts: list[tuple[int, int]]) -> list[torch.Tensor]:
-        """Return the inputs of some (position, tokens), one part after the other."""
+        """Return the inputs of several parts (position, tokens), one after the other."""
         return [
             torch.cat([tensor.narrow(axis, begin, count) for begin, count in parts], axis)
             for tensor, axis in zip(self._tensors, self._axes, strict=True)
@@ -141,7 +143,7 @@ def _made(kind: TensorType, shape: tuple[int, ...], words: int) -> torch.Tensor:
 
 
 def _words(specification: StageSpecification) -> int:
-    """Return how many token ids all looked-up tables have."""
+    """Return the number of token ids that all token tables have."""
     graph = specification.graph
     rows = dict(zip(graph.rows, graph.parameters, strict=True))
     sides = [2]
@@ -154,5 +156,5 @@ def _words(specification: StageSpecification) -> int:
         return 2
     found = min(sides[1:])
     if found < 1:
-        raise RemoteProtocolError("a table of no tokens")
+        raise RemoteProtocolError("a token table that is empty")
     return found

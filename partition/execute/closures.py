@@ -1,8 +1,8 @@
-"""Closures for operators: each picks its arguments out of a list, calls the operator, and stores the result.
+"""Closures for operators: each picks its arguments from a list, calls the operator, and stores the result.
 
-The one place where a name in a graph becomes something callable, through a dictionary made of
-`partition.model.operators`. The list is `partition.execute.interpret`'s: every value and every argument has
-an index there.
+This is the one place where a name in a graph becomes something callable, through a dictionary made from
+`partition.model.operators`. The list is that of `partition.execute.interpret`: every value and every argument
+has an index in it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,8 @@ from partition.model.operators import ATTEND, OPERATORS
 Call = Callable[..., Any]
 Step = Callable[[list[Any]], None]
 SEED, STATISTICS = 0, 1
-"""Places that hold no argument: the function from a node to its seed, and the statistics of batch norms."""
+"""Places in the list that hold no argument: the function from a node to its seed, and the collected
+statistics of batch norms."""
 
 
 def _resolve(name: str) -> Call:
@@ -37,7 +38,7 @@ CALLS: Mapping[str, Call] = MappingProxyType(
         for name in (row.name, *((row.state_twin,) if row.state_twin else ()))
     }
 )
-"""The only way from a name to something callable."""
+"""The only mapping from names to callables."""
 
 
 def _is_single(call: Any) -> bool:
@@ -47,7 +48,7 @@ def _is_single(call: Any) -> bool:
 
 
 def calling(call: Call, places: Sequence[int], results: Sequence[int], keywords: Mapping[str, Any]) -> Step:
-    """Return a step that calls with the values at `places` and with the same keywords always."""
+    """Return a step that calls with the values at `places`, and always with the same keywords."""
     single = _is_single(call)
     if keywords:
         call = partial(call, **keywords)
@@ -84,7 +85,7 @@ def _calling_for_many(call: Call, places: Sequence[int], results: Sequence[int])
 def calling_by_name(
     call: Call, places: Sequence[int], results: Sequence[int], keywords: Mapping[str, int]
 ) -> Step:
-    """Return a step whose keywords, too, are taken from the list."""
+    """Return a step whose keyword arguments are also taken from the list."""
     single = _is_single(call)
 
     def step(values: list[Any]) -> None:
@@ -97,10 +98,10 @@ def calling_by_name(
 
 
 def counting(call: Call, places: Sequence[int], result: int) -> Step:
-    """Return a step for a batch norm in training, as torch computes it, but with fresh buffers for its
+    """Return a step for a batch norm in training, computed as in torch, but with fresh buffers for its
     statistics.
 
-    With a momentum of 1 they become the batch's own mean and unbiased variance.
+    It uses a momentum of 1, so the buffers receive the batch's own mean and unbiased variance.
     """
 
     def step(values: list[Any]) -> None:
@@ -116,7 +117,7 @@ def counting(call: Call, places: Sequence[int], result: int) -> Step:
 
 
 def seeded(step: Step, node: int, seed: Callable[[int], object]) -> Step:
-    """Return the step with its generator seeded before, unless the caller gave no seeds."""
+    """Return the step, preceded by seeding its generator if the caller gave seeds."""
 
     def both(values: list[Any]) -> None:
         if values[SEED] is not None:

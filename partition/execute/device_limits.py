@@ -1,7 +1,8 @@
 """Operations that a kind of device lacks, refused at admission.
 
 torch raises in the middle of a step for an operator without a deterministic kernel, and for a type that the
-device does not have. Names are those of the operators below autograd, those of the backward pass included.
+device does not have. The names are those of the operators below autograd, including those of the backward
+pass.
 """
 
 from collections.abc import Mapping
@@ -33,18 +34,18 @@ NOT_DETERMINISTIC: Mapping[str, frozenset[str]] = {
         )
     )
 }
-"""Operators without a deterministic kernel, by kind of device; as tried on an H200 with torch 2.11, forward
-and backward, in 123 calls. Two more raise for one of their modes: `_embedding_bag_backward` of a maximum,
+"""Operators without a deterministic kernel, by kind of device, as found on an H200 with torch 2.11 in 123
+forward and backward calls. Two more raise in one of their modes: `_embedding_bag_backward` of a maximum, and
 `scatter_reduce` by products."""
 EMBEDDING_BAG_MAX = 2
 MISSING: Mapping[str, frozenset[torch.dtype]] = {
     "mps": frozenset((torch.float64, torch.complex128, torch.complex64))
 }
-"""Types that a kind of device does not have. Complex numbers of MPS are too new to rely on."""
+"""Types that a kind of device does not have. Complex numbers on MPS are too new to rely on."""
 
 
 def check_operator(kind: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Check a call. Raises RemoteProtocolError: this kind of device has no deterministic kernel for it."""
+    """Check a call. Raises RemoteProtocolError if this kind of device has no deterministic kernel for it."""
     name = func._schema.name
     if kind not in NOT_DETERMINISTIC:
         return
@@ -56,12 +57,12 @@ def check_operator(kind: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[
     if is_missing:
         short = name.removeprefix("aten::").removeprefix("_")
         raise RemoteProtocolError(
-            f"{kind} computes {short} in another order each time; a CPU takes this stage"
+            f"{kind} computes {short} in a different order each time. Use a CPU for this stage"
         )
 
 
 def check_type(kind: str, dtype: torch.dtype) -> None:
-    """Check a type. Raises RemoteProtocolError: this kind of device has no numbers of this type."""
+    """Check a type. Raises RemoteProtocolError if this kind of device does not have it."""
     if dtype in MISSING.get(kind, ()):
         text = str(dtype).removeprefix("torch.")
-        raise RemoteProtocolError(f"{kind} has no {text}; a CPU takes this stage, or float32 does")
+        raise RemoteProtocolError(f"{kind} has no {text}. Use a CPU for this stage, or float32")

@@ -3,14 +3,15 @@
 It runs in the stage's own process (`node.stages.process`), never in the node's. `partition.stage` defines the
 requests; `partition.execute.interpret` computes a graph.
 
-The sums hold exactly the micro-batches that were answered: the gradients and the batch statistics of one are
-added when it goes back. All mistakes of a peer are found before, in the forward pass, and refused. If an
-operator still raises on its way back (no memory is left, say), some sums would hold it and others not, so the
-error leaves `handle`: the process ends and takes its sums with it, as a replica that dies does.
+The sums hold exactly the micro-batches that were answered: the gradients and the batch statistics of a
+micro-batch are added in its backward pass. All mistakes of a peer are found, and refused, in the forward
+pass. If an operator still raises in the backward pass (for example because no memory is left), some sums
+would include the micro-batch and others would not. So the error leaves `handle`, and the process ends and
+discards its sums, like a replica that dies.
 
-A micro-batch is taken out of the sums as it was added to them, backwards from the loss times -1. Negation
-rounds nothing, so it subtracts to the bit what was added, wherever the cuts are; only the rounding of two
-additions remains.
+A micro-batch is removed from the sums in the same way as it was added, but backward from the loss times -1.
+Negation does not round, so exactly the bits that were added are subtracted, wherever the cuts are; only the
+rounding of the two additions remains.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,12 +80,12 @@ from partition.stage import (
 class StageExecutor:
     """One replica of a stage. Not thread-safe; one request at a time.
 
-    `arenas` maps each name of `partition.stage.ARENAS` to zeroed, writable memory of `arena_bytes`. The first
-    parameters that have a recipe are written to it at once; stored ones stay zero until the node writes them
-    and sends `Reload`. `room_bytes` is the extra memory that a served stage may use for speed.
+    `arenas` maps each name of `partition.stage.ARENAS` to zeroed, writable memory of `arena_bytes`. First
+    parameters that have a recipe are written to it immediately; stored ones stay zero until the node writes
+    them and sends `Reload`. `room_bytes` is the extra memory that a served stage may use for speed.
 
     Raises:
-        LocalProtocolError: an arena is missing or has another size.
+        LocalProtocolError: an arena is missing or has the wrong size.
         RemoteProtocolError: a graph that `partition.execute.admit` would have refused.
     """
 
@@ -109,7 +110,8 @@ class StageExecutor:
         self._open = OpenStep()
 
     def handle(self, request: Request) -> Reply:
-        """Answer one request. A request that no correct peer makes is `Refused` and changes nothing."""
+        """Answer one request. A request that no correct peer makes is answered by `Refused` and changes
+        nothing."""
         try:
             return self._answer(request)
         except BadPayload as error:
@@ -140,7 +142,9 @@ class StageExecutor:
             case ReadValues():
                 return ValuesRead(self._weights.read(request))
             case Export() if self._weights.released:
-                raise RemoteProtocolError("its weights are packed, to be served; read them by `ReadValues`")
+                raise RemoteProtocolError(
+                    "the stage's weights are packed for serving; read them with `ReadValues`"
+                )
             case CopySession():
                 return self._fork(request)
             case Export():
@@ -173,7 +177,7 @@ class StageExecutor:
         program = self._program(name, request.train)
         entry = self._graph.entry(name)
         if program.uses_states:
-            raise RemoteProtocolError(f"'{TRAIN}' has states, which belong to sessions")
+            raise RemoteProtocolError(f"'{TRAIN}' has states, but states belong to sessions")
         self._open.admit(request)
         with blaming("input"):
             sizes = self._boundary.sizes(request.input)
@@ -195,7 +199,7 @@ class StageExecutor:
         if request.train and entry.backward_outputs:
             self._open.hold(request, Flight(request.sign, sizes, inputs, None if is_repeated else results))
         elif request.train:
-            # No gradient comes back here, so this is all there is.
+            # No gradient will come back for this micro-batch, so its forward pass is all there is.
             self._count(program, results, request)
         return Forwarded(output, None, 0.0, sizes[0], (), rounding=rounding)
 
@@ -208,7 +212,7 @@ class StageExecutor:
         results: Results,
         sizes: tuple[int, ...],
     ) -> Forwarded:
-        """End the last stage's forward pass, and go back."""
+        """Finish the last stage's forward pass, and go backward."""
         loss = results.loss
         assert loss is not None
         numbers = [scalar(loss, "the loss"), *(scalar(metric, "a metric") for metric in results.metrics)]
@@ -242,7 +246,7 @@ class StageExecutor:
         self._open.end_flight(request.microbatch)
         if request.sign < 0:
             gradients = [gradient.neg_() for gradient in gradients]
-        # A floating value may have no gradient: the model detached it.
+        # A floating-point value may have no gradient, because the model detached it.
         outputs = dict(zip(entry.outputs, results.outputs, strict=True))
         pairs = [
             (outputs[value], gradient.to(outputs[value].dtype))
@@ -267,7 +271,8 @@ class StageExecutor:
         *,
         keeps: bool,
     ) -> Results:
-        """Run the program; with gradients if it is for training and `keeps` what they need."""
+        """Run the program; with gradients if this is training and `keeps` is set, so that a backward pass can
+        follow."""
         is_training = isinstance(request, Backward) or request.train
         if is_training and keeps:
             for number, tensor in zip(entry.inputs, inputs, strict=True):
@@ -289,7 +294,7 @@ class StageExecutor:
         sizes: tuple[int, ...],
         request: Forward | Backward,
     ) -> tuple[Payload | None, Rounding]:
-        """Return the gradients for the stage before."""
+        """Return the gradients for the previous stage."""
         if not entry.backward_inputs or request.sign < 0:
             return None, Rounding()
         given = dict(zip(entry.inputs, inputs, strict=True))
@@ -302,9 +307,9 @@ class StageExecutor:
     ) -> list[torch.Tensor]:
         if payload is None:
             if entry.labels:
-                raise RemoteProtocolError("this stage wants labels")
+                raise RemoteProtocolError("this stage needs labels")
             return []
-        # Where two payloads do not agree in their sizes, the odd one is that of another size than usual.
+        # If two payloads disagree about their sizes, blame the one whose size is unusual.
         usual = self._specification.sizes_max
         is_odd = payload.sizes != sizes and payload.sizes == usual
         part: PayloadPart = "input" if is_odd else "labels"
@@ -312,12 +317,12 @@ class StageExecutor:
             return self._boundary.take(payload, self._kinds(entry, entry.labels), sizes)
 
     def _count(self, program: Program, results: Results, request: Forward | Backward) -> None:
-        """Add the statistics after the gradients; note whether the sums hold the micro-batch."""
+        """Add the statistics, after the gradients. Record whether the sums hold the micro-batch."""
         microbatches = self._specification.microbatches
         add_statistics(self._arenas.statistics, program, results, request, microbatches=microbatches)
         self._open.count(request)
         if request.sign < 0 and not self._open.counted:
-            self._arenas.clear_sums()  # not the rounding of what was taken out
+            self._arenas.clear_sums()  # remove the rounding errors of what was taken out
         else:
             self._arenas.give_sums()
 
@@ -327,7 +332,7 @@ class StageExecutor:
         program = self._program(request.entry, False)
         entry = self._graph.entry(request.entry)
         if entry.labels:
-            raise RemoteProtocolError(f"'{request.entry}' wants labels, and is no entry point to run")
+            raise RemoteProtocolError(f"'{request.entry}' needs labels, so it cannot be run by itself")
         sizes = self._boundary.sizes(request.input)
         inputs = self._boundary.take(request.input, self._kinds(entry, entry.inputs), sizes)
         states = self._sessions.states(request.session, self._boundary.shapes(self._sessions.kinds, sizes))
@@ -341,7 +346,7 @@ class StageExecutor:
         except RemoteProtocolError as error:
             if not program.in_place or not self._sessions.has(request.session):
                 raise
-            # Some states may be the next ones already: there is no way back.
+            # Some states may already be updated, so the call cannot be undone.
             self._sessions.end(request.session)
             raise RemoteProtocolError(f"the session is over: {error}") from None
         return Ran(output)
@@ -370,7 +375,8 @@ class StageExecutor:
     def _apply(self, request: Apply) -> Applied:
         self._open.check_applied(request.step)
         if request.is_skipped:
-            self._boundary.forget()  # what was rounded off may be as far from finite as what was sent
+            # rounding errors may be as far from finite as the gradients that were sent
+            self._boundary.forget()
         else:
             moved = self._graph.entry(TRAIN).moved
             kept = kept_shares(self._program(TRAIN, True), moved, self._specification.microbatches)
@@ -391,7 +397,8 @@ class StageExecutor:
         self._open.next_step = None
 
     def _take(self, step: int | None) -> None:
-        """Take the node's values: first parameters (no step), or all state after `step` steps."""
+        """Read the values that the node wrote: first parameters (if `step` is None), or all state after
+        `step` steps."""
         self._arenas.take(has_moments=step is not None)
         self._boundary.forget()
         self._forget()

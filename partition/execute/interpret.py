@@ -1,17 +1,17 @@
-"""The closure interpreter: a stage's share of an entry point as a list of Python closures over torch.
+"""The closure interpreter: a stage's part of an entry point as a list of Python closures over torch.
 
-No source code is generated from a graph, and no name from a stranger is looked up in torch
+No source code is generated from a graph, and no name from a peer is looked up in torch
 (`partition.execute.closures`). Compiling gives every value, parameter, size and plain argument a place in one
-flat list, so that each node becomes a closure that picks its arguments out by index, calls, and stores.
-Arguments that depend on sizes alone are evaluated once for each new set of sizes; a list argument is rebuilt
-before its node only if it holds tensors. A value is dropped right after its last use, so that autograd alone
-decides what stays in memory.
+flat list. Each node becomes a closure that picks its arguments by index, calls the operator, and stores the
+result. Arguments that depend on sizes alone are evaluated once for each new set of sizes; a list argument is
+rebuilt before its node only if it contains tensors. A value is dropped right after its last use, so that only
+autograd decides what stays in memory.
 
-Nothing the stage keeps is ever written: batch norm in training gets fresh buffers for the statistics of this
-micro-batch, which the caller adds up. The exception is a state that nobody reads later (`_in_place`).
+Nothing that the stage keeps is ever written: batch norm in training gets fresh buffers for the statistics of
+this micro-batch, which the caller adds up. The exception is a state that no later node reads (`_in_place`).
 
-It asks nothing of its tensors but that torch's operators take them, so it runs as well on fake and meta
-tensors, and on subclasses.
+Tensors only have to work with torch's operators, so the interpreter also runs on fake and meta tensors, and
+on subclasses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,9 +80,9 @@ _INSTANCE_NORM = "aten.instance_norm.default"
 
 @dataclass(frozen=True)
 class CountedNorm:
-    """A batch norm that counts the statistics of what it sees: rows of mean and variance, and its turn.
+    """A batch norm whose statistics are counted: the rows of its mean and variance, and its order.
 
-    `ordinal` is its place among the `uses` of these statistics in one micro-batch.
+    `ordinal` is its position among the `uses` of these statistics in one micro-batch.
     """
 
     mean_row: int
@@ -94,7 +94,7 @@ class CountedNorm:
 
 @dataclass(frozen=True)
 class Results:
-    """The results of one run. `statistics` has mean and unbiased variance for each of `Program.norms`."""
+    """The results of one run. `statistics` has the mean and unbiased variance for each of `Program.norms`."""
 
     outputs: list[torch.Tensor]
     loss: torch.Tensor | None
@@ -110,7 +110,7 @@ class LabelOutOfRange(RemoteProtocolError):
 
 
 class Program:
-    """One entry point of a stage, compiled by `compile_entry`; it keeps nothing of one run for the next."""
+    """One entry point of a stage, compiled by `compile_entry`. It keeps nothing from one run to the next."""
 
     def __init__(self, compiler: "_Compiler") -> None:
         entry = compiler.entry
@@ -151,15 +151,15 @@ class Program:
         sizes: Sequence[int],
         seed: Callable[[int], int] | None = None,
     ) -> Results:
-        """Compute the entry point once; under the caller's grad mode and autocast.
+        """Compute the entry point once, under the caller's grad mode and autocast.
 
-        `parameters`, `constants` and `states` are by row of the graph's tables, `sizes` the values of its
-        symbols; `seed` gives the seed of a random operator by its node's id, None leaves the generators
-        alone.
+        `parameters`, `constants` and `states` are keyed by row of the graph's tables, `sizes` are the values
+        of its symbols. `seed` returns the seed of a random operator for its node's id; with None the
+        generators are not seeded.
 
         Raises:
-            LabelOutOfRange: an integer is out of the range of the operator that indexes by it.
-            RemoteProtocolError: sizes that the expressions do not take, or an operator that raised.
+            LabelOutOfRange: an integer is out of range for the operator that uses it as an index.
+            RemoteProtocolError: the expressions do not accept the sizes, or an operator raised.
         """
         self._fit(tuple(sizes))
         values = self._template.copy()
@@ -170,7 +170,9 @@ class Program:
             for index, row in places:
                 values[index] = tensors[row]
         if len(inputs) + len(labels) != len(self._ports):
-            raise LocalProtocolError(f"{len(inputs)} inputs and {len(labels)} labels for {len(self._ports)}")
+            raise LocalProtocolError(
+                f"{len(inputs)} inputs and {len(labels)} labels, but {len(self._ports)} are needed"
+            )
         for index, tensor in zip(self._ports, (*inputs, *labels), strict=True):
             values[index] = tensor
         self._walk(values)
@@ -191,7 +193,7 @@ class Program:
                 step(values)
                 for index in dead:
                     values[index] = None
-        # Torch's exceptions for arguments that do not fit each other, or for lack of memory.
+        # Torch's exceptions if arguments do not fit together, or if memory runs out.
         except (IndexError, RuntimeError, TypeError, ValueError, ArithmeticError, MemoryError) as error:
             reason = str(error).strip().split("\n")[0]
             kind = LabelOutOfRange if isinstance(error, IndexError) else RemoteProtocolError
@@ -213,11 +215,11 @@ def compile_entry(
     graph: StageGraph, entry: str, *, train: bool, device: torch.device, products: Products | None = None
 ) -> Program:
     """Compile the entry point as a Program, for training or for evaluation. Factories make tensors on
-    `device`, and `products` compute those by a weight. The input of a served model's head is among the
-    results.
+    `device`, and `products` computes the products with weights. The input of a served model's head is among
+    the results.
 
     Raises:
-        RemoteProtocolError: no such entry point, or one that `partition.execute.admit` would have refused.
+        RemoteProtocolError: there is no such entry point, or `partition.execute.admit` would refuse it.
     """
     try:
         share = graph.entry(entry)
@@ -229,7 +231,7 @@ def compile_entry(
 
 
 class _Compiler:
-    """Gives everything its place in the list, and makes a closure of each node."""
+    """Assigns places in the list, and makes a closure of each node."""
 
     def __init__(
         self,
@@ -269,9 +271,9 @@ class _Compiler:
             self._node(node, OPERATORS[operators[node.operator]], node.id in twins)
 
     def value(self, number: int) -> int:
-        """Return the place of a value. Raises RemoteProtocolError: nothing made it."""
+        """Return the place of a value. Raises RemoteProtocolError if no node computes it."""
         if (Value, number) not in self.places:
-            raise RemoteProtocolError(f"nothing makes the value {number}")
+            raise RemoteProtocolError(f"no node computes the value {number}")
         return self.places[Value, number]
 
     # Places
@@ -286,8 +288,8 @@ class _Compiler:
         return self.places[kind, row]
 
     def _argument(self, argument: Argument | Items, owner: str) -> int:
-        """Return the place of an argument when its node runs; a list of tensors gets a step that rebuilds
-        it."""
+        """Return the place that holds an argument when its node runs. A list of tensors gets a step that
+        rebuilds it."""
         match argument:
             case Value(number):
                 return self.value(number)
@@ -312,10 +314,10 @@ class _Compiler:
         return place
 
     def _contiguous(self, given: int, owner: str) -> int:
-        """Make a tensor contiguous that decides in which order random numbers fall
+        """Make a tensor contiguous, because its layout determines the order in which random numbers are used
         (`partition.execute.seeds`).
 
-        Attention draws over its weights, which it makes itself.
+        Attention applies its draws to its weights, which it makes itself.
         """
         place = self._new()
 
@@ -341,8 +343,8 @@ class _Compiler:
         self.names.append(name)
 
     def living_steps(self) -> list[tuple[Step, tuple[int, ...]]]:
-        """Return the steps, each with the places to empty after it: values that it was the last to read or
-        that nothing reads."""
+        """Return the steps, each with the places to empty after it: values that the step was the last to
+        read, or that no step reads."""
         entry = self.entry
         ends = [*entry.outputs, *self.kept, *(number for _, number in entry.updates)]
         ends += [number for number in (entry.loss, entry.count) if number is not None]
@@ -363,7 +365,7 @@ class _Compiler:
             counts = self._counts(node, name)
         elif operator.name == _INSTANCE_NORM and arguments[3:5] != [None, None]:
             raise RemoteProtocolError(f"{name}: running statistics of an instance norm are not supported")
-        # A batch norm without running statistics uses the batch's own, evaluating too.
+        # A batch norm without running statistics uses the batch's own, in evaluation too.
         if not self._train and not (operator.name == BATCH_NORM and arguments[3] is None):
             for index, content in operator.evaluate:
                 if index < len(arguments):
@@ -376,7 +378,7 @@ class _Compiler:
         if operator.factory:
             keywords["device"] = self._new(self._device)
         if any((Value, number) in self.places for number in node.outputs):
-            raise RemoteProtocolError(f"{name} makes a value that was made before")
+            raise RemoteProtocolError(f"{name} computes a value that was computed before")
         results = [self._place(Value, number) for number in node.outputs]
         call = self._call(operator, arguments, in_place)
         if counts:
@@ -398,7 +400,7 @@ class _Compiler:
         return product or CALLS[name]
 
     def _counts(self, node: GraphNode, name: str) -> bool:
-        """Return whether this batch norm finds statistics that a step will commit, and note them if so."""
+        """Return whether this batch norm computes statistics that a step will commit. If so, record them."""
         if not self._train or node.arguments[5] is not True or node.arguments[3] is None:
             return False
         mean, variance, momentum = node.arguments[3], node.arguments[4], node.arguments[6]
@@ -408,7 +410,7 @@ class _Compiler:
             or not isinstance(momentum, int | float)
             or not ordinal < uses
         ):
-            raise RemoteProtocolError(f"{name} has no statistics of its own")
+            raise RemoteProtocolError(f"{name} has no running statistics")
         self.norms.append(CountedNorm(mean.row, variance.row, float(momentum), ordinal, uses))
         return True
 

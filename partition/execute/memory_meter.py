@@ -1,11 +1,11 @@
 """Meters a run on shape tensors, which have no memory: peak memory, operations, and calls.
 
-A dispatch mode sees every operator below autograd, those of the backward pass included, after composite ones
-have come apart. Memory is that of the distinct storages alive; a storage is let go when torch lets it go, so
-the peak is what torch would hold. Scratch memory inside kernels is not seen, which is why an admission is one
-fence and the limits of the process another.
+A dispatch mode sees every operator below autograd, including those of the backward pass, after composite
+operators have been decomposed. Memory is the total size of the distinct storages that are alive; a storage is
+released when torch releases it, so the peak is what torch would hold. Scratch memory inside kernels is not
+seen. Therefore the limits of the process are needed in addition to admission.
 
-Whatever grows is bounded while it grows: the first operator beyond the offer ends the run.
+Whatever grows is limited while it grows: the first operator that exceeds the offer ends the run.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,14 +23,16 @@ from partition.execute.shape_tensors import GhostStorage, ShapeInference, ShapeT
 from partition.model.graph import DIMENSIONS_MAX
 
 CALLS_MAX = 200_000
-"""Operators of one run. A stage of 100 transformer blocks calls 10,000, and each takes some 0.1 ms here."""
+"""Maximum number of operators of one run. A stage of 100 transformer blocks calls 10,000, and each takes
+about 0.1 ms here."""
 
 _WITHIN = 8
-"""The factor on dimensions within composite operators: a group norm, an einsum."""
+"""Factor by which dimensions may be exceeded within composite operators, such as a group norm or an
+einsum."""
 
 
 def shown_bytes(count: int) -> str:
-    """For people: 5.1 GB."""
+    """Return a size for people, such as 5.1 GB."""
     amount, unit = float(count), "bytes"
     for larger in ("kB", "MB", "GB", "TB", "PB", "EB"):
         if amount < 1000:
@@ -40,13 +42,13 @@ def shown_bytes(count: int) -> str:
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
-    """Refuses a run that needs more than `memory_bytes_max` at once, or `work_max` operations.
+    """Refuses a run that needs more than `memory_bytes_max` at any time, or more than `work_max` operations.
 
-    `live_bytes` are held now, `peak_bytes` at most at once; `flops` as torch counts them: products,
-    convolutions and attention, a multiplication with its addition as two. `work` adds one for each element
-    that any operator reads or makes, so that cheap ones in great number cost something too. `base_bytes` are
-    held besides, and only for the words of a refusal. Operations that this kind of device lacks are refused
-    too. `context` is the longest session that attention over pages sees.
+    `live_bytes` are currently held, `peak_bytes` is their maximum. `flops` counts like torch: products,
+    convolutions and attention, a multiplication and its addition as two. `work` adds one for each element
+    that any operator reads or makes, so that many cheap operators cost something too. `base_bytes` are held
+    in addition, and only used in the text of a refusal. Operations that this kind of device lacks are refused
+    too. `context` is the length of the longest session for attention over pages.
     """
 
     def __init__(
@@ -108,20 +110,20 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         return self._oracle.call(func, args, kwargs)
 
     def hold(self, size_bytes: int) -> Callable[[int], None]:
-        """Count a storage; return the function to call when it is released. Raises RemoteProtocolError: too
-        much."""
+        """Count a storage. Return the function to call when it is released. Raises RemoteProtocolError if it
+        is too much."""
         self.live_bytes += size_bytes
         if self.live_bytes > self._memory_bytes_max:
             needed, offered = self._base_bytes + self.live_bytes, self._base_bytes + self._memory_bytes_max
             self.live_bytes -= size_bytes
             raise RemoteProtocolError(
-                f"needs {shown_bytes(needed)} of memory, {shown_bytes(offered)} offered"
+                f"needs {shown_bytes(needed)} of memory, but {shown_bytes(offered)} is offered"
             )
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return self._release
 
     def _attend(self, args: tuple[Any, ...]) -> None:
-        """Count attention over pages: no shape gives the length of a session."""
+        """Count attention over pages separately, because no shape shows the length of a session."""
         q, k, v = args[:3]
         flops = attend_flops(q.shape, v.shape, self._context)
         self.flops += flops
@@ -136,7 +138,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     def _check_shape(self, shape: Sequence[int]) -> None:
         if len(shape) > DIMENSIONS_MAX + _WITHIN:
             raise RemoteProtocolError(f"a tensor of {len(shape)} dimensions")
-        # A side of zero hides the others from the storage, and not from a kernel's loops.
+        # If one side is zero, the storage is empty, but a kernel's loops still run over the other sides.
         if 0 in shape and prod(max(side, 1) for side in shape) > self._memory_bytes_max:
             raise RemoteProtocolError(f"an empty tensor of shape {tuple(shape)}")
 
@@ -150,7 +152,7 @@ def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
 
 
 def _window(func: Any, args: tuple[Any, ...]) -> int:
-    """Return how many elements a pool reads for each one it makes."""
+    """Return how many elements a pool reads for each one that it makes."""
     if "pool" not in func.__name__ or len(args) < 2 or not isinstance(args[1], list | tuple):
         return 1
     return prod(max(int(side), 1) for side in args[1]) if "adaptive" not in func.__name__ else 1

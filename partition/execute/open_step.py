@@ -1,4 +1,5 @@
-"""The open step of a stage: which micro-batches its sums hold, and which are between their two passes."""
+"""The open step of a stage: which micro-batches its sums hold, and which are between forward and backward
+pass."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from partition.stage import IN_FLIGHT_MAX, MICROBATCHES_MAX, Backward, Forward, 
 
 @dataclass(frozen=True)
 class Flight:
-    """A micro-batch between its two passes; without results it is computed again."""
+    """A micro-batch between its two passes. If it has no results, the forward pass will be computed again."""
 
     sign: Sign
     sizes: tuple[int, ...]
@@ -21,31 +22,32 @@ class Flight:
 
 @dataclass
 class OpenStep:
-    """Nothing is open at first: any step may begin, or only `next_step` where the stage was restored."""
+    """The state of the step in progress. Initially no step is open: any step may begin, or only `next_step`
+    if the stage was restored."""
 
     next_step: int | None = None
     step: int | None = None
-    """The step of what is counted or in flight."""
+    """The step to which the counted micro-batches and those in flight belong."""
     counted: set[int] = field(default_factory=set)
     """The micro-batches in the sums."""
     _in_flight: dict[int, Flight] = field(default_factory=dict)
 
     def admit(self, request: Forward) -> None:
-        """Raise RemoteProtocolError for a forward pass that no correct peer asks for now."""
+        """Raise RemoteProtocolError if no correct peer requests this forward pass now."""
         step, microbatch = request.step, request.microbatch
         if not request.train:
             if request.sign < 0:
-                raise RemoteProtocolError("an evaluation leaves nothing that could be taken out")
+                raise RemoteProtocolError("an evaluation leaves nothing in the sums that could be taken out")
             return
         if self.next_step not in (None, step):
-            raise RemoteProtocolError(f"a micro-batch of step {step} where step {self.next_step} is the next")
+            raise RemoteProtocolError(f"a micro-batch of step {step}, but step {self.next_step} is the next")
         if self.step not in (None, step):
             raise RemoteProtocolError(f"a micro-batch of step {step} while the sums hold step {self.step}")
         if microbatch in self._in_flight or (request.sign > 0 and microbatch in self.counted):
-            raise RemoteProtocolError(f"micro-batch {microbatch} of step {step} for a second time")
+            raise RemoteProtocolError(f"micro-batch {microbatch} of step {step} for the second time")
         if request.sign < 0 and microbatch not in self.counted:
             raise RemoteProtocolError(
-                f"the sums do not hold micro-batch {microbatch} of step {step}, to take it out"
+                f"the sums do not hold micro-batch {microbatch} of step {step}, so it cannot be taken out"
             )
         if len(self._in_flight) >= IN_FLIGHT_MAX:
             raise RemoteProtocolError(f"{IN_FLIGHT_MAX} micro-batches are in flight already")
@@ -53,9 +55,9 @@ class OpenStep:
             raise RemoteProtocolError(f"step {step} has {MICROBATCHES_MAX} micro-batches already")
 
     def check_applied(self, step: int) -> None:
-        """Raise RemoteProtocolError where this is not the step to apply."""
+        """Raise RemoteProtocolError if this is not the step to apply."""
         if self.next_step not in (None, step):
-            raise RemoteProtocolError(f"step {step} applied where step {self.next_step} is the next")
+            raise RemoteProtocolError(f"step {step} applied, but step {self.next_step} is the next")
         if self.step not in (None, step):
             raise RemoteProtocolError(f"step {step} applied while the sums hold step {self.step}")
 
@@ -69,12 +71,13 @@ class OpenStep:
         held = self._in_flight.get(request.microbatch) if request.step == self.step else None
         if held is None or held.sign != request.sign:
             raise RemoteProtocolError(
-                f"nothing to go back through for micro-batch {request.microbatch} of step {request.step}"
+                f"no forward pass to go back through for micro-batch {request.microbatch} "
+                f"of step {request.step}"
             )
         return held
 
     def end_flight(self, microbatch: int) -> None:
-        """Drop what was held of a micro-batch for its backward pass."""
+        """Discard what was held for a micro-batch's backward pass."""
         del self._in_flight[microbatch]
 
     def has_counted(self, request: Backward) -> bool:
@@ -82,7 +85,7 @@ class OpenStep:
         return request.step == self.step and request.microbatch in self.counted and request.sign > 0
 
     def count(self, request: Forward | Backward) -> None:
-        """Note that the sums hold a micro-batch, or, by its sign, no longer do."""
+        """Record that the sums hold a micro-batch, or, if its sign is negative, that they no longer do."""
         if request.sign > 0:
             self.step = request.step
             self.counted.add(request.microbatch)
@@ -91,26 +94,26 @@ class OpenStep:
             self._settle()
 
     def let_go(self, step: int, microbatch: int) -> None:
-        """Forget a micro-batch in flight. Raises RemoteProtocolError: it is not."""
+        """Forget a micro-batch in flight. Raises RemoteProtocolError if it is not in flight."""
         if step != self.step or microbatch not in self._in_flight:
             raise RemoteProtocolError(
-                f"micro-batch {microbatch} of step {step} is not in flight, to be forgotten"
+                f"micro-batch {microbatch} of step {step} is not in flight, so it cannot be forgotten"
             )
         del self._in_flight[microbatch]
         self._settle()
 
     def advance(self) -> None:
-        """Note that the open step was applied."""
+        """Record that the open step was applied."""
         if self.next_step is not None:
             self.next_step += 1
 
     def clear(self) -> None:
-        """Close the step: nothing of it is held any more."""
+        """Close the step and forget its micro-batches."""
         self.step = None
         self.counted.clear()
         self._in_flight.clear()
 
     def _settle(self) -> None:
-        """Allow any step to begin when nothing of a step is held here."""
+        """If nothing is held of the open step, allow any step to begin."""
         if not self.counted and not self._in_flight:
             self.step = None

@@ -1,11 +1,11 @@
 """The optimizer step over arenas: torch.optim's own SGD, Adam and AdamW, with our schedules and groups.
 
-Their state lies in the arena `moments`, so that the node can checkpoint it. Nothing is counted here: the
-step's number in the request gives the learning rate (as a `LambdaLR` would) and Adam's bias correction, so a
-replica that joined later steps as the others do. Frozen parameters and batch statistics are not touched.
+Their state is in the arena `moments`, so that the node can checkpoint it. No steps are counted here: the
+step's number in the request determines the learning rate (as a `LambdaLR` would) and Adam's bias correction.
+So a replica that joined later steps like the others. Frozen parameters and batch statistics are not changed.
 
-On a processor a large parameter is stepped in blocks that stay in its cache from the first operator of a step
-to the last. The bits are those of the whole: all operators work element by element.
+On a CPU, a large parameter is stepped in blocks that stay in the cache from the first operator of a step to
+the last. The bits are the same as without blocks, because all operators work element by element.
 
 Clipping is `torch.nn.utils.clip_grad_norm_` of the mean gradient, with the norm over all stages.
 """
@@ -23,14 +23,15 @@ _CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
 
 BLOCK_ELEMENTS = 1 << 15
-"""Elements of a block for each thread: torch gives a thread no fewer, and so many of value, gradient and
-moments fit its cache. A step of Adam over 25 million parameters took 292 ms, and 481 ms in one piece."""
+"""Number of elements of a block for each thread. torch gives a thread no fewer, and the value, gradient and
+moments of this many elements fit its cache. A step of Adam over 25 million parameters took 292 ms, and 481 ms
+without blocks."""
 
 
 def rate_factor(schedule: Schedule, step: int) -> float:
     """Return the factor on the learning rate of a step, counted from 0.
 
-    The warm-up has 1/n, 2/n, ... in its n steps: a first step of zero would be a step lost.
+    A warm-up of n steps has the factors 1/n, 2/n, ... A first factor of zero would waste a step.
     """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
@@ -43,26 +44,28 @@ def rate_factor(schedule: Schedule, step: int) -> float:
 
 
 def clip_factor(settings: OptimizerSettings, squared_norm: float | None, samples: int) -> float:
-    """Return the factor on the mean gradient, where `squared_norm` is that of the sums of all stages.
+    """Return the factor on the mean gradient. `squared_norm` is that of the sums of all stages.
 
     Raises:
-        RemoteProtocolError: the settings clip and there is no norm, or none that can be.
+        RemoteProtocolError: the settings clip, and the norm is missing or impossible.
     """
     if not settings.clip_norm:
         return 1.0
     if squared_norm is None or not isfinite(squared_norm) or squared_norm < 0:
-        raise RemoteProtocolError("these settings clip: a step needs the squared norm of all stages")
+        raise RemoteProtocolError(
+            "these settings clip gradients, so a step needs the squared norm of all stages"
+        )
     return min(1.0, settings.clip_norm / (sqrt(squared_norm) / samples + _CLIP_EPSILON))
 
 
 class Optimizer:
-    """Steps the trainable parameters by their `.grad`, which is the same tensor for good.
+    """Steps the trainable parameters by their `.grad`, which always stays the same tensor.
 
-    `values` are the leaves by row, in one piece of memory each; `moment(number, slot)` is a parameter's part
-    of one of the moments.
+    `values` are the leaves by row, each in contiguous memory; `moment(number, slot)` is a parameter's part of
+    one of the moments.
 
     Raises:
-        RemoteProtocolError: a parameter of a group that the settings do not have.
+        RemoteProtocolError: a parameter belongs to a group that the settings do not have.
     """
 
     def __init__(
@@ -79,7 +82,9 @@ class Optimizer:
         for slot in trained:
             by_group.setdefault(slot.parameter.group if settings.groups else 0, []).append(slot)
         if any(number >= max(1, len(settings.groups)) for number in by_group):
-            raise RemoteProtocolError("a parameter of a group that the optimizer's settings do not have")
+            raise RemoteProtocolError(
+                "a parameter belongs to a group that the optimizer's settings do not have"
+            )
         self._blocks = {slot.row: _blocks(values[slot.row]) for slot in trained}
         groups = settings.groups or (GroupSettings(weight_decay=settings.weight_decay),)
         self._factors = [groups[number].rate_factor for number in by_group]
@@ -97,7 +102,7 @@ class Optimizer:
             self._keep_state(self._optimizer, trained, moment)
 
     def step(self, number: int, factor: float = 1.0) -> None:
-        """Step with every parameter's `.grad`; `number` counts the committed steps from 0, `factor`
+        """Step with every parameter's `.grad`. `number` counts the committed steps from 0; `factor`
         multiplies the learning rate."""
         if self._optimizer is None:
             return
@@ -106,7 +111,7 @@ class Optimizer:
             group["lr"] = rate * own
         for state in self._optimizer.state.values():
             if "step" in state:
-                state["step"].fill_(number)  # the optimizer itself adds the one
+                state["step"].fill_(number)  # the optimizer itself adds one
         self._optimizer.step()
 
     def _keep_state(
@@ -137,14 +142,15 @@ def _blocks(value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the blocks of a tensor that are stepped separately: views, flat where there are several."""
+    """Return the blocks of a tensor that are stepped separately. They are views, flat if there are
+    several."""
     if tensor.device.type != "cpu":
         return (tensor,)
     return torch.split(tensor.view(-1), BLOCK_ELEMENTS * torch.get_num_threads())
 
 
 def _torch_optimizer(settings: OptimizerSettings, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-    # The plain loop over tensors, on every device: it is the one that updates the state in place.
+    # The plain loop over tensors, on every device, because it updates the state in place.
     if settings.kind == "sgd":
         return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=settings.momentum, foreach=False)
     kind = torch.optim.Adam if settings.kind == "adam" else torch.optim.AdamW

@@ -1,14 +1,14 @@
 """Keys and values of served sessions: pages of PAGE_TOKENS tokens, from one pool that all sessions share.
 
-A page has room for the keys and values of all layers of the stage, so one list of pages says where a session
-lies. The pool is bounded by `StageSpecification.cache_bytes`; a unit that finds no page is refused, and no
-session is evicted for another: the driver of the stage decides whose turn it is. A session's pages follow one
-another where they can, so that it is read without a copy.
+A page has room for the keys and values of all layers of the stage, so one list of pages locates a session.
+The pool is bounded by `StageSpecification.cache_bytes`. A unit that finds no page is refused, and no session
+is evicted for another: the driver of the stage decides which session may continue. A session's pages are
+consecutive if possible, so that it can be read without a copy.
 
-Sessions may share pages: `fork` begins one with the first tokens of another. A shared page is counted, free
-once no session has it, and copied before a session writes to it.
+Sessions may share pages: `fork` begins one with the first tokens of another. A shared page has a count of its
+sessions. It is free once no session uses it, and is copied before a session writes to it.
 
-`partition.execute.attention` computes on them.
+`partition.execute.attention` computes on the pages.
 """
 
 import mmap
@@ -23,14 +23,14 @@ from crypto.errors import RemoteProtocolError
 from partition.stage import SERVED_SESSIONS_MAX, Unit
 
 PAGE_TOKENS = 64
-"""Tokens of a page, and keys of one block of attention. It is part of the bits that a stage computes: another
-size adds up in another order. Products of less than 400 multiplications take another path in torch, so no
-smaller."""
-_FULL = f"{SERVED_SESSIONS_MAX} sessions are served already: end one"
+"""Number of tokens of a page, and of keys in one block of attention. It affects the bits that a stage
+computes, because a different size adds in a different order. It cannot be smaller, because torch computes
+products of fewer than 400 multiplications differently."""
+_FULL = f"{SERVED_SESSIONS_MAX} sessions are served already. End one first"
 
 
 class UnitRefused(RemoteProtocolError):
-    """A unit cannot be served. `fault` as in `partition.stage.Refused`."""
+    """A unit cannot be served. `fault` is that of `partition.stage.Refused`."""
 
     def __init__(self, reason: str, session: bytes, fault: Literal["position", "room"]) -> None:
         super().__init__(reason)
@@ -40,7 +40,7 @@ class UnitRefused(RemoteProtocolError):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The size of one token in one layer: heads of keys and values, and the widths of both."""
+    """The size of one token in one layer: the number of heads of keys and values, and the widths of both."""
 
     heads: int
     key_width: int
@@ -59,8 +59,8 @@ class _Session:
 
 @dataclass(frozen=True)
 class UnitSpan:
-    """One unit in a batch: its tokens begin at `first` in the flat batch, and at `position` in its session,
-    whose `pages` hold all of it."""
+    """One unit in a batch. Its tokens begin at `first` in the flat batch and at `position` in its session;
+    `pages` hold the session up to its end."""
 
     first: int
     position: int
@@ -82,14 +82,14 @@ class Pages:
         self._has_pages = page_bytes > 0
         self._free = set(range(self._count))
         self._shared: dict[int, int] = {}
-        """How many sessions have a page, where more than one does."""
+        """The number of sessions that use a page, if more than one does."""
         self._sessions: dict[bytes, _Session] = {}
         self._pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def pool(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of a layer, [pages, heads, PAGE_TOKENS, width].
+        """Return the keys and values of a layer, [pages, heads, PAGE_TOKENS, width].
 
-        The system allocates memory as pages are first written.
+        The system allocates the memory when pages are first written.
         """
         if layer not in self._pools:
             shape = self._layers[layer]
@@ -98,25 +98,26 @@ class Pages:
         return self._pools[layer]
 
     def _zeros(self, *sides: int) -> torch.Tensor:
-        # Writers may or may not be in inference mode.
+        # Code that writes to the pool may or may not be in inference mode.
         with torch.inference_mode(False):
             private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
             if self._device.type != "cpu" or not private or not prod(sides):
                 return torch.zeros(*sides, dtype=self._dtype, device=self._device)
-            # `torch.zeros` writes them all: gigabytes at the first token, and in memory ever after.
+            # `torch.zeros` would write all of it: gigabytes at the first token, which would then stay in
+            # memory.
             memory = mmap.mmap(-1, prod(sides) * self._dtype.itemsize, flags=private)
             return torch.frombuffer(memory, dtype=self._dtype).view(sides)
 
     def begin(self, units: Sequence[Unit], context: int) -> tuple[UnitSpan, ...]:
-        """Take the pages that the units need. The sessions grow only by `commit`.
+        """Reserve the pages that the units need. The sessions grow only with `commit`.
 
         Raises:
-            UnitRefused: a unit that does not follow the held tokens, goes beyond `context` tokens, or finds
-                no page; no page is taken then.
-            RemoteProtocolError: a session twice.
+            UnitRefused: a unit does not follow the tokens held, goes beyond `context` tokens, or finds no
+                page. No page is reserved in that case.
+            RemoteProtocolError: a session occurs twice.
         """
         if len({unit.session for unit in units}) < len(units):
-            raise RemoteProtocolError("a session twice in one batch")
+            raise RemoteProtocolError("a session occurs twice in one batch")
         fresh = sum(unit.session not in self._sessions for unit in units)
         needed = 0
         for unit in units:
@@ -127,26 +128,30 @@ class Pages:
                 needed += len(self._to_copy(held, unit))
             if needed > len(self._free):
                 raise UnitRefused(
-                    f"{needed} pages of {PAGE_TOKENS} tokens are wanted, {len(self._free)} of {self._count} "
-                    "are free: end a session, or wait",
+                    (
+                        f"{needed} pages of {PAGE_TOKENS} tokens are needed, but "
+                        f"{len(self._free)} of {self._count} are free. End a session, or wait"
+                    ),
                     unit.session,
                     "room",
                 )
         return self._spans(units)
 
     def fork(self, session: bytes, base: bytes, tokens: int) -> None:
-        """Begin a session with the first tokens of another, whose pages both have from now on.
+        """Begin a session with the first tokens of another session. The two share its pages from then on.
 
         Raises:
-            UnitRefused: the other has fewer tokens, or there are too many sessions.
-            RemoteProtocolError: there is such a session already.
+            UnitRefused: the other session has fewer tokens, or there are too many sessions.
+            RemoteProtocolError: the session already exists.
         """
         if session in self._sessions:
-            raise RemoteProtocolError("a session that is there already begins anew")
+            raise RemoteProtocolError("a session that already exists cannot begin again")
         held = self._sessions.get(base, _Session())
         if not 0 < tokens <= held.length:
             raise UnitRefused(
-                f"the other session has {held.length} tokens here, {tokens} are wanted", session, "position"
+                f"the other session has {held.length} tokens here, but {tokens} are needed",
+                session,
+                "position",
             )
         if len(self._sessions) >= SERVED_SESSIONS_MAX:
             raise UnitRefused(_FULL, session, "room")
@@ -156,15 +161,15 @@ class Pages:
         self._sessions[session] = _Session(pages, tokens)
 
     def commit(self, units: Sequence[Unit]) -> None:
-        """Commit computed units: the sessions end where they do, and pages beyond that are free."""
+        """Commit computed units: each session now ends with its unit, and pages beyond that are freed."""
         for unit in units:
             session = self._sessions[unit.session]
             session.length = unit.position + unit.tokens
             self._trim(session)
 
     def abandon(self, units: Sequence[Unit]) -> None:
-        """Abandon units that were not computed to the end: the sessions keep the tokens before them,
-        shortened by units that rolled back."""
+        """Abandon units that were not fully computed. The sessions keep the tokens before them; a unit that
+        rolled its session back has shortened it."""
         for unit in units:
             session = self._sessions[unit.session]
             session.length = min(session.length, unit.position)
@@ -174,7 +179,7 @@ class Pages:
                 del self._sessions[unit.session]
 
     def end(self, session: bytes) -> None:
-        """Free the pages of a session; an unknown one has none."""
+        """Free the pages of a session; an unknown session is ignored."""
         found = self._sessions.pop(session, None)
         if found is not None:
             self._give_back(found.pages)
@@ -182,13 +187,13 @@ class Pages:
     def _check(self, unit: Unit, held: int, context: int, fresh: int) -> None:
         if unit.position > held:
             raise UnitRefused(
-                f"the session has {held} tokens here, and the unit begins at {unit.position}",
+                f"the session has {held} tokens here, but the unit begins at {unit.position}",
                 unit.session,
                 "position",
             )
         if unit.position + unit.tokens > context:
             raise UnitRefused(
-                f"{unit.position + unit.tokens} tokens in one session, at most {context} are served",
+                f"{unit.position + unit.tokens} tokens in one session, but at most {context} are served",
                 unit.session,
                 "position",
             )
@@ -196,7 +201,8 @@ class Pages:
             raise UnitRefused(_FULL, unit.session, "room")
 
     def _to_copy(self, session: _Session, unit: Unit) -> list[int]:
-        """Return the places of a session's pages that a unit writes to and other sessions share."""
+        """Return the positions, in a session's list of pages, of those that a unit writes to and other
+        sessions share."""
         last = min(len(session.pages), _pages_for(unit.position + unit.tokens))
         places = range(unit.position // PAGE_TOKENS, last)
         return [place for place in places if session.pages[place] in self._shared]
@@ -218,7 +224,8 @@ class Pages:
         return tuple(spans)
 
     def _next_page(self, session: _Session, wanted: int) -> int:
-        """Return the page behind the session's last, or one with much room behind it."""
+        """Return the page after the session's last one. If that is not free, return a page with many free
+        pages after it."""
         if session.pages and session.pages[-1] + 1 in self._free:
             return session.pages[-1] + 1
         runs: list[tuple[int, int]] = []
@@ -230,7 +237,7 @@ class Pages:
             last = page
             runs[-1] = (last - begin + 1, begin)
         length, begin = max(runs)
-        # The session that ends before this run may want to grow into it.
+        # The session that ends before this run may need to grow into it.
         return begin + (length // 2 if begin and length >= 2 * wanted else 0)
 
     def _copy(self, session: _Session, place: int, position: int) -> None:
@@ -260,13 +267,13 @@ class Pages:
         del session.pages[count:]
 
     def _clear_tail(self, session: _Session) -> None:
-        # A page that others have too was not written to.
+        # A page that other sessions share too has not been written to.
         if session.pages and session.length % PAGE_TOKENS and session.pages[-1] not in self._shared:
             self._clear(session.pages[-1], session.length % PAGE_TOKENS)
 
     def _clear(self, page: int, slot: int) -> None:
-        """Zero a page from a slot on: hidden keys count times zero, so they must be numbers; and they may be
-        another session's."""
+        """Zero a page from a slot on. Hidden keys are multiplied by zero, so they must be finite, and another
+        session's values must not remain."""
         for pools in self._pools.values():
             for pool in pools:
                 pool[page, :, slot:].zero_()
@@ -280,8 +287,10 @@ def shape_of_layer(key: Sequence[int], value: Sequence[int]) -> LayerShape:
     """Return the shape of the keys and values of `attend`, [1, heads, tokens, width].
 
     Raises:
-        RemoteProtocolError: tensors that attention cannot take.
+        RemoteProtocolError: attention cannot take these tensors.
     """
     if len(key) != 4 or len(value) != 4 or key[:3] != value[:3] or key[0] != 1 or not prod(key):
-        raise RemoteProtocolError(f"keys {list(key)} and values {list(value)} of attention do not fit")
+        raise RemoteProtocolError(
+            f"keys {list(key)} and values {list(value)} of attention do not fit together"
+        )
     return LayerShape(key[1], key[3], value[3])

@@ -1,4 +1,4 @@
-"""Torch's global switches, for a process that only hosts one stage, or for a while."""
+"""Torch's global switches, set permanently for a process that only hosts one stage, or temporarily."""
 
 import ctypes
 import sys
@@ -12,10 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 KEPT_BYTES = 128 << 20
-"""Freed memory that the heap keeps. By itself glibc gives back the memory that a micro-batch has freed, and
-takes it again, zeroed page by page, for the next: half of a call's cost beside its computing."""
+"""Freed memory that the heap keeps. By default glibc returns the memory that a micro-batch has freed to the
+system, and gets it back for the next one, zeroed page by page. That took half of a call's time in addition to
+its computing."""
 MAPPED_BYTES = 32 << 20
-"""Pieces of memory below this come from the heap; glibc allows no more."""
+"""Allocations smaller than this come from the heap; glibc allows no larger limit."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -23,10 +24,10 @@ _COMPILER = "torch._dynamo"
 
 
 class _DeferredCompiler(ModuleType):
-    """Torch's compiler, only partly loaded until something asks for more.
+    """Torch's compiler, of which only a part is loaded until something needs more.
 
-    Fake tensors read its settings, and optimizers have it leave their functions alone. For these two torch
-    loads all of it: 0.7 s of a core and 40 MiB in every process, where nothing is compiled.
+    Fake tensors read its settings, and optimizers use it to exclude their functions. For these two purposes
+    torch loads all of it: 0.7 s of CPU time and 40 MiB in every process, although nothing is compiled.
     """
 
     def __init__(self) -> None:
@@ -35,16 +36,16 @@ class _DeferredCompiler(ModuleType):
 
     @staticmethod
     def disable(function: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
-        """Return the function: a process that never compiles leaves it alone."""
+        """Return the function unchanged: a process that never compiles need not exclude it."""
         return function
 
     @staticmethod
     def graph_break(*_: object, **__: object) -> None:
-        """Do nothing: there is no graph."""
+        """Do nothing, because there is no compiled graph."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # what the import system tries
+            raise AttributeError(name)  # attributes that the import system tries
         del sys.modules[_COMPILER], torch._dynamo
         import torch._dynamo as whole
 
@@ -54,21 +55,22 @@ class _DeferredCompiler(ModuleType):
 
 
 def defer_compiler() -> None:
-    """Have a process that never compiles load torch's compiler only on demand; call it before any use."""
+    """Make a process that never compiles load torch's compiler only on demand. Call this before the compiler
+    is used."""
     if _COMPILER not in sys.modules:
         sys.modules[_COMPILER] = torch._dynamo = _DeferredCompiler()
 
 
 def load_late_modules() -> None:
-    """Load what torch loads only at the first admission."""
+    """Load modules that torch otherwise loads only at the first admission."""
     import torch.fx.experimental.symbolic_shapes  # noqa: F401 - operators on fake tensors ask it
 
     FakeTensorMode()
 
 
 def load_operators(device: torch.device) -> None:
-    """Run a little of everything forward and back: the pages of torch's code that a stage needs, some 40 MiB,
-    are loaded only when they are run."""
+    """Run a few operators of every kind forward and backward. This loads the pages of torch's code that a
+    stage needs, about 40 MiB, which the system loads only when they are run."""
     load_late_modules()
     image, rows = (torch.randn(*sides, device=device, requires_grad=True) for sides in ((2, 3, 8, 8), (4, 8)))
     weight = torch.randn(8, 8, device=device, requires_grad=True)
@@ -90,7 +92,7 @@ def load_operators(device: torch.device) -> None:
 
 
 def prepare_process(threads: int) -> None:
-    """Set torch's global switches: `threads`, and equal results for equal requests."""
+    """Set torch's global switches: the number of `threads`, and deterministic results."""
     torch.set_num_interop_threads(1)
     _repeat_exactly(threads)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -98,14 +100,14 @@ def prepare_process(threads: int) -> None:
 
 
 def set_threads(threads: int) -> None:
-    """Compute with this many threads from now on: the last bits of sums may differ."""
+    """Compute with this many threads from now on. The last bits of sums may change."""
     torch.set_num_threads(threads)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread, and equal results for equal requests, where stages run beside other code; restore the
-    settings then."""
+    """Use one thread and deterministic results while stages run along with other code; restore the settings
+    afterwards."""
     threads, is_exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # set by name
     _repeat_exactly(1)
@@ -119,14 +121,15 @@ def one_thread() -> Iterator[None]:
 
 def _repeat_exactly(threads: int) -> None:
     torch.set_num_threads(threads)
-    # As `use_deterministic_algorithms(True)`, which loads torch's compiler to tell it as well.
+    # Does the same as `use_deterministic_algorithms(True)`, which would also load torch's compiler in order
+    # to inform it.
     torch.set_deterministic_debug_mode("error")
-    # Filling fresh memory is for finding bugs in operators; it is only a cost here.
+    # Filling fresh memory is for finding bugs in operators; here it only costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by name
 
 
 def release_memory(device: str) -> None:
-    """Give freed memory back to the system, on an accelerator too."""
+    """Return freed memory to the system, on an accelerator too."""
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
@@ -134,9 +137,9 @@ def release_memory(device: str) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have the heap keep freed memory, for the life of this process."""
+    """Make the heap keep freed memory until this process ends."""
     if sys.platform == "linux":
-        # Other libraries than glibc's do not have it, and may not need it.
+        # C libraries other than glibc do not have mallopt, and may not need it.
         set_option = getattr(ctypes.CDLL(None), "mallopt", None)
         if set_option is not None:
             set_option(_M_MMAP_THRESHOLD, MAPPED_BYTES)

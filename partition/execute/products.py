@@ -1,17 +1,17 @@
-"""Products by weights in a stage that serves: the bits of each row are independent of the rows beside it.
+"""Products with weights in a stage that serves: the bits of each row are independent of the other rows.
 
-Rows are padded to a multiple (`partition.execute.serving`), which makes torch's kernels take one path for
-most shapes. There are exceptions: in float64 on two threads a product of 384 by 17 gives a row other bits
-among 8 rows than among 160. Every shape is therefore tried on this machine, among few and among many rows,
-once the weights are loaded. A product that fails is computed in blocks with one number of rows: slower, and
-alike by construction.
+Rows are padded to a multiple (`partition.execute.serving`), which makes torch's kernels compute them in the
+same way for most shapes. There are exceptions: in float64 on two threads, a product of 384 by 17 gives a row
+different bits among 8 rows than among 160. So once the weights are loaded, every shape is tried on this
+machine, among few and among many rows. A product that fails is computed in blocks with a fixed number of
+rows, which is slower but always the same.
 
-Trying is bounded by `FLOPS` a shape, so fewer rows are tried of large weights.
+The trial of a shape takes at most `FLOPS`, so fewer rows are tried for large weights.
 
-Where the slot has room for it, oneDNN has the weights in the order in which its kernels read them: then the
-least number of rows costs about as much as one row of the plain weight, where torch's own kernels take two to
-three times as long. The bits may differ from those of the plain weight. A plain weight that nothing else
-reads is not kept; `values` restores it from oneDNN's.
+If the slot has enough memory, oneDNN stores the weights in the order in which its kernels read them. Then the
+minimum number of rows costs about as much as one row with the plain weight; torch's own kernels take two to
+three times as long. The bits may differ from those with the plain weight. A plain weight that nothing else
+reads is not kept; `values` restores it from oneDNN's form.
 """
 
 from collections import Counter
@@ -23,26 +23,27 @@ import torch
 from partition.model.graph import Argument, ParameterValue, Value
 
 FLOPS = 4_000_000_000
-"""The FLOPs of trying one shape: about a tenth of a second."""
+"""FLOPs used to try one shape: about a tenth of a second."""
 _MULTIPLES = (1, 2, 3, 5, 9, 16, 32, 64, 128)
-"""Products of these many times the least rows are compared with the largest one."""
+"""The products with these multiples of the minimum number of rows are compared with the largest product."""
 PACKED_TYPES = (torch.float32, torch.bfloat16)
-"""Types in which oneDNN is faster with packed weights."""
+"""Types for which oneDNN is faster with packed weights."""
 UNPACKED_CALLS = 64
-"""Calls between which a replica that loads asks for the next part of a weight."""
+"""A weight restored by `values` is kept for this many calls, because a replica that loads it asks for its
+next part within them."""
 PACKED_SIDE_MIN = 32
-"""Smaller weights gain nothing."""
+"""Minimum side of a weight to pack; smaller weights gain nothing."""
 _PLACES = {"aten.linear.default": (0, 1, 2), "aten.mm.default": (0, 1, -1), "aten.addmm.default": (1, 2, 0)}
-"""The places of rows, weights and bias among an operator's arguments."""
+"""The positions of rows, weights and bias among an operator's arguments."""
 
 
 class Product:
-    """A product of one node, called as its operator is."""
+    """The product of one node; it is called like its operator."""
 
     def __init__(self, name: str, call: Callable[..., torch.Tensor], weight: int, bias: int | None) -> None:
         self.weight, self.bias = weight, bias
         self.block = 0
-        """Rows that are computed at once; 0 for all."""
+        """Number of rows that are computed together; 0 for all."""
         self.packed: torch.Tensor | None = None
         """The weight in oneDNN's own order."""
         self._call = call
@@ -77,7 +78,7 @@ class Product:
         return found
 
     def find_block(self, parameters: Mapping[int, torch.Tensor], least: int, most: int) -> None:
-        """Try rows from `least` to `most`, and use blocks where bits depend on their number."""
+        """Try row counts from `least` to `most`. Use blocks if the bits depend on the number of rows."""
         weight = parameters[self.weight]
         arguments: list[Any] = [None, weight]
         if self.bias is not None:
@@ -98,8 +99,8 @@ class Product:
 
 
 class Products:
-    """All products of a program. Each call has `least` rows, or a multiple of them. Weights are packed if
-    `room_bytes` suffice for all of them."""
+    """All products of a program. The number of rows in each call is `least` or a multiple of it. Weights are
+    packed if `room_bytes` is enough for all of them."""
 
     def __init__(self, least: int, most: int, room_bytes: int = 0) -> None:
         self._least, self._most = least, most
@@ -112,7 +113,8 @@ class Products:
     def product(
         self, name: str, call: Callable[..., torch.Tensor], arguments: Sequence[Argument]
     ) -> Product | None:
-        """Return the product that replaces a node; None where it is no product of rows by a weight."""
+        """Return the product that replaces a node; None if the node is not a product of rows with a
+        weight."""
         places = _PLACES.get(name)
         if places is None:
             return None
@@ -126,11 +128,11 @@ class Products:
 
     @property
     def packed(self) -> Mapping[int, int]:
-        """Return, by row of each packed weight, how many products read it."""
+        """Return, for the row of each packed weight, how many products read it."""
         return Counter(product.weight for _, product in self._all if product.packed is not None)
 
     def values(self, row: int) -> torch.Tensor:
-        """Return a packed weight in plain order; the last one is kept for a while: see `forget`."""
+        """Return a packed weight in plain order. The most recent one is kept for a while, see `forget`."""
         self._calls_left = UNPACKED_CALLS
         if self._unpacked is None or self._unpacked[0] != row:
             self._unpacked = None
@@ -138,13 +140,14 @@ class Products:
         return self._unpacked[1]
 
     def forget(self) -> None:
-        """Count a call of the stage: after some without a read, drop the weight that `values` made."""
+        """Count a call of the stage. After some calls without a read, drop the weight that `values`
+        restored."""
         self._calls_left -= 1
         if self._calls_left <= 0:
             self._unpacked = None
 
     def try_all(self, parameters: Mapping[int, torch.Tensor]) -> int:
-        """Try each shape with the present weights. Return how many products are in blocks."""
+        """Try each shape with the current weights. Return how many products are computed in blocks."""
         known: dict[tuple[Any, ...], int] = {}
         with torch.inference_mode():
             self._pack(parameters)
@@ -160,7 +163,7 @@ class Products:
         return sum(bool(product.block) for _, product in self._all)
 
     def _pack(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """Pack every weight that oneDNN can pack, each once, if all of them find room."""
+        """Pack every weight that oneDNN can pack, each once, if there is room for all of them."""
         fit = [product for name, product in self._all if _can_be_packed(name, parameters[product.weight])]
         weights = {product.weight: parameters[product.weight] for product in fit}
         for _, product in self._all:

@@ -1,12 +1,12 @@
-"""Arguments of operators: torch's own schema of every overload, and bounds on what a stranger may write.
+"""Arguments of operators: torch's own schema of every overload, and limits on what an unknown peer may write.
 
 A node's arguments are checked against the overload's real `FunctionSchema`: their number and kinds, and the
-number of results. There are further bounds by the argument's name, for two reasons. A native kernel trusts
-some integers (a stride of zero divides by zero in C++, which is a signal and no exception), and some
-operators loop in Python as often as an argument says. Such arguments are plain integers within bounds, never
-sizes that could be another number for the next micro-batch.
+number of results. There are additional limits by the argument's name, for two reasons. A native kernel trusts
+some integers (a stride of zero divides by zero in C++, which kills the process instead of raising an
+exception), and some operators loop in Python as often as an argument says. Such arguments must be plain
+integers within limits, and never sizes, which could be different for the next micro-batch.
 
-No argument can be a generator, a device or a layout; those are the stage's.
+No argument can be a generator, a device or a layout; the stage chooses these.
 """
 
 import re
@@ -41,15 +41,16 @@ from partition.model.graph import (
 from partition.model.operators import ATTEND, OPERATORS, WHOLE_WINDOW
 
 SIDE_MAX = 2**40
-"""A side of a tensor, as `TensorType` has it."""
+"""Maximum side of a tensor, as in `TensorType`."""
 KERNEL_MAX = 2**16
-"""Strides, windows, dilations, groups, paddings. A spectrogram's window is a few thousand."""
+"""Maximum of strides, windows, dilations, groups, paddings. A spectrogram's window is a few thousand."""
 EXTENT_MAX = 2**31
 ORDER_MAX = 4
-"""The order of `diff`, which calls itself as often."""
+"""Maximum order of `diff`, which calls itself that many times."""
 DECIMALS_MAX = 15
 SCALE_MIN, SCALE_MAX = 1e-4, 1e4
-"""The scale of an interpolation: its kernels make integers of quotients by it."""
+"""Limits for the scale of an interpolation, because its kernels convert quotients by the scale to
+integers."""
 VALUE_MAX = 2**53
 
 _TENSORS = (Value, ParameterValue, ConstantValue, StateValue)
@@ -58,7 +59,7 @@ _DIMENSION = (-DIMENSIONS_MAX - 1, DIMENSIONS_MAX)
 _ENUMERATION = (0, 2)
 _POSITIVE = (1, KERNEL_MAX)
 
-# Plain integers only: what shapes a kernel, or how often something loops.
+# Plain integers only: they shape a kernel, or determine how often something loops.
 _FIXED: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "stride": _POSITIVE,
@@ -152,7 +153,7 @@ _TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "approximate": ("none", "tanh"),
         "indexing": ("ij", "xy"),
-        # For scatter_reduce; "prod" has no gradient that a step could trust.
+        # For scatter_reduce; the gradient of "prod" is not reliable enough for a step.
         "reduce": ("sum", "mean", "amax", "amin"),
         "mode": ("constant", "reflect", "replicate", "circular"),
         "padding": ("same", "valid"),
@@ -162,16 +163,16 @@ _TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _EQUATION = re.compile(r"[a-zA-Z.]{0,11}(,[a-zA-Z.]{0,11}){0,7}(->[a-zA-Z.]{0,11})?\Z")
-# Sparse gradients do not fit an arena; `_softmax`'s flag is for accelerators.
+# Sparse gradients do not fit into an arena; `_softmax`'s flag is for accelerators.
 _NEVER_TRUE = ("sparse", "scale_grad_by_freq", "half_to_float", "pin_memory")
 _NEVER_GIVEN = ("path", "sorter", "generator", "device", "layout")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One argument of an overload: its kind without Optional, and its bounds.
+    """One argument of an overload: its kind without Optional, and its limits.
 
-    `length`: of a list that torch fixes. `fixed`: never made of sizes.
+    `length` is that of a list whose length torch fixes. `fixed`: never computed from sizes.
     """
 
     name: str
@@ -185,9 +186,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Signature:
-    """An overload: the arguments by place, the keyword-only ones by name, and how many tensors it makes.
+    """An overload: the arguments by position, the keyword-only ones by name, and how many tensors it returns.
 
-    `results` is None where a list is made, whose length depends on the arguments.
+    `results` is None if it returns a list whose length depends on the arguments.
     """
 
     name: str
@@ -199,7 +200,8 @@ class Signature:
 
 @cache
 def signature(name: str) -> Signature:
-    """Return the signature of an allow-listed operator. Raises RemoteProtocolError: it is none."""
+    """Return the signature of an allow-listed operator. Raises RemoteProtocolError if it is not on the
+    list."""
     if name not in OPERATORS:
         raise RemoteProtocolError(f"the operator {name} is not allowed")
     _, operator, overload = name.split(".")
@@ -239,7 +241,7 @@ def _rule(operator: str, argument: Any) -> Rule:
 
 
 def check_node(node: GraphNode, name: str, sizes: Sequence[int]) -> Signature:
-    """Return the signature of a node whose arguments have the right kinds, within bounds.
+    """Return the signature of a node, after checking the kinds and limits of its arguments.
 
     `sizes` is the evaluated table of expressions. Raises RemoteProtocolError with the argument's name.
     """
@@ -268,11 +270,11 @@ def check_node(node: GraphNode, name: str, sizes: Sequence[int]) -> Signature:
 
 
 def _check_flips(node: GraphNode, wanted: Signature) -> None:
-    """Check that arguments that evaluation replaces have a place."""
+    """Check that the arguments that evaluation replaces are present."""
     for index, _ in OPERATORS[wanted.name].evaluate:
         missing = wanted.positional[len(node.arguments) : index]
         if any(rule.is_required for rule in missing):
-            raise RemoteProtocolError(f"argument '{wanted.positional[index].name}' has no place")
+            raise RemoteProtocolError(f"argument '{wanted.positional[index].name}' is missing")
 
 
 def _check(rule: Rule, argument: Argument, sizes: Sequence[int], *, is_first: bool) -> None:
@@ -281,17 +283,16 @@ def _check(rule: Rule, argument: Argument, sizes: Sequence[int], *, is_first: bo
             raise RemoteProtocolError(f"argument '{rule.name}' is None")
         return
     if rule.name in _NEVER_GIVEN or (rule.name in _NEVER_TRUE and argument is not False):
-        raise RemoteProtocolError(f"argument '{rule.name}' is the stage's own")
+        raise RemoteProtocolError(f"argument '{rule.name}' is chosen by the stage")
     if not _fits(rule, argument, sizes, is_first):
-        raise RemoteProtocolError(
-            f"argument '{rule.name}' is no {rule.kind} that is allowed: {_shown(argument)}"
-        )
+        raise RemoteProtocolError(f"argument '{rule.name}' is not an allowed {rule.kind}: {_shown(argument)}")
 
 
 def _fits(rule: Rule, argument: Argument, sizes: Sequence[int], is_first: bool) -> bool:
     match rule.kind:
         case "Tensor":
-            # torch makes a tensor of a number: `x * 2` is mul.Tensor. The first one must be one.
+            # torch converts a number to a tensor: `x * 2` is mul.Tensor. Only the first argument must be a
+            # tensor.
             return isinstance(argument, _TENSORS) or (
                 not is_first and not isinstance(argument, Items) and _is_number(argument, sizes)
             )
@@ -314,7 +315,7 @@ def _fits(rule: Rule, argument: Argument, sizes: Sequence[int], is_first: bool) 
 
 def _fits_list(rule: Rule, argument: Argument, sizes: Sequence[int]) -> bool:
     if not isinstance(argument, Items):
-        # torch repeats a single integer where it knows how often.
+        # torch repeats a single integer if the length of the list is fixed.
         return rule.kind == "List[int]" and rule.length is not None and _is_integer(rule, argument, sizes)
     items = argument.items
     match rule.kind:
@@ -332,8 +333,8 @@ def _fits_list(rule: Rule, argument: Argument, sizes: Sequence[int]) -> bool:
 
 
 def _is_length(rule: Rule, length: int) -> bool:
-    """Return whether a list of integers may have this length. `split_with_sizes` has one for each piece; a
-    pool's stride, by default the window, may be empty."""
+    """Return whether a list of integers may have this length. `split_with_sizes` has one integer for each
+    piece; a pool's stride may be empty, in which case it equals the window."""
     if rule.name in ("split_size", "split_sizes"):
         return 1 <= length <= ITEMS_MAX
     if rule.length is None or rule.length == 1:
@@ -371,6 +372,6 @@ def _is_text(rule: Rule, text: str) -> bool:
 
 
 def _shown(argument: Argument) -> str:
-    """Return an argument for an error, kept short whatever a stranger wrote."""
+    """Return an argument for an error message, shortened, because an unknown peer wrote it."""
     text = ascii(argument) if not isinstance(argument, Items) else ascii(argument.items[:8])
     return text if len(text) <= 80 else text[:80] + "..."

@@ -1,9 +1,9 @@
-"""The weights of a stage that serves: packed for its products where there is room, and read out again.
+"""The weights of a stage that serves: packed for its products if there is room, and readable again.
 
 A weight that only linear layers read need not stay in the arena once oneDNN has packed it
-(`partition.execute.products`): its pages go back to the system, and a replica that wants its values gets them
-out of the packed form, to the bit. So packing takes no memory for good, but for weights that other operators
-read too, such as an embedding tied to the last layer.
+(`partition.execute.products`). Its pages are returned to the system, and a replica that needs its values gets
+them from the packed form, bit for bit. So packing takes no additional memory permanently, except for weights
+that other operators read too, such as an embedding tied to the last layer.
 """
 
 from collections import Counter
@@ -44,12 +44,12 @@ class ServedWeights:
         self.released = tuple(row for row in sorted(alone) if self._values.release(self._slots[row]))
 
     def read(self, request: ReadValues) -> bytes:
-        """Return a range of values as they are stored. Raises RemoteProtocolError: the stage has no such
+        """Return a range of values as they are stored. Raises RemoteProtocolError if the stage has no such
         value."""
         slot, end = self._slots.get(request.row), request.begin + request.length
         if slot is None or end > slot.parameter.stored_bytes:
             raise RemoteProtocolError(
-                f"row {request.row} has no {request.length} bytes from {request.begin} on"
+                f"row {request.row} does not have {request.length} bytes from {request.begin} on"
             )
         packed = request.row in self.released
         values = self.products.values(request.row) if packed else self._values.view(slot)

@@ -1,9 +1,9 @@
-"""Serving by a stage: ragged batches of units through its share of the entry point `serve`.
+"""Serving by a stage: ragged batches of units through the stage's part of the entry point `serve`.
 
-Rows of every product are padded to a multiple of four times the threads, by padding the batch with tokens
-that belong to no session: then torch's kernels compute a row to the same bits in any company
-(`partition.execute.attention` has the rest). So a session that is served again from its begin, in other
-parts, alone or among others, has the bits that it had.
+The batch is padded with tokens that belong to no session, so that the rows of every product are a multiple of
+four times the threads. With that, torch's kernels compute a row to the same bits whatever the other rows are
+(`partition.execute.attention` has the rest). So a session that is served again from its beginning has the
+same bits as before, even in different parts, alone or among others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,16 +24,16 @@ from partition.model.sizes import evaluate, shape_of
 from partition.stage import Serve, Served, StageSpecification, Unit
 
 _POSITIONS, _ROWS_WANTED = 1, 2
-"""Inputs of `serve` that a stage makes of the units itself."""
+"""Inputs of `serve` that a stage computes from the units itself."""
 _VARYING = (Size(0), Size(1))
-"""Sides of as many tokens, and of as many wanted rows."""
+"""Sides that equal the number of tokens, and the number of wanted rows."""
 
 
 class ServedStage:
     """The served sessions of one stage; one call at a time.
 
     Raises:
-        RemoteProtocolError: a graph or a specification that cannot be served.
+        RemoteProtocolError: the graph or the specification cannot be served.
     """
 
     def __init__(self, specification: StageSpecification, boundary: Boundary, device: torch.device) -> None:
@@ -47,13 +47,15 @@ class ServedStage:
             number: graph.types[types[number]] for number in (*self._entry.inputs, *self._entry.outputs)
         }
         if specification.autocast != "off":
-            raise RemoteProtocolError("autocast is for training: what is served is computed as it is stored")
+            raise RemoteProtocolError(
+                "autocast is only for training: a served model computes in the types in which it is stored"
+            )
         for kind in self._kinds.values():
             if any(isinstance(side, Size) and side not in _VARYING for side in kind.shape):
-                raise RemoteProtocolError("a cut through tensors whose size is made of that of the batch")
+                raise RemoteProtocolError("a cut through tensors whose sizes are computed from the batch's")
         layers, dtype = layer_shapes(specification)
         self.pages = Pages(layers, dtype, specification.cache_bytes, device)
-        # Inputs that every stage derives from the units need not travel.
+        # Inputs that every stage can derive from the units are not sent.
         self._given, self._sent = (
             tuple(number for number in numbers if number not in (_POSITIONS, _ROWS_WANTED))
             for numbers in (self._entry.inputs, self._entry.outputs)
@@ -73,8 +75,8 @@ class ServedStage:
         """Continue the sessions of a request.
 
         Raises:
-            UnitRefused: a unit that cannot be served here and now.
-            RemoteProtocolError: a request that no correct peer makes. Sessions are as they were, but for
+            UnitRefused: a unit cannot be served here at this moment.
+            RemoteProtocolError: no correct peer makes this request. The sessions are unchanged, except for
                 tokens that a unit took back.
         """
         units = request.units
@@ -86,7 +88,7 @@ class ServedStage:
         if request.is_hidden and self._specification.graph.is_last:
             if self._hidden is None:
                 raise RemoteProtocolError(
-                    "the logits of this model are not made of hidden states by one product"
+                    "the logits of this model are not computed from hidden states by a single product"
                 )
             kinds = [self._hidden]
         outputs = self.compute(
@@ -107,8 +109,9 @@ class ServedStage:
         *,
         is_hidden: bool = False,
     ) -> list[torch.Tensor] | None:
-        """Continue the sessions of `units` by tensors, those of `given_kinds`; None where a last stage is to
-        answer no row. `is_hidden` answers the rows as they go into the head. Raises as `serve`."""
+        """Continue the sessions of `units` with the tensors `given`, of the types `given_kinds`. Return None
+        if a last stage must answer no row. With `is_hidden`, return the rows as they enter the head. Raises
+        like `serve`."""
         sizes, rows = self._sizes(units)
         spans = self.pages.begin(units, self._specification.sizes_max[2])
         try:
@@ -125,12 +128,13 @@ class ServedStage:
         return None if self._specification.graph.is_last and not rows else outputs
 
     def _sizes(self, units: Sequence[Unit]) -> tuple[tuple[int, ...], int]:
-        """Return the sizes of a batch, and how many rows it wants. Raises RemoteProtocolError: too many."""
+        """Return the sizes of a batch, and how many rows it wants. Raises RemoteProtocolError if there are
+        too many."""
         tokens, rows = sum(unit.tokens for unit in units), sum(unit.wanted for unit in units)
         most = self._specification.sizes_max
         if tokens > most[0] or rows > most[1]:
             raise RemoteProtocolError(
-                f"{tokens} tokens and {rows} rows in one call, at most {most[0]} and {most[1]} are served"
+                f"{tokens} tokens and {rows} rows in one call, but at most {most[0]} and {most[1]} are served"
             )
         return served_sizes(most, tokens, max(rows, 1)), rows
 
@@ -162,7 +166,7 @@ class ServedStage:
         return [hidden.reshape(-1, hidden.shape[-1])[:rows].to(DTYPES[self._hidden.dtype])]
 
     def _outputs(self, results: Results, sizes: tuple[int, ...]) -> list[torch.Tensor]:
-        """Without what a batch was padded with."""
+        """Return the outputs without the batch's padding."""
         made = dict(zip(self._entry.outputs, results.outputs, strict=True))
         shapes = self._boundary.shapes(self.sent_kinds, sizes)
         return [
@@ -179,11 +183,11 @@ def layer_shapes(specification: StageSpecification) -> tuple[dict[int, LayerShap
     dtypes = set()
     for layer, key, value in attention_layers(graph, graph.entry(SERVE)):
         if layer in found:
-            raise RemoteProtocolError(f"layer {layer} of attention is there twice")
+            raise RemoteProtocolError(f"layer {layer} of attention occurs twice")
         found[layer] = shape_of_layer(shape_of(key, table), shape_of(value, table))
         dtypes.add(key.dtype)
     if len(dtypes) > 1:
-        raise RemoteProtocolError("layers of attention are of several types")
+        raise RemoteProtocolError("layers of attention have different types")
     return found, DTYPES[dtypes.pop()] if dtypes else torch.float32
 
 
@@ -197,7 +201,7 @@ def _wanted_rows(units: tuple[Unit, ...]) -> torch.Tensor:
 
 
 def _widened(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor padded with zeros in every dimension that is to be longer."""
+    """Return the tensor, padded with zeros to `shape`."""
     if tuple(tensor.shape) == shape:
         return tensor
     wide = tensor.new_zeros(shape)

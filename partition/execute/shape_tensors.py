@@ -1,11 +1,11 @@
-"""Shape tensors (ghosts): tensors of a type, a shape and a device, and no memory, for metering a graph.
+"""Shape tensors (ghosts): tensors with a type, a shape and a device, but no memory, for metering a graph.
 
-Torch has fake tensors for that. The result of an operator on ghosts is computed by fake tensors once for each
-kind of call, and cached: a network calls few operators in few ways, but often. A ghost costs a tenth of a
-fake tensor, which makes an admission several times quicker, and the answers are the same.
+Torch has fake tensors for this purpose. Here fake tensors compute the result of an operator only once for
+each kind of call, and it is cached, because a network calls few operators in few ways, but often. A ghost
+costs a tenth of a fake tensor, which makes an admission several times faster, with the same results.
 
-Memory is accounted by storage: a view shares its argument's, and a storage is released with its last tensor,
-so that the live storages are those that torch would hold.
+Memory is counted by storage: a view shares its argument's storage, and a storage is released with its last
+tensor. So the live storages are those that torch would hold.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ Key = tuple[Any, ...]
 
 
 class GhostStorage:
-    """Bytes that some ghosts share; `release` is called when the last of them goes."""
+    """The bytes that some ghosts share; `release` is called when the last of these ghosts is gone."""
 
     __slots__ = ("_release", "size_bytes")
 
@@ -34,7 +34,8 @@ class GhostStorage:
 
 
 class ShapeTensor(torch.Tensor):
-    """A tensor without memory. Only a mode (`partition.execute.memory_meter`) can compute with it."""
+    """A tensor without memory. Only a dispatch mode (`partition.execute.memory_meter`) can compute with
+    it."""
 
     storage_held: GhostStorage
 
@@ -44,7 +45,7 @@ class ShapeTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it without the class
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        raise RemoteProtocolError(f"{func} outside of a dry run")
+        raise RemoteProtocolError(f"{func} outside a dry run")
 
 
 def ghost(
@@ -67,7 +68,7 @@ class ShapeInference:
         self._fakes = FakeTensorMode(allow_fallback_kernels=False)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the results, ghosts too. Raises torch's own exceptions for the arguments."""
+        """Return the results, which are ghosts too. Raises torch's own exceptions for the arguments."""
         tensors: list[torch.Tensor] = []
         key = (func, _key(args, tensors), _key(tuple(kwargs.items()), tensors) if kwargs else None)
         answer = self._known.get(key)
@@ -104,7 +105,7 @@ class ShapeInference:
     ) -> Any:
         if func._schema.is_mutable and torch.Tag.pointwise in func.tags:
             _check_written(func, tensors)
-        # One for each tensor: what is given twice is the same to an operator that writes.
+        # One fake for each tensor: passing the same tensor twice matters to an operator that writes.
         by_id = {id(tensor): self._fake(tensor) for tensor in tensors}
         given = {key: _replaced(value, by_id) for key, value in kwargs.items()}
         with self._fakes:
@@ -114,7 +115,7 @@ class ShapeInference:
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, ShapeTensor):
-            return tensor  # A number that torch has made a tensor of.
+            return tensor  # a number that torch has converted to a tensor
         shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         if offset:
             extent = 1 + sum((side - 1) * step for side, step in zip(shape, stride, strict=True))
@@ -126,7 +127,7 @@ class ShapeInference:
 
 
 class _Made:
-    """One result: new, a view of the argument numbered `alias`, or the argument `same` itself."""
+    """One result: a new tensor, a view of the argument numbered `alias`, or the argument `same` itself."""
 
     __slots__ = ("alias", "device", "dtype", "offset", "same", "shape", "size_bytes", "stride")
 
@@ -156,7 +157,8 @@ def _described(made: Any, fakes: list[torch.Tensor], *, is_written: bool) -> Any
 
 
 def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a key that is equal for calls that torch answers equally; collect the tensors in their order."""
+    """Return a key that is equal for calls to which torch gives equal results. Collect the tensors in
+    order."""
     if isinstance(value, ShapeTensor):
         tensors.append(value)
         return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.device)
@@ -165,12 +167,13 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return (value.shape, value.dtype, float(value))
-    # 1, 1.0 and True are equal, and not the same to torch.
+    # 1, 1.0 and True are equal in Python, but not to torch.
     return (type(value), value)
 
 
 def _check_written(func: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse a gradient of more dimensions than its sum: fake tensors let it pass, and real ones do not."""
+    """Refuse a gradient with more dimensions than its sum: fake tensors accept it, but real tensors do
+    not."""
     shapes = [tensor.shape for tensor in tensors]
     wide = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]  # torch left it without types
     if shapes and wide != shapes[0]:

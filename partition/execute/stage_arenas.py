@@ -1,8 +1,8 @@
-"""The state of a stage that is trained, in arenas that its node shares: parameters, sums, totals and moments.
+"""The state of a stage that is trained, in arenas shared with its node: parameters, sums, totals and moments.
 
-Torch's parameters are views into the arena `parameters`, their `.grad` views into `gradients`, so sums grow
-in place over the micro-batches, and averaging reads and writes without a copy. On a device without the
-host's memory each arena has a twin there, copied where the two must agree.
+Torch's parameters are views into the arena `parameters` and their `.grad` views into `gradients`. So sums
+grow in place over the micro-batches, and averaging reads and writes without a copy. On a device that does not
+share the host's memory, each arena has a twin on the device, which is copied when the two must agree.
 
 Not here: which micro-batches the sums hold (`partition.execute.open_step`).
 """
@@ -26,11 +26,11 @@ from partition.stage_layout import arena_bytes, message_bytes_max, parameter_lay
 
 
 class StageArenas:
-    """The tensors over the arenas of one stage. `parameters` are by row, `statistics` the sums of the shares
-    of those that are statistics.
+    """The tensors over the arenas of one stage. `parameters` are keyed by row; `statistics` are the sums for
+    the parameters that are running statistics.
 
     Raises:
-        LocalProtocolError: an arena is missing or has another size.
+        LocalProtocolError: an arena is missing or has the wrong size.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StageArenas:
         )
 
     def _begin(self) -> None:
-        """Write the first values that have a recipe."""
+        """Write the initial values that have a recipe."""
         for slot in self.slots:
             view = self.values.view(slot)
             if isinstance(slot.parameter.source, Recipe):
@@ -94,19 +94,19 @@ class StageArenas:
         self._totals.give()
 
     def squared_norm(self) -> float:
-        """Return the squared norm of the totals, without borrowed parameters."""
+        """Return the squared norm of the totals, without parameters on which another stage reports."""
         return squared_norm(self._totals, self.slots, self._graph.borrowed)
 
     # The step
 
     def step(self, request: Apply, kept: Mapping[int, float]) -> None:
-        """Step the optimizer by the totals; of the statistics of a row the share `kept` stays. Raises
-        NotFinite."""
+        """Step the optimizer by the totals. Of the running statistics in a row, the share `kept` stays.
+        Raises NotFinite."""
         clip = clip_factor(self._specification.optimizer, request.squared_norm, request.samples)
         self._totals.take()
         if not is_finite(self._totals.tensor):
             raise NotFinite("a total gradient is not finite")
-        # The mean first, and then the factor: the order in which torch.nn.utils.clip_grad_norm_ rounds.
+        # First the mean, then the factor: torch.nn.utils.clip_grad_norm_ rounds in this order.
         torch.div(self._totals.tensor, request.samples, out=self._gradients.tensor)
         if clip < 1:
             self._gradients.tensor.mul_(clip)
@@ -128,7 +128,7 @@ class StageArenas:
         return export_file(self._memory, self.slots, self._graph.constants)
 
     def import_values(self, data: bytes) -> None:
-        """Take parameters from a safetensors file. Raises RemoteProtocolError: it is not this stage's."""
+        """Read parameters from a safetensors file. Raises RemoteProtocolError if it is not for this stage."""
         if len(data) > message_bytes_max(self._specification):
             raise RemoteProtocolError(f"a safetensors file of {len(data)} bytes is not this stage's")
         arrays = import_file(data, self.slots, self._graph.constants)
@@ -139,7 +139,8 @@ class StageArenas:
         self.values.give()
 
     def take(self, *, has_moments: bool) -> None:
-        """Take the values that the node has written. Raises RemoteProtocolError: they cannot be a stage's."""
+        """Read the values that the node has written. Raises RemoteProtocolError if they cannot belong to a
+        stage."""
         if not all(map(is_finite, self.values.runs())):
             raise RemoteProtocolError("a parameter is not finite")
         if has_moments:

@@ -23,8 +23,9 @@ def add_statistics(
 ) -> None:
     """Add a micro-batch's share of the running statistics after the step to the sums, or take it out.
 
-    One process would move them by `momentum` once per use and micro-batch, in order; the j-th of N moves
-    weighs m (1 - m)^(N - 1 - j) in the end. So the shares add up, whoever computed them.
+    A single process would move the statistics by `momentum` once per use and micro-batch, in order. The j-th
+    of N moves finally has the weight m (1 - m)^(N - 1 - j). So the shares can be added, no matter which
+    replica computed them.
     """
     for norm, found in zip(program.norms, results.statistics, strict=True):
         turn = (request.microbatch % microbatches) * norm.uses + norm.ordinal
@@ -37,9 +38,9 @@ def add_statistics(
 def kept_shares(
     program: Program, moved: Iterable[tuple[int, float, int]], microbatches: int
 ) -> dict[int, float]:
-    """Return what is left of each running statistic after a step, by its row: (1 - m)^N, to which the shares
-    of all N are added. `moved` are those that only other stages count: their shares come with the totals, as
-    a tied gradient does."""
+    """Return, by row, the share of each running statistic that remains after a step: (1 - m)^N, to which the
+    shares of all N moves are added. `moved` are the statistics that only other stages count: their shares
+    come with the totals, as a tied gradient does."""
     kept = {
         row: (1 - norm.momentum) ** (microbatches * norm.uses)
         for norm in program.norms
@@ -51,8 +52,8 @@ def kept_shares(
 
 
 def squared_norm(totals: Vector, slots: Sequence[Slot], borrowed: Collection[int]) -> float:
-    """Return the squared norm of the total gradients, without rows that other stages count; inf where a total
-    is not finite, statistics too: then no stage may apply the step."""
+    """Return the squared norm of the total gradients, without rows that other stages count. The result is inf
+    if any total, including statistics, is not finite: in that case no stage may apply the step."""
     totals.take()
     if not is_finite(totals.tensor):
         return inf
@@ -60,25 +61,25 @@ def squared_norm(totals: Vector, slots: Sequence[Slot], borrowed: Collection[int
     for slot in slots:
         if slot.parameter.kind == "parameter" and slot.row not in borrowed:
             norm = torch.linalg.vector_norm(totals.exact_view(slot), dtype=torch.float64)
-            total += float(norm) * float(norm)  # a power would raise where this is infinite
+            total += float(norm) * float(norm)  # a power would raise an exception if the norm is infinite
     return total
 
 
 def check_moments(moments: torch.Tensor, settings: OptimizerSettings) -> None:
-    """Raise RemoteProtocolError for moments that no optimizer has left."""
+    """Raise RemoteProtocolError for moments that no optimizer can have produced."""
     if not is_finite(moments):
         raise RemoteProtocolError("a moment is not finite")
     squares = moments[moments.numel() // 2 :]
-    # A step takes the roots of Adam's second vector.
+    # A step takes the square roots of Adam's second vector.
     if settings.kind != "sgd" and squares.numel() and squares.min() < 0:
         raise RemoteProtocolError("a mean of squared gradients is negative")
 
 
 def scalar(tensor: torch.Tensor, what: str) -> float:
-    """Return the value of a scalar. Raises RemoteProtocolError: it is no scalar; NotFinite: it is not
+    """Return the value of a scalar. Raises RemoteProtocolError if it is not a scalar, NotFinite if it is not
     finite."""
     if tensor.numel() != 1:
-        raise RemoteProtocolError(f"{what} is not one number")
+        raise RemoteProtocolError(f"{what} is not a single value")
     if not is_finite(tensor):
         raise NotFinite(f"{what} is {float(tensor.detach())}")
     return float(tensor.detach())

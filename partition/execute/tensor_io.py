@@ -1,10 +1,10 @@
 """The boundary of a stage: payloads to checked tensors on the device, and back.
 
-Incoming payloads are a stranger's claim: types and shapes must be those of the graph at the payload's own
-sizes, and forward values finite, since others would spoil the sums of every sample; except minus infinity,
-which fills attention masks. Gradients may be anything (`Norm` shows it). Integers are not checked here: an
-index that names nothing makes its operator raise. Under autocast a tensor that the graph calls floating may
-be bfloat16.
+Incoming payloads are claims of an unknown peer. Types and shapes must be those of the graph at the payload's
+own sizes. Forward values must be finite, because others would spoil the sums of every sample; only minus
+infinity is allowed, which fills attention masks. Gradients may have any value (`Norm` detects those that are
+not finite). Integers are not checked here: an index out of range makes its operator raise. Under autocast, a
+tensor that is floating-point in the graph may be bfloat16.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,9 +30,9 @@ class NotFinite(RemoteProtocolError):
 
 
 class BadPayload(RemoteProtocolError):
-    """The payload given as `part` cannot be used, by this stage or by another replica of it.
+    """The payload given as `part` cannot be used, neither by this stage nor by another replica of it.
 
-    `of_values`: it arrived as it was sent, and holds a number that the model does not take.
+    `of_values`: it arrived as sent, but has a value that the model does not accept.
     """
 
     def __init__(self, reason: str, part: PayloadPart, *, of_values: bool = False) -> None:
@@ -43,7 +43,7 @@ class BadPayload(RemoteProtocolError):
 
 @contextmanager
 def blaming(part: PayloadPart) -> Iterator[None]:
-    """Blame refusals inside on the author of this payload."""
+    """Blame refusals inside the context on the author of this payload."""
     try:
         yield
     except RemoteProtocolError as error:
@@ -51,29 +51,30 @@ def blaming(part: PayloadPart) -> Iterator[None]:
 
 
 class Boundary:
-    """The checks of one stage."""
+    """The boundary checks of one stage."""
 
     def __init__(self, specification: StageSpecification, device: torch.device) -> None:
         self._graph = specification.graph
         self._sizes_max = specification.sizes_max
         self._is_half = specification.autocast == "bfloat16"
-        # The gradients of one micro-batch, which as float32 take twice what they do as bfloat16.
+        # Enough for the gradients of one micro-batch, which as float32 take twice as much as in bfloat16.
         self._feedback = Feedback(2 * boundary_bytes(specification))
         self._device = device
         self._threads = specification.threads
         self._known: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def sizes(self, payload: Payload) -> tuple[int, ...]:
-        """Return the symbols' values. Raises RemoteProtocolError: some that the stage was not made for."""
+        """Return the symbols' values. Raises RemoteProtocolError if the stage was not made for them."""
         check_sizes(self._graph.symbols, payload.sizes)
         for symbol, size, largest in zip(self._graph.symbols, payload.sizes, self._sizes_max, strict=True):
             if size > largest:
-                raise RemoteProtocolError(f"{symbol.name} is {size}, the stage was made for {largest}")
+                raise RemoteProtocolError(f"{symbol.name} is {size}, but the stage was made for {largest}")
         return payload.sizes
 
     def shapes(self, kinds: Sequence[TensorType], sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the shapes of types at these sizes. Raises RemoteProtocolError: sizes that have none."""
-        # Many calls in a row have the same sizes, and the table is the whole model's.
+        """Return the shapes of types at these sizes. Raises RemoteProtocolError if the sizes give no valid
+        shapes."""
+        # Many consecutive calls have the same sizes, and the table covers the whole model.
         if self._known is None or self._known[0] != sizes:
             self._known = sizes, evaluate(self._graph.expressions, sizes)
         rows = self._known[1]
@@ -87,13 +88,13 @@ class Boundary:
         *,
         are_gradients: bool = False,
     ) -> list[torch.Tensor]:
-        """Return the tensors of a payload, each of its type; nothing else holds them.
+        """Return the tensors of a payload, each with its type; no other code holds them.
 
         Raises:
-            RemoteProtocolError: other sizes, another number of tensors, or one that is not what it should be.
+            RemoteProtocolError: wrong sizes, a wrong number of tensors, or an invalid tensor.
         """
         if payload.sizes != sizes:
-            raise RemoteProtocolError(f"tensors of sizes {payload.sizes} where {sizes} belong")
+            raise RemoteProtocolError(f"tensors of sizes {payload.sizes}, but {sizes} are expected")
         if len(payload.tensors) != len(kinds):
             raise RemoteProtocolError(f"{len(payload.tensors)} tensors where {len(kinds)} belong")
         for header, kind, shape in zip(payload.tensors, kinds, self.shapes(kinds, sizes), strict=True):
@@ -101,14 +102,14 @@ class Boundary:
         tensors = []
         unpacked = unpack(payload, bytes_max=payload.size_bytes, threads=self._threads)
         for (dtype, array), kind in zip(unpacked, kinds, strict=True):
-            # The copy is writable and aligned, and does not keep the whole message in memory. What was
-            # decoded is nobody else's anyway.
+            # A copy is writable and aligned, and does not keep the whole message in memory. An array that was
+            # decoded is not shared anyway.
             tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
             if dtype == "bfloat16":
                 tensor = tensor.view(torch.bfloat16)
             tensor = tensor.to(self._device)
-            # A gradient may be anything: if it spoils the sums, `Norm` shows it for all stages at once. A
-            # refusal here would blame a replica that behaved correctly.
+            # A gradient may have any value: if it spoils the sums, `Norm` shows this for all stages at once.
+            # A refusal here would blame a replica that behaved correctly.
             if not (are_gradients or may_cross(tensor)):
                 raise NotFinite(f"a tensor is not finite{_first_bad(tensor)}")
             tensors.append(torch.view_as_complex(tensor) if kind.dtype in PAIRS else tensor)
@@ -121,11 +122,11 @@ class Boundary:
         sizes: tuple[int, ...],
         codec: Codec,
     ) -> tuple[Payload, Rounding]:
-        """Return a payload of tensors that the next stage would take, and the codec's rounding.
+        """Return a payload of tensors that the next stage would accept, and the codec's rounding.
 
         Raises:
-            RemoteProtocolError: one that is not what the graph says, or without elements.
-            NotFinite: one that is not finite.
+            RemoteProtocolError: a tensor differs from what the graph says, or has no elements.
+            NotFinite: a tensor is not finite.
         """
         tensors = [_real(tensor) for tensor in tensors]
         for tensor, kind, shape in zip(tensors, kinds, self.shapes(kinds, sizes), strict=True):
@@ -140,9 +141,10 @@ class Boundary:
     def give_gradients(
         self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...], codec: Codec
     ) -> tuple[Payload, Rounding]:
-        """Return a payload of gradients, which need no check: they have the shapes of the inputs.
+        """Return a payload of gradients, which need no check because they have the shapes of the inputs.
 
-        All go to replicas whose sums are added, so int4's error on one link may be made up for on another.
+        All go to replicas whose sums are added, so int4's error on one link may be corrected on a different
+        link.
         """
         arrays = [_typed(_real(tensor)) for tensor in tensors]
         return pack_measured(arrays, codec, sizes, self._feedback, threads=self._threads)
@@ -156,11 +158,11 @@ class Boundary:
     ) -> None:
         fits = dtype == kind.dtype or (self._is_half and dtype == "bfloat16" and kind.dtype in FLOATING)
         if not fits or shape != expected:
-            raise RemoteProtocolError(f"a tensor of {dtype} {shape} where {kind.dtype} {expected} belongs")
+            raise RemoteProtocolError(f"a tensor of {dtype} {shape}, but {kind.dtype} {expected} is expected")
 
 
 def tensor_of(constant: Constant, device: torch.device) -> torch.Tensor:
-    """Return a constant's tensor. Raises RemoteProtocolError: its bytes are not what its type claims."""
+    """Return a constant's tensor. Raises RemoteProtocolError if its bytes do not match its type."""
     shape = shape_of(constant.type, ())
     if prod(shape) * ITEM_BYTES[constant.type.dtype] != len(constant.data):
         raise RemoteProtocolError(f"a constant of {len(constant.data)} bytes with the shape {shape}")
@@ -171,7 +173,7 @@ def tensor_of(constant: Constant, device: torch.device) -> torch.Tensor:
 
 
 def _on_wire(kind: TensorType, shape: tuple[int, ...]) -> tuple[TensorType, tuple[int, ...]]:
-    """Return a tensor's type and shape on the wire: complex numbers travel as pairs of real ones."""
+    """Return a tensor's type and shape on the wire. Complex numbers are sent as pairs of real numbers."""
     real = PAIRS.get(kind.dtype)
     return (kind, shape) if real is None else (TensorType(real, ()), (*shape, 2))
 
@@ -181,7 +183,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no element is infinite or not a number: one pass without a copy."""
+    """Return whether all elements are finite, in one pass without a copy."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     least, most = torch.aminmax(tensor.detach())
@@ -189,16 +191,16 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def may_cross(tensor: torch.Tensor) -> bool:
-    """Return whether no element is plus infinity or not a number, as forward values require."""
+    """Return whether no element is plus infinity or NaN, as required for forward values."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    # The maximum of anything that is not a number is not one either.
+    # If any element is NaN, the maximum is NaN too.
     most = tensor.detach().max()
     return bool((most < torch.inf) & ~torch.isnan(most))
 
 
 def _first_bad(tensor: torch.Tensor) -> str:
-    """Return the place and value of the first element that may not cross."""
+    """Return the position and value of the first element that may not cross."""
     bad = torch.isnan(tensor) | torch.isposinf(tensor)
     place = [int(side) for side in bad.nonzero()[0]]
     return f": {float(tensor[tuple(place)])} at {place}"
@@ -208,6 +210,6 @@ def _typed(tensor: torch.Tensor) -> Typed:
     plain = tensor.detach().cpu().contiguous()
     dtype = _NAMES[plain.dtype]
     array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
-    # numpy has no bfloat16; and autograd makes zeros without memory, which numpy takes only by force.
+    # numpy has no bfloat16. Autograd makes zeros without memory, which numpy accepts only with `force`.
     array = (plain.view(torch.uint16) if dtype == "bfloat16" else plain).numpy(force=True)
     return dtype, array

@@ -1,10 +1,10 @@
-"""A parameter's first values from its recipe: the same on every machine, for any cut.
+"""A parameter's first values from its recipe: the same on every machine, for every cut.
 
-The seed is made of the run's seed and the parameter's first *name*, so neither the cut nor the order
-matters. Values are drawn in chunks of CHUNK elements, each with a generator of its own: a range can be drawn
-alone, and drawing takes 8 MiB however large the parameter is. Arithmetic is in float64, so that a float32
-run and a float64 run start at the same point; torch draws normals on the CPU by one scalar algorithm in
-float64, while its float32 one depends on the vector unit.
+The seed is derived from the run's seed and the parameter's first *name*, so neither the cut nor the order
+matters. Values are drawn in chunks of CHUNK elements, each with its own generator. So a range can be drawn
+separately, and drawing takes only 8 MiB however large the parameter is. Arithmetic is in float64, so that a
+float32 run and a float64 run start at the same point. Torch draws float64 normals on the CPU by one scalar
+algorithm, while its float32 algorithm depends on the vector unit.
 """
 
 from collections.abc import Iterator
@@ -18,17 +18,19 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from partition.model.graph import FillStep, Parameter, Recipe, Size
 
 CHUNK = 1 << 20
-"""Elements drawn by one generator. It is part of a seed's meaning: another size gives other values."""
+"""Number of elements drawn by one generator. It is part of a seed's meaning: a different size would give
+different values."""
 
 
 def first_values(parameter: Parameter, seed: int, dtype: torch.dtype, out: torch.Tensor) -> None:
-    """Write the first values of a parameter that has a recipe into `out`, of its shape or flat.
+    """Write the first values of a parameter that has a recipe into `out`, which is flat or has the
+    parameter's shape.
 
-    A recipe begins at zeros; its steps are applied in their order. `out` may be a view into an arena.
+    A recipe begins with zeros and applies its steps in order. `out` may be a view into an arena.
 
     Raises:
-        LocalProtocolError: `out` has another size or type, or the parameter's values are stored.
-        RemoteProtocolError: a step that means nothing.
+        LocalProtocolError: `out` has the wrong size or type, or the parameter's values are stored.
+        RemoteProtocolError: a step is invalid.
     """
     sides = [side for side in parameter.type.shape if not isinstance(side, Size)]
     if not isinstance(parameter.source, Recipe):
@@ -46,7 +48,7 @@ def drawn_chunks(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (first element, float64 values) of each chunk of a parameter of `size` elements, in order.
 
-    The tensor is reused by the next chunk. Raises RemoteProtocolError: a step that means nothing.
+    The next chunk reuses the tensor. Raises RemoteProtocolError if a step is invalid.
     """
     for step in recipe.steps:
         _check(step, name, size, row_size)
@@ -66,13 +68,14 @@ def drawn_chunks(
 
 
 def seed_of_chunk(seed: int, name: str, chunk: int) -> int:
-    """Return 64 bits from everything that may change the draws, and nothing else."""
+    """Return 64 bits derived from everything that may change the draws, and nothing else."""
     digest = blake3(b"peerloom/1\0" + encode(("parameter", seed, name, chunk))).digest(length=8)
     return int.from_bytes(digest, "big", signed=True)
 
 
 def _check(step: FillStep, name: str, size: int, row_size: int) -> None:
-    """Refuse steps that torch would refuse with an error of its own, or would accept without meaning."""
+    """Refuse steps that torch would reject with its own error, or would accept although they are
+    meaningless."""
     first, second = step.first, step.second
     wrong = step.kind != "clamp" and not (isfinite(first) and isfinite(second))
     match step.kind:
@@ -87,7 +90,7 @@ def _check(step: FillStep, name: str, size: int, row_size: int) -> None:
         case _:
             pass
     if wrong:
-        raise RemoteProtocolError(f"{name}: the recipe's step {step.kind}({first}, {second}) means nothing")
+        raise RemoteProtocolError(f"{name}: the recipe's step {step.kind}({first}, {second}) is invalid")
 
 
 def _apply(step: FillStep, values: torch.Tensor, generator: torch.Generator) -> None:
@@ -106,5 +109,5 @@ def _apply(step: FillStep, values: torch.Tensor, generator: torch.Generator) -> 
             values.clamp_(step.first, step.second)
         case "erfinv":
             values.erfinv_()
-        case _:  # a row is the caller's, who knows where the chunk lies
+        case _:  # the caller handles rows, because it knows where the chunk lies
             raise LocalProtocolError(f"no rule for {step.kind}")

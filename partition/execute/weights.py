@@ -1,8 +1,9 @@
-"""A stage's parameters as a safetensors file, and back: by the first of their state-dict names.
+"""A stage's parameters as a safetensors file, and back; each has the first of its state-dict names.
 
-The file also has the named constants (buffers that nothing changes), so that the files of all stages are the
-model's state dict but for further names of tied weights. Written here rather than by the library, whose
-numpy side has no bfloat16; read by the library, which checks what a stranger sends.
+The file also has the named constants (buffers that nothing changes). So the files of all stages together are
+the model's state dict, except for additional names of tied weights. This module writes the file itself,
+because the library's numpy side has no bfloat16. The library reads it, and validates what an unknown peer
+sends.
 """
 
 import json
@@ -22,7 +23,7 @@ from partition.stage_layout import Slot
 _ALIGNMENT_BYTES = 8
 """The alignment of the first tensor, as in safetensors' own files."""
 _BFLOAT16_EXPONENT = 0x7F80
-"""All of it set: infinite, or not a number."""
+"""If all these bits are set, the value is infinite or NaN."""
 
 
 def export_file(arena: memoryview, slots: Sequence[Slot], constants: Sequence[Constant]) -> bytes:
@@ -35,7 +36,7 @@ def export_file(arena: memoryview, slots: Sequence[Slot], constants: Sequence[Co
         if constant.names:
             kind = constant.type
             tensors.append((constant.names[0], kind.dtype, shape_of(kind, ()), constant.data))
-    # Largest elements first, so that every tensor is aligned to its own.
+    # Types with the largest elements first, so that every tensor is aligned to its element size.
     tensors.sort(key=lambda tensor: (-ITEM_BYTES[tensor[1]], tensor[0]))
     header: dict[str, object] = {}
     end = 0
@@ -52,12 +53,13 @@ def export_file(arena: memoryview, slots: Sequence[Slot], constants: Sequence[Co
 
 
 def import_file(data: bytes, slots: Sequence[Slot], constants: Sequence[Constant]) -> Mapping[int, Array]:
-    """Return the parameters of a file by row, flat and as they travel: bfloat16 as uint16. Read-only.
+    """Return the parameters of a file by row, flat, read-only, and in the form in which they are sent:
+    bfloat16 as uint16.
 
-    Named constants may be missing; those there must be the graph's own.
+    Named constants may be missing; those that are present must equal the graph's.
 
     Raises:
-        RemoteProtocolError: not a safetensors file, or one that is not exactly this stage's.
+        RemoteProtocolError: not a safetensors file, or its parameters are not exactly this stage's.
     """
     try:
         tensors = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]  # Rust, untyped
@@ -67,14 +69,16 @@ def import_file(data: bytes, slots: Sequence[Slot], constants: Sequence[Constant
         if constant.names and (found := tensors.pop(constant.names[0], None)) is not None:
             same = found["dtype"], tuple(found["shape"]), bytes(found["data"])
             if same != (SAFETENSORS_TYPES[constant.type.dtype], shape_of(constant.type, ()), constant.data):
-                raise RemoteProtocolError(f"{constant.names[0]} is not the graph's in the safetensors file")
+                raise RemoteProtocolError(
+                    f"{constant.names[0]} in the safetensors file differs from the graph's"
+                )
     if sorted(tensors) != sorted(slot.name for slot in slots):
         raise RemoteProtocolError("the safetensors file does not hold exactly this stage's parameters")
     arrays = {}
     for slot in slots:
         tensor = tensors[slot.name]
         if tuple(tensor["shape"]) != slot.shape or tensor["dtype"] != SAFETENSORS_TYPES[slot.dtype]:
-            raise RemoteProtocolError(f"{slot.name} has another shape or type in the safetensors file")
+            raise RemoteProtocolError(f"{slot.name} has a different shape or type in the safetensors file")
         array = np.frombuffer(tensor["data"], dtype=ON_WIRE[slot.dtype])
         if not _is_finite(array, slot.dtype):
             raise RemoteProtocolError(f"{slot.name} is not finite in the safetensors file")
