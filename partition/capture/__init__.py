@@ -1,7 +1,7 @@
-"""The requester's side: from any `nn.Module` to a graph that strangers can check, and its proof.
+"""The requester's side: from any `nn.Module` to a graph that other peers can check, and its proof.
 
-This package runs the model's own Python, so it belongs on the model owner's machine, and nothing that runs a
-stranger's graph imports it.
+This package runs the model's own Python code, so it belongs on the model owner's machine. Code that runs
+graphs received from peers never imports it.
 """
 
 from partition.capture.capture import Captured, capture

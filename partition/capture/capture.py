@@ -1,4 +1,4 @@
-"""`capture`: any `nn.Module` with its loss as a checked graph. The one call that a requester needs.
+"""`capture`: any `nn.Module` with its loss as a checked graph. It is the only call that a requester needs.
 
     def loss(output, y):
         return cross_entropy(output, y, reduction="sum")
@@ -6,8 +6,8 @@
     captured = capture(model, (x,), labels=(y,), loss=loss)
 
 It exports (`export`), cleans (`clean`), lowers (`lower`), marks where a plan may cut, and passes the result
-through the same gate as a stranger's graph. `partition.capture.proof` checks that the graph computes what the
-model does.
+through the same checks as a graph from an unknown peer. `partition.capture.proof` checks that the graph
+computes what the model does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,8 +51,8 @@ Further = (
 
 @dataclass(frozen=True)
 class Through:
-    """Another way through a model: the entry point's name, a function of the model and its inputs, and the
-    transformation of the graph before it is checked."""
+    """A different way through a model: the entry point's name, a function of the model and its inputs, and a
+    transformation of the graph that is applied before the checks."""
 
     name: str
     call: Callable[..., Any]
@@ -63,13 +63,13 @@ class Through:
 class Captured:
     """A model as data.
 
-    `data` are the bytes of `graph` and `hash` their name. `stored` are the tensors whose values stand in the
-    safetensors file beside it, by the first of their names, in the order of their offsets and without gaps;
-    they are the model's own, not copies. `unused` are parameters that no entry point uses: they are not
-    trained. `functions` are the model's own backward passes that the graph has left out: only a proof can
-    tell whether it is the same without them. `draws` and `outputs` are for a proof, too: by entry point, the
-    places of the graph's random operators among those that the model runs, and of its outputs among the
-    model's; draws only where some are unused.
+    `data` are the bytes of `graph` and `hash` is their name. `stored` are the tensors whose values are in the
+    accompanying safetensors file, by the first of their names, in the order of their offsets and without
+    gaps; they are the model's own tensors, not copies. `unused` are parameters that no entry point uses: they
+    are not trained. `functions` are the model's own backward passes that the graph has left out: only a proof
+    can tell whether it is the same without them. `draws` and `outputs` are also for a proof, by entry point:
+    the positions of the graph's random operators among those that the model runs (only if some are unused),
+    and of its outputs among the model's.
     """
 
     graph: Graph
@@ -102,30 +102,30 @@ def capture(
 ) -> Captured:
     """Capture a model for training, with further entry points over the same parameters.
 
-    `example_inputs` are a tuple, or a dictionary of keywords; tensors may lie in tuples, lists and
-    dictionaries, and everything else is fixed. Only shapes and types of these and of `labels` (by place or by
-    name) count. `loss(output, *labels)` gives a scalar *sum* over samples, or (sum, count) where a step
-    divides by another number than the batch, such as tokens; each metric gives a scalar sum. With `own_loss`
-    as loss the labels go to the model by name, and the loss is its `output.loss`.
+    `example_inputs` are a tuple, or a dictionary of keywords; tensors may be in tuples, lists and
+    dictionaries, and everything else is fixed. Only shapes and types of these and of `labels` (by position or
+    by name) matter. `loss(output, *labels)` returns a scalar *sum* over samples, or (sum, count) if a step
+    divides by a number other than the batch size, such as tokens; each metric returns a scalar sum. If the
+    loss is `own_loss`, the labels are passed to the model by name, and the loss is its `output.loss`.
 
-    `dynamic` names the sizes that vary, with inclusive bounds: {"batch": (1, 64), "sequence": (1, 1024,
-    {0: 1, "mask": 1})}. The third part says where: an input's place (labels count on after the inputs) or
-    name, and its dimension. Without it a size is dimension 0 of every input and label. "batch" always
-    exists and comes first; by default it is from 1 to 4096.
+    `dynamic` names the sizes that vary, with inclusive bounds: {"batch": (1, 64), "sequence": (1, 1024, {0:
+    1, "mask": 1})}. The third part says where: an input's position (labels count on after the inputs) or
+    name, and its dimension. Without it a size is dimension 0 of every input and label. "batch" always exists
+    and comes first; its default is 1 to 4096.
 
-    `entries` are further ways through the model, as it is evaluated: {"decode": ("decode", (token,
-    position))}, each a method's name or a function of the model and the inputs, example inputs, and
-    optionally `dynamic`. Buffers that one changes in place, such as a KV cache, become states: zero at
-    first. `split` and `together` name modules before which a plan may cut, or inside which it may not.
-    `groups(name, parameter)` gives the optimizer's group.
+    `entries` are further ways through the model in evaluation: {"decode": ("decode", (token, position))},
+    each a method's name or a function of the model and the inputs, example inputs, and optionally `dynamic`.
+    Buffers that one changes in place, such as a KV cache, become states, initially zero. `split` and
+    `together` name modules before which a plan may cut, or inside which it may not. `groups(name, parameter)`
+    returns the optimizer's group.
 
-    With `evaluation` there is a second graph for held-out samples; by default where the first one draws
+    With `evaluation` there is a second graph for held-out samples; by default only if the first one draws
     random numbers that it cannot leave out. The model's own autograd functions are refused unless `unproved`:
-    the caller must then prove the graph.
+    in that case the caller must prove the graph.
 
-    `through` is captured in place of the model's own forward, as it is evaluated.
+    `through` is captured in place of the model's own forward, in evaluation.
 
-    The model is as before afterwards. Raises CaptureRefused: what cannot be a graph, and where it is.
+    The model is unchanged afterwards. Raises CaptureRefused: what cannot be a graph, and where it is.
     """
     if loss is None and (labels or metrics):
         raise CaptureRefused("labels and metrics need a loss")
@@ -145,7 +145,7 @@ def capture(
 
 
 def _with_cuts(graph: Graph, split: Sequence[str], together: Sequence[Sequence[str]]) -> Graph:
-    """Mark where a plan may cut. Raises CaptureRefused: the model has no such modules."""
+    """Mark where a plan may cut. Raises CaptureRefused if the model has no such modules."""
     try:
         return with_layers(graph, split=split, together=together)
     except ValueError as error:
@@ -155,7 +155,7 @@ def _with_cuts(graph: Graph, split: Sequence[str], together: Sequence[Sequence[s
 def _captured(
     graph: Graph, stored: tuple[tuple[str, Tensor], ...], parts: Sequence["Part"], parameters: Iterable[str]
 ) -> Captured:
-    """Pass a finished graph through the gate that a stage has. Raises CaptureRefused."""
+    """Pass a finished graph through the checks that a stage makes. Raises CaptureRefused."""
     data = encode_graph(graph)
     try:
         check_graph(decode_graph(data))
@@ -180,8 +180,8 @@ def _parts(
     evaluation: bool | None,
     unproved: bool,
 ) -> tuple[list[ModelExport], list[Part]]:
-    """Capture each entry point within the sizes of the first one, and that one's evaluation where it needs a
-    graph of its own; return the entry points with those sizes, and the parts."""
+    """Capture each entry point within the sizes of the first one, and evaluation of the first one if it needs
+    a separate graph. Return the entry points with those sizes, and the parts."""
     parts = [_part(model, requests[0], may_fix=may_fix, unproved=unproved)]
     found = parts[0][0].request
     if found.loss is not None and (_draws_always(parts[0][1]) if evaluation is None else evaluation):
@@ -206,7 +206,7 @@ def _used_parameters(graph: Graph) -> set[str]:
 
 
 def _part(model: nn.Module, request: ModelExport, *, may_fix: bool = False, unproved: bool = False) -> Part:
-    """Capture one entry point, with the sizes that the model takes where the caller gave none."""
+    """Capture one entry point. If the caller gave no sizes, use those that the model accepts."""
     try:
         exported = export(model, request)
     except SizesRefused as refusal:
@@ -219,7 +219,7 @@ def _part(model: nn.Module, request: ModelExport, *, may_fix: bool = False, unpr
 
 
 def _with_sizes_found(model: nn.Module, request: ModelExport, refusal: SizesRefused) -> ExportedGraph:
-    """Export with bounds of the batch that torch chooses, else with the batch of the examples."""
+    """Export with bounds for the batch that torch chooses; if that fails, with the batch of the examples."""
     batch = next(each for each in request.dynamics if each.name == BATCH)
     ports = (*request.inputs, *request.labels)
     size = ports[batch.places[0][0]].shape[batch.places[0][1]]
@@ -233,7 +233,7 @@ def _with_sizes_found(model: nn.Module, request: ModelExport, refusal: SizesRefu
 
 
 def _draws_always(cleaned: Cleaned) -> bool:
-    """Return whether it draws random numbers in evaluation too."""
+    """Return whether the entry point draws random numbers in evaluation too."""
     rows = [OPERATORS[step.operator] for step in cleaned.steps]
     return any(row.random and not row.evaluate for row in rows)
 
@@ -248,7 +248,7 @@ def _further_requests(
 
 
 def _within(request: ModelExport, limits: Mapping[str, Dynamic]) -> ModelExport:
-    """Narrow sizes that the first entry point narrowed."""
+    """Narrow the sizes that the first entry point has narrowed."""
     found = []
     for each in request.dynamics:
         first = limits.get(each.name, each)
@@ -269,7 +269,7 @@ def _forward(model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
 def _method(
     model: nn.Module, method: str | Callable[..., Any]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the function to call for an entry point, and the one whose signature names its inputs."""
+    """Return the function to call for an entry point, and the function whose signature names its inputs."""
     if not isinstance(method, str):
         return method, partial(method, model)
     bound = getattr(model, method, None)
@@ -283,7 +283,7 @@ def _method(
 
 
 class _Ports:
-    """The inputs and labels of one entry point as the caller gave them."""
+    """The inputs and labels of one entry point, as the caller gave them."""
 
     def __init__(
         self,
@@ -316,13 +316,13 @@ class _Ports:
         ports = (*self.inputs, *self.labels)
         minimum, maximum, *rest = bounds
         if not 1 <= minimum <= maximum < 2**31:
-            raise CaptureRefused(f"'{name}' from {minimum} to {maximum}: sizes are from 1 to 2**31 - 1")
+            raise CaptureRefused(f"'{name}' from {minimum} to {maximum}: sizes must be from 1 to 2**31 - 1")
         numbers = {example.name: number for number, example in enumerate(ports)}
         places: list[tuple[int, int]] = []
         for where, dimension in (rest[0] if rest else dict.fromkeys(range(len(ports)), 0)).items():
             port = numbers.get(where, -1) if isinstance(where, str) else where
             if not 0 <= port < len(ports):
-                raise CaptureRefused(f"'{name}' varies in '{where}', which is no input or label")
+                raise CaptureRefused(f"'{name}' varies in '{where}', which is not an input or label")
             sides = len(ports[port].shape)
             if not rest and sides == 0:
                 continue
@@ -332,7 +332,7 @@ class _Ports:
                 )
             places.append((port, dimension % sides))
         if not places:
-            raise CaptureRefused(f"'{name}' is the size of no input")
+            raise CaptureRefused(f"'{name}' is not the size of any input")
         return Dynamic(name, minimum, maximum, tuple(places))
 
 
@@ -342,11 +342,11 @@ def _example(name: str, value: Tensor) -> Example:
 
 
 def _symbols(requests: Sequence[ModelExport]) -> tuple[Symbol, ...]:
-    """Return the symbols, the batch first. Raises CaptureRefused: one name with two bounds."""
+    """Return the symbols, the batch first. Raises CaptureRefused if one name has two different bounds."""
     symbols: dict[str, Symbol] = {}
     for request in requests:
         for dynamic in request.dynamics:
             symbol = Symbol(dynamic.name, dynamic.minimum, dynamic.maximum)
             if symbols.setdefault(dynamic.name, symbol) != symbol:
-                raise CaptureRefused(f"'{dynamic.name}' has other bounds in '{request.name}'")
+                raise CaptureRefused(f"'{dynamic.name}' has different bounds in '{request.name}'")
     return tuple(sorted(symbols.values(), key=lambda symbol: symbol.name != BATCH))

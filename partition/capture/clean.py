@@ -1,11 +1,12 @@
 """From torch's graph to functional steps: everything that our graphs cannot express is rewritten or refused.
 
 Dropped: assertions, devices, batch norm's counters, regions without gradients (their inputs are detached
-instead). Rewritten: operators in place, each to the functional one, with every handle on the same memory
-tracked, so that a view that torch would have changed too is never used with its old value; memory without
-values, to zeros; `view`, to `reshape`, because a tensor that crossed a cut has other strides. Refused, all in
-one go, with operator and module: remaining operators that no graph may name. `fx_pass` works operator by
-operator; this file handles the beginning and the end of an entry point.
+instead). Rewritten: each in-place operator, to its functional form. All handles on the same memory are
+tracked, so that a view that torch would also have changed is never used with its old value. Uninitialised
+memory becomes zeros; `view` becomes `reshape`, because a tensor that has crossed a cut has different strides.
+Refused: the remaining operators that a graph must not contain; all of them are reported together, with
+operator and module. `fx_pass` works operator by operator; this file handles the beginning and the end of an
+entry point.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -27,7 +28,8 @@ from partition.model.operators import OPERATORS
 REFUSALS_SHOWN_MAX = 20
 _ALIAS = "aten.alias.default"
 _RATES = {"aten.dropout.default": 1, "aten.scaled_dot_product_attention.default": 4}
-"""The place of an operator's drop rate among its arguments: with 0 it draws nothing."""
+"""The position of an operator's drop rate among its arguments. With a rate of 0 the operator draws
+nothing."""
 _NORM = "aten.batch_norm.default"
 _NORM_TRAINING = 5
 _NORM_STATISTICS = (3, 4)
@@ -37,9 +39,9 @@ _aten = torch.ops.aten
 @dataclass(frozen=True)
 class Cleaned:
     """An entry point as steps in order. `results` are its outputs, loss, count and metrics; `updates` map
-    buffers to their last values; `statistics` are the buffers that batch norms move. `draws` are the places
-    of its random steps among all that the model runs, where some are unused; `outputs` are the places of its
-    outputs among the model's."""
+    buffers to their final values; `statistics` are the buffers that batch norms update. `draws` are the
+    positions of its random steps among all that the model runs, if some are unused; `outputs` are the
+    positions of its outputs among the model's."""
 
     steps: tuple[Step, ...]
     results: tuple[Reference, ...]
@@ -51,10 +53,10 @@ class Cleaned:
 
 
 def clean(exported: ExportedGraph) -> Cleaned:
-    """Return the steps of one entry point, dead ones left out.
+    """Return the steps of one entry point, without dead steps.
 
     Raises:
-        CaptureRefused: everything in this graph that cannot be said as steps, a line each.
+        CaptureRefused: everything in this graph that cannot be expressed as steps, one line each.
     """
     program = exported.program
     mode = next(
@@ -88,7 +90,8 @@ def clean(exported: ExportedGraph) -> Cleaned:
 
 
 def _used(walk: Walk, results: Sequence[Reference]) -> tuple[int, ...]:
-    """Return the places of the outputs that loss, count or metrics are made of; the others are unused."""
+    """Return the positions of the outputs from which loss, count or metrics are computed; the other outputs
+    are unused."""
     count = walk.exported.layout.outputs
     needed = {id(step) for step in _alive(walk.steps, results[count:])}
     return tuple(
@@ -99,7 +102,7 @@ def _used(walk: Walk, results: Sequence[Reference]) -> tuple[int, ...]:
 
 
 def _is_alias_of(step: Step, needed: Container[int]) -> bool:
-    """Return whether a step is an alias made only for an output that is given twice, or that is an input."""
+    """Return whether a step is an alias made only because an output occurs twice, or is an input."""
     if step.operator != _ALIAS:
         return False
     first = step.arguments[0]
@@ -107,7 +110,8 @@ def _is_alias_of(step: Step, needed: Container[int]) -> bool:
 
 
 def _draws(all_steps: Sequence[Step], kept: Sequence[Step]) -> tuple[int, ...]:
-    """Return the places of the kept steps that draw among all steps that do; () where none is left out."""
+    """Return the positions of the kept steps that draw among all steps that draw; () if all of these are
+    kept."""
     living = {id(step) for step in kept}
     drawing = [step for step in all_steps if _is_drawing(step)]
     places = tuple(place for place, step in enumerate(drawing) if id(step) in living)
@@ -124,14 +128,14 @@ def _is_drawing(step: Step) -> bool:
 
 
 def _batch(walk: Walk) -> Any:
-    """Return the number of samples: an integer, or torch's symbol of it."""
+    """Return the number of samples: an integer, or torch's symbol for it."""
     dynamic = next(each for each in walk.exported.request.dynamics if each.name == BATCH)
     port, place = dynamic.places[0]
     return walk.leaves[Leaf("input", port)].fake.shape[place]
 
 
 def _updates(walk: Walk, by_name: Mapping[str, Any]) -> dict[str, Reference]:
-    """Return the last value of every buffer that the entry point changes, in place or by assignment."""
+    """Return the final value of every buffer that the entry point changes, in place or by assignment."""
     updates: dict[str, Reference] = {}
     for leaf, handle in walk.leaves.items():
         if leaf.kind == "buffer" and handle.storage.writers:
@@ -142,12 +146,12 @@ def _updates(walk: Walk, by_name: Mapping[str, Any]) -> dict[str, Reference]:
         updates[path] = by_name[node].reference
     for path, reference in updates.items():
         if isinstance(reference, Leaf):
-            walk.refuse(f"the buffer '{path}' becomes what is not computed; clone it first")
+            walk.refuse(f"the buffer '{path}' is assigned a tensor that is not computed here; clone it first")
     return updates
 
 
 def _results(walk: Walk, handles: Sequence[Any]) -> list[Reference]:
-    """Return outputs, loss, count and metrics: each output is a value of its own."""
+    """Return outputs, loss, count and metrics. Each output is a separate value."""
     references: list[Reference] = []
     outputs = walk.exported.layout.outputs
     walk.owner, walk.trace = "", None
@@ -182,7 +186,7 @@ def references_in(step: Step) -> Iterator[Reference]:
 
 
 def _statistics(steps: Sequence[Step]) -> tuple[str, ...]:
-    """Return the buffers that batch norms move while training."""
+    """Return the buffers that batch norms update in training."""
     found: dict[str, None] = {}
     for step in steps:
         if step.operator != _NORM or not step.arguments[_NORM_TRAINING]:
@@ -192,5 +196,5 @@ def _statistics(steps: Sequence[Step]) -> tuple[str, ...]:
             if isinstance(statistic, Leaf) and statistic.kind == "buffer":
                 found[str(statistic.key)] = None
             elif statistic is not None:
-                raise CaptureRefused(f"{named(step.owner)}: running statistics that are no buffers")
+                raise CaptureRefused(f"{named(step.owner)}: its running statistics are not buffers")
     return tuple(found)

@@ -1,7 +1,7 @@
-"""Comparison of two runs of a model by sketches, so that no results are kept.
+"""Comparison of two runs of a model by sketches, so that no results need to be kept.
 
 A sketch of a tensor is its norm and its product with a vector of signs. The product of a difference with
-random signs is as large as the difference itself, so a difference shows wherever it is.
+random signs is about as large as the difference itself, so a difference is detected in any position.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from partition.model.graph import Entry, Graph
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """The tolerance of a sketch, relative to its norm."""
 FLOOR = 1e-2
-"""A gradient below this share of the largest one is compared with that share: before a batch norm, a bias has
-a gradient that is only rounding."""
+"""A gradient below this share of the largest one is compared relative to that share: before a batch norm, the
+gradient of a bias consists only of rounding errors."""
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """Three figures of a tensor: two tensors that agree in all of them are equal, but for an unlucky vector
-    of signs."""
+    """Three figures of a tensor. Two tensors that agree in all three are equal, unless the vector of signs is
+    unlucky."""
 
     shape: tuple[int, ...]
     norm: float
@@ -34,7 +34,7 @@ class Sketch:
 
 @dataclass
 class Computed:
-    """The results of one run. Gradients are by the first of a parameter's names."""
+    """The results of one run. Gradients are keyed by the first of a parameter's names."""
 
     outputs: list[Sketch] = field(default_factory=list)
     numbers: dict[str, float] = field(default_factory=dict)
@@ -43,16 +43,16 @@ class Computed:
 
 
 def tolerance_of(graph: Graph) -> float:
-    """Return the tolerance of the coarsest type that is computed in: a model of float64 may take its loss in
-    float32."""
+    """Return the tolerance of the least precise type used in the computation: a model of float64 may compute
+    its loss in float32."""
     kinds = {DTYPES[row.type.dtype] for row in graph.parameters}
     kinds |= {DTYPES[kind.dtype] for kind in graph.types}
     return max((TOLERANCES[kind] for kind in kinds if kind in TOLERANCES), default=TOLERANCES[torch.float32])
 
 
 def total_of(outputs: Sequence[torch.Tensor], signs: torch.Tensor) -> torch.Tensor | None:
-    """Return a number that depends on every element of the outputs separately, as a loss where there is
-    none."""
+    """Return a number that depends on every element of the outputs separately. It serves as the loss if there
+    is none."""
     total: torch.Tensor | None = None
     for output in outputs:
         if output.requires_grad:
@@ -74,7 +74,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sketch_of(tensor: torch.Tensor, signs: torch.Tensor) -> Sketch:
-    """Sketch a tensor in float64, a stretch at a time."""
+    """Compute the sketch of a tensor in float64, piece by piece."""
     flat = _real(tensor.detach()).reshape(-1)
     square, product = 0.0, 0.0
     for start in range(0, flat.numel(), TILE):
@@ -87,11 +87,12 @@ def sketch_of(tensor: torch.Tensor, signs: torch.Tensor) -> Sketch:
 def compare(
     graph: Graph, entry: Entry, eager: Computed, graphed: Computed, tolerance: float, when: str
 ) -> float:
-    """Return the largest relative difference. Raises CaptureRefused: one beyond the tolerance."""
+    """Return the largest relative difference. Raises CaptureRefused if it exceeds the tolerance."""
     if len(eager.outputs) != len(graphed.outputs) or sorted(eager.numbers) != sorted(graphed.numbers):
         raise CaptureRefused(
-            f"the graph has other results than the model in {when}: {len(graphed.outputs)} outputs and"
-            f" {sorted(graphed.numbers)}, not {len(eager.outputs)} and {sorted(eager.numbers)}"
+            f"the graph has results that differ from the model's in {when}: "
+            f"{len(graphed.outputs)} outputs and {sorted(graphed.numbers)}, not "
+            f"{len(eager.outputs)} and {sorted(eager.numbers)}"
         )
     comparison = _Comparison(tolerance, when)
     makers = _makers(graph, entry)
@@ -103,7 +104,7 @@ def compare(
         comparison.agree(f"the state '{name}'", sketch, graphed.states.get(name))
     norms = [sketch.norm for sketch in eager.gradients.values() if isfinite(sketch.norm)]
     least = FLOOR * max(norms, default=0.0)
-    # From the loss backwards: what is wrong in one place is wrong in all before it.
+    # From the loss backwards, because an error in one place affects all gradients before it.
     for row in reversed(graph.parameters):
         for name in row.names:
             what = f"the gradient of '{name}' ({_module(name.rpartition('.')[0])})"
@@ -111,12 +112,12 @@ def compare(
     known = {name for row in graph.parameters for name in row.names}
     for name, sketch in eager.gradients.items():
         if name not in known and sketch.norm:
-            raise CaptureRefused(f"the graph does not train '{name}', which the model does")
+            raise CaptureRefused(f"the graph does not train '{name}', but the model does")
     return comparison.largest
 
 
 class _Comparison:
-    """Keeps the largest difference."""
+    """Compares sketches and keeps the largest difference."""
 
     def __init__(self, tolerance: float, when: str) -> None:
         self.largest = 0.0
@@ -124,22 +125,23 @@ class _Comparison:
         self._when = when
 
     def agree(self, what: str, eager: Sketch | None, graphed: Sketch | None, least: float = 0.0) -> None:
-        """Compare two sketches; `least` is the norm below which a tensor counts as zero. Raises
-        CaptureRefused: they differ."""
+        """Compare two sketches. `least` is the norm below which a tensor counts as zero. Raises
+        CaptureRefused if they differ."""
         if (eager is None or not eager.norm) and (graphed is None or not graphed.norm):
-            return  # no gradient, or zeros: the same step
+            return  # no gradient and zeros have the same effect on a step
         if eager is None or graphed is None or eager.shape != graphed.shape:
             raise CaptureRefused(
                 f"{what} differs in {self._when}: {_told(eager)} in eager, {_told(graphed)} in the graph"
             )
         if not isfinite(eager.norm) and not isfinite(graphed.norm):
-            return  # not finite on both sides: the model's own behaviour
+            return  # not finite on both sides: this is how the model itself behaves
         scale = max(eager.norm, graphed.norm, least)
         difference = max(abs(eager.norm - graphed.norm), abs(eager.product - graphed.product)) / scale
         if not difference <= self._tolerance:
             raise CaptureRefused(
-                f"{what} differs in {self._when} by {difference:.1e}, allowed is {self._tolerance:.0e}: "
-                "the graph is not the model"
+                f"{what} differs in {self._when} by {difference:.1e}, but only "
+                f"{self._tolerance:.0e} is allowed: the graph does not compute what the "
+                "model does"
             )
         self.largest = max(self.largest, difference)
 

@@ -1,8 +1,8 @@
-"""Connectionist temporal classification (Graves et al. 2006) by operators that a graph may have.
+"""Connectionist temporal classification (Graves et al. 2006) with operators that a graph may contain.
 
-`torch.export` cannot go through `torch.ctc_loss`, whose inner results are as large as the labels say. This
-replaces it while a model is traced: the forward recursion of section 4.1 over all places of the input, in
-logarithms. It has the same gradient after a log_softmax, which the proof compares.
+`torch.export` cannot trace `torch.ctc_loss`, whose internal results have sizes that depend on the labels.
+This replaces it while a model is traced: it is the forward recursion of section 4.1 over all positions of the
+input, in logarithms. It has the same gradient after a log_softmax; the proof compares the two.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,10 +16,10 @@ from torch.nn import functional
 from partition.capture.errors import CaptureRefused
 
 _NEVER = -1e30
-"""The logarithm of no probability: finite, so that its gradient is a number."""
+"""The logarithm of zero probability: finite, so that its gradient is finite."""
 _MEAN, _SUM = 1, 2
 PLACES_MAX = 512
-"""The length of the input: each place makes a dozen operators of the graph."""
+"""Maximum length of the input: each position takes about a dozen operators of the graph."""
 
 
 def ctc_loss(
@@ -31,22 +31,26 @@ def ctc_loss(
     reduction: int = _MEAN,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Return what `torch.ctc_loss` does: `log_probs` (places, batch, classes), `targets` (batch, length).
+    """Return the same as `torch.ctc_loss`: `log_probs` (positions, batch, classes), `targets` (batch,
+    length).
 
     Raises:
-        CaptureRefused: labels without padding, no batch, or more places than a graph may have.
+        CaptureRefused: the labels are not padded, there is no batch, or there are too many positions.
     """
     if log_probs.dim() != 3 or targets.dim() != 2:
         raise CaptureRefused(
-            "ctc_loss of labels one after another, or without a batch: pad them to (batch, length), and give "
-            "(places, batch, classes)"
+            "ctc_loss with concatenated labels, or without a batch: pad the labels to "
+            "(batch, length), and pass (places, batch, classes)"
         )
     places = int(log_probs.shape[0])
     if places > PLACES_MAX:
-        raise CaptureRefused(f"ctc_loss over {places} places: at most {PLACES_MAX}, each is an own step")
+        raise CaptureRefused(
+            f"ctc_loss over {places} places, but at most {PLACES_MAX} are "
+            "allowed, because each is a separate step"
+        )
     batch, length = targets.shape
     input_sizes, target_sizes = torch.as_tensor(input_lengths), torch.as_tensor(target_lengths)
-    # Padding may be any number, such as -100.
+    # The padding may have any value, such as -100.
     targets = torch.where(torch.arange(length) < target_sizes.unsqueeze(1), targets, blank)
     # Blank, label, blank, ..., label, blank.
     blanks = torch.full_like(targets, blank)
@@ -65,7 +69,7 @@ def ctc_loss(
         alpha = torch.where((input_sizes > place).unsqueeze(1), following, alpha)
     last = 2 * target_sizes.to(torch.int64).unsqueeze(1)
     ends = torch.cat((alpha.gather(1, last), alpha.gather(1, (last - 1).clamp_min(0))), 1)
-    # Without labels there is one way to end, and not two.
+    # Without labels there is one way to end instead of two.
     ends = torch.stack((ends[:, 0], torch.where(target_sizes > 0, ends[:, 1], _NEVER)), 1)
     losses = -torch.logsumexp(ends, 1)
     never = 0.0 if zero_infinity else float("inf")

@@ -2,9 +2,9 @@
 
 
 class CaptureRefused(ValueError):
-    """A model, a loss or an operator that cannot become a graph, or whose graph is not the model.
+    """A model, a loss or an operator that cannot become a graph, or whose graph differs from the model.
 
-    The text says where (module, line, operator or parameter) and what to do. `reasons` has all reasons where
+    The text says where (module, line, operator or parameter) and what to do. `reasons` has all reasons, if
     the text leaves some out.
     """
 
@@ -14,8 +14,9 @@ class CaptureRefused(ValueError):
 
 
 class SizesRefused(CaptureRefused):
-    """A size that should vary cannot, or not that far: the model may work with other bounds."""
+    """A size that should vary cannot, or not within the given bounds; the model may work with different
+    bounds."""
 
 
 class EvaluationDiffers(CaptureRefused):
-    """The graph is the model in training, but not in evaluation."""
+    """The graph equals the model in training, but not in evaluation."""

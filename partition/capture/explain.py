@@ -1,6 +1,6 @@
-"""The outcome of a capture, or all reasons against it, for a person in advance.
+"""The outcome of a capture, or all reasons against it, shown to a user in advance.
 
-Nothing is proved and nothing written: one trace, one pass over it, and the rules that a peer has.
+Nothing is proved and nothing written: it makes one trace, one pass over it, and the checks that a peer makes.
 """
 
 import time
@@ -22,7 +22,8 @@ _NAMES_SHOWN_MAX = 6
 
 @dataclass(frozen=True)
 class Explanation:
-    """`facts` are (name, value) pairs of a model that can be captured; else `refusals` are the reasons."""
+    """`facts` are (name, value) pairs of a model that can be captured; otherwise `refusals` are the
+    reasons."""
 
     seconds: float
     facts: tuple[tuple[str, str], ...] = ()
@@ -30,7 +31,7 @@ class Explanation:
 
 
 def explain(task: Task, *, name: str = "") -> Explanation:
-    """Trace a model and report the outcome. An exception of the model itself is a refusal, too."""
+    """Trace a model and report the outcome. An exception of the model itself is also a refusal."""
     begun = time.perf_counter()
     try:
         captured = capture_task(task, name=name, unproved=True)
@@ -64,25 +65,25 @@ def _facts(captured: Captured) -> dict[str, str]:
         facts[symbol.name] = bounds + (" samples in a micro-batch" if symbol.name == "batch" else "")
     if first.loss is not None:
         is_counted = first.count is not None
-        facts["loss"] = "a sum, and what to divide it by" if is_counted else "a sum over samples"
+        facts["loss"] = "a sum, and the number by which it is divided" if is_counted else "a sum over samples"
     dropped = set(captured.outputs.get(first.name, ())) ^ set(range(len(first.outputs)))
     if dropped:
-        facts["outputs"] = f"{len(first.outputs)} that the loss is made of; others are left out"
+        facts["outputs"] = f"{len(first.outputs)} from which the loss is computed; others are left out"
     facts["random"] = _random(graph, first)
     facts["evaluation"] = (
-        "a graph of its own"
+        "a separate graph"
         if any(entry.name == EVALUATE for entry in graph.entries)
-        else "the same graph with what is for training off"
+        else "the same graph, without what is only for training"
     )
     if captured.functions:
         facts["own backward"] = (
-            "; ".join(captured.functions) + " (taken if the proof finds the same gradients)"
+            "; ".join(captured.functions) + " (accepted if the proof finds the same gradients)"
         )
     if captured.unused:
         facts["not trained"] = _some(captured.unused)
     nodes = sum(len(entry.nodes) for entry in graph.entries)
     facts["operators"] = f"{nodes} nodes of {len(graph.operators)} kinds, all allowed on a peer"
-    facts["cut"] = f"at {len(legal_positions(graph))} places, into {len(graph.layers)} layers at most"
+    facts["cut"] = f"at {len(legal_positions(graph))} places, into at most {len(graph.layers)} layers"
     return facts
 
 

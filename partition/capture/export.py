@@ -1,9 +1,9 @@
 """From a module to torch's own graph of it: one `torch.export` of the model with its loss and its metrics.
 
-The export is in training mode and non-strict, and nothing is computed or allocated: for its duration every
-parameter and buffer is swapped for a fake tensor of the same shape, so a model of any size will do. The model
-is always given back as it was. `torch.export` runs the model's own Python, so this runs only for the model's
-owner; `clean` cleans the result and `lower` turns it into plain data.
+The export is in training mode and non-strict, and nothing is computed or allocated: while it runs, every
+parameter and buffer is swapped for a fake tensor of the same shape, so models of any size work. The model is
+always restored. `torch.export` runs the model's own Python code, so this runs only for the model's owner;
+`clean` cleans the result and `lower` turns it into plain data.
 """
 
 import inspect
@@ -31,10 +31,10 @@ from partition.capture.origin import frames, named, owner, place_now, place_of
 from partition.capture.steps import Kind
 from partition.capture.wrapper_module import ModelExport, ResultLayout, Whole, strip
 
-# Autograd functions of torch itself that leave gradients as they are.
+# Torch's own autograd functions that leave gradients unchanged.
 _HARMLESS = {"_NoopSaveInputs"}
 _SAID_LENGTH_MAX = 300
-"""The length of torch's own message that is quoted."""
+"""Maximum length of torch's own message in a quotation."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class ExportedGraph:
     """torch's graph of one entry point.
 
     `leaves` describes each placeholder: ("input", number), ("parameter", path), ("buffer", path) or
-    ("constant", path), paths being the model's own. `constants` are tensors that the model made or held
-    without registering them. `results` are the names of the nodes that `layout` describes; `assigned` maps
-    buffers that the model assigned anew to the node that made their value. `symbols` maps torch's names of
-    sizes to ours. `functions` are the autograd functions whose backward passes it lacks.
+    ("constant", path); paths are the model's own. `constants` are tensors that the model made or held without
+    registering them. `results` are the names of the nodes that `layout` describes; `assigned` maps buffers to
+    which the model assigned a new tensor to the node that made it. `symbols` maps torch's names of sizes to
+    ours. `functions` are the autograd functions whose backward passes the graph lacks.
     """
 
     request: ModelExport
@@ -63,8 +63,8 @@ def export(model: nn.Module, request: ModelExport) -> ExportedGraph:
     """Trace the model once.
 
     Raises:
-        CaptureRefused: a model that chooses its way by the data, fixes a size that should vary, has a
-            backward of its own, or that torch cannot trace.
+        CaptureRefused: the model's control flow depends on data, it fixes a size that should vary, has its
+            own backward pass, or cannot be traced by torch.
     """
     layout = ResultLayout()
     whole = Whole(model, request, layout)
@@ -105,7 +105,7 @@ def export(model: nn.Module, request: ModelExport) -> ExportedGraph:
 
 
 def _calls(program: torch.export.ExportedProgram) -> list[str]:
-    """Return the operators in their order, without size queries and assertions: torch emits those once
+    """Return the operators in order, without size queries and assertions: torch emits those only once,
     however often a model is called."""
     names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     return [
@@ -124,12 +124,12 @@ def _traced(
 ) -> torch.export.ExportedProgram:
     generators = generator_states()
     try:
-        # Without gradients where nothing is trained: then no node says so one by one.
+        # Disable gradients if nothing is trained; otherwise each node would have to record that it has none.
         with nullcontext() if request.train else torch.no_grad():
             program = torch.export.export(whole, examples, dynamic_shapes=(tuple(shapes),), strict=False)
     except CaptureRefused:
         raise
-    except Exception as error:  # torch raises some twenty kinds here, most of them not public
+    except Exception as error:  # torch raises about twenty types here, most of them not public
         raise _explain(error, whole.model, [*found[0], *found[1]]) from error
     if generator_states() != generators and not found[1]:
         raise CaptureRefused(f"the model as a whole: {_DRAWS}")
@@ -137,13 +137,13 @@ def _traced(
 
 
 _DRAWS = (
-    "draws from Python's or numpy's random, which a graph would freeze at one value; draw with torch.rand, "
-    "or switch it off (LayerDrop: layerdrop=0)"
+    "draws from Python's or numpy's random, which a graph would freeze at one "
+    "value; draw with torch.rand, or switch it off (LayerDrop: layerdrop=0)"
 )
 
 
 def _changes(path: str, model: nn.Module) -> str:
-    """Return the message for a value that `forward` changes from call to call."""
+    """Return the message about a value that `forward` changes from call to call."""
     paths = [
         name
         for name, _ in model.named_modules()
@@ -152,13 +152,13 @@ def _changes(path: str, model: nn.Module) -> str:
     module = max(paths, key=len, default="")
     what = path.removeprefix(module).strip(".")
     return (
-        f"{named(module)}: forward changes '{what}', and a graph would hold it as it was in the first call; "
-        "keep it outside of the model, or make it an input"
+        f"{named(module)}: forward changes '{what}', but a graph would keep its value "
+        "from the first call. Keep it outside the model, or make it an input"
     )
 
 
 def _check_hooks(model: nn.Module) -> None:
-    """Refuse functions that autograd would call and no graph carries. Raises CaptureRefused."""
+    """Refuse functions that autograd would call but no graph can carry. Raises CaptureRefused."""
     for path, parameter in model.named_parameters():
         held: Any = parameter
         if held._backward_hooks or getattr(held, "_post_accumulate_grad_hooks", None):
@@ -174,8 +174,8 @@ def _check_hooks(model: nn.Module) -> None:
 
 
 def _example_sizes(request: ModelExport) -> list[list[int]]:
-    """Return shapes to trace with: sizes that vary are at least 2 and differ from each other, else torch
-    takes them for fixed or for one."""
+    """Return shapes for the trace. Sizes that vary are at least 2 and all different; otherwise torch treats
+    them as fixed or as equal."""
     shapes = [list(example.shape) for example in (*request.inputs, *request.labels)]
     used: set[int] = set()
     for dynamic in request.dynamics:
@@ -192,13 +192,13 @@ def _example_sizes(request: ModelExport) -> list[list[int]]:
 
 
 def _set_mode(model: nn.Module, train: bool) -> None:
-    # A model in training mode keeps what its owner set on parts of it, such as a frozen batch norm.
+    # A model in training mode keeps the modes that its owner set on parts of it, such as a frozen batch norm.
     if not train or not model.training:
         model.train(train)
 
 
 def _swap(model: nn.Module) -> None:
-    """Put fake tensors on the CPU in place of parameters and buffers, equal ones where tied."""
+    """Put fake CPU tensors in place of parameters and buffers; tied ones share a fake."""
     fakes: dict[int, Tensor] = {}
     mode = FakeTensorMode()
     for module in model.modules():
@@ -220,7 +220,8 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 @contextmanager
 def _watched(found: list[str], refused: list[str], model: nn.Module) -> Iterator[None]:
-    """Notice every `torch.autograd.Function`: torch exports its forward and forgets its backward."""
+    """Detect every use of `torch.autograd.Function`, because torch exports its forward but drops its
+    backward."""
     apply = torch.autograd.Function.__dict__["apply"]
     register_hook = Tensor.register_hook
 
@@ -228,8 +229,9 @@ def _watched(found: list[str], refused: list[str], model: nn.Module) -> Iterator
         if cls.__name__ not in _HARMLESS:
             frame = inspect.currentframe()
             found.append(
-                f"{place_now(frame, model)}: uses the autograd function {cls.__name__}, whose own "
-                "backward a graph cannot carry; write it with ordinary operators"
+                f"{place_now(frame, model)}: uses the autograd function {cls.__name__}, "
+                "whose own backward a graph cannot carry; write it with ordinary "
+                "operators"
             )
         return apply.__get__(None, cls)(*arguments, **keywords)
 
@@ -266,7 +268,7 @@ _NUMPY_DRAWS = ("rand", "randn", "random", "randint", "uniform", "normal", "choi
 
 @contextmanager
 def _drawn(found: list[str], model: nn.Module) -> Iterator[None]:
-    """Notice draws from the generators of Python and numpy; unseen draws move their states."""
+    """Detect draws from the generators of Python and numpy, because these change the generators' states."""
     places = [(random, name) for name in _PYTHON_DRAWS]
     places += [(np.random, name) for name in _NUMPY_DRAWS]
     kept = [(place, name, getattr(place, name)) for place, name in places]
@@ -291,7 +293,7 @@ def _drawn(found: list[str], model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's warnings, logs and prints while it traces; what matters comes back as an exception."""
+    """Silence torch's warnings, logs and prints while it traces. Problems are reported as exceptions."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -307,12 +309,15 @@ _ADVERTISED = re.compile(
     r"The following call|is not ?tracked with proxy|object at 0x|The error above|To fix the error|Caused by|"
     r"consider using data-dependent|torch\._check|https?://"
 )
-"""The beginning of torch's own advice: switches of its logs, pages, its internals."""
+"""The beginning of torch's own advice: switches for its logs, web pages, its internals."""
 _TOPICS = (
     (
         re.compile(r"DataDependent|data-dependent|Unbacked|unbacked|is not iterable over"),
-        "chooses its way or a shape by the data, which a graph cannot; use torch.where or a mask, and leave "
-        "out what looks at values first (`if mask.any()`, an assertion)",
+        (
+            "control flow or a shape depends on the data, which a graph cannot express; "
+            "use torch.where or a mask, and leave out code that checks values first (`if "
+            "mask.any()`, an assertion)"
+        ),
     ),
     (
         re.compile(r"Constraint|Constraints violated|UserError"),
@@ -320,7 +325,7 @@ _TOPICS = (
     ),
     (
         re.compile(r"nested|NestedTensor|jagged"),
-        "uses nested tensors, which a graph has not; pad to one length and pass a mask",
+        "uses nested tensors, which a graph cannot contain; pad to one length and pass a mask",
     ),
     (
         re.compile(r"not tracked with proxy|aten::_local_scalar_dense"),
@@ -328,7 +333,7 @@ _TOPICS = (
     ),
     (
         re.compile(r"SparseTensor|[Ss]parse"),
-        "uses sparse tensors, which a graph has not; use dense ones (sparse=False)",
+        "uses sparse tensors, which a graph cannot contain; use dense ones (sparse=False)",
     ),
 )
 
@@ -341,15 +346,15 @@ def _explain(error: Exception, model: nn.Module, functions: Sequence[str]) -> Ca
         said = said[: found.start()]
     said = said.strip(" .:")[:_SAID_LENGTH_MAX]
     known = (advice for pattern, advice in _TOPICS if pattern.search(f"{kind} {text}"))
-    advice = next(known, f"raises {kind} while it is traced with values that are not known")
+    advice = next(known, f"raises {kind} when it is traced with unknown values")
     if "fixes or restricts" in advice and any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        advice += " (recurrent layers are unrolled: their sequence must be fixed)"
+        advice += " (recurrent layers are unrolled, so their sequence length must be fixed)"
     lines = [f"{place_of(error, model)}: {advice}{': ' if said else ''}{said}", *dict.fromkeys(functions)]
     return CaptureRefused("\n".join(lines)) if functions else SizesRefused(lines[0])
 
 
 def _first_paths(model: nn.Module) -> dict[str, str]:
-    """Return for the path of every parameter and buffer the first path of the same tensor."""
+    """Return, for the path of every parameter and buffer, the first path of the same tensor."""
     tensors = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -375,11 +380,13 @@ def _read(
                 inputs.append(name)
             case InputKind.PARAMETER:
                 if target not in first:
-                    raise CaptureRefused(f"the loss has a parameter, '{target}': make it one of the model's")
+                    raise CaptureRefused(
+                        f"the loss has a parameter, '{target}'. Make it a parameter of the model"
+                    )
                 leaves[name] = ("parameter", first[target])
             case InputKind.BUFFER if target != spec.target:
                 leaves[name] = ("buffer", first[target])
-            case InputKind.BUFFER:  # the loss's own, such as the weights of its classes
+            case InputKind.BUFFER:  # a buffer of the loss, such as the weights of its classes
                 leaves[name] = ("constant", target)
                 constants[target] = (program.state_dict | program.constants)[target]
             case InputKind.CONSTANT_TENSOR:
@@ -388,11 +395,11 @@ def _read(
                 leaves[name] = ("constant", target)
                 constants[target] = program.constants[spec.target or ""]
             case _:
-                raise CaptureRefused(f"'{target}' is held by the model and is no tensor: {spec.kind.name}")
+                raise CaptureRefused(f"the model holds '{target}', which is not a tensor: {spec.kind.name}")
     results = []
     for output in program.graph_signature.output_specs:
         if output.kind != OutputKind.USER_OUTPUT:
-            raise CaptureRefused(f"'{output.target}' is changed by the model: {output.kind.name}")
+            raise CaptureRefused(f"the model changes '{output.target}': {output.kind.name}")
         results.append(output.arg.name)
     count = len(results) - len(layout.assigned)
     return ExportedGraph(
@@ -411,7 +418,7 @@ def _narrowed(program: torch.export.ExportedProgram, request: ModelExport) -> Mo
     """Return the request with the bounds that torch found for open sizes.
 
     Raises:
-        SizesRefused: it has fixed one of them, or made it out of another.
+        SizesRefused: torch has fixed an open size, or derived it from a different one.
     """
     if not any(dynamic.is_open for dynamic in request.dynamics):
         return request
@@ -437,7 +444,7 @@ def _narrowed(program: torch.export.ExportedProgram, request: ModelExport) -> Mo
 def _symbols(
     program: torch.export.ExportedProgram, request: ModelExport, inputs: Sequence[str]
 ) -> dict[Any, str]:
-    """Return the caller's names of torch's symbols. Raises CaptureRefused: a size that torch has fixed."""
+    """Return the caller's names for torch's symbols. Raises CaptureRefused if torch has fixed a size."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     symbols: dict[Any, str] = {}
     for dynamic in request.dynamics:

@@ -1,4 +1,5 @@
-"""One pass over torch's graph that makes steps of it, operator by operator, in the order they run."""
+"""One pass over torch's graph that turns it into steps, operator by operator, in the order in which they
+run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,11 +36,12 @@ from partition.model.operators import OPERATORS
 
 _aten = torch.ops.aten
 REASON_LENGTH_MAX = 200
-"""The length of an exception's text that is quoted."""
+"""Maximum length of an exception's text in a quotation."""
 
 
 class _Typed:
-    """A handle as its type: equal in text where a fake tensor would do as well."""
+    """A handle represented by its type, as a cache key: its text is equal for handles for which fake tensors
+    behave the same."""
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
@@ -77,10 +79,11 @@ class Walk:
     # Interface for rewrites
 
     def emit(self, operator: Any, *arguments: Any, fakes: Any = None, **keywords: Any) -> Any:
-        """Append a step; return its results as one handle, or a list of them where the operator has several.
+        """Append a step. Return its results as one handle, or as a list of handles if the operator has
+        several.
 
-        `fakes` are the results' types where they are known. An operator that no graph may name is taken
-        apart if torch knows how, else noted as refused.
+        `fakes` are the results' types if they are known. An operator that a graph must not contain is
+        decomposed if torch knows how; otherwise it is recorded as refused.
         """
         name = name_of(operator)
         arguments = tuple(with_tensor_first(self, operator, arguments))
@@ -92,7 +95,7 @@ class Walk:
         if name not in OPERATORS:
             self.refuse(f"the operator {name} cannot be in a graph; {remedy_for(name)}")
         if not all(isinstance(result, torch.Tensor) for result in results):
-            raise CaptureRefused(f"the operator {name} makes something that is no tensor")
+            raise CaptureRefused(f"the operator {name} returns something that is not a tensor")
         self._check_sizes(name, results)
         given = [handle for value in (*arguments, *keywords.values()) for handle in handles_in(value)]
         for handle in given:
@@ -116,7 +119,7 @@ class Walk:
         return handles[0]
 
     def alias(self, handle: Handle, *, copy: bool = False) -> Handle:
-        """Return another handle for the same value: of the same memory, or of a copy of it."""
+        """Return a second handle for the same value: with the same memory, or with the memory of a copy."""
         self.check_fresh(handle, "alias")
         storage = TraceStorage("step") if copy else handle.storage
         view = None if copy else ("aten.alias.default", ())
@@ -126,7 +129,8 @@ class Walk:
     def run(self, operator: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """Return the operator's results on fake tensors.
 
-        They are cached by the arguments' types: an unrolled cell asks the same for every place.
+        They are cached by the types of the arguments, because an unrolled cell asks the same for every
+        position.
         """
 
         def fake(handle: Handle) -> Any:
@@ -144,21 +148,22 @@ class Walk:
         return result
 
     def refuse(self, reason: str) -> None:
-        """Note a refusal at the present node and go on, so that all are found in one go."""
+        """Record a refusal at the current node and continue, so that all refusals are found in one pass."""
         self.refusals.append(f"{place_of_node(self.trace, self.owner)}: {reason}")
 
     def check_fresh(self, handle: Handle, use: str) -> None:
-        """Refuse the use of a view whose memory was changed through another handle."""
+        """Refuse the use of a view whose memory was changed through a different handle."""
         if handle.stale is not None:
             self.refuse(
-                f"{use} reads a tensor that shares memory with one that {handle.stale} changed in place; "
-                "use the operator that is not in place there, or clone first"
+                f"{use} reads a tensor that shares memory with one that {handle.stale} "
+                "changed in place; use the operator's form that is not in place there, "
+                "or clone first"
             )
 
     # The pass
 
     def graph(self, graph: fx.Graph, module: fx.GraphModule, given: Sequence[Any] | None) -> list[Any]:
-        """Walk one graph, the whole one or a region's; return what its output node names."""
+        """Process one graph, either the whole graph or a region's. Return what its output node names."""
         values: dict[fx.Node, Any] = {}
         arguments = iter(given or ())
         for node in graph.nodes:
@@ -180,14 +185,14 @@ class Walk:
             return self._node(node, values)
         except CaptureRefused as refusal:
             self.refuse(str(refusal))
-        except Exception as error:  # torch's operators and shape functions raise what they like
+        except Exception as error:  # torch's operators and shape functions may raise anything
             reason = " ".join(str(error).split())[:REASON_LENGTH_MAX]
             what = name_of(node.target)
             self.refuse(f"{what} cannot be in a graph ({type(error).__name__}: {reason}); {remedy_for(what)}")
         return self._stand_in(node)
 
     def _stand_in(self, node: fx.Node) -> Any:
-        """Return handles of the right types for a refused node, so that the pass can go on."""
+        """Return handles of the right types for a refused node, so that the pass can continue."""
         fakes = node.meta.get("val")
         if not isinstance(fakes, list | tuple):
             return self._opaque(fakes)
@@ -219,7 +224,7 @@ class Walk:
         return value
 
     def _seen(self, value: Any) -> Any:
-        """Return a handle as a region without gradients sees it."""
+        """Return a handle in the form in which a region without gradients sees it."""
         if self.has_gradients:
             return value
         return replaced(value, self._detached) if isinstance(value, Handle) else value
@@ -251,7 +256,7 @@ class Walk:
         return self.apply(operator, arguments, keywords, fakes)
 
     def apply(self, operator: Any, arguments: list[Any], keywords: dict[str, Any], fakes: Any) -> Any:
-        """Turn one operator of torch's graph into steps of ours."""
+        """Turn one operator of torch's graph into our steps."""
         name = name_of(operator)
         call = Call(self, operator, arguments, keywords, fakes)
         rewrite = REWRITES.get(name) or RECURRENT.get(name) or MEANS.get(name)
@@ -262,7 +267,7 @@ class Walk:
         return self.emit(operator, *arguments, fakes=fakes, **keywords)
 
     def _size(self, node: fx.Node, value: Any) -> Any:
-        """Return a number that is no tensor: allowed as long as it is made of the inputs' sizes."""
+        """Return a number that is not a tensor. It is allowed if it is computed from the inputs' sizes."""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             unknown = [
                 symbol for symbol in value.node.expr.free_symbols if symbol not in self.exported.symbols
@@ -271,30 +276,31 @@ class Walk:
             self.unknown.update(unknown)
             if unknown and not told and not _is_only_checked(node):
                 raise CaptureRefused(
-                    f"{name_of(node.target)} reads a number out of a tensor, so shapes or the way would "
-                    f"depend on the data; keep it a tensor, or {SIZED_BY_DATA}"
+                    f"{name_of(node.target)} reads a number out of a tensor, so shapes or "
+                    "control flow would depend on the data; keep it a tensor, or "
+                    f"{SIZED_BY_DATA}"
                 )
         return value
 
     def _check_sizes(self, name: str, results: Sequence[Tensor]) -> None:
-        """Refuse an operator, once, whose result's size depends on the data."""
+        """Refuse, once, an operator whose result's size depends on the data."""
         shapes: list[Any] = [side for result in results for side in result.shape]
         sides = [side for side in shapes if isinstance(side, torch.SymInt)]
         unknown = {symbol for side in sides for symbol in side.node.expr.free_symbols}
         unknown -= self.unknown | set(self.exported.symbols)
         self.unknown |= unknown
-        if unknown and name in OPERATORS:  # others are refused already
+        if unknown and name in OPERATORS:  # other operators are refused already
             self.refuse(f"{name} makes a tensor whose size depends on the data; {SIZED_BY_DATA}")
 
     def _region(self, name: str, arguments: list[Any]) -> Any:
-        """Inline the body of `with torch.no_grad()` and the like, in place of the node that holds it."""
+        """Inline the body of `with torch.no_grad()` and similar, in place of the node that contains it."""
         if name == "wrap_with_set_grad_enabled":
             enabled, body, given = bool(arguments[0]), arguments[1], arguments[2:]
         elif name == "wrap_with_autocast":
             enabled, body, given = self.has_gradients, arguments[4], arguments[5:]
             if arguments[2]:
                 raise CaptureRefused(
-                    "chooses a precision by torch.autocast; leave that to the run's own setting"
+                    "selects a precision with torch.autocast; leave that to the run's own setting"
                 )
         else:
             raise CaptureRefused(f"the higher-order operator {name} cannot be in a graph")
@@ -314,7 +320,8 @@ class Walk:
         return True
 
     def _taken_apart(self, operator: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """Return a composite operator as torch itself composes it, or None if it is not composite."""
+        """Return a composite operator in the form in which torch itself decomposes it; None if it is not
+        composite."""
         if not isinstance(operator, torch._ops.OpOverload) or not operator.has_kernel_for_dispatch_key(
             torch._C.DispatchKey.CompositeImplicitAutograd
         ):
@@ -329,7 +336,7 @@ class Walk:
         except CaptureRefused:
             results = NotImplemented
         if results is NotImplemented or len(self.refusals) > before[1]:
-            # Better to name the operator that the model uses than what torch makes of it.
+            # It is better to name the operator that the model uses than its decomposition.
             del self.steps[before[0] :], self.refusals[before[1] :]
             return None
         if isinstance(results, list | tuple):
@@ -338,7 +345,7 @@ class Walk:
 
 
 class _Apart(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own has no types
-    """Emits the operators that a composite one calls."""
+    """Emits the operators that a composite operator calls."""
 
     def __init__(self, walk: Walk) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
@@ -347,7 +354,7 @@ class _Apart(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.kept: list[Any] = []
 
     def fake_of(self, handle: Handle) -> Any:
-        # A tensor of its own for each handle: two handles may share one type.
+        # A separate tensor for each handle, because two handles may share one fake.
         fake = handle.fake.detach() if isinstance(handle.fake, FakeTensor) else handle.fake
         self.known[id(fake)] = handle
         self.kept.append(fake)
@@ -358,7 +365,7 @@ class _Apart(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     ) -> Any:
         results = func(*args, **(kwargs or {}))
         if not any(isinstance(result, torch.Tensor) for result in _flat(results)):
-            return results  # a question after a size, a device or a layout
+            return results  # a query for a size, a device or a layout
         arguments = [self._handles(value) for value in args]
         keywords = {key: self._handles(value) for key, value in (kwargs or {}).items()}
         handles = self.walk.apply(func, arguments, keywords, results)
@@ -371,7 +378,7 @@ class _Apart(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def _handles(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if id(value) not in self.known:
-                raise CaptureRefused("an operator that torch makes of others with numbers of its own")
+                raise CaptureRefused("torch composes this operator from others, using constants of its own")
             return self.known[id(value)]
         if isinstance(value, list | tuple):
             return [self._handles(item) for item in value]
@@ -379,7 +386,7 @@ class _Apart(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _is_only_checked(node: fx.Node) -> bool:
-    """Return whether a number read out of a tensor serves only assertions, which no graph has."""
+    """Return whether a number read from a tensor is used only in assertions, which a graph does not have."""
     for user in node.users:
         name = str(getattr(user.target, "__name__", user.target))
         if name.startswith(("_assert", "sym_constrain", "aten._assert", "aten.sym_constrain")):
@@ -391,24 +398,25 @@ def _is_only_checked(node: fx.Node) -> bool:
 
 
 def _not_an_operator(function: Any) -> str:
-    """Return why a function of Python in torch's graph cannot be in ours, and what to do."""
+    """Return why a Python function in torch's graph cannot be in ours, and what to do."""
     name, module = str(getattr(function, "__name__", function)), str(getattr(function, "__module__", ""))
     if "vmap" in name or "functorch" in module or "_functorch" in repr(function) or "grad_increment" in name:
         return (
-            "uses a transform of torch.func (vmap, grad), which a graph cannot hold; write it with operators "
-            "over the whole batch (broadcasting, torch.einsum, torch.bmm)"
+            "uses a transform of torch.func (vmap, grad), which a graph cannot "
+            "contain; write it with operators over the whole batch (broadcasting, "
+            "torch.einsum, torch.bmm)"
         )
-    return f"calls {name}, which is no operator; write it with operators of torch"
+    return f"calls {name}, which is not an operator; write it with operators of torch"
 
 
 def is_view(operator: torch._ops.OpOverload) -> bool:
-    """Return whether results may show the memory of the first argument."""
+    """Return whether results may share the memory of the first argument."""
     returns = [returned.alias_info for returned in operator._schema.returns]
     return any(info is not None and not info.is_write for info in returns)
 
 
 def owner_of(node: fx.Node) -> str | None:
-    """Return the path of the module that asked for this node; None where torch does not say."""
+    """Return the path of the module that called this node; None if torch does not say."""
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return None

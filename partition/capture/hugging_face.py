@@ -1,9 +1,9 @@
-"""A folder as `save_pretrained` of transformers writes it: config.json, and weights in safetensors.
+"""A folder written by transformers' `save_pretrained`: config.json, and weights in safetensors.
 
-`config.json` names the class (`architectures`), which must be one of transformers' own: code that lies in the
-folder is never run, and weights that are pickled are never read. The class determines the inputs and the
-loss; a model of another kind, or with another loss, is a `Task` of a person's own function. Nothing is
-fetched beyond the folder.
+`config.json` names the class (`architectures`), which must be one of transformers' own: code in the folder is
+never run, and pickled weights are never read. The class determines the inputs and the loss. A model of a
+different kind, or with a different loss, needs a user's own function that returns a `Task`. Nothing is
+downloaded.
 """
 
 import json
@@ -28,11 +28,11 @@ POOLING = "1_Pooling/config.json"
 """The file of sentence-transformers that says how a text's vector is pooled."""
 _POOLING_NAMES = {"cls": "cls_token", "mean": "mean_tokens"}
 LENGTH_MAX = 1024
-"""Tokens in a sample, where neither the person nor the model says fewer."""
+"""Number of tokens in a sample, unless the user or the model says fewer."""
 BATCH = 2
-"""The size of the examples; only shapes and types count."""
+"""The batch size of the examples; only shapes and types matter."""
 IGNORED = -100
-"""The label that does not count, in all of transformers."""
+"""The label that is ignored everywhere in transformers."""
 
 
 def is_folder(reference: str) -> bool:
@@ -46,36 +46,36 @@ def is_folder(reference: str) -> bool:
 def folder_task(
     folder: Path, *, values: bool = True, length: int = 0, fresh: bool = False, as_stored: bool = False
 ) -> Task:
-    """Return the model in a folder with examples of its inputs and its loss.
+    """Return the model in a folder, with examples of its inputs and its loss.
 
-    Its values are widened, or narrowed, to what torch computes in by default, unless they are wanted
-    `as_stored`.
+    Its values are converted to torch's default type, unless `as_stored` is set.
 
-    Without `values` its weights are left where they are, and it has no memory: each stage would draw its own;
-    or, if `fresh`, it has new ones, for which others are to be given. `length` is how many tokens a sample
-    has; 0 for as many as it takes, 1,024 at most.
+    Without `values` its weights are not read and take no memory: each stage would draw its own. With `fresh`
+    the model has newly drawn weights, which are then to be replaced. `length` is the number of tokens in a
+    sample; 0 for as many as the model accepts, but at most 1,024.
 
     Raises:
-        CaptureRefused: transformers is not installed, or the folder has no model that it knows; it says what
-            to do.
+        CaptureRefused: transformers is not installed, or it does not know the folder's model; the text says
+            what to do.
     """
     kind, model, config = _load(folder, values=values, fresh=fresh, as_stored=as_stored)
     model.train()
     wanted = next((make for word, make in _TASKS.items() if word in kind.__name__), None)
     if wanted is None:
         raise CaptureRefused(
-            f"{folder}: {kind.__name__} has no loss that is known here ({', '.join(_TASKS)}): "
-            "write a function that returns a Task, and name it as PATH.py:FUNCTION"
+            f"{folder}: {kind.__name__} has no loss that is known here "
+            f"({', '.join(_TASKS)}). Write a function that returns a Task, and name it "
+            "as PATH.py:FUNCTION"
         )
     task: Task = wanted(model, config, length)
     return task
 
 
 def folder_encoder(folder: Path) -> tuple[nn.Module, str]:
-    """Return the encoder in a folder, without the head that makes words or classes, and the pooling that
-    makes one vector of a text: "cls" or "mean".
+    """Return the encoder in a folder, without the head for words or classes, and the pooling that makes one
+    vector of a text: "cls" or "mean".
 
-    Raises CaptureRefused: transformers is not installed, or the folder has none.
+    Raises CaptureRefused if transformers is not installed, or the folder has no encoder.
     """
     _, model, _ = _load(folder)
     encoder: nn.Module = model.base_model
@@ -85,14 +85,14 @@ def folder_encoder(folder: Path) -> tuple[nn.Module, str]:
 
 
 def is_encoder(folder: Path) -> bool:
-    """Return whether a folder's model gives vectors rather than words. Raises CaptureRefused."""
+    """Return whether a folder's model produces vectors rather than words. Raises CaptureRefused."""
     names = _read_config(folder).get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     return "ForMaskedLM" in name or (name.endswith("Model") and "LMHead" not in name)
 
 
 def _pooling(folder: Path) -> str:
-    """Return the pooling that sentence-transformers' file asks for; the mean where there is none."""
+    """Return the pooling that sentence-transformers' file asks for; the mean if there is none."""
     path = folder / POOLING
     if not path.is_file():
         return "mean"
@@ -141,7 +141,7 @@ def _load(
                 model = kind(config)
     except CaptureRefused:
         raise
-    except Exception as error:  # whatever a library makes of a folder
+    except Exception as error:  # a library may raise anything for a folder
         told = " ".join(str(error).split())[:300]
         raise CaptureRefused(f"{folder}: {kind.__name__}: {type(error).__name__}: {told}") from error
     return kind, model, config
@@ -162,7 +162,8 @@ def _transformers() -> Any:
     try:
         import transformers
 
-        transformers.utils.logging.disable_progress_bar()  # a small model's would be all that is seen
+        # the progress bar of a small model would be the only output
+        transformers.utils.logging.disable_progress_bar()
     except ImportError as error:
         raise CaptureRefused(
             "a Hugging Face folder needs the package transformers, which is not installed: "
@@ -176,12 +177,12 @@ def _class_of(transformers: Any, folder: Path, config: Mapping[str, Any]) -> Any
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     if not name:
         raise CaptureRefused(f"{folder / CONFIG} does not say under 'architectures' which model it is")
-    # A name of the library's own, and nothing that its modules happen to have.
+    # Only a public name of the library itself, not just anything that its modules contain.
     kind = getattr(transformers, name, None) if name.isidentifier() and name[0] != "_" else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise CaptureRefused(
-            f"{folder}: transformers {transformers.__version__} has no model '{name[:60]}'; "
-            "code that lies in a folder is not run"
+            f"{folder}: transformers {transformers.__version__} has no model "
+            f"'{name[:60]}', and code in a folder is not run"
         )
     return kind
 
@@ -189,14 +190,14 @@ def _class_of(transformers: Any, folder: Path, config: Mapping[str, Any]) -> Any
 def _check_weights(folder: Path) -> None:
     if not any(folder.glob("*.safetensors")):
         others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.ckpt") for path in folder.glob(pattern))
-        told = f"; {others[0]} is pickled, and not read" if others else ""
+        told = f"; {others[0]} is pickled, so it is not read" if others else ""
         raise CaptureRefused(
-            f"{folder} has no weights in safetensors{told}; without its weights: values = false "
-            "(--set values=0)"
+            f"{folder} has no weights in safetensors{told}. To use the model without "
+            "its weights, set values = false (--set values=0)"
         )
 
 
-# Kinds of models, by a word of their class
+# Kinds of models, by a word in the name of their class
 
 
 def _text(model: nn.Module, config: Any, length: int, *, mask: bool = True) -> dict[str, Tensor]:
@@ -205,13 +206,13 @@ def _text(model: nn.Module, config: Any, length: int, *, mask: bool = True) -> d
     if type(model).__name__.startswith(COUNT_FROM_PADDING):
         most -= int(config.pad_token_id) + 1
     if length > most:
-        raise CaptureRefused(f"length {length}: the model takes {most} tokens at most")
+        raise CaptureRefused(f"length {length}: the model accepts at most {most} tokens")
     ids = torch.zeros((BATCH, length or min(most, LENGTH_MAX)), dtype=torch.int64)
     return {"input_ids": ids} | ({"attention_mask": torch.ones_like(ids)} if mask else {})
 
 
 COUNT_FROM_PADDING = ("Roberta", "XLMRoberta", "Camembert")
-"""Models whose first position is the one behind that of the padding."""
+"""Models whose positions begin after the position of the padding."""
 
 
 def _causal(model: nn.Module, config: Any, length: int) -> Task:
@@ -261,11 +262,12 @@ _TASKS: dict[str, Callable[[nn.Module, Any, int], Task]] = {
     "ForConditionalGeneration": _sequences,
     "ForImageClassification": _images,
 }
-"""A text's labels have its length: at each place the wanted token, or -100 where none is."""
+"""A text's labels have its length: at each position the wanted token, or -100 if none is wanted."""
 
 
 def _token_loss(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cross entropy summed over the positions with a label that counts, and their number."""
+    """Return the cross entropy summed over the positions whose label counts, and the number of these
+    positions."""
     loss = functional.cross_entropy(
         output.logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )

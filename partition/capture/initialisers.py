@@ -1,7 +1,7 @@
 """The operators that initialise a tensor, as steps of a recipe: data for `partition.capture.skeleton`.
 
-Makers give a new tensor its values, fills set all of an old one, changes do arithmetic by numbers with what
-is there, copies take another's. All else is no step of a recipe.
+Makers return a new tensor with values, fills set all values of an existing one, changes combine its values
+with constants, copies take another tensor's values. Any other operator cannot be a step of a recipe.
 """
 
 import math
@@ -26,7 +26,7 @@ _LARGEST = sys.float_info.max
 
 @dataclass
 class StorageHistory:
-    """The history of one storage so far. `reason` is why it has no recipe; None if it has one."""
+    """The history of one storage so far. `reason` says why it has no recipe; None if it has one."""
 
     shape: tuple[int, ...]
     steps: tuple[FillStep, ...] = ()
@@ -49,12 +49,12 @@ class StorageHistory:
         self.steps, self.reason = (), reason
 
     def copied(self, shape: tuple[int, ...]) -> "StorageHistory":
-        """Return the same history for another storage."""
+        """Return the same history for a second storage."""
         return StorageHistory(shape, self.steps, self.reason)
 
     @property
     def constant(self) -> float | None:
-        """The number that every element is, if known."""
+        """Return the number that every element equals, if known."""
         is_constant = self.reason is None and len(self.steps) == 1 and self.steps[0].kind == "constant"
         return self.steps[0].first if is_constant else None
 
@@ -67,7 +67,8 @@ def truncated_normal(
     b: float,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """`nn.init.trunc_normal_` by the inverse of the distribution, where torch's rejects by looking at values.
+    """`nn.init.trunc_normal_` computed by the inverse of the distribution, because torch's own looks at
+    values to reject them.
 
     The distribution is the same.
     """
@@ -78,7 +79,7 @@ def truncated_normal(
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or a tensor of one, as a float; None for anything else."""
+    """Return a finite number, or a tensor with a single one, as a float; None for anything else."""
     is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu"
     if not (is_scalar or isinstance(value, bool | int | float)):
         return None
@@ -86,7 +87,7 @@ def number(value: Any) -> float | None:
 
 
 def mutated(func: Any, args: Arguments, kwargs: Keywords) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the arguments that an operator writes to, the elements of lists one by one."""
+    """Yield (name, tensor) of the arguments to which an operator writes, elements of lists one by one."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -97,7 +98,7 @@ def mutated(func: Any, args: Arguments, kwargs: Keywords) -> Iterator[tuple[str,
 
 
 def covers(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is all of its storage, in whatever order."""
+    """Return whether a tensor covers all of its storage, in any order."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
@@ -111,9 +112,9 @@ def row_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> int | None:
 
 
 def changes(func: Any, args: Arguments, kwargs: Keywords) -> tuple[FillStep, ...] | None:
-    """Return the recipe steps that an operator makes on its first argument; None if it makes none.
+    """Return the recipe steps that an operator applies to its first argument; None if it is not one of these.
 
-    The caller knows whether it is in place.
+    The caller knows whether the operator is in place.
     """
     kind = _CHANGES.get(func.overloadpacket)
     if kind is None or kwargs.get("rounding_mode") is not None:
@@ -144,7 +145,7 @@ def changes(func: Any, args: Arguments, kwargs: Keywords) -> tuple[FillStep, ...
 
 
 def _argument(func: Any, args: Arguments, kwargs: Keywords, name: str) -> Any:
-    """The value of a named argument, its default included."""
+    """Return the value of a named argument, or its default."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
@@ -152,12 +153,12 @@ def _argument(func: Any, args: Arguments, kwargs: Keywords, name: str) -> Any:
 
 
 def _step(kind: Any, *numbers: float) -> Maker:
-    """Return a maker of always the same step."""
+    """Return a function that always makes the same step."""
     return lambda func, args, kwargs: FillStep(kind, *numbers)  # noqa: ARG005 - the form of all makers
 
 
 def _given(kind: Any, *names: str) -> Maker:
-    """Return a maker of a step whose numbers are arguments of the operator."""
+    """Return a function that makes a step from the operator's arguments with these names."""
 
     def make(func: Any, args: Arguments, kwargs: Keywords) -> FillStep | None:
         found = [number(_argument(func, args, kwargs, name)) for name in names]

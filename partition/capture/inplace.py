@@ -1,9 +1,9 @@
 """In-place operators as functional ones: the new value, and the handles that may still read the changed
 memory.
 
-A write to a tensor makes its handle stand for the new value. If the tensor is a slice or a row of another
-(`x[:, 0] = 1`), the other gets a new value too. All further handles on the same memory become stale: a later
-use of one is refused, because torch would have shown the change there and a graph would not.
+After a write to a tensor, its handle stands for the new value. If the tensor is a slice or a row of another
+tensor (`x[:, 0] = 1`), that tensor gets a new value too. All other handles on the same memory become stale:
+using one later is refused, because in torch it would have the change, and in a graph it would not.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,16 +20,16 @@ Value = Callable[[Call], Handle]
 
 _SLICE, _SELECT, _ALIAS = "aten.slice.Tensor", "aten.select.int", "aten.alias.default"
 _POWER_ITERATION = ("_u", "_v", "weight_u", "weight_v")
-# These change how a tensor is looked at, not what is in it.
+# These change the shape of a tensor, not its content.
 _SHAPES = ("unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "detach_")
 
 
 def write(call: Call) -> Handle:
-    """Apply an operator in place; return the changed handle.
+    """Apply an operator in place. Return the changed handle.
 
     Raises:
-        CaptureRefused: it changes an input, a parameter, a buffer while training, or more than its first
-            argument.
+        CaptureRefused: the operator changes an input, a parameter, a buffer in training, or more than its
+            first argument.
     """
     walk, schema = call.walk, call.operator._schema
     short = schema.name.removeprefix("aten::")
@@ -38,7 +38,9 @@ def write(call: Call) -> Handle:
         for handle in handles_in(list(call.keywords.values())):
             if handle.storage.kind == "buffer" and walk.trains:
                 raise CaptureRefused(_moving(call.name, str(handle.storage.key)))
-        raise CaptureRefused(f"{call.name} writes to other tensors than its first; use its plain form")
+        raise CaptureRefused(
+            f"{call.name} writes to tensors other than its first. Use its form that is not in place"
+        )
     target = call.first
     if short == "detach_" and not target.needs_gradient:
         return target
@@ -58,7 +60,7 @@ def write(call: Call) -> Handle:
 
 
 def functional(operator: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """Return the operator that makes a new tensor instead. Raises CaptureRefused: there is none."""
+    """Return the operator that makes a new tensor instead. Raises CaptureRefused if there is none."""
     short = operator._schema.name.removeprefix("aten::")
     plain = f"__{short[3:]}" if short.startswith("__i") and short.endswith("__") else short.removesuffix("_")
     packet = getattr(_aten, plain, None)
@@ -75,8 +77,9 @@ def _check_writable(walk: Emitter, target: Handle, name: str) -> None:
             raise CaptureRefused(f"{name} changes an input in place; clone it first")
         case "parameter":
             raise CaptureRefused(
-                f"{name} changes the parameter '{storage.key}' in place, which only a step may; keep a "
-                "teacher or an average of weights outside of the model, and change it between runs"
+                f"{name} changes the parameter '{storage.key}' in place, which only a "
+                "step may do; keep a teacher or an average of weights outside the model, "
+                "and change it between runs"
             )
         case "constant":
             raise CaptureRefused(
@@ -85,22 +88,24 @@ def _check_writable(walk: Emitter, target: Handle, name: str) -> None:
         case "buffer" if walk.trains:
             raise CaptureRefused(_moving(name, str(storage.key)))
     if not walk.has_gradients and any(handle.needs_gradient for handle in storage.handles):
-        # Autograd would go on as if nothing had happened, which no functional operator says.
+        # Autograd would ignore this change, which no functional operator can express.
         raise CaptureRefused(f"{name} changes a tensor that has a gradient in a region without gradients")
 
 
 def _moving(name: str, path: str) -> str:
-    """Return the message for a buffer that changes in training and is no statistic of a batch norm."""
+    """Return the message about a buffer that changes in training and is not a statistic of a batch norm."""
     owner, _, leaf = path.rpartition(".")
     if leaf in _POWER_ITERATION:
         what = f"call model.get_submodule('{owner}').eval()" if owner else "call its eval()"
         return (
-            f"spectral norm moves '{path}' in every step, and stages keep no statistics but batch "
-            f"norm's; {what} before the capture, which keeps the present estimate, or use weight_norm"
+            f"spectral norm updates '{path}' in every step, but stages keep no "
+            f"statistics except batch norm's; {what} before the capture, which keeps "
+            "the current estimate, or use weight_norm"
         )
     return (
-        f"{name} changes the buffer '{path}' in place while training, and stages keep no statistics but "
-        "batch norm's; change it outside of forward, or put its module in evaluation (eval()) first"
+        f"{name} changes the buffer '{path}' in place while training, but stages keep "
+        "no statistics except batch norm's; change it outside forward, or put its "
+        "module in evaluation (eval()) first"
     )
 
 
@@ -114,7 +119,7 @@ def _look_differently(call: Call, target: Handle) -> None:
 
 
 def _assign(walk: Emitter, target: Handle, value: Handle) -> None:
-    """Let `target`, and the tensors it is a part of, stand for their new values."""
+    """Let `target`, and the tensors of which it is a part, stand for their new values."""
     fresh = [target]
     target.reference, target.needs_gradient = value.reference, value.needs_gradient
     part = target
@@ -179,7 +184,7 @@ def _normal(call: Call) -> Handle:
 
 def _two(call: Call, names: tuple[str, str], defaults: tuple[float, float]) -> tuple[float, float]:
     if call.keywords.get("generator") is not None:
-        raise CaptureRefused(f"{call.name} has a generator of its own; leave it out")
+        raise CaptureRefused(f"{call.name} is given a generator; leave it out")
     given = call.arguments[1:]
     first, second = (
         given[index] if index < len(given) else call.keywords.get(name, default)
@@ -217,4 +222,4 @@ IN_PLACE: Mapping[str, Value] = MappingProxyType(
         "aten.exponential_.default": _exponential,
     }
 )
-"""In-place operators whose functional form has another name or other arguments."""
+"""In-place operators whose functional form has a different name or different arguments."""

@@ -1,13 +1,13 @@
-"""A parameter that has values only while an operator runs: a way to compute a model that fits no machine.
+"""Parameters that have values only while an operator runs: a way to compute a model that fits no machine.
 
-A LazyTensor is a tensor to autograd and to modules, with shape and type but no memory. When an operator takes
-it, its values are made, used and dropped; its views are lazy too, so tensors that autograd keeps for the
-backward pass cost nothing. `Materialised` counts the peak of materialised bytes.
+To autograd and to modules, a LazyTensor is a tensor with shape and type, but it has no memory. When an
+operator takes it, its values are made, used and dropped. Its views are lazy too, so tensors that autograd
+keeps for the backward pass cost nothing. `Materialised` counts the peak of materialised bytes.
 
-Its values are for proofs, not for training. A tile of random numbers from its recipe is repeated, because
-drawing eight billion numbers for each pass would take minutes. The tile's length is prime, so that no row or
-head repeats another. Constants get a little noise: behind a gate that begins at zero every gradient would be
-zero, and a proof of it would prove nothing.
+Its values are for proofs, not for training. A tile of random numbers according to its recipe is repeated,
+because drawing eight billion numbers for each pass would take minutes. The tile's length is prime, so that no
+row or head repeats another. Constants get a little noise: if a gate began at exactly zero, every gradient
+behind it would be zero, and comparing them would prove nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,17 +26,18 @@ from partition.execute.values import drawn_chunks
 from partition.model.graph import FillStep, Recipe
 
 TILE = 1_048_573
-"""Elements: the largest prime below 2**20."""
+"""Number of elements in a tile: the largest prime below 2**20."""
 NOISE = 0.05
 _TILES_MAX = 16
 _POOLED_MAX = 2
-"""Pieces of memory kept for the next operator: a weight's and a bias's."""
+"""Number of memory blocks kept for the next operator: for a weight and a bias."""
 _POOLED_BYTES_MAX = 1 << 29
 
 
 @dataclass
 class Materialised:
-    """Bytes of lazy tensors that have values. An operator may take several at once."""
+    """Counts the bytes of lazy tensors that currently have values. An operator may take several lazy
+    tensors."""
 
     bytes_now: int = 0
     bytes_peak: int = 0
@@ -60,7 +61,8 @@ class Source:
 
 
 class LazyTensor(torch.Tensor):
-    """Made by `lazy`. `_view` maps the source's values to this tensor's values, a view of them.
+    """A tensor without memory, made by `lazy`. `_view` maps the source's values to this tensor's values, a
+    view of them.
 
     A view counts the bytes of its whole source, which is materialised for it.
     """
@@ -105,7 +107,7 @@ class LazyTensor(torch.Tensor):
             result = func(*made_args, **made_kwargs)
             kept = [each.untyped_storage()._cdata for each in tree_leaves(result) if _has_storage(each)]
             for source, values in taken:
-                # A result may share memory with an input, which must then not be released.
+                # A result may share memory with an input, whose memory must not be released in that case.
                 if values.untyped_storage()._cdata not in kept:
                     source.release(values)
             return result
@@ -120,7 +122,7 @@ def lazy(
     counter: Materialised,
     release: Callable[[torch.Tensor], None] = lambda _: None,
 ) -> LazyTensor:
-    """Return a tensor of the shape and type of `like`, with the values that `make` returns anew each time."""
+    """Return a tensor with the shape and type of `like`, whose values `make` returns anew each time."""
     source = Source(make, release, like.numel() * like.element_size(), counter)
     return LazyTensor(like.detach(), source, lambda values: values)
 
@@ -158,7 +160,7 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class Tiles:
-    """Values for proofs: scaled as a recipe says, different for every name, cheap to make again."""
+    """Values for proofs: scaled according to a recipe, different for every name, and cheap to make again."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -168,10 +170,10 @@ class Tiles:
     def values(
         self, recipe: Recipe, name: str, shape: tuple[int, ...], dtype: torch.dtype, size: int
     ) -> torch.Tensor:
-        """Return a tensor of `shape`, of `size` elements; its memory may come back by `release`."""
+        """Return a tensor of `shape` with `size` elements. Its memory may be returned with `release`."""
         tile, factor, shift = self._scaled(recipe, dtype)
         base = torch.tensor(shift, dtype=dtype)
-        # Each name begins at its own offset in the tile.
+        # Each name begins at a different offset in the tile.
         begin = int.from_bytes(blake3(name.encode()).digest(length=4), "big") % TILE
         out = self._room(size, dtype)
         place = 0
@@ -187,7 +189,7 @@ class Tiles:
         return made
 
     def release(self, values: torch.Tensor) -> None:
-        """Use this memory again: touching new pages costs more than all the arithmetic."""
+        """Keep this memory for reuse, because touching new pages costs more than all the arithmetic."""
         storage = values.untyped_storage()
         if storage.nbytes() <= _POOLED_BYTES_MAX:
             self._free.append(torch.empty(0, dtype=values.dtype).set_(storage))
@@ -201,7 +203,8 @@ class Tiles:
         return torch.empty(size, dtype=dtype)
 
     def _scaled(self, recipe: Recipe, dtype: torch.dtype) -> tuple[torch.Tensor, float, float]:
-        """Return a tile, and its factor and summand. Most recipes share one of two tiles."""
+        """Return a tile, with the factor and the summand to apply to it. Most recipes share one of two
+        tiles."""
         steps = tuple(step for step in recipe.steps if step.kind != "zero_row")
         match steps:
             case (FillStep("uniform", low, high),):
@@ -237,7 +240,7 @@ def noisy(values: torch.Tensor, seed: int) -> torch.Tensor:
 
 @contextmanager
 def with_values(model: nn.Module, seed: int, counter: Materialised) -> Iterator[None]:
-    """Give values to parameters that have none, and noise to constant ones; gradients are put aside."""
+    """Give values to parameters that have none, and noise to constant ones. Gradients are set aside."""
     tiles = Tiles(seed)
     parameters = list(dict.fromkeys(model.parameters()))
     kept = [(parameter, parameter.grad) for parameter in parameters]
@@ -260,7 +263,7 @@ def with_values(model: nn.Module, seed: int, counter: Materialised) -> Iterator[
             for name, held in list(module._parameters.items()):
                 if held is not None and held in lazies:
                     replaced.append((module, name, held))
-                    # Use setattr: a recurrent module then updates its own list of weights.
+                    # Use setattr, so that a recurrent module updates its own list of weights.
                     setattr(module, name, lazies[held])
         yield
     finally:

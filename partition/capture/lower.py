@@ -45,9 +45,9 @@ T = TypeVar("T")
 Groups = Callable[[str, Tensor], int]
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.+/:@-]")
 UNUSED_BYTES_MAX = 1 << 20
-"""The size of all constants, once unused buffers are among them."""
+"""Maximum size of all constants when unused buffers are among them."""
 _FACTORS_MAX = 8
-"""The largest power of a size: more sides than a tensor has."""
+"""Maximum power of a size: more than a tensor has sides."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class GraphTables:
     # Sizes and types
 
     def size(self, expression: Any, symbols: dict[Any, str]) -> int | Size:
-        """Return a row that computes a sympy expression, or the integer that it is."""
+        """Return a row that computes a sympy expression, or its value if it is a constant integer."""
         if expression.is_Integer:
             return int(expression)
         if expression.is_Symbol:
@@ -101,7 +101,7 @@ class GraphTables:
         return total
 
     def kind(self, tensor: Tensor, symbols: dict[Any, str]) -> TensorType:
-        """The type of a fake tensor."""
+        """Return the type of a fake tensor."""
         sides = tuple(
             side if isinstance(side, int) else self.size(side.node.expr, symbols) for side in tensor.shape
         )
@@ -129,9 +129,10 @@ class GraphTables:
         return ParameterValue(self.parameters[key][0])
 
     def keep_unused(self) -> None:
-        """Add rows for parameters and buffers of the state dict that no entry point uses: results have them.
+        """Add rows for parameters and buffers of the state dict that no entry point uses, because results
+        must have them.
 
-        They are frozen, as torch.optim leaves alone a parameter without a gradient.
+        The parameters are frozen, just as torch.optim ignores a parameter without a gradient.
         """
         kinds = {parameter.type.dtype for _, parameter in self.parameters.values()}
         for path in self.contents.kept:
@@ -155,7 +156,7 @@ class GraphTables:
         return plain and self.constant_bytes + size <= UNUSED_BYTES_MAX
 
     def buffer(self, path: str) -> ConstantValue:
-        # A buffer that is not persistent is in no state dict, and so in no result.
+        # A buffer that is not persistent is in no state dict, so it is in no result either.
         names = tuple(name for name in self.contents.names_of(path) if name in self.contents.kept)
         return self.constant(self.contents.key(path), self.contents.tensors[path], names)
 
@@ -169,11 +170,14 @@ class GraphTables:
             self.constant_bytes += tensor.numel() * tensor.element_size()
             if self.constant_bytes > GRAPH_BYTES_MAX:
                 raise CaptureRefused(
-                    f"constants of more than {GRAPH_BYTES_MAX} bytes, with '{names[0] if names else key}' of "
-                    f"{tensor.numel() * tensor.element_size()}: make it a parameter without gradient"
+                    f"constants of more than {GRAPH_BYTES_MAX} bytes, including "
+                    f"'{names[0] if names else key}' with "
+                    f"{tensor.numel() * tensor.element_size()}. Make it a parameter without "
+                    "gradient"
                 )
             kind = TensorType(data_type(tensor.dtype), tuple(tensor.shape))
-            names = () if tensor.is_complex() else names  # no file of a result holds such numbers
+            # the safetensors file of a result cannot hold complex numbers
+            names = () if tensor.is_complex() else names
             self.constants[key] = len(self.constants), Constant(names, kind, bytes_of(tensor))
         return ConstantValue(self.constants[key][0])
 
@@ -183,7 +187,7 @@ class GraphTables:
             tensor = self.contents.tensors[path]
             if not tensor.is_meta and bool(tensor.any()):
                 raise CaptureRefused(
-                    f"the buffer '{path}' is changed by an entry point and does not begin at zero"
+                    f"an entry point changes the buffer '{path}', which does not begin at zero"
                 )
             kind = TensorType(data_type(tensor.dtype), tuple(tensor.shape))
             self.states[key] = len(self.states), GraphState(self.contents.names_of(path)[0], kind)
@@ -200,7 +204,7 @@ _OPERATORS: dict[str, Literal["add", "mul", "floordiv", "mod", "max", "min"]] = 
     "Max": "max",
     "Min": "min",
 }
-"""sympy's and torch's functions of sizes."""
+"""sympy's and torch's functions on sizes."""
 
 
 def _row(table: dict[T, int], key: T) -> int:
@@ -209,7 +213,7 @@ def _row(table: dict[T, int], key: T) -> int:
 
 @dataclass
 class _Lowering:
-    """One entry point being lowered."""
+    """One entry point that is being lowered."""
 
     tables: GraphTables
     exported: ExportedGraph
@@ -223,9 +227,7 @@ class _Lowering:
             self._port(number, example) for number, example in enumerate((*request.inputs, *request.labels))
         ]
         if len(self.cleaned.steps) > NODES_MAX:
-            raise CaptureRefused(
-                f"{len(self.cleaned.steps)} operators, at most {NODES_MAX} can be in a graph"
-            )
+            raise CaptureRefused(f"{len(self.cleaned.steps)} operators, but a graph has at most {NODES_MAX}")
         nodes = tuple(self._node(index, step) for index, step in enumerate(self.cleaned.steps))
         layout = self.exported.layout
         results = [self.numbers[reference] for reference in self.cleaned.results]
@@ -317,11 +319,11 @@ def lower(
     symbols: tuple[Symbol, ...],
     groups: Groups | None,
 ) -> tuple[Graph, tuple[tuple[str, Tensor], ...]]:
-    """Return the graph of one layer, and the tensors of the file beside it, in their order.
+    """Return the graph with a single layer, and the tensors for the accompanying file, in their order.
 
     Raises:
-        CaptureRefused: a parameter or a buffer without values, of a type that no stage holds, or a size
-            that is no integer made of sizes.
+        CaptureRefused: a parameter or a buffer has no values or has a type that no stage holds, or a size is
+            not an integer computed from sizes.
     """
     statistics = frozenset(path for _, cleaned in parts for path in cleaned.statistics)
     is_trained = any(exported.request.train for exported, _ in parts)

@@ -12,9 +12,10 @@ _MEAN, _SUM = 1, 2
 
 
 def mean_of_classes(call: Call) -> Handle:
-    """Return cross entropy or its like as a mean over the labels that count: their sum by their number.
+    """Return a mean over the labels that count (of cross entropy or a similar loss) as their sum divided by
+    their number.
 
-    A batch in which no label counts gives 0, where torch gives NaN.
+    A batch in which no label counts gives 0; torch gives NaN.
     """
     target: Handle = call.arguments[1]
     given = dict(enumerate(call.arguments)) | {
@@ -38,7 +39,8 @@ def mean_of_classes(call: Call) -> Handle:
 
 
 def margin_of_classes(call: Call) -> Handle:
-    """`multi_margin_loss` by its formula: torch cannot go back through it on tensors without memory."""
+    """Compute `multi_margin_loss` by its formula, because torch cannot compute its backward pass on tensors
+    without memory."""
     names = ("self", "target", "p", "margin", "weight", "reduction")
     given = dict(zip(names, call.arguments, strict=False)) | dict(call.keywords)
     walk, scores, target = call.walk, call.first, given["target"]
@@ -70,4 +72,4 @@ MEANS: Mapping[str, Callable[[Call], Handle]] = MappingProxyType(
     }
     | {"aten.multi_margin_loss.default": margin_of_classes}
 )
-"""By full name."""
+"""Rewrites by the operator's full name."""

@@ -1,10 +1,10 @@
 """The Python state of a module: restored after a trace or a proof, and compared before and after.
 
-A graph holds what `forward` computed once. A counter, a list that grows, a flag or a random number of Python
-is a constant in it, so everything that `forward` changes must be known. `restored` restores everything in any
-case: attributes and the containers in them (hooks are such), `requires_grad`, training flags, and the states
-of Python's, numpy's and torch's global generators. Values of tensors are not copied here: a trace computes
-none, and a proof copies the buffers.
+A graph keeps what `forward` computed once. A counter, a list that grows, a flag or a random number of Python
+would be a constant in it, so everything that `forward` changes must be known. `restored` restores everything
+in any case: attributes and the containers in them (including hooks), `requires_grad`, training flags, and the
+states of Python's, numpy's and torch's global generators. Values of tensors are not copied here: a trace
+computes none, and a proof copies the buffers.
 """
 
 import random
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 OBJECTS_MAX = 1_000_000
-"""Limit of a model's objects that are compared and restored; further ones are ignored."""
+"""Maximum number of a model's objects that are compared and restored; further objects are ignored."""
 _DEPTH_MAX = 6
-"""The depth to which containers and objects nest, counted from the module."""
+"""Maximum nesting depth of containers and objects, counted from the module."""
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.Size)
 _OPAQUE = (Tensor, type, np.ndarray, torch.device, torch._C.Generator)
 _SEPARATE = {"_buffers", "_parameters", "_modules"}
-"""The attributes of a module whose tensors the trace handles itself."""
+"""The attributes of a module whose tensors the trace itself handles."""
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def python_state(model: nn.Module) -> dict[str, Any]:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the paths that differ between two `python_state`s."""
+    """Return the paths that differ between two results of `python_state`."""
     keys = list(dict.fromkeys((*after, *before)))
     return [key for key in keys if key not in before or key not in after or before[key] != after[key]]
 
@@ -82,7 +82,8 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the model's modules, and each container and object of Python that they hold, once, by path."""
+    """Yield, once and with their paths, the model's modules and each Python container and object that they
+    hold."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         stack: list[tuple[str, Any, int]] = [(path, module, 0)]
@@ -99,7 +100,7 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_open(value: Any) -> bool:
-    """Return whether it may contain something that changes."""
+    """Return whether the value may contain something that changes."""
     if isinstance(value, _CONTAINERS):
         return True
     if _leaf(value) is not None or isinstance(value, (*_PLAIN, *_OPAQUE, tuple)) or callable(value):
@@ -121,7 +122,8 @@ def _items(each: Any) -> list[tuple[Any, Any]]:
 
 
 def _leaf(value: Any) -> Any:
-    """Return a value that can be compared; None for one that is opened by itself or equals only itself."""
+    """Return a value that can be compared. Return None if the value's content is compared separately, or if
+    it equals only itself."""
     if isinstance(value, _PLAIN):
         return type(value).__name__, value
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -149,7 +151,7 @@ def _put(each: Any, content: Any) -> None:
     held = each if isinstance(each, _CONTAINERS) else vars(each)
     is_same = len(held) == len(content)
     if is_same and isinstance(held, dict):
-        # The order counts: that of hooks is the order in which they run.
+        # The order matters: hooks run in the order in which they are stored.
         pairs = zip(held.items(), content.items(), strict=True)
         is_same = all(key == other and value is same for (key, value), (other, same) in pairs)
     elif is_same and not isinstance(held, set):

@@ -1,7 +1,7 @@
-"""The place in a person's code where something happens: the module of the model, and the file and line.
+"""The position in a user's code where something happens: the module of the model, and the file and line.
 
-The line is the innermost one that is neither torch's nor this package's nor of Python's own library: of a
-stack of frames while a model is traced, or of the text that `torch.export` keeps with each node.
+The line is the innermost one that does not belong to torch, this package or Python's own library. It comes
+from a stack of frames while a model is traced, or from the text that `torch.export` keeps with each node.
 """
 
 import re
@@ -20,11 +20,11 @@ _PYTHON = sysconfig.get_paths()["stdlib"]
 _INSTALLED = ("site-packages", "dist-packages")
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 _MODELS = str(Path(__file__).with_name("models"))
-"""Models that are built in count as a person's own."""
+"""Built-in models count as a user's own."""
 
 
 def line_of(frames: Iterator[Any]) -> str:
-    """Return `FILE:LINE` of the innermost of these frames that is a person's own; empty where there is
+    """Return `FILE:LINE` of the innermost of these frames that belongs to the user; empty if there is
     none."""
     for frame in frames:
         name, number = frame
@@ -34,7 +34,7 @@ def line_of(frames: Iterator[Any]) -> str:
 
 
 def is_own(name: str) -> bool:
-    """Return whether a file is neither torch's, nor ours, nor Python's own."""
+    """Return whether a file belongs neither to torch, nor to this package, nor to Python."""
     if name.startswith(("<", _TORCH)):
         return False
     if name.startswith(_OURS):
@@ -43,8 +43,8 @@ def is_own(name: str) -> bool:
 
 
 def _short(name: str) -> str:
-    """Return a path relative to the working folder or to a folder of installed packages, as people write
-    it."""
+    """Return a path relative to the working folder or to a folder of installed packages, in its usual
+    form."""
     for part in _INSTALLED:
         if f"/{part}/" in name:
             return name.rpartition(f"/{part}/")[2]
@@ -55,15 +55,14 @@ def _short(name: str) -> str:
 
 
 def frames(frame: Any) -> Iterator[Any]:
-    """Yield frames from the innermost one outwards."""
+    """Yield frames, from the innermost one outwards."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def frames_of(error: BaseException) -> list[Any]:
-    """Return the frames in which an exception was raised, the innermost first; those of its cause, if it has
-    one."""
+    """Return the frames in which an exception was raised, or its cause if it has one; the innermost first."""
     inner: BaseException = error
     while inner.__cause__ is not None and inner.__traceback__ is None:
         inner = inner.__cause__
@@ -71,7 +70,7 @@ def frames_of(error: BaseException) -> list[Any]:
 
 
 def place_of(error: BaseException, model: nn.Module) -> str:
-    """Return the module that was running when an exception was raised, and the line, for a message."""
+    """Return, for a message, the module that was running when an exception was raised, and the line."""
     inner: BaseException = error
     while inner.__cause__ is not None and inner.__traceback__ is None:
         inner = inner.__cause__
@@ -81,19 +80,19 @@ def place_of(error: BaseException, model: nn.Module) -> str:
 
 
 def place_now(frame: Any, model: nn.Module) -> str:
-    """Return the module that is running in this frame or around it, and the line."""
+    """Return the module that is running in or around this frame, and the line."""
     lines = ((each.f_code.co_filename, each.f_lineno) for each in frames(frame))
     return _said(owner(frames(frame), model), line_of(lines))
 
 
 def place_of_node(stack_trace: str | None, path: str) -> str:
-    """Return the module at `path`, and the line that `torch.export` noted of a node."""
+    """Return the module at `path`, and the line that `torch.export` recorded for a node."""
     found = [(name, int(number)) for name, number in _LINE.findall(stack_trace or "")]
     return _said(named(path), line_of(reversed(found)))
 
 
 def owner(found: Iterator[Any], model: nn.Module) -> str | None:
-    """Return the innermost module of the model that is running in these frames; None where none is."""
+    """Return the innermost module of the model that is running in these frames; None if there is none."""
     paths = {id(module): path for path, module in model.named_modules()}
     for frame in found:
         path = paths.get(id(frame.f_locals.get("self")))
@@ -103,7 +102,7 @@ def owner(found: Iterator[Any], model: nn.Module) -> str | None:
 
 
 def named(path: str) -> str:
-    """Return a module's path for a message."""
+    """Return a module's path for use in a message."""
     return f"module '{path}'" if path else "the model itself"
 
 

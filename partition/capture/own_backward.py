@@ -1,8 +1,8 @@
-"""Autograd functions of a model, each compared by itself with the gradient of its forward.
+"""Autograd functions of a model, each compared separately with the gradient of its forward.
 
-A proof compares the gradients of the whole model at one point. A backward of its own may agree there and
-nowhere else, such as one that differs only where a router hesitates between two experts. So every function
-that the model calls is compared alone too: at the values that it was called with, and near them.
+A proof compares the gradients of the whole model at one point. A custom backward may agree there and nowhere
+else, for example if it differs only where a router hesitates between two experts. So every function that the
+model calls is also compared separately: at the values with which it was called, and near them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 CALLS_MAX = 8
-"""Calls of one function that are compared: layers are alike."""
+"""Maximum number of calls of one function that are compared, because layers are alike."""
 TOLERANCE = 1e-4
-"""Relative, of each gradient: a backward may have constants of eight digits."""
+"""Relative tolerance for each gradient: a backward may have constants with eight digits."""
 DISTANCES = (0.0, 0.5, 4.0)
-"""Distances of the compared points from the values that the function was called with, in units of their
+"""Distances of the compared points from the values with which the function was called, in units of their
 spread."""
 _SEED = 11
 
 
 @contextmanager
 def compared(found: list[str]) -> Iterator[None]:
-    """Note each autograd function whose own backward is not the gradient of its forward."""
+    """Record each autograd function whose own backward is not the gradient of its forward."""
     apply = torch.autograd.Function.__dict__["apply"]
     calls: dict[Any, int] = {}
 
@@ -52,7 +52,8 @@ def compared(found: list[str]) -> Iterator[None]:
 
 
 class _Context:
-    """The interface of autograd's context that a forward may use; autograd needs none of it here."""
+    """The part of the interface of autograd's context that a forward may use; autograd itself needs none of
+    it here."""
 
     def __init__(self, count: int) -> None:
         self.needs_input_grad = (True,) * count
@@ -69,7 +70,7 @@ class _Context:
 
 
 def _difference(cls: Any, bare: Callable[..., Any], arguments: Sequence[Any]) -> float:
-    """Return the largest relative difference of a gradient; 0 where it cannot be determined."""
+    """Return the largest relative difference of a gradient; 0 if it cannot be determined."""
     tensors = [each for each in arguments if isinstance(each, Tensor)]
     if any(type(each) not in (Tensor, nn.Parameter) or each.is_meta for each in tensors):
         return 0.0
@@ -93,7 +94,7 @@ def _difference(cls: Any, bare: Callable[..., Any], arguments: Sequence[Any]) ->
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Return the relative distance; 0 where either is not a number."""
+    """Return the relative distance; 0 if either is not finite."""
     scale = max(float(one.norm()), float(other.norm()))
     found = float((one - other).norm()) / (scale or 1.0)
     return found if isfinite(found) else 0.0
@@ -109,13 +110,14 @@ def _moved(value: Any, distance: float) -> Any:
 
 
 def _gradients(function: Callable[..., Any], arguments: Sequence[Any]) -> list[Tensor]:
-    """Return the gradients of a signed sum of the results, by those arguments that have gradients."""
+    """Return the gradients of a signed sum of the results with respect to those arguments that need
+    gradients."""
     leaves, given = [], []
     for each in arguments:
         if isinstance(each, Tensor):
             leaf = each.detach().clone().requires_grad_(each.requires_grad)
             leaves.append(leaf)
-            # A function may change it in place, which no leaf allows.
+            # A function may change the argument in place, which autograd forbids for leaves.
             given.append(leaf.clone() if leaf.requires_grad else leaf)
         else:
             given.append(each)

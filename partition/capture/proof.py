@@ -1,10 +1,11 @@
-"""The requester's proof that a graph is the model: both are computed, and must agree, before anything leaves.
+"""The requester's proof that a graph computes what the model does: both are computed, and must agree, before
+anything is sent.
 
 Forward, the gradient of every parameter, and evaluation are compared with the module as its author wrote it.
 The model need not fit into memory: a parameter on meta has values only while an operator runs
 (`partition.capture.lazy_tensor`), and only a sketch of each gradient is kept, its norm and its product with a
 vector of signs. So a custom `autograd.Function` with a wrong backward, or an operator whose graph form
-differs from eager mode, is found here and not by those who train.
+differs from eager mode, is found here and not by the peers that train the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,18 +33,19 @@ from partition.model.operators import OPERATORS
 from partition.model.sizes import shape_of
 
 ADDITION_TOLERANCE = 1e-3
-"""The relative tolerance of the losses of two halves against that of the whole: a norm by batch is seen,
-rounding is not."""
+"""Relative tolerance for the losses of two halves compared with the loss of the whole batch: a batch norm's
+effect is detected, rounding is not."""
 
 
 @dataclass(frozen=True)
 class Proof:
     """The result of a comparison: its extent, and the difference found.
 
-    `entries` are the entry points, the first of them in training and in evaluation; the other numbers are of
-    its training. `error` is the largest difference of all, relative as `tolerance` is. `materialised_bytes`
-    is the most that parameters without memory had at once; 0 if the model is held for real. `sizes` are those
-    of the training run; evaluation takes a batch of one more where the graph allows.
+    `entries` are the entry points, the first of them in training and in evaluation; the other numbers refer
+    to its training. `error` is the largest of all differences, relative like `tolerance`.
+    `materialised_bytes` is the maximum of bytes that parameters without memory had at a time; 0 if the model
+    is really in memory. `sizes` are those of the training run; the evaluation's batch is larger by one, if
+    the graph allows that.
     """
 
     entries: tuple[str, ...]
@@ -71,13 +73,14 @@ def prove(
 ) -> Proof:
     """Compare a captured graph with its model: in training, in evaluation, and in its further entry points.
 
-    Arguments are those of `capture`, but here values count: floating inputs that are all equal are replaced
-    by noise, since zeros would prove little. Without a loss, gradients are those of the outputs' product with
-    signs. The states of further entry points are compared too. The model is as before afterwards.
+    Arguments are those of `capture`, but here values matter: floating-point inputs that are all equal are
+    replaced by noise, because zeros would prove little. Without a loss, gradients are those of the outputs'
+    product with signs. The states of further entry points are compared too. The model is unchanged
+    afterwards.
 
     Raises:
-        CaptureRefused: the graph is not the model; the text names the first output, or the parameter nearest
-            to the loss, that differs, and its module.
+        CaptureRefused: the graph differs from the model; the text names the first output, or the parameter
+            nearest to the loss, that differs, and its module.
     """
     graph = captured.graph
     tolerance = tolerance_of(graph)
@@ -117,7 +120,7 @@ def prove(
 
 @contextmanager
 def _as_it_trains(model: nn.Module, seed: int, counter: Materialised) -> Iterator[None]:
-    """Give the model values and put it into training; undo all of that afterwards."""
+    """Give the model values and put it into training mode; undo all of that afterwards."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_without_fast_path())
@@ -129,7 +132,7 @@ def _as_it_trains(model: nn.Module, seed: int, counter: Materialised) -> Iterato
 
 
 def _compare_training(run: ProofRun, tolerance: float) -> tuple[Computed, float]:
-    """Return what the model computes of a step, and how far the graph is from it. Raises CaptureRefused."""
+    """Return what the model computes in a step, and how far the graph is from it. Raises CaptureRefused."""
     graphed = run.graphed(train=True)
     wrong: list[str] = []
     with compared(wrong):
@@ -148,7 +151,7 @@ def _compare_evaluation(run: ProofRun, tolerance: float, when: str) -> float:
 
 
 def _further_runs(run: ProofRun, entries: Mapping[str, Further]) -> Iterator[tuple[str, ProofRun]]:
-    """Return what each further entry point is called in a refusal, and its run."""
+    """Yield, for each further entry point, its description for a refusal, and its run."""
     graph = run.graph
     for name, (method, inputs, *_) in entries.items():
         entry = _entry(graph, name)
@@ -182,7 +185,7 @@ def _entry(graph: Graph, name: str) -> Entry:
 
 @contextmanager
 def _without_fast_path() -> Iterator[None]:
-    """Disable the fused kernels by which nn.TransformerEncoder evaluates: they answer otherwise where there
+    """Disable the fused kernels that nn.TransformerEncoder uses in evaluation: their results differ if there
     is padding."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -199,7 +202,7 @@ def _check_addition(run: ProofRun) -> None:
     if parts is None:
         whole = whole.doubled()
         if whole is run.given:
-            return  # the graph takes this one batch only
+            return  # the graph accepts only this batch size
         parts = run.given, run.given
     totals, counts = [], []
     for each in (whole, *parts):
@@ -211,7 +214,8 @@ def _check_addition(run: ProofRun) -> None:
     added, counted = sum(totals[1:]) / totals[0], sum(counts[1:]) / (counts[0] or 1)
     if whole.sizes != parts[0].sizes and len(set(counts)) == 1 and counts[0] > 1:
         raise CaptureRefused(
-            f"the loss has a count of {counts[0]:.0f}, however large the batch is: count samples"
+            f"the loss has a count of {counts[0]:.0f}, however large the batch is. "
+            "Return the number of samples as the count"
         )
     if abs(added - counted) <= ADDITION_TOLERANCE:
         return
@@ -222,8 +226,9 @@ def _check_addition(run: ProofRun) -> None:
     )
     if abs(added - 2 * counted) <= ADDITION_TOLERANCE + 0.2 * draws:
         raise CaptureRefused(
-            "the loss is a mean over the batch, which a step would divide a second time: return the sum, or "
-            "the pair of the sum and of how many it is divided by"
+            "the loss is a mean over the batch, which a step would divide a second "
+            "time. Return the sum, or the pair of the sum and the number by which it "
+            "is divided"
         )
     if not draws:
         raise CaptureRefused(

@@ -1,4 +1,4 @@
-"""Inputs and labels for a proof: in the form of the model and of the graph, with values that show
+"""Inputs and labels for a proof: in the form of the model and of the graph, with values that reveal
 differences."""
 
 from collections.abc import Mapping, Sequence
@@ -37,8 +37,8 @@ class Given:
         return self.all[self.form.inputs :]
 
     def enlarged(self, more: int = 1) -> "Given":
-        """Return the same with its first samples once more, so that a batch frozen into the graph shows; or
-        itself, where the graph takes no larger batch."""
+        """Return the same with its first samples repeated, so that a batch size fixed in the graph is
+        detected. Return itself if the graph accepts no larger batch."""
         graph = self.graph
         if not graph.symbols or self.sizes[0] + more > graph.symbols[0].maximum:
             return self
@@ -51,7 +51,7 @@ class Given:
         return given(graph, self.entry, self.form, grown)
 
     def halves(self) -> "tuple[Given, Given] | None":
-        """Return the samples in two parts; None where the graph takes no batch so small."""
+        """Return the samples in two parts; None if the graph does not accept such small batches."""
         if not self.sizes or self.sizes[0] < 2 * self.graph.symbols[0].minimum:
             return None
         middle = self.sizes[0] // 2
@@ -67,13 +67,12 @@ class Given:
         return given(self.graph, self.entry, self.form, taken)
 
     def doubled(self) -> "Given":
-        """Return every sample twice; itself where the graph takes no such batch."""
+        """Return every sample twice; itself if the graph does not accept such a batch."""
         return self.enlarged(self.sizes[0]) if self.sizes else self
 
 
 def given(graph: Graph, entry: Entry, form: Form, tensors: Sequence[torch.Tensor]) -> Given:
-    """Bind tensors to the graph's ports. Raises CaptureRefused: they are not of the shapes that the graph
-    takes."""
+    """Bind tensors to the graph's ports. Raises CaptureRefused if the graph does not accept their shapes."""
     types = [graph.types[port.type] for port in (*entry.inputs, *entry.labels)]
     try:
         shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -82,17 +81,17 @@ def given(graph: Graph, entry: Entry, form: Form, tensors: Sequence[torch.Tensor
         sizes = _bind(graph, types, shapes)
     except RemoteProtocolError as error:
         raise CaptureRefused(f"the examples do not fit the graph: {error}") from error
-    # As a run feeds them: `view` takes those, and not every slice that a person gives as an example.
+    # Contiguous, as in a run: `view` accepts these, but not every slice that a user may give as an example.
     return Given(graph, entry, form, tuple(tensor.contiguous() for tensor in tensors), sizes)
 
 
 def lively(tensors: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """Replace floating tensors whose elements are all one number by noise."""
+    """Replace floating-point tensors whose elements are all equal by noise."""
     return [_lively(tensor, seed + place) for place, tensor in enumerate(tensors)]
 
 
 def _bind(graph: Graph, types: list[TensorType], shapes: list[tuple[int, ...]]) -> Sides:
-    """Return the symbols' values; a symbol that no input of this entry point has does not matter there."""
+    """Return the symbols' values. A symbol that no input of this entry point has does not matter there."""
     for row, symbol in enumerate(graph.symbols):
         if not any(Size(row) in kind.shape for kind in types):
             types, shapes = [*types, TensorType("int64", (Size(row),))], [*shapes, (symbol.minimum,)]

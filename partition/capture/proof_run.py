@@ -1,6 +1,6 @@
 """The two computations of one batch that a proof compares: the model's own, and its graph's.
 
-Both draw the same: before the k-th random operator the generator is seeded by k.
+Both make the same draws: before the k-th random operator the generator is seeded with k.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,11 +58,11 @@ def _buffers_copied(model: nn.Module) -> Iterator[None]:
 
 
 class _Seeded(TorchDispatchMode):
-    """Seeds the generator by k before the k-th operator that draws.
+    """Seeds the generator with k before the k-th operator that draws.
 
     The count of draws is kept in the generator itself, as its seed: a checkpointed region that is computed
-    again puts the generator back, and draws the same again. The graph has the model's operators in the places
-    `kept` (all where it is empty): an unused number is drawn in eager mode alone.
+    again restores the generator, and makes the same draws again. The graph has the model's operators at the
+    positions `kept` (all, if it is empty); unused random numbers are drawn only in eager mode.
     """
 
     def __init__(self, seed: int, kept: Sequence[int] = ()) -> None:
@@ -101,12 +101,13 @@ class ProofRun:
         return self.captured.graph
 
     def eager(self, *, train: bool, beside: Computed) -> Computed:
-        """Run the model as its author wrote it; a mean is taken as often as the graph `beside` counts."""
+        """Run the model as its author wrote it. A mean is multiplied by the count of the graph's run
+        `beside`."""
         try:
             return self._eager(train=train, beside=beside)
         except CaptureRefused:
             raise
-        except Exception as error:  # a person's own code
+        except Exception as error:  # the user's own code
             raise self._fails(error) from error
 
     def _fails(self, error: Exception) -> CaptureRefused:
@@ -142,14 +143,15 @@ class ProofRun:
                 if name not in buffers:
                     raise CaptureRefused(f"the model has no buffer '{name}', which is a state of the graph")
                 made.states[name] = sketch_of(buffers[name], self.signs)
-            # After the backward pass: a checkpointed batch norm moves them once more there.
+            # After the backward pass, because a checkpointed batch norm updates its statistics once more
+            # there.
             for parameter in self.graph.parameters if train else ():
                 if parameter.kind == "statistic" and (name := parameter.names[0]) in buffers:
                     made.states[name] = sketch_of(buffers[name], self.signs)
         return made
 
     def _total(self, loss: torch.Tensor, numbers: dict[str, torch.Tensor], beside: Computed) -> torch.Tensor:
-        """Return the loss as one number, as the graph has it: a sum, or a mean with its count."""
+        """Return the loss as one number in the graph's form: a sum, or a mean times its count."""
         count = beside.numbers.get("count")
         if count is not None:
             numbers["count"] = torch.tensor(count)
@@ -158,7 +160,7 @@ class ProofRun:
         return loss * samples if abs(total - mean * samples) < abs(total - mean) else loss
 
     def graphed(self, *, train: bool) -> Computed:
-        """Run the graph as a stage does, uncut. Raises CaptureRefused: it cannot be computed."""
+        """Run the uncut graph like a stage. Raises CaptureRefused if it cannot be computed."""
         made = Computed()
         stage = self._whole()
         sizes = self.given.sizes
@@ -203,11 +205,11 @@ class ProofRun:
             with _buffers_copied(self.model), torch.no_grad():
                 positional, keywords = self.given.arguments
                 self.call(self.model, *positional, **keywords)
-        except Exception as error:  # a person's own code
+        except Exception as error:  # the user's own code
             raise self._fails(error) from error
 
     def _whole(self) -> StageGraph:
-        """Return the graph as one stage, which gives the model's outputs even where only a loss counts."""
+        """Return the graph as one stage that returns the model's outputs even if only a loss is needed."""
         stage = cut(self.graph, self.captured.hash, ())[0]
         share = stage.entry(self.entry.name)
         types = dict(share.types) | {value: self.entry.types[value] for value in self.entry.outputs}
@@ -216,8 +218,8 @@ class ProofRun:
         return structs.replace(stage, entries=entries)
 
     def _rows(self) -> dict[int, torch.Tensor]:
-        """Return parameters and statistics by row. Raises CaptureRefused: a name or shape that the model
-        lacks."""
+        """Return parameters and statistics by row. Raises CaptureRefused if the model lacks a name or
+        shape."""
         held = dict(self.model.named_buffers(remove_duplicate=False))
         held |= dict(self.model.named_parameters(remove_duplicate=False))
         rows = {}
@@ -226,9 +228,9 @@ class ProofRun:
             if tensor is None or tuple(tensor.shape) != shape_of(row.type, ()):
                 raise CaptureRefused(f"the model has no '{row.names[0]}' of shape {row.type.shape}")
             if row.kind == "parameter" and not tensor.requires_grad:
-                raise CaptureRefused(f"'{row.names[0]}' is trained by the graph and frozen in the model")
-            # A leaf of its own, without the hooks of the model's. A statistic moves only when a step commits;
-            # a frozen parameter has no gradient on either side.
+                raise CaptureRefused(f"the graph trains '{row.names[0]}', but it is frozen in the model")
+            # A separate leaf, without the hooks of the model's. A statistic is updated only when a step
+            # commits; a frozen parameter has no gradient on either side.
             rows[number] = tensor.detach().requires_grad_(row.kind == "parameter")
         return rows
 
@@ -239,7 +241,7 @@ class ProofRun:
         numbers: Mapping[str, torch.Tensor],
         leaves: Mapping[str, torch.Tensor],
     ) -> None:
-        """Sketch the results of a run, and the gradients of its leaves."""
+        """Compute sketches of a run's results and of its leaves' gradients."""
         made.outputs = [sketch_of(output, self.signs) for output in outputs]
         made.numbers = {name: float(number.detach()) for name, number in numbers.items()}
         if leaves:
@@ -248,7 +250,7 @@ class ProofRun:
                 self._backward(made, total, leaves)
 
     def _backward(self, made: Computed, total: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Sketch gradients, each dropped as soon as it is whole."""
+        """Compute sketches of the gradients, and drop each gradient as soon as it is complete."""
         hooks = []
 
         def keep(name: str) -> Callable[[torch.Tensor], None]:
@@ -270,7 +272,7 @@ class ProofRun:
 
 
 def _moved(program: Program, rows: Mapping[int, torch.Tensor], results: Results) -> dict[int, torch.Tensor]:
-    """Return running statistics after this batch, by row, as torch moves them: norm after norm."""
+    """Return the running statistics after this batch, by row, updated norm after norm as in torch."""
     moved: dict[int, torch.Tensor] = {}
     for norm, pair in zip(program.norms, results.statistics, strict=True):
         for row, found in zip((norm.mean_row, norm.variance_row), pair, strict=True):

@@ -1,10 +1,10 @@
-"""LSTM, GRU and plain RNN as the operators they are made of, one copy of the cell for each place of the
-sequence.
+"""LSTM, GRU and plain RNN as the operators of which they consist, with one copy of the cell for each position
+of the sequence.
 
-torch computes them with one fused operator that differs from machine to machine. Unrolled they are linear
-maps and gates that anyone can check, cost and cut. The sequence's length must be fixed, since it is the
-number of cells. Gates are in torch's order and the formulas are those of `torch.nn.LSTM`'s and
-`torch.nn.GRU`'s documentation (Hochreiter and Schmidhuber 1997 with projections of Sak 2014; Cho 2014).
+torch computes them with one fused operator that differs from machine to machine. Unrolled, they are linear
+maps and gates that anyone can check, estimate and cut. The sequence's length must be fixed, because it is the
+number of cells. Gates are in torch's order, and the formulas are those in the documentation of
+`torch.nn.LSTM` and `torch.nn.GRU` (Hochreiter and Schmidhuber 1997 with projections of Sak 2014; Cho 2014).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +19,11 @@ from partition.model.graph import ITEMS_MAX
 
 _aten = torch.ops.aten
 Recurrent = Callable[[Call], Any]
-"""Returns a handle for each result, in a list where there are several."""
+"""A function that returns a handle for the result, or a list of handles if there are several."""
 State = tuple[Handle, ...]
 Cell = Callable[[Emitter, Handle, State, Sequence[Handle], bool], State]
-"""Takes the input's share of the gates, the state and the layer's weights, and returns the next state."""
+"""A function that takes the input's part of the gates, the state and the layer's weights, and returns the
+next state."""
 
 
 def _linear(walk: Emitter, x: Handle, weights: Sequence[Handle], first: int, biases: bool) -> Handle:
@@ -76,9 +77,9 @@ def _direction(
     backward: bool,
     biases: bool,
 ) -> tuple[Handle, State]:
-    """Run one layer in one direction over x of (sequence, batch, features); return all hidden states and the
+    """Run one layer in one direction over x of (sequence, batch, features). Return all hidden states and the
     last state."""
-    # The inputs' share of all gates at once: one large product instead of many small ones.
+    # The inputs' part of all gates together: one large product instead of many small ones.
     given = walk.emit(_aten.unbind.int, _linear(walk, x, weights, 0, biases))
     hidden = []
     for share in reversed(given) if backward else given:
@@ -101,8 +102,8 @@ def _unrolled(cell: Cell, states: int) -> Recurrent:
         length = x.fake.shape[0]
         if not isinstance(length, int) or length > ITEMS_MAX:
             raise CaptureRefused(
-                f"a recurrent layer is unrolled, so its sequence must be fixed and at most {ITEMS_MAX} long, "
-                f"not {length}"
+                "a recurrent layer is unrolled, so its sequence length must be fixed and "
+                f"at most {ITEMS_MAX}, not {length}"
             )
         directions = 2 if bidirectional else 1
         each = len(weights) // (layers * directions)
@@ -126,7 +127,7 @@ def _unrolled(cell: Cell, states: int) -> Recurrent:
 
 
 def _single(cell: Cell, states: int) -> Recurrent:
-    """Return the rewrite of one cell by itself, whose state is a list where it has several tensors."""
+    """Return the rewrite of a single cell; its state is a list if it has several tensors."""
 
     def step(call: Call) -> Any:
         x, first, *weights = call.arguments

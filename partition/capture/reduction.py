@@ -1,10 +1,10 @@
 """Splits a mean loss into the sum and the count that a step needs, so that micro-batches of any size add up.
 
-Gradients of micro-batches are summed and divided once, at the end of a step. A mean would be divided twice.
-`as_sum` finds in the steps of a loss what its mean is over. A mean over samples is multiplied by the batch;
-for a mean over labels or a mask (tokens that are not ignored), their number is the step's count. A loss that
-it cannot read stays as it is, and `partition.capture.proof` finds it: there the losses of two halves of a
-batch must add up to that of the whole.
+Gradients of micro-batches are summed and divided once, at the end of a step, so a mean would be divided
+twice. `as_sum` finds in the steps of a loss what its mean is taken over. A mean over samples is multiplied by
+the batch size. If the mean is over labels or a mask (tokens that are not ignored), their number is the step's
+count. A loss that it cannot analyse stays as it is, and `partition.capture.proof` detects it: there the
+losses of two halves of a batch must add up to that of the whole.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from partition.capture.fx_pass import Walk
 from partition.capture.steps import Handle, Leaf, Made, Reference, Step, Symbolic, TraceStorage
 
 Reduction = Literal["auto", "sum", "microbatch"]
-"""How a step adds a loss up. `auto`: sums as they are, and means as `as_sum` reads them. `sum`: as it is.
+"""How a step adds up a loss. `auto`: sums unchanged, and means as `as_sum` interprets them. `sum`: unchanged.
 `microbatch`: a micro-batch's loss counts once for each of its samples, for losses of any form (contrastive
 losses, sums of different means)."""
 
@@ -44,7 +44,7 @@ _REDUCED = {
     "hinge_embedding_loss": 3,
     "poisson_nll_loss": 5,
 }
-"""The place of each loss's reduction among its arguments."""
+"""The position of each loss's reduction among its arguments."""
 _OF_CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd")
 _SAME = {"to", "alias", "clone", "neg", "squeeze", "reshape", "view", "detach", "nan_to_num", "_to_copy"}
 _SHAPED = _SAME | {"slice", "select", "unsqueeze", "expand", "flatten", "permute", "transpose", "contiguous"}
@@ -59,9 +59,9 @@ class SampleMean:
 
 
 def as_sum(walk: Walk, loss: Handle, batch: Any, reduction: Reduction) -> tuple[Handle, Handle | None]:
-    """Return the loss as a sum, and its divisor at the end of a step: None for the batch.
+    """Return the loss as a sum, and its divisor at the end of a step; None stands for the batch size.
 
-    `batch` is the number of samples, an integer or torch's symbol of one.
+    `batch` is the number of samples, an integer or torch's symbol for it.
     """
     walk.owner = "loss"
     if reduction == "sum":
@@ -81,7 +81,7 @@ def as_sum(walk: Walk, loss: Handle, batch: Any, reduction: Reduction) -> tuple[
 
 
 def _kind(walk: Walk, reference: Any, batch: Any) -> SampleMean | Literal["sum"] | None:
-    """Return the kind of a scalar: a mean, a sum, or neither as far as can be read."""
+    """Return the kind of a scalar: a mean, a sum, or None if it cannot be determined."""
     if not isinstance(reference, Made):
         return None
     step, short = reference.step, _short(reference.step)
@@ -92,8 +92,9 @@ def _kind(walk: Walk, reference: Any, batch: Any) -> SampleMean | Literal["sum"]
         is_weighted = short in _OF_CLASSES and len(arguments) > 2 and arguments[2] is not None
         if how == _MEAN and is_weighted:
             raise CaptureRefused(
-                "the loss is a mean weighted by class, so micro-batches cannot be added up: return the sum "
-                "and the number of labels, or say reduction='microbatch'"
+                "the loss is a mean weighted by class, so micro-batches cannot be added "
+                "up. Return the sum and the number of labels, or use "
+                "reduction='microbatch'"
             )
         return SampleMean() if how == _MEAN else "sum" if how == _SUM else None
     if short == "mean":
@@ -130,7 +131,7 @@ def _combined(
 
 
 def _divisor(walk: Walk, reference: Any) -> Reference | None:
-    """Return a count without the guard that keeps it from zero; None if it is no count."""
+    """Return a count without the guard that keeps it from being zero; None if it is not a count."""
     while isinstance(reference, Made) and _short(reference.step) in _BOUNDED:
         others = [each for each in reference.step.arguments[1:] if isinstance(each, Made | Leaf)]
         if others:
@@ -144,7 +145,7 @@ def _divisor(walk: Walk, reference: Any) -> Reference | None:
 
 
 def _is_whole(walk: Walk, reference: Any) -> bool:
-    """Return whether a tensor holds only whole numbers: a mask, or a result of masks."""
+    """Return whether a tensor contains only integers: a mask, or a result computed from masks."""
     if isinstance(reference, Leaf):
         known = walk.leaves.get(reference)
         return known is not None and not known.fake.is_floating_point()
@@ -161,7 +162,7 @@ def _is_whole(walk: Walk, reference: Any) -> bool:
 
 
 def _varies(reference: Any, batch: Any) -> bool:
-    """Return whether a tensor has more elements for a larger batch, as far as is known."""
+    """Return whether a tensor is known to have more elements for a larger batch."""
     if not isinstance(reference, Made) or isinstance(batch, int):
         return isinstance(reference, Made)
     symbols = batch.node.expr.free_symbols

@@ -1,4 +1,4 @@
-"""Operators that a graph writes differently: conversions, memory without values, views, plain renamings."""
+"""Operators that a graph writes differently: conversions, uninitialised memory, views, plain renamings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ Rewrite = Callable[[Call], Handle]
 
 
 def _to(call: Call) -> Handle:
-    """Convert to another type; the device is dropped."""
+    """Convert to a different type; the device is dropped."""
     handle = call.first
     if call.fakes.dtype != handle.fake.dtype:
         return call.emit(_aten.to.dtype, handle, call.fakes.dtype)
@@ -27,7 +27,7 @@ def _to_copy(call: Call) -> Handle:
 
 
 def _empty(call: Call) -> Handle:
-    """Return zeros: a correct model overwrites this memory, and reading another's memory is forbidden."""
+    """Return zeros: a correct model overwrites this memory, and uninitialised memory must not be read."""
     return call.emit(_aten.zeros.default, call.arguments[0], dtype=call.fakes.dtype)
 
 
@@ -40,7 +40,7 @@ def _new_empty(call: Call) -> Handle:
 
 
 def _view(call: Call) -> Handle:
-    """Make a view a reshape: a view needs the right strides, and strides do not travel."""
+    """Replace a view by a reshape: a view needs the right strides, and strides are not sent."""
     return call.emit(_aten.reshape.default, call.first, call.arguments[1])
 
 
@@ -49,7 +49,7 @@ def _view_as(call: Call) -> Handle:
 
 
 def _squeeze(call: Call) -> Handle:
-    """Squeeze only sides that are always one: a batch of one keeps its dimension."""
+    """Squeeze only sides that are always one: a batch of one must keep its dimension."""
     shape = call.first.fake.shape
     ones = [place for place, side in enumerate(shape) if isinstance(side, int) and side == 1]
     return call.emit(_aten.squeeze.dims, call.first, ones) if ones else call.walk.alias(call.first)
@@ -74,14 +74,14 @@ def _lifted(call: Call) -> Handle:
 
 
 def _dropout(call: Call) -> Handle:
-    """Drop a dropout that never drops anything: torch too gives back its very input."""
+    """Remove a dropout that never drops anything; torch also returns its input itself."""
     if call.arguments[1] == 0 or not call.arguments[2]:
         return call.walk.alias(call.first)
     return call.emit(_aten.dropout.default, *call.arguments)
 
 
 def _weight_norm(call: Call) -> Handle:
-    """Write out g v / |v| by rows (Salimans and Kingma 2016), for which torch has an operator of its own."""
+    """Compute g v / |v| by rows (Salimans and Kingma 2016), for which torch has a separate operator."""
     v, g = call.arguments[:2]
     dim = call.arguments[2] if len(call.arguments) > 2 else 0
     others = [place for place in range(v.fake.dim()) if dim == -1 or place != dim]
@@ -90,33 +90,34 @@ def _weight_norm(call: Call) -> Handle:
 
 
 def _conjugate(call: Call) -> Handle:
-    """Write out a conjugation: torch's own is a view with a mark, which does not travel."""
+    """Compute a conjugation: torch's own is a view with a flag, which is not sent."""
     if not call.first.fake.is_complex():
         return call.walk.alias(call.first)
     return call.emit(_aten.conj_physical.default, call.first)
 
 
 def _einsum(call: Call) -> Handle:
-    """Remove the spaces of an equation: they mean nothing, and stages accept none."""
+    """Remove the spaces from an equation: they mean nothing, and stages do not accept them."""
     return call.emit(call.operator, str(call.arguments[0]).replace(" ", ""), *call.arguments[1:2])
 
 
 def _embedding(call: Call) -> Handle:
-    """Make the gradient dense: a sparse one is another form of it, which a stage does not keep."""
+    """Make the gradient dense: a sparse gradient is a different representation, which a stage does not
+    support."""
     return call.emit(call.operator, *call.arguments[:4])
 
 
 def _instance_norm(call: Call) -> Handle:
     if any(isinstance(each, Handle) for each in call.arguments[3:5]):
         raise CaptureRefused(
-            "an instance norm that keeps statistics, which stages do for batch norm only; set "
-            "track_running_stats=False: it then evaluates as it trains"
+            "an instance norm that keeps statistics, but stages keep only batch "
+            "norm's; set track_running_stats=False, so that it evaluates as it trains"
         )
     return call.emit(call.operator, *call.arguments, **call.keywords)
 
 
 def _stft(call: Call) -> Handle:
-    """Write out windows of a signal, each by a Fourier transform: (..., time) to (..., frequency, window)."""
+    """Compute a Fourier transform of each window of a signal: (..., time) to (..., frequency, window)."""
     given = [*call.arguments, *[None] * (9 - len(call.arguments))]
     signal, length, hop, width, window, normalized, onesided, is_complex, align = given
     if align:
@@ -131,7 +132,7 @@ def _stft(call: Call) -> Handle:
     is_half = onesided if onesided is not None else not signal.fake.is_complex()
     transform = _aten.fft_rfft.default if is_half else _aten.fft_fft.default
     side = length // 2 + 1 if is_half else length
-    # torch's own shape function of it fails where a size varies.
+    # torch's own shape function for it fails if a size varies.
     fake = frames.fake.new_empty((*frames.fake.shape[:-1], side), dtype=frames.fake.dtype.to_complex())
     found = walk.emit(transform, frames, None, -1, "ortho" if normalized else None, fakes=fake)
     found = walk.emit(_aten.transpose.int, found, -2, -1)
@@ -142,9 +143,9 @@ def _stft(call: Call) -> Handle:
 def with_tensor_first(
     walk: Emitter, operator: torch._ops.OpOverload, arguments: Sequence[Any]
 ) -> Sequence[Any]:
-    """Return the arguments with a tensor in the first place: `torch.add(0.5, x)` has a number there.
+    """Return the arguments with a tensor in the first position: `torch.add(0.5, x)` has a number there.
 
-    A stage wants a tensor there, and a number has the type that torch computes both in.
+    A stage requires a tensor there, and the number becomes a tensor of the type in which torch computes both.
     """
     first = next(iter(operator._schema.arguments), None)
     if first is None or str(first.type) != "Tensor" or not arguments or isinstance(arguments[0], bool):
@@ -158,7 +159,8 @@ def with_tensor_first(
 
 def _strided(call: Call) -> Handle:
     raise CaptureRefused(
-        f"{call.name}, as_strided and the like show memory by address; use view, unfold or slices instead"
+        f"{call.name}, as_strided and similar operators access memory by address; use "
+        "view, unfold or slices instead"
     )
 
 

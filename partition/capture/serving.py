@@ -1,8 +1,9 @@
 """A language model of transformers as a graph that serves it (`partition.model.serving`).
 
-The model's own code is captured, with its attention replaced through transformers' own interface by the one
-operator `attend`, and with no mask and no cache: the sessions of tokens and their places in them come beside
-the graph. The model is as before afterwards, and so are others of its configuration object.
+The model's own code is captured, with its attention replaced by the single operator `attend` through
+transformers' own interface, and without mask and cache: the sessions of tokens and their positions are given
+outside the graph. The model is unchanged afterwards, and so are other models with the same configuration
+object.
 """
 
 from collections.abc import Iterator
@@ -29,18 +30,18 @@ _NAME = "peerloom"
 """The name of our attention among those of transformers."""
 _WHOLE_NAME = "peerloom_whole"
 _FIRST_ALONE = 1e4
-"""A score beside which exp(0) vanishes, in float64 too."""
+"""A score so high that exp(0) vanishes compared with it, in float64 too."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 CONTEXT_USUAL = 2_048
-"""The longest session of a model that does not state the length of its texts."""
+"""Maximum length of a session, if the model does not state the length of its texts."""
 
 
 def capture_folder_for_serving(folder: Path) -> Captured:
-    """Capture the language model in a folder as `save_pretrained` of transformers writes it, with its weights
-    in the types in which they are stored, and prove that the graph answers as the model does.
+    """Capture the language model in a folder that transformers' `save_pretrained` has written, with its
+    weights in their stored types, and prove that the graph answers like the model.
 
     Raises:
-        CaptureRefused: no model that is known here, or one that cannot be served.
+        CaptureRefused: the model is not known here, or cannot be served.
     """
     if is_encoder(folder):
         return capture_encoder(*folder_encoder(folder))
@@ -54,7 +55,7 @@ def capture_for_serving(model: nn.Module) -> Captured:
     """Capture a causal language model of transformers.
 
     Raises:
-        CaptureRefused: another kind of model, or one that cannot be served, and why.
+        CaptureRefused: the model is of a different kind, or cannot be served; the text says why.
     """
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
@@ -77,15 +78,15 @@ def capture_for_serving(model: nn.Module) -> Captured:
 
 
 def capture_encoder(model: nn.Module, pooling: str) -> Captured:
-    """Capture an encoder of transformers, whose answer to a text is one vector: the mean of its tokens', or
-    the first one's ("cls"). The text comes as one unit, and each of its rows is the vector.
+    """Capture an encoder of transformers, whose answer to a text is one vector: the mean of its tokens'
+    vectors, or the first one ("cls"). A text comes as one unit, and each of its rows is the vector.
 
     Raises:
-        CaptureRefused: another kind of model, or a graph that is not the model.
+        CaptureRefused: the model is of a different kind, or the graph differs from it.
     """
     config: Any = getattr(model, "config", None)
     if config is None or getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False):
-        raise CaptureRefused("only an encoder of transformers gives vectors of texts")
+        raise CaptureRefused("only an encoder of transformers can be captured to make vectors of texts")
     first = first_position(model)
     context = next((int(most) for name in _LENGTHS if (most := getattr(config, name, None))), CONTEXT_USUAL)
     examples = tuple(torch.zeros(size, dtype=torch.int64) for size in (5, 5, 3))
@@ -106,13 +107,14 @@ def capture_encoder(model: nn.Module, pooling: str) -> Captured:
 
 
 def first_position(model: nn.Module) -> int:
-    """Return the number of a text's first position: RoBERTa and its kin count from behind their padding."""
+    """Return the number of a text's first position: RoBERTa and similar models begin to count after their
+    padding."""
     is_kin = type(model).__name__.startswith(COUNT_FROM_PADDING)
     return int(getattr(getattr(model, "config", None), "pad_token_id", 0) or 0) + 1 if is_kin else 0
 
 
 def pooled(hidden: Tensor, pooling: str) -> Tensor:
-    """Return the vector of one text's tokens, [tokens, width]."""
+    """Return the vector for the tokens of one text, [tokens, width]."""
     return hidden[0] if pooling == "cls" else hidden.mean(0)
 
 
@@ -121,8 +123,8 @@ def _encode(
 ) -> Tensor:
     ids = tokens.unsqueeze(0)
     hidden = model(input_ids=ids, position_ids=positions.unsqueeze(0) + first).last_hidden_state
-    # Attention pools: it knows which tokens are a text's. Equal scores give the mean; a score that all others
-    # vanish beside gives the first token alone.
+    # Pooling is done by attention, because it knows which tokens belong to a text. Equal scores give the
+    # mean; a score compared with which all others vanish selects the first token.
     value = hidden.unsqueeze(1)
     ones = (positions >= 0).to(value.dtype).view(1, 1, -1, 1)
     key = ones if pooling == "mean" else (positions == 0).to(value.dtype).view(1, 1, -1, 1)
@@ -140,7 +142,7 @@ def _serve(model: Any, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tenso
         logits_to_keep=rows,
     )
     logits: Tensor = output.logits[0]
-    # Doors draw tokens from float32.
+    # Gateways sample tokens from float32.
     return logits.float() if logits.element_size() < torch.float32.itemsize else logits
 
 
@@ -166,7 +168,7 @@ def _served(graph: Graph, context: int) -> Graph:
 
 @contextmanager
 def _attending(model: nn.Module, name: str = _NAME) -> Iterator[None]:
-    """Have the model attend by our operator while it is captured."""
+    """Make the model use our attention operator while it is captured."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -186,7 +188,7 @@ def _attending(model: nn.Module, name: str = _NAME) -> Iterator[None]:
         for config, _ in held
         if getattr(config, "_experts_implementation", None) is not None
     ]
-    # Without gradients no node needs to say that it has none.
+    # Without gradients, so that no node needs to say that it has none.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         model.requires_grad_(False)
@@ -222,7 +224,7 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     if attention_mask is not None or getattr(module, "is_causal", True) is False:
-        raise CaptureRefused("attention that is not causal, or has a mask of its own, cannot be served")
+        raise CaptureRefused("attention that is not causal, or has its own mask, cannot be served")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     found = ATTEND(
         query, key, value, int(module.layer_idx), scale, sliding_window or 0, softcap or 0.0, s_aux
@@ -242,7 +244,7 @@ def _whole_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     if attention_mask is not None or getattr(module, "is_causal", False) or module not in layers:
-        raise CaptureRefused("attention that is causal, or has a mask of its own, makes no encoder")
+        raise CaptureRefused("attention that is causal, or has its own mask, makes no encoder")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     found = ATTEND(query, key, value, layers.index(module), scale, WHOLE)
     return found.transpose(1, 2).contiguous(), None

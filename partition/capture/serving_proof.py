@@ -1,14 +1,15 @@
-"""The proof that a served graph answers as its model does, before it is offered.
+"""The proof that a served graph answers like its model, before it is offered.
 
-Random sessions of several lengths go through the graph twice, by the interpreter that a stage runs: each
-prompt at once and alone; then in parts and by single tokens, all sessions in one ragged batch. Both must give
-the logits of the model itself on whole sequences. Where no model is at hand, because a file holds nothing but
-the graph that serves, both must agree with each other: that fails as soon as anything but `attend` mixes
-tokens, such as a convolution over the sequence, a mean of it, or attention that was not rewritten.
+Random sessions of several lengths go through the graph twice, in the interpreter that a stage uses: first
+each prompt in one unit and alone; then in parts and by single tokens, with all sessions in one ragged batch.
+Both must give the logits of the model itself on whole sequences. If there is no model, because a file
+contains only the graph that serves, the two must agree with each other. That fails as soon as anything other
+than `attend` mixes tokens, such as a convolution over the sequence, its mean, or attention that was not
+rewritten.
 
-The proof does not reach beyond its longest session: a longer window of attention is not tried. It costs about
-fifteen passes over the weights and `FLOPS` of arithmetic. It needs memory for the largest parameters of a
-captured file, whose own values it does not read, and no copy of a model of transformers.
+The proof does not reach beyond its longest session, so longer attention windows are not tested. It costs
+about fifteen passes over the weights and `FLOPS` of arithmetic. For a captured file, whose own values it does
+not read, it needs memory for the largest parameters. It does not copy a model of transformers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,33 +45,33 @@ from partition.model.sizes import evaluate, shape_of
 from partition.stage import Unit
 
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-"""The largest difference as a share of the largest logit: rounding of float32 and float64 stays a hundred
-times below it. Half precision stays a few times below: its products and activations are rounded as in the
-model, but attention is not, and one differing bit causes larger differences in later layers."""
+"""Maximum difference, as a share of the largest logit. Rounding of float32 and float64 stays a hundred times
+below it. Half precision stays a few times below: its products and activations are rounded as in the model,
+but attention is not, and one differing bit causes larger differences in later layers."""
 FLOPS = 20_000_000_000
-"""The most FLOPs of one session's products, for large models. About a second of one core."""
+"""Maximum FLOPs of one session's products, for large models: about a second of one core."""
 TOKENS_LEAST, TOKENS_MOST = 8, 80
-"""Tokens of the longest session: enough for parts and single tokens, and more than a page."""
+"""Number of tokens in the longest session: enough for parts and single tokens, and more than a page."""
 STEPS = 5
-"""Tokens of each session that come one at a time."""
+"""Number of tokens of each session that come one at a time."""
 _SHIFTS = 4_096
-"""How far parameters that share random numbers begin apart, at most."""
+"""Maximum distance between the starting points of parameters that share random numbers."""
 _SEED = 20
 _CPU = torch.device("cpu")
 _TOKENS = Size(0)
 
 Reference = Callable[[Tensor], Tensor]
-"""Returns the logits, [tokens, vocabulary], for the ids of one session, [tokens]."""
+"""A function that returns the logits, [tokens, vocabulary], for the ids of one session, [tokens]."""
 
 
 class ServingDiffers(CaptureRefused):
-    """The graph that serves is not the model."""
+    """The graph that serves differs from the model."""
 
 
 @dataclass(frozen=True)
 class ServingProof:
     """The result of a comparison: the tokens of all sessions, the largest relative difference, and the
-    tolerance. `has_model` is whether it was with the model, or only with the graph itself."""
+    tolerance. `has_model` says whether the graph was compared with the model, or only with itself."""
 
     tokens: int
     error: float
@@ -79,10 +80,10 @@ class ServingProof:
 
 
 def prove_folder_served(model: nn.Module, graph: Graph) -> ServingProof:
-    """Compare a graph that serves a model of transformers with the model, by its own attention.
+    """Compare a graph that serves a model of transformers with that model, which uses its own attention.
 
     Raises:
-        CaptureRefused: the graph is not the model.
+        CaptureRefused: the graph differs from the model.
     """
 
     def logits(ids: Tensor) -> Tensor:
@@ -99,18 +100,18 @@ def prove_folder_served(model: nn.Module, graph: Graph) -> ServingProof:
 
 
 def prove_encoder_served(model: nn.Module, graph: Graph, pool: Callable[[Tensor], Tensor]) -> ServingProof:
-    """Compare a graph that gives one vector of each text with its model, by the model's own attention. `pool`
-    makes the vector of all tokens'.
+    """Compare a graph that makes one vector of each text with its model, which uses its own attention. `pool`
+    computes the vector from those of all tokens.
 
     Raises:
-        CaptureRefused: the graph is not the model.
+        CaptureRefused: the graph differs from the model.
     """
 
     def vectors(ids: Tensor) -> Tensor:
         runner: Any = model
         return pool(runner(input_ids=ids.unsqueeze(0)).last_hidden_state[0]).expand(len(ids), -1)
 
-    # Some models count positions of tokens other than padding; a text here has no padding.
+    # Some models count only the positions of tokens other than padding; a text here has no padding.
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     without = -1 if padding is None else int(padding)
     return _prove(graph, _held(model, graph), _tried(vectors), (2, TOKENS_MOST), without)
@@ -124,12 +125,12 @@ def _held(model: nn.Module, graph: Graph) -> dict[int, Tensor]:
 
 
 def _tried(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return the function with the model's own exceptions as reasons to refuse it."""
+    """Return the function with the model's own exceptions turned into refusals."""
 
     def reference(ids: Tensor) -> Tensor:
         try:
             return run(ids)
-        except Exception as error:  # whatever a library's model raises
+        except Exception as error:  # a library's model may raise anything
             told = " ".join(str(error).split())[:300]
             raise CaptureRefused(f"the model itself fails: {type(error).__name__}: {told}") from error
 
@@ -137,11 +138,11 @@ def _tried(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def prove_graph_served(served: Graph, captured: Graph) -> ServingProof:
-    """Compare a graph that serves with the captured one that it was made of, at random values. If they are
-    the same one, it is compared with itself.
+    """Compare a graph that serves with the captured graph from which it was made, at random values. If the
+    two are the same graph, it is compared with itself.
 
     Raises:
-        CaptureRefused: the graph is not the model.
+        CaptureRefused: the graph differs from the model.
     """
     values = random_values(captured)
     if captured.entries[0].name == SERVE:
@@ -153,8 +154,8 @@ def prove_graph_served(served: Graph, captured: Graph) -> ServingProof:
 def random_values(graph: Graph) -> dict[int, Tensor]:
     """Return values for all parameters by row, drawn so that a deep model neither vanishes nor overflows.
 
-    Parameters are views of the same numbers, each from another one on, so they take the memory of the
-    largest ones alone.
+    Parameters are views of the same numbers with different starting points, so they take only the memory of
+    the largest ones.
     """
     shapes = [shape_of(row.type, ()) for row in graph.parameters]
     kinds = [
@@ -208,16 +209,17 @@ def _prove(
                     if not far <= tolerance:
                         where = "" if whole.is_whole else _mixing(whole, vocabulary)
                         raise ServingDiffers(
-                            f"served {way}, its logits are not those {against}: {far:.1e} apart at token "
-                            f"{place + 1} of {len(model)}, {tolerance:.0e} allowed{where}"
+                            f"served {way}, its logits are not those {against}: they differ by "
+                            f"{far:.1e} at token {place + 1} of {len(model)}, but only "
+                            f"{tolerance:.0e} is allowed{where}"
                         )
     except RemoteProtocolError as problem:
-        raise CaptureRefused(f"the graph that serves it cannot be computed: {problem}") from problem
+        raise CaptureRefused(f"the graph that serves the model cannot be computed: {problem}") from problem
     return ServingProof(sum(lengths), error, tolerance, reference is not None)
 
 
 def _lengths(graph: Graph, bounds: tuple[int, int]) -> list[int]:
-    """Tokens of each session."""
+    """Return the number of tokens of each session."""
     weights = sum(prod(shape_of(row.type, ())) for row in graph.parameters)
     longest = min(TOKENS_MOST, max(TOKENS_LEAST, FLOPS // max(1, 2 * weights)))
     least, most = max(1, bounds[0]), min(bounds[1], graph.symbols[2].maximum)
@@ -231,19 +233,20 @@ def _vocabulary(graph: Graph) -> int:
         return count_words(graph)
     side = graph.types[entry.types[entry.outputs[0]]].shape[-1]
     if not isinstance(side, int):
-        raise CaptureRefused("the model's logits have no last side that is fixed")
+        raise CaptureRefused("the last side of the model's logits is not fixed")
     return side
 
 
 def _beside(whole: "_Whole", sessions: Sequence[Tensor]) -> list[Tensor]:
-    """Return rows of sessions that go together, each at once: an encoder's have no parts."""
+    """Return the rows of sessions that are served together, each in one unit, because an encoder's sessions
+    have no parts."""
     units = [Unit(_name(len(sessions) + n), 0, len(ids), len(ids)) for n, ids in enumerate(sessions)]
     rows = whole.logits(units, torch.cat(list(sessions)))
     return list(torch.split(rows, [len(ids) for ids in sessions]))
 
 
 def _in_parts(whole: "_Whole", sessions: Sequence[Tensor]) -> list[Tensor]:
-    """Return logits of sessions that go together: each in two parts, then by single tokens."""
+    """Return the logits of sessions that are served together: each in two parts, then by single tokens."""
     parts = []
     for ids in sessions:
         first = max(1, len(ids) - STEPS)
@@ -265,7 +268,7 @@ def _in_parts(whole: "_Whole", sessions: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _difference(found: Tensor, wanted: Tensor) -> tuple[float, int]:
-    """Return the distance of logits as a share of the largest, and the row where it is largest."""
+    """Return the distance of logits as a share of the largest, and the row in which it is largest."""
     if found.shape != wanted.shape or not bool(wanted.isfinite().all()):
         return inf, 0
     apart = (found - wanted.to(found.dtype)).abs().amax(-1)
@@ -298,16 +301,16 @@ class _Whole:
         (dtype,) = dtypes
         page_bytes = PAGE_TOKENS * dtype.itemsize * sum(each.elements for each in layers.values())
         pages_each = -(-TOKENS_MOST // PAGE_TOKENS)
-        # For both ways, and for two more sessions where they differ.
+        # For both ways, and for two more sessions in case they differ.
         count = (2 * sessions + 2) * pages_each
         self._pages = Pages(layers, dtype, count * page_bytes, _CPU)
 
     def logits(self, units: Sequence[Unit], ids: Tensor) -> Tensor:
-        """Continue sessions; return the logits of all their tokens."""
+        """Continue sessions. Return the logits of all their tokens."""
         return self._run(self._program, units, ids)[0][: len(ids)]
 
     def values(self, units: Sequence[Unit], ids: Tensor, numbers: Sequence[int]) -> list[Tensor]:
-        """Continue sessions; return the values of these numbers."""
+        """Continue sessions. Return the values with these numbers."""
         told = structs.replace(self.entry, outputs=tuple(numbers))
         stage = structs.replace(self.stage, entries=(told,))
         return self._run(compile_entry(stage, SERVE, train=False, device=_CPU), units, ids)
@@ -333,7 +336,7 @@ class _Whole:
 
 
 class _Trained:
-    """The model as the graph that trains it has it: its first output on whole sequences."""
+    """The model, represented by the graph that trains it: its first output on whole sequences."""
 
     def __init__(self, graph: Graph, parameters: Mapping[int, Tensor]) -> None:
         entry = next((each for each in graph.entries if each.name == EVALUATE), graph.entries[0])
@@ -349,7 +352,7 @@ class _Trained:
             structs.replace(stage, entries=(told,)), entry.name, train=False, device=_CPU
         )
         length = graph.types[entry.inputs[0].type].shape[1]
-        assert isinstance(length, Size)  # else `serving_graph` has refused it
+        assert isinstance(length, Size)  # otherwise `serving_graph` has refused it
         self._length = length.row
         symbol = graph.symbols[length.row]
         self.lengths = symbol.minimum, symbol.maximum
@@ -378,11 +381,11 @@ def _constants(stage: StageGraph) -> dict[int, Tensor]:
     }
 
 
-# Where a graph mixes tokens
+# Finding where a graph mixes tokens
 
 
 def _mixing(whole: _Whole, vocabulary: int) -> str:
-    """Name the operators, and their module, whose result for a token changes when its session comes in
+    """Name the operators, and their module, whose result for a token changes if its session comes in
     parts."""
     tokens, last = TOKENS_LEAST, 2
     if whole.graph.symbols[2].maximum < tokens:
@@ -405,7 +408,7 @@ def _mixing(whole: _Whole, vocabulary: int) -> str:
         found = other.narrow(sides[number], 0, last)
         if not torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
             nodes = _makers(whole.entry, number, sides)
-            # The innermost module: what is at the end may be the arithmetic of one around it.
+            # The innermost module, because the last node may belong to the arithmetic of an enclosing module.
             owner = max((whole.graph.owners[node.owner] for node in nodes), key=len) or "the model"
             names = dict.fromkeys(whole.graph.operators[node.operator].split(".")[1] for node in nodes)
             return f"; {owner} mixes tokens ({', '.join(names)})"

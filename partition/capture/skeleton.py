@@ -1,19 +1,19 @@
-"""A model without its numbers: parameters on the meta device, and how they would have been initialised.
+"""A model without its values: parameters on the meta device, and how they would have been initialised.
 
     with skeleton():
         model = LlamaForCausalLM(config)      # 8B parameters, no memory
 
-Every parameter registered inside has a shape and no values. Its initialisation (`nn.init`,
+Every parameter registered inside has a shape but no values. Its initialisation (`nn.init`,
 `reset_parameters`, `_init_weights`, `weight.data.normal_()`) is recorded as a Recipe, so that each stage
 draws its own parameters (`partition.execute.values`) and no machine ever holds them all. Buffers keep their
 values: a rotary table or a mask is part of the model.
 
-Recorded are operators that fill or change a whole tensor by numbers, and the zeroing of one row. Anything
+Recorded are operators that fill or change a whole tensor with numbers, and the zeroing of one row. Anything
 else that writes to a parameter (weights read from a file, `orthogonal_`, a part of a bias) makes it
-*unrecorded*: `recipe_of` is None, `unrecorded` says why, and the model must be built for real.
+*unrecorded*: `recipe_of` is None, `unrecorded` says why, and the model must be built with real values.
 
-It watches by a dispatch mode, keyed by storage, so the order of initialisation and registration does not
-matter, nor does the function used.
+A dispatch mode observes all operators, keyed by storage, so neither the order of initialisation and
+registration nor the function used matters.
 """
 
 import sys
@@ -49,33 +49,34 @@ _RECORD = "_first_values"
 """The attribute of a parameter that holds its record."""
 
 _SILENT_ON_META = (nn.init.orthogonal_.__code__, nn.init.sparse_.__code__)
-"""Functions that return silently when their tensor is on meta, so that no operator shows them."""
+"""Functions that return silently if their tensor is on meta, so that no operator reveals them."""
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a descriptor of the C class
 _EMPTY = torch.ops.aten.empty.memory_format
 _EMPTY_ELEMENTS_MAX = 1 << 28
-"""The size from which `torch.empty` is on meta at once. A smaller tensor is real until it is registered,
-since it may become a buffer; untouched memory costs nothing, but the system does not promise any amount of
-it."""
+"""Minimum size for which `torch.empty` is immediately on meta. A smaller tensor is real until it is
+registered, because it may become a buffer. Untouched memory costs nothing, but the system does not promise an
+unlimited amount of it."""
 _UNIFORM_ELEMENTS_MAX = 1 << 24
-"""The largest tensor of unknown origin that is read to see whether all its elements are equal."""
+"""Maximum size of a tensor of unknown origin that is read to check whether all its elements are equal."""
 
 
 def recipe_of(parameter: torch.Tensor) -> Recipe | None:
-    """Return the initialisation of a parameter made in `skeleton()`; None if unrecorded or made outside.
+    """Return the initialisation of a parameter made in `skeleton()`; None if it is unrecorded or was made
+    outside.
 
-    Ask the parameter itself: a deep copy made after the skeleton no longer knows.
+    Ask the parameter itself, because a deep copy made after the skeleton has lost the information.
     """
     record: StorageHistory | None = getattr(parameter, _RECORD, None)
     return Recipe(record.steps) if record is not None and record.reason is None else None
 
 
 def unrecorded(model: nn.Module) -> tuple[tuple[str, str], ...]:
-    """(name, reason) of each parameter on meta whose first values are not known by a recipe."""
+    """Return (name, reason) for each parameter on meta whose first values are not known by a recipe."""
     found = []
     for name, parameter in model.named_parameters():
         record: StorageHistory | None = getattr(parameter, _RECORD, None)
         if parameter.is_meta and record is None:
-            found.append((name, "it was put on meta outside of skeleton()"))
+            found.append((name, "it was put on meta outside skeleton()"))
         elif parameter.is_meta and record is not None and record.reason is not None:
             found.append((name, record.reason))
     return tuple(found)
@@ -89,8 +90,9 @@ _local = threading.local()
 def skeleton() -> Iterator[None]:
     """Make the parameters of every module built inside on meta, and record their initialisation.
 
-    One at a time in a process: another thread waits. Nested, the inner one does nothing. A constructor
-    that computes with its parameters' values raises its own error here; such a model is built for real.
+    Only one skeleton at a time per process: a second thread waits. If nested, the inner one does nothing. A
+    constructor that computes with its parameters' values raises its own error here; build such a model with
+    real values.
     """
     if getattr(_local, "inside", False):
         yield
@@ -101,7 +103,7 @@ def skeleton() -> Iterator[None]:
         _local.inside = True
         filled = deterministic.fill_uninitialized_memory
         try:
-            # Else torch.empty would touch the memory that is about to be given back.
+            # Otherwise torch.empty would touch the memory that is about to be released.
             deterministic.fill_uninitialized_memory = False
             with _patched(recorder), _NoticeSilent(recorder), recorder:
                 yield
@@ -113,9 +115,9 @@ def skeleton() -> Iterator[None]:
 
 @contextmanager
 def _patched(recorder: "_Recorder") -> Iterator[None]:
-    """Let modules register what the recorder makes of a parameter; always undone.
+    """Make modules register the meta parameters that the recorder makes; always undone at the end.
 
-    Other threads go on as if nothing were patched.
+    Other threads are not affected.
     """
     module_class, parameter_class, init = _patchable()
     register, deepcopy = module_class.register_parameter, parameter_class.__deepcopy__
@@ -128,7 +130,7 @@ def _patched(recorder: "_Recorder") -> Iterator[None]:
         register(module, name, param)
 
     def deepcopy_recorded(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-        # `nn.Transformer` copies its layers; what a module copies it does not register.
+        # `nn.Transformer` copies its layers, and copied parameters are not registered.
         made: nn.Parameter = deepcopy(parameter, memo)
         if threading.get_ident() == thread:
             recorder.note_parameter(made)
@@ -157,7 +159,7 @@ def _patchable() -> tuple[Any, Any, Any]:
 
 
 class _NoticeSilent(TorchFunctionMode):
-    """Notices a function that asks `is_meta` and then leaves without doing anything."""
+    """Detects a function that checks `is_meta` and then returns without doing anything."""
 
     def __init__(self, recorder: "_Recorder") -> None:
         super().__init__()
@@ -174,11 +176,11 @@ class _NoticeSilent(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """Every operator that runs inside, seen after it ran."""
+    """Observes every operator that runs inside, after it has run."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        # Weak references keep an address from being used again while it stands here.
+        # Weak references keep an address from being reused while it is a key here.
         self._records: dict[int, tuple[StorageWeakRef, StorageHistory]] = {}
         self._parameters: list[nn.Parameter] = []
 
@@ -198,7 +200,8 @@ class _Recorder(TorchDispatchMode):
     # Parameters
 
     def adopt(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the meta parameter that stands for this one: the same each time, so that ties stay ties."""
+        """Return the meta parameter that stands for this one: the same each time, so that tied parameters
+        stay tied."""
         if not parameter.is_floating_point():
             return parameter
         if parameter.is_meta:
@@ -225,7 +228,7 @@ class _Recorder(TorchDispatchMode):
             self._settle(parameter)
 
     def settle(self) -> None:
-        """Give every parameter its record again: `.data` may have been replaced since."""
+        """Give every parameter its record again, because `.data` may have been replaced since."""
         for parameter in self._parameters:
             self._settle(parameter)
         for _, record in self._records.values():
@@ -265,7 +268,7 @@ class _Recorder(TorchDispatchMode):
 
     def _made(self, func: Any, args: Arguments, kwargs: Keywords, result: torch.Tensor) -> None:
         if self._record(result) is not None:
-            return  # a view, of the same storage
+            return  # a view, which has the same storage
         maker = MAKERS.get(func.overloadpacket)
         if maker is not None:
             record = StorageHistory(tuple(result.shape))
@@ -307,7 +310,7 @@ class _Recorder(TorchDispatchMode):
         if not covers(target):
             row = row_of(target, record.shape)
             if row is None or step != FillStep("constant", 0.0):
-                record.spoil(f"{what} writes a part of it")
+                record.spoil(f"{what} writes to only a part of it")
             else:
                 record.change(FillStep("zero_row", float(row)))
         elif step is not None:
@@ -326,6 +329,6 @@ class _Recorder(TorchDispatchMode):
                 record.change(*steps)
 
     def _constant(self, tensor: torch.Tensor) -> float | None:
-        """Return the number that every element of a tensor is, if known: `weight[3] = 0` copies one."""
+        """Return the number that every element of a tensor equals, if known: `weight[3] = 0` copies one."""
         record = self._record(tensor)
         return record.constant if record is not None else number(tensor)

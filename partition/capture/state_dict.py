@@ -17,7 +17,7 @@ Key = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Contents:
-    """Parameters and buffers by path, and for each all paths under which it is known."""
+    """Parameters and buffers by path, and for each of them all paths under which it is known."""
 
     tensors: dict[str, Tensor]
     keys: dict[str, Key]
@@ -35,8 +35,8 @@ class Contents:
 
 
 def contents_of(model: nn.Module) -> Contents:
-    """Return the contents of a model, before any tensor is swapped for a fake one. Raises CaptureRefused: a
-    parameter without a shape."""
+    """Return the contents of a model, before any tensor is swapped for a fake one. Raises CaptureRefused if a
+    parameter has no shape yet."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for path, tensor in parameters.items():
         if isinstance(tensor, UninitializedParameter):
@@ -53,7 +53,7 @@ def contents_of(model: nn.Module) -> Contents:
 
 
 def _key(tensor: Tensor) -> Key:
-    """Return a tensor's identity: the same memory in the same shape, or the same object on meta."""
+    """Return a tensor's identity: its memory and shape, or on meta the object itself."""
     if tensor.is_meta or tensor.numel() == 0 or type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
         return (id(tensor),)
     return (0, tensor.data_ptr(), *tensor.shape, -1, *tensor.stride())
@@ -64,8 +64,7 @@ _SERVED = (*_TRAINED, torch.bfloat16, torch.float16)
 
 
 def check_parameter(path: str, tensor: Tensor, *, is_trained: bool = True) -> None:
-    """Check a parameter. Raises CaptureRefused: its type is one that no stage can hold, or cannot be
-    trained."""
+    """Check a parameter. Raises CaptureRefused if no stage can hold its type, or train it."""
     if tensor.dtype in (_TRAINED if is_trained else _SERVED):
         return
     does, remedy = "trains", "use model.float()"
@@ -79,7 +78,7 @@ def check_parameter(path: str, tensor: Tensor, *, is_trained: bool = True) -> No
 
 
 class StateDictStore:
-    """Assigns places in the data section of the file beside the graph, in order and without gaps."""
+    """Assigns positions in the data section of the accompanying file, in order and without gaps."""
 
     def __init__(self) -> None:
         self.tensors: list[tuple[str, Tensor]] = []
@@ -98,7 +97,7 @@ class StateDictStore:
             raise CaptureRefused(
                 f"'{name}' has neither values nor a recipe: build the model in partition.capture.skeleton()"
             )
-        # Running means begin at 0 and variances at 1, and so do many biases.
+        # Constants need no stored values: running means begin at 0 and variances at 1, and so do many biases.
         flat = tensor.detach().reshape(-1)
         if tensor.dim() == 1 and bool((flat == flat[0]).all()):
             return Recipe((FillStep("constant", float(flat[0])),))

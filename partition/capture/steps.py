@@ -1,9 +1,9 @@
 """The parts of a graph while it is being cleaned: steps, and the tensors that their operators take.
 
 A `Step` is one functional operator with its arguments already in the schema's order; `lower` numbers them. A
-`Handle` is a tensor as the model's code saw it: something that has a storage, can be looked at through views
-and can be changed in place. Changing it makes a step and lets the handle stand for the new value, so handles
-change and steps never do.
+`Handle` is a tensor as the model's code sees it: something that has a storage, may have views, and can be
+changed in place. Changing it makes a step and lets the handle stand for the new value. So handles change and
+steps never do.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Step:
-    """One operator. Tensors among the arguments are references, integers that vary are `Symbolic`."""
+    """One operator. Tensors among the arguments are references; integers that vary are `Symbolic`."""
 
     operator: str
     arguments: tuple[Any, ...]
@@ -63,7 +63,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Symbolic:
-    """An integer made of sizes, as sympy has it."""
+    """An integer computed from sizes, as a sympy expression."""
 
     expression: Any
 
@@ -73,7 +73,7 @@ Reference = Leaf | Made
 
 @dataclass
 class TraceStorage:
-    """Memory that several handles may look at. `writers` are the modules that changed it."""
+    """Memory that several handles may share. `writers` are the modules that changed it."""
 
     kind: Kind
     key: int | str = ""
@@ -83,10 +83,10 @@ class TraceStorage:
 
 @dataclass(eq=False, repr=False)
 class Handle:
-    """A tensor: a reference to its present value, a fake tensor of its type, and the storage it shows.
+    """A tensor: a reference to its current value, a fake tensor of its type, and its storage.
 
-    `view` says how it came from `base`: the operator's name and its further arguments. `stale` names the
-    module that changed the memory through another handle.
+    `view` says how it was derived from `base`: the operator's name and its further arguments. `stale` names
+    the module that changed the memory through a different handle.
     """
 
     reference: Reference
@@ -102,7 +102,7 @@ class Handle:
 
 
 class Emitter(Protocol):
-    """The interface of `partition.capture.fx_pass.Walk`, which documents it, for rewrites."""
+    """The interface of `partition.capture.fx_pass.Walk` for rewrites; the methods are documented there."""
 
     owner: str
     has_gradients: bool
@@ -130,30 +130,31 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The full name, as `aten.add.Tensor`."""
+        """The full name, such as `aten.add.Tensor`."""
         return name_of(self.operator)
 
     @property
     def first(self) -> Handle:
-        """The first argument, which most operators are about."""
+        """The first argument, on which most operators work."""
         handle: Handle = self.arguments[0]
         return handle
 
     def emit(self, operator: Any, *arguments: Any, **keywords: Any) -> Handle:
-        """Emit a step with this call's result, of one tensor."""
+        """Emit a step with this call's result, which is a single tensor."""
         handle: Handle = self.walk.emit(operator, *arguments, fakes=self.fakes, **keywords)
         return handle
 
 
 def name_of(operator: Any) -> str:
-    """Return the full name, as `aten.add.Tensor`; its own name if it is no operator of torch."""
+    """Return the full name, such as `aten.add.Tensor`; for a function that is not an operator of torch, its
+    own name."""
     if isinstance(operator, torch._ops.OpOverload):
         return f"{operator._schema.name.replace('::', '.')}.{operator._overloadname}"
     return str(getattr(operator, "__name__", operator))
 
 
 def made(step: Step, index: int, needs_gradient: bool, base: Handle | None = None) -> Handle:
-    """Return the handle of one result: of memory of its own, or of its base's."""
+    """Return the handle of one result, with its own memory or that of its base."""
     fake = step.results[index]
     floats = fake.is_floating_point() or fake.is_complex()
     storage = base.storage if base is not None else TraceStorage("step")
@@ -161,7 +162,7 @@ def made(step: Step, index: int, needs_gradient: bool, base: Handle | None = Non
 
 
 def handles_in(value: Any) -> Iterator[Handle]:
-    """Yield the handles in an argument, those in lists too."""
+    """Yield the handles in an argument, including those in lists."""
     if isinstance(value, Handle):
         yield value
     elif isinstance(value, list | tuple):
@@ -179,7 +180,7 @@ def replaced(value: Any, function: Any) -> Any:
 
 
 def data_type(dtype: torch.dtype) -> DataType:
-    """Return our name of a type. Raises CaptureRefused: a type that no graph has."""
+    """Return our name for a type. Raises CaptureRefused if a graph cannot have this type."""
     found = DATA_TYPES.get(dtype)
     if found is None:
         raise CaptureRefused(f"tensors of type {dtype} cannot be in a graph")
@@ -189,10 +190,10 @@ def data_type(dtype: torch.dtype) -> DataType:
 def bound(
     operator: torch._ops.OpOverload, arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-    """Return arguments in the schema's order without trailing defaults, keyword-only ones by name, none of
-    them a default.
+    """Return arguments in the schema's order without trailing defaults, keyword-only ones by name and without
+    defaults.
 
-    Devices, layouts and pinning are left out: the stage chooses those.
+    Devices, layouts and pinning are left out, because the stage chooses those.
     """
     positional: list[Any] = []
     defaults: list[bool] = []
@@ -211,7 +212,7 @@ def bound(
             if argument.name in ("device", "layout", "pin_memory", "non_blocking") or is_default:
                 continue
             if argument.name == "generator":
-                raise CaptureRefused(f"{name_of(operator)} has a generator of its own; leave it out")
+                raise CaptureRefused(f"{name_of(operator)} is given a generator; leave it out")
             named.append((argument.name, _fitted(value, argument)))
         else:
             positional.append(_fitted(value, argument))
@@ -231,7 +232,7 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def _fitted(value: Any, argument: Any) -> Any:
-    """Return a number as a list where the schema wants one, an integer as a float where it wants that."""
+    """Return a number as a list if the schema requires one, an integer as a float if it requires that."""
     kind = str(argument.type)
     if "List[" in kind and value is not None and not isinstance(value, list | tuple):
         return [value]
@@ -241,18 +242,19 @@ def _fitted(value: Any, argument: Any) -> Any:
 
 
 def stored(value: Any) -> Any:
-    """Return an argument as a step keeps it: references for handles, our names for types and formats."""
+    """Return an argument in the form in which a step keeps it: references for handles, our names for types
+    and formats."""
     match value:
         case Handle():
             return value.reference
         case torch.SymInt():
             return Symbolic(value.node.expr)
         case torch.SymFloat() | torch.SymBool():
-            raise CaptureRefused(f"the number {value} depends on sizes and is no integer")
+            raise CaptureRefused(f"the number {value} depends on sizes and is not an integer")
         case torch.dtype():
             return TypeName(data_type(value))
         case torch.memory_format():
-            # channels_last is a speed of this machine only.
+            # channels_last only affects speed on this machine.
             return FormatName("preserve" if value == torch.preserve_format else "contiguous")
         case list() | tuple():
             return tuple(stored(item) for item in value)

@@ -1,4 +1,4 @@
-"""A training task in a person's own file: a model, examples of its data, its loss.
+"""A training task in a user's own file: a model, examples of its data, its loss.
 
     # my_model.py
     from partition.capture import Task, skeleton
@@ -9,8 +9,8 @@
         return Task(model, example_inputs=(torch.zeros(2, 3, 32, 32),), labels=(torch.zeros(2).long(),),
                     loss=lambda output, target: cross_entropy(output, target, reduction="sum"))
 
-`load_factory` imports such a file. It is the only place of the program that runs a named file, and it is that
-person's own file, on their own machine, by their own command; nothing received comes here.
+`load_factory` imports such a file. It is the only place in the program that runs a named file. The file is
+the user's own, run on their own machine by their own command; nothing received from a peer is run here.
 """
 
 import importlib.util
@@ -44,11 +44,11 @@ from partition.stage import StageSpecification
 class Task:
     """A model with the arguments of `capture`.
 
-    `example_inputs` are the model's positional tensors, or a mapping for those given by keyword; `labels` are
-    the tensors that only the loss sees. Only their shapes and types count. `loss(output, *labels)` is a
-    scalar tensor, summed over samples or a mean over them, or a pair of a sum and its divisor; `own_loss` is
-    the loss that the model itself computes from named labels. `metrics` are sums. The other fields are
-    `capture`'s arguments of the same names.
+    `example_inputs` are the model's positional tensors, or a mapping for those passed by keyword; `labels`
+    are the tensors that only the loss sees. Only their shapes and types matter. `loss(output, *labels)` is a
+    scalar tensor, summed over samples or a mean over them, or a pair of a sum and its divisor; `own_loss`
+    stands for the loss that the model itself computes from named labels. `metrics` are sums. The other fields
+    are `capture`'s arguments with the same names.
     """
 
     model: nn.Module
@@ -69,13 +69,13 @@ Factory = Callable[..., Any]
 
 
 def load_factory(reference: str) -> Factory:
-    """Load the function that `PATH.py:name` names, from a person's own file.
+    """Load the function that `PATH.py:name` names, from a user's own file.
 
-    The file is imported as a module of its own; modules beside it can be imported by it.
+    The file is imported as a module, and can import other modules in its folder.
 
     Raises:
-        CaptureRefused: a reference of another form, no such file, a file that raises, or no such function
-            in it.
+        CaptureRefused: the reference has a wrong form, there is no such file or no such function in it, or
+            the file raises.
     """
     path_text, colon, name = reference.rpartition(":")
     if not colon or not path_text.endswith(".py") or not name.isidentifier():
@@ -83,7 +83,7 @@ def load_factory(reference: str) -> Factory:
     path = Path(path_text).expanduser().resolve()
     if not path.is_file():
         raise CaptureRefused(f"there is no file {path}")
-    # Under a name that shadows nothing, known to `sys.modules` as dataclasses and pickles of it expect.
+    # A name that shadows nothing, registered in `sys.modules` because dataclasses and pickles need that.
     module_name = f"_peerloom_model_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
@@ -93,7 +93,7 @@ def load_factory(reference: str) -> Factory:
     sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the person's file raises
+    except Exception as error:  # a user's file may raise anything
         sys.modules.pop(module_name, None)
         raise CaptureRefused(f"{path} could not be imported: {type(error).__name__}: {error}") from error
     finally:
@@ -109,17 +109,17 @@ def load_factory(reference: str) -> Factory:
 
 
 def task_of(factory: Factory, *arguments: Any, **options: Any) -> Task:
-    """Call a factory. It returns a Task, or a model and its example inputs.
+    """Call a factory, which returns a Task, or a model and its example inputs.
 
     Raises:
-        CaptureRefused: it raised, does not take these options, or returned something else.
+        CaptureRefused: it raised, does not accept these options, or returned something else.
     """
     name = getattr(factory, "__name__", "the factory")
     try:
         made = factory(*arguments, **options)
     except CaptureRefused:
         raise
-    except Exception as error:  # a person's own function
+    except Exception as error:  # a user's own function
         raise CaptureRefused(f"{name} failed: {type(error).__name__}: {str(error)[:300]}") from error
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         inputs = (made[1],) if isinstance(made[1], torch.Tensor) else made[1]
@@ -133,20 +133,20 @@ def task_of(factory: Factory, *arguments: Any, **options: Any) -> Task:
 
 
 def call_seeded(factory: Factory, seed: int) -> Any:
-    """Call a person's function with all global generators seeded. Raises CaptureRefused: it raised."""
+    """Call a user's function with all global generators seeded. Raises CaptureRefused if it raises."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     try:
         return factory()
-    except Exception as error:  # a person's own function
+    except Exception as error:  # a user's own function
         name, text = getattr(factory, "__name__", "the function"), " ".join(str(error).split())[:300]
         raise CaptureRefused(f"{name} failed: {type(error).__name__}: {text}") from error
 
 
 def captured_and_proved(task: Task, *, name: str = "") -> tuple[Captured, Proof]:
-    """Capture a task and prove it: with a separate graph for evaluation where one does not serve both, and
-    with those autograd functions whose backward passes the graph reproduces. Raises CaptureRefused."""
+    """Capture a task and prove it. It makes a separate graph for evaluation if one graph cannot serve both,
+    and accepts those autograd functions whose backward passes the graph reproduces. Raises CaptureRefused."""
     captured = capture_task(task, name=name, unproved=True)
     check_admission(task, captured)
     try:
@@ -166,7 +166,8 @@ def captured_and_proved(task: Task, *, name: str = "") -> tuple[Captured, Proof]
 def check_admission(task: Task, captured: Captured) -> None:
     """Check the graph against the rules of a peer, before it is offered to one.
 
-    As one stage, at the examples' sizes: only the cost depends on these. Raises CaptureRefused.
+    It is checked as one stage at the examples' sizes, because only the cost depends on sizes. Raises
+    CaptureRefused.
     """
     graph = captured.graph
     form, tensors = form_of(task.model.forward, task.example_inputs, task.labels, task.loss)
@@ -174,13 +175,13 @@ def check_admission(task: Task, captured: Captured) -> None:
     try:
         admit(StageSpecification(b"capture", cut(graph, captured.hash, ())[0], tuple(sizes)))
     except (RemoteProtocolError, ValueError) as error:
-        raise CaptureRefused(f"no peer would take this model: {error}") from error
+        raise CaptureRefused(f"no peer would accept this model: {error}") from error
 
 
 def capture_task(
     task: Task, *, name: str = "", unproved: bool = False, evaluation: bool | None = None
 ) -> Captured:
-    """Call `capture` with all that a task says. Raises CaptureRefused."""
+    """Call `capture` with everything that a task specifies. Raises CaptureRefused."""
     return capture(
         task.model,
         task.example_inputs,
@@ -200,12 +201,12 @@ def capture_task(
 
 
 def _class_of(model: nn.Module) -> str:
-    """Return a person's own class as the name of a model; torch's containers name nothing."""
+    """Return the name of a user's own class, for naming a model; empty for torch's containers."""
     return "" if type(model).__module__.startswith("torch.") else type(model).__name__
 
 
 def prove_task(task: Task, captured: Captured, *, seed: int = 0) -> Proof:
-    """Call `prove` with all that a task says. Raises CaptureRefused."""
+    """Call `prove` with everything that a task specifies. Raises CaptureRefused."""
     return prove(
         task.model,
         captured,
@@ -220,7 +221,7 @@ def prove_task(task: Task, captured: Captured, *, seed: int = 0) -> Proof:
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return cross entropy summed over the batch. `output` is (batch, classes, ...), `target` (batch,
+    """Return the cross entropy summed over the batch. `output` is (batch, classes, ...), `target` (batch,
     ...)."""
     return functional.cross_entropy(output, target, reduction="sum")
 

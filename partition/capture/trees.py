@@ -1,7 +1,7 @@
 """The arguments of a model and its loss: tensors in any nesting of tuples, lists and dictionaries.
 
-A graph has a flat list of inputs and labels. `Form` remembers how they lie in the arguments, so that a tensor
-inside a dictionary is an input like every other; all else is fixed, and a constant of the graph.
+A graph has a flat list of inputs and labels. `Form` remembers their positions in the arguments, so that a
+tensor inside a dictionary is an input like any other. Everything else is fixed, and a constant of the graph.
 """
 
 import enum
@@ -27,9 +27,10 @@ _NAME_LENGTH_MAX = 256
 
 
 def own_loss(output: Any) -> Tensor:
-    """The loss that a model computes itself: `output.loss`, `output["loss"]`, or the output itself.
+    """Return the loss that a model computes itself: `output.loss`, `output["loss"]`, or the output itself.
 
-    Given as a task's `loss`, the labels go to the model, each as the keyword of its name.
+    If this function is a task's `loss`, each label is passed to the model as the keyword argument with its
+    name.
     """
     if isinstance(output, Tensor):
         return output
@@ -38,20 +39,20 @@ def own_loss(output: Any) -> Tensor:
     else:
         loss = getattr(output, "loss", output[0] if isinstance(output, tuple) and output else None)
     if not isinstance(loss, Tensor):
-        raise CaptureRefused("the model gives no loss of its own (output.loss) for these labels")
+        raise CaptureRefused("the model returns no loss of its own (output.loss) for these labels")
     return loss
 
 
 @dataclass(frozen=True)
 class Hole:
-    """The place of a tensor: by its number among inputs and labels."""
+    """The position of a tensor, by its number among inputs and labels."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a flat list of tensors becomes arguments. `names` are of the inputs, then of the labels."""
+    """How a flat list of tensors becomes arguments. `names` are those of the inputs, then of the labels."""
 
     names: tuple[str, ...]
     inputs: int
@@ -66,12 +67,12 @@ class Form:
         return made, {name: _filled(tree, tensors) for name, tree in self.keywords.items()}
 
     def label_arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Return the arguments of a metric after the output; those of a loss too, unless it is the model's
-        own."""
+        """Return the arguments of a metric after the output. They are also those of a loss, unless it is the
+        model's own."""
         return tuple(_filled(tree, tensors) for tree in self.labels)
 
     def outputs(self, output: Any) -> list[Tensor]:
-        """Return the tensors of a model's answer; a loss of its own is no output."""
+        """Return the tensors of a model's answer. A loss that the model computes itself is not an output."""
         loss = own_loss(output) if self.own_loss else None
         return [tensor for tensor in tensors_of(output) if tensor is not loss]
 
@@ -81,7 +82,8 @@ class Form:
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a model's answer, in their order: in lists, dictionaries and dataclasses too."""
+    """Yield the tensors in a model's answer, in order, including those in lists, dictionaries and
+    dataclasses."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -101,7 +103,8 @@ def form_of(
     """Return the form of these arguments, and the tensors in them.
 
     Raises:
-        CaptureRefused: no tensor among the inputs, or one in an object that is not looked into.
+        CaptureRefused: there is no tensor among the inputs, or an argument is an object that may contain
+            tensors.
     """
     holes = _Holes()
     positional: list[Any] = []
@@ -112,7 +115,8 @@ def form_of(
         for name, value in zip(_positional_names(signature, len(inputs)), inputs, strict=True):
             if not isinstance(value, Tensor | list | tuple | dict):
                 raise CaptureRefused(
-                    f"the input '{name}' is {type(value).__name__}; pass what is no tensor by keyword"
+                    f"the input '{name}' is {type(value).__name__}; pass arguments that are "
+                    "not tensors by keyword"
                 )
             positional.append(holes.of(name, value))
     count = len(holes.tensors)
@@ -162,7 +166,7 @@ class _Holes:
 
 
 def _check_fixed(where: str, leaf: Any) -> None:
-    """Refuse something that may hold tensors, which would be frozen with their values. Raises
+    """Refuse an object that may contain tensors, which would be frozen with their values. Raises
     CaptureRefused."""
     if isinstance(leaf, _PLAIN):
         return
@@ -172,8 +176,9 @@ def _check_fixed(where: str, leaf: Any) -> None:
         isinstance(each, Tensor | np.ndarray) for each in inner
     ):
         raise CaptureRefused(
-            f"the input '{where}' is {type(leaf).__name__}, whose numbers would be frozen in the graph; pass "
-            "tensors, also in tuples, lists and dictionaries"
+            f"the input '{where}' is {type(leaf).__name__}, whose values would be "
+            "frozen in the graph; pass tensors, which may be in tuples, lists and "
+            "dictionaries"
         )
 
 

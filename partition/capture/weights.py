@@ -1,4 +1,4 @@
-"""First values in a safetensors file beside the graph: written and read a tensor at a time.
+"""First values in the safetensors file that accompanies a graph: written and read one tensor at a time.
 
 No second copy of the model is ever made. `partition.model.safetensors_layout` defines the file.
 """
@@ -20,7 +20,7 @@ _CHUNK_BYTES = 1 << 24
 
 
 class StoredWeights(Protocol):
-    """A graph, and (name, tensor) of its stored values, in their order: a result of `capture`."""
+    """A graph, and (name, tensor) of its stored values, in order; a result of `capture` is one."""
 
     @property
     def graph(self) -> Graph: ...
@@ -30,13 +30,13 @@ class StoredWeights(Protocol):
 
 
 def write_weights(path: str | PathLike[str], captured: StoredWeights) -> int:
-    """Write the safetensors file of a captured model; return its length in bytes.
+    """Write the safetensors file of a captured model. Return its length in bytes.
 
-    It appears under its name only when it is whole.
+    The file appears under its name only when it is complete.
 
     Raises:
         CaptureRefused: the tensors are no longer those that were captured.
-        OSError: the disk's.
+        OSError: the file cannot be written.
     """
     graph = captured.graph
     rows = stored_parameters(graph)
@@ -63,10 +63,10 @@ def write_weights(path: str | PathLike[str], captured: StoredWeights) -> int:
 
 
 class StoredFile:
-    """A safetensors file open for reading ranges. A context manager.
+    """A safetensors file that is open for reading ranges. A context manager.
 
     Raises:
-        RemoteProtocolError: a file that is truncated, too long, or has another header than its graph says.
+        RemoteProtocolError: the file is truncated, too long, or its header is not the graph's.
         OSError: no such file.
     """
 
@@ -84,7 +84,8 @@ class StoredFile:
             raise
 
     def read(self, stored: StoredValues) -> bytes:
-        """Return the bytes of one parameter. Raises RemoteProtocolError: not those that the graph says."""
+        """Return the bytes of one parameter. Raises RemoteProtocolError if they are not those that the graph
+        says."""
         self._file.seek(self._begin + stored.offset)
         data = self._file.read(stored.length)
         check_range(stored, data)

@@ -13,17 +13,17 @@ from partition.capture.origin import named
 from partition.capture.trees import Form
 
 MODEL = "model"
-"""The name of the model within the exported module: a prefix of every path, cut off again."""
+"""The name of the model within the exported module. It is a prefix of every path, and is removed again."""
 
 BATCH = "batch"
 BATCH_MAX = 4_096
 COUNTER = "num_batches_tracked"
-"""The buffer in which batch norm counts its micro-batches. Only a momentum of None reads it."""
+"""The buffer in which batch norm counts its micro-batches. It is read only if the momentum is None."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One input or label. Values do not matter."""
+    """One input or label. Its values do not matter."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Example:
 class Dynamic:
     """A size that varies, and where: pairs of a port's number (inputs, then labels) and a dimension.
 
-    If `is_open`, torch narrows the bounds to what the model takes.
+    If `is_open`, torch narrows the bounds to what the model accepts.
     """
 
     name: str
@@ -46,8 +46,8 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class ModelExport:
-    """A request to export: `call` takes the model and its inputs, which lie in the arguments as `form`
-    says."""
+    """A request to export. `call` takes the model and its inputs; `form` says how these are arranged in the
+    arguments."""
 
     name: str
     call: Callable[..., Any]
@@ -63,10 +63,10 @@ class ModelExport:
 
 @dataclass
 class ResultLayout:
-    """The exported results, in their order: outputs, loss, count, metrics, buffers assigned anew.
+    """The exported results, in order: outputs, loss, count, metrics, buffers that were assigned a new tensor.
 
-    `counters` are batch norms' counters among these, `attributes` tensors that are no buffers. `states` are
-    the model's Python states, before and after each call of it.
+    `counters` are batch norms' counters among these, `attributes` are tensors that are not buffers. `states`
+    are the model's Python states, before and after each call of it.
     """
 
     outputs: int = 0
@@ -80,12 +80,12 @@ class ResultLayout:
 
 
 def strip(path: str) -> str:
-    """Return a path in the exported module as the model's own; "loss" and "metrics.0" stay."""
+    """Return the model's own form of a path in the exported module; "loss" and "metrics.0" stay."""
     return "" if path == MODEL else path.removeprefix(MODEL + ".")
 
 
 class _Part(nn.Module):
-    """A loss or a metric, so that the nodes it makes carry its name."""
+    """A loss or a metric, wrapped so that the nodes it makes carry its name."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _Part(nn.Module):
 
 
 class Whole(nn.Module):
-    """The model with its loss and metrics: takes inputs and labels flat, gives a flat tuple of tensors."""
+    """The model with its loss and metrics: takes inputs and labels flat, returns a flat tuple of tensors."""
 
     def __init__(self, model: nn.Module, request: ModelExport, layout: ResultLayout) -> None:
         super().__init__()
@@ -136,8 +136,8 @@ class Whole(nn.Module):
         return (*results, *assigned)
 
     def _assigned(self, held: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the tensors that the model assigned in place of its buffers and others: the buffers' new
-        values."""
+        """Return the tensors that the model assigned in place of its buffers and other tensors; they are the
+        new values."""
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         changed = [path for path, tensor in _held(self.model).items() if tensor is not held.get(path, tensor)]
         counters = [path for path in changed if path.split(".")[-1] == COUNTER]
@@ -145,9 +145,9 @@ class Whole(nn.Module):
         if assigned and self.request.train:
             module = named(assigned[0].rpartition(".")[0])
             raise CaptureRefused(
-                f"{module}: the buffer '{assigned[0]}' is changed while training, and stages keep no other "
-                "statistics than batch norm's; change it outside of forward, or put its module in evaluation "
-                "(eval()) before the capture"
+                f"{module}: the buffer '{assigned[0]}' is changed while training, but "
+                "stages keep no statistics other than batch norm's; change it outside "
+                "forward, or put its module in evaluation (eval()) before the capture"
             )
         self.layout.counters, self.layout.assigned = tuple(counters), tuple(assigned)
         self.layout.attributes = tuple(path for path in changed if path not in buffers)
@@ -158,7 +158,7 @@ class Whole(nn.Module):
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's buffers, and the tensors it holds without having registered them."""
+    """Return the model's buffers, and the tensors that it holds without having registered them."""
     held = dict(model.named_buffers(remove_duplicate=False))
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -167,8 +167,10 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
 
 
 def scalar(value: Any, what: str) -> Tensor:
-    """Return `value`, if it is a tensor without dimensions. Raises CaptureRefused."""
+    """Return `value` if it is a tensor without dimensions. Raises CaptureRefused otherwise."""
     if not isinstance(value, Tensor) or value.dim() != 0:
         found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise CaptureRefused(f"the {what} is {found}: it must be one number in a tensor, summed over samples")
+        raise CaptureRefused(
+            f"the {what} is {found}, but it must be a tensor with a single number, summed over samples"
+        )
     return value

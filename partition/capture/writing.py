@@ -1,7 +1,7 @@
-"""Generation by a language model of a Hugging Face folder, token by token, by transformers' own `generate`.
+"""Generation by a language model of a Hugging Face folder, token by token, with transformers' own `generate`.
 
-In the requester's own process, with the weights of a run. The folder's generation configuration applies,
-except for settings of the person.
+It runs in the requester's own process, with the weights of a run. The folder's generation configuration
+applies, except for settings that the user gives.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ from partition.capture.task import Task
 Array = np.ndarray[Any, np.dtype[Any]]
 
 TOKENS_USUAL = 64
-"""Tokens that are written, where neither the person nor the folder gives a number."""
+"""Number of tokens to generate, if neither the user nor the folder gives one."""
 
 
 class Writer:
-    """A model that writes. `temperature` 0 takes the likeliest token each time."""
+    """A model that generates text. With `temperature` 0 it always takes the most likely token."""
 
     def __init__(
         self,
@@ -73,7 +73,9 @@ class Writer:
                     0
                 ].tolist()
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
-            raise CaptureRefused(f"the model writes nothing: {' '.join(str(error).split())[:200]}") from None
+            raise CaptureRefused(
+                f"the model generates nothing: {' '.join(str(error).split())[:200]}"
+            ) from None
         new = found[1:] if self._reads_all else found[len(prompt) :]
         return [each for each in new if each not in self._ends]
 
@@ -81,8 +83,9 @@ class Writer:
 def judge_tokens(
     task: Task, names: Sequence[str], batches: Iterable[tuple[Sequence[Array], Array]]
 ) -> Mapping[str, float]:
-    """Return the quality of a model's tokens, over those whose label counts: a batch at a time, since all
-    outputs of a vocabulary are too many to keep. Raises CaptureRefused: it fails on them."""
+    """Return the quality of a model's tokens, over those whose label counts. It computes one batch at a time,
+    because all outputs over a vocabulary are too many to keep. Raises CaptureRefused if the model fails on
+    them."""
     task.model.eval()
     loss, right, count = 0.0, 0, 0
     for arrays, labels in batches:
@@ -119,7 +122,7 @@ def sample_rows(arrays: Mapping[str, Array]) -> Iterator[tuple[list[int], list[i
         places = np.flatnonzero(np.asarray(y) != IGNORED)
         breaks = np.flatnonzero(np.diff(places) > 1)
         first = int(places[breaks[-1] + 1] if len(breaks) else places[0])
-        if first == 0:  # all of it counts: half is given
+        if first == 0:  # all tokens count: give half of them
             first = len(places) // 2
         yield x[: first + 1].tolist(), y[first : places[-1] + 1].tolist()
 

@@ -1,12 +1,13 @@
 """The cut of a graph into stages, at any node of its first entry point. No torch.
 
-A stage takes the nodes between two positions; the other entry points are cut where the parameters' owners say
-(`partition.model.dataflow.places`). Values that a later stage needs of an earlier one are sent through every
-stage between, or computed again where that is cheaper (`partition.model.min_cut`). Sizes travel with every
-payload, so they cost nothing. Unneeded nodes are dropped: with a loss, the model's outputs do not travel.
+A stage takes the nodes between two positions; the other entry points are cut according to the owners of
+parameters (`partition.model.dataflow.places`). Values of an earlier stage that a later stage needs are sent
+through every stage between, or computed again if that is cheaper (`partition.model.min_cut`). Sizes travel
+with every payload, so they cost nothing. Unneeded nodes are dropped: if there is a loss, the model's outputs
+are not sent.
 
 Cutting is a pure function of graph and positions, so every peer makes the same stages by itself, and no
-`StageGraph` is sent. A graph that cannot be cut as requested raises ValueError, even if a stranger wrote it.
+`StageGraph` is sent. A graph that cannot be cut as requested raises ValueError, even if it came from a peer.
 """
 
 from bisect import bisect_right
@@ -22,28 +23,30 @@ from partition.model.work import EntryWork
 
 REFERENCE_BATCH = 8
 REFERENCE_SIZE = 512
-"""The symbols' values for weighing bytes, where their bounds allow: a cut does not depend on a run."""
+"""The symbols' values used to estimate bytes, if their bounds allow, so that a cut does not depend on a
+run."""
 
 
 def legal_positions(graph: Graph) -> tuple[int, ...]:
     """Return the positions at which a checked graph may be cut, ascending; any of them may be combined.
 
-    A stage begins with a node that matters: another needs it, and it takes more than constants. Nodes that
-    need a label, except those that need nothing else, come after every position. At least one tensor crosses,
-    no more than a bundle holds, none without elements, and no state is used on both sides. (Constants that
-    cost more to make again than to send are not counted here; of more than a bundle holds `cut` complains.)
+    A stage begins with a node that matters: a later node needs it, and it takes more than constants. Nodes
+    that need a label come after every position, except those that need nothing else. At least one tensor
+    crosses; no more than fit into a bundle, and none without elements. No state is used on both sides.
+    (Constants that cost more to compute again than to send are not counted here; `cut` raises if they exceed
+    a bundle.)
 
     Raises:
-        ValueError: sizes that do not fit the graph.
+        ValueError: the sizes do not fit the graph.
     """
     return _Cutter(graph).legal
 
 
 def crossing_bytes(graph: Graph, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return, for every position of the first entry point, the bytes that are needed on its other side,
-    forward.
+    """Return, for every position of the first entry point, how many bytes of earlier values are needed after
+    it in the forward pass.
 
-    This is an estimate in which only constants are computed again; `cut` may find less.
+    This is an estimate in which only constants are computed again; `cut` may find a smaller number.
     """
     return _Cutter(graph, sizes).crossing_bytes()
 
@@ -52,17 +55,18 @@ def crossings(graph: Graph, positions: Sequence[int]) -> tuple[tuple[int, ...], 
     """Return, for each position, the values of the first entry point that are sent if that is the only cut.
 
     Raises:
-        ValueError: something there can neither be sent nor be computed again.
+        ValueError: a value there can neither be sent nor be computed again.
     """
     return _Cutter(graph).crossings(positions)
 
 
 def follow(graph: Graph, positions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return, for every entry point, the nodes before which cuts of the first one at `positions` fall."""
+    """Return, for every entry point, the nodes before which cuts fall if the first entry point is cut at
+    `positions`."""
     cutter = _Cutter(graph)
     found = []
     for flow, row in zip(cutter.flows, cutter.places.nodes, strict=True):
-        # Floating nodes stand at the end in any case: the row without them is ascending.
+        # Floating nodes are at the end in any case; the row without them is ascending.
         settled = list(
             accumulate((-1 if floats else place for place, floats in zip(row, flow.floats, strict=True)), max)
         )
@@ -71,29 +75,29 @@ def follow(graph: Graph, positions: Sequence[int]) -> tuple[tuple[int, ...], ...
 
 
 def cut(graph: Graph, name: bytes, positions: Sequence[int]) -> tuple[StageGraph, ...]:
-    """Return the stages of a checked graph called `name` (its hash), one more than there are positions.
+    """Return the stages of a checked graph named `name` (its hash), one more than there are positions.
 
     Positions are node numbers of the first entry point, ascending.
 
     Raises:
-        ValueError: positions that are not ascending or not legal, or sizes that do not fit the graph.
+        ValueError: the positions are not ascending or not legal, or the sizes do not fit the graph.
     """
     return _Cutter(graph).cut(name, tuple(positions))
 
 
 def cut_layers(graph: Graph, name: bytes, ranges: Sequence[tuple[int, int]]) -> tuple[StageGraph, ...]:
-    """Cut as `cut` does, by half-open ranges of layers that follow one another and cover all.
+    """Cut like `cut`, but by half-open ranges of layers, which must be consecutive and cover all layers.
 
     Raises:
-        ValueError: ranges that do not, or what `cut` raises.
+        ValueError: the ranges are not, or `cut` raises it.
     """
     reached = 0
     for first, last in ranges:
         if first != reached or last <= first:
-            raise ValueError(f"layers {first} to {last} where layer {reached} should begin")
+            raise ValueError(f"layers {first} to {last}, but layer {reached} should come next")
         reached = last
     if reached != len(graph.layers):
-        raise ValueError(f"stages of {reached} layers for a model of {len(graph.layers)}")
+        raise ValueError(f"stages with {reached} layers for a model with {len(graph.layers)}")
     boundaries = graph.entries[0].boundaries
     if len(boundaries) != len(graph.layers) - 1:
         raise ValueError(f"{len(boundaries)} boundaries between {len(graph.layers)} layers")
@@ -112,10 +116,10 @@ class _Cutter:
         try:
             self.work = tuple(EntryWork(graph, entry, sizes) for entry in graph.entries)
         except RemoteProtocolError as error:
-            raise ValueError(f"a graph that has no shapes at its sizes: {error}") from None
+            raise ValueError(f"the graph has no valid shapes at its sizes: {error}") from None
         self.legal = self._legal()
 
-    # Where
+    # Positions
 
     def _legal(self) -> tuple[int, ...]:
         first, end = self.flows[0], self.places.end
@@ -143,8 +147,8 @@ class _Cutter:
         )
 
     def _spans(self, number: int) -> list[tuple[int, int, int]]:
-        """Return (value, low, high): the value is needed behind any position in (low, high]. No constants, no
-        labels."""
+        """Return (value, low, high): the value is needed after any cut at a position in (low, high].
+        Constants and labels are left out."""
         flow, row, end = self.flows[number], self.places.nodes[number], self.places.end
         inputs, ports = len(flow.entry.inputs), len(flow.entry.inputs) + len(flow.entry.labels)
         last = [-1] * len(flow.producers)
@@ -183,21 +187,21 @@ class _Cutter:
         sent = {position: chooser.choose(values)[0] for position, values in wanted.items()}
         return tuple(sent[position] for position in positions)
 
-    # What
+    # Contents of stages
 
     def cut(self, name: bytes, positions: tuple[int, ...]) -> tuple[StageGraph, ...]:
         legal = set(self.legal)
         for before, position in zip((0, *positions), positions, strict=False):
             if position <= before:
-                raise ValueError(f"cut positions {before} and {position} do not ascend")
+                raise ValueError(f"cut positions {before} and {position} are not ascending")
             if position not in legal:
                 raise ValueError(f"no cut may be made before node {position}")
         parts = [self._parts(number, positions) for number in range(len(self.flows))]
         return assemble(self.graph, name, self.flows, self.places, positions, parts)
 
     def _parts(self, number: int, positions: tuple[int, ...]) -> list[EntryPart]:
-        """Return the parts of one entry point, from the last stage to the first: the values each needs, its
-        nodes, and gradients."""
+        """Return the parts of one entry point, computed from the last stage to the first: each stage's needed
+        values, nodes, and gradients."""
         flow = self.flows[number]
         stage_of = [bisect_right(positions, place) for place in self.places.nodes[number]]
         chooser = Chooser(self.graph, flow, self.work[number])
@@ -216,7 +220,7 @@ class _Cutter:
             if stage > 0:
                 sent, repeated = chooser.choose(wanted)
                 if len(sent) > TENSORS_MAX:
-                    raise ValueError(f"{len(sent)} tensors would cross a cut, at most {TENSORS_MAX} can")
+                    raise ValueError(f"{len(sent)} tensors would cross a cut, but at most {TENSORS_MAX} can")
             if stage == last:
                 outputs = () if flow.trains else flow.entry.outputs
             parts.append(EntryPart(sent, outputs, tuple(sorted((*nodes, *repeated)))))
@@ -227,7 +231,7 @@ class _Cutter:
         return parts
 
     def _updated(self, flow: Flow, positions: tuple[int, ...]) -> list[list[int]]:
-        """Return, by stage, the values that become states of its own."""
+        """Return, for each stage, the values that become its own states."""
         found: list[list[int]] = [[] for _ in range(len(positions) + 1)]
         for row, value in flow.entry.updates:
             found[bisect_right(positions, self.places.homes["s", row])].append(value)
@@ -235,7 +239,7 @@ class _Cutter:
 
 
 class _Sweep:
-    """Amounts over half-open spans (low, high] of positions, summed for every position at once."""
+    """Sums amounts over half-open spans (low, high] of positions, for every position at once."""
 
     def __init__(self, end: int) -> None:
         self._changes = [0] * (end + 2)
@@ -250,7 +254,7 @@ class _Sweep:
 
 
 def reference_sizes(graph: Graph) -> tuple[int, ...]:
-    """Return the symbols' values at which cuts are weighed."""
+    """Return the symbols' values that are used to evaluate cuts."""
     return tuple(
         max(symbol.minimum, min(symbol.maximum, REFERENCE_SIZE if row else REFERENCE_BATCH))
         for row, symbol in enumerate(graph.symbols)
@@ -260,8 +264,8 @@ def reference_sizes(graph: Graph) -> tuple[int, ...]:
 def _needed(
     flow: Flow, stage_of: Sequence[int], stage: int, rooted: Sequence[int], roots: Sequence[int]
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return the stage's nodes that run, `rooted` ones and those that `roots` need; and the values they need
-    of earlier stages. Both ascending."""
+    """Return the nodes of the stage that run (the `rooted` ones and those that `roots` need), and the values
+    that they need from earlier stages. Both are ascending."""
     ports = len(flow.entry.inputs) + len(flow.entry.labels)
     nodes = set(rooted)
     waiting = [*roots, *(value for node in rooted for value in flow.takes[node])]
@@ -274,7 +278,7 @@ def _needed(
         seen.add(value)
         node = flow.producers[value]
         if node < 0:
-            # Labels are given to the last stage, where all that needs one stands.
+            # Labels are given to the last stage, which has all nodes that need them.
             if stage > 0 and not len(flow.entry.inputs) <= value < ports:
                 wanted.add(value)
         elif stage_of[node] == stage:
@@ -289,14 +293,15 @@ def _needed(
 
 
 def _mark_gradients(flow: Flow, parts: list[EntryPart]) -> None:
-    """Mark, from the last stage back, the inputs through which the loss depends on earlier parameters."""
+    """Mark, from the last stage back, the inputs through which the loss depends on parameters of earlier
+    stages."""
     arriving: tuple[int, ...] = ()
     leads = {value for value in (flow.entry.loss,) if value is not None and flow.has_gradient[value]}
     for part in reversed(parts):
         part.backward_outputs = arriving
         for number in reversed(part.nodes):
             node = flow.entry.nodes[number]
-            # A value that leads has a gradient, and so does the value that made it pass one.
+            # A value that leads to the loss has a gradient, and the node that made it passes the gradient on.
             if leads.intersection(node.outputs):
                 leads.update(value for value in flow.takes[number] if flow.has_gradient[value])
         arriving = tuple(value for value in part.inputs if value in leads and flow.has_gradient[value])

@@ -1,13 +1,14 @@
-"""Dataflow of a graph: the facts that a cut rests on. No torch.
+"""Dataflow of a graph: the facts on which a cut is based. No torch.
 
 For each entry point (`Flow`): which node makes a value, which nodes are needed at all, which need a label,
-which need nothing but constants, and through which a gradient flows. All of it is static: shapes and random
-numbers play no part.
+which need only constants, and through which nodes a gradient flows. All of it is static: shapes and random
+values have no influence.
 
 For the graph as a whole (`places`): the place of a node of any entry point, in node numbers of the *first*
-one. A cut is made there; the other entry points follow by parameter owner. A node's place is the latest first
-use, in the first entry point, of any parameter or state that it or a node before it uses. So of K cuts at
-positions p, it falls into the stage numbered by how many p are at most its place, and all stages agree.
+entry point. A cut is made there, and the other entry points follow by their parameters. A node's place is the
+latest first use, in the first entry point, of any parameter or state that is used by the node or by a node
+before it. So if the cuts are at positions p, the node's stage number is the number of positions p that are
+not beyond its place, and all stages agree.
 """
 
 from dataclasses import dataclass
@@ -27,10 +28,10 @@ from partition.model.graph import (
 from partition.model.operators import BATCH_NORM, OPERATORS
 
 SHARED_ROW_BYTES_MAX = 1 << 20
-"""The largest frozen parameter (a table of frequencies) that every stage may hold which needs a result of it;
-a larger one stays where it is, and its result travels."""
+"""Maximum size of a frozen parameter (a table of frequencies) that every stage may hold if it needs a result
+computed from it. A larger parameter stays in one stage, and the result is sent."""
 RUNNING_MEAN, TRAINING, MOMENTUM = 3, 5, 6
-"""Places among the arguments of batch norm."""
+"""Positions among the arguments of batch norm."""
 
 _NO_GRADIENT = """
     detach argmax argmin argsort zeros_like ones_like full_like rand_like randn_like randint_like new_zeros
@@ -49,9 +50,9 @@ class Flow:
     - `producers`: the node that makes a value, -1 for inputs and labels.
     - `takes`: the values a node takes, each once. `keys`: the parameters and states it uses.
     - `final`: the values that the last stage must have in the end. `rooted`: nodes that run in any case.
-    - `is_live`: something final needs the node.
-    - `is_constant`: it needs no input, label, trainable or large parameter, state or random number.
-    - `floats`: it needs labels and constants only, so it goes to the last stage wherever it stands;
+    - `is_live`: a final value needs the node.
+    - `is_constant`: the node needs no input, label, trainable or large parameter, state or random number.
+    - `floats`: the node needs labels and constants only, so it goes to the last stage wherever it stands;
       `needs_label`: it needs a label and more, so no cut comes after it.
     - `has_gradient`: a floating value that depends on a trainable parameter through differentiable operators.
     """
@@ -113,7 +114,7 @@ def _keys(node: GraphNode) -> tuple[Key, ...]:
 
 
 def _moves_statistics(graph: Graph, entry: Entry, node: GraphNode) -> bool:
-    """Return whether it is a batch norm whose running statistics a training step moves."""
+    """Return whether the node is a batch norm whose running statistics a training step updates."""
     if entry.loss is None or graph.operators[node.operator] != BATCH_NORM:
         return False
     if len(node.arguments) <= TRAINING or node.arguments[TRAINING] is False:
@@ -125,9 +126,9 @@ def _moves_statistics(graph: Graph, entry: Entry, node: GraphNode) -> bool:
 def _dependence(
     graph: Graph, entry: Entry, takes: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[bool, ...], tuple[bool, ...], tuple[bool, ...]]:
-    """Return by node: whether it is constant, floats, needs a label and more."""
+    """Return, by node: whether it is constant, whether it floats, and whether it needs a label and more."""
     inputs, ports = len(entry.inputs), len(entry.inputs) + len(entry.labels)
-    # By value: whether it needs what only one stage has (an input, a weight), and whether a label.
+    # By value: whether it needs what only one stage has (an input, a weight), and whether it needs a label.
     placed = [value < inputs for value in range(len(entry.types))]
     labelled = [inputs <= value < ports for value in range(len(entry.types))]
     constant, floats, needs_label = [], [], []
@@ -143,7 +144,7 @@ def _dependence(
 
 
 def _is_shareable(graph: Graph, node: GraphNode) -> bool:
-    """Return whether, by itself, any number of stages can run it with the same result."""
+    """Return whether any number of stages can run the node with the same result, ignoring its inputs."""
     operator = OPERATORS.get(graph.operators[node.operator])
     if operator is None or operator.random:
         return False
@@ -181,7 +182,7 @@ def _live(
 
 
 def passes_gradient(graph: Graph, node: GraphNode) -> bool:
-    """Return whether a gradient by its floating results can become one by its floating arguments."""
+    """Return whether a gradient of the node's floating results can be passed on to its floating arguments."""
     return graph.operators[node.operator].split(".")[1] not in _STOPS
 
 
@@ -207,9 +208,9 @@ def _brings_gradient(graph: Graph, argument: object, found: list[bool]) -> bool:
 class NodePlaces:
     """The places of nodes and states, in node numbers of the first entry point; the very end is `end`.
 
-    `nodes[e][i]` is the place of node i of entry point e; -1 is the very beginning. `homes` has that of each
-    parameter and state that a node uses. `torn` are pairs (low, high): a cut at a position in (low, high]
-    would tear a state in two.
+    `nodes[e][i]` is the place of node i of entry point e; -1 is the very beginning. `homes` has the place of
+    each parameter and state that a node uses. `torn` are pairs (low, high): a cut at a position in (low,
+    high] would divide a state.
     """
 
     end: int

@@ -1,22 +1,22 @@
-"""The graph format: a model as data that anyone can check before a number is computed. No torch.
+"""The graph format: a model as data that anyone can check before anything is computed. No torch.
 
 A graph is one table of parameters, constants and states, and *entry points* over it (`train`, later
-`decode`), each a list of nodes in the order in which they run. A node names an ATen operator by its exact
-overload (`aten.addmm.default`), its arguments as plain data, and the integer ids of the values it makes.
-Nothing in it is source, a pickle or an expression to be parsed.
+`decode`), each a list of nodes in the order in which they run. A node has the exact overload of an ATen
+operator (`aten.addmm.default`), its arguments as plain data, and the integer ids of the values it makes.
+Nothing in a graph is source code, a pickle or an expression to be parsed.
 
 - Every operator is functional: a value is made once and never changed. A tensor that a model changes in place
   (a KV cache) is a `state`, whose new value an entry point names in `updates`.
 - An operator with several results makes several values, so no value is a tuple.
-- Sizes that vary (batch, sequence) are symbols; integers made of them are rows of one table of expressions.
-- One graph serves training and evaluation: `partition.model.operators` says which arguments flip. Where that
-  will not do (noise, paths that are dropped), there is an entry point `evaluate` beside `train`.
-- `layers` are the stretches between the boundaries at which a plan may cut, each named for the owner of its
-  first parameter; the same layer has its place in every entry point.
+- Sizes that vary (batch, sequence) are symbols; integers computed from them are rows of one table.
+- One graph serves training and evaluation: `partition.model.operators` says which arguments differ. If that
+  is not enough (noise, dropped paths), there is an entry point `evaluate` in addition to `train`.
+- `layers` are the stretches between the boundaries at which a plan may cut, each named after the owner of its
+  first parameter. Every entry point has the same layers.
 
-Canonical: a graph has exactly one encoding, and its BLAKE3 hash is its name. This file defines the structs
-and `decode_graph`; `partition.model.check` validates ids, sizes and operators, and `partition.execute.admit`
-holds them against torch.
+A graph has exactly one encoding, and its BLAKE3 hash is its name. This file defines the structs and
+`decode_graph`; `partition.model.check` validates ids, sizes and operators, and `partition.execute.admit`
+compares them with torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,31 +32,31 @@ from crypto.errors import RemoteProtocolError
 GRAPH_VERSION = 1
 """All parameters are float32, or all are float64. Bytes and hashes of such graphs never change."""
 TYPED_GRAPH_VERSION = 2
-"""Each parameter has a type of its own, half precision among them, and is frozen: such a graph does not
-train. A graph that version 1 can express has version 1."""
+"""Each parameter has its own type, which may have half precision, and is frozen: such a graph does not train.
+A graph that version 1 can express has version 1."""
 GRAPH_BYTES_MAX = 64 * 1024 * 1024
-"""A Llama of 8B takes about one MB; constants (such as a causal mask of 4 MB) take most of a large graph."""
+"""Maximum size. A Llama of 8B takes about one MB; a causal mask, which is a constant, may take 4 MB."""
 STRUCTURE_BYTES_MAX = 8 * 1024 * 1024
-"""All of it without the bytes of constants. A byte of hostile structure becomes up to 30 in Python; a byte of
-data stays one."""
+"""Maximum size without the bytes of constants. A byte of hostile structure becomes up to 30 in Python; a byte
+of data stays one."""
 NODES_MAX = 65_536
 PARAMETERS_MAX = 65_536
 TABLE_MAX = 65_536
-"""Rows of the tables of types, expressions, constants, owners."""
+"""Maximum number of rows in the tables of types, expressions, constants, owners."""
 ENTRIES_MAX = 8
 SYMBOLS_MAX = 8
 PORTS_MAX = 64
 TENSORS_MAX = 64
-"""In one bundle, over one cut. A U-Net cut in its middle has five."""
+"""Maximum number of tensors in one bundle, across one cut. A U-Net cut in its middle has five."""
 LAYERS_MAX = 512
-"""Places for a plan to cut; the solver's time grows with their square."""
+"""Maximum number of layers; the solver's time grows with their square."""
 ARGUMENTS_MAX = 64
 ITEMS_MAX = 1_024
-"""Elements of one list argument: as many tensors as a `cat` joins, or the sizes of a view."""
+"""Maximum length of a list argument: the tensors that a `cat` joins, or the sizes of a view."""
 DIMENSIONS_MAX = 8
 RECIPE_STEPS_MAX = 16
 NAMES_MAX = 64
-"""State-dict names of one parameter: more than one where weights are tied."""
+"""Maximum number of state-dict names of one parameter; tied weights have several."""
 INTEGER_MAX = 2**63 - 1
 TEXT_LENGTH_MAX = 32
 NAME_LENGTH_MAX = 256
@@ -64,7 +64,7 @@ NAME_LENGTH_MAX = 256
 RealType = Literal[
     "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"
 ]
-"""Types that travel."""
+"""Types that can be sent."""
 DataType = Literal[RealType, "complex64", "complex128"]
 ITEM_BYTES: dict[DataType, int] = {
     "float64": 8,
@@ -84,19 +84,19 @@ FLOATING: tuple[DataType, ...] = ("float64", "float32", "bfloat16", "float16")
 TRAINED: tuple[DataType, ...] = ("float64", "float32")
 """Types in which gradients are summed and optimizers step."""
 PAIRS: dict[DataType, DataType] = {"complex64": "float32", "complex128": "float64"}
-"""Complex types, and the types of their parts: they travel as pairs, with a last side of two."""
+"""Complex types, and the types of their parts: they are sent as pairs, with one more side of two."""
 
 TRAIN, EVALUATE = "train", "evaluate"
-"""The entry point that is trained, and the one that evaluates held-out samples where it is not the same graph
-with arguments flipped."""
+"""The entry point that is trained, and the one that evaluates held-out samples if changed arguments are not
+enough."""
 
 SERVE = "serve"
 """The entry point that continues sessions: it has no loss, and the inputs SERVE_INPUTS."""
 SERVE_INPUTS = ("tokens", "positions", "rows")
-"""Token ids, flat over all sessions of a batch; the position of each in its session; and those that are
-answered with logits. All int64; a stage makes the last two itself."""
+"""Token ids, flat over all sessions of a batch; the position of each in its session; and the rows that are
+answered with logits. All int64; a stage computes the last two itself."""
 SERVE_SYMBOLS = ("tokens", "rows", "context")
-"""How many of each there are, and the most tokens of one session, which is in no shape."""
+"""The number of tokens and of rows, and the maximum length of a session, which is in no shape."""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.+/:@-]{0,256}\Z")]
 """A state-dict key, a module's path, an input's name: printable, so that a screen can show it."""
@@ -113,7 +113,7 @@ class Size(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A tensor of this entry point by id: inputs, then labels, then what nodes make, in order."""
+    """A tensor of this entry point by id: inputs, then labels, then the values that nodes make, in order."""
 
     id: Index
 
@@ -143,8 +143,7 @@ class TypeName(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class FormatName(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """A memory-format argument. channels_last only makes the sender's machine faster, so it does not
-    travel."""
+    """A memory-format argument. channels_last only makes the sender's machine faster, so it is not sent."""
 
     format: Literal["contiguous", "preserve"]
 
@@ -164,8 +163,8 @@ Argument = Scalar | Reference | Items
 
 
 class Symbol(msgspec.Struct, frozen=True, array_like=True):
-    """A size that differs from micro-batch to micro-batch, with its inclusive bounds. The first is the
-    batch."""
+    """A size that differs between micro-batches, with its inclusive bounds. The first symbol is the batch
+    size."""
 
     name: Name
     minimum: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
@@ -176,7 +175,7 @@ class Expression(msgspec.Struct, frozen=True, array_like=True):
     """One integer operation. The first rows of the table are the symbols themselves (`symbol`, left their
     row).
 
-    `Size` operands point to earlier rows only. Division and remainder round down, as Python's do.
+    `Size` operands refer to earlier rows only. Division and remainder round down, as in Python.
     """
 
     operator: Literal["symbol", "add", "sub", "mul", "floordiv", "mod", "min", "max"]
@@ -198,7 +197,7 @@ class FillStep(msgspec.Struct, frozen=True, array_like=True):
     """One step of a recipe, over the whole parameter: an operation of `torch.nn.init`, as data.
 
     `uniform` (low, high) and `normal` (mean, deviation) draw; `constant` sets; `multiply`, `add`, `clamp`
-    (low, high) and `erfinv` change the present values; `zero_row` zeroes one row (a padding index).
+    (low, high) and `erfinv` change the current values; `zero_row` zeroes one row (a padding index).
     """
 
     kind: Literal["uniform", "normal", "constant", "multiply", "add", "clamp", "erfinv", "zero_row"]
@@ -207,16 +206,16 @@ class FillStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, array_like=True, tag="recipe"):
-    """First values drawn where they are needed, from a seed per parameter *name*."""
+    """First values that are drawn where they are needed, from a seed per parameter *name*."""
 
     steps: Annotated[tuple[FillStep, ...], msgspec.Meta(max_length=RECIPE_STEPS_MAX)]
 
 
 class StoredValues(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
-    """First values that stand in the safetensors file beside the graph: `length` bytes at `offset` in its
+    """First values in the safetensors file that accompanies the graph: `length` bytes at `offset` in its
     data.
 
-    `digest` is BLAKE3 of those bytes, so that a range fetched alone can be checked.
+    `digest` is BLAKE3 of those bytes, so that a range can be checked separately.
     """
 
     offset: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -227,11 +226,11 @@ class StoredValues(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
 class Parameter(msgspec.Struct, frozen=True, array_like=True):
     """One row of the parameter table, in the order of first use in the first entry point.
 
-    `names` are its keys in the model's state dict; several where weights are tied. `kind`: a `parameter` gets
-    a gradient, a `frozen` one none, a `statistic` (batch norm's running mean and variance) is moved by the
-    micro-batches' statistics when a step commits, and counts as untrainable. `group` is the optimizer's
-    group. `type` is the one that operators see. `storage` is the form of its values in files and arenas:
-    `plain` is the form that operators see.
+    `names` are its keys in the model's state dict; tied weights have several. `kind`: a `parameter` gets a
+    gradient, a `frozen` one does not, a `statistic` (batch norm's running mean and variance) is updated by
+    the micro-batches' statistics when a step commits, and counts as untrainable. `group` is the optimizer's
+    group. `type` is the type that operators see, `storage` the form of its values in files and arenas;
+    `plain` means the same form.
     """
 
     names: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=NAMES_MAX)]
@@ -253,7 +252,7 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Constant(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that nothing changes: little-endian bytes in C order. `names` as a parameter's; () if
+    """A tensor that nothing changes: little-endian bytes in C order. `names` are like a parameter's; () if
     unnamed."""
 
     names: Annotated[tuple[Name, ...], msgspec.Meta(max_length=NAMES_MAX)]
@@ -262,14 +261,14 @@ class Constant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GraphState(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor kept per session and changed by entry points, zero at first: a KV cache."""
+    """A tensor that is kept per session and changed by entry points, initially zero: a KV cache."""
 
     name: Name
     type: TensorType
 
 
 class Port(msgspec.Struct, frozen=True, array_like=True):
-    """An input or label of an entry point; its value id is its place among inputs and labels."""
+    """An input or label of an entry point; its value id is its position among inputs and labels."""
 
     name: Name
     type: Index
@@ -278,9 +277,9 @@ class Port(msgspec.Struct, frozen=True, array_like=True):
 class GraphNode(msgspec.Struct, frozen=True, array_like=True):
     """One application of an operator.
 
-    `id` is its place in the entry point before any cut, which seeds a random operator. `arguments` are in the
-    schema's order without trailing defaults; `keywords` are the keyword-only ones, by name. `outputs` has one
-    value id for each result. `owner` is the module that asked for it.
+    `id` is its position in the entry point before any cut, which seeds a random operator. `arguments` are in
+    the schema's order without trailing defaults; `keywords` are the keyword-only ones, by name. `outputs` has
+    one value id for each result. `owner` is the module that called it.
     """
 
     id: Index
@@ -299,12 +298,12 @@ class Metric(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One way through the model.
+    """One way to run the model.
 
     `types` has a row of `Graph.types` for every value id. `train` has a `loss`, a scalar that is a *sum*, and
-    so has `evaluate`, its twin where the model differs in evaluation. `count` is its divisor at the end of a
-    step: a scalar value, or None for the batch. `updates` are pairs of a state row and its next value.
-    `boundaries[i]` is the node before which layer i + 1 begins.
+    so has `evaluate`, its twin if the model differs in evaluation. `count` is the loss's divisor at the end
+    of a step: a scalar value, or None for the batch size. `updates` are pairs of a state row and its next
+    value. `boundaries[i]` is the node before which layer i + 1 begins.
     """
 
     name: Name
@@ -341,7 +340,7 @@ class Graph(msgspec.Struct, frozen=True, array_like=True):
     counters: Annotated[tuple[Name, ...], msgspec.Meta(max_length=PARAMETERS_MAX)] = ()
 
     def entry(self, name: str) -> Entry:
-        """Return the entry point called `name`. Raises KeyError."""
+        """Return the entry point with this name. Raises KeyError."""
         for entry in self.entries:
             if entry.name == name:
                 return entry
@@ -349,15 +348,15 @@ class Graph(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A stage's share of one entry point. Value ids are those of the whole entry.
+    """A stage's part of one entry point. Value ids are those of the whole entry.
 
-    `inputs` come from the stage before (the model's own inputs at the first stage), `outputs` go to the next
-    one (the model's own at the last). A value in both is handed through. `backward_inputs` are the inputs
-    whose gradients go back, `backward_outputs` the outputs whose gradients come. `types` maps ids of inputs,
-    labels and all that its nodes make to rows of `StageGraph.types`: admission holds torch to it.
-    `statistics` has, for each batch norm in training, its node id, its place among the uses of its statistics
-    in one micro-batch, and how many those are. `moved` has, for each batch statistic held here that norms of
-    other stages alone move, its row, their momentum, and how many they are.
+    `inputs` come from the previous stage (the model's own inputs at the first stage), `outputs` go to the
+    next one (the model's own at the last). A value in both is passed through. `backward_inputs` are the
+    inputs whose gradients are sent back, `backward_outputs` the outputs whose gradients arrive. `types` maps
+    ids of inputs, labels and all values that its nodes make to rows of `StageGraph.types`; admission compares
+    them with torch. `statistics` has, for each batch norm in training, its node id, its position among the
+    uses of its statistics in one micro-batch, and the number of uses. `moved` has, for each batch statistic
+    held here that only norms of other stages update, its row, their momentum, and their number.
     """
 
     name: Name
@@ -377,11 +376,12 @@ class StageEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageGraph(msgspec.Struct, frozen=True, array_like=True):
-    """The graph of one stage: `partition.model.cut` makes it of a checked graph, on the machine that runs it.
+    """The graph of one stage: `partition.model.cut` makes it from a checked graph, on the machine that runs
+    it.
 
     Tables are the graph's own, so rows mean the same; `rows`, `constant_rows` and `state_rows` are those that
     this stage holds, ascending. `tied` are the parameter rows that other stages hold too: their gradients are
-    summed over stages. `borrowed` are those of them that an earlier stage holds, which reports on them.
+    summed over stages. `borrowed` are the tied rows that an earlier stage also holds, which reports on them.
     """
 
     graph: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -411,7 +411,7 @@ class StageGraph(msgspec.Struct, frozen=True, array_like=True):
         return self.index == self.stages - 1
 
     def entry(self, name: str) -> StageEntry:
-        """Return the entry point called `name`. Raises KeyError."""
+        """Return the entry point with this name. Raises KeyError."""
         for entry in self.entries:
             if entry.name == name:
                 return entry
@@ -419,7 +419,7 @@ class StageGraph(msgspec.Struct, frozen=True, array_like=True):
 
 
 def version_for(parameters: Sequence[Parameter]) -> int:
-    """Return the lowest version that can express a graph of these parameters."""
+    """Return the lowest version that can express a graph with these parameters."""
     dtypes = {row.type.dtype for row in parameters}
     return GRAPH_VERSION if len(dtypes) <= 1 and dtypes <= set(TRAINED) else TYPED_GRAPH_VERSION
 
@@ -436,11 +436,11 @@ class _ConstantOutline(msgspec.Struct, frozen=True, array_like=True):
 
 
 _VERSION_BYTES_MAX = 9
-"""The longest integer of MessagePack."""
+"""Length of the longest integer in MessagePack."""
 
 
 class _Outline(msgspec.Struct, frozen=True, array_like=True):
-    """A graph whose parts are left encoded, so that only their lengths are known."""
+    """A graph whose parts stay encoded, so that only their lengths are known."""
 
     version: msgspec.Raw
     name: msgspec.Raw
@@ -461,17 +461,17 @@ def decode_graph(data: bytes) -> Graph:
     """Return a graph of the right form; `partition.model.check.check_graph` validates it.
 
     Raises:
-        RemoteProtocolError: too long, of another form, or not in the one byte form it should have.
+        RemoteProtocolError: too long, of the wrong form, or not in its canonical encoding.
     """
     outline: _Outline = decode(data, _Outline, bytes_max=GRAPH_BYTES_MAX)
     version: int = decode(bytes(outline.version), int, bytes_max=_VERSION_BYTES_MAX)
     if not GRAPH_VERSION <= version <= TYPED_GRAPH_VERSION:
         known = f"{GRAPH_VERSION} to {TYPED_GRAPH_VERSION}"
-        raise RemoteProtocolError(f"a graph of version {version} of the format; read are {known}")
+        raise RemoteProtocolError(f"a graph in version {version} of the format; readable are {known}")
     structure = len(data) - sum(len(constant.data) for constant in outline.constants)
     del outline
     if structure > STRUCTURE_BYTES_MAX:
-        raise RemoteProtocolError(f"a graph of {structure} bytes without its constants' data")
+        raise RemoteProtocolError(f"a graph with {structure} bytes in addition to its constants' data")
     graph: Graph = decode(data, Graph, bytes_max=GRAPH_BYTES_MAX)
     if encode(graph) != data:
         raise RemoteProtocolError("a graph that is not in its canonical byte form")
@@ -493,7 +493,7 @@ def arguments_of(node: GraphNode) -> Iterator[Item]:
 
 
 def values_of(node: GraphNode) -> Iterator[int]:
-    """Yield the ids of the values a node takes, as often as it takes them."""
+    """Yield the ids of the values that a node takes, as often as it takes them."""
     for argument in arguments_of(node):
         if isinstance(argument, Value):
             yield argument.id

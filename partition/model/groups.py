@@ -1,4 +1,4 @@
-"""Assignment of parameters to the optimizer's groups, by patterns of their names. No torch."""
+"""Assignment of parameters to the optimizer's groups, by patterns for their names. No torch."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -9,10 +9,11 @@ from partition.model.graph import Graph, Parameter
 
 
 def with_groups(graph: Graph, patterns: Sequence[Sequence[str]]) -> Graph:
-    """Return the graph with every parameter in the first group with a pattern that matches one of its names.
+    """Return the graph with every parameter assigned to the first group with a pattern that matches one of
+    its names.
 
-    Groups count from 1; parameters that match no pattern are in group 0. Raises ValueError: a pattern matches
-    none.
+    Groups count from 1; parameters that match no pattern are in group 0. Raises ValueError if a pattern
+    matches none.
     """
     used: set[str] = set()
 
@@ -27,5 +28,7 @@ def with_groups(graph: Graph, patterns: Sequence[Sequence[str]]) -> Graph:
     parameters = tuple(map(grouped, graph.parameters))
     for each in (each for group in patterns for each in group):
         if each not in used:
-            raise ValueError(f"no parameter is called like '{each}', or all are in an earlier group")
+            raise ValueError(
+                f"no parameter has a name like '{each}', or all of these are in an earlier group"
+            )
     return msgspec.structs.replace(graph, parameters=parameters)

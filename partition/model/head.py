@@ -1,4 +1,4 @@
-"""The head of a language model: the product that makes logits of hidden states. No torch."""
+"""The head of a language model: the product that computes logits from hidden states. No torch."""
 
 from partition.model.graph import (
     SERVE,
@@ -19,15 +19,15 @@ _PRODUCTS = {
     "aten.matmul.default": 0,
     "aten.addmm.default": 1,
 }
-"""Operators that a head is made of, and which of their arguments are the hidden states."""
+"""Operators that can be a head, and which of their arguments are the hidden states."""
 _ROWS = Size(1)
-"""The side of a tensor that has a row for each token that is wanted."""
+"""The side of a tensor that has one row for each wanted token."""
 
 
 def head_input(graph: Graph | StageGraph) -> tuple[int, TensorType] | None:
-    """Return the value that a served model's head makes logits of, and its type: the final hidden states, a
-    row for each row of logits. Operators after the head (a cap, a scale) are elementwise. None where the
-    model has no such head, or a stage is not the last."""
+    """Return the value from which a served model's head computes logits, and its type: the final hidden
+    states, one row for each row of logits. Operators after the head (a cap, a scale) are elementwise. None if
+    the model has no such head, or if the stage is not the last."""
     entry = next((each for each in graph.entries if each.name == SERVE), None)
     if entry is None or is_whole(graph, entry) or len(entry.outputs) != 1:
         return None
@@ -52,20 +52,20 @@ def head_input(graph: Graph | StageGraph) -> tuple[int, TensorType] | None:
 
 
 def hidden_width(kind: TensorType) -> int:
-    """Return how many numbers a row of hidden states has."""
+    """Return the number of values in a row of hidden states."""
     width = kind.shape[-1]
     assert isinstance(width, int)
     return width
 
 
 def read_values(graph: StageGraph) -> tuple[int, ...]:
-    """Return the value that hidden states are read from, none where a stage has none."""
+    """Return the value from which hidden states are read; empty if the stage has none."""
     head = head_input(graph) if graph.is_last else None
     return () if head is None else (head[0],)
 
 
 def answered_kind(kind: TensorType) -> TensorType:
-    """Return what a stage answers of hidden states, a row each: float64 where they are, else float32, as of
+    """Return the type of a stage's answer with hidden states: float64 if they are, otherwise float32, as for
     logits."""
     return TensorType("float64" if kind.dtype == "float64" else "float32", (_ROWS, hidden_width(kind)))
 

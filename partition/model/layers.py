@@ -1,14 +1,14 @@
 """The choice of a graph's layers: the boundaries at which a plan may cut, and their names. No torch.
 
-A solver's time grows with the square of the positions, and nearly all of the hundreds of legal positions are
-worse than one close by. So one position remains between two modules with parameters: where the fewest bytes
-cross, at a border of modules if there is a choice, and rather late. Then positions on a hill are dropped:
-those with clearly fewer bytes crossing on both sides, not far away. From the rest the best are taken, best
-first, as long as they are apart: with at least one part in `layers_max` of the model's cost between them, and
-so about as many layers, none of them negligible. Cost is half time, half parameters, which take memory where
-they take no time.
+A solver's time grows with the square of the number of positions, and nearly all of the hundreds of legal
+positions are worse than a neighbouring one. So between two modules with parameters one position is kept:
+where the fewest bytes cross, preferably at a border of modules, and rather late. Then positions on a hill are
+dropped: those with clearly fewer bytes crossing nearby on both sides. From the rest the best are taken, best
+first, as long as they are far enough apart: at least one part in `layers_max` of the model's cost must be
+between two of them. So there are about `layers_max` layers, none of them negligible. Half of the cost is time
+and half is parameters, because parameters take memory even if they take no time.
 
-That leaves the beginnings of a transformer's attention and feed-forward blocks, of a residual network's
+The result is the beginnings of a transformer's attention and feed-forward blocks, of a residual network's
 blocks, and of a plain network's layers.
 """
 
@@ -27,10 +27,10 @@ from partition.model.work import EntryWork
 
 LAYERS_WANTED_MAX = 128
 HILL_SHARE = 6
-"""A hill is looked for within one part in this many of the model's cost, to both sides."""
+"""The feet of a hill are searched within one part in this many of the model's cost, on both sides."""
 HILL_PERCENT = 125
-"""A position is on a hill if its foot is lower by this percentage: the slow rise towards the middle of a
-U-Net is none."""
+"""A position is on a hill if it exceeds the feet by this percentage. The slow rise towards the middle of a
+U-Net does not count."""
 
 
 def with_layers(
@@ -42,12 +42,12 @@ def with_layers(
 ) -> Graph:
     """Return the graph with new layers, at most `layers_max`.
 
-    With `split`, only the beginnings of the modules named there are boundaries. Between the first and the
-    last node of each group of modules in `together` there is none.
+    With `split`, the boundaries are exactly the beginnings of the modules named there. There is no boundary
+    between the first and the last node of each group of modules in `together`.
 
     Raises:
-        ValueError: a module that no node belongs to, or a split where no cut can be, or that `together`
-            forbids.
+        ValueError: no node belongs to a named module, no cut is possible at a split, or `together` forbids
+            it.
     """
     if not 1 <= layers_max <= LAYERS_MAX:
         raise ValueError(f"a model has 1 to {LAYERS_MAX} layers, not {layers_max}")
@@ -61,7 +61,7 @@ def with_layers(
             if any(low < position <= high for low, high in spans):
                 raise ValueError(f"a split at node {position} would divide modules that belong together")
         if len(positions) >= layers_max:
-            raise ValueError(f"{len(positions)} splits make more than {layers_max} layers")
+            raise ValueError(f"{len(positions)} splits would make more than {layers_max} layers")
     else:
         free = [position for position in legal if not any(low < position <= high for low, high in spans)]
         positions = _chosen(graph, entry, free, layers_max)
@@ -73,7 +73,7 @@ def with_layers(
 
 
 def _first_labelled(graph: Graph, entry: Entry) -> int:
-    """Return the first node that depends on a label: in the format no layer begins after it."""
+    """Return the first node that depends on a label: the format allows no layer to begin after it."""
     flow = flow_of(graph, entry)
     for number, (floats, needs_label) in enumerate(zip(flow.floats, flow.needs_label, strict=True)):
         if floats or needs_label:
@@ -106,7 +106,7 @@ def _beginning(graph: Graph, entry: Entry, module: str, legal: Sequence[int]) ->
     nodes = _nodes_of(graph, entry, module)
     place = bisect_left(legal, nodes[0])
     if place == len(legal) or legal[place] > nodes[-1]:
-        raise ValueError(f"no cut can be made at the beginning of '{module}'")
+        raise ValueError(f"no cut is possible at the beginning of '{module}'")
     return legal[place]
 
 
@@ -115,13 +115,13 @@ def _beginning(graph: Graph, entry: Entry, module: str, legal: Sequence[int]) ->
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A position; lower `rank` is better."""
+    """A position; a lower `rank` is better."""
 
     position: int
     crossing_bytes: int
     border: int
     cost: int
-    """The cost of all nodes before it."""
+    """The cost of all nodes before the position."""
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -129,7 +129,7 @@ class _Candidate:
 
 
 def _chosen(graph: Graph, entry: Entry, legal: Sequence[int], layers_max: int) -> list[int]:
-    """Return boundaries where the user gave none."""
+    """Return boundaries if the user gave none."""
     sizes = reference_sizes(graph)
     crossing = crossing_bytes(graph, sizes)
     flow = flow_of(graph, entry)
@@ -141,7 +141,7 @@ def _chosen(graph: Graph, entry: Entry, legal: Sequence[int], layers_max: int) -
             position, crossing[position], _border(graph, entry, position), before[position]
         )
         gap = bisect_left(gaps, position)
-        # Before the first parameter and after the last there is nothing to hold.
+        # Before the first parameter and after the last there would be nothing to hold.
         if 0 < gap < len(gaps) and (gap not in best or candidate.rank < best[gap].rank):
             best[gap] = candidate
     candidates = _without_hills(list(best.values()), before[-1] // HILL_SHARE)
@@ -149,7 +149,8 @@ def _chosen(graph: Graph, entry: Entry, legal: Sequence[int], layers_max: int) -
 
 
 def _costs(graph: Graph, flow: Flow, sizes: Sequence[int]) -> list[int]:
-    """Return, by node, its share of the time and, where it is the first to use them, of the parameters."""
+    """Return the cost of each node: its share of the time, plus the share of the parameters that it is the
+    first to use."""
     work = EntryWork(graph, flow.entry, sizes)
     times, parameters = [], []
     seen: set[int] = set()
@@ -160,12 +161,12 @@ def _costs(graph: Graph, flow: Flow, sizes: Sequence[int]) -> list[int]:
         seen |= rows
         parameters.append(sum(work.type_bytes(graph.parameters[row].type) for row in rows))
     all_time, all_bytes = max(1, sum(times)), max(1, sum(parameters))
-    # Two shares over a common denominator, so that all numbers stay integers.
+    # Two shares with a common denominator, so that everything stays an integer.
     return [time * all_bytes + size * all_time for time, size in zip(times, parameters, strict=True)]
 
 
 def _gaps(graph: Graph, entry: Entry, is_live: Sequence[bool]) -> list[int]:
-    """Return the nodes at which another module begins to use its parameters."""
+    """Return the nodes at which a new module begins to use its parameters."""
     found = []
     last = -1
     for number, node in enumerate(entry.nodes):
@@ -177,7 +178,7 @@ def _gaps(graph: Graph, entry: Entry, is_live: Sequence[bool]) -> list[int]:
 
 
 def _border(graph: Graph, entry: Entry, position: int) -> int:
-    """Return how deep within modules a position is: the common path of the nodes before and after it."""
+    """Return the nesting depth of modules at a position: the common path of the nodes before and after it."""
     before = _path(graph, entry.nodes[position - 1])
     after = _path(graph, entry.nodes[position])
     if before == after:
@@ -212,7 +213,8 @@ def _without_hills(candidates: Sequence[_Candidate], reach: int) -> list[_Candid
 
 
 def _apart(candidates: Sequence[_Candidate], distance: int, count_max: int) -> list[int]:
-    """Return the positions of the best candidates that have a cost of `distance` between any two."""
+    """Return the positions of the best candidates such that any two are at least a cost of `distance`
+    apart."""
     taken: list[tuple[int, int]] = []
     for candidate in sorted(candidates, key=lambda candidate: candidate.rank):
         place = bisect_left(taken, (candidate.cost, candidate.position))
@@ -241,20 +243,21 @@ def _names(graph: Graph, entry: Entry, positions: Sequence[int]) -> tuple[Name, 
 
 
 def _name(graph: Graph, entry: Entry, first: int) -> str:
-    """Return the outermost module of the first parameter behind the boundary that does not contain the last
-    one before it."""
+    """Return the outermost module of the first parameter after the boundary that does not contain the last
+    parameter before it."""
     path = _parameter_path(graph, entry.nodes[first:])
     if not first:
         return ".".join(path)
     length = _common(_parameter_path(graph, entry.nodes[first - 1 :: -1]), path) + 1
-    # In a list of modules an element begins, not the list.
+    # In a list of modules, name the element that begins, not the list.
     while length < len(path) and path[length].isdigit():
         length += 1
     return ".".join(path[:length])
 
 
 def _parameter_path(graph: Graph, nodes: Sequence[GraphNode]) -> list[str]:
-    """Return the module of the first parameter in these nodes; without an owner, the path in its name."""
+    """Return the path of the module with the first parameter in these nodes. If it has no owner, use the path
+    in its name."""
     for node in nodes:
         for argument in arguments_of(node):
             if isinstance(argument, ParameterValue):

@@ -1,17 +1,17 @@
-"""The values to send over one cut and the nodes to compute again behind it, at the least cost. No torch.
+"""The values to send over one cut and the nodes to compute again after it, at the least cost. No torch.
 
-The rule: a tensor sent costs its bytes over a link of 1 Gbit/s, twice where its gradient comes back, and a
-little for being one more. A node computed again costs the bytes it touches in a memory of 10 GB/s and its
-FLOPs at 50 GFLOP/s, three times where it has a backward pass. Only nodes without trainable parameters, states
-and random numbers are ever computed again. Among nodes that depend on inputs these are views, elementwise
-operators and reductions; among nodes that depend on constants alone (masks, positions), any.
+The cost model: a tensor that is sent costs its bytes over a link of 1 Gbit/s, twice if its gradient comes
+back, plus a small fixed cost. A node that is computed again costs the bytes it touches in a memory of 10 GB/s
+and its FLOPs at 50 GFLOP/s, three times if it has a backward pass. Only nodes without trainable parameters,
+states and random numbers are ever computed again. Among nodes that depend on inputs these are views,
+elementwise operators and reductions; among nodes that depend on constants alone (masks, positions), any.
 
 So x and relu(x) cross as x, two views as their tensor, an expanded mask as the mask, and a causal mask not at
-all. A value that depends on constants is computed again if that costs less in all than sending it. For the
-rest the cheapest choice is a minimum cut (Ford and Fulkerson 1956, along shortest paths as Edmonds and Karp
-1972): sources are nodes that cannot be computed again, the sink is the demand of the later stage, and cutting
-a value's edge means sending it. Among equally cheap cuts the one nearest the sink is taken, so the choice is
-unique.
+all. A value that depends on constants is computed again if that costs less in total than sending it. For the
+rest the cheapest choice is a minimum cut (Ford and Fulkerson 1956, along shortest paths as in Edmonds and
+Karp 1972): sources are nodes that cannot be computed again, the sink is the demand of the later stage, and
+cutting a value's edge means sending it. Among equally cheap cuts the one nearest the sink is taken, so the
+choice is unique.
 """
 
 from collections import deque
@@ -23,34 +23,36 @@ from partition.model.operators import OPERATORS
 from partition.model.work import EntryWork
 
 FLOP_COST = 1
-"""One unit is 20 picoseconds."""
+"""One unit of cost is 20 picoseconds."""
 TOUCHED_BYTE_COST = 5
 SENT_BYTE_COST = 400
 TENSOR_COST = 64 * SENT_BYTE_COST
 UNSENDABLE = 1 << 80
 REGION_NODES_MAX = 96
-"""Nodes looked at on the way back from one cut; those behind count as not repeatable."""
+"""Maximum number of nodes examined on the way back from one cut. Nodes further back count as not
+repeatable."""
 SEARCH_MAX = 2_000_000
-"""Edges laid and walked for all cuts of a graph together, about a second. A cut of a transformer takes some
-3,000, and a table of costs as many for each layer: only a graph made to be slow needs more."""
+"""Maximum number of edges created and followed for all cuts of a graph together, about a second. A cut of a
+transformer takes about 3,000, and a table of costs as many for each layer. Only a graph made to be slow needs
+more."""
 
 _AGAIN = ("free", "elementwise", "reduction")
 
 
 class Chooser:
-    """The chooser for one entry point, at one value of every symbol."""
+    """Chooses for one entry point, at one value of every symbol."""
 
     def __init__(self, graph: Graph, flow: Flow, work: EntryWork) -> None:
         self._graph = graph
         self._flow = flow
         self._work = work
         self._budget = SEARCH_MAX
-        # The same nodes and values stand before several cuts.
+        # Cached, because the same nodes and values come before several cuts.
         self._send_costs: dict[int, int] = {}
         self._repeat_costs: dict[int, int | None] = {}
 
     def may_repeat(self, node: int) -> bool:
-        """Return whether a later stage may compute the node, which is not constant, again."""
+        """Return whether a later stage may compute the node again; the node is not constant."""
         flow = self._flow
         operator = OPERATORS.get(self._graph.operators[flow.entry.nodes[node].operator])
         if operator is None or operator.random or flow.keys[node]:
@@ -58,7 +60,7 @@ class Chooser:
         return operator.cost in _AGAIN and not flow.needs_label[node] and not flow.floats[node]
 
     def send_cost(self, value: int) -> int:
-        """Return the cost of sending one value; UNSENDABLE for a tensor without elements."""
+        """Return the cost of sending one value; UNSENDABLE if the tensor has no elements."""
         found = self._send_costs.get(value)
         if found is None:
             found = self._send_costs[value] = self._send_cost(value)
@@ -79,7 +81,7 @@ class Chooser:
         return 1 + passes * (flops * FLOP_COST + touched * TOUCHED_BYTE_COST)
 
     def _cost_again(self, node: int) -> int | None:
-        """Return the cost of one node that may be computed again, None where it may not."""
+        """Return the cost of computing one node again; None if that is not allowed."""
         if node not in self._repeat_costs:
             self._repeat_costs[node] = self.repeat_cost(node) if self.may_repeat(node) else None
         return self._repeat_costs[node]
@@ -91,7 +93,7 @@ class Chooser:
         """Return the values to send and the nodes to compute again, both ascending, that supply `demand`.
 
         Raises:
-            ValueError: some of it can neither be sent nor be computed again, or the graph is too tangled.
+            ValueError: a value can neither be sent nor be computed again, or the graph is too complex.
         """
         constant = [value for value in demand if self._is_constant(value)]
         placed = [value for value in demand if not self._is_constant(value)]
@@ -105,7 +107,7 @@ class Chooser:
         return node >= 0 and self._flow.is_constant[node]
 
     def _choose_constant(self, value: int, sent: set[int], repeated: set[int]) -> None:
-        """Add the value to those sent, or the nodes behind it to those computed again."""
+        """Add the value to those to send, or the nodes it depends on to those computed again."""
         nodes: set[int] = set()
         waiting = [self._flow.producers[value]]
         while waiting:
@@ -120,7 +122,7 @@ class Chooser:
             sent.add(value)
 
     def _flow_cut(self, demand: Sequence[int]) -> tuple[set[int], set[int], set[int]]:
-        """Return the values sent, the nodes computed again, and the constants they need."""
+        """Return the values to send, the nodes to compute again, and the constants that these need."""
         network = self._network(demand)
         flow = 0
         while path := network.path(self._spend):
@@ -148,11 +150,11 @@ class Chooser:
     def _spend(self, edges: int) -> None:
         self._budget -= edges
         if self._budget < 0:
-            raise ValueError("the graph is too tangled to be cut")
+            raise ValueError("the graph is too complex to be cut")
 
     def _network(self, demand: Sequence[int]) -> "_Network":
-        """Build the network: source to nodes that may be repeated, and to values that may only be sent;
-        demand to sink."""
+        """Build the network. Edges lead from the source to nodes that may be repeated and to values that can
+        only be sent, and from the demand to the sink."""
         network = _Network()
         seen = set(demand)
         nodes: set[int] = set()
@@ -187,17 +189,15 @@ _SOURCE, _SINK = -1, -2
 
 
 def _of_value(value: int) -> int:
-    """Return the vertex of a value."""
     return 2 * value
 
 
 def _of_node(node: int) -> int:
-    """Return the vertex of a node."""
     return 2 * node + 1
 
 
 class _Network:
-    """A flow network: edges with their remaining capacity; an edge and its reverse are neighbours in the
+    """A flow network: edges with their remaining capacity. An edge and its reverse are adjacent in the
     list."""
 
     def __init__(self) -> None:
@@ -213,8 +213,8 @@ class _Network:
         self._left += (capacity, 0)
 
     def path(self, spend: Callable[[int], None]) -> list[int]:
-        """Return the edges of a shortest path with capacity from source to sink; [] for none. `spend` is told
-        how many edges are looked at."""
+        """Return the edges of a shortest path with capacity from source to sink; [] if there is none. `spend`
+        is called with the number of edges examined."""
         came = {_SOURCE: -1}
         waiting = deque([_SOURCE])
         ends, left = self._ends, self._left
@@ -240,7 +240,7 @@ class _Network:
         return path
 
     def push(self, path: list[int]) -> int:
-        """Fill a path; return the added flow."""
+        """Fill a path with flow. Return the added flow."""
         amount = min(self._left[edge] for edge in path)
         for edge in path:
             self._left[edge] -= amount

@@ -1,18 +1,20 @@
-"""The allow-list: every operator a graph may name, with its properties. Data only, no torch.
+"""The allow-list: every operator that a graph may use, with its properties. Data only, no torch.
 
 Names are those of ATen in torch 2.13, by exact overload (`aten.addmm.default`), at the level of
 `torch.export`'s training IR, where composite operators such as `linear` or `layer_norm` are kept whole. Only
-these operators are found by name at run time, and none of them
+these operators can be looked up by name at run time, and none of them
 
-- changes its input (`copy_`), but as the twin of a functional one on a state (`Operator.state_twin`);
-- shows memory it did not write (`empty`), or memory by address and stride (`as_strided`, `set_`);
+- changes its input (`copy_`), except as the in-place twin of a functional one, on a state
+  (`Operator.state_twin`);
+- exposes memory it did not write (`empty`), or memory by address and stride (`as_strided`, `set_`);
 - has results whose shape depends on data (`nonzero`, `masked_select`, `unique`), or reads data into Python
   (`item`);
-- touches the world outside (`from_file`), or belongs to another namespace than `aten`, but for ATTEND.
+- accesses anything outside the process (`from_file`), or belongs to a namespace other than `aten`, except
+  ATTEND.
 
-Generators, devices and layouts are no arguments that a graph can write: the stage chooses those.
-`partition.execute.schema` has the arguments of each, and `tests/partition/test_operators.py` holds this table
-against torch.
+A graph cannot pass generators, devices or layouts as arguments: the stage chooses those.
+`partition.execute.schema` has the arguments of each operator, and `tests/partition/test_operators.py`
+compares this table with torch.
 """
 
 from collections.abc import Mapping
@@ -21,12 +23,12 @@ from types import MappingProxyType
 from typing import Literal
 
 BATCH_NORM = "aten.batch_norm.default"
-"""The one operator whose running statistics a step moves; several parts treat it by name."""
+"""The one operator whose running statistics a step updates; several modules treat it by name."""
 
 ATTEND = "peerloom.attend.default"
 """The one operator of our own: attention over pages of keys and values (`partition.execute.attention`)."""
 WHOLE_WINDOW = -1
-"""The window of `attend` by which a token sees all of its session, later tokens too."""
+"""The value of `attend`'s window for which a token sees all of its session, including later tokens."""
 
 Cost = Literal[
     "free",
@@ -45,9 +47,9 @@ class Operator:
     """One overload.
 
     `cost` is the class by which its time is estimated. `view`: a result may share memory with an argument.
-    `random`: it draws while training, so the generator is seeded before each call. `evaluate` are the
-    arguments, by index, that take another value when the model is evaluated. `state_twin` is the in-place
-    form that may replace it where it makes a state's next value and nothing reads the old one later.
+    `random`: it draws while training, so the generator is seeded before each call. `evaluate` has the
+    arguments, by index, that take a different value when the model is evaluated. `state_twin` is the in-place
+    form that may replace it if it makes a state's next value and nothing reads the old value later.
     `factory`: it takes no tensor, so it must be told the device.
     """
 
@@ -60,7 +62,7 @@ class Operator:
     factory: bool = False
 
 
-# By cost; without `aten.`, and without `.default` where that is the overload.
+# By cost class; without `aten.`, and without `.default` if that is the overload.
 _BY_COST: dict[Cost, str] = {
     "free": """
         view reshape view_as reshape_as flatten.using_ints unflatten.int permute transpose.int t

@@ -1,8 +1,9 @@
-"""The ranges of integers that a model takes: the classes of its loss, the rows of its embedding.
+"""The ranges of integers that a model accepts: the classes of its loss, the rows of its embedding.
 
-Read off the graph, without torch: an input or label that reaches an indexing operator through nothing but
-reshapes and casts must lie below the length of what it indexes. A value that is used in arithmetic first has
-no bound here; the stage that cannot use it reports that (`partition.execute.interpret.LabelOutOfRange`).
+They are derived from the graph, without torch: an input or label that reaches an indexing operator only
+through reshapes and casts must be below the length of what it indexes. A value that is first used in
+arithmetic has no bound here. If a stage cannot use such a value, it reports that
+(`partition.execute.interpret.LabelOutOfRange`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ _RESHAPES = """
     clone.default to.dtype to.other _to_copy.default type_as.default
 """
 _SAME_VALUES = frozenset(f"aten.{name}" for name in _RESHAPES.split())
-"""Operators whose result has every value of their first argument, and no other."""
+"""Operators whose result has exactly the values of their first argument."""
 _LOSSES = frozenset(f"aten.{name}.default" for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd"))
 _LOSSES_2D = frozenset({"aten.nll_loss2d.default"})
 _ONE_HOT = "aten.one_hot.default"
@@ -32,8 +33,8 @@ _ALONG = frozenset({"aten.gather.default", "aten.index_select.default"})
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound: values are from 0 to `count` - 1, or `ignored`. `operator`, in the module `owner`, requires
-    it."""
+    """A bound: values are from 0 to `count` - 1, or `ignored`. It is required by `operator`, in the module
+    `owner`."""
 
     count: int
     ignored: int | None
@@ -42,10 +43,10 @@ class Bound:
 
 
 def bounds(graph: Graph, entry: Entry, sizes: Sequence[int]) -> Mapping[int, Bound]:
-    """Return the tightest bound of each input and label that has one, by its value id, at these symbols'
-    values."""
+    """Return the tightest bound of each input and label that has one, by its value id, at the given values of
+    the symbols."""
     rows = evaluate(graph.expressions, tuple(sizes))
-    # Inputs and labels are the first values, and each of these maps to the port whose values it has.
+    # Inputs and labels are the first values; each value here maps to the port that has the same values.
     origins = {
         number: number
         for number, port in enumerate((*entry.inputs, *entry.labels))
@@ -74,7 +75,7 @@ def bounds(graph: Graph, entry: Entry, sizes: Sequence[int]) -> Mapping[int, Bou
 def _asked(
     graph: Graph, entry: Entry, node: GraphNode, operator: str, rows: Sequence[int]
 ) -> tuple[int, int, int | None] | None:
-    """Return (value id, count, ignored value) of an operator that indexes by a value."""
+    """Return (value id, count, ignored value) for an operator that uses a value as an index."""
     arguments = node.arguments
     if operator in _LOSSES | _LOSSES_2D and len(arguments) >= 2 and isinstance(arguments[1], Value):
         shape = _shape(graph, entry, arguments[0], rows)
@@ -97,7 +98,7 @@ def _asked(
 
 
 def _shape(graph: Graph, entry: Entry, argument: object, rows: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a value or parameter; empty where it is neither."""
+    """Return the shape of a value or parameter; empty if the argument is neither."""
     kind: TensorType
     match argument:
         case Value(number):

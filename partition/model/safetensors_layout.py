@@ -1,8 +1,9 @@
-"""The safetensors file beside a graph, as a function of the graph alone: the place of each parameter's bytes.
+"""The layout of the safetensors file that accompanies a graph: the position of each parameter's bytes follows
+from the graph.
 
 A graph says which bytes the file has (`StoredValues`), so the file's header follows from it, byte for byte. A
 reader compares the beginning of the file with the header it must have; nothing of it is parsed. Not here:
-reading and writing. `partition.capture.weights` writes, and a node sends and keeps ranges.
+reading and writing. `partition.capture.weights` writes, and a node sends and stores ranges.
 """
 
 import json
@@ -28,27 +29,29 @@ SAFETENSORS_TYPES: dict[DataType, str] = {
 """The types' names in safetensors."""
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
-"""The data begins at a multiple of this, as safetensors' own writer does."""
+"""The data begins at a multiple of this, as in safetensors' own writer."""
 
 
 def stored_parameters(graph: Graph) -> tuple[Parameter, ...]:
     """Return the parameters whose first values are in the file, in the order of their offsets.
 
     Raises:
-        RemoteProtocolError: ranges that overlap or leave gaps.
+        RemoteProtocolError: ranges overlap or leave gaps.
     """
     found = [row for row in graph.parameters if isinstance(row.source, StoredValues)]
     found.sort(key=_offset)
     end = 0
     for row in found:
         if _offset(row) != end:
-            raise RemoteProtocolError(f"the values of {row.names[0]} do not follow those before them")
+            raise RemoteProtocolError(
+                f"the values of {row.names[0]} do not directly follow the previous ones"
+            )
         end += _range(row).length
     return tuple(found)
 
 
 def file_header(graph: Graph) -> bytes:
-    """Return the bytes before the data. Raises RemoteProtocolError: ranges that overlap or leave gaps."""
+    """Return the bytes before the data. Raises RemoteProtocolError if ranges overlap or leave gaps."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for row in stored_parameters(graph):
         stored = _range(row)
@@ -63,29 +66,30 @@ def file_header(graph: Graph) -> bytes:
 
 
 def file_bytes(graph: Graph) -> int:
-    """Return the length of the file. Raises RemoteProtocolError: ranges that overlap or leave gaps."""
+    """Return the length of the file. Raises RemoteProtocolError if ranges overlap or leave gaps."""
     return len(file_header(graph)) + sum(_range(row).length for row in stored_parameters(graph))
 
 
 def check_range(stored: StoredValues, data: bytes | memoryview) -> None:
-    """Check a range. Raises RemoteProtocolError: these are not the bytes that the graph says."""
+    """Check a range. Raises RemoteProtocolError if these are not the bytes that the graph says."""
     if len(data) != stored.length:
-        raise RemoteProtocolError(f"{len(data)} bytes of stored values where {stored.length} belong")
+        raise RemoteProtocolError(f"{len(data)} bytes of stored values, but {stored.length} are expected")
     if blake3(data).digest() != stored.digest:
-        raise RemoteProtocolError("stored values with another digest than the graph says")
+        raise RemoteProtocolError("the digest of stored values differs from the graph's")
 
 
 def check_file(graph: Graph, beginning: bytes, length: int) -> None:
-    """Check that a file of `length` bytes with this beginning can be the one beside `graph`; ranges come
-    later.
+    """Check that a file of `length` bytes with this beginning can be the one for `graph`; its ranges are
+    checked later.
 
-    `beginning` has the length of `file_header`. Raises RemoteProtocolError: truncated, or another header.
+    `beginning` has the length of `file_header`. Raises RemoteProtocolError if the file is truncated or has a
+    different header.
     """
     header = file_header(graph)
     if length != file_bytes(graph):
-        raise RemoteProtocolError(f"a file of {length} bytes where {file_bytes(graph)} belong")
+        raise RemoteProtocolError(f"a file of {length} bytes, but {file_bytes(graph)} are expected")
     if beginning != header:
-        raise RemoteProtocolError("the safetensors header is not the one of this graph")
+        raise RemoteProtocolError("the safetensors header is not the one for this graph")
 
 
 def _range(row: Parameter) -> StoredValues:

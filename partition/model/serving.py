@@ -1,13 +1,14 @@
 """The graph that serves a model, made from the one that trains it, as data. No torch.
 
-A served graph has one entry point, `serve`, over the same parameters: from token ids, flat over the units of
-a batch, their positions in their sessions, and the rows to answer, to logits. It has no batch of sequences:
-the batch is 1, a sequence is all tokens, causal attention is `attend`, whose pages lie beside the graph, and
-operators that count places take the given positions. Its layers are those of the model.
+A served graph has one entry point, `serve`, over the same parameters. It maps token ids (flat over the units
+of a batch), their positions in their sessions, and the rows to answer, to logits. It has no batch of
+sequences: the batch size is 1, a sequence is all tokens, causal attention is `attend`, whose pages are
+outside the graph, and operators that count positions use the given positions. Its layers are those of the
+model.
 
-This follows what graphs of causal models look like. A model that mixes tokens by other means than causal
-attention (a convolution over the sequence, a mean of it) passes here and would be served wrongly: the proof
-of `partition.capture.serving_proof` refuses it before it is offered.
+This relies on how graphs of causal models look. A model that mixes tokens by other means than causal
+attention (a convolution over the sequence, its mean) passes here and would be served wrongly: the proof of
+`partition.capture.serving_proof` refuses it before it is offered.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,9 +46,10 @@ from partition.model.graph import (
 from partition.model.operators import ATTEND, WHOLE_WINDOW
 
 TOKENS_MAX = 2_048
-"""Tokens in one call. A long prompt comes in parts, so that other sessions get their turn in between."""
+"""Maximum number of tokens in one call. A long prompt comes in parts, so that other sessions can be served in
+between."""
 ROWS_MAX = 256
-"""Rows of logits in one answer: with 150,000 words they take 154 MB."""
+"""Maximum number of rows of logits in one answer: with a vocabulary of 150,000 they take 154 MB."""
 CONTEXT_MAX = 1 << 20
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -58,25 +60,25 @@ _BY_ROW = (
     "aten.rms_norm.default",
     "aten.dropout.default",
 )
-"""Operators that take each row by itself: wanted rows are chosen before them."""
+"""Operators that process each row separately: wanted rows are chosen before them."""
 
 
 def serving_graph(graph: Graph, context: int) -> Graph:
     """Return the graph that serves a checked graph's model, for sessions of at most `context` tokens.
 
     Raises:
-        ValueError: a model that takes other inputs than sequences of tokens, or is not causal.
+        ValueError: the model has inputs other than sequences of tokens, or is not causal.
     """
     return _Rewriter(graph, context).rewrite()
 
 
 def served_sizes(specified: Sequence[int], tokens: int, rows: int) -> tuple[int, ...]:
-    """Return the sizes of a call, of a graph made for at most `specified`."""
+    """Return the sizes of a call, for a graph made for at most `specified`."""
     return (tokens, rows, specified[2])
 
 
 class Sizes:
-    """Rows of a new table of expressions, made of those of an old one."""
+    """Rows of a new table of expressions, derived from those of an old one."""
 
     def __init__(self, old: Sequence[Expression], known: dict[int, int | Size]) -> None:
         self.rows = [Expression("symbol", row) for row in range(len(SERVE_SYMBOLS))]
@@ -203,11 +205,14 @@ class _Rewriter:
     def _check(self, entry: Entry) -> None:
         kind = self.graph.types[entry.inputs[0].type]
         if entry.name != TRAIN or len(entry.inputs) != 1 or kind.dtype != "int64" or len(kind.shape) != 2:
-            raise ValueError("only a model that takes token ids (batch, tokens) alone can be served")
+            raise ValueError("only a model whose only input is token ids (batch, tokens) can be served")
         if not isinstance(kind.shape[1], Size) or kind.shape[1].row >= len(self.graph.symbols):
-            raise ValueError("the model is captured for one length of sequence; have it vary to serve it")
+            raise ValueError(
+                "the model is captured for one sequence length. To serve it, "
+                "capture it with a sequence length that varies"
+            )
         if not entry.outputs:
-            raise ValueError("the model has no outputs but its loss, and cannot be served")
+            raise ValueError("the model has no outputs except its loss, so it cannot be served")
 
     def _type(self, kind: TensorType) -> int:
         if kind not in self.types:
@@ -265,7 +270,7 @@ class _Rewriter:
         self.values.update(zip(node.outputs, made, strict=True))
 
     def _choose_rows(self, node: GraphNode) -> None:
-        """Give the wanted rows to the first node after the last one that takes all rows."""
+        """Give only the wanted rows to the first node after the last node that needs all rows."""
         given = node.arguments[0]
         assert isinstance(given, Value)
         place = self.values[given.id]
@@ -280,7 +285,7 @@ class _Rewriter:
         place = self.values[output]
         kind = self.types[self.value_types[place]]
         if len(kind.shape) != 3 or kind.shape[0] != 1 or kind.shape[1] not in (_TOKENS, _ROWS):
-            raise ValueError("the model's first output is no row of scores for each token")
+            raise ValueError("the model's first output is not a row of scores for each token")
         if not tail:
             kind = TensorType(kind.dtype, (1, _ROWS, kind.shape[2]))
             place = self._add("aten.index_select.default", (Value(place), 1, Value(2)), kind, 0)
@@ -296,13 +301,14 @@ class _Rewriter:
         return argument
 
     def _counts_places(self, name: str, node: GraphNode) -> bool:
-        """Return whether it makes the numbers from 0 to the length of a sequence."""
+        """Return whether the node makes the integers from 0 to the length of a sequence."""
         if name == "aten.arange.default":
             return node.arguments[:1] == (self.length,)
         return name == "aten.arange.start" and node.arguments[:2] == (0, self.length)
 
     def _sliced(self, name: str, node: GraphNode) -> int | None:
-        """Return the dimension in which it takes the first places of a tensor that all sequences share."""
+        """Return the dimension in which the node takes the first positions of a tensor that all sequences
+        share."""
         if name != "aten.slice.Tensor" or len(node.arguments) != 4 or isinstance(node.arguments[0], Value):
             return None
         _, dimension, start, end = node.arguments
@@ -316,15 +322,17 @@ class _Rewriter:
         if mask is not None or is_causal is not True:
             owner = self.graph.owners[node.owner] or "the model"
             raise ValueError(
-                f"{owner}: attention with a mask, or that sees what comes after, cannot be served; "
-                "is_causal=True without a mask can"
+                f"{owner}: attention with a mask, or with later tokens visible, cannot be "
+                "served. Use is_causal=True without a mask"
             )
         if not (isinstance(query, Value) and isinstance(key, Value) and isinstance(value, Value)):
             raise ValueError("attention over parameters cannot be served")
         kinds = [self.sizes.kind(self.graph.types[entry.types[each.id]]) for each in (query, value)]
         width = kinds[0].shape[-1]
         if not isinstance(width, int) or len(kinds[0].shape) != 4:
-            raise ValueError("attention that is not over (batch, heads, tokens, width) cannot be served")
+            raise ValueError(
+                "attention over tensors that are not (batch, heads, tokens, width) cannot be served"
+            )
         scale = options.get("scale")
         if scale is None:
             scale = width**-0.5
@@ -339,7 +347,7 @@ class _Rewriter:
 
 
 def frozen(parameter: Parameter) -> Parameter:
-    """Return the same parameter without a gradient. Statistics stay as batch norms expect them."""
+    """Return the same parameter without a gradient. Statistics stay in the form that batch norms expect."""
     if parameter.kind == "statistic":
         return parameter
     return msgspec.structs.replace(parameter, kind="frozen")
@@ -358,7 +366,7 @@ def _needed(entry: Entry, output: int) -> frozenset[int]:
 
 
 def _tail(graph: Graph, entry: Entry, output: int) -> frozenset[int]:
-    """Return the nodes at the end that take each row by itself, and whose results nothing else needs."""
+    """Return the nodes at the end that process each row separately, and whose results no other node needs."""
     makers = {value: node for node in entry.nodes for value in node.outputs}
     needed = _needed(entry, output)
     uses: dict[int, int] = {}
@@ -377,32 +385,34 @@ def _tail(graph: Graph, entry: Entry, output: int) -> frozenset[int]:
     return frozenset(found)
 
 
-# Checks of a stranger's graph
+# Checks of an unknown peer's graph
 
 
 def check_serve(graph: Graph, entry: Entry) -> None:
     """Check the form of the entry point `serve`, and that only it has `attend`.
 
     Raises:
-        RemoteProtocolError: other inputs or sizes than a stage makes, or layers of attention that are not one
-            each of one kind.
+        RemoteProtocolError: inputs or sizes are not those that a stage computes, or the layers of attention
+            do not have distinct numbers and one kind each.
     """
     if entry.name != SERVE:
         if any(graph.operators[node.operator] == ATTEND for node in entry.nodes):
-            raise RemoteProtocolError(f"a graph in which '{entry.name}' attends to pages: only '{SERVE}' may")
+            raise RemoteProtocolError(
+                f"a graph in which '{entry.name}' attends to pages, but only '{SERVE}' may"
+            )
         return
     if tuple(symbol.name for symbol in graph.symbols) != SERVE_SYMBOLS:
-        raise RemoteProtocolError(f"a graph in which '{SERVE}' has other sizes than {SERVE_SYMBOLS}")
+        raise RemoteProtocolError(f"a graph in which the sizes of '{SERVE}' are not {SERVE_SYMBOLS}")
     given = tuple((port.name, graph.types[port.type]) for port in entry.inputs)
     sides = (_TOKENS, _TOKENS, _ROWS)
     wanted = tuple(
         (name, TensorType("int64", (side,))) for name, side in zip(SERVE_INPUTS, sides, strict=True)
     )
     if given != wanted or entry.labels or entry.updates or len(entry.outputs) != 1:
-        raise RemoteProtocolError(f"a graph in which '{SERVE}' has other inputs or results than it must")
+        raise RemoteProtocolError(f"a graph in which '{SERVE}' has wrong inputs or results")
     output = graph.types[entry.types[entry.outputs[0]]]
     if len(output.shape) != 2 or output.shape[0] != _ROWS:
-        raise RemoteProtocolError(f"a graph in which '{SERVE}' gives no row for each that is wanted")
+        raise RemoteProtocolError(f"a graph in which '{SERVE}' does not return one row for each wanted row")
     if output.dtype not in TRAINED:
         raise RemoteProtocolError(f"a graph in which '{SERVE}' gives logits of {output.dtype}")
     _check_attention(graph, entry)
@@ -417,7 +427,7 @@ def _check_attention(graph: Graph, entry: Entry) -> None:
         tensors, layer = node.arguments[:3], node.arguments[3] if len(node.arguments) > 3 else None
         is_free = isinstance(layer, int) and layer not in seen and 0 <= layer <= LAYERS_MAX
         if not isinstance(layer, int) or isinstance(layer, bool) or not is_free:
-            raise RemoteProtocolError(f"{where} attends in a layer that has no number of its own")
+            raise RemoteProtocolError(f"{where} attends in a layer that does not have its own number")
         seen.add(layer)
         kinds = [graph.types[entry.types[each.id]] for each in tensors if isinstance(each, Value)]
         if len(kinds) != 3 or any(
@@ -431,13 +441,13 @@ def _check_attention(graph: Graph, entry: Entry) -> None:
         if not all(isinstance(side, int) and side > 0 for side in fixed):
             raise RemoteProtocolError(f"{where} attends with heads that vary")
         if (width, key_heads) != (key_width, value_heads) or cast(int, heads) % cast(int, key_heads):
-            raise RemoteProtocolError(f"{where} attends with heads that do not fit each other")
+            raise RemoteProtocolError(f"{where} attends with heads that do not fit together")
         if len({kind.dtype for kind in kinds}) > 1:
             raise RemoteProtocolError(f"{where} attends with several types")
 
 
 def is_whole(graph: Graph | StageGraph, entry: Entry | StageEntry) -> bool:
-    """Return whether tokens see those after them, so that a session has to come as one unit: an encoder."""
+    """Return whether tokens see later tokens, so that a session must come as one unit: an encoder."""
     return any(
         graph.operators[node.operator] == ATTEND and WHOLE_WINDOW in node.arguments[5:6]
         for node in entry.nodes
@@ -445,8 +455,8 @@ def is_whole(graph: Graph | StageGraph, entry: Entry | StageEntry) -> bool:
 
 
 def count_words(graph: Graph) -> int:
-    """Return how many token ids a served graph knows: the rows of the table that they are looked up in, the
-    shortest where there are several. Raises ValueError: there is none."""
+    """Return the number of token ids that a served graph knows: the rows of the table in which tokens are
+    looked up, the smallest number if there are several tables. Raises ValueError if there is none."""
     entry = graph.entries[0]
     ids, sides = {0}, []
     for node in entry.nodes:
@@ -458,16 +468,16 @@ def count_words(graph: Graph) -> int:
             if isinstance(given[1], Value) and given[1].id in ids and isinstance(side, int):
                 sides.append(side)
     if not sides:
-        raise ValueError("the model looks its tokens up in no table")
+        raise ValueError("the model does not look up its tokens in any table")
     return min(sides)
 
 
 def attention_layers(graph: StageGraph, entry: StageEntry) -> Iterable[tuple[int, TensorType, TensorType]]:
-    """Return (layer, type of its keys, type of its values) of a stage's share of `serve`."""
+    """Return (layer, type of its keys, type of its values) for a stage's part of `serve`."""
     types = dict(entry.types)
     for node in entry.nodes:
         if graph.operators[node.operator] == ATTEND:
             layer, (_, key, value) = node.arguments[3], node.arguments[:3]
             if not (isinstance(layer, int) and isinstance(key, Value) and isinstance(value, Value)):
-                raise RemoteProtocolError(f"node {node.id} attends to what is no layer")
+                raise RemoteProtocolError(f"node {node.id} attends to something that is not a layer")
             yield layer, graph.types[types[key.id]], graph.types[types[value.id]]

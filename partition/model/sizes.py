@@ -1,7 +1,7 @@
-"""Integers made of the sizes of the inputs: the table of expressions, evaluated within 63 bits.
+"""Integers computed from the sizes of the inputs: the table of expressions, evaluated within 63 bits.
 
-A stranger writes the table, so each row costs one bounded operation and its result is checked before the
-next row may use it: no integer grows beyond 63 bits, however the rows are chained.
+An unknown peer may have written the table. So each row is one bounded operation, and its result is checked
+before the next row may use it: no integer grows beyond 63 bits, however the rows are chained.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ Sides = tuple[int, ...]
 
 
 def evaluate(expressions: Sequence[Expression], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return every row of the table, where `sizes` are the symbols' values.
+    """Return every row of the table; `sizes` are the symbols' values.
 
     Raises:
-        RemoteProtocolError: a row that points forward or to no symbol, divides by zero, or leaves 63 bits.
+        RemoteProtocolError: a row refers to a later row or to no symbol, divides by zero, or exceeds 63 bits.
     """
     values: list[int] = []
     for row, expression in enumerate(expressions):
@@ -51,12 +51,12 @@ def _operand(operand: int | Size, values: Sequence[int]) -> int:
     if not isinstance(operand, Size):
         return operand
     if operand.row >= len(values):
-        raise RemoteProtocolError("a size that is made of later ones")
+        raise RemoteProtocolError("a size that is computed from later ones")
     return values[operand.row]
 
 
 def shape_of(kind: TensorType, values: Sequence[int]) -> Sides:
-    """Return the shape of a type, given the evaluated table. Raises RemoteProtocolError: a side below
+    """Return the shape of a type, given the evaluated table. Raises RemoteProtocolError if a side is below
     zero."""
     shape = tuple(values[side.row] if isinstance(side, Size) else side for side in kind.shape)
     if min(shape, default=0) < 0:
@@ -70,19 +70,21 @@ def bind(
     types: Sequence[TensorType],
     shapes: Sequence[Sides],
 ) -> Sides:
-    """Return the symbols' values that make inputs of `types` have `shapes`.
+    """Return the symbols' values with which inputs of `types` have `shapes`.
 
-    A symbol is read off wherever it stands alone as a side. A symbol that no type has, because it belongs to
-    another entry point, is at its minimum.
+    A symbol is read from any side that consists of it alone. A symbol that occurs in no type, because it
+    belongs to a different entry point, gets its minimum.
 
     Raises:
-        RemoteProtocolError: shapes that do not fit, a symbol that no input tells, or one out of its bounds.
+        RemoteProtocolError: shapes do not fit, no input determines a symbol, or a symbol is out of bounds.
     """
     found: dict[int, int] = {}
     composed = False
     for kind, shape in zip(types, shapes, strict=True):
         if len(kind.shape) != len(shape):
-            raise RemoteProtocolError(f"a tensor of {len(shape)} dimensions where {len(kind.shape)} belong")
+            raise RemoteProtocolError(
+                f"a tensor of {len(shape)} dimensions, but {len(kind.shape)} are expected"
+            )
         for side, given in zip(kind.shape, shape, strict=True):
             if isinstance(side, Size) and side.row < len(expressions):
                 expression = expressions[side.row]
@@ -93,25 +95,25 @@ def bind(
     sizes = []
     for row, symbol in enumerate(symbols):
         if row not in found and composed:
-            raise RemoteProtocolError(f"no input tells the size '{symbol.name}'")
+            raise RemoteProtocolError(f"no input determines the size '{symbol.name}'")
         sizes.append(found.get(row, symbol.minimum))
     check_sizes(symbols, sizes)
     values = evaluate(expressions, sizes)
     for kind, shape in zip(types, shapes, strict=True):
         if shape_of(kind, values) != tuple(shape):
             raise RemoteProtocolError(
-                f"a tensor of shape {tuple(shape)} where {shape_of(kind, values)} belongs"
+                f"a tensor of shape {tuple(shape)}, but {shape_of(kind, values)} is expected"
             )
     return tuple(sizes)
 
 
 def check_sizes(symbols: Sequence[Symbol], sizes: Sequence[int]) -> None:
-    """Check sizes. Raises RemoteProtocolError: another number of sizes than symbols, or one out of its
-    symbol's bounds."""
+    """Check sizes. Raises RemoteProtocolError if their number differs from that of the symbols, or one is out
+    of its symbol's bounds."""
     if len(sizes) != len(symbols):
         raise RemoteProtocolError(f"{len(sizes)} sizes where {len(symbols)} belong")
     for symbol, size in zip(symbols, sizes, strict=True):
         if not symbol.minimum <= size <= symbol.maximum:
             raise RemoteProtocolError(
-                f"{symbol.name} is {size}, allowed are {symbol.minimum} to {symbol.maximum}"
+                f"{symbol.name} is {size}, but must be from {symbol.minimum} to {symbol.maximum}"
             )

@@ -1,8 +1,8 @@
 """Assembly of the stages of a graph, once the nodes and values of each are known.
 
 No torch. A stage holds the parameters, constants and states that its nodes use. A parameter that no node of
-any stage uses (a head without a part in the loss) stays with the stage where it stood, and a named constant
-with the first one, so that the stages together hold the model's whole state dict.
+any stage uses (a head that does not contribute to the loss) stays with the stage where its nodes were, and a
+named constant with the first stage. So the stages together hold the model's whole state dict.
 """
 
 from bisect import bisect_right
@@ -40,7 +40,7 @@ def assemble(
     positions: Sequence[int],
     parts: Sequence[Sequence[EntryPart]],
 ) -> tuple[StageGraph, ...]:
-    """Return the stages; `parts` are by entry point and stage."""
+    """Return the stages; `parts` are indexed by entry point and stage."""
     stages = range(len(positions) + 1)
     rows = _parameter_rows(graph, flows, places, positions, parts)
     holders: dict[int, list[int]] = {}
@@ -119,7 +119,8 @@ def _constant_rows(
 
 
 def _statistics(flow: Flow) -> dict[int, tuple[Index, Index, Index]]:
-    """Return by node: its id, its place among the uses of its running statistics, and their number."""
+    """Return, by node: its id, its position among the uses of its running statistics, and the number of
+    uses."""
     uses: dict[int, list[int]] = {}
     for number in flow.rooted:
         mean = flow.entry.nodes[number].arguments[RUNNING_MEAN]
@@ -170,7 +171,7 @@ def _stage_entry(
 def _moves(
     flow: Flow, statistics: dict[int, tuple[Index, Index, Index]]
 ) -> dict[int, tuple[Index, float, Index]]:
-    """Return by row of a batch statistic: the row, the momentum of the norms that move it, and their
+    """Return, by row of a batch statistic: the row, the momentum of the norms that update it, and their
     number."""
     found: dict[int, tuple[Index, float, Index]] = {}
     for number, (_, _, uses) in statistics.items():

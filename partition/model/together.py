@@ -1,7 +1,7 @@
-"""Layers that a person wants in one stage: from modules and tied weights to ranges of layers. No torch.
+"""Layers that a user wants in one stage: from modules and tied weights to ranges of layers. No torch.
 
 A plan never cuts within such a range (`partition.plan.problem.Constraints.together`). The ranges do not
-affect the computation, so the model's graph, and every number of a run, is the same with and without.
+affect the computation, so the model's graph, and every value of a run, is the same with and without them.
 """
 
 from bisect import bisect_right
@@ -11,18 +11,19 @@ from partition.model.dataflow import flow_of
 from partition.model.graph import Entry, Graph
 
 RANGES_MAX = 16
-"""The ranges of one run: its manifest has to stay small."""
+"""Maximum number of ranges of one run, because its manifest must stay small."""
 Range = tuple[int, int]
 
 
 def kept_ranges(graph: Graph, groups: Sequence[Sequence[str]], *, tied: bool = False) -> tuple[Range, ...]:
     """Return half-open ranges of layers, each of which stays in one stage; in order, none within another.
 
-    A group names modules (`h.0`), layers by their names or numbers (`3`), or ranges of these (`3-5`): all
-    from the first to the last layer of what it names. With `tied`, so do all layers that use one weight.
+    A group names modules (`h.0`), layers by their names or numbers (`3`), or ranges of these (`3-5`). Its
+    range is from the first to the last layer of what it names. With `tied`, all layers that use one weight
+    form a range too.
 
     Raises:
-        ValueError: a name that is no module's and no layer's, or more ranges than a run may have.
+        ValueError: a name is neither a module's nor a layer's, or there are too many ranges.
     """
     entry = graph.entries[0]
     found = [(min(layers), max(layers) + 1) for group in groups if (layers := _named(graph, entry, group))]
@@ -35,7 +36,9 @@ def kept_ranges(graph: Graph, groups: Sequence[Sequence[str]], *, tied: bool = F
         elif last - first > 1:
             ranges.append((first, last))
     if len(ranges) > RANGES_MAX:
-        raise ValueError(f"{len(ranges)} ranges of layers to be kept together; at most {RANGES_MAX}")
+        raise ValueError(
+            f"{len(ranges)} ranges of layers to keep together, but at most {RANGES_MAX} are allowed"
+        )
     return tuple(ranges)
 
 
@@ -49,7 +52,7 @@ def _layers_of(graph: Graph, entry: Entry, name: str) -> list[int]:
     if first.isdecimal() and (last.isdecimal() or not dash):
         numbers = [int(first), int(last or first)]
         if not numbers[0] <= numbers[1] < count:
-            raise ValueError(f"no layers '{name[:40]}': the model has 0 to {count - 1}")
+            raise ValueError(f"there are no layers '{name[:40]}': the model has 0 to {count - 1}")
         return numbers
     owned = [
         number for number, node in enumerate(entry.nodes) if name and _is_in(graph.owners[node.owner], name)
@@ -58,7 +61,9 @@ def _layers_of(graph: Graph, entry: Entry, name: str) -> list[int]:
     if name in graph.layers:
         layers.append(graph.layers.index(name))
     if not layers:
-        raise ValueError(f"no module and no layer '{name[:60]}'; layers are {', '.join(graph.layers)[:200]}")
+        raise ValueError(
+            f"there is no module and no layer '{name[:60]}'; layers are {', '.join(graph.layers)[:200]}"
+        )
     return layers
 
 

@@ -1,10 +1,12 @@
-"""The work of one node by formulas over its types: FLOPs, bytes touched, and bytes kept for backward.
+"""The work of one node, by formulas over its types: FLOPs, bytes touched, and bytes kept for the backward
+pass.
 
-No torch. One multiply-add counts as two FLOPs, as in `torch.utils.flop_counter`, whose formulas these are;
-everything else counts one for each element it makes (reductions: reads), which that counter leaves out.
+No torch. One multiply-add counts as two FLOPs, as in `torch.utils.flop_counter`, from which these formulas
+come. Every other operator counts one for each element it makes (reductions: reads); that counter leaves these
+out.
 
-`saved` is the memory that autograd keeps for a node until the backward pass. It errs upwards: by default
-nodes are taken to keep their inputs and their results.
+`saved` is the memory that autograd keeps for a node until the backward pass. It is rather too high: by
+default nodes are assumed to keep their inputs and their results.
 """
 
 from collections.abc import Sequence
@@ -50,17 +52,18 @@ _NATIVE_POOLS = ("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indi
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 _FIRST_FACTOR = {"addmm": 1, "baddbmm": 1, "addbmm": 1, "addmv": 1}
 _ATTENTION_DROPOUT = 4
-"""The place of `dropout_p` among the arguments of scaled dot product attention."""
+"""The position of `dropout_p` among the arguments of scaled dot product attention."""
 _ATTENTION_WEIGHTS_KEPT = 3
-"""With dropout torch's CPU kernels spell attention out: the weights, their mask, and the masked weights."""
+"""With dropout, torch's CPU kernels compute attention step by step and keep the weights, their mask, and the
+masked weights."""
 _TRANSPOSED = 6
-"""The place of `transposed` among the arguments of `convolution`."""
+"""The position of `transposed` among the arguments of `convolution`."""
 
 
 class EntryWork:
     """The work of one entry point at one value of every symbol.
 
-    Raises RemoteProtocolError where the sizes do not fit the table of expressions, or a shape gets negative.
+    Raises RemoteProtocolError if the sizes do not fit the table of expressions, or a shape becomes negative.
     """
 
     def __init__(self, graph: Graph, entry: Entry, sizes: Sequence[int]) -> None:
@@ -137,7 +140,7 @@ class EntryWork:
         return 2 * made * (factor[-1] if factor else 1)
 
     def _einsum_flops(self, node: GraphNode) -> int:
-        """Return the FLOPs as if all factors were joined at once; exact for two."""
+        """Return the FLOPs as if all factors were multiplied together; exact for two factors."""
         sides: dict[str, int] = {}
         equation = node.arguments[0] if node.arguments else ""
         factors = [item for argument in node.arguments[1:] for item in _items(argument)]
@@ -156,7 +159,8 @@ class EntryWork:
         return 2 * max(1, len(factors) - 1) * prod(sides.values())
 
     def saved(self, node: GraphNode) -> tuple[tuple[int, ...], int]:
-        """Return the values that autograd keeps of this node, and the bytes of tensors that only it knows."""
+        """Return the values that autograd keeps for this node, and the bytes of tensors that only autograd
+        knows."""
         cost, name = _class(self._graph, node)
         read = tuple(dict.fromkeys(item.id for item in arguments_of(node) if isinstance(item, Value)))
         made = tuple(node.outputs)
@@ -209,7 +213,7 @@ class EntryWork:
         return self._types[value] in ("int64", "int32", "bool", "uint8")
 
     def _side(self, node: GraphNode, place: int) -> Sides:
-        """Return the shape of an argument; () where there is none."""
+        """Return the shape of an argument; () if there is none."""
         return self._side_of(node.arguments[place]) if place < len(node.arguments) else ()
 
     def _side_of(self, argument: object) -> Sides:

@@ -162,7 +162,7 @@ def test_groups_are_patterns_that_each_match_a_parameter() -> None:
     graph = with_groups(found.graph, [("*.bias",), ("norm.*", "embed.*")])
     groups = {row.names[0]: row.group for row in graph.parameters}
     assert (groups["norm.bias"], groups["norm.weight"], groups["head.weight"]) == (1, 2, 0)
-    with pytest.raises(ValueError, match=r"no parameter is called like 'nothing.\*'"):
+    with pytest.raises(ValueError, match=r"no parameter has a name like 'nothing.\*'"):
         with_groups(found.graph, [("nothing.*",)])
     settings = toml.parse(RUN, RunFile, name="RUN.toml").value.optimizer
     assert settings.groups == (GroupSettings(1.0, 0.2), GroupSettings(1.0, 0.0))

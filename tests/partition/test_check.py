@@ -127,7 +127,7 @@ NORM = GOOD.entries[0].nodes[1]
 WRONG: dict[str, tuple[Graph, str]] = {
     "no symbol": (replace(GOOD, symbols=()), "no size varies"),
     "empty bounds": (replace(GOOD, symbols=(Symbol("batch", 5, 4),)), "from 5 to 4"),
-    "symbols of one name": (replace(GOOD, symbols=(GOOD.symbols[0],) * 2), "called 'batch'"),
+    "symbols of one name": (replace(GOOD, symbols=(GOOD.symbols[0],) * 2), "the name 'batch'"),
     "a symbol without a row": (replace(GOOD, expressions=()), "no row"),
     "another row for a symbol": (sizes(Expression("symbol", 0)), "second row"),
     "a row in a symbol's place": (replace(GOOD, expressions=(Expression("add", 1),)), "not symbol 0"),
@@ -146,31 +146,31 @@ WRONG: dict[str, tuple[Graph, str]] = {
         replace(sizes(Expression("sub", 0, 5)), types=(TensorType("float32", (Size(1),)),)),
         "negative side",
     ),
-    "a side that is no size": (typed(TensorType("float32", (Size(99),))), "no size"),
+    "a side that is no size": (typed(TensorType("float32", (Size(99),))), "not a size"),
     "a tensor of 2^80 bytes": (typed(TensorType("int8", (2**40, 2**40))), "bytes"),
     "an empty tensor with endless sides": (typed(TensorType("int8", (2**40, 2**40, 0))), "bytes"),
     "an unknown operator": (replace(GOOD, operators=("aten.as_strided.default",)), "not allowed"),
-    "an operator twice": (replace(GOOD, operators=(*GOOD.operators, GOOD.operators[0])), "called"),
+    "an operator twice": (replace(GOOD, operators=(*GOOD.operators, GOOD.operators[0])), "occurs twice"),
     "an empty parameter": (parameter(0, type=TensorType("float32", (0, 4))), "no elements"),
     "a parameter of varying shape": (parameter(0, type=VARYING), "varies"),
     "an integer parameter": (parameter(0, type=TensorType("int64", (3, 4))), "int64"),
     "two floating types": (parameter(1, type=TensorType("float64", (3,))), "has all float32 or all float64"),
     "a parameter of 2^40 bytes": (parameter(0, type=TensorType("float32", (2**38,))), "bytes"),
     "a statistic of two dimensions": (parameter(2, type=TensorType("float32", (3, 1))), "dimensions"),
-    "two parameters of one name": (parameter(0, names=("a.bias",)), "called 'a.bias'"),
-    "a name of the file format": (parameter(0, names=("__metadata__",)), "safetensors keeps"),
-    "a tied name twice": (parameter(0, names=("w", "w")), "called 'w'"),
+    "two parameters of one name": (parameter(0, names=("a.bias",)), "the name 'a.bias'"),
+    "a name of the file format": (parameter(0, names=("__metadata__",)), "safetensors reserves"),
+    "a tied name twice": (parameter(0, names=("w", "w")), "the name 'w'"),
     "a nameless parameter": (parameter(0, names=("",)), "no name"),
-    "a constant with a parameter's name": (constant(0, names=("a.bias",)), "called 'a.bias'"),
-    "a counter with a parameter's name": (replace(GOOD, counters=("a.bias",)), "called 'a.bias'"),
-    "a recipe that is not finite": (recipe(FillStep("constant", NAN)), "senseless"),
-    "an infinite bound": (recipe(FillStep("uniform", -INF, 1.0)), "senseless"),
-    "a range that is not finite": (recipe(FillStep("uniform", -1e308, 1e308)), "senseless"),
-    "a range upside down": (recipe(FillStep("uniform", 1.0, 0.0)), "senseless"),
-    "a negative deviation": (recipe(FillStep("normal", 0.0, -1.0)), "senseless"),
-    "a clamp by no number": (recipe(FillStep("normal", 0.0, 1.0), FillStep("clamp", NAN, 1.0)), "senseless"),
-    "a row that does not exist": (recipe(FillStep("constant", 0.0), FillStep("zero_row", 3.0)), "senseless"),
-    "half a row": (recipe(FillStep("constant", 0.0), FillStep("zero_row", 0.5)), "senseless"),
+    "a constant with a parameter's name": (constant(0, names=("a.bias",)), "the name 'a.bias'"),
+    "a counter with a parameter's name": (replace(GOOD, counters=("a.bias",)), "the name 'a.bias'"),
+    "a recipe that is not finite": (recipe(FillStep("constant", NAN)), "invalid step"),
+    "an infinite bound": (recipe(FillStep("uniform", -INF, 1.0)), "invalid step"),
+    "a range that is not finite": (recipe(FillStep("uniform", -1e308, 1e308)), "invalid step"),
+    "a range upside down": (recipe(FillStep("uniform", 1.0, 0.0)), "invalid step"),
+    "a negative deviation": (recipe(FillStep("normal", 0.0, -1.0)), "invalid step"),
+    "a clamp by no number": (recipe(FillStep("normal", 0.0, 1.0), FillStep("clamp", NAN, 1.0)), "invalid step"),
+    "a row that does not exist": (recipe(FillStep("constant", 0.0), FillStep("zero_row", 3.0)), "invalid step"),
+    "half a row": (recipe(FillStep("constant", 0.0), FillStep("zero_row", 0.5)), "invalid step"),
     "another stored length": (parameter(0, source=StoredValues(0, 47, b"\0" * 32)), "are stored"),
     "stored one over the other": (
         replace(
@@ -183,18 +183,18 @@ WRONG: dict[str, tuple[Graph, str]] = {
         ),
         "an earlier one",
     ),
-    "a constant too short": (constant(0, data=b"\0" * 11), "11 bytes where 12"),
+    "a constant too short": (constant(0, data=b"\0" * 11), "11 bytes, but 12"),
     "a constant of varying shape": (constant(0, type=VARYING), "varies"),
-    "a bool of two": (constant(1, data=b"\0\1\2"), "other bytes"),
+    "a bool of two": (constant(1, data=b"\0\1\2"), "bytes other than"),
     "a state of no size": (
         replace(GOOD, states=(GraphState("s", TensorType("bool", (Size(9),))),)),
-        "no size",
+        "not a size",
     ),
-    "two entry points of one name": (decode(name="train"), "called 'train'"),
+    "two entry points of one name": (decode(name="train"), "the name 'train'"),
     "a nameless entry point": (decode(name=""), "no name"),
     "two ports of one name": (
         train(labels=(replace(GOOD.entries[0].labels[0], name="x"),)),
-        "called 'x'",
+        "the name 'x'",
     ),
     "a type too few": (train(types=GOOD.entries[0].types[:-1]), "types"),
     "a type too many": (train(types=(*GOOD.entries[0].types, 0)), "types"),
@@ -215,8 +215,8 @@ WRONG: dict[str, tuple[Graph, str]] = {
     "a boundary outside of another entry point": (decode(boundaries=(2,)), "boundary at 2"),
     "a label in the first layer": (train(boundaries=(5,)), "needs a label"),
     "a node of another number": (node(2, id=3), "called 3"),
-    "an operator of no row": (node(2, operator=99), "not in the table"),
-    "an owner of no row": (node(2, owner=99), "not in the table"),
+    "an operator of no row": (node(2, operator=99), "not in its table"),
+    "an owner of no row": (node(2, owner=99), "not in its table"),
     "a node that makes nothing": (
         train(nodes=(*GOOD.entries[0].nodes, GraphNode(8, 0, (), (), ()))),
         "makes nothing",
@@ -231,27 +231,27 @@ WRONG: dict[str, tuple[Graph, str]] = {
     "a constant of no row": (arguments(2, 0, ConstantValue(7)), "row 7"),
     "a state of no row": (arguments(2, 0, StateValue(7)), "row 7"),
     "a number that is none": (arguments(3, 2, NAN), "not a number"),
-    "a keyword twice": (node(2, keywords=(("alpha", 1), ("alpha", 2))), "called 'alpha'"),
-    "a statistic as a weight": (arguments(0, 2, ParameterValue(2)), "no batch norm"),
-    "a statistic as a batch norm's weight": (arguments(1, 1, ParameterValue(2)), "something else"),
-    "a batch norm that moves a weight": (arguments(1, 3, ParameterValue(1)), "no pair"),
-    "a batch norm that moves one row": (arguments(1, 3, ParameterValue(3)), "no pair"),
-    "a batch norm of half a pair": (arguments(1, 3, None), "no pair"),
+    "a keyword twice": (node(2, keywords=(("alpha", 1), ("alpha", 2))), "the name 'alpha'"),
+    "a statistic as a weight": (arguments(0, 2, ParameterValue(2)), "not a batch norm"),
+    "a statistic as a batch norm's weight": (arguments(1, 1, ParameterValue(2)), "a different argument"),
+    "a batch norm that moves a weight": (arguments(1, 3, ParameterValue(1)), "not a pair"),
+    "a batch norm that moves one row": (arguments(1, 3, ParameterValue(3)), "not a pair"),
+    "a batch norm of half a pair": (arguments(1, 3, None), "not a pair"),
     "a batch norm of few arguments": (node(1, arguments=NORM.arguments[:5]), "lacks"),
-    "an output that does not exist": (train(outputs=(99,)), "no value"),
+    "an output that does not exist": (train(outputs=(99,)), "is not a value"),
     "an output twice": (train(outputs=(5, 5)), "twice"),
-    "a loss that does not exist": (train(loss=99), "no value"),
-    "a loss that is no scalar": (train(loss=5), "no scalar"),
-    "a count that is no scalar": (train(count=5), "no scalar"),
-    "a metric that is no scalar": (train(metrics=(Metric("m", 5),)), "no scalar"),
-    "metrics of one name": (train(metrics=(Metric("m", 6), Metric("m", 6))), "called 'm'"),
+    "a loss that does not exist": (train(loss=99), "is not a value"),
+    "a loss that is no scalar": (train(loss=5), "not a scalar"),
+    "a count that is no scalar": (train(count=5), "not a scalar"),
+    "a metric that is no scalar": (train(metrics=(Metric("m", 5),)), "not a scalar"),
+    "metrics of one name": (train(metrics=(Metric("m", 6), Metric("m", 6))), "the name 'm'"),
     "too many metrics": (train(metrics=tuple(Metric(f"m{n}", 6) for n in range(17))), "17 metrics"),
     "a state that does not exist": (decode(updates=((1, 1),)), "does not exist"),
     "a state by nothing": (decode(updates=((0, 9),)), "does not exist"),
     "a state twice": (decode(updates=((0, 0), (0, 1))), "twice"),
     "a state of another type": (
         replace(GOOD, states=(replace(GOOD.states[0], type=TensorType("float64", (Size(0), 4))),)),
-        "another type",
+        "a different type",
     ),
 }  # fmt: skip
 
@@ -288,7 +288,7 @@ def test_an_instance_norm_keeps_no_statistics() -> None:
 
 def test_a_frozen_batch_norm_may_read_any_tensor() -> None:
     frozen = tuple(replace(row, kind="frozen") if row.kind == "statistic" else row for row in GOOD.parameters)
-    with pytest.raises(RemoteProtocolError, match="no pair"):
+    with pytest.raises(RemoteProtocolError, match="not a pair"):
         check_graph(replace(GOOD, parameters=frozen))
     check_graph(replace(arguments(1, 5, False), parameters=frozen))
 
@@ -307,14 +307,14 @@ def test_norms_with_shared_statistics_update_them_alike() -> None:
 
     check_graph(shared(0.1))
     with pytest.raises(
-        RemoteProtocolError, match=r"node 1 .* moves batch statistics as an earlier one does not"
+        RemoteProtocolError, match=r"node 1 .* updates batch statistics differently from an earlier"
     ):
         check_graph(shared(0.2))
 
 
 def test_a_graph_of_a_later_version_is_named_so() -> None:
     data = encode_graph(GOOD)
-    with pytest.raises(RemoteProtocolError, match="version 3 of the format; read are 1 to 2"):
+    with pytest.raises(RemoteProtocolError, match="version 3 of the format; readable are 1 to 2"):
         decode_graph(data[:1] + b"\x03" + data[2:])
 
 
@@ -341,7 +341,7 @@ def test_a_structure_that_would_fill_memory_is_refused_unbuilt() -> None:
     tree[10][0][3] = [[0, 0, [item] * 64, [], [0], 0]] * 140
     data = msgspec.msgpack.encode(tree)
     assert STRUCTURE_BYTES_MAX < len(data) < GRAPH_BYTES_MAX
-    with pytest.raises(RemoteProtocolError, match="without its constants"):
+    with pytest.raises(RemoteProtocolError, match="in addition to its constants"):
         decode_graph(data)
 
 
@@ -350,7 +350,7 @@ def test_names_of_constants_are_structure_but_their_data_is_not() -> None:
     constant = Constant(names, TensorType("uint8", (0,)), b"")
     data = encode_graph(replace(GOOD, constants=(constant,) * 11_000))
     assert STRUCTURE_BYTES_MAX < len(data) < GRAPH_BYTES_MAX
-    with pytest.raises(RemoteProtocolError, match="without its constants"):
+    with pytest.raises(RemoteProtocolError, match="in addition to its constants"):
         decode_graph(data)
 
 

@@ -37,7 +37,7 @@ def as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_operator_without_a_deterministic_backward_is_refused(as_a_gpu: None) -> None:
     said = refusal(pooled(4))
     assert said.endswith(
-        "cpu computes adaptive_avg_pool2d_backward in another order each time; a CPU takes this stage"
+        "cpu computes adaptive_avg_pool2d_backward in a different order each time. Use a CPU for this stage"
     )
 
 
@@ -47,7 +47,7 @@ def test_a_pool_to_one_number_is_a_mean_and_admitted(as_a_gpu: None) -> None:
 
 def test_a_device_without_float64_refuses_a_float64_run(as_a_gpu: None) -> None:
     said = refusal(gpt_graph(30, 8, 16, 2, 2, 0.0, "float64"))
-    assert said.endswith("cpu has no float64; a CPU takes this stage, or float32 does")
+    assert said.endswith("cpu has no float64. Use a CPU for this stage, or float32")
     admit(specification(gpt_graph(30, 8, 16, 2, 2, 0.0, "float32")))
 
 

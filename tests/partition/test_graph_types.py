@@ -148,14 +148,20 @@ def changed(**row: Any) -> Graph:
 @pytest.mark.parametrize(
     ("graph", "reason"),
     [
-        (replace(HALF, version=1), "bfloat16, and version 1 has all float32 or all float64"),
-        (replace(GOOD, version=2), "which is version 1 and not 2"),
-        (changed(kind="parameter"), "is bfloat16 and trained: what trains is all float32 or all float64"),
+        (replace(HALF, version=1), "bfloat16, but version 1 has all float32 or all float64"),
+        (replace(GOOD, version=2), "which needs version 1, not 2"),
+        (
+            changed(kind="parameter"),
+            "is bfloat16 and trained, but trained parameters must be all float32 or all float64",
+        ),
         (
             changed(source=StoredValues(0, 256, DIGEST), type=TensorType("bfloat16", (16, 4))),
-            "takes 128 bytes and 256",
+            "takes 128 bytes, but 256",
         ),
-        (changed(type=TensorType("int8", (16, 8))), "is int8; parameters are of a floating type"),
+        (
+            changed(type=TensorType("int8", (16, 8))),
+            "is int8, but parameters must have a floating-point type",
+        ),
         (changed(type=TensorType("bfloat16", (1 << 34,))), "takes 34359738368 bytes"),
     ],
     ids=["version 1", "version 2 for nothing", "trained", "stored", "integers", "long"],
@@ -175,7 +181,7 @@ def test_a_half_precision_graph_that_trains_is_refused_by_name() -> None:
     ):
         check_graph(replace(GOOD, parameters=rows, version=2))
     (share,) = cut(replace(GOOD, parameters=rows), DIGEST, ())
-    with pytest.raises(ValueError, match="a stage that trains are all float32 or all float64"):
+    with pytest.raises(ValueError, match="a stage that trains must all be float32 or all float64"):
         StageSpecification(b"run", share, tuple(symbol.minimum for symbol in GOOD.symbols))
 
 

@@ -100,7 +100,7 @@ def test_modules_kept_together_are_not_divided() -> None:
     [
         ({"split": ["h.7"]}, r"no module 'h\.7' in the model; at the top are h, lm_head, wte"),
         ({"split": ["h.1.att"]}, "no module"),
-        ({"split": ["wte"]}, "no cut can be made at the beginning of 'wte'"),
+        ({"split": ["wte"]}, "no cut is possible at the beginning of 'wte'"),
         ({"together": [["h.0", "nowhere"]]}, "no module 'nowhere'"),
         ({"split": ["h.1"], "together": [["h.0", "h.2"]]}, "belong together"),
         ({"split": ["h.1", "h.2"], "layers_max": 2}, "more than 2 layers"),

@@ -1,4 +1,4 @@
-"""The built-in models: ordinary modules, captured like anybody's own. This file knows their names only."""
+"""The built-in models: ordinary modules, captured like a user's own. This file has only their names."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -11,4 +11,4 @@ from partition.capture.task import Task
 BUILTIN: Mapping[str, Callable[..., Task]] = MappingProxyType(
     {"gpt": gpt, "resnet18": resnet18, "simple-cnn": simple_cnn}
 )
-"""Each is called with (sample_shape, classes) and options of its own; see the factory."""
+"""Each factory is called with (sample_shape, classes) and its own options."""

@@ -1,11 +1,11 @@
 """`gpt`: a decoder like GPT-2 (Radford et al. 2019), with nanoGPT's module names and initialisation.
 
-Embeddings are tied; residual projections begin smaller by sqrt(2 * layers), as GPT-2's do. With `cache_rows`
-it also serves: `decode` keeps keys and values in static buffers, a row for each sequence. A batch names the
-rows it continues and their places, so sequences of different lengths share batches, and come and go at any
-time.
+Embeddings are tied; residual projections are initialised smaller by sqrt(2 * layers), as in GPT-2. With
+`cache_rows` the model also serves: `decode` keeps keys and values in static buffers, one row for each
+sequence. A batch names the rows that it continues and the positions of its tokens. So sequences of different
+lengths share batches, and may start and end at any time.
 
-Shapes in names: B batch, T tokens, C width, H heads, D width of a head, S cached places, V vocabulary.
+Shapes in names: B batch, T tokens, C width, H heads, D width of a head, S cached positions, V vocabulary.
 """
 
 # ruff: noqa: N803, N806 - shapes stand in names
@@ -26,12 +26,13 @@ IGNORED = -1
 _DEVIATION = 0.02
 
 Cached = tuple[torch.Tensor, torch.Tensor]
-"""Rows of the cache (batch,), and the places of the tokens in them (batch, tokens)."""
+"""Rows of the cache (batch,), and the positions of the tokens in them (batch, tokens)."""
 
 
 @dataclass(frozen=True)
 class GPTConfiguration:
-    """`block` is the longest sequence. `cache_rows` sequences can be decoded at once, 0 for none."""
+    """The sizes of a GPT. `block` is the longest sequence. Up to `cache_rows` sequences can be decoded
+    simultaneously; 0 disables decoding."""
 
     vocabulary: int
     block: int
@@ -45,11 +46,11 @@ class GPTConfiguration:
     def __post_init__(self) -> None:
         sizes = (self.vocabulary, self.block, self.layers, self.heads, self.width)
         if min(sizes) < 1 or self.cache_rows < 0:
-            raise ValueError("a GPT's sizes are at least 1")
+            raise ValueError("a GPT's sizes must be at least 1")
         if self.width % self.heads:
-            raise ValueError(f"a width of {self.width} does not divide into {self.heads} heads")
+            raise ValueError(f"a width of {self.width} is not divisible by {self.heads} heads")
         if not 0 <= self.dropout < 1:
-            raise ValueError("dropout is at least 0 and below 1")
+            raise ValueError("dropout must be at least 0 and below 1")
 
 
 class CausalSelfAttention(nn.Module):
@@ -83,7 +84,7 @@ class CausalSelfAttention(nn.Module):
         return self._merge(y_BHTD)
 
     def decode(self, x_BTC: torch.Tensor, rows_B: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
-        """Attend for tokens at `positions_BT`, after the cached places of `rows_B`."""
+        """Compute attention for tokens at `positions_BT`, after the cached positions of `rows_B`."""
         q_BTHD, k_BTHD, v_BTHD = self._project(x_BTC)
         self.cache_keys[rows_B.unsqueeze(1), positions_BT] = k_BTHD
         self.cache_values[rows_B.unsqueeze(1), positions_BT] = v_BTHD
@@ -109,7 +110,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """A feed-forward block, four times as wide in its middle."""
+    """A feed-forward block whose hidden layer is four times as wide."""
 
     def __init__(self, configuration: GPTConfiguration) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each beside a skip connection."""
+    """Pre-norm attention and MLP, each with a skip connection."""
 
     def __init__(self, configuration: GPTConfiguration) -> None:
         super().__init__()
@@ -136,7 +137,7 @@ class Block(nn.Module):
         self.mlp = MLP(configuration)
 
     def forward(self, x_BTC: torch.Tensor, cached: Cached | None = None) -> torch.Tensor:
-        """With `cached` it decodes."""
+        """Compute the block; with `cached`, decode."""
         inner_BTC = self.ln_1(x_BTC)
         if cached is None:
             x_BTC = x_BTC + self.attn(inner_BTC)
@@ -147,7 +148,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Takes token ids (batch, tokens), gives logits (batch, tokens, vocabulary)."""
+    """A decoder that maps token ids (batch, tokens) to logits (batch, tokens, vocabulary)."""
 
     def __init__(self, configuration: GPTConfiguration) -> None:
         super().__init__()
@@ -174,11 +175,11 @@ class GPT(nn.Module):
         return self._run(tokens_BT, torch.arange(tokens_BT.size(1), device=tokens_BT.device), None)
 
     def decode(self, tokens_BT: torch.Tensor, rows_B: torch.Tensor, starts_B: torch.Tensor) -> torch.Tensor:
-        """Return the logits for tokens that continue the cache's rows `rows_B`, all different, at places
+        """Return the logits for tokens that continue the cache's rows `rows_B`, all different, at positions
         `starts_B`.
 
-        A prompt is decoded from place 0. Prompts of different lengths are padded: padding beyond the end of a
-        shorter one is overwritten before anything attends to it.
+        A prompt is decoded from position 0. Prompts of different lengths are padded: padding after the end of
+        a shorter one is overwritten before anything attends to it.
         """
         positions_BT = starts_B.unsqueeze(1) + torch.arange(tokens_BT.size(1), device=tokens_BT.device)
         return self._run(tokens_BT, positions_BT, (rows_B, positions_BT))
@@ -203,7 +204,7 @@ def next_token_loss(
     logits_BTV: torch.Tensor,
     targets_BT: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cross entropy summed over the tokens that count, and the number of those tokens."""
+    """Return the cross entropy summed over the tokens that count, and the number of those tokens."""
     loss = functional.cross_entropy(
         logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -211,7 +212,7 @@ def next_token_loss(
 
 
 def next_token_correct(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """Return how many next tokens are the most likely ones."""
+    """Return how many of the next tokens are the most likely ones."""
     return (logits_BTV.argmax(dim=-1) == targets_BT).sum()
 
 
@@ -226,14 +227,15 @@ def gpt(
     bias: bool = True,
     cache_rows: int = 0,
 ) -> Task:
-    """The task for sequences of at most (tokens,) and a vocabulary of `classes`; the defaults are GPT-2's.
+    """Return the task for sequences of at most (tokens,) and a vocabulary of `classes`; the defaults are
+    GPT-2's.
 
     Sequences may be shorter: their length is a size of the graph. With `cache_rows` there is an entry point
-    `decode`: tokens (batch, tokens), a row of the cache for each, and where it continues, to logits. Raises
-    ValueError for options that do not fit.
+    `decode`: it maps tokens (batch, tokens), the row of the cache for each sequence, and the position at
+    which it continues, to logits. Raises ValueError for invalid options.
     """
     if len(sample_shape) != 1:
-        raise ValueError(f"gpt wants samples of (tokens,), not of shape {sample_shape}")
+        raise ValueError(f"gpt needs samples of shape (tokens,), not {sample_shape}")
     block = sample_shape[0]
     model = GPT(GPTConfiguration(classes, block, layers, heads, width, dropout, bias, cache_rows))
     tokens_BT = (torch.arange(2 * block) * 7 % classes).view(2, block)

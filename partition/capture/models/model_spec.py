@@ -1,8 +1,8 @@
-"""The `model` of a RUN.toml, captured: a built-in one, a Hugging Face folder, or the result of a person's own
+"""The `model` of a RUN.toml, captured: a built-in model, a Hugging Face folder, or the result of a user's own
 function.
 
 Parameters get the type that the run asks for, as if it were torch's default. Built-in models are made without
-numbers: every stage draws its own from the run's seed.
+values: every stage draws its own from the run's seed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,11 +40,11 @@ def capture_built_in(
     dtype: Precision = "float32",
     options: Options = _NONE,
 ) -> Captured:
-    """Return the model of BUILTIN called `name`, for such samples and labels.
+    """Return the model in BUILTIN with this name, for such samples and labels.
 
     Raises:
-        KeyError: there is none.
-        CaptureRefused: it takes no such samples or options.
+        KeyError: there is no such model.
+        CaptureRefused: the model does not accept such samples or options.
     """
     factory = BUILTIN[name]
     with default_dtype(dtype):
@@ -54,7 +54,7 @@ def capture_built_in(
 
 
 def capture_own(reference: str, *, dtype: Precision = "float32", options: Options = _NONE) -> Captured:
-    """Return the model that the function `PATH.py:name` makes, captured and proved.
+    """Return the model made by the function `PATH.py:name`, captured and proved.
 
     Raises:
         CaptureRefused: there is no such function, or its model cannot be captured.
@@ -62,17 +62,17 @@ def capture_own(reference: str, *, dtype: Precision = "float32", options: Option
     with default_dtype(dtype):
         task = task_of(load_factory(reference), **options)
         kind = type(task.model)
-        # A class of a person's own says more than the file it is made in; torch's containers say nothing.
+        # A user's own class says more than the file in which it is made; torch's containers say nothing.
         is_named = bool(task.name) or not kind.__module__.startswith("torch.")
         return captured_and_proved(task, name="" if is_named else Path(reference.rpartition(":")[0]).stem)[0]
 
 
 def capture_folder(reference: str, *, dtype: Precision = "float32", options: Options = _NONE) -> Captured:
-    """Return the model in a Hugging Face folder. Options are `length` (tokens of a sample) and `values`:
+    """Return the model in a Hugging Face folder. The options are `length` (tokens of a sample) and `values`;
     false leaves its weights out.
 
     Raises:
-        CaptureRefused: there is no such model, or it cannot be captured; transformers is not installed.
+        CaptureRefused: there is no such model, it cannot be captured, or transformers is not installed.
     """
     with default_dtype(dtype):
         task = task_of(partial(folder_task, Path(reference).expanduser()), **options)
@@ -84,13 +84,13 @@ def capture_folder(reference: str, *, dtype: Precision = "float32", options: Opt
 
 
 def task_has_values(task: Task) -> bool:
-    """Return whether the model of a task can be computed, and so its capture be proved."""
+    """Return whether the model of a task can be computed, so that its capture can be proved."""
     return not any(parameter.is_meta for parameter in task.model.parameters())
 
 
 @contextmanager
 def default_dtype(dtype: Precision) -> Iterator[None]:
-    """Make this the type of floating tensors that are made inside without another one."""
+    """Make `dtype` the default type of floating-point tensors while the context lasts."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:

@@ -1,6 +1,8 @@
-"""Outputs of a trained model on new samples, in the requester's own process: the model's own code computes.
+"""Outputs of a trained model on new samples, in the requester's own process, computed by the model's own
+code.
 
-It runs the model that RUN.toml names, with the weights of a run; not a graph, since a graph ends in a loss.
+This runs the model that RUN.toml names, with the weights of a run. It does not run a graph, because a graph
+ends in a loss.
 """
 
 import inspect
@@ -23,8 +25,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def make_task(
     model: str, sample_shape: tuple[int, ...], classes: int, *, dtype: Precision, options: Options
 ) -> Task:
-    """Return the built-in model of this name, the model that the function PATH.py:NAME makes, or the model of
-    a Hugging Face folder without its weights. Raises CaptureRefused."""
+    """Return the task of the built-in model with this name, of the function PATH.py:NAME, or of a Hugging
+    Face folder without its weights. Raises CaptureRefused."""
     with default_dtype(dtype):
         if ".py:" not in model and model not in BUILTIN:
             length = options.get("length", 0)
@@ -35,30 +37,31 @@ def make_task(
 
 
 def input_names(task: Task) -> list[str]:
-    """Return the names of the model's inputs, in their order."""
+    """Return the names of the model's inputs, in order."""
     if isinstance(task.example_inputs, Mapping):
         return list(task.example_inputs)
     return list(inspect.signature(task.model.forward).parameters)[: len(task.example_inputs)]
 
 
 def load_weights(task: Task, weights: Mapping[str, Array]) -> None:
-    """Put a run's weights into the model. Raises CaptureRefused: they are another model's."""
+    """Load a run's weights into the model. Raises CaptureRefused if they belong to a different model."""
     own = task.model.state_dict()
     missing = [name for name in own if name not in weights]
     if missing:
-        raise CaptureRefused(f"the weights have no {missing[0]}: they are another model's")
+        raise CaptureRefused(f"the weights have no {missing[0]}, so they belong to a different model")
     for name, value in own.items():
         if tuple(value.shape) != weights[name].shape:
             raise CaptureRefused(
-                f"{name} is of {tuple(value.shape)} in the model and of {weights[name].shape} in the weights"
+                f"{name} has the shape {tuple(value.shape)} in the model but "
+                f"{weights[name].shape} in the weights"
             )
     found = {name: torch.from_numpy(np.array(weights[name])) for name in own}
     task.model.load_state_dict(found, strict=True)
 
 
 def outputs_of(task: Task, batches: Iterable[Sequence[Array]]) -> Iterator[Array]:
-    """Yield the model's output for each batch of inputs, in the order of `input_names`: its output, or the
-    first of several. Raises CaptureRefused: it fails on them."""
+    """Yield the model's output (the first, if there are several) for each batch of inputs, which are in the
+    order of `input_names`. Raises CaptureRefused if the model fails on them."""
     task.model.eval()
     examples = task.example_inputs
     kinds = list(examples.values()) if isinstance(examples, Mapping) else list(examples)

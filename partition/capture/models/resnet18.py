@@ -1,7 +1,7 @@
 """`resnet18`: He et al. 2015 (arXiv 1512.03385), with torchvision's architecture and state-dict names.
 
-So torchvision's weights fit it. Images below 64 pixels get the paper's own stem for CIFAR instead, a 3x3
-convolution without pooling: torchvision's would leave one pixel of a 32x32 image after five halvings.
+So torchvision's weights fit. Images below 64 pixels get the paper's own stem for CIFAR instead, a 3x3
+convolution without pooling: after its five halvings, torchvision's would leave one pixel of a 32x32 image.
 """
 
 import torch
@@ -16,7 +16,7 @@ _BLOCKS = 2
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions around a skip connection, which `downsample` fits to them."""
+    """Two 3x3 convolutions with a skip connection, to which `downsample` is applied if the shapes differ."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """Takes (batch, channels, height, width), gives logits (batch, classes)."""
+    """A network that maps (batch, channels, height, width) to logits (batch, classes)."""
 
     def __init__(self, channels: int, classes: int, *, small: bool = False) -> None:
         super().__init__()
@@ -74,11 +74,11 @@ class ResNet18(nn.Module):
 
 
 def resnet18(sample_shape: tuple[int, ...], classes: int) -> Task:
-    """The task for samples of (channels, height, width). Raises ValueError for options that do not fit."""
+    """Return the task for samples of (channels, height, width). Raises ValueError for invalid options."""
     if len(sample_shape) != 3 or min(sample_shape) < 1 or min(sample_shape[1:]) < 8:
         raise ValueError(
-            "resnet18 wants images of (channels, height, width) from 8 x 8 pixels,"
-            f" not samples of shape {sample_shape}"
+            "resnet18 needs images of (channels, height, width) with at least 8 x 8 "
+            f"pixels, not samples of shape {sample_shape}"
         )
     small = min(sample_shape[1:]) <= SMALL_SIDE_MAX
     return Task(

@@ -1,8 +1,8 @@
 """`simple-cnn`: CloudMesh's image classifier, three convolutions and two linear layers.
 
 The architecture and the parameter names are those of the seed project, so that its CIFAR-10 result is
-comparable. For 3x32x32 it is the same model; the first linear layer follows the sample's size, and the
-three halvings want sides of at least 8 (scikit-learn's digits are 1x8x8).
+comparable. For 3x32x32 it is the same model. The first linear layer depends on the sample's size, and the
+three halvings need sides of at least 8 (scikit-learn's digits are 1x8x8).
 """
 
 import torch
@@ -19,7 +19,7 @@ _DROPOUT = 0.5
 
 
 class SimpleCNN(nn.Module):
-    """Takes (batch, channels, height, width), gives logits (batch, classes)."""
+    """A network that maps (batch, channels, height, width) to logits (batch, classes)."""
 
     def __init__(self, sample_shape: tuple[int, int, int], classes: int) -> None:
         super().__init__()
@@ -42,11 +42,11 @@ class SimpleCNN(nn.Module):
 
 
 def simple_cnn(sample_shape: tuple[int, ...], classes: int) -> Task:
-    """The task for samples of (channels, height, width). Raises ValueError for options that do not fit."""
+    """Return the task for samples of (channels, height, width). Raises ValueError for invalid options."""
     if len(sample_shape) != 3 or min(sample_shape[1:]) < SIDE_MIN or sample_shape[0] < 1:
         raise ValueError(
-            f"simple-cnn wants images of (channels, height, width) from {SIDE_MIN} x {SIDE_MIN} pixels,"
-            f" not samples of shape {sample_shape}"
+            "simple-cnn needs images of (channels, height, width) with at least "
+            f"{SIDE_MIN} x {SIDE_MIN} pixels, not samples of shape {sample_shape}"
         )
     channels, height, width = sample_shape
     return Task(
