@@ -47,8 +47,6 @@ def remedy_for(operator: str) -> str:
         return f"it belongs to {space}, not to torch. Write it with operators of torch"
     bases = sorted({name.split(".")[1] for name in OPERATORS})
     near = difflib.get_close_matches(base.strip("_"), bases, 1, _NEAR)
-    return (
-        (f"use {near[0]}, which a graph may contain; {_LISTED}")
-        if near
-        else f"write it with other operators; {_LISTED}"
-    )
+    if near:
+        return f"use {near[0]}, which a graph may contain; {_LISTED}"
+    return f"write it with other operators; {_LISTED}"

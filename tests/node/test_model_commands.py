@@ -209,7 +209,7 @@ REFUSED = [
     ("show {}/none.peerloom", 2, "No such file or directory"),
     ("show {}/own.py", 2, "own.py: not a captured model"),
     ("show {}/cut.peerloom", 2, "cut.peerloom: not a captured model"),
-    ("show {}/own.peerloom --batch 5000", 2, "--batch: batch is 5000, allowed are 1 to 4096"),
+    ("show {}/own.peerloom --batch 5000", 2, "--batch: batch is 5000, but must be from 1 to 4096"),
     ("show {}/own.peerloom --batch -1", 2, "--batch: want a number from 1"),
     (
         "show {}/own.peerloom --stages 4",
@@ -406,7 +406,7 @@ def test_explain_describes_a_model_and_writes_nothing(
     out = capsys.readouterr().out
     for words in (
         "can be captured",
-        "a sum, and what to divide it by",
+        "a sum, and the number by which it is divided",
         "drawn in module 'drop'",
         "spare.weight",
     ):

@@ -152,14 +152,14 @@ SCRIPTS: dict[Any, str] = {
     written_buffer: r"module 'part': aten.mul_.Tensor changes the buffer 'part.held' in place while training",
     assigned_buffer: r"the buffer 'part.held' is changed while training",
     written_behind_autograd: r"module 'part': aten.mul_.Tensor .* in a region without gradients",
-    branch: r"module 'part': chooses its way or a shape by the data",
+    branch: r"module 'part': control flow or a shape depends on the data",
     number: r"module 'part': aten.item.default reads a number out of a tensor",
     selection: r"module 'part': aten.index.Tensor makes a tensor whose size depends on the data",
     own_backward: r"module 'part': uses the autograd function Rounded",
     hooked: r"module 'part': hooks a function to a gradient",
     strided: r"module 'part': aten.as_strided.default",
-    precise: r"module 'part': chooses a precision by torch.autocast",
-    root_of_the_batch: r"module 'part': .* depends on sizes and is no integer",
+    precise: r"module 'part': selects a precision with torch.autocast",
+    root_of_the_batch: r"module 'part': .* depends on sizes and is not an integer",
 }
 
 
@@ -183,7 +183,7 @@ def test_an_own_backward_is_named_even_if_the_model_fails() -> None:
         return rounded(y) @ torch.zeros(5, 5)
 
     text = refusal(Net(script))
-    assert "raises RuntimeError while it is traced" in text
+    assert "raises RuntimeError when it is traced" in text
     assert "autograd function Rounded" in text
 
 
@@ -220,7 +220,9 @@ def test_a_recurrent_layer_over_a_variable_sequence_is_refused() -> None:
             out: Tensor = self.head(self.layer(x)[0].mean(1))
             return out
 
-    with pytest.raises(CaptureRefused, match=r"recurrent layers are unrolled: their sequence must be fixed"):
+    with pytest.raises(
+        CaptureRefused, match=r"recurrent layers are unrolled, so their sequence length must be fixed"
+    ):
         capture(
             Model(),
             (torch.zeros(3, 6, 4),),
@@ -235,9 +237,9 @@ def test_a_recurrent_layer_over_a_variable_sequence_is_refused() -> None:
     [
         ({"batch": (0, 8)}, "sizes are from 1"),
         ({"batch": (4, 2)}, "sizes are from 1"),
-        ({"width": (1, 8, {"y": 1})}, "varies in 'y', which is no input"),
+        ({"width": (1, 8, {"y": 1})}, "varies in 'y', which is not an input"),
         ({"width": (1, 8, {0: 2})}, "is dimension 2 of 'x', which has 2"),
-        ({"width": (1, 8, {})}, "is the size of no input"),
+        ({"width": (1, 8, {})}, "is not the size of any input"),
         ({"batch": (1, 8, {0: 1, 1: 0})}, "several sizes"),
     ],
 )

@@ -163,12 +163,12 @@ def summed(output: Any, labels: Tensor) -> Tensor:
     [
         (
             lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
-            "spectral norm moves 'inner.parametrizations.weight.0._u'",
+            "spectral norm updates 'inner.parametrizations.weight.0._u'",
             lambda model: model.get_submodule("inner.parametrizations.weight.0").eval(),
         ),
         (
             lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
-            "spectral norm moves 'inner.weight_",
+            "spectral norm updates 'inner.weight_",
             lambda model: model.get_submodule("inner").eval(),
         ),
         (
@@ -377,7 +377,7 @@ def unique(x: Any) -> Any:
     ("function", "words"),
     [
         (chosen, "use torch.where or a mask"),
-        (counted, "by the data"),
+        (counted, "depends on the data"),
         (drawn_by_python, "draw with torch.rand"),
         (mapped, "operators over the whole batch"),
         (differentiated, "operators over the whole batch"),
@@ -413,7 +413,7 @@ def test_a_model_that_no_peer_would_admit_is_refused_at_capture(monkeypatch: pyt
 
     monkeypatch.setattr("partition.capture.task.admit", refuse)
     text = refusal(task_of(Pair()))
-    assert text == "no peer would take this model: an operator of another version of torch"
+    assert text == "no peer would accept this model: an operator of another version of torch"
 
 
 def test_a_model_is_named_after_its_class() -> None:

@@ -217,7 +217,7 @@ def test_a_folder_is_read_alike_without_torch(tmp_path: Path, name: str) -> None
 
 def test_more_tokens_than_the_model_accepts_are_refused(tmp_path: Path) -> None:
     models()["gpt2"].save_pretrained(tmp_path)
-    with pytest.raises(CaptureRefused, match="takes 12 tokens at most"):
+    with pytest.raises(CaptureRefused, match="accepts at most 12 tokens"):
         folder_task(tmp_path, length=13)
 
 

@@ -240,7 +240,7 @@ def test_a_batch_frozen_into_the_graph_is_detected() -> None:
 def test_a_lost_metric_and_a_lost_parameter_are_detected() -> None:
     whole = graph()
     entry = structs.replace(whole.entries[0], metrics=())
-    with pytest.raises(CaptureRefused, match="other results"):
+    with pytest.raises(CaptureRefused, match="results that differ"):
         shown(structs.replace(whole, entries=(entry,)))
     frozen = [
         structs.replace(row, kind="frozen") if row.names == ("second.weight",) else row

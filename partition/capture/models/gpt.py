@@ -235,7 +235,7 @@ def gpt(
     which it continues, to logits. Raises ValueError for invalid options.
     """
     if len(sample_shape) != 1:
-        raise ValueError(f"gpt needs samples of shape (tokens,), not {sample_shape}")
+        raise ValueError(f"gpt needs samples of shape (tokens,), not of shape {sample_shape}")
     block = sample_shape[0]
     model = GPT(GPTConfiguration(classes, block, layers, heads, width, dropout, bias, cache_rows))
     tokens_BT = (torch.arange(2 * block) * 7 % classes).view(2, block)
