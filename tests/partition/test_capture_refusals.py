@@ -235,8 +235,8 @@ def test_a_recurrent_layer_over_a_variable_sequence_is_refused() -> None:
 @pytest.mark.parametrize(
     ("dynamic", "reason"),
     [
-        ({"batch": (0, 8)}, "sizes are from 1"),
-        ({"batch": (4, 2)}, "sizes are from 1"),
+        ({"batch": (0, 8)}, "sizes must be from 1"),
+        ({"batch": (4, 2)}, "sizes must be from 1"),
         ({"width": (1, 8, {"y": 1})}, "varies in 'y', which is not an input"),
         ({"width": (1, 8, {0: 2})}, "is dimension 2 of 'x', which has 2"),
         ({"width": (1, 8, {})}, "is not the size of any input"),
