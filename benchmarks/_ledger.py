@@ -83,8 +83,8 @@ def page(figures: Iterable[Figure], failures: Mapping[str, str], machine: str) -
     lines = [
         "# Figures",
         "",
-        "Made by `make figures`; do not edit. Each goal of each benchmark's quick form: its value at the",
-        f"commit named, its value where it was measured before, their ratio; marked if {WORSE:.0%} worse.",
+        "Made by `make figures`; do not edit. For each goal of each benchmark's quick form: its value at the",
+        f"named commit, its previously measured value, and their ratio; marked if {WORSE:.0%} worse.",
         f"Machine: {machine}. Machines are shared and noisy; `make bench` has the full forms.",
         "",
         "| " + " | ".join(TITLES[:-1]) + " | |",

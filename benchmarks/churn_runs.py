@@ -1,22 +1,22 @@
-"""Runs on machines that come and go: the used share of their computing, and the cost of a death.
+"""Runs on machines that come and go: which share of their computing is used, and what a death costs.
 
-Whole nodes in virtual time. Six equal machines live for five minutes on average and are away for one, seven
-of ten go without a word; a seventh node requests the run, stays, and takes no stage. One run is in exact mode
-(one stage, a replica on every machine, samples of committed steps count once), one in local mode (samples
-count once they have entered a mean). `share` is the samples per second relative to the capacity of the
-machines present, whether they were in the run or not.
+Whole nodes in virtual time. Six equal machines stay for five minutes on average and are away for one, and
+seven of ten departures are crashes. A seventh node requests the run, stays, and takes no stage. One run is in
+exact mode: it has one stage, a replica on every machine, and samples of committed steps count once. One run
+is in local mode, where samples count once they have entered a mean. `share` is the number of samples per
+second relative to the capacity of the machines present, whether they were in the run or not.
 
-Each machine's activity is recorded four times a virtual second: it trains, evaluates, applies a step, joins
-(has not worked in this life), is not in the plan, or waits for others. A death's phase is the committer's, in
-local mode the machine's own. Almost all fall into the longest phase, so in exact mode a machine is also
-killed in each phase, while no other comes or goes ("placed"); in the last evaluation's phase the end of the
-run stalls. Not measured here: the death of the node that feeds and commits (tests/test_exactness.py), several
-stages, machines that differ, real networks.
+Each machine's activity is recorded four times per virtual second: it trains, evaluates, applies a step, joins
+(has not worked since its start), is not in the plan, or waits for others. The phase of a death is the
+committer's phase, or in local mode that of the dying machine. Almost all deaths fall into the longest phase.
+So in exact mode a machine is also killed in each phase, while no other machine comes or goes ("placed"); a
+death in the last evaluation stalls the end of the run. Not measured here: the death of the node that feeds
+and commits (tests/test_exactness.py), several stages, machines that differ, real networks.
 
-Best in exact mode: 0.81 in half an hour (seed 1), about 0.77 in 41 minutes (seed 2). The remaining losses: in
-each step of 3.2 s no machine computes for half a second (3.19 s with six machines, 3.73 s with five; not
-traced further), and each crash costs 5 s until SWIM declares the machine dead. Next ideas: sum the first
-micro-batches while the last are computed, and ask a replica at once whose frames are overdue.
+The best results in exact mode are 0.81 in half an hour (seed 1), and about 0.77 in 41 minutes (seed 2). Two
+losses remain. In each step of 3.2 s no machine computes for half a second (3.19 s with six machines, 3.73 s
+with five; not traced further). Each crash costs 5 s until SWIM declares the machine dead. Next ideas: sum the
+first micro-batches while the last are computed, and immediately ask a replica whose frames are overdue.
 """
 
 import os

@@ -374,8 +374,8 @@ def limited(seconds: int) -> Iterator[None]:
 
 
 _ABOUT_TORCHVISION = [
-    "`vision` are families of torchvision, built of its own classes with few layers. Its operators of C++ do",
-    "not load beside a CPU build of torch: detectors, which need them, and quantized models are left out.",
+    "`vision` are families of torchvision, built from its own classes with few layers. Its C++ operators do",
+    "not load with a CPU build of torch, so detectors, which need them, and quantized models are left out.",
     "",
 ]
 
@@ -388,16 +388,18 @@ def _tree() -> str:
 def document(rows: Sequence[dict[str, Any]], goals: Sequence[Goal]) -> str:
     """Return docs/corpus.md."""
     lines = [
-        "# Models of others",
+        "# Models of other libraries",
         "",
         f"Made by `make corpus`, `partition` being git's tree {_tree()}; do not edit.",
         f"transformers {transformers.__version__} and torchvision with small configurations, float64.",
     ]
-    lines += ["`error`: the worst of losses, gradients, one step, evaluation,"]
-    lines += ["in two and in four stages against one process; `with` is a setting that the refusal named."]
+    lines += ["`error`: the largest error in losses, gradients, one step and evaluation,"]
+    lines += [
+        "in two and in four stages compared with one process; `with` is a setting that the refusal named."
+    ]
     lines += [
         "A model that fails in float64 itself is examined in float32. `nodes`: three steps by two nodes",
-        "in virtual time, the largest difference of the result from one process.",
+        "in virtual time, and the largest difference of their result from that of one process.",
         "",
     ]
     known = sum(len(names.split()) for names in FAMILIES.values())

@@ -252,7 +252,7 @@ def document(rows: Sequence[dict[str, Any]], llama_found: dict[str, Any]) -> str
     stage = llama_found["stage"]
     lines += [
         "",
-        "## One that no single machine here could hold",
+        "## A model that no single machine here could hold",
         "",
         f"Llama 3 8B, {llama_found['parameters']:,} parameters, captured from its configuration on the meta",
         f"device and cut into {LLAMA_STAGES}: {llama_found['seconds']:.1f} s and at most"

@@ -318,7 +318,7 @@ def play_hostile(played: Played) -> None:
         cost = max(row["cost"] for row in lied)
         deaths, moved = sum(row["deaths"] for row in lied), sum(row["moved"] for row in lied)
         played.note(name, deaths=deaths, moved=moved, cost=cost)
-        played.goal(f"honest members declared dead or made to refute, {name}", deaths + moved, 0)
+        played.goal(f"honest members declared dead or not listed as alive, {name}", deaths + moved, 0)
         played.goal(f"cost to others as a multiple of idle, {name}", cost, 2.0)
 
 
