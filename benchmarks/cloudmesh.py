@@ -200,30 +200,28 @@ TITLES = {
     "partitions": "Ten new partitions of the digits",
     "images": "A generated set of CIFAR's shape",
     "virtual": "Whole nodes in virtual time",
-    "nodes": "Real nodes of a thread each",
+    "nodes": "Real nodes with one thread each",
 }
 TEXTS = {
     "partitions": (
-        "Train and test dealt together anew, 1,437 and 360 samples, some classes held out more often "
-        "than others "
-        "(*unbalanced*: the largest class of the held-out samples over the smallest, the mean over "
-        "partitions). "
-        "The report's tenth partition reached 71.96 % where its usual one reached 73.70 %."
+        "The samples of train and test are dealt again into 1,437 and 360, with some classes held out more "
+        "often than others. *unbalanced* is the largest class of the held-out samples divided by the "
+        "smallest, as a mean over partitions. "
+        "In the report the tenth partition reached 71.96 %, and the usual one 73.70 %."
     ),
     "images": (
         f"Ten classes of 3x32x32, {SAMPLES:,} samples and {HELD_OUT:,} held out, {IMAGE_EPOCHS} epochs, "
-        "members "
-        "without a network. Settings chosen on a fifth of the training images and another seed."
+        "members without a network. The settings were chosen on a fifth of the training images and a "
+        "different seed."
     ),
     "virtual": (
-        f"Digits, {VIRTUAL_STEPS} steps of 16 samples in all, a pass modelled to take a second on every "
-        "node: the "
-        "load of the machine that ran it is in no figure."
+        f"Digits, {VIRTUAL_STEPS} steps of 16 samples in total. A pass is modelled to take a second on every "
+        "node, so the load of the machine does not affect the figures."
     ),
     "nodes": (
-        "`peerloom` with a quota of one core each, from the first step to the end of the run, on the "
-        "generated set; "
-        "*load* is that of the machine before each, where 2 and more mean that times say little."
+        "`peerloom` processes with a quota of one core each, on the generated set. Seconds are from the "
+        "first step to the end of the run. *load* is the machine's load before each run; from a load of 2 "
+        "on, times mean little."
     ),
 }
 
@@ -232,13 +230,10 @@ def write_page(rows: list[dict[str, Any]]) -> None:
     """Write docs/partitions.md from the measurements."""
     lines = ["# New partitions, a federated baseline, and real nodes", ""]
     lines += wrap(
-        "Made by `python benchmarks/cloudmesh.py`; do not edit. Beside docs/headline.md, which has the "
-        "report's "
-        "experiment: SimpleCNN, batch 16, Adam. *Federated* is a simulation in one machine, as the "
-        "report has one: "
-        "each client makes as many steps as one machine, one client after another, and a server "
-        "averages once an "
-        "epoch.",
+        "Made by `python benchmarks/cloudmesh.py`; do not edit. An addition to docs/headline.md, which has "
+        "the report's experiment: SimpleCNN, batch 16, Adam. *Federated* is a simulation in one machine, as in "
+        "the report: each client makes as many steps as one machine, one client after another, and a server "
+        "averages once per epoch.",
         118,
     )
     for part, title in TITLES.items():
