@@ -64,7 +64,7 @@ COLUMNS = {
     "gradients": "gradients",
     "steps": "three steps",
     "evaluation": "evaluation",
-    "notes": "what is in it",
+    "notes": "contents",
 }
 
 INTRODUCTION = """\
@@ -73,15 +73,15 @@ INTRODUCTION = """\
 Made by `python benchmarks/models.py`, which takes some minutes; do not edit.
 
 Each model is captured, cut at random legal places into several stages, and trained for three steps with
-dropout on: two micro-batches of unequal size a step, gradients clipped over all stages, SGD with momentum and
-weight decay. Beside it the module itself does the same in one process with torch.optim. An error is the
-largest difference of a number from the module's, relative to the largest in its tensor, over all cut sets: of
-losses and metrics, of gradients, of parameters and batch statistics after each step, and of the evaluation
+dropout on: two micro-batches of unequal size per step, gradients clipped over all stages, SGD with momentum
+and weight decay. The module itself does the same in one process with torch.optim. An error is the largest
+difference of a value from that of the module, relative to the largest value in its tensor, over all cut sets.
+It covers losses and metrics, gradients, parameters and batch statistics after each step, and the evaluation
 that follows.
 
-Errors are those of the small size of each model in float64; the goal is 1e-9. The columns before them are of
-its realistic size: parameters (tied ones once), nodes of the graph, layers between which a plan may cut, the
-bytes that cross one boundary forward for a micro-batch, and the seconds of the capture.
+Errors are those of the small size of each model in float64; the goal is 1e-9. The columns before them are for
+the realistic size: parameters (tied ones counted once), nodes of the graph, layers between which a plan may
+cut, the bytes that cross one boundary in the forward pass of a micro-batch, and the seconds of the capture.
 """
 
 
