@@ -232,8 +232,8 @@ def write_page(rows: list[dict[str, Any]]) -> None:
     lines += wrap(
         "Made by `python benchmarks/cloudmesh.py`; do not edit. An addition to docs/headline.md, which has "
         "the report's experiment: SimpleCNN, batch 16, Adam. *Federated* is a simulation in one machine, "
-        "as in the report: each client makes as many steps as one machine, one client after another, and a server "
-        "averages once per epoch.",
+        "as in the report: each client makes as many steps as one machine, one client after "
+        "another, and a server averages once per epoch.",
         118,
     )
     for part, title in TITLES.items():
