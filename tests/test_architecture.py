@@ -356,7 +356,7 @@ def test_only_the_waker_and_the_driver_wake_cores() -> None:
     } == {"node/waker.py", "node/services/driver.py"}
 
 
-def test_torch_is_imported_only_where_computing_has_its_own_process() -> None:
+def test_torch_is_imported_only_in_processes_of_their_own() -> None:
     assert [
         f"{source.place}:{line}"
         for source in sources(*PACKAGES)

@@ -151,7 +151,7 @@ def test_without_a_terminal_only_finished_lines_are_written() -> None:
     ]
 
 
-def test_a_narrow_terminal_shows_where_the_page_is_while_it_plays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_shows_the_pages_address_during_the_play(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -135,7 +135,7 @@ def test_files_and_sections_that_docstrings_name_exist() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_benchmarks_that_a_page_starts_take_its_flags(page: Path) -> None:
+def test_flags_of_benchmark_commands_on_a_page_exist(page: Path) -> None:
     for script, flags in SCRIPT.findall(page.read_text(encoding="utf-8")):
         source = (ROOT / script).read_text(encoding="utf-8")
         common = (ROOT / "benchmarks" / "_figures.py").read_text(encoding="utf-8") if flags else ""

@@ -164,7 +164,7 @@ class NormalisedCNN(nn.Module):
 
 @cache
 def normalised_cnn() -> Model:
-    """A model with its own initial values, which members fetch from the requester."""
+    """Return a model with its own initial values, which members fetch from the requester."""
     torch.manual_seed(3)
     example, labels = torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.int64)
     task = Task(
@@ -180,7 +180,7 @@ def normalised_cnn() -> Model:
 
 @cache
 def tied_gpt() -> Model:
-    """A model whose first and last stage share the embedding table."""
+    """Return a model whose first and last stage share the embedding table."""
     tokens = torch.zeros(2, WINDOW, dtype=torch.int64)
     with default_dtype("float64"), skeleton():
         model = GPT(GPTConfiguration(256, WINDOW, layers=2, heads=2, width=8, dropout=0.1))
@@ -196,7 +196,8 @@ def text(folder: Path) -> tuple[Path, Dataset]:
 
 
 async def train_with_a_death(group: Swarm, wanted: Manifest, stage: int) -> tuple[Run, list[Event]]:
-    """The requester is `g`; a replica of `stage` is killed in the middle of the third step."""
+    """Play a run in which the requester is `g`, and a replica of `stage` is killed in the middle of the third
+    step."""
 
     async def disturb(event: Event) -> None:
         if isinstance(event, StepCommitted) and event.step == 1:

@@ -171,7 +171,7 @@ def test_a_killed_script_can_restart_while_its_loader_still_runs(tmp_path: Path)
                 os.kill(child, signal.SIGKILL)
 
 
-def test_a_forked_child_opens_its_own_node_beside_its_parents(tmp_path: Path) -> None:
+def test_a_forked_child_can_open_a_node_of_its_own(tmp_path: Path) -> None:
     with ended(Script(tmp_path, PLAIN, "127.0.0.1:0", "fork")) as script:
         parent, child = script.tell(), script.tell()
         assert script.tell() == {"members": 0}, "the parent's node no longer answers"

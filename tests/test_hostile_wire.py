@@ -114,7 +114,7 @@ def test_every_decoded_type_is_sent() -> None:
     assert missing == []
 
 
-def test_messages_read_elsewhere_are_still_read() -> None:
+def test_types_decoded_outside_the_registry_are_still_decoded() -> None:
     reading = {
         source.module for source in sources("crypto", "dht", "gossip", "partition", "node") if decoded(source)
     }

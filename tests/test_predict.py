@@ -84,7 +84,7 @@ def test_a_users_model_predicts_the_classes_of_a_table_in_words(tmp_path: Path) 
     assert [float(rows[0][f"output_{n}"]) for n in range(3)] == [1, 0, 5]
 
 
-def test_class_names_that_look_like_numbers_are_distinct(tmp_path: Path) -> None:
+def test_class_names_that_look_like_equal_numbers_stay_distinct(tmp_path: Path) -> None:
     words = ["1_1", "11", "1_11", "11_1"]
     (tmp_path / "own.py").write_text(OWN.replace("nn.Linear(2, 3)", "nn.Linear(2, 4)"))
     lines = "".join(f"{n % 4},{n},{words[n % 4]}\n" for n in range(16))

@@ -46,7 +46,7 @@ def saturated(peer: PeerId) -> Callable[[], Iterable[tuple[PeerId, float, bool]]
     return lambda: [(peer, SLOW_BYTES_PER_SECOND, True)]
 
 
-def test_a_slow_link_moves_the_border_to_where_less_is_sent() -> None:
+def test_a_slow_link_moves_the_border_to_a_narrower_layer() -> None:
     executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, PeerPace(), _ignore) for name in "ab"}
     wanted = manifest(
         waisted_model(),

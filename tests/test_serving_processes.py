@@ -22,7 +22,7 @@ SERVICES = {"words": "a", "pairs": "b"}
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    """Three nodes that know each other, and two services."""
+    """Yield three nodes that know each other, and two services."""
     found = Ground(tmp_path_factory.mktemp("serving"), NODES)
     try:
         found.start()

@@ -32,8 +32,8 @@ def test_a_known_pair_from_libsodium_is_reproduced() -> None:
 
 
 def order_of_eight() -> int:
-    """The y coordinate of a point of order 8. Doubling x = sqrt(-1) y gives a point of order 4, from 0 = d
-    y^4 + 2 y^2 - 1."""
+    """Return the y coordinate of a point of order 8. Doubling x = sqrt(-1) y gives a point of order 4, from 0
+    = d y^4 + 2 y^2 - 1."""
     d = -121_665 * pow(121_666, -1, P) % P
     root = square_root((1 + d) % P)
     for sign in (1, -1):

@@ -44,7 +44,7 @@ zones = st.from_regex(r"[a-z]{1,5}[0-9]{0,3}", fullmatch=True)
 
 @st.composite
 def addresses(draw: st.DrawFn) -> Address:
-    """Any address of our kinds."""
+    """Draw any address of our kinds."""
     port, peer = draw(st.integers(1, 65_535)), draw(st.none() | peers)
     kind = draw(st.sampled_from(["ip4", "ip6", "zone", "dns", "dns4", "dns6"]))
     if kind == "zone":
@@ -57,7 +57,7 @@ def addresses(draw: st.DrawFn) -> Address:
 
 @st.composite
 def spellings(draw: st.DrawFn) -> str:
-    """An address of our kinds in one of many spellings, some of them invalid."""
+    """Draw an address of our kinds in one of many spellings, some of them invalid."""
     ip = draw(ips_6)
     hosts = {
         "ip4": st.ip_addresses(v=4).map(str)

@@ -202,7 +202,7 @@ def test_an_unknown_newer_suite_is_skipped() -> None:
 
 
 def offer_with(*suites: int) -> Wire:
-    """An attacker who replaces the list of suites in the offer."""
+    """Return an attacker who replaces the list of suites in the offer."""
 
     def wire(number: int, flight: bytes) -> bytes:
         if number:

@@ -117,7 +117,7 @@ def test_a_challenge_answered_from_another_address_proves_nothing() -> None:
 # --- load ---------------------------------------------------------------------------------------------
 
 
-def test_a_flood_of_strangers_is_answered_with_cookies_and_leaves_sessions_alone() -> None:
+def test_a_flood_of_unknown_peers_gets_cookies_and_ends_no_session() -> None:
     alice, bob = acquainted()
     answered = flood(bob, 1.0, 400)
     assert bob.counters["cookies_sent"] >= 400 - limits.FREE_BURST

@@ -59,7 +59,7 @@ def table(
     quote: str = "",
     number: str = "{:g}",
 ) -> str:
-    """The rows of X and their labels as a table of text."""
+    """Return the rows of X and their labels as a table of text."""
     lines = [] if names is None else [names.format(separator)]
     for row, (numbers, label) in enumerate(zip(X, labels, strict=True)):
         fields = [number.format(each).replace(".", decimal) for each in numbers] + [f"{quote}{label}{quote}"]

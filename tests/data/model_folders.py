@@ -14,7 +14,7 @@ SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<pad>")
 
 
 def write_tokenizer(path: Path, **more: Any) -> None:
-    """A tokenizer whose tokens are the ASCII characters and the special ones."""
+    """Return a tokenizer whose tokens are the ASCII characters and the special ones."""
     tokenizers = pytest.importorskip("tokenizers")
     letters = {
         token: number for number, token in enumerate([*SPECIAL, *map(chr, range(32, 127)), "\n", "?!"])
@@ -31,7 +31,7 @@ def write_tokenizer(path: Path, **more: Any) -> None:
 def write_folder(
     folder: Path, kind: str = "Qwen2ForCausalLM", *, template: str = TEMPLATE, **config: Any
 ) -> Path:
-    """A folder of a model of this class, without weights."""
+    """Write a folder of a model of this class, without weights."""
     folder.mkdir(exist_ok=True)
     usual = {"architectures": [kind], "vocab_size": 128, "max_position_embeddings": 64, "eos_token_id": 0}
     (folder / "config.json").write_text(json.dumps(usual | config))

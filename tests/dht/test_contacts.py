@@ -32,7 +32,7 @@ def test_an_unknown_asker_becomes_a_contact_only_after_answering_us() -> None:
     assert len(node.receive(0.3, stranger, Ping(7, ()))) == 1
 
 
-def test_a_hint_from_elsewhere_is_pinged_at_its_address() -> None:
+def test_a_peer_named_by_membership_is_pinged_at_its_address() -> None:
     node = lone()
     place = address(1)
     ((receiver, message),) = node.add(0.0, signer(1).peer, [place])
@@ -51,7 +51,7 @@ def test_a_peer_that_moved_gets_its_new_address() -> None:
     assert node.events[-1] == PeerHeard(signer(1).peer, (make_address("10.0.0.9", 99, signer(1).peer),))
 
 
-def test_pings_to_strangers_are_bounded() -> None:
+def test_pings_to_unknown_peers_are_limited() -> None:
     node = lone()
     sends = [
         send

@@ -58,7 +58,7 @@ def test_the_rarest_piece_is_requested_first() -> None:
     assert asked[0][0] == 19
 
 
-def test_urgent_pieces_go_before_rare_ones() -> None:
+def test_urgent_pieces_are_requested_before_rare_ones() -> None:
     possible, holders = np.ones(10, np.bool_), np.arange(10)
     urgency = np.ones(10, np.int64)
     urgency[7] = 0

@@ -101,7 +101,7 @@ def test_a_silent_participant_is_forgotten_and_may_return_after_a_restart() -> N
     assert World.roster(world.cores[0]).reports[world.peers[1]].number > 21_000
 
 
-def test_peers_with_other_tensors_are_counted_and_never_averaged_with() -> None:
+def test_peers_with_different_tensors_are_counted_but_not_averaged_with() -> None:
     world = World(2)
     world.engine.kill(world.peers[1], 0.5)
     world.start(1, at=1.0, signature=LINEAGE)

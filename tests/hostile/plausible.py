@@ -73,7 +73,7 @@ class PlausibleLiar(LyingParticipant):
 
     @property
     def _step(self) -> int:
-        """Return where the honest peers are."""
+        """Return the step of the honest peers: the median of the claimed steps."""
         claims = sorted(each.claimed_step for each in self.run.roster.reports.values())
         return claims[len(claims) // 2] if claims else 0
 

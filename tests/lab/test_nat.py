@@ -174,7 +174,7 @@ def test_a_rebooted_router_forgets_its_mappings_and_uses_different_ports(
     assert answers(at, "a", after, "rebooted")
 
 
-def test_two_machines_behind_one_router_reach_each_other_only_inside(
+def test_two_machines_behind_one_router_connect_only_by_inner_addresses(
     lab: Internet, at: dict[str, Prober]
 ) -> None:
     one, other = (seen_by(at, lab, name, "a") for name in ("h1", "h2"))

@@ -65,7 +65,7 @@ def rates(folder: Path, *, has_slow: bool) -> dict[str, float]:
 
 
 @pytest.mark.skipif(not FULL, reason="PEERLOOM_LAB=full measures both networks")
-def test_averaging_and_state_take_the_faster_of_two_networks(tmp_path: Path) -> None:
+def test_averaging_and_state_transfers_use_the_faster_of_two_networks(tmp_path: Path) -> None:
     both, fast = rates(tmp_path / "both", has_slow=True), rates(tmp_path / "fast", has_slow=False)
     print({what: f"{both[what] / 1e6:.1f} of {fast[what] / 1e6:.1f} MB/s" for what in both})  # noqa: T201
     for what, rate in both.items():

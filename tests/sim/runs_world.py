@@ -37,7 +37,7 @@ def scenario(
 
 
 def training(**changes: Any) -> TrainingScenario:
-    """A run of seven."""
+    """Return a run of seven members."""
     fields: dict[str, Any] = {"members": 7, "steps": 10, "at_seconds": BEGINS, "checkpoint_every": 3}
     return TrainingScenario(**(fields | changes))
 

@@ -62,7 +62,7 @@ def test_a_users_core_can_be_tested_on_a_simulated_swarm(theirs: pytest.Pytester
     )
 
 
-def test_custom_protocols_run_where_a_suite_names_the_plugin(
+def test_custom_protocols_run_if_a_test_suite_names_the_plugin(
     theirs: pytest.Pytester,
 ) -> None:
     theirs.makeconftest('pytest_plugins = ["sim.pytest_plugin"]')

@@ -124,7 +124,7 @@ def test_a_router_keeps_a_bounded_number_of_mappings() -> None:
 
 
 def scenario(seconds: str = "180") -> Scenario:
-    """The built-in scenario, shortened."""
+    """Return the built-in scenario, shortened."""
     short = {
         "nodes": "14",
         "seconds": seconds,

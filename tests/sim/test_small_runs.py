@@ -30,8 +30,8 @@ LOST = "lost its last replica, and no checkpoint holds its parameters"
 
 
 def trial(seed: int, rule: str) -> Troubled:
-    """A requester, a replica and up to three members without a stage. There are splits and crashes for a
-    minute, and none afterwards.
+    """Play a run of a requester, a replica and up to three members without a stage. There are splits and
+    crashes for a minute, and none afterwards.
     """
     rng = seeded_rng(seed, "small")
     members = rng.randint(2, 5)

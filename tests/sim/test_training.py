@@ -75,7 +75,8 @@ def test_an_undisturbed_run_counts_each_micro_batch_once_and_succeeds() -> None:
 
 
 def crash_in(phase: str, victim: int) -> Troubled:
-    """The victim dies while the committer is in this phase of the fifth step, or in the final evaluation."""
+    """Play a run in which the victim dies while the committer is in this phase of the fifth step, or in the
+    final evaluation."""
     played = Troubled(scenario(training(), seconds=100))
     wanted = "evaluating step 10" if phase == "evaluating" else f"{phase} step 4"
 

@@ -174,7 +174,7 @@ class SeededAsGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]  # so i
         return func(*args, **(kwargs or {}))
 
     def left(self) -> int:
-        """The number of random nodes that the module did not reach."""
+        """Return the number of random nodes that the module did not reach."""
         return sum(1 for _ in self._nodes)
 
 

@@ -35,7 +35,7 @@ def test_all_peers_list_each_other_and_report_each_other_as_joined() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_small_swarms_list_each_other_too(nodes: int) -> None:
+def test_peers_of_very_small_swarms_list_each_other_too(nodes: int) -> None:
     played = Played(acquainted(nodes=nodes, seconds=60.0))
     assert played.live_views() == [set(played.world.peers)] * nodes
 

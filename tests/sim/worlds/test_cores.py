@@ -288,7 +288,7 @@ def test_many_events_share_one_instant() -> None:
 
 @cache
 def eventful() -> Played:
-    """A scenario with a little of everything, over links of exactly 50 ms."""
+    """Return a scenario with a little of everything, over links of exactly 50 ms."""
     return Played(
         scenario(
             nodes=10,

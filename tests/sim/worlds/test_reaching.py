@@ -161,8 +161,8 @@ class Unaware(Counting):
 
 
 def lookups(core: type[Counting]) -> tuple[float, float, float]:
-    """Two fifths of the peers are behind symmetric translators. Return the share of lookups that found their
-    record, of requests without an answer, and of unreachable contacts in tables.
+    """Play a world in which two fifths of the peers are behind symmetric translators. Return the share of
+    lookups that found their record, of requests without an answer, and of unreachable contacts in tables.
     """
 
     counts = Counting.counts
