@@ -290,7 +290,7 @@ def _step_faults(world: World, steps: Sequence[_Step]) -> list[str]:
     for name in world.group.events:
         mine = [(step.event.height, step.event.step) for step in steps if step.name == name]
         found += [
-            f"{name} says twice that step {row[1]} was committed" for row in mine if mine.count(row) > 1
+            f"{name} reports twice that step {row[1]} was committed" for row in mine if mine.count(row) > 1
         ]
     losses: dict[tuple[int, int], set[float]] = {}
     for step in steps:

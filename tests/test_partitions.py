@@ -111,7 +111,7 @@ def test_the_checker_finds_tampered_events() -> None:
     assert faults(world) == []
     tampered = (
         (RunPlanned, {"plan": "0" * 16}, "has plan"),
-        (StepCommitted, {"step": 6}, "says twice that step 6"),
+        (StepCommitted, {"step": 6}, "reports twice that step 6"),
         (RunEnded, {"weights": "0" * 64}, "different weights"),
     )
     for kind, changes, expected in tampered:

@@ -75,7 +75,7 @@ def await_members(swarm: SwarmProcesses) -> None:
     """Wait until every node knows both others."""
     end = time.monotonic() + SECONDS_MAX
     while any(swarm.status(name)["members_alive"] < len(NAMES) - 1 for name in NAMES):
-        assert time.monotonic() < end, "the nodes did not meet"
+        assert time.monotonic() < end, "the nodes did not find each other"
         Event().wait(0.1)
 
 
