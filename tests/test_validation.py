@@ -246,5 +246,5 @@ def test_a_manifest_with_impossible_validations_is_refused(
 @pytest.mark.parametrize("series", [Series(9, 1, 0.5), Series(2, 3, 0.5), Series(1, 1, float("nan"))])
 def test_validations_that_a_replica_cannot_know_are_refused(series: Series) -> None:
     apply = Apply(plan=bytes(32), step=3, attempt=0, samples=1, validated=series)
-    with pytest.raises(RemoteProtocolError, match="validations that the steps"):
+    with pytest.raises(RemoteProtocolError, match="validations that do not fit"):
         check_synced(PLAN, Synced(plan=bytes(32), step=4, applied=apply))

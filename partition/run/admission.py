@@ -156,7 +156,7 @@ class Joins:
 class Admission:
     """The members of one run, as one member sees them.
 
-    It has no clock: call `expire` with the time before relying on an answer.
+    It has no clock: call `expire` with the time before you rely on an answer.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class Admission:
         return self._told(told, new)
 
     def receive(self, sender: PeerId, message: Message) -> Sends:
-        """Handle one message. Raises RemoteProtocolError for a chain that proves nothing."""
+        """Handle one message. Raises RemoteProtocolError for a chain that does not prove membership."""
         match message:
             case Vouch(chain=chain):
                 self._take(sender, chain)
@@ -390,7 +390,7 @@ class Admissions:
         return [] if admission is None else self.drained(admission, admission.receive(sender, message))
 
     def wake(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
-        """Do nothing: no timer exists."""
+        """Do nothing, because there is no timer."""
         return []
 
     def drained(self, admission: Admission, sends: Sends) -> Sends:

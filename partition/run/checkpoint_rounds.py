@@ -2,11 +2,11 @@
 whole.
 
 After the steps that the manifest determines, the first replica of each stage saves a copy of its state and
-reports it to the committer. Once all stages are saved, the committer asks each keeper for its copies, one at
-a time (`KeepStage`). Then it has the checkpoint sealed (`SealWanted`), and asks the keepers to record its
-name (`NameCheckpoint`). Once enough keepers have done so, and the name is on this member's own disk
-(`NewestChanged`), the committer announces the checkpoint to all members. Only one checkpoint is spread at a
-time. If spreading fails, the previous checkpoint stays the newest.
+reports it to the committer. Once all stages are saved, the committer asks the keepers to copy them; each
+keeper is asked for one stage at a time (`KeepStage`). Then it has the checkpoint sealed (`SealWanted`), and
+asks the keepers to record its name (`NameCheckpoint`). Once enough keepers have done so, and the name is on
+this member's own disk (`NewestChanged`), the committer announces the checkpoint to all members. Only one
+checkpoint is spread at a time. If spreading fails, the previous checkpoint stays the newest.
 
 Not here: the meaning of a replica's description of its saved state, which is passed on unread.
 """
@@ -42,7 +42,7 @@ def checkpoint_holders(
     Ravishankar 1998), or the whole roster if it is smaller.
 
     A peer that comes or goes moves only its own share. If the roster has a peer that is not a replica of the
-    stage, the keepers include one: otherwise a failure of the replicas would take the copies too.
+    stage, the keepers include one, so that not all copies are lost if the replicas fail.
     """
 
     def weight(peer: PeerId) -> bytes:

@@ -59,7 +59,7 @@ class ResultCollection:
             self._asked = self._asks.put(self._left.pop(0), request, HAND_OVER_SECONDS_MAX)
         else:
             reasons = "; ".join(self._reasons) or "none of its replicas is reachable"
-            self._wait(now, f"stage {self._stage + 1} handed over no parameters: {reasons}")
+            self._wait(now, f"stage {self._stage + 1} was not handed over: {reasons}")
 
     def replied(self, now: float, number: int, reply: Reply) -> None:
         """Handle the answer to one of `asks`."""

@@ -10,7 +10,8 @@ from partition.plan.plan import Plan
 
 
 class RunProgress:
-    """`step` steps are committed; `furthest` is the highest number ever committed."""
+    """The progress of one run. `step` steps are committed; `furthest` is the highest number of steps ever
+    committed."""
 
     def __init__(self, samples_per_step: int) -> None:
         self.step = 0

@@ -105,9 +105,7 @@ def _obstacle(
     ways = [(link(PeerId(other), peer), link(peer, PeerId(other))) for other in stage.computing]
     known = [each.bytes_per_second for pair in ways for each in pair if each is not None]
     if not known:
-        return "its state is too large for a link that nobody has measured" * (
-            size.state_bytes > UNMEASURED_BYTES_MAX
-        )
+        return "its state is too large for an unmeasured link" * (size.state_bytes > UNMEASURED_BYTES_MAX)
     rate = max(1, min(known))
     seconds = size.gradient_bytes / rate
     if seconds > STEP_SHARE_MAX * step_seconds:

@@ -14,9 +14,9 @@ WayBack = tuple[bytes, int]
 
 class WaysBack:
     """One member's knowledge of checkpoints. Only a member that knows of every checkpoint may restart the run
-    from its beginning, because any other member could discard the work of others. A member knows of every
-    checkpoint if it has been in the run since the first plan, or if a committer or a plan has told it about
-    checkpoints since it joined."""
+    from its beginning; any other member could discard the work of others. A member knows of every checkpoint
+    if it has taken part since the first plan, or if it has learned of a checkpoint from the committer or from
+    a plan."""
 
     def __init__(self, save_every: int) -> None:
         """`save_every` is the minimum number of steps between two checkpoints, 0 if none are made."""

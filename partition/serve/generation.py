@@ -55,7 +55,7 @@ class RouteAttempt:
     """The number of tokens in units that were answered."""
     flying: deque[UnitWork] = field(default_factory=deque)
     moved_at: float = inf
-    """The time since when the present oldest unit in flight has been the oldest."""
+    """The time at which the present oldest unit in flight became the oldest."""
     row: LogitRow | None = None
     """A row that waits until its allowed tokens are set."""
     hidden: list[Array] = field(default_factory=list)

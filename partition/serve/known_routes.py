@@ -84,7 +84,8 @@ class KnownRoutes:
             self._asked_at = {}
 
     def may_look(self, now: float, service: bytes) -> bool:
-        """Return whether it is time to look for routes of a service again. If so, the look is noted."""
+        """Return whether it is time to look for routes of a service again. If so, note that this is done
+        now."""
         if now - self._asked_at.get(service, -inf) < RETRY_SECONDS:
             return False
         self._asked_at[service] = now

@@ -52,7 +52,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sync(StepMessage, frozen=True, kw_only=True, tag="sync"):
-    """Committer to replica: a plan has come into force; report your state."""
+    """Committer to replica: a new plan is in force; report your state."""
 
 
 class Apply(StepMessage, frozen=True, kw_only=True, tag="apply"):

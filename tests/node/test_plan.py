@@ -377,7 +377,7 @@ def test_layers_stay_together_on_request(
     kept = node.plan(graph, peers, stages=2, together=[[around]])
     assert kept.split.ranges != apart.split.ranges
     assert kept.split.ranges[0][1] not in ends
-    with pytest.raises(RunFailed, match="stays together"):
+    with pytest.raises(RunFailed, match="stay together"):
         node.plan(graph, peers, stages=2, keep_tied=True)
     with pytest.raises(UsageError, match=r"no module and no layer 'h\.77'"):
         node.plan(graph, peers, together=[["h.77"]])

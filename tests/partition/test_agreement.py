@@ -367,7 +367,7 @@ def test_damaged_or_foreign_durable_state_is_refused() -> None:
     durable = room.cores[me].durable
     with pytest.raises(RemoteProtocolError, match="damaged"):
         PaxosChain(me, room.plan, Random(0), durable=durable[:-1] + bytes([durable[-1] ^ 1]))
-    with pytest.raises(ValueError, match="another run's"):
+    with pytest.raises(ValueError, match="another run"):
         PaxosChain(me, replace(room.plan, run=bytes(32)), Random(0), durable=durable)
     with pytest.raises(ValueError, match="another plan at height 0"):
         PaxosChain(me, replace(room.plan, microbatches=7), Random(0), durable=durable)

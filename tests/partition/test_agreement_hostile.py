@@ -86,30 +86,30 @@ WRONG: list[tuple[PeerId, Any, str]] = [
     (STRANGER, Decided(**NAMES, links=(TRAINS,)), "on no roster"),
     (STRANGER, ChainHead(**NAMES, height=0), "on no roster"),
     (ME, ChainHead(**NAMES, height=0), "on no roster"),
-    (LEARNER, Prepare(**NAMES, ballot=Ballot(1, LEARNER)), "outside of the committee"),
-    (LEARNER, Accepted(**NAMES, ballot=MINE), "outside of the committee"),
-    (OTHER, Prepare(**NAMES, ballot=Ballot(1, THIRD)), "ballot of another"),
-    (OTHER, Accept(**NAMES, ballot=Ballot(1, THIRD), value=TRAINS), "ballot of another"),
-    (OTHER, Prepare(**NAMES, ballot=HIGH), "absurd round"),
-    (OTHER, Accept(**NAMES, ballot=HIGH, value=TRAINS), "absurd round"),
+    (LEARNER, Prepare(**NAMES, ballot=Ballot(1, LEARNER)), "outside the committee"),
+    (LEARNER, Accepted(**NAMES, ballot=MINE), "outside the committee"),
+    (OTHER, Prepare(**NAMES, ballot=Ballot(1, THIRD)), "ballot belongs to another"),
+    (OTHER, Accept(**NAMES, ballot=Ballot(1, THIRD), value=TRAINS), "ballot belongs to another"),
+    (OTHER, Prepare(**NAMES, ballot=HIGH), "absurdly high round"),
+    (OTHER, Accept(**NAMES, ballot=HIGH, value=TRAINS), "absurdly high round"),
     (OTHER, Accept(**NAMES, ballot=Ballot(2, OTHER), value=b"nonsense"), "not a valid message"),
     (OTHER, Accept(**NAMES, ballot=Ballot(2, OTHER), value=bytes(CHANGE_BYTES_MAX + 1)), "at most"),
     (OTHER, Accept(**NAMES, ballot=Ballot(2, OTHER), value=EMPTIES), "would have no replica"),
-    (OTHER, Accept(**NAMES, ballot=Ballot(2, OTHER), value=FORKED), "not named by those"),
+    (OTHER, Accept(**NAMES, ballot=Ballot(2, OTHER), value=FORKED), "name does not follow"),
     (OTHER, Accept(**NAMES, ballot=Ballot(2, OTHER), value=LOOSE), "canonical"),
-    (OTHER, Promised(**NAMES, ballot=THEIRS), "answer to the ballot of another"),
+    (OTHER, Promised(**NAMES, ballot=THEIRS), "an answer is to another peer's ballot"),
     (OTHER, Promised(**NAMES, ballot=MINE, accepted=THEIRS), "cannot have been accepted"),
     (OTHER, Promised(**NAMES, ballot=MINE, value=TRAINS), "cannot have been accepted"),
     (OTHER, Promised(**NAMES, ballot=MINE, accepted=Ballot(2, OTHER), value=TRAINS), "cannot have been"),
     (OTHER, Promised(**NAMES, ballot=MINE, accepted=Ballot(1, min(SEATS)), value=EMPTIES), "no replica"),
-    (OTHER, Accepted(**NAMES, ballot=MINE), "before it was asked"),
-    (OTHER, PreemptedBallot(**NAMES, ballot=MINE, promised=MINE), "by a lower ballot"),
-    (OTHER, PreemptedBallot(**NAMES, ballot=MINE, promised=HIGH), "absurd round"),
+    (OTHER, Accepted(**NAMES, ballot=MINE), "before the value was sent"),
+    (OTHER, PreemptedBallot(**NAMES, ballot=MINE, promised=MINE), "by a lower one"),
+    (OTHER, PreemptedBallot(**NAMES, ballot=MINE, promised=HIGH), "absurdly high round"),
     (OTHER, Decided(**NAMES, links=(TRAINS, EMPTIES)), "would have no replica"),
     (OTHER, Decided(**NAMES, links=(b"nonsense",)), "not a valid message"),
     (OTHER, Decided(**NAMES, links=(LOOSE,)), "canonical"),
-    (OTHER, Decided(**NAMES, links=(FORKED,)), "not named by those"),
-    (OTHER, ChainHead(**NAMES, height=3), "another height"),
+    (OTHER, Decided(**NAMES, links=(FORKED,)), "name does not follow"),
+    (OTHER, ChainHead(**NAMES, height=3), "a wrong height"),
 ]
 
 
@@ -130,7 +130,7 @@ def test_a_valid_fork_is_refused_in_a_run_that_allows_none() -> None:
     for victim, is_refused in ((core(), True), (core(may_fork=True), False)):
         before = state(victim)
         if is_refused:
-            with pytest.raises(RemoteProtocolError, match="allows none"):
+            with pytest.raises(RemoteProtocolError, match="does not allow forks"):
                 victim.receive(0.0, OTHER, Decided(**NAMES, links=(link,)))
             assert state(victim) == before
         else:

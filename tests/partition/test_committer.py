@@ -209,7 +209,7 @@ def test_a_stage_without_any_holder_ends_the_plan_with_a_reason() -> None:
     assert core.phase == "failed"
     assert failed_of(core) == (
         "no replica of stage 3 of 3 holds its parameters, "
-        "and cannot go on after the 3 that others have committed"
+        "and cannot go on after the 3 steps that others have committed"
     )
 
 
@@ -242,7 +242,7 @@ def test_a_plan_that_restores_makes_all_start_at_its_checkpoint() -> None:
     plan = successor(PLAN, Change(restored=digest("checkpoint"), step=3))
     core = committer(plan=plan)
     assert core.step == 3
-    with pytest.raises(RemoteProtocolError, match="an earlier step"):
+    with pytest.raises(RemoteProtocolError, match="fewer steps than the checkpoint"):
         core.receive(0.0, FIRST, replace(synced(2), plan=plan_hash(plan)))
     for who in REPLICAS:
         core.receive(0.0, who, replace(synced(3), plan=plan_hash(plan), applied=None))
@@ -554,7 +554,7 @@ def test_a_run_without_evaluations_ends_with_its_last_step() -> None:
 def test_an_evaluation_has_as_many_numbers_as_the_model() -> None:
     core = evaluating(1, metrics=2)
     for numbers in ((), (1.0,), (1.0, 2.0, 3.0)):
-        with pytest.raises(RemoteProtocolError, match="impossible numbers"):
+        with pytest.raises(RemoteProtocolError, match="impossible values"):
             evaluate(core, 0, metrics=numbers)
     evaluate(core, 0, metrics=(1.0, float("nan")))
     assert "held out" in failed_of(core)

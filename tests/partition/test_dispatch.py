@@ -50,7 +50,7 @@ def test_a_member_gets_only_messages_of_its_newest_plan() -> None:
     dispatch.follow(bytes(32), member)
     dispatch.follow(NAME, member)
     assert dispatch.find(ONE, bytes(32)) is None
-    with pytest.raises(RemoteProtocolError, match="not in it"):
+    with pytest.raises(RemoteProtocolError, match="not in the run"):
         dispatch.find(SPARE, NAME)
     dispatch.forget(member)
     assert dispatch.find(SPARE, NAME) is None

@@ -182,7 +182,7 @@ def test_senseless_accusations_have_no_effect_or_are_refused() -> None:
     core.receive(1.0, HERE, Counted(plan=PLAN_HASH, step=0, microbatch=0, stage=1, samples=0, loss=0.0))
     assert accuse(core, HERE, FIRST, 0) == []  # it has used it
     assert accuse(core, THERE, FIRST, 1, train=False) == []
-    with pytest.raises(RemoteProtocolError, match="from a peer that has none to send"):
+    with pytest.raises(RemoteProtocolError, match="from a peer that must not send it"):
         accuse(core, THERE, TRAINER, 1)
     sent = frame(FIRST, 1, plan=bytes(32))
     with pytest.raises(RemoteProtocolError, match="of another plan"):

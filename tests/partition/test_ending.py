@@ -264,7 +264,7 @@ def test_finished_runs_make_room_for_new_ones() -> None:
         assert ending.is_settled
     for number in range(RUNS_MAX):
         endings.open(1e3, Ending(peer(1), number.to_bytes(32, "big"), LocalSettings()))
-    with pytest.raises(ValueError, match="at most"):
+    with pytest.raises(ValueError, match="unfinished runs"):
         endings.open(1e3, Ending(peer(1), b"o" * 32, LocalSettings()))
 
 

@@ -104,7 +104,7 @@ def test_the_largest_numbers_fit_a_header() -> None:
 
 
 def test_a_frame_of_another_author_is_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match="signed by another peer"):
+    with pytest.raises(RemoteProtocolError, match="signed by a peer that did not send it"):
         open_frame(BOB.peer, FRAME, PAYLOAD.data)
 
 

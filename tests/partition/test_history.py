@@ -46,7 +46,7 @@ def test_a_newcomer_learns_it_from_a_member_and_passes_it_on() -> None:
 
 
 def test_a_first_plan_by_another_signer_is_invalid() -> None:
-    assert_refused(first_history(HOLDER, FIRST), "not its requester's")
+    assert_refused(first_history(HOLDER, FIRST), "not signed by the requester")
     assert_refused(first_history(REQUESTER, successor(FIRST, JOIN)), "not the first")
 
 

@@ -102,7 +102,7 @@ ONE = (StagePlan(0, 4, (peer(1),), (5,)),)
     ("changes", "words"),
     [
         ({"restored": NO_HASH, "step": 0}, "without a checkpoint"),
-        ({"cuts": (1,)}, "moves the borders"),
+        ({"cuts": (1,)}, "both stages and cuts"),
         ({"stages": (StagePlan(0, 3, (peer(1),), (5,)),)}, "another model"),
         ({"stages": (StagePlan(0, 4, (peer(3),), (5,)),)}, "does not join"),
         ({"stages": (StagePlan(0, 4, (peer(2),), (5,)),)}, "does not join"),

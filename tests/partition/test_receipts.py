@@ -62,7 +62,7 @@ def test_a_receipt_signed_only_by_its_beneficiary_is_refused(faulty: Receipt) ->
 
 def test_the_two_signatures_of_a_receipt_are_over_one_body() -> None:
     one, other = receipt(), receipt(requester=3)
-    with pytest.raises(RemoteProtocolError, match="two bodies"):
+    with pytest.raises(RemoteProtocolError, match="the two facts of a receipt differ"):
         check_receipt(SIGNERS[0], Receipt(one.measured, other.accepted))
     with pytest.raises(RemoteProtocolError, match="signature"):
         check_measured(SIGNERS[0], one.accepted)

@@ -371,7 +371,7 @@ def test_a_commit_of_uncounted_work_makes_the_replica_give_up() -> None:
     ((receiver, message),) = replica.receive(0.0, TRAINER, commit((0,), (1,)))
     assert receiver == TRAINER
     assert isinstance(message, Failed)
-    assert "names what this replica has not counted" in message.reason
+    assert "names micro-batches that this replica has not counted" in message.reason
 
 
 def test_a_copy_is_made_before_the_next_step_is_applied() -> None:
@@ -503,7 +503,7 @@ def test_parameters_with_another_digest_are_refused() -> None:
     replica.discarded(replica.next(0.0))  # type: ignore[arg-type]  # what is next
     ((_, message),) = replica.filled(replica.next(0.0), digest("others"))  # type: ignore[arg-type]  # the same
     assert isinstance(message, Failed)
-    assert "another digest" in message.reason
+    assert "do not have the expected digest" in message.reason
     assert replica.step is None
 
 

@@ -128,7 +128,7 @@ def test_a_run_fails_once_a_stage_is_missing_too_long() -> None:
         node.reply(Unanswered("timeout"))
     outcome, detail = node.said()
     assert outcome == "failed"
-    assert "stage 2 handed over no parameters: timeout; timeout" in detail
+    assert "stage 2 was not handed over: timeout; timeout" in detail
     assert "the checkpoint of step 4 is kept" in detail
 
 

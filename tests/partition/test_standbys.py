@@ -69,7 +69,7 @@ def test_a_slow_link_prevents_following_and_is_reported() -> None:
     assert slow == Uncovered(0, "the link to the idle machine would add 100.0 s to each step")
     unknown = next_standby(TWO, (LARGE, LARGE), [C], lambda _: 0, lambda *_: None, step_seconds=1.0)
     assert isinstance(unknown, Uncovered)
-    assert "nobody has measured" in unknown.reason
+    assert "unmeasured link" in unknown.reason
 
 
 def test_a_standby_that_slows_steps_is_detected() -> None:

@@ -350,13 +350,16 @@ def test_only_the_committer_defines_the_steps(message: Any) -> None:
     [
         (opening((0, 2)), "to nobody"),
         (opening(step=1), "has not reached"),
-        (replace(opening(), first=1), "other micro-batches than those of its step"),
+        (replace(opening(), first=1), "exactly the micro-batches of its step"),
         (opening(counted=((5,), (), ())), "not in it"),
         (replace(opening(), stages=opening().stages[:2]), "does not belong to its plan"),
         (replace(opening(), attempt=0), "does not belong to its plan"),
-        (opening((0,) * (EVALUATIONS_IN_FLIGHT_MAX + 1), train=False), "held-out micro-batches at once"),
+        (
+            opening((0,) * (EVALUATIONS_IN_FLIGHT_MAX + 1), train=False),
+            "held-out micro-batches, which are too many",
+        ),
         (commit((0,), ()), "missing"),
-        (commit((0, 1), (1,)), "counted twice"),
+        (commit((0, 1), (1,)), "counts one twice"),
         (commit((0,), (1,), step=1), "has not reached"),
         (replace(commit((0,), (1,)), attempt=7), "has not reached"),
         (replace(commit((0,), (1,)), replicas=commit((0,), (1,)).replicas[:3]), "or not all"),
@@ -378,11 +381,19 @@ def test_a_committers_inconsistent_messages_are_refused(message: Any, reason: st
         (TRAINER, synced(0), "without a stage"),
         (FIRST, opening(), "not for a committer"),
         (FIRST, synced(3, attempt=7, counted=(1,), samples=(0,), losses=(0.0,)), "outside of the open step"),
-        (FIRST, synced(0, counted=(1, 1), samples=(0, 0), losses=(0.0, 0.0)), "one of them twice"),
-        (FIRST, synced(0, counted=(1,), begun=(1,), samples=(0,), losses=(0.0,)), "one of them twice"),
+        (
+            FIRST,
+            synced(0, counted=(1, 1), samples=(0, 0), losses=(0.0, 0.0)),
+            "outside of the open step, or twice",
+        ),
+        (
+            FIRST,
+            synced(0, counted=(1,), begun=(1,), samples=(0,), losses=(0.0,)),
+            "outside of the open step, or twice",
+        ),
         (FIRST, synced(0, counted=(1,)), "without their losses"),
         (LAST, synced(0, counted=(1,), samples=(2**40,), losses=(0.0,)), "impossible number of samples"),
-        (FIRST, replace(synced(3), step=4), "does not fit"),
+        (FIRST, replace(synced(3), step=4), "do not follow from its latest Apply"),
     ],
 )
 def test_a_replicas_inconsistent_messages_are_refused(sender: PeerId, message: Any, reason: str) -> None:
@@ -401,7 +412,7 @@ def test_a_replicas_inconsistent_messages_are_refused(sender: PeerId, message: A
             "not in the step",
         ),
         (LAST, Counted(plan=PLAN_HASH, step=0, microbatch=1, stage=2, samples=2**40, loss=0.0), "impossible"),
-        (LAST, Progress(plan=PLAN_HASH, step=0, microbatch=1, stage=2), "or in the last"),
+        (LAST, Progress(plan=PLAN_HASH, step=0, microbatch=1, stage=2), "progress in the last stage"),
         (FIRST, Progress(plan=PLAN_HASH, step=0, microbatch=1, stage=1), "does not hold"),
     ],
 )

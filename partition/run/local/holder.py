@@ -78,7 +78,7 @@ class StageHolder:
         """Return why this stage does not work for a head at this step ("" if it does), and whether the head
         may ask again once a newer state is here."""
         if step > self.stage.counts.steps:
-            return "a step beyond the end of the run", False
+            return "the step is beyond the end of the run", False
         if not self.stage.has_state:
             return "its state is not here yet", False
         if self._is_older(step):

@@ -1,4 +1,5 @@
-"""The choice of nodes that a member in local mode asks to take part, and their stages.
+"""The choice of the nodes that a member in local mode asks to take part, and of the stages for which it asks
+them.
 
 `recruit` is the course of a member that asks nodes one by one.
 """

@@ -2,7 +2,7 @@
 part.
 
 Opening a stage takes seconds, in which the first member would train alone. The others would then take over
-its state, so nobody would average these steps. Only the start has a barrier: later rounds do not wait for
+its state, so these steps would never be averaged. Only the start has a barrier: later rounds do not wait for
 latecomers (`partition.run.local.round_schedule`), which take over the state of the others.
 
 A member that opens its stage reports the run's id as its lineage, but no state yet.

@@ -54,8 +54,8 @@ class SuccessionRule:
         return any(seat.keeps_copies for seat in self._crew.seats)
 
     def _missed_head(self, now: float, *, has_free: bool) -> PeerId | None:
-        """Return the head to replace if it is gone; None while there is a head, or while others have
-        priority."""
+        """Return the head that must be replaced if it is really gone; None while there is a head, or while
+        others have priority."""
         is_due = self._crew.head is None and self.has_copy and self._keeps
         waited = self._due.waited(now, "a head", is_due)
         if waited < GONE_SECONDS or (has_free and waited < FREE_SECONDS):
