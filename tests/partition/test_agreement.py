@@ -369,7 +369,7 @@ def test_damaged_or_foreign_durable_state_is_refused() -> None:
         PaxosChain(me, room.plan, Random(0), durable=durable[:-1] + bytes([durable[-1] ^ 1]))
     with pytest.raises(ValueError, match="another run"):
         PaxosChain(me, replace(room.plan, run=bytes(32)), Random(0), durable=durable)
-    with pytest.raises(ValueError, match="another plan at height 0"):
+    with pytest.raises(ValueError, match="a different plan at height 0"):
         PaxosChain(me, replace(room.plan, microbatches=7), Random(0), durable=durable)
 
 

@@ -53,15 +53,17 @@ def test_a_first_plan_by_another_signer_is_invalid() -> None:
 def test_a_peer_that_was_never_admitted_admits_nobody() -> None:
     first = first_history(REQUESTER, FIRST)
     own = Change(admitted=(OUTSIDER.peer,))
-    assert_refused(told(first, OUTSIDER, FIRST, own), "not there")
+    assert_refused(told(first, OUTSIDER, FIRST, own), "author was not a member")
     history = told(first, HOLDER, FIRST, JOIN, NEXT)
     third = successor(successor(FIRST, JOIN), NEXT)
-    assert_refused(told(history, HOLDER, third, own), "not there")  # lost by then, so it cannot know
+    assert_refused(
+        told(history, HOLDER, third, own), "author was not a member"
+    )  # lost by then, so it cannot know
 
 
 def test_a_segment_is_valid_only_where_it_was_signed_for() -> None:
     first = first_history(REQUESTER, FIRST)
-    assert_refused(told(first, HOLDER, successor(FIRST, JOIN), NEXT), "not there")
+    assert_refused(told(first, HOLDER, successor(FIRST, JOIN), NEXT), "author was not a member")
     body = told(first, HOLDER, FIRST, JOIN).segments[0]
     forged = type(body)(NEWCOMER.peer, body.body, body.signature)
     assert_refused(History(first.base, (forged,)), "wrong signature")
@@ -78,5 +80,5 @@ def test_a_history_has_a_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None
     ):
         with monkeypatch.context() as patch:
             patch.setattr(histories, name, limit)
-            assert_refused(history, "history of|too long|bytes")
+            assert_refused(history, "history has|too long|bytes")
     replay(REQUESTER, REQUESTER.peer, history)

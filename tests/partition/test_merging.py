@@ -101,14 +101,14 @@ ONE = (StagePlan(0, 4, (peer(1),), (5,)),)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"restored": NO_HASH, "step": 0}, "without a checkpoint"),
+        ({"restored": NO_HASH, "step": 0}, "no checkpoint"),
         ({"cuts": (1,)}, "both stages and cuts"),
         ({"stages": (StagePlan(0, 3, (peer(1),), (5,)),)}, "another model"),
         ({"stages": (StagePlan(0, 4, (peer(3),), (5,)),)}, "does not join"),
         ({"stages": (StagePlan(0, 4, (peer(2),), (5,)),)}, "does not join"),
         ({"stages": (StagePlan(0, 2, (peer(1),), (5,)), StagePlan(3, 4, (peer(4),), (5,)))}, "does not join"),
         ({"joined": (Joining(peer(4), 0, 5),)}, "does not join"),
-        ({"joined": (Joining(peer(4), 1, 5),)}, "is none"),
+        ({"joined": (Joining(peer(4), 1, 5),)}, "does not exist"),
     ],
 )
 def test_an_impossible_change_of_stages_is_refused(changes: dict[str, object], words: str) -> None:

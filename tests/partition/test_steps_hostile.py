@@ -348,7 +348,7 @@ def test_only_the_committer_defines_the_steps(message: Any) -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (opening((0, 2)), "to nobody"),
+        (opening((0, 2)), "to a replica that does not exist"),
         (opening(step=1), "has not reached"),
         (replace(opening(), first=1), "exactly the micro-batches of its step"),
         (opening(counted=((5,), (), ())), "not in it"),
@@ -358,11 +358,11 @@ def test_only_the_committer_defines_the_steps(message: Any) -> None:
             opening((0,) * (EVALUATIONS_IN_FLIGHT_MAX + 1), train=False),
             "held-out micro-batches, which are too many",
         ),
-        (commit((0,), ()), "missing"),
+        (commit((0,), ()), "leaves out a micro-batch"),
         (commit((0, 1), (1,)), "counts one twice"),
         (commit((0,), (1,), step=1), "has not reached"),
         (replace(commit((0,), (1,)), attempt=7), "has not reached"),
-        (replace(commit((0,), (1,)), replicas=commit((0,), (1,)).replicas[:3]), "or not all"),
+        (replace(commit((0,), (1,)), replicas=commit((0,), (1,)).replicas[:3]), "leaves one out"),
         (Apply(plan=PLAN_HASH, step=0, attempt=START, samples=1), "before the totals"),
         (Counted(plan=PLAN_HASH, step=0, microbatch=0, stage=0, samples=0, loss=0.0), "not for a replica"),
     ],
