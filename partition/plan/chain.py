@@ -28,8 +28,8 @@ from partition.plan.plan import (
 )
 
 FORKS_MAX = 16
-"""Maximum number of fork instances in which a member votes after one plan. If the reachable members change
-more often, the member waits for the majority."""
+"""Maximum number of forks in which a member votes on the successor of one plan. If the reachable members
+change more often, the member waits for the majority."""
 PAST_MAX = 64
 """Maximum number of plans for which a vote is remembered. At older plans, the member counts as having
 voted."""

@@ -242,7 +242,7 @@ class PaxosChain:
         if instance is None:
             return []
         if sender not in instance.committee or self.me not in instance.committee:
-            raise RemoteProtocolError("a vote is from outside the committee, or was sent outside of it")
+            raise RemoteProtocolError("a vote has a sender or receiver outside the committee")
         if isinstance(message, Prepare | Accept):
             return self._vote_on(now, sender, instance, message)
         return self._proposer.count_vote(now, sender, message) + self._decide(now)

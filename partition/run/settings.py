@@ -91,31 +91,52 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         bounds = (
-            (0 < self.witness_seconds_max <= self.lease_seconds_max, "a witness at most lease"),
-            (0 < self.lease_seconds_max <= self.prepare_seconds_max, "lease at most prepare"),
-            (self.start_seconds_max > 0, "start above 0"),
+            (
+                0 < self.witness_seconds_max <= self.lease_seconds_max,
+                "witness_seconds_max must be at most lease_seconds_max",
+            ),
+            (
+                0 < self.lease_seconds_max <= self.prepare_seconds_max,
+                "lease_seconds_max must be at most prepare_seconds_max",
+            ),
+            (self.start_seconds_max > 0, "start_seconds_max must be above 0"),
             (
                 0 < self.renew_seconds_max <= self.renew_seconds,
-                ("an answer to a renewal at most the renewal's interval"),
+                "renew_seconds_max must be at most renew_seconds",
             ),
-            (self.left_seconds >= 2 * self.renew_seconds, "left at least two renewals"),
+            (
+                self.left_seconds >= 2 * self.renew_seconds,
+                "left_seconds must be at least twice renew_seconds",
+            ),
             (
                 self.committer_silence_seconds_max > self.start_seconds_max,
-                "a committer's silence above start",
+                "committer_silence_seconds_max must be above start_seconds_max",
             ),
             (
                 self.silence_seconds_max > max(1.0, self.committer_silence_seconds_max),
-                "silence above a committer's",
+                "silence_seconds_max must be above committer_silence_seconds_max and 1",
             ),
-            (self.pause_seconds_max >= self.silence_seconds_max, "pause at least silence"),
-            (0 < self.busy_seconds_min <= self.busy_seconds, "busy at least its minimum"),
-            (self.refused_seconds > 0, "refused above 0"),
-            (self.new_member_grace_seconds >= 0, "grace at least 0"),
-            (0 < self.refill_seconds < self.lost_seconds_max, "refill below lost"),
-            (self.lost_seconds_max <= self.pause_seconds_max, "lost at most pause"),
-            (0 < self.retry_seconds < self.end_seconds_max, "retry below end"),
-            (self.drop_seconds_max > 0, "drop above 0"),
-            (self.leave_seconds_max > 0, "leave above 0"),
+            (
+                self.pause_seconds_max >= self.silence_seconds_max,
+                "pause_seconds_max must be at least silence_seconds_max",
+            ),
+            (
+                0 < self.busy_seconds_min <= self.busy_seconds,
+                "busy_seconds must be at least busy_seconds_min",
+            ),
+            (self.refused_seconds > 0, "refused_seconds must be above 0"),
+            (self.new_member_grace_seconds >= 0, "new_member_grace_seconds must be at least 0"),
+            (
+                0 < self.refill_seconds < self.lost_seconds_max,
+                "refill_seconds must be below lost_seconds_max",
+            ),
+            (
+                self.lost_seconds_max <= self.pause_seconds_max,
+                "lost_seconds_max must be at most pause_seconds_max",
+            ),
+            (0 < self.retry_seconds < self.end_seconds_max, "retry_seconds must be below end_seconds_max"),
+            (self.drop_seconds_max > 0, "drop_seconds_max must be above 0"),
+            (self.leave_seconds_max > 0, "leave_seconds_max must be above 0"),
         )
         for holds, rule in bounds:
             if not holds:
