@@ -232,7 +232,7 @@ class PeerHandshake:
             raise WrongIdentity(self._expected, peer)
         return peer
 
-    # --- what lies on the wire -----------------------------------------------------------------------
+    # --- the wire format -----------------------------------------------------------------------------
 
     def _send(self, flight: bytes) -> None:
         """Queue one of our flights; in a private swarm, with its tag."""

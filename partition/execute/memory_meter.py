@@ -27,8 +27,8 @@ CALLS_MAX = 200_000
 about 0.1 ms here."""
 
 _WITHIN = 8
-"""Factor by which dimensions may be exceeded within composite operators, such as a group norm or an
-einsum."""
+"""Number of dimensions by which tensors inside a composite operator (a group norm, an einsum) may exceed the
+limit."""
 
 
 def shown_bytes(count: int) -> str:

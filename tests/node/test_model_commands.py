@@ -236,7 +236,7 @@ REFUSED = [
     (
         "capture {}/own.py:sneaky -o {}/x.peerloom",
         2,
-        "it must be one number in a tensor, summed over samples",
+        "it must be a tensor with a single number, summed over samples",
     ),
     ("capture {}/none.py:net -o {}/x.peerloom", 2, "there is no file"),
 ]
