@@ -205,5 +205,5 @@ def test_ctc_of_labels_without_padding_is_refused_with_a_remedy() -> None:
         return ctc(output, labels.flatten(), heard, said)
 
     task = ctc_task()
-    with pytest.raises(CaptureRefused, match=r"pad them to \(batch, length\)"):
+    with pytest.raises(CaptureRefused, match=r"pad the labels to \(batch, length\)"):
         captured_and_proved(Task(task.model, task.example_inputs, task.labels, loss=unpadded))

@@ -44,7 +44,7 @@ def test_attention_layers_need_unique_small_numbers(layer: int) -> None:
     arguments = (*nodes[place].arguments[:3], layer, *nodes[place].arguments[4:])
     nodes[place] = replace(nodes[place], arguments=arguments)
     changed = replace(graph, entries=(replace(entry, nodes=tuple(nodes)),))
-    with pytest.raises(RemoteProtocolError, match="no number of its own"):
+    with pytest.raises(RemoteProtocolError, match="not have its own number"):
         check_graph(changed)
 
 

@@ -63,7 +63,9 @@ async def test_an_impossible_rule_is_a_usage_error(tmp_path: Path) -> None:
             UsageError, match="average: unknown aggregate 'best'; use auto or one of mean, median"
         ):
             await me.average({"w": LIE}, "x", aggregate="best")
-        with pytest.raises(UsageError, match="average: aggregate median: codec topk64 sends few numbers"):
+        with pytest.raises(
+            UsageError, match="average: aggregate median: codec topk64 sends only a few values"
+        ):
             await me.average({"w": LIE}, "x", codec="topk64", aggregate="median")
 
 

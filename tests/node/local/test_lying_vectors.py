@@ -66,9 +66,12 @@ def test_a_recruited_liar_ruins_only_runs_that_average_by_mean(choice: Any, rule
 @pytest.mark.parametrize(
     ("train_table", "said"),
     [
-        ({"strategy": "sparseloco"}, "train.aggregate median: strategy sparseloco sends few numbers"),
+        ({"strategy": "sparseloco"}, "train.aggregate median: strategy sparseloco sends only a few values"),
         ({"strategy": "gossip"}, "train.aggregate median: strategy gossip averages in pairs"),
-        ({"strategy": "diloco", "codec": "topk64"}, "train.aggregate median: codec topk64 sends few numbers"),
+        (
+            {"strategy": "diloco", "codec": "topk64"},
+            "train.aggregate median: codec topk64 sends only a few values",
+        ),
         ({"mode": "exact"}, 'train.aggregate: is for train.mode = "local"'),
         ({"mode": "auto"}, 'train.aggregate: is for train.mode = "local"'),
     ],

@@ -228,7 +228,7 @@ def test_too_many_runs_and_a_held_run_have_different_errors(me: SyncNode) -> Non
             parameter = torch.zeros(1, requires_grad=True)
             held.append(me.optimizer(torch.optim.SGD([parameter], 0.1), f"many {number}", local_steps=1))
 
-    with pytest.raises(UsageError, match=f"{RUNS_MAX} runs already; close one first"):
+    with pytest.raises(UsageError, match=f"already takes part in {RUNS_MAX} runs; close one first"):
         open_many()
     for each in held:
         each.close()

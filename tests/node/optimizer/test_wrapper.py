@@ -549,8 +549,8 @@ def test_peers_that_use_the_median_withstand_a_peer_that_sends_noise(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"strategy": "sparseloco"}, "aggregate median: strategy sparseloco sends few numbers"),
-        ({"codec": "topk64", "strategy": "diloco"}, "aggregate median: codec topk64 sends few numbers"),
+        ({"strategy": "sparseloco"}, "aggregate median: strategy sparseloco sends only a few values"),
+        ({"codec": "topk64", "strategy": "diloco"}, "aggregate median: codec topk64 sends only a few values"),
         ({"strategy": "gossip"}, "aggregate median: strategy gossip averages in pairs"),
         ({"group_size_max": 2}, "aggregate median: in groups of two"),
         ({"average_moments": True}, "aggregate median: average_moments=True"),
