@@ -1,8 +1,8 @@
-"""The node: network, services, runs, and the command line. `import node` costs nothing until used.
+"""The node: its network, services and runs, and its command line. `import node` loads no heavy module.
 
 async with node.Node(join=["10.0.0.5:9747"]) as me: ...      under trio
 with node.sync(join=["10.0.0.5:9747"]) as me: ...            blocking: scripts, notebooks
-node.plan("gpt2", "PEERS.toml")                              who would hold what; no node is needed
+node.plan("gpt2", "PEERS.toml")                              predict a plan; needs no running node
 node.run(node.Config.load("node.toml"))                      the daemon, = peerloom
 """
 
@@ -32,7 +32,7 @@ _HOMES = {
 
 
 def check_system() -> None:
-    """Raises UsageError: a node does not run on this system."""
+    """Raise UsageError if a node cannot run on this operating system."""
     if sys.platform == "win32":
         from node.errors import UsageError
 
@@ -43,7 +43,8 @@ def check_system() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    # Client commands import this package too, and must feel instant: no trio, no torch (PEP 562).
+    # Client commands also import this package and must start quickly, so trio and torch are loaded only on
+    # first use (PEP 562).
     if name not in _HOMES:
         raise AttributeError(f"module 'node' has no attribute '{name}'")
     check_system()

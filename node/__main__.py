@@ -1,4 +1,4 @@
-"""The entry of the console script `peerloom`, and of `node` run as a module: see `node.main`."""
+"""Entry point of the console script `peerloom` and of `python -m node`; see `node.main`."""
 
 import os
 import shlex
@@ -21,7 +21,7 @@ def main() -> int:
 
 
 def start(load: Callable[[], Run]) -> int:
-    """Check the system, `load` the command line and run it; return the exit code."""
+    """Check the system, then get the command line from `load` and run it; return the exit code."""
     try:
         from node.cli.render import show_error
         from node.errors import UsageError
@@ -32,7 +32,7 @@ def start(load: Callable[[], Run]) -> int:
             show_error(error)
             return error.exit_code
         run = load()
-    except (Exception, SystemExit) as error:  # a file that shadows a module may exit at import
+    except (Exception, SystemExit) as error:  # a module shadowed by a user's file may exit at import
         if "--debug" in sys.argv or not _explain(error):
             raise
         return shadowing.EXIT_SHADOWED
@@ -46,7 +46,7 @@ def _load() -> Run:
 
 
 def _explain(error: BaseException) -> bool:
-    """Say why the command line cannot be imported; False where that is not known."""
+    """Print why the command line cannot be imported; return False if the reason is not known."""
     found = shadowing.shadow_behind(error)
     if found is not None:
         shadowing.show_shadow(shadowing.shadow_text(*found))
@@ -61,7 +61,7 @@ def _explain(error: BaseException) -> bool:
 
 
 def _remedy() -> str:
-    """Return the remedy: the path of an installed command, or how to install it."""
+    """Return what the user should do: use the installed command, or install it."""
     script = Path(__file__).parents[1] / ".venv" / "bin" / "peerloom"
     if script.is_file():
         path = shlex.quote(min(str(script), os.path.relpath(script), key=len))

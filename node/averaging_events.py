@@ -1,12 +1,12 @@
-"""Events of averaging runs that this node takes part in."""
+"""Events of the averaging runs that this node takes part in."""
 
 from crypto.identity import PeerId
 from node.events import Event
 
 
 class AveragingOpened(Event, frozen=True, kw_only=True):
-    """This node takes part in a run of averaging from now on. `admit` says who may: open (anybody who knows
-    the run's name, where the swarm has no key), invited or vouched; `aggregate` is the rule."""
+    """This node now takes part in an averaging run. `admit` is the admission rule: open (anybody who knows
+    the run's name, if the swarm has no key), invited or vouched. `aggregate` is the aggregation rule."""
 
     run: str
     admit: str
@@ -15,7 +15,7 @@ class AveragingOpened(Event, frozen=True, kw_only=True):
 
 
 class AveragingJoined(Event, frozen=True, kw_only=True):
-    """Another peer takes part in a run of averaging that this node is in; now `peers` others do."""
+    """Another peer joined an averaging run of this node; `peers` is the number of other peers in it now."""
 
     run: str
     peer: PeerId
@@ -23,7 +23,7 @@ class AveragingJoined(Event, frozen=True, kw_only=True):
 
 
 class AveragingLeft(Event, frozen=True, kw_only=True):
-    """A peer takes no part any more: it left, was lost, or is silent."""
+    """A peer is no longer in the averaging run: it left, was lost, or is silent."""
 
     run: str
     peer: PeerId
@@ -32,8 +32,8 @@ class AveragingLeft(Event, frozen=True, kw_only=True):
 
 
 class LiarProved(Event, frozen=True, kw_only=True):
-    """A member of a run of averaging signed two statements of the kind `said` in one attempt, which differ.
-    The proof is kept and told to others, and the member takes no part in the run any more."""
+    """A member of an averaging run signed two different statements of the kind `said` in one attempt. The
+    proof is kept and sent to the others, and the member is excluded from the run."""
 
     run: str
     peer: PeerId
@@ -41,10 +41,11 @@ class LiarProved(Event, frozen=True, kw_only=True):
 
 
 class AveragingEnded(Event, frozen=True, kw_only=True):
-    """A round of averaging is over here. `outcome`: ok or failed, with the reason; a failed one averaged
-    nothing. `averaged` are those whose tensors entered, of `members` in the group; `rounding` is the relative
-    error that the codec added to what this peer sent. `aggregate` is the rule, by which `liars_max` of the
-    averaged may have lied without taking a number out of the honest range."""
+    """A round of averaging has ended on this node. `outcome` is ok or failed, with the `reason`; a failed
+    round averaged nothing. `averaged` are the peers whose tensors were included, out of `members` in the
+    group. `rounding` is the relative error that the codec added to what this peer sent. `aggregate` is the
+    rule; up to `liars_max` of the averaged peers may have lied without moving any value out of the range of
+    the honest ones."""
 
     run: str
     outcome: str
@@ -61,8 +62,8 @@ class AveragingEnded(Event, frozen=True, kw_only=True):
 
 
 class AveragingStepped(Event, frozen=True, kw_only=True):
-    """A global step was made here: of `samples` from `peers` others and this one, in `seconds` since the one
-    before."""
+    """This node made a global step from `samples` samples of itself and of `peers` other peers, `seconds`
+    after the previous global step."""
 
     run: str
     step: int
@@ -72,7 +73,7 @@ class AveragingStepped(Event, frozen=True, kw_only=True):
 
 
 class StateFetched(Event, frozen=True, kw_only=True):
-    """This peer has caught up: it took the state of `step` from others."""
+    """This peer has caught up: it fetched the state after `step` from other peers."""
 
     run: str
     step: int

@@ -1,4 +1,4 @@
-"""Settings that change while a node runs: what each is told to, and the stages that do not fit any more."""
+"""Applies settings that change while a node runs, and hands over stages that no longer fit."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -19,15 +19,15 @@ from node.transport.network import RealNetwork
 RESOURCES = frozenset({"device", "memory", "cores", "location", "slots"})
 """Settings that determine the resources of a slot."""
 PACES = frozenset({"cores", "slots"})
-"""Settings that change how fast a slot computes: its threads, and the slots beside it."""
-TOO_LARGE = "its owner gives less than this stage was opened with"
-TOO_MANY = "its owner gives fewer slots"
+"""Settings that change how fast a slot computes: its threads, and the number of slots next to it."""
+TOO_LARGE = "its owner now gives less than this stage was opened with"
+TOO_MANY = "its owner now gives fewer slots"
 
 
 @dataclass(frozen=True)
 class ChangeableParts:
-    """Those of a node that keep to its settings; `offered` is told what it offers from now on, `calibrate`
-    finds out anew what a slot does."""
+    """The parts of a node that follow its settings. `offered` receives the node's new capacity; `calibrate`
+    measures again what a slot can do."""
 
     network: Network
     scratch: ScratchBudget
@@ -39,7 +39,7 @@ class ChangeableParts:
 
 
 def keep_limits(parts: ChangeableParts, config: Config) -> None:
-    """Have disk and network kept to the configuration from now on."""
+    """Apply the configured limits on disk space and bandwidth."""
     rules = config.offer
     parts.scratch.limit(config.resources.scratch)
     parts.blobs.guest_bytes_max = parts.scratch.of_disk(config.resources.disk)
@@ -51,8 +51,8 @@ def keep_limits(parts: ChangeableParts, config: Config) -> None:
 
 
 def change(parts: ChangeableParts, name: str, config: Config, before: Capacity, *, is_real: bool) -> None:
-    """Apply a changed setting. Stages of others that it leaves no room for are handed over. A new device is
-    measured first, where it `is_real`."""
+    """Apply a changed setting. Stages of other peers' runs that no longer fit are handed over. If the machine
+    `is_real`, a new device is measured first."""
     keep_limits(parts, config)
     if name == "device" and is_real:
         parts.runs.start_task(_measure, parts, config, of=None)

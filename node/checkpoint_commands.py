@@ -1,4 +1,4 @@
-"""Checkpoint commands of this machine's own clients, over the control channel."""
+"""Handles the checkpoint commands of this machine's clients, which arrive over the control channel."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,12 +18,12 @@ from node.errors import RunFailed, Unreachable, UsageError
 from node.requests import AuditRequest, ExportRequest, FetchCheckpointRequest, NamedRun, Nothing, command
 
 COUNTED_RUNS_MAX = 64
-"""Runs whose copies are looked up for one list."""
+"""Maximum number of runs whose copies are counted for one list of checkpoints."""
 
 
 class CheckpointCommands:
-    """The handlers of `checkpoint`, by command name. `save` has a run's committer make one at the next step,
-    and returns that step; it raises PeerloomError where the run is not going on."""
+    """The handlers of the checkpoint commands, by command name. `save` makes a run's committer save a
+    checkpoint at its next step, and returns that step; it raises PeerloomError if the run is not active."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class CheckpointCommands:
 
     @property
     def handlers(self) -> Mapping[str, CommandHandler]:
-        """For `node.control.ControlServer`, beside those of `Commands`."""
+        """Handlers for `node.control.ControlServer`, in addition to those of `Commands`."""
         return {
             "runs.audit": command(AuditRequest, self._audit),
             "checkpoint.list": command(Nothing, self._list),
@@ -49,7 +49,7 @@ class CheckpointCommands:
         }
 
     async def _audit(self, request: AuditRequest, _emit: Emit) -> object:
-        """Frames of a committed step of a run, computed again by the checkpoint that it began with."""
+        """Recompute frames of a committed step of a run, from the checkpoint before that step."""
         run = find_run(self._node.state.runs, request.run)
         step = request.step if request.step is not None and request.step >= 0 else None
         return await self._node.runs.audits.audit(run, step)
@@ -108,7 +108,7 @@ class CheckpointCommands:
         return [peer for peer in await self._copies.holders(run) if peer != self._node.peer]
 
     def _peer(self, text: str) -> PeerId:
-        """A member by its name, its id, or how that ends. Raises UsageError."""
+        """Return the member with this name, id or end of an id. Raises UsageError."""
         members = self._node.state.members
         found = [
             peer
@@ -118,12 +118,12 @@ class CheckpointCommands:
         if len(found) == 1:
             return found[0]
         if len(found) > 1:
-            raise UsageError(f"--from {text}: {len(found)} members are called so; give more of the id")
-        raise UsageError(f"--from {text}: no member is called so", "look: `peerloom peers`")
+            raise UsageError(f"--from {text}: {len(found)} members match; give more of the id")
+        raise UsageError(f"--from {text}: no member has that name or id", "look: `peerloom peers`")
 
 
 def checkpoint_not_found(run: str, step: int | None) -> RunFailed:
-    """Return what to say where a checkpoint is not."""
+    """Return the error for a checkpoint that this node does not have."""
     which = f"checkpoint of step {step}" if step is not None else "checkpoint"
     return RunFailed(
         f"no {which} of run {run[:8]} is here",

@@ -1,9 +1,9 @@
-"""A node that ends with whoever started it; `node.demo.processes` runs this module.
+"""A node that stops when the process that started it ends; `node.demo.processes` runs this module.
 
-Not for people. The first line on stdin is a JSON list, the arguments of `peerloom`; until it
-comes, the slow imports are done. When stdin then ends, because the starter has closed it or has died
-in any way, the node says goodbye as on Ctrl-C. A pipe rather than a signal of the kernel: it works on
-every system, and Linux sends that signal already when the *thread* that forked ends.
+It is not meant for people. The first line on stdin is a JSON list with the arguments of `peerloom`; slow
+imports are done before it arrives. When stdin then ends, because the starter closed it or died, the node
+leaves the swarm as on Ctrl-C. A pipe is used in place of Linux's parent-death signal because it works on
+every system, and because Linux already sends that signal when the *thread* that forked ends.
 """
 
 import json
@@ -14,11 +14,11 @@ import threading
 import time
 
 LEAVING_SECONDS_MAX = 10.0
-"""How long an abandoned node may take for its goodbye; then it ends at once."""
+"""How many seconds an abandoned node may take to leave the swarm before it is killed."""
 
 
 def main() -> int:
-    """Wait for the arguments, then be a node. The exit code is the node's."""
+    """Wait for the arguments, then run the node. Return the node's exit code."""
     import node.runtime
     from node.errors import EXIT_DONE
     from node.main import run
@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def _end_with_stdin() -> None:
-    # Not sys.stdin: its lock, held by a waiting thread, would break the interpreter's end.
+    # Not sys.stdin: the waiting thread would hold its lock, which breaks the interpreter's shutdown.
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

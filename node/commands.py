@@ -98,11 +98,11 @@ class LocalNode(Protocol):
 
 ALONE_TEXT = "no other node gets through to this one, so it trains alone"
 WAIT_SECONDS_MAX = 7 * 24 * 3600.0
-"""A run waits for peers that it lacks; the person who asked has forgotten it by then."""
+"""Longest time that a run waits for missing peers; after a week its requester has forgotten it."""
 
 
 def _of_run(names: Mapping[str, str], run: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of the peers that a run's document tells of."""
+    """Return the names of the peers that occur in a run's document."""
     stages = (run.get("plan") or {}).get("stages", ())
     peers = {run["requester"], *(peer for stage in stages for peer in stage["replicas"])}
     peers |= {row[key] for row in run["receipts"] for key in ("provider", "measurer", "requester")}
@@ -118,7 +118,7 @@ class Commands:
 
     @property
     def handlers(self) -> Mapping[str, CommandHandler]:
-        """For `node.control.ControlServer`."""
+        """Handlers for `node.control.ControlServer`."""
         return {
             "status": command(Nothing, self._status),
             "peers": command(Nothing, self._peers),
@@ -158,14 +158,14 @@ class Commands:
         return await self._node.measurements.document(self._node.membership.live)
 
     async def _leave(self, _request: Nothing, _emit: Emit) -> object:
-        """Let the node leave; of each run it was in, whether its part was handed over."""
+        """Stop the node; report for each of its runs whether its part was handed over."""
         self._node.stopping.set()
         await self._node.handed_over.wait()
         rows = self._node.runs.left.items()
         return {"runs": [{"run": run, "handed_over": is_handed_over} for run, is_handed_over in rows]}
 
     async def _events(self, request: EventsRequest, emit: Emit) -> object:
-        """Events since a time (unix seconds), then, with `follow`, every one until the client hangs up."""
+        """Emit events since a time (Unix seconds); with `follow`, also later ones until the client leaves."""
         since, kinds = request.since, request.kinds
         text = request.text.lower()
 
@@ -196,7 +196,7 @@ class Commands:
             await self.submit(run, 0.0)
             return {"run": run.text, "status": "running"}
         with node.watch() as events:
-            # Not in this task: a client that hangs up stops watching, never the placing.
+            # A separate task, because a client that hangs up must only stop watching, not stop the placing.
             node.runs.start_task(self._submit_watched, run, seconds, of=run)
             async for event in events:
                 if getattr(event, "run", None) != run.text:
@@ -207,15 +207,15 @@ class Commands:
         raise PeerloomError("the node is stopping")
 
     async def _publish_run(self, run: Run) -> None:
-        """Put the manifest into the DHT, where it outlives this node's memory of it."""
+        """Put the manifest into the DHT, so that it is still available after this node has forgotten it."""
         await self._node.discovery.publish(RUN_PURPOSE, run.id, run.fact.body)
 
     async def _submit_watched(self, run: Run, wait_seconds: float) -> None:
-        with suppress(RunFailed):  # its end is an event, which the watcher sees
+        with suppress(RunFailed):  # the RunEnded event reports the failure to the watcher
             await self.submit(run, wait_seconds)
 
     async def make_run(self, prepared: Prepared) -> Run:
-        """Sign a run of what the command `train`, or a program, has prepared, and tell the DHT. Raises
+        """Sign a run that the command `train` or a program has prepared, and publish it in the DHT. Raises
         UsageError."""
         run_file = run_file_of(prepared)
         run, chosen = await make_signed_run(self._node, run_file, prepared)
@@ -227,10 +227,10 @@ class Commands:
         return run
 
     async def submit(self, run: Run, wait_seconds: float) -> None:
-        """Place a run and have it begin. Raises RunFailed: it was not placed, within `wait_seconds`."""
+        """Place a run and start it. Raises RunFailed if it could not be placed within `wait_seconds`."""
         node = self._node
         if chosen := self._chosen.pop(run.id, ""):
-            # It runs when placing first waits, and then the run is known.
+            # A new task runs when placing first waits; by then the run is known.
             node.runs.start_task(self._tell_choice, run, chosen, of=None)
         is_alone = node.provider.is_unreachable
         if is_alone:
@@ -247,7 +247,7 @@ class Commands:
             raise RunFailed(f"{what}; {ALONE_TEXT}", open_ports_text(ports)) from None
 
     async def _tell_choice(self, run: Run, chosen: str) -> None:
-        """Say why what was left open is as it is, once the run is known."""
+        """Report, once the run is known, how the choices that its requester left open were made."""
         at = self._node.seams.clock.wall()
         self._node.runs.publish(RunChanged(at=at, run=run.text, state="placing", reason=chosen))
         await trio.lowlevel.checkpoint()
@@ -286,7 +286,7 @@ class Commands:
         return await self._node.dht.stat(request.key)
 
     async def _set(self, request: SetRequest, _emit: Emit) -> object:
-        """Change one rule by which this node serves others, until it ends."""
+        """Change one rule by which this node serves others. The change lasts until the node stops."""
         name, value = request.name, request.value
         self._node.set(name, value)
         state = self._node.state
@@ -294,7 +294,7 @@ class Commands:
         return {"name": name, "value": value, "offer": offer_document(state.offer), "small": small}
 
     async def _show(self, request: NamedRun, _emit: Emit) -> object:
-        """How a run is: as this node knows it, or else as its members say."""
+        """Describe a run as this node knows it, or else as the run's members report it."""
         run = find_run(self._node.state.runs, request.run)
         found = self._node.runs.receipts.document(run)
         state = self._node.state
@@ -307,7 +307,7 @@ class Commands:
         return self._node.runs.receipts.document()
 
     async def show(self, run: str) -> dict[str, Any]:
-        """Return how a run is, as this node knows it or else as its members say. Raises RunFailed."""
+        """Describe a run as this node knows it, or else as its members report it. Raises RunFailed."""
         view = self._node.state.runs.get(run)
         if view is not None:
             return state_documents.run_document(view) | {"is_followed": True}
@@ -333,7 +333,7 @@ class Commands:
         view = self._node.state.runs.get(run)
         if view is None:
             raise RunFailed(
-                f"run {run[:8]} did not go on here, so nothing of it was seen", "look: `peerloom runs`"
+                f"run {run[:8]} was not active here, so it has no metrics here", "look: `peerloom runs`"
             )
         events = (event for _, event in self._node.history.after(0))
         return {"run": run, "rows": metric_rows(view, events, self._node.energy.joules)}
@@ -346,13 +346,13 @@ class Commands:
         return await self.revise(run, **asked)
 
     async def revise(self, run: str, **asked: Any) -> dict[str, Any]:
-        """Change a run of this node's own by fields of `RevisionBody`; None leaves as it is.
+        """Change fields of `RevisionBody` in one of this node's own runs; None leaves a field unchanged.
 
         Raises UsageError, RunFailed.
         """
         changes = {name: value for name, value in asked.items() if value is not None}
         if not changes:
-            raise UsageError("nothing to change: say a learning rate, steps, a priority or a goal")
+            raise UsageError("nothing to change: give a learning rate, steps, a priority or a goal")
         try:
             check_changes(changes)
         except ValueError as error:
@@ -363,10 +363,10 @@ class Commands:
         return await self.fetch(request.run, request.out, request.folder)
 
     async def fetch(self, name: str, file: str, folder: str = "") -> dict[str, Any]:
-        """Put the weights of a run into a file: from this node's own disk, or any peer that keeps them; and
-        into `folder` what is kept of the Hugging Face folder that it trained.
+        """Write the weights of a run to a file, from this node's disk or from any peer that keeps them. Write
+        what is kept of the Hugging Face folder that the run trained to `folder`.
 
-        Raises RunFailed: it has not ended, or nobody hands them over. UsageError: the file cannot be written.
+        Raises RunFailed if it has not ended or nobody delivers it, UsageError if a file cannot be written.
         """
         node, out = self._node, Path(file)
         run = find_run(node.state.runs, name)
@@ -392,7 +392,7 @@ class Commands:
         return await self._node.runs.stopping.drop(self._going(request.run))
 
     async def _trace(self, request: TraceRequest, _emit: Emit) -> object:
-        """The spans of a run's newest steps, from all of its members, on this node's clock."""
+        """Return the spans of a run's newest steps from all of its members, on this node's clock."""
         node, steps = self._node, int(min(request.steps, STEPS_ASKED_MAX))
         run = find_run(node.state.runs, request.run)
         plan = node.state.runs[run].plan if run in node.state.runs else None
@@ -402,7 +402,7 @@ class Commands:
         known = [*(member.run.id for member in node.runs.members.values()), *node.runs.spans.runs]
         name = next((name for name in known if run_text(name) == run), None)
         if name is None:
-            raise RunFailed(f"run {run[:8]}: its plan is of before this node was started; spans are not kept")
+            raise RunFailed(f"run {run[:8]}: its plan is from before this node started; spans are not kept")
         peers = [*node.runs.spans.holders(name, node.membership.live)]
         rows = await node.runs.traces.collect(name, peers, max(0, last - steps + 1), last)
         names = {peer: member.name for peer, member in node.state.members.items()}
@@ -426,8 +426,8 @@ class Commands:
         return {"run": run, "peer": peer_text(self._peer(peer)), "told": await self.revoke(run, peer)}
 
     async def revoke(self, run: str, peer: str) -> int:
-        """Revoke the tickets of a peer for a run in local mode, by its id, or an averaging run, by its name;
-        return how many members were told. Raises UsageError."""
+        """Revoke a peer's tickets for a run: a local-mode run by its id, or an averaging run by its name.
+        Return how many members received the revocation. Raises UsageError."""
         node, subject = self._node, self._peer(peer)
         ids = [member.run.text for member in node.runs.local.members.values()]
         if run and any(each.startswith(run) for each in ids) and not node.averaging.invitations.knows(run):
@@ -435,14 +435,14 @@ class Commands:
         return await node.averaging.invitations.revoke(run, subject)
 
     def _peer(self, text: str) -> PeerId:
-        """Return a peer by its id, or by the name of one member. Raises UsageError."""
+        """Return the peer with this id, or the one member with this name. Raises UsageError."""
         named = [peer for peer, member in self._node.state.members.items() if member.name == text]
         if len(named) == 1:
             return named[0]
         try:
             return parse_peer(text)
         except ValueError as error:
-            many = f"{len(named)} members are called {text!r}; give the id" if named else str(error)
+            many = f"{len(named)} members have the name {text!r}; give the id" if named else str(error)
             raise UsageError(f"peer: {many}", "ids: `peerloom peers`") from None
 
     def _going(self, run: str) -> str:
@@ -450,8 +450,8 @@ class Commands:
         return find_run(sorted(known), run)
 
     async def _holders(self, run: str, digest: str) -> tuple[str, list[PeerId]]:
-        """Return who says in the DHT to keep the weights with this hash; not known, the hash that most
-        name."""
+        """Return the weights' hash and the peers that claim in the DHT to keep them. If `digest` is empty,
+        use the hash that most records name."""
         node = self._node
         records = await node.discovery.find(WEIGHTS_PURPOSE, bytes.fromhex(run))
         named = Counter(record.value.hex() for record in records)
@@ -472,7 +472,7 @@ def _not_fetched(run: str, status: str, error: Unreachable) -> RunFailed:
 
 
 def _copy_out(storage: Storage, run: str, out: Path) -> int | None:
-    """Copy a run's weights from this node's disk; how long they are, None where they are not here."""
+    """Copy a run's weights from this node's disk; return their length, or None if they are not here."""
     file = storage.open(weights_name(run))
     if file is None:
         return None
@@ -488,12 +488,12 @@ def _copy_out(storage: Storage, run: str, out: Path) -> int | None:
 
 
 def find_run(known: Iterable[str], prefix: str) -> str:
-    """The one run whose id begins so, or a whole id of one that is not known. Raises UsageError."""
+    """Return the one known run with this prefix, or `prefix` if it is a whole id. Raises UsageError."""
     found = [run for run in known if run.startswith(prefix)] if prefix else []
     if len(found) == 1:
         return found[0]
     if len(found) > 1:
-        raise UsageError(f"run {prefix}: {len(found)} runs begin so; give more of the id")
+        raise UsageError(f"run {prefix}: {len(found)} runs have this prefix; give more of the id")
     if len(prefix) == RUN_TEXT_LENGTH and all(letter in "0123456789abcdef" for letter in prefix):
         return prefix
     raise UsageError(f"run '{prefix[:40]}' is not known here", "look: `peerloom runs`, or give the whole id")

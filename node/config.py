@@ -1,8 +1,8 @@
-"""The configuration of a node: flag > `PEERLOOM_*` > file > default. None is needed.
+"""The configuration of a node: flag > `PEERLOOM_*` > file > default. None of them is required.
 
-A frozen value, without trio and torch. Every fault is one `UsageError` that names the place (`--join`,
+A frozen value, without trio and torch. Every fault is one `UsageError` that gives the location (`--join`,
 `PEERLOOM_JOIN`, `node.toml:7`), the fault and valid values. `RULES` is the only list of settings: the flags,
-the environment names and the file keys are all read from it.
+the environment names and the file keys are all derived from it.
 """
 
 import os
@@ -70,11 +70,12 @@ DEFAULT_LISTEN = (
     Address("ip6", "::", DEFAULT_PORT),
 )
 SEEDS_MAX = 256
-"""Seeds from all sources together. Each is dialled at the start; more would be a scan, not a join."""
+"""Maximum number of seeds from all sources together. All are dialled at the start; dialling more would be a
+scan."""
 LABEL_LENGTH_MAX = 64
 MEMORY_GIVEN = Memory(fraction=0.8)
 SCRATCH_GIVEN = Memory(bytes=16 << 30)
-"""As much as is kept for others on the disk; a step of 16 GiB in frames is one that memory could not hold."""
+"""The same amount as is kept for others on the disk. A step with 16 GiB of frames would not fit in memory."""
 DISK_GIVEN = Memory(bytes=GUEST_BYTES_MAX)
 
 
@@ -90,9 +91,9 @@ class JoinSettings:
 
 @dataclass(frozen=True)
 class Listen:
-    """The addresses of this node, for TCP and UDP: port 0 takes any free one; `announce` replaces the
-    announced addresses. With `may_move` one of the next ten ports is accepted too, since no address was
-    requested. `map`: let the router map the port to this machine."""
+    """The addresses of this node, for TCP and UDP. Port 0 takes any free port; `announce` replaces the
+    announced addresses. With `may_move`, one of the next ten ports is taken if the port is in use; this is
+    allowed if the user did not ask for an address. `map`: let the router map the port to this machine."""
 
     addresses: tuple[Address, ...] = DEFAULT_LISTEN
     announce: tuple[Address, ...] = ()
@@ -107,9 +108,10 @@ class Listen:
 
 @dataclass(frozen=True)
 class SwarmSettings:
-    """The swarm, and its preset of timers. A `key_file` makes it private. `scope` and `work_bits` are the
-    same in a whole swarm: a member lists all others (2,000 at most) or the neighbourhood of its key in a
-    swarm of any size; `work_bits` is the proof of work in every node's id (docs/dht.md)."""
+    """The swarm, and its preset of timers. A `key_file` makes it private. `scope` and `work_bits` must be the
+    same in the whole swarm. With scope "all" a member lists all others (at most 2,000); with "neighbourhood"
+    it lists the neighbourhood of its key, in a swarm of any size. `work_bits` is the proof of work in every
+    node's id (docs/dht.md)."""
 
     name: str = "default"
     preset: Preset = "lan"
@@ -120,12 +122,12 @@ class SwarmSettings:
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources that this machine gives. `cores` 0 means all; `device` auto, cpu, mps or cuda:N. With
-    `allow_unfenced` it takes stages of others even if it cannot fence them. `scratch` is the disk that all
-    stages share, for frames of open steps that do not fit in memory and the files of their processes; `disk`
-    holds data of others: shards, checkpoints, results, of which the oldest are dropped. `calibrate` measures
-    the time of each class of operators in the background, once for a machine. A `spare_process` is loaded for
-    the next stage while the machine is idle: it takes 0.2 GB."""
+    """The resources that this machine gives. `cores` 0 means all; `device` is auto, cpu, mps or cuda:N. With
+    `allow_unfenced` it takes stages of others even if it cannot fence them. `scratch` is the disk space that
+    all stages share for the files of their processes, and for frames of open steps that do not fit in memory.
+    `disk` holds data of others (shards, checkpoints, results); the oldest are deleted when it is full.
+    `calibrate` measures the time of each class of operators in the background, once per machine. A
+    `spare_process` is loaded for the next stage while the machine is idle: it takes 0.2 GB."""
 
     device: str = "auto"
     memory: Memory = MEMORY_GIVEN
@@ -141,7 +143,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class AlertSettings:
-    """The targets of alerts besides the screen and the page: a URL for a POST, a program with its
+    """Additional targets of alerts besides the screen and the page: a URL for a POST, or a program with its
     arguments."""
 
     webhook: str = ""
@@ -150,7 +152,8 @@ class AlertSettings:
 
 @dataclass(frozen=True)
 class Log:
-    """Whether events are written to a file of the data folder, and from which level on, by area."""
+    """Whether events are written to a file in the data folder, and the lowest level that is written, by
+    area."""
 
     format: eventlog.Format = "off"
     levels: Mapping[str, int] = field(default_factory=lambda: MappingProxyType(eventlog.read_levels("")))
@@ -158,7 +161,8 @@ class Log:
 
 @dataclass(frozen=True)
 class Follow:
-    """The `key` whose signed settings the daemon keeps to, and which of them its owner lets it set."""
+    """The `key` whose signed settings the daemon follows, and the settings that its owner lets this key
+    change."""
 
     key: PeerId | None = None
     allow: tuple[str, ...] = (ALL_FOLLOWABLE,)
@@ -166,7 +170,7 @@ class Follow:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a node. An `observer` watches and takes no stage."""
+    """All settings of a node. An `observer` watches the swarm but takes no stage."""
 
     name: str = field(default_factory=lambda: default_name())
     data_dir: Path = field(default_factory=lambda: default_data_dir(os.environ))
@@ -184,29 +188,29 @@ class Config:
 
     @classmethod
     def load(cls, path: Path | str) -> "Config":
-        """The config in a file, with `PEERLOOM_*` above it. Raises UsageError."""
+        """Return the config in a file, overridden by `PEERLOOM_*`. Raises UsageError."""
         return resolve({"config": str(path)}, os.environ)
 
 
 def default_name() -> str:
-    """This machine's name, without its domain."""
+    """Return this machine's name, without its domain."""
     name = "".join(letter for letter in platform.node().partition(".")[0] if letter.isprintable())
     return name[:NAME_LENGTH_MAX] or "node"
 
 
-# Readers: one text as a person writes it to a value, or ValueError with the reason.
+# Readers: each turns a text that a person wrote into a value, or raises ValueError with the reason.
 
 
 @dataclass(frozen=True)
 class SettingRule:
-    """One setting: its flag (and environment name), its key in the file, and how its text is read."""
+    """One setting: its flag (and environment name), its key in the file, and the reader of its text."""
 
     name: str
     key: tuple[str, ...]
     read: Callable[[str], Any]
     many: bool = False
     is_packed: bool = False
-    """Whether one text may hold several values: `read` returns a tuple."""
+    """Whether one text may hold several values; in that case `read` returns a tuple."""
 
     @property
     def flag(self) -> str:
@@ -275,23 +279,24 @@ RULES = (
 
 
 def rule_of(name: str) -> SettingRule:
-    """Return the setting of this name."""
+    """Return the setting with this name."""
     return next(rule for rule in RULES if rule.name == name)
 
 
 _CONFIG_RULE = SettingRule("config", (), read_path)
 _PORT_RULE = SettingRule("port", (), read_port)
-"""A flag alone: Kubernetes sets PEERLOOM_PORT beside a service of that name."""
+"""Only a flag: Kubernetes sets PEERLOOM_PORT if there is a service with that name."""
 
 
 def resolve(flags: Mapping[str, str | bool | Sequence[str] | None], environ: Mapping[str, str]) -> Config:
     """Merge all sources into a Config.
 
-    `flags` maps rule names (and `config`, the file) to the typed text, None or empty if not given. A list
-    from a higher source replaces the lower one's, except `join`: all seeds are tried.
+    `flags` maps rule names (and `config`, the file) to the typed text, which is None or empty if not given. A
+    list from a higher source replaces the list from a lower one, except for `join`, where all seeds are
+    tried.
 
     Raises:
-        UsageError: the first fault, with its place.
+        UsageError: the first fault, with its location.
     """
     _check_environment(environ)
     document, folder = _read_file(flags, environ)
@@ -310,7 +315,7 @@ def resolve(flags: Mapping[str, str | bool | Sequence[str] | None], environ: Map
     values["join"] = tuple(dict.fromkeys(seeds))
     for name in ("listen", "announce"):
         if len(values.get(name, ())) > ADDRESSES_MAX:
-            raise UsageError(f"{len(values[name])} addresses to {name}; at most {ADDRESSES_MAX}")
+            raise UsageError(f"{len(values[name])} addresses to {name}; at most {ADDRESSES_MAX} are allowed")
     if len(values["join"]) > SEEDS_MAX:
         raise UsageError(f"{len(values['join'])} seeds to join; at most {SEEDS_MAX} are tried")
     port = _from_flags(_PORT_RULE, flags)
@@ -318,14 +323,17 @@ def resolve(flags: Mapping[str, str | bool | Sequence[str] | None], environ: Map
         if flags.get("listen"):
             raise UsageError(
                 "--port and --listen: give one of the two",
-                "--port N (one of the next, where it is taken), or --listen HOST:N (exactly that)",
+                (
+                    "use --port N (or one of the next ports, if N is taken) or --listen "
+                    "HOST:N (exactly that port)"
+                ),
             )
         values["listen"] = tuple(replace(address, port=port) for address in DEFAULT_LISTEN)
     return _build(values, may_move="listen" not in values or port is not None)
 
 
 def read_seed_file(path: Path) -> tuple[Address, ...]:
-    """One address a line or several, `#` starts a comment. Raises UsageError with file and line."""
+    """Read one or several addresses per line; `#` starts a comment. Raises UsageError with file and line."""
     seeds: list[Address] = []
     for number, line in enumerate(toml.read_text(path).splitlines(), start=1):
         text = line.partition("#")[0]
@@ -335,13 +343,13 @@ def read_seed_file(path: Path) -> tuple[Address, ...]:
 
 
 def read_join(texts: Sequence[str] | str) -> tuple[Address, ...]:
-    """Return the addresses that a program is to join through. Raises UsageError."""
+    """Return the addresses through which a program wants to join. Raises UsageError."""
     given = (texts,) if isinstance(texts, str) else texts
     return tuple(chain.from_iterable(read_setting("join:", text, read_addresses) for text in given))
 
 
 def read_setting(where: str, text: str, read: Callable[[str], Any]) -> Any:
-    """Read one text; a fault says `{where} {text}: {reason}`. Raises UsageError."""
+    """Read one text. Raises UsageError with the text `{where} {text}: {reason}`."""
     try:
         return read(text)
     except ValueError as error:
@@ -350,9 +358,8 @@ def read_setting(where: str, text: str, read: Callable[[str], Any]) -> Any:
 
 
 def _check_environment(environ: Mapping[str, str]) -> None:
-    """Raise UsageError for a misspelt variable; one unlike ours may belong to another program.
-
-    (Kubernetes sets PEERLOOM_PORT and PEERLOOM_SERVICE_HOST beside a service named peerloom.)
+    """Raise UsageError for a misspelt variable. A variable whose name is unlike ours may belong to another
+    program. (Kubernetes sets PEERLOOM_PORT and PEERLOOM_SERVICE_HOST if there is a service named peerloom.)
     """
     known = [rule.environment for rule in (*RULES, _CONFIG_RULE)]
     words = [name.removeprefix(ENVIRONMENT_PREFIX).lower() for name in known]
@@ -385,7 +392,7 @@ def _from_flags(rule: SettingRule, flags: Mapping[str, Any]) -> Any:
 
 
 def _many(rule: SettingRule, values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the values of a list, each of which may be several packed ones."""
+    """Return the values of a list; if the setting is packed, each item may hold several."""
     return tuple(chain.from_iterable(values)) if rule.is_packed else tuple(values)
 
 

@@ -1,4 +1,5 @@
-"""The tables of a config file; None is "not given". `node.config.RULES` reads their texts further."""
+"""The tables of a config file; None means "not given". The readers in `node.config.RULES` parse their
+texts."""
 
 from typing import Annotated, Literal
 

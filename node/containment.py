@@ -1,15 +1,16 @@
-"""Contains unexpected exceptions where they are raised: they are counted and logged, and the node goes on.
+"""Contains unexpected exceptions where they are raised: they are counted and logged, and the node continues.
 
     with contain("stream /peerloom/runs/2") as part:
         await handler(stream)
-    if part.error is not None: ...              end what can be trusted no more: the stream, the run
+    if part.error is not None: ...              end what is no longer trustworthy: the stream, the run
 
-Faulty input of a peer raises `RemoteProtocolError`, and is handled where it is read; an exception here is our
-own bug, or a failing machine (a full disk). Cancellation and KeyboardInterrupt pass through, extracted from
-exception groups first. The log is `logging.getLogger("peerloom")`; `write_log` gives it a file.
+Faulty input from a peer raises `RemoteProtocolError`, which is handled where the input is read. So an
+exception here is our own bug, or a failing machine (such as a full disk). Cancellation and KeyboardInterrupt
+are extracted from exception groups and pass through. The log is `logging.getLogger("peerloom")`; `write_log`
+gives it a file.
 
 In strict mode, for tests and the simulator, nothing is contained: the exception is raised. Counters, mode and
-log belong to the process: one process runs one node.
+log belong to the process, since one process runs one node.
 """
 
 import errno
@@ -31,26 +32,28 @@ from node.eventlog import LogFile
 from node.paths import NO_ROOM
 
 LOGGED_MAX = 10
-"""Failures of one place that are logged with a traceback; later only the hundredth, thousandth, ..., each in
-one line: whoever can cause a failure again and again must not fill the disk."""
+"""Number of failures in one part of the node that are logged with a traceback. After that only the hundredth,
+thousandth, ... is logged, each in one line, so that a repeated failure cannot fill the disk."""
 LOG_BYTES_MAX = 1 << 20
-"""The size of the log's file; one older file of this size is kept beside it."""
+"""Maximum size of the log file; one older file of this size is kept."""
 LOG_NAME = "errors.log"
 AGAIN_SECONDS_MIN, AGAIN_SECONDS_MAX = 1.0, 60.0
-"""After which pause a part that failed is begun again: a full disk is not emptied by haste."""
+"""Shortest and longest pause before a failed part is restarted. The pause grows because quick retries do not
+help, for example if the disk is full."""
 
 DISK_TOLD_SECONDS = 3_600.0
-"""After this a disk that takes nothing is told of again, if it still does so."""
+"""Seconds after which a failing disk is reported again."""
 _DISK = (*NO_ROOM, errno.EROFS, errno.EIO)
 _SQLITE_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR)
 _DISK_TOLD = "disk"
 IN_FULL = "is_in_full"
-"""A record with this says all in its line: the file of the log has no more of it."""
+"""A log record with this attribute is complete in one line; the log file has no more details."""
 _told: dict[str, float] = {}
-"""When what was told last, by the monotonic clock."""
+"""The monotonic time at which each text was last logged."""
 log = logging.getLogger("peerloom")
 failures: Counter[str] = Counter()
-"""How often each place has failed in this process. Places are named by our code, never by a peer."""
+"""Number of failures of each part of the node in this process. The names come from our code, never from a
+peer."""
 _is_strict = False
 
 
@@ -63,7 +66,7 @@ class Contained:
 
 @contextmanager
 def contain(place: str) -> Iterator[Contained]:
-    """Contain unexpected exceptions of the block: see `note`."""
+    """Contain unexpected exceptions of the block, as `note` does."""
     outcome = Contained()
     try:
         yield outcome
@@ -71,7 +74,7 @@ def contain(place: str) -> Iterator[Contained]:
         outcome.error = error
         note(error, place)
     except BaseExceptionGroup as group:
-        # A nursery that failed while something around it was cancelled: both must be heard.
+        # A nursery failed while something around it was cancelled: both errors must be handled.
         ours, others = group.split(Exception)
         if ours is None or others is None:
             raise
@@ -81,8 +84,8 @@ def contain(place: str) -> Iterator[Contained]:
 
 
 async def keep_running(place: str, task: Callable[..., Awaitable[object]], *arguments: object) -> None:
-    """Run a part of the node until it ends by itself. A failure is contained, and the part restarted after a
-    pause that doubles."""
+    """Run a part of the node until it ends by itself. If it fails, contain the failure and restart the part
+    after a pause that doubles each time."""
     pause = AGAIN_SECONDS_MIN
     while True:
         with contain(place) as part:
@@ -109,7 +112,7 @@ def note(error: Exception, place: str) -> None:
 
 
 def note_lost_line(error: BaseException) -> None:
-    """Say that a line of a log could not be written, once for each reason."""
+    """Log that a line of a log could not be written, once for each reason."""
     if (cause := _disk_error(error)) is not None:
         _note_disk(cause)
     elif (text := describe(error)) not in _told:
@@ -118,16 +121,17 @@ def note_lost_line(error: BaseException) -> None:
 
 
 def _note_disk(error: Exception) -> None:
-    """Say that the disk takes nothing, once an hour: every write would say it again, in words of its own."""
+    """Log that the disk fails, at most once an hour. Otherwise every failed write would log it in different
+    words."""
     now = time.monotonic()
     if now - _told.get(_DISK_TOLD, -inf) >= DISK_TOLD_SECONDS:
         _told[_DISK_TOLD] = now
-        text = "the disk takes nothing (%s); the node goes on, and loses what it writes until that ends"
+        text = "the disk cannot be written (%s); the node goes on, and loses what it writes until that ends"
         log.error(text, _reason(error), extra={IN_FULL: True})
 
 
 def _disk_error(error: BaseException) -> Exception | None:
-    """The error, if it is one of a disk that is full or fails, and none of the program."""
+    """Return the error if its first cause is a full or failing disk; None if it is a bug of the program."""
     first = _first_cause(error)
     if isinstance(first, OSError) and first.errno in _DISK:
         return first
@@ -148,14 +152,15 @@ def _reason(error: Exception) -> str:
 
 
 def place_of(task: object) -> str:
-    """The name of a function or method, also inside a `partial`."""
+    """Return the name of a function or method, looking inside a `partial`."""
     while isinstance(task, partial):
         task = task.func
     return str(getattr(task, "__qualname__", type(task).__name__))
 
 
 def failure_text(error: BaseException) -> str:
-    """Say for a person why a run failed here: a full disk is no error of the program."""
+    """Return a text for the user about why a run failed here; a full disk is not reported as a program
+    error."""
     first = _first_cause(error)
     if isinstance(first, OSError) and first.errno in NO_ROOM:
         return "the disk of this node is full: make room, or use another --data-dir"
@@ -169,7 +174,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """One line for a person: the type and the text of the first cause."""
+    """Return one line for a person: the type and the text of the first cause."""
     error = _first_cause(error)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -177,7 +182,7 @@ def describe(error: BaseException) -> str:
 
 @contextmanager
 def strictness(*, is_strict: bool) -> Iterator[None]:
-    """Have nothing contained for the time of the block, or have it contained."""
+    """Turn strict mode on or off during the block; in strict mode nothing is contained."""
     global _is_strict
     before, _is_strict = _is_strict, is_strict
     try:
@@ -197,7 +202,7 @@ def write_log(folder: Path) -> None:
 
 
 class _OneLine(logging.Formatter):
-    """Formats an entry as one line with the place of its traceback."""
+    """Formats an entry as one line with the path of the file that has its traceback."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -210,7 +215,7 @@ class _OneLine(logging.Formatter):
 
 
 def is_alone(error: BaseException, group: BaseException) -> bool:
-    """Return whether an error is all that a group holds, however deep."""
+    """Return whether `error` is the only exception in a group, at any depth."""
     while group is not error and isinstance(group, BaseExceptionGroup) and len(group.exceptions) == 1:
         group = group.exceptions[0]
     return group is error
@@ -218,7 +223,7 @@ def is_alone(error: BaseException, group: BaseException) -> bool:
 
 @asynccontextmanager
 async def cancelled_at_exit() -> AsyncIterator[trio.Nursery]:
-    """Yield a nursery whose tasks end with the block."""
+    """Yield a nursery whose tasks are cancelled when the block ends."""
     async with trio.open_nursery() as nursery:
         try:
             yield nursery

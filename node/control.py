@@ -1,11 +1,11 @@
-"""The control channel: how `status`, `train`, `leave` and the others reach the node on this machine.
+"""The control channel: how `status`, `train`, `leave` and other commands reach the node on this machine.
 
-The node listens on a Unix socket in its data folder (mode 0600, in a folder of mode 0700): its user alone may
-open it, and so command the node, and the kernel says who has opened it (unix(7), SO_PEERCRED). There is no
-token, since it would lie in the same folder with the same modes. A client sends one JSON line `{"command",
-"arguments"}` and gets JSON lines: any number of `{"event": ...}`, then one `{"result": ...}` or `{"error":
-{"what", "do", "exit_code", "trace"}}`. A client that hangs up cancels its request. The other end is
-`node.cli.client`. Peers and browsers cannot open such sockets.
+The node listens on a Unix socket in its data folder (mode 0600, in a folder of mode 0700). Only its user can
+open the socket and so command the node, and the kernel reports who has opened it (unix(7), SO_PEERCRED).
+There is no token, since it would lie in the same folder with the same modes. A client sends one JSON line
+`{"command", "arguments"}` and gets JSON lines: any number of `{"event": ...}`, then one `{"result": ...}` or
+`{"error": {"what", "do", "exit_code", "trace"}}`. If a client hangs up, its request is cancelled. The client
+end is `node.cli.client`. Peers and browsers cannot open such sockets.
 """
 
 import contextlib
@@ -28,23 +28,25 @@ from node.paths import CONTROL_NAME, short_path, socket_path
 from node.suggest import did_you_mean
 
 LINE_BYTES_MAX = 4 << 20
-"""The length of a request: the largest carries a RUN.toml and paths, far below this."""
+"""Maximum length of a request. The largest requests carry a RUN.toml and paths, and are far shorter."""
 REQUEST_SECONDS_MAX = 2.0
-"""A client writes its request at once; one that stays silent longer is none."""
+"""How long a connection may take to send its request; a client sends it immediately."""
 WAITING_MAX = 64
-"""Connections that have not asked yet. The newest gets in and the oldest of them goes, so a program that
-connects and is silent keeps no other out."""
+"""Maximum number of connections that have not yet sent a request. A new connection displaces the oldest of
+them, so a program that connects and stays silent cannot keep others out."""
 COMMANDS_MAX = 64
-"""Commands at once: a screen or two and some scripts. More are refused rather than left waiting."""
+"""Maximum number of simultaneous commands: a screen or two and some scripts. Further commands are refused,
+not queued."""
 _CHUNK_BYTES = 65_536
 _CREDENTIALS = struct.Struct("=iII")
 """struct ucred: process, user, group."""
 
 Emit = Callable[[object], Awaitable[None]]
-"""Sends one event (anything `msgspec.json` encodes) to the client; waits while it reads slowly."""
+"""Sends one event (anything `msgspec.json` encodes) to the client; waits while the client reads slowly."""
 
 CommandHandler = Callable[[dict[str, Any], Emit], Awaitable[object]]
-"""Serves one command: arguments in, result out. PeerloomError becomes the client's error."""
+"""Serves one command: takes the arguments, returns the result. The client receives a PeerloomError as its
+error."""
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -53,7 +55,8 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 class ControlServer:
-    """Serves `handlers` by command name until cancelled, on a socket in `folder`: the node holds its lock."""
+    """Serves `handlers` by command name until cancelled, on a socket in `folder`, whose lock the node
+    holds."""
 
     def __init__(self, handlers: Mapping[str, CommandHandler], folder: Path) -> None:
         self._handlers = handlers
@@ -62,7 +65,8 @@ class ControlServer:
         self._commands = 0
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled; the socket goes away at the end. Raises UsageError: none can be made."""
+        """Serve until cancelled; the socket is removed at the end. Raises UsageError if the socket cannot be
+        created."""
         bound = _listen(self._folder)
         keep_from_children(bound)
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound))
@@ -83,7 +87,7 @@ class ControlServer:
             try:
                 await self._answer(stream)
             except* (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass  # the client has gone, so nobody can be answered
+                pass  # the client has disconnected, so there is nobody to answer
 
     async def _answer(self, stream: trio.SocketStream) -> None:
         if not _is_allowed(stream):
@@ -108,7 +112,7 @@ class ControlServer:
             self._commands -= 1
 
     async def _request(self, stream: trio.SocketStream) -> bytes | None:
-        """Return the line of a request; None if it is late, or displaced by newer ones."""
+        """Return the line of a request; None if it is late, or if a newer connection displaced it."""
         if len(self._waiting) >= WAITING_MAX:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
@@ -143,29 +147,30 @@ class ControlServer:
 
 
 def _listen(folder: Path) -> socket.socket:
-    """A listening socket in the data folder, in place of one that a killed node left. Raises UsageError."""
+    """Return a listening socket in the data folder, replacing a socket left by a killed node. Raises
+    UsageError."""
     path = folder / CONTROL_NAME
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # The lock shows that no other node is here, so an existing socket of this name is stale.
+        # We hold the folder's lock, so no other node is here and an existing socket is stale.
         path.unlink(missing_ok=True)
         with socket_path(folder) as short:
             listener.bind(short)
-        path.chmod(0o600)  # before it listens, so there are no connections yet
+        path.chmod(0o600)  # set before the socket listens, so no connection exists yet
         listener.listen(WAITING_MAX)
     except OSError as error:
         listener.close()
         reason = (error.strerror or str(error)).lower()
         raise UsageError(
             f"control socket {short_path(path)}: {reason}",
-            "give the node a folder of its own, on a disk that takes sockets: `peerloom --data-dir DIR`",
+            "give the node its own folder, on a disk that supports sockets: `peerloom --data-dir DIR`",
         ) from None
     return listener
 
 
 def _is_allowed(stream: trio.SocketStream) -> bool:
-    """Return whether the other end is this user, or root; on other systems than Linux only the modes ensure
-    that."""
+    """Return whether the other end is this user or root. On systems other than Linux, only the file modes
+    ensure that."""
     if sys.platform != "linux":
         return True
     found = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -173,7 +178,7 @@ def _is_allowed(stream: trio.SocketStream) -> bool:
 
 
 async def _outcome(handler: CommandHandler, request: _Request, emit: Emit) -> bytes:
-    """Return the last line of the answer, whatever the handler does."""
+    """Return the last line of the answer; an exception of the handler becomes an error line."""
     try:
         return _line({"result": await handler(request.arguments, emit)})
     except Exception as error:
@@ -186,13 +191,13 @@ def _failure(command: str, error: Exception) -> dict[str, object]:
         cause = cause.exceptions[0]  # a handler's nursery wraps its errors
     if isinstance(cause, PeerloomError):
         return _error(cause)
-    # Our bug: the client must hear of it, and the node must live.
+    # This is our bug: the client must get the error, and the node must keep running.
     what = f"the node failed at '{command}': {type(cause).__name__}: {cause}"
     return _error(PeerloomError(what), trace="".join(traceback.format_exception(error)))
 
 
 async def _cancel_at_hang_up(stream: trio.SocketStream, scope: trio.CancelScope) -> None:
-    # After its request a client sends nothing more, so any input means the end.
+    # A client sends nothing after its request, so any input means that it has ended the connection.
     with contextlib.suppress(trio.BrokenResourceError):
         await stream.receive_some(1)
     scope.cancel()
@@ -214,7 +219,7 @@ async def _read_line(stream: trio.SocketStream) -> bytes | None:
 
 def _error(error: PeerloomError, trace: str = "") -> dict[str, object]:
     exit_code = error.exit_code or EXIT_UNEXPECTED
-    what, do = error.written  # the client shows commands in its own reader's form
+    what, do = error.written  # the client shows commands in the form that its own user types
     return {"error": {"what": what, "do": do, "exit_code": exit_code, "trace": trace}}
 
 

@@ -1,4 +1,4 @@
-"""Counters of the network that count what went well; all others count something refused or broken."""
+"""Network counters that count successful operations; all other counters count something refused or broken."""
 
 TRAFFIC = frozenset(
     {

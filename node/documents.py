@@ -1,4 +1,4 @@
-"""Offers and conditions of machines, as plain values for `--json`, the page and the log."""
+"""Plain values for `--json`, the page and the log: offers, conditions and events of machines and runs."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -13,13 +13,14 @@ _LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
 def rfc3339(at: float) -> str:
-    """Unix seconds as RFC 3339 in UTC, to the millisecond; another node may claim one that has none."""
+    """Format Unix seconds as RFC 3339 in UTC, to the millisecond. Times outside the range of RFC 3339, which
+    another node may claim, are clamped."""
     at = max(0.0, min(at, _LAST_SECOND))
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def reachability_document(found: events.ReachabilityFound | None) -> dict[str, Any] | None:
-    """Return whether others reach this node; None before any was asked, and where none has to be."""
+    """Return whether other nodes can reach this one; None before any was asked, or if none needs to be."""
     if found is None:
         return None
     return {
@@ -33,20 +34,21 @@ def reachability_document(found: events.ReachabilityFound | None) -> dict[str, A
 
 
 def clock_document(found: events.ClockCompared | None) -> dict[str, Any] | None:
-    """How far this machine's clock is ahead of its peers'; None before they were heard, and where it never
-    was."""
+    """Return how far this machine's clock is ahead of its peers' clocks; None if it never differed, or before
+    peers were heard."""
     return None if found is None else {"seconds": found.seconds, "peers": found.peers}
 
 
 def datagrams_document(found: events.DatagramsBlocked | None) -> dict[str, Any] | None:
-    """To how many members no datagram gets through; None while nothing of that was seen."""
+    """Return to which members no datagram gets through; None if that never happened."""
     if found is None:
         return None
     return {"blocked": [peer_text(peer) for peer in found.peers], "of": found.of}
 
 
 def fences_document(tried: events.FencesTried | None) -> dict[str, Any] | None:
-    """Return the fences of a stage's process; None before they were tried, and where nothing is computed."""
+    """Return the fences of a stage's process; None before they were tried, or if this node computes
+    nothing."""
     if tried is None:
         return None
     return {
@@ -74,7 +76,7 @@ def capacity_document(capacity: events.CapacityMeasured | None) -> dict[str, Any
 
 
 def standing_document(standing: events.Standing | None) -> dict[str, Any] | None:
-    """How a member says it is now; None where it says nothing of it."""
+    """Return a member's latest statement about itself; None if it has made none."""
     if standing is None:
         return None
     return {
@@ -88,7 +90,7 @@ def standing_document(standing: events.Standing | None) -> dict[str, Any] | None
 
 
 def degraded_document(degraded: events.MemberDegraded | None) -> dict[str, Any] | None:
-    """Return the fault of a live member, as this node measured it; None where it has none."""
+    """Return the fault of a live member, as this node measured it; None if it has none."""
     if degraded is None:
         return None
     return {
@@ -100,8 +102,8 @@ def degraded_document(degraded: events.MemberDegraded | None) -> dict[str, Any] 
 
 
 def step_document(committed: events.StepCommitted | None) -> dict[str, Any] | None:
-    """The newest step as `status --json` says it; None before the first. `step` counts from 0, `step_number`
-    from 1 as screens do."""
+    """Return the newest step as `status --json` shows it; None before the first. `step` counts from 0;
+    `step_number` counts from 1, as screens do."""
     if committed is None:
         return None
     return {
@@ -117,7 +119,7 @@ def step_document(committed: events.StepCommitted | None) -> dict[str, Any] | No
 
 
 def join_document(join: events.JoinTried) -> dict[str, Any]:
-    """One row of the join table."""
+    """Return one row of the join table."""
     return {
         "address": join.address,
         "outcome": join.outcome,
@@ -130,7 +132,7 @@ def join_document(join: events.JoinTried) -> dict[str, Any]:
 
 
 def revision_document(revised: events.RunRevised | None) -> dict[str, Any] | None:
-    """Return the changes that the requester of a run has made to it; None where there are none."""
+    """Return the changes that a run's requester has made to it; None if there are none."""
     if revised is None:
         return None
     return {
@@ -143,7 +145,7 @@ def revision_document(revised: events.RunRevised | None) -> dict[str, Any] | Non
 
 
 def offer_document(offer: events.OfferChanged | None) -> dict[str, Any] | None:
-    """Whether this machine serves others now; None where it always has."""
+    """Return whether this machine serves others now; None if that has never changed."""
     if offer is None:
         return None
     return {
@@ -155,8 +157,8 @@ def offer_document(offer: events.OfferChanged | None) -> dict[str, Any] | None:
 
 
 def cover_document(covered: events.RunCovered | None) -> dict[str, Any] | None:
-    """Return how well each stage of a run is covered; None where this node does not commit it, or has not
-    looked yet."""
+    """Return how well each stage of a run is covered; None if this node does not commit the run, or has not
+    assessed it yet."""
     if covered is None:
         return None
     found = {"stages": list(covered.covers), "unreliable": covered.unreliable, "reason": covered.reason}
@@ -186,7 +188,7 @@ def plan_document(plan: events.RunPlanned | None) -> dict[str, Any] | None:
 
 
 def follow_document(event: NodeConfigured | None) -> dict[str, Any] | None:
-    """Return `follow` of a status document, None for a node that follows no key."""
+    """Return `follow` of a status document; None if the node follows no key."""
     if event is None:
         return None
     return {
@@ -200,8 +202,8 @@ def follow_document(event: NodeConfigured | None) -> dict[str, Any] | None:
 
 
 def goal_document(goal: RunGoalSet | None) -> dict[str, Any] | None:
-    """Return `goal` of a run's document: how fast its requester wants it; None where that is not said, or
-    this node is another."""
+    """Return `goal` of a run's document: how fast its requester wants it. None if no goal is set, or on other
+    nodes than the requester's."""
     if goal is None or not goal.samples_per_second:
         return None
     return {"samples_per_second": goal.samples_per_second, "seconds": goal.seconds}

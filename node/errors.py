@@ -3,17 +3,17 @@
     PeerloomError                what the user did or can fix; carries its exit code
         UsageError        2      a flag, a config key, an address, a port, a data folder
         NoNode            3      a client command found no node on this machine
-        JoinTimeout       4      --require-join ran out
+        JoinTimeout       4      --require-join timed out
         RunFailed         5      a plan is infeasible, or a run failed
         CheckFailed       6      an invariant of a simulation broke
     Unreachable                  no path to a peer; the caller tries elsewhere
-        WrongPeer                somebody else answered at the address
-    StreamClosed                 the other side, or we, closed a stream
-        StreamEnded              the other side said that it sends no more, and all that it sent has come
+        WrongPeer                a different peer answered at the address
+    StreamClosed                 this side or the other side closed a stream
+        StreamEnded              the other side has announced its end of sending, and all its data has arrived
     StageFailed                  a stage process died or refused
-        PayloadRefused           what others sent cannot be used; the stage goes on
-        SessionRefused           it holds too little of a served session, or has no pages; the stage goes on
-        StageDiverged            what it computes is not finite, as on any other peer; the stage goes on
+        PayloadRefused           data sent by others cannot be used; the stage goes on
+        SessionRefused           the stage has too few tokens of a session, or no pages for it; it goes on
+        StageDiverged            the result is not finite, as on any other peer; the stage goes on
 
 Garbage from a peer is `crypto.errors.RemoteProtocolError`, never one of these.
 """
@@ -52,8 +52,9 @@ EXIT_FORCED = 130
 class PeerloomError(Exception):
     """An error for people: `what` happened and where, and optionally what to `do`; at most three lines.
 
-    Both name commands in the form of `node.invocation` and show them as this process's user types them;
-    `written` has the original texts, for a process that passes them on to another's user.
+    Both texts name commands in the form of `node.invocation`, and are shown with the commands as this
+    process's user types them. `written` has the original texts, for a process that forwards them to another
+    process's user.
     """
 
     exit_code = EXIT_UNEXPECTED
@@ -96,8 +97,8 @@ class CheckFailed(PeerloomError):
 
 
 class Unreachable(Exception):
-    """No path to a peer. `reason` is a code: refused, busy (ask again later), timeout, unknown, wrong key,
-    work (an id without the swarm's proof of work, or another setting of it)."""
+    """No path to a peer. `reason` is a code: refused, busy (ask again later), timeout, unknown, wrong key, or
+    work (an id without the swarm's proof of work, or a different setting of it)."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -106,14 +107,14 @@ class Unreachable(Exception):
 
 
 class NotListening(Unreachable):
-    """A host is up, but reports that nothing listens at the peer's address."""
+    """The host answers, but reports that nothing listens at the peer's address."""
 
     def __init__(self, detail: str) -> None:
         super().__init__("refused", detail)
 
 
 class WrongPeer(Unreachable):
-    """Another peer than the expected one proved its identity."""
+    """A peer other than the expected one proved its identity."""
 
 
 class StreamClosed(Exception):
@@ -121,16 +122,16 @@ class StreamClosed(Exception):
 
 
 class StreamEnded(StreamClosed):
-    """The other side sends no more. Unlike after a cut, nothing it sent is missing; unless it has also
-    closed, this side may still send."""
+    """The other side sends no more. Unlike after a cut, all data that it sent has arrived. This side may
+    still send unless the other side has also closed."""
 
 
 class StageFailed(Exception):
-    """The stage's process died, broke a bound or refused a request."""
+    """The stage's process died, exceeded a limit or refused a request."""
 
 
 class PayloadRefused(StageFailed):
-    """A payload that the stage was given cannot be used. `part` is which; `of_values` as in
+    """A payload given to the stage cannot be used. `part` says which; for `of_values` see
     `partition.stage.Refused`."""
 
     def __init__(
@@ -142,8 +143,8 @@ class PayloadRefused(StageFailed):
 
 
 class SessionRefused(StageFailed):
-    """A stage cannot continue a served session: it holds fewer tokens than the unit's position, or, with
-    `has_no_room`, it has no pages for it. The stage goes on, and no session has changed."""
+    """A stage cannot continue a served session: it holds fewer tokens than the unit's position or, with
+    `has_no_room`, has no free pages. The stage goes on, and no session has changed."""
 
     def __init__(self, reason: str, session: bytes, *, has_no_room: bool) -> None:
         super().__init__(reason)
@@ -152,11 +153,11 @@ class SessionRefused(StageFailed):
 
 
 class StageDiverged(StageFailed):
-    """The stage computed non-finite numbers from finite payloads; it stays in use."""
+    """The stage computed non-finite numbers from finite payloads; the stage remains usable."""
 
 
 def split_place(message: str) -> tuple[str, str]:
-    """Split msgspec's error of a wrong value, "... - at `$.table[0].key`", into the fault and its place,
-    `table[0].key`; the place of the whole value is empty."""
+    """Split msgspec's error about a wrong value, "... - at `$.table[0].key`", into the fault and its
+    location, `table[0].key`. The location is empty if the whole value is wrong."""
     fault, _, place = message.partition(" - at `$")
     return fault, place.rstrip("`").lstrip(".")

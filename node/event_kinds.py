@@ -1,4 +1,4 @@
-"""All kinds of events by their names: those of `node.events` and of the files beside it."""
+"""All kinds of events by name, from `node.events` and the other modules of events."""
 
 from node import averaging_events, events, result_events, serving_events, settings_events
 

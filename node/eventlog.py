@@ -1,8 +1,8 @@
-"""The log of a node: every event as one line in a file of the data folder, text or JSON by choice, rotated.
+"""The log of a node: every event as one line in a rotated file of the data folder, as text or JSON.
 
-Areas have levels: `swarm=warning,runs=info`. An event has the area of its part of the node, and a level.
-What is logged is what events hold, values for screens: no key, no token, no content of a message. Errors with
-their tracebacks are in `errors.log` (`node.containment`).
+Areas have levels: `swarm=warning,runs=info`. Each event belongs to one area and has a level. Events hold
+values for screens, so the log has no keys, tokens or message contents. Errors with their tracebacks are in
+`errors.log` (`node.containment`).
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any, Literal
 LOG_NAME = "events.log"
 LOG_BYTES_MAX = 8 << 20
 LOGS_KEPT = 3
-"""Files of this size beside the newest."""
+"""Number of older files that are kept."""
 Format = Literal["off", "text", "json"]
 AREAS = ("node", "swarm", "runs", "alerts")
 LEVELS: Mapping[str, int] = {"info": INFO, "warning": WARNING, "error": ERROR, "off": ERROR + 10}
@@ -38,21 +38,21 @@ _WARNINGS = frozenset(
 
 
 def area_of(kind: str) -> str:
-    """The part of the node that an event of this kind is about."""
+    """Return the part of the node that an event of this kind is about."""
     if kind.startswith(_NODE):
         return "node"
     return next((area for start, area in _AREAS.items() if kind.startswith(start)), "runs")
 
 
 def level_of(event: Mapping[str, Any]) -> int:
-    """Return what an event means: a run that failed is an error, a loss a warning."""
+    """Return the severity of an event: a failed run is an error, a lost member a warning."""
     if event["kind"] == "RunEnded" and event["outcome"] == "failed":
         return ERROR
     return WARNING if event["kind"] in _WARNINGS else INFO
 
 
 def read_levels(text: str) -> dict[str, int]:
-    """`warning` for all areas, or `swarm=warning,runs=info`. Raises ValueError."""
+    """Parse `warning` for all areas, or `swarm=warning,runs=info`. Raises ValueError."""
     levels = dict.fromkeys(AREAS, INFO)
     for part in filter(None, text.split(",")):
         area, sign, level = part.strip().rpartition("=")
@@ -63,7 +63,8 @@ def read_levels(text: str) -> dict[str, int]:
 
 
 class EventLog:
-    """Writes event documents to `events.log` in a folder. A disk that fails loses lines, not the node."""
+    """Writes event documents to `events.log` in a folder. If the disk fails, lines are lost but the node goes
+    on."""
 
     def __init__(
         self,
@@ -74,7 +75,8 @@ class EventLog:
         *,
         bytes_max: int = LOG_BYTES_MAX,
     ) -> None:
-        """`failed` is told of each line that could not be written. A file has at most `bytes_max`."""
+        """`failed` is called for each line that could not be written. A file has at most `bytes_max`
+        bytes."""
         self._levels = levels
         self._line: Callable[[Mapping[str, Any]], str] = _json if style == "json" else _text
         self._file = LogFile(folder / LOG_NAME, bytes_max, LOGS_KEPT, failed)
@@ -88,13 +90,13 @@ class EventLog:
             self._file.handle(LogRecord("peerloom", level, "", 0, line, (), None))
 
     def close(self) -> None:
-        """Write no more."""
         self._file.close()
 
 
 class LogFile(RotatingFileHandler):
-    """A log of at most so many bytes, with older ones of that size beside it: for this user only, and no link
-    that somebody has planted. A line that cannot be written is lost; `failed` is told why."""
+    """A log file of limited size, with older files of the same size. Only this user can read it, and it is
+    never opened through a symbolic link that somebody planted. A line that cannot be written is lost, and
+    `failed` gets the error."""
 
     def __init__(
         self, path: Path, bytes_max: int, kept: int, failed: Callable[[BaseException], None]
@@ -103,11 +105,12 @@ class LogFile(RotatingFileHandler):
         self._failed = failed
 
     def handleError(self, record: LogRecord) -> None:  # noqa: ARG002, N802 - the name and shape of logging's
-        """Go on without the line. By itself logging prints a traceback for each."""
+        """Report a line that cannot be written to `failed`. By default logging would print a traceback for
+        each."""
         error = sys.exc_info()[1]
-        stream, self.stream = self.stream, None  # logging opens it again
+        stream, self.stream = self.stream, None  # logging reopens it
         if stream is not None:
-            with suppress(OSError):  # what is left in its buffer
+            with suppress(OSError):  # flushing its buffer may fail again
                 stream.close()
         if error is not None:
             self._failed(error)

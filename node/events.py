@@ -1,9 +1,9 @@
-"""The events of a node, frozen: screens, `--json`, metrics and the simulator's report are made of them
+"""The events of a node, frozen. Screens, `--json`, metrics and the simulator's report are made from events
 alone (ARCHITECTURE law 5).
 
-Shells emit them; `node.state.apply` folds them. An event is past tense, carries `at` (unix seconds)
-and plain values, and is never changed once it has happened. New kinds may be added; none is renamed.
-`node.event_kinds` has all of them, those of the files beside this one too.
+Shells emit events; `node.state.apply` folds them into the state. An event is named in the past tense, carries
+`at` (Unix seconds) and plain values, and never changes after it has happened. New kinds may be added; none is
+renamed. `node.event_kinds` lists all kinds, including those defined in other modules.
 """
 
 from typing import ClassVar
@@ -14,8 +14,8 @@ from crypto.identity import PeerId
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base: when it happened, by this node's wall clock (unix seconds). Fields that are `SECRETS` are shown
-    to the person who started the node, and neither kept nor passed on."""
+    """Base class: `at` is when the event happened by this node's wall clock (Unix seconds). Fields listed in
+    `SECRETS` are shown only to the person who started the node, and are neither stored nor passed on."""
 
     SECRETS: ClassVar[tuple[str, ...]] = ()
 
@@ -23,9 +23,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NodeStarted(Event, frozen=True, kw_only=True):
-    """This node listens and serves. A swarm with keys `is_private`. `moved`: (port wanted, port taken
-    instead) of each that others held. `is_open`: on all of this machine's networks, whoever reaches it.
-    `join_address` is what to type on another machine; where there is none, `join_hint` says why."""
+    """This node listens and serves. A swarm with keys `is_private`. `moved` has (port wanted, port taken
+    instead) for each port that another program held. `is_open`: it listens on all networks of this machine,
+    whether or not anybody reaches it. `join_address` is what to type on another machine; if it is None,
+    `join_hint` says why."""
 
     peer: PeerId
     name: str
@@ -43,7 +44,8 @@ class NodeStarted(Event, frozen=True, kw_only=True):
 
 
 class CapacityMeasured(Event, frozen=True, kw_only=True):
-    """This machine's offer: `corrected` are wrong declarations, `small` the parts too little for use."""
+    """This machine's offer. `corrected` lists wrong declarations, `small` the resources that are too small
+    for use."""
 
     device: str
     cores: int
@@ -56,7 +58,8 @@ class CapacityMeasured(Event, frozen=True, kw_only=True):
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """How a member says it is, in steps. `stages` it holds: first digits of the run, number; what fits."""
+    """A member's statement about its own condition, in coarse steps. `stages` it holds, as (first digits of
+    the run's id, stage number); the list is cut to what fits."""
 
     capabilities: tuple[str, ...] = ()
     load_percent: int = 0
@@ -66,8 +69,9 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FencesTried(Event, frozen=True, kw_only=True):
-    """A process was fenced in as a stage's is. `unfenced` is what this system could not hold it to, and why:
-    where there is any, only this node's own runs get a stage here, unless that `is_allowed`."""
+    """A process was tentatively fenced in, as a stage's process is. `unfenced` lists the restrictions that
+    this system could not enforce, and why. If there are any, only this node's own runs get a stage here,
+    unless unfenced stages are allowed (`is_allowed`)."""
 
     fences: tuple[str, ...]
     unfenced: tuple[str, ...]
@@ -75,9 +79,9 @@ class FencesTried(Event, frozen=True, kw_only=True):
 
 
 class JoinTried(Event, frozen=True, kw_only=True):
-    """One address was tried. `outcome`: ok, refused, timeout, wrong key, work, unknown, self, or same key, of
-    another node with this one's identity. `found_by` is empty for an address that was given, "memory" for
-    that of a peer met before, "beacon" for one heard on the local network."""
+    """One address was tried. `outcome` is ok, refused, timeout, wrong key, work, unknown, self, or same key
+    (a different node with this node's identity). `found_by` is empty for an address that was given, "memory"
+    for a peer met before, and "beacon" for a peer heard on the local network."""
 
     address: str
     outcome: str
@@ -88,22 +92,24 @@ class JoinTried(Event, frozen=True, kw_only=True):
 
 
 class ClockCompared(Event, frozen=True, kw_only=True):
-    """The clock of this machine is so many seconds ahead of the time that `peers` others show, or behind it
-    where that is negative; theirs is used. 0: they agree again."""
+    """This machine's clock is `seconds` ahead of the clocks of `peers` other nodes, or behind them if
+    negative; their time is used. 0: the clocks agree again."""
 
     seconds: float
     peers: int
 
 
 class DatagramsBlocked(Event, frozen=True, kw_only=True):
-    """No datagram gets through to these of the `of` other members; streams do. Empty: all is well again."""
+    """No datagram gets through to `peers`, which are some of the `of` other members, although streams do.
+    Empty: datagrams get through again."""
 
     peers: tuple[PeerId, ...]
     of: int
 
 
 class ReachabilityFound(Event, frozen=True, kw_only=True):
-    """Others tried to reach this node: yes, no, or unknown yet; `asked` of `of` did. Its `relays` help."""
+    """Other nodes tried to reach this node. `reachable` is yes, no, or unknown yet; `asked` of `of` nodes
+    tried. `relays` are the relays that make it reachable."""
 
     reachable: bool | None
     asked: int
@@ -115,8 +121,9 @@ class ReachabilityFound(Event, frozen=True, kw_only=True):
 
 
 class IdentityShared(Event, frozen=True, kw_only=True):
-    """Another node that lives now has this node's identity, as a copy of its data folder makes it. `started`
-    is when it began by its own clock. The younger of both stops: the other one if it `is_younger`."""
+    """Another running node has this node's identity, probably from a copy of its data folder. `started` is
+    when that node started, by its own clock. The younger of the two stops; `is_younger` says that this is the
+    other one."""
 
     name: str
     addresses: tuple[str, ...]
@@ -136,7 +143,7 @@ class MemberJoined(Event, frozen=True, kw_only=True):
 
 
 class MemberChanged(Event, frozen=True, kw_only=True):
-    """A live member says something new of itself."""
+    """A live member announced something new about itself."""
 
     peer: PeerId
     name: str
@@ -146,9 +153,9 @@ class MemberChanged(Event, frozen=True, kw_only=True):
 
 
 class MemberDegraded(Event, frozen=True, kw_only=True):
-    """A live member answers this node late, or it has no path to it but through others, which is not dead.
-    `condition`: late, no path, or empty where that is over. `rate` is the share of the latest probes that it
-    answered in time, `seconds` what an answer took."""
+    """A live member is not dead, but answers this node late, or this node reaches it only through others.
+    `condition` is late, no path, or empty if the fault is over. `rate` is the share of the latest probes that
+    the member answered in time, and `seconds` how long an answer took."""
 
     peer: PeerId
     condition: str
@@ -158,7 +165,7 @@ class MemberDegraded(Event, frozen=True, kw_only=True):
 
 
 class MemberSuspected(Event, frozen=True, kw_only=True):
-    """A member did not answer `by`, nor this node, for the `reason`."""
+    """A member answered neither `by` nor this node, for the `reason`."""
 
     peer: PeerId
     by: PeerId
@@ -166,7 +173,7 @@ class MemberSuspected(Event, frozen=True, kw_only=True):
 
 
 class MemberRefuted(Event, frozen=True, kw_only=True):
-    """A suspected member proved to be alive, as the `reason` says."""
+    """A suspected member proved to be alive; `reason` says how."""
 
     peer: PeerId
     reason: str = ""
@@ -180,14 +187,14 @@ class MemberLost(Event, frozen=True, kw_only=True):
 
 
 class MemberLeft(Event, frozen=True, kw_only=True):
-    """A member said goodbye."""
+    """A member announced that it leaves."""
 
     peer: PeerId
     reason: str = "left"
 
 
 class RunAccepted(Event, frozen=True, kw_only=True):
-    """A signed manifest was taken in."""
+    """This node accepted a signed manifest."""
 
     run: str
     model: str
@@ -200,11 +207,11 @@ class RunAccepted(Event, frozen=True, kw_only=True):
 class RunPlanned(Event, frozen=True, kw_only=True):
     """A plan came into force. `stages` holds one tuple of peers (the replicas) per stage.
 
-    `trainer` is the one that commits, `trainers` are all that feed. `planner` is first in line to propose
-    what follows. `witnesses` vote and keep checkpoints, and have no other part. Without any one of
-    `pauses_without` the others cannot decide how to go on, and wait for it. `restored_step` is where a
-    checkpoint took the run back to, None where nothing was lost. `standbys` are the replicas that hold the
-    newest state of their stage and compute nothing.
+    `trainer` is the committer; `trainers` are all members that feed samples. `planner` is the first in line
+    to propose the next plan. `witnesses` vote and keep checkpoints, and have no other part. If any one of
+    `pauses_without` is missing, the others cannot decide how to go on, and wait for it. `restored_step` is
+    the step of the checkpoint that the run went back to; None if nothing was lost. `standbys` are the
+    replicas that hold their stage's newest state and compute nothing.
     """
 
     run: str
@@ -222,9 +229,9 @@ class RunPlanned(Event, frozen=True, kw_only=True):
 
 
 class RunCovered(Event, frozen=True, kw_only=True):
-    """How well a run's stages are covered, as its committer judges it: for each the chance that somebody has
-    its newest state when its holder dies. `unreliable` names members that were lost today, `reason` says why
-    a stage has no standby, where an idle machine cannot follow it."""
+    """How well a run's stages are covered, according to its committer. `covers` has for each stage the chance
+    that its newest state survives the death of its holder. `unreliable` names members that were lost today.
+    `reason` says why a stage without a standby has none although a machine is idle."""
 
     run: str
     covers: tuple[float, ...]
@@ -233,8 +240,8 @@ class RunCovered(Event, frozen=True, kw_only=True):
 
 
 class RunChanged(Event, frozen=True, kw_only=True):
-    """A run is in another state (`partition.run.states`), and why. `waits_for` are the machines whose return
-    would end a pause. `is_note`: the state may be as before, and the reason is what matters."""
+    """A run's state (`partition.run.states`) has changed, with the reason. `waits_for` are the machines whose
+    return would end a pause. `is_note`: the state may be the same, and the event only reports the reason."""
 
     run: str
     state: str
@@ -244,11 +251,12 @@ class RunChanged(Event, frozen=True, kw_only=True):
 
 
 class RunResumed(Event, frozen=True, kw_only=True):
-    """The first step under a new plan is open.
+    """The first step under a new plan has been opened.
 
-    `replayed` micro-batches are computed again because whoever had summed them is gone, `lost_steps` steps
-    because a checkpoint is older. `filled` replicas took their state from others. Nothing was computed for
-    `seconds`: since the last step was committed, or since whoever was lost was last heard, if that is later.
+    `replayed` micro-batches are computed again because the replica that had summed them is gone, and
+    `lost_steps` steps because a checkpoint is older. `filled` replicas took their state from others. Nothing
+    was computed for `seconds`: since the last commit of a step, or since the lost member was last heard, if
+    that is later.
     """
 
     run: str
@@ -261,8 +269,9 @@ class RunResumed(Event, frozen=True, kw_only=True):
 
 
 class OfferChanged(Event, frozen=True, kw_only=True):
-    """Whether this machine serves others from now on; `reason` is why not. `unread` are rules of its owner
-    that the machine cannot measure, and which so are not kept. `sends_less` is why it does, or empty."""
+    """Whether this machine serves others from now on, and the `reason` if it does not. `unread` are the
+    owner's rules that the machine cannot measure, and which are therefore not applied. `sends_less` is the
+    reason for sending less, or empty."""
 
     may_serve: bool
     reason: str
@@ -271,8 +280,8 @@ class OfferChanged(Event, frozen=True, kw_only=True):
 
 
 class RunRevised(Event, frozen=True, kw_only=True):
-    """The requester's newest word on a run that goes on: its last step, learning rate (None: as it was asked
-    for), priority, and whether it pauses. `number` grows with each."""
+    """The requester's newest revision of an active run: its last step, learning rate (None: as first
+    requested), priority, and whether it pauses. `number` grows with each revision."""
 
     run: str
     number: int
@@ -291,7 +300,8 @@ class StageLeased(Event, frozen=True, kw_only=True):
 
 
 class ReplicaDropped(Event, frozen=True, kw_only=True):
-    """A stage replica died in a step; its micro-batches are replayed on the others of its stage."""
+    """A stage replica died during a step; its micro-batches are replayed on the other replicas of its
+    stage."""
 
     run: str
     step: int
@@ -301,8 +311,8 @@ class ReplicaDropped(Event, frozen=True, kw_only=True):
 
 
 class StageDegraded(Event, frozen=True, kw_only=True):
-    """A replica of a stage computes at `rate` of what was promised of it, as its steps were measured; with an
-    empty `reason` it is as promised again."""
+    """A replica of a stage computes at `rate` times its promised speed, as measured in its steps. If `reason`
+    is empty, it is as fast as promised again."""
 
     run: str
     stage: int
@@ -312,15 +322,16 @@ class StageDegraded(Event, frozen=True, kw_only=True):
 
 
 class StepCommitted(Event, frozen=True, kw_only=True):
-    """A step is final. `loss` is the mean over all that it counts, `height` that of the plan it was committed
-    under; what it took is not known of replicas that ended it under another plan than that of who says so.
+    """A step is final. `loss` is the mean over all samples (or tokens, or labels) that it counts. `height` is
+    that of the plan under which it was committed; the figures do not include replicas that finished the step
+    under a different plan.
 
-    For each stage: `utilisation` is the share of the step in which its replicas computed, `sent_bytes` what
-    they sent towards the last stage and `returned_bytes` towards the first. `bubble` is the share of all
-    replicas' time that was not computing. `replayed` frames went out a second time. `rounding` is the
-    relative error that codecs added to activations and to gradients. `diverged` is why the step changed
-    nothing, empty where it did: then `loss`, `samples` and `counted` are 0. `counted` is what the loss was
-    divided by: the samples, or tokens or labels where the model counts those.
+    Per stage, `utilisation` is the share of the step in which its replicas computed, `sent_bytes` what they
+    sent towards the last stage, and `returned_bytes` what they sent towards the first. `bubble` is the share
+    of all replicas' time in which they did not compute. `replayed` frames were sent a second time. `rounding`
+    is the relative error that codecs added to activations and to gradients. `diverged` is the reason if the
+    step changed nothing, or else empty; in that case `loss`, `samples` and `counted` are 0. `counted` is the
+    divisor of the loss: the number of samples, or of tokens or labels if the model counts those.
     """
 
     run: str
@@ -341,10 +352,10 @@ class StepCommitted(Event, frozen=True, kw_only=True):
 
 
 class CheckpointKept(Event, frozen=True, kw_only=True):
-    """The state of a run after `step` steps is on the disks of `copies` members, every stage of it.
+    """The state of a run after `step` steps, with every stage, is on the disks of `copies` members.
 
-    The next one comes `next_steps` steps later, which take about `next_seconds`: so much is computed again at
-    most where a stage loses its last replica. 0 where that is not known.
+    The next checkpoint follows after `next_steps` steps, or about `next_seconds`. If a stage loses its last
+    replica, at most this much is computed again. 0 if not known.
     """
 
     run: str
@@ -357,7 +368,8 @@ class CheckpointKept(Event, frozen=True, kw_only=True):
 
 
 class CheckpointFailed(Event, frozen=True, kw_only=True):
-    """This node could not keep its part of a run's state after `step` steps; the one before stays newest."""
+    """This node could not keep its part of a run's state after `step` steps; the previous checkpoint stays
+    the newest."""
 
     run: str
     step: int
@@ -365,13 +377,14 @@ class CheckpointFailed(Event, frozen=True, kw_only=True):
 
 
 class RunEvaluated(Event, frozen=True, kw_only=True):
-    """The committed parameters on held-out samples: the mean `loss`, and `metrics` summed over them.
+    """The committed parameters were evaluated on held-out samples: the mean `loss`, and `metrics` summed over
+    them.
 
-    `accuracy` is the share of right answers, where the model counts them. `samples` is what the loss was
-    divided by, which is more than samples where it counts tokens. `step`: between two steps of a run in exact
-    mode, the state after so many on its validation samples; of these that after `best_step` steps was the
-    best, by the value `best`, and so many came `since`. None for what a run is judged by at its end, and in
-    local mode.
+    `accuracy` is the share of right answers, if the model counts them. `samples` is the divisor of the loss,
+    which exceeds the number of samples if the model counts tokens. `step` is set between two steps of a run
+    in exact mode, on its validation samples: the parameters are those after `step` steps. In that case the
+    best so far were those after `best_step` steps, with the value `best`, and `since` evaluations have
+    followed. `step` is None for the evaluation at a run's end, and in local mode.
     """
 
     run: str
@@ -386,8 +399,8 @@ class RunEvaluated(Event, frozen=True, kw_only=True):
 
 
 class RunEnded(Event, frozen=True, kw_only=True):
-    """`outcome`: done, failed or stopped. `weights` is the BLAKE3 hash (hex) of the safetensors file, which
-    is on this node's disk if `is_here`."""
+    """A run has ended. `outcome` is done, failed or stopped. `weights` is the BLAKE3 hash (hex) of the
+    safetensors file, which is on this node's disk if `is_here`."""
 
     run: str
     outcome: str
@@ -397,21 +410,23 @@ class RunEnded(Event, frozen=True, kw_only=True):
 
 
 class RunReleased(Event, frozen=True, kw_only=True):
-    """This node was asked into a run by a plan that did not come about: it has no part in it."""
+    """A proposed plan gave this node a part in a run, but was not decided, so this node has no part in the
+    run."""
 
     run: str
 
 
 class StrangerRefused(Event, frozen=True, kw_only=True):
-    """Refusals by one reason passed a threshold; below it they are only counted."""
+    """The number of refusals for one reason passed a threshold; below it they are only counted."""
 
     reason: str
     count: int
 
 
 class PageOpened(Event, frozen=True, kw_only=True):
-    """The page is at `address`; others hold `port_wanted` where it is another. `link` has the page's token:
-    it is for the screen of its owner, and neither kept nor passed on. Clients find models at `models`."""
+    """The page is at `address`. If its port differs from `port_wanted`, another program holds that port.
+    `link` has the page's token: it is only for the owner's screen, and is neither stored nor passed on.
+    Clients find models at `models`."""
 
     SECRETS: ClassVar[tuple[str, ...]] = ("link",)
 
@@ -422,7 +437,8 @@ class PageOpened(Event, frozen=True, kw_only=True):
 
 
 class AlertRaised(Event, frozen=True, kw_only=True):
-    """Something is wrong (`node.alerts.rules.KINDS`). `about` is a run's id or empty, `level` warn or bad."""
+    """Something is wrong (`node.alerts.rules.KINDS`). `about` is a run's id or empty; `level` is warn or
+    bad."""
 
     alert: str
     about: str
@@ -431,14 +447,14 @@ class AlertRaised(Event, frozen=True, kw_only=True):
 
 
 class AlertCleared(Event, frozen=True, kw_only=True):
-    """It is no longer so."""
+    """The problem of an alert is over."""
 
     alert: str
     about: str
 
 
 class RecordShort(Event, frozen=True, kw_only=True):
-    """A record of this node is kept by fewer nodes than others may rely on."""
+    """Fewer nodes keep a record of this node than others may rely on."""
 
     purpose: str
     holders: int
@@ -446,8 +462,8 @@ class RecordShort(Event, frozen=True, kw_only=True):
 
 
 class TableMeasured(Event, frozen=True, kw_only=True):
-    """This node's part of the DHT is another than it was: contacts, records held, of these its own, how many
-    nodes there seem to be, and how often a record of its own was kept by too few."""
+    """This node's part of the DHT has changed: the number of contacts, of records held, of its own among
+    them, the estimated number of nodes, and how often too few nodes kept a record of its own."""
 
     contacts: int
     records: int
@@ -458,9 +474,9 @@ class TableMeasured(Event, frozen=True, kw_only=True):
 
     @property
     def document(self) -> dict[str, int]:
-        """All but when, as `status --json` says it."""
+        """Return all fields except `at`, as `status --json` shows them."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if name != "at"}
 
 
 class NodeStopped(Event, frozen=True, kw_only=True):
-    """This node said goodbye to the swarm."""
+    """This node has left the swarm."""

@@ -1,4 +1,4 @@
-"""The real Executor seam: functions in threads, stages in processes. The event loop never computes."""
+"""The real Executor seam: functions run in threads and stages in processes. The event loop never computes."""
 
 import os
 import time
@@ -23,8 +23,8 @@ T = TypeVar("T")
 class RealExecutor:
     """Computes on this machine; implements `node.seams.Executor`.
 
-    `threads` is how many functions may run at once; by default one per core. `scratch` bounds what the
-    processes of stages write to the disk.
+    `threads` is the maximum number of functions that run simultaneously; by default one per core. `scratch`
+    limits what stage processes write to the disk.
     """
 
     def __init__(self, threads: int | None = None, *, scratch: ScratchBudget | None = None) -> None:
@@ -40,36 +40,37 @@ class RealExecutor:
         seconds: float = 0.0,  # noqa: ARG002 - simulated only
         apart: bool = False,
     ) -> T:
-        """Run `function` in a thread; it cannot be cancelled once it runs, so it should be short."""
+        """Run `function` in a thread. It should be short, because it cannot be cancelled once it runs."""
         return await trio.to_thread.run_sync(function, limiter=self._apart if apart else self._limiter)
 
     async def calibrate(self, sample: "np.ndarray[Any, np.dtype[Any]]") -> Mapping[Codec, Cost]:
-        """Try every codec in a thread, by that thread's own time: some 0.1 s."""
+        """Measure every codec in a thread, in CPU time of that thread; this takes about 0.1 s."""
         return await self.run(lambda: calibrate(time.thread_time, sample))
 
     async def unpack(self, archive: IO[bytes], out: IO[bytes], *, allow_unfenced: bool) -> Arrays:
-        """Have a fenced process read an npz; see `node.content.unpacking` for what it raises."""
+        """Read an npz in a fenced process; see `node.content.unpacking` for the errors."""
         return await unpack_fenced(archive, out, allow_unfenced=allow_unfenced, budget=self._scratch)
 
     async def open_stage(self, specification: bytes) -> StageHost:
-        """Open a stage in a process of its own; see `StageHost.open` for what it raises."""
+        """Open a stage in its own process; see `StageHost.open` for the errors."""
         return await StageHost.open(specification, scratch=self._scratch, spare=self._spare)
 
     async def replace_stage(self, stage: Stage, specification: bytes) -> StageHost:
-        """Close a stage and open the next of its run, in the same process where that can be."""
+        """Close a stage and open the run's next one, in the same process if possible."""
         if not isinstance(stage, StageHost):
             await stage.aclose()
             return await self.open_stage(specification)
         return await StageHost.open(specification, scratch=self._scratch, spare=self._spare, after=stage)
 
     def spare_bytes(self) -> int:
-        """Return the memory that the process which waits for a stage takes, 0 where there is none."""
+        """Return the memory used by the spare process; 0 if there is none."""
         return self._spare.memory_bytes
 
     def keep_stage_ready(self, machine: tuple[int, str] | None) -> None:
-        """Keep a loaded process of so many threads on a device for the next stage, or none."""
+        """Keep a loaded process ready for the next stage, with this number of threads on this device; None
+        ends it."""
         if machine is None:
             self._spare.drop()
             return
-        with suppress(OSError):  # then the stage starts its own, and says why it cannot
+        with suppress(OSError):  # in that case the stage starts its own process, and reports why it cannot
             self._spare.keep(*machine)

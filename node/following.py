@@ -1,15 +1,17 @@
-"""Settings from one key for many nodes: published through the DHT, taken by the nodes that follow it.
+"""Settings that many nodes take from one key. They are published in the DHT, and nodes that follow the key
+apply them.
 
     [follow]
-    key = "12D3KooW..."        # whose signed settings this node keeps to
-    allow = ["hours", "upload"]   # which of them; "all", or without it: all that may be set from outside
+    key = "12D3KooW..."               # the key whose signed settings this node follows
+    allow = ["hours", "upload"]       # the settings it may set; "all" or absent: all that are followable
 
-The values are stored under `settings/<key>` in the DHT, by any node: the signature counts, and the greatest
-version of several. A broadcast announces a newer version, so nodes look at once; they also look now and then.
+Any node may store the values, under `settings/<key>` in the DHT: only the signature counts, and the highest
+version wins. A broadcast announces a newer version, so nodes check immediately; they also check regularly.
 Adopted settings survive a restart, and an older version is never adopted again. A setting that a newer
 version leaves out returns to the value of the node's owner.
 
-Only limits, hours and offers can be set so (`node.offering.FOLLOWABLE`): no key, address, path or program.
+Only limits, hours and offers can be set this way (`node.offering.FOLLOWABLE`): no key, address, path or
+program.
 """
 
 from collections import Counter
@@ -46,33 +48,33 @@ from node.services.membership import Membership
 from node.settings_events import NodeConfigured
 
 LOOK_SECONDS = 60.0
-"""How often a newer version is looked for that no broadcast told of."""
+"""Seconds between checks for a newer version when no broadcast announces one."""
 LOOK_SECONDS_MIN = 2.0
-"""Between two looks, however many broadcasts say that there is something."""
+"""Minimum seconds between two checks, however many broadcasts announce a version."""
 STORE_SECONDS = 3_600.0
-"""How often a published version is stored again, for nodes come and go."""
+"""Seconds after which a published version is stored again, because nodes come and go."""
 RETRY_SECONDS = 5.0
-"""The same while too few nodes keep it."""
+"""Seconds after which storing is retried while too few nodes keep the version."""
 LIFETIME_SECONDS = 24 * 3_600.0
 TOPIC = "settings"
 _TAKEN, _PUBLISHED = "followed-settings", "published-settings"
 
 
 class PublishRequest(msgspec.Struct, frozen=True):
-    """Store signed settings, the text of their file, for those who follow their key."""
+    """Store signed settings, given as the text of their file, for the nodes that follow their key."""
 
     document: Annotated[str, msgspec.Meta(max_length=4 * SETTINGS_BYTES_MAX)]
 
 
 class _Hint(msgspec.Struct, frozen=True, array_like=True):
-    """By a broadcast: this version of a key's settings is there."""
+    """A broadcast that announces a version of a key's settings."""
 
     key: Annotated[bytes, msgspec.Meta(max_length=64)]
     version: Annotated[int, msgspec.Meta(ge=1, lt=VERSION_MAX)]
 
 
 class _Kept(msgspec.Struct, frozen=True, array_like=True):
-    """Settings on this node's disk; `since` is when they were taken, in unix seconds."""
+    """Settings stored on this node's disk; `since` is when they were adopted, in Unix seconds."""
 
     fact: Fact
     since: float
@@ -95,7 +97,7 @@ class FollowingNode(Protocol):
 
 
 class SettingsFollower:
-    """One node's. `restore` once, before `run`."""
+    """Follows and publishes settings for one node. Call `restore` once, before `run`."""
 
     def __init__(self, node: FollowingNode) -> None:
         self._node = node
@@ -111,11 +113,11 @@ class SettingsFollower:
 
     @property
     def handlers(self) -> Mapping[str, CommandHandler]:
-        """For `node.control.ControlServer`."""
+        """Handlers for `node.control.ControlServer`."""
         return {"config.publish": command(PublishRequest, self._publish)}
 
     def restore(self) -> None:
-        """Keep to what was taken before this node was started."""
+        """Apply the settings that were adopted before this node was started."""
         if (found := self._kept(_PUBLISHED)) is not None:
             self._published = found[0].fact, found[1]
         if self._key is None:
@@ -127,7 +129,7 @@ class SettingsFollower:
             self._tell(SettingsBody(1, "", ()), 0, 0.0, [])
 
     async def run(self) -> None:
-        """Look for newer versions, and store what was published here, until cancelled."""
+        """Check for newer versions, and keep published settings stored, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_stored)
             if self._key is not None:
@@ -140,7 +142,7 @@ class SettingsFollower:
                         await trio.sleep(LOOK_SECONDS_MIN)
                         await self._hinted.wait()
 
-    # Taking
+    # Following
 
     async def _look(self, key: PeerId) -> None:
         for data in await self._node.dht.read_all(_name(key), SETTINGS_BYTES_MAX):
@@ -151,7 +153,7 @@ class SettingsFollower:
                 await self._offer(fact)
 
     async def _offer(self, fact: Fact) -> None:
-        """Take settings of the followed key, if they are newer and really signed by it."""
+        """Adopt settings if they are newer and the followed key has signed them."""
         try:
             body = read_settings(self._node.signer, fact)
         except RemoteProtocolError:
@@ -162,7 +164,7 @@ class SettingsFollower:
             self._counts["settings_refused_older"] += body.version < held
             return
         now = self._node.seams.clock.wall()
-        # On the disk first: what was once kept to is never undone by an older version.
+        # Write to the disk first, so that an adopted version is never replaced by an older one after a crash.
         self._node.seams.storage.write(_TAKEN, encode(_Kept(fact, now)))
         self._apply(body, now)
 
@@ -201,7 +203,7 @@ class SettingsFollower:
         )
 
     async def _listen(self, key: PeerId) -> None:
-        """Hear that there is a newer version: a hint, which anybody may give, and which proves nothing."""
+        """Wait for announcements of a newer version. Anybody may send one, so it only triggers a check."""
         with self._node.membership.listeners.listen() as heard:
             async for told in heard:
                 with suppress(RemoteProtocolError):
@@ -220,7 +222,7 @@ class SettingsFollower:
             body = read_settings(self._node.signer, fact)
         except (ValueError, RemoteProtocolError) as error:
             raise UsageError(
-                f"these are no settings signed for swarm {self._node.config.swarm.name}: {error}",
+                f"these are not settings signed for swarm {self._node.config.swarm.name}: {error}",
                 "sign them: `peerloom config sign FILE --swarm NAME`",
             ) from None
         before = self._published
@@ -243,7 +245,7 @@ class SettingsFollower:
         return document
 
     async def _store(self) -> None:
-        """Store what was published here, and tell of it. Raises NotStored."""
+        """Store what was published here, and announce it. Raises NotStored."""
         if self._published is None:
             return
         fact, body = self._published
@@ -268,7 +270,8 @@ class SettingsFollower:
                 await trio.sleep(RETRY_SECONDS)
 
     def _kept(self, name: str) -> tuple[_Kept, SettingsBody] | None:
-        """Return what lies on this node's disk, which is believed no more than what comes by the network."""
+        """Return settings from this node's disk, verified like those from the network; None if missing or
+        invalid."""
         data = self._node.seams.storage.read(name)
         with suppress(RemoteProtocolError):
             if data is not None:
@@ -278,7 +281,7 @@ class SettingsFollower:
 
 
 def start_following(node: FollowingNode, nursery: trio.Nursery) -> Mapping[str, CommandHandler]:
-    """Have a node, daemon or embedded in a program, keep to the settings it follows; return its commands."""
+    """Start following settings for a node, whether daemon or embedded in a program; return its commands."""
     following = SettingsFollower(node)
     following.restore()
     nursery.start_soon(keep_running, "following", following.run)

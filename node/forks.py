@@ -1,8 +1,9 @@
 """Closes every descriptor of the node in a forked child of its process.
 
-A child of `os.fork` has a copy of each (fork(2)): it would keep ports taken, connections open and the loop's
-waits alive while it lives, which is longer than a killed parent. The workers of torch's DataLoader are such
-children. A program started by exec(2) has none of them: all close there.
+A child of `os.fork` inherits a copy of each descriptor (fork(2)). The copies would keep ports in use,
+connections open and the event loop's waits alive until the child ends, even if the parent is killed. Workers
+of torch's DataLoader are such children. A program started by exec(2) has no copies, because all descriptors
+close there.
 """
 
 import contextlib
@@ -14,17 +15,17 @@ from node.errors import PeerloomError
 
 
 class HasDescriptor(Protocol):
-    """A socket, a file, or a selector; below 0 if it is closed."""
+    """A socket, a file, or a selector; its descriptor is below 0 if it is closed."""
 
     def fileno(self) -> int: ...
 
 
 class ForkedChild(PeerloomError):
-    """A forked child uses a node of its parent's."""
+    """A forked child tried to use a node that belongs to its parent."""
 
 
 class Descriptor:
-    """A descriptor by its number, which no forked child keeps."""
+    """Holds a descriptor by number and closes it in every forked child."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -34,7 +35,7 @@ class Descriptor:
         return self._number
 
     def close(self) -> None:
-        """Close it; may be repeated."""
+        """Close the descriptor; may be repeated."""
         number, self._number = self._number, -1
         if number >= 0:
             os.close(number)
@@ -44,31 +45,32 @@ _kept: "weakref.WeakSet[HasDescriptor]" = weakref.WeakSet()
 _parents: "weakref.WeakSet[object]" = weakref.WeakSet()
 _ctypes: Any = None
 _loops: "weakref.WeakKeyDictionary[Any, list[HasDescriptor]]" = weakref.WeakKeyDictionary()
-"""By trio's token of a loop."""
+"""The loop's descriptors, keyed by trio's token of the loop."""
 
 
 def keep_from_children(*things: HasDescriptor) -> None:
-    """Close the descriptors of these in every child forked from now on, while they are open."""
+    """Close the descriptors of these objects in every child forked from now on, if they are still open."""
     _kept.update(things)
 
 
 def leave_to_parent(thing: object) -> None:
-    """Have no forked child take this apart, not even when it ends: its end would alter files that the parent
-    uses, as that of a connection of SQLite does (sqlite.org/howtocorrupt.html, 2.6)."""
+    """Never destroy this object in a forked child, not even when the child ends. Destroying it would alter
+    files that the parent uses, as closing a connection of SQLite does (sqlite.org/howtocorrupt.html, 2.6)."""
     global _ctypes
-    import ctypes  # in the parent, for an import in a child may wait for a lock; and not for client commands
+    # imported in the parent, since an import in a child may wait for a lock; not on top, for client commands
+    import ctypes
 
     _ctypes = ctypes
     _parents.add(thing)
 
 
 def keep_loop_from_children() -> None:
-    """Do the same for the descriptors of the running trio loop. Other loops of this process are
-    not affected."""
-    import trio  # only here: client commands hold no loop, and must start at once
+    """Close the descriptors of the running trio loop in every child forked from now on. Other loops of this
+    process are not affected."""
+    import trio  # only here: client commands have no loop, and must start quickly
 
-    # trio has no public name for it: if another version keeps it elsewhere, a child keeps it, which holds no
-    # port.
+    # trio has no public API for these. If another version of trio keeps them elsewhere, a child inherits
+    # them; they hold no port.
     found: list[Any] = []
     with contextlib.suppress(AttributeError):
         runner = trio._core._run.GLOBAL_RUN_CONTEXT.runner
@@ -79,7 +81,7 @@ def keep_loop_from_children() -> None:
 
 
 def refuse_in_child(process: int) -> None:
-    """Raises ForkedChild: `process`, in which something was made, is not this one."""
+    """Raise ForkedChild if this process is not `process`, in which the object was made."""
     if (here := os.getpid()) != process:
         raise ForkedChild(
             f"this node belongs to process {process}, from which process {here} was forked",
@@ -88,9 +90,10 @@ def refuse_in_child(process: int) -> None:
 
 
 def _lose_all() -> None:
-    """In a child. The numbers stay taken, by the null device: objects that the child also has a copy of close
-    them once more, and must not meet what the child has opened meanwhile. No call alters what the parent
-    waits for, and no lock is taken: a thread that the child does not have may hold it."""
+    """Close the inherited descriptors; runs in a child. Their numbers are redirected to the null device
+    instead of being freed, because inherited objects will close the numbers again, and must not close a file
+    that the child has opened meanwhile. No call here alters what the parent waits for or takes a lock, which
+    a thread that does not exist in the child may hold."""
     things = [*_kept, *(each for loop in list(_loops.values()) for each in loop)]
     _kept.clear()
     _loops.clear()

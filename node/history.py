@@ -1,7 +1,8 @@
-"""The latest events of this node, each with a number: what `events --since`, the page and a bug report read.
+"""The latest events of this node, numbered, as read by `events --since`, the page and bug reports.
 
-In memory and bounded. A reader keeps the number it has seen and asks for what came after it, so a slow reader
-holds nothing and misses only what has been dropped. `Node.watch` is for those that wait for each event.
+They are in memory, and their number is bounded. A reader remembers the last number it has seen and asks for
+later events. So a slow reader uses no memory here, and misses only events that were dropped. `Node.watch` is
+for readers that wait for each event.
 """
 
 from collections import deque
@@ -10,7 +11,8 @@ from itertools import islice
 from node.events import Event
 
 EVENTS_KEPT_MAX = 10_000
-"""An event is some 300 bytes, so these are a few MiB: an hour of a busy run, days of a quiet swarm."""
+"""Maximum number of events kept. At about 300 bytes each they take a few MiB: an hour of a busy run, or days
+of a quiet swarm."""
 
 
 class EventHistory:
@@ -21,24 +23,25 @@ class EventHistory:
         self.last = 0
 
     def append(self, event: Event) -> None:
-        """Keep `event`, if need be in place of the oldest."""
+        """Keep `event`, replacing the oldest if necessary."""
         self._events.append(event)
         self.last += 1
 
     @property
     def dropped(self) -> int:
-        """How many events are no longer here."""
+        """The number of events that are no longer kept."""
         return self.last - len(self._events)
 
     def after(self, number: int) -> list[tuple[int, Event]]:
-        """All events above `number` that are still here, oldest first, with their numbers."""
+        """Return all kept events above `number`, oldest first, with their numbers."""
         dropped = self.dropped
         start = min(max(0, number - dropped), len(self._events))
-        if start > len(self._events) // 2:  # from the near end: a reader that keeps up asks for the newest
+        # iterate from the end, since a reader that keeps up asks for the newest events
+        if start > len(self._events) // 2:
             newest = list(islice(reversed(self._events), len(self._events) - start))
             return list(enumerate(reversed(newest), dropped + start + 1))
         return list(enumerate(islice(self._events, start, None), dropped + start + 1))
 
     def since(self, at: float) -> list[tuple[int, Event]]:
-        """All events that are still here and not older than `at` (unix seconds), oldest first."""
+        """Return all kept events not older than `at` (Unix seconds), oldest first, with their numbers."""
         return [(number, event) for number, event in self.after(0) if event.at >= at]

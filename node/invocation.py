@@ -1,9 +1,9 @@
-"""The form in which this process was started, and so the form of commands in texts for its user.
+"""How this process was started, which decides how commands are written in texts for its user.
 
-Texts name a command of ours as a code span, "look: `peerloom status`", whether they come from a screen, from
-the node over its control channel, or from a state that another process wrote. When a text is shown, `shown`
-replaces the span by the form that works in the user's shell: `peerloom`, `.venv/bin/peerloom`, or `python3 -m
-node`. The commands themselves are in `node.cli`.
+Texts name our commands as code spans, such as "look: `peerloom status`", whether they come from a screen,
+from the node over its control channel, or from a state that another process wrote. When a text is shown,
+`shown` replaces the span with the form that works in the user's shell: `peerloom`, `.venv/bin/peerloom`, or
+`python3 -m node`. The commands themselves are in `node.cli`.
 """
 
 import os
@@ -18,18 +18,19 @@ from typing import Any
 SCRIPT = "peerloom"
 """The console script of pyproject.toml, and the name of our commands in texts."""
 MODULE = "python -m node"
-"""The same for the reader of a program's output, and on a machine that we know nothing of."""
+"""Our commands' form for a reader of a program's output, and for a machine that we know nothing about."""
 KEEPS_SPANS = "_PEERLOOM_KEEPS_SPANS"
-"""Set in the environment of a command whose output a process of ours reads, and shows to its own reader."""
+"""Environment variable of a command whose output one of our processes reads and shows to its own reader."""
 SPAN_BEGINS = f"`{SCRIPT}"
 PROGRAM_GIVEN = "_PEERLOOM_PROGRAM"
-"""`program()` of a command, in the environment of the nodes that it starts: a person sees their pages."""
+"""Environment variable that passes `program()` of a command to the nodes that it starts, since people see
+their pages."""
 SPAN = re.compile(rf"`{SCRIPT}((?: [^`]*)?)`")
 _started_by_script: list[str] = []
 
 
 def enter_by_script() -> None:
-    """Note that the console script started this process. Called once, before anything is shown."""
+    """Record that the console script started this process. Call it once, before anything is shown."""
     _started_by_script.append(sys.argv[0])
     program.cache_clear()
 
@@ -61,7 +62,8 @@ def program_from_anywhere() -> str:
 
 
 def service_words() -> list[str]:
-    """Return the words that start this program again without a shell, from the folder it was started in."""
+    """Return the words that start this program again without a shell, from the folder in which it was
+    started."""
     if _started_by_script:
         return [os.path.abspath(_started_by_script[0])]
     return [sys.executable, "-m", "node"]
@@ -73,15 +75,15 @@ def command_span(*words: str) -> str:
 
 
 def install_command(*packages: str) -> str:
-    """Return the command that installs packages beside ours: `pip` in the user's shell may be another
-    environment's."""
-    if find_spec("pip") is None:  # as in an environment that uv made
+    """Return the command that installs packages next to ours; plain `pip` in the user's shell may belong to a
+    different environment."""
+    if find_spec("pip") is None:  # for example in an environment made by uv
         return shlex.join(["uv", "pip", "install", "--python", sys.executable, *packages])
     return shlex.join([sys.executable, "-m", "pip", "install", *packages])
 
 
 def shown(text: str, form: Callable[[], str] = program) -> str:
-    """Return `text` with each code span of a command in the reader's form."""
+    """Return `text` with each code span of a command replaced by the reader's form."""
     if SPAN_BEGINS not in text or os.environ.get(KEEPS_SPANS):
         return text
 
@@ -94,7 +96,7 @@ def shown(text: str, form: Callable[[], str] = program) -> str:
 
 
 def shown_values(document: Any, form: Callable[[], str] = program) -> Any:
-    """Return a document of JSON with all of its texts as `shown`."""
+    """Return a JSON document with `shown` applied to all of its texts."""
     match document:
         case str():
             return shown(document, form)
@@ -107,7 +109,7 @@ def shown_values(document: Any, form: Callable[[], str] = program) -> Any:
 
 
 def _module() -> str:
-    """Return the package that `python -m` runs as this process; empty for a script or a program."""
+    """Return the package that `python -m` runs as this process; empty for a script or another program."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return "" if spec is None else spec.name.removesuffix(".__main__")
 
@@ -121,18 +123,19 @@ def _script(typed: str) -> str:
         if found is not None and os.path.samefile(found, typed):
             return shlex.quote(name)
     except OSError:
-        pass  # it has gone since it was started: its path is the best that is known
+        pass  # the script has been removed since it was started, so its path is the best form known
     return _path(typed)
 
 
 def _interpreter() -> str:
-    """Return this interpreter as it was typed. A wrapper may have put a long path in place of a short one."""
+    """Return this interpreter as it was typed, because a wrapper may have replaced a short path with a long
+    one."""
     typed = sys.orig_argv[0] if sys.orig_argv else ""
     return _path(typed) if os.sep in typed else shlex.quote(typed or "python")
 
 
 def _path(typed: str) -> str:
-    """Return a path as short as it can be typed from the current folder."""
+    """Return the shortest form of a path that can be typed in the current folder."""
     try:
         path = os.path.abspath(typed)
         relative = os.path.relpath(path)

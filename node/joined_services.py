@@ -1,6 +1,7 @@
-"""The services of a node, each made once and joined to the others: who is told of what, who asks whom.
+"""Creates each service of a node once, and connects the services: which one reports to which, and which one
+asks which.
 
-Not here: rules of any of them, and the node's life (`node.runtime`).
+Not here: the services' own rules, and starting and stopping the node (`node.runtime`).
 """
 
 from collections.abc import Callable, Sequence
@@ -56,8 +57,8 @@ from node.transport.network import RealNetwork
 
 @dataclass(frozen=True)
 class Foundation:
-    """The parts of a node that its services stand on. `observe` is told of events of cores and messages of
-    runs; tasks run in `nursery`. `is_met` is set once another node is known, `stopping` once this one
+    """The parts of a node that its services build on. `observe` receives the events of cores and the messages
+    of runs; tasks run in `nursery`. `is_met` is set once another node is known, `stopping` once this node
     leaves."""
 
     seams: Seams
@@ -78,7 +79,7 @@ class Foundation:
 
 
 class JoinedServices:
-    """Those of one node."""
+    """The services of one node."""
 
     runs: Runs
 
@@ -110,10 +111,10 @@ class JoinedServices:
 
     @property
     def config(self) -> Config:
-        """The configuration that is in force."""
+        """The current configuration."""
         return self.provider.config
 
-    # What there is
+    # Creation of the services
 
     def _make_membership(self) -> Membership:
         base = self._base
@@ -286,7 +287,7 @@ class JoinedServices:
     def found(self, peers: Sequence[PeerId]) -> None:
         """Join these peers."""
         if self.stopping.is_set():
-            return  # who has said goodbye joins nobody
+            return  # this node has announced that it leaves, so it must not join anybody
         self.membership.join(peers)
         self.discovery.join(peers)
 
@@ -299,69 +300,70 @@ class JoinedServices:
     # Another node with this one's identity
 
     def _doubt_sessions(self) -> None:
-        """Others may take another node's sessions for this one's."""
+        """Check the sessions, because others may mistake another node's sessions for this node's."""
         if isinstance(self.network, RealNetwork):
             self.network.doubt()
 
     def _stop_as_younger(self, shared: IdentityShared) -> None:
-        """End, since another node with this one's identity began earlier. Say no goodbye: all would take it
-        for that node's."""
+        """Stop, because another node with this one's identity started earlier. Do not announce it, since all
+        members would think that the other node leaves."""
 
         async def end() -> None:
-            await trio.sleep(LEAVE_SECONDS)  # what this one has said of the other goes round
+            # gives this node's statements about the other node time to spread
+            await trio.sleep(LEAVE_SECONDS)
             own = [address.short for address in self.network.addresses]
             raise shared_error(shared, self.config.data_dir, own)
 
         if not self.stopping.is_set():
             self._base.nursery.start_soon(end)
 
-    # What services ask of each other
+    # Requests between services
 
     def _admits_copies(self, peer: PeerId, run: bytes) -> str | None:
         return None if self.runs.is_member(run, peer) else "only for members of a run that this node is in"
 
     def _offers(self) -> list[Offer]:
-        """Return what every live member says it offers, this node included."""
+        """Return the offers of all live members, including this node."""
         provider = self.provider
         has_slot = provider.takes_stages and self.runs.has_slot
         is_sparing = bool(provider.permission.sends_less)
         own = own_offer(self.peer, self._base.machine.offered, has_slot=has_slot, sends_less=is_sparing)
         if provider.is_unreachable:
-            return [own]  # members of a run dial each other, and this one too
+            return [own]  # members of a run must be able to dial each other, so this node can only use itself
         return offers_of(own, self.membership.members, self.measurements.knowledge)
 
     async def _search_providers(self) -> list[Offer]:
-        """Return providers beyond those that membership lists."""
+        """Return providers that are not in the membership list."""
         if self.provider.is_unreachable:
             await trio.lowlevel.checkpoint()
             return []
         return await search_providers(self.discovery, self.membership)
 
     async def _provide(self, run: str, digest: str) -> None:
-        """Say in the DHT that this node keeps a run's weights."""
+        """Announce in the DHT that this node keeps a run's weights."""
         await self.discovery.publish(WEIGHTS_PURPOSE, bytes.fromhex(run), bytes.fromhex(digest))
 
     def _has_given(self, peer: PeerId) -> bool:
-        """Whether a peer has worked for this node, or is in a run with it."""
+        """Return whether a peer has worked for this node, or is in a run with it."""
         runs = self.runs
         return runs.receipts.contribution(peer).weight > 1 or any(
             runs.is_member(run, peer) for run in runs.members
         )
 
     def follow_clock(self) -> None:
-        """Tell others what this machine's clock shows now."""
+        """Make membership and discovery use this machine's current clock."""
         self.membership.follow_clock()
         self.discovery.follow_clock()
 
     # Announcements to others
 
     async def tell_of_checkpoints(self) -> None:
-        """Have copies of checkpoints kept by others, once there are others."""
+        """Start having checkpoints copied to other nodes, once there are any."""
         await self._base.is_met.wait()
         await self.copies.start()
 
     async def advertise(self) -> None:
-        """Advertise this node's offer to peers outside its membership view, once there are others."""
+        """Advertise this node's offer to peers outside its membership view, once another node is known."""
         await self._base.is_met.wait()
         await keep_advertised(
             self.discovery,

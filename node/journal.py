@@ -1,4 +1,4 @@
-"""Applies each event of this node to its state, keeps and reports it, and sends it to watchers."""
+"""Applies each event of this node to its state, records and reports it, and sends it to watchers."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,13 +17,14 @@ from node.recording.recorder import Recorder
 from node.seams import Clock
 
 SUBSCRIBER_EVENTS_MAX = 10_000
-"""Events waiting for one watcher; one that reads nothing loses the newest, not the node its memory."""
+"""Maximum number of events queued for one watcher. If a watcher stops reading, it loses the newest events, so
+that the node does not run out of memory."""
 REFUSALS_SHOWN = (100, 1_000, 10_000, 100_000, 1_000_000)
-"""Garbage is counted; only at these counts does it become one line on screen."""
+"""Garbage is counted; the screen shows a line only when the count reaches one of these values."""
 
 
 class Journal:
-    """The events of one node, and `counts` of what was refused and dropped, by reason."""
+    """The events of one node, and `counts` of what it refused or dropped, by reason."""
 
     def __init__(
         self, clock: Clock, report: Callable[[Event], None] | None, recorder: Recorder | None
@@ -37,7 +38,8 @@ class Journal:
         self._watchers: list[trio.MemorySendChannel[Event]] = []
 
     def publish(self, event: Event) -> None:
-        """Take an event. A screen that fails on it must not disturb the protocol that emitted it."""
+        """Apply, record and report an event. A failure of the screen must not disturb the protocol that
+        emitted the event."""
         try:
             self.state = views.apply(self.state, event)
         except Exception as error:
@@ -58,7 +60,7 @@ class Journal:
 
     @contextmanager
     def watch(self) -> Iterator[trio.MemoryReceiveChannel[Event]]:
-        """Events from now on."""
+        """Yield a channel with all events from now on."""
         send, receive = trio.open_memory_channel[Event](SUBSCRIBER_EVENTS_MAX)
         self._watchers.append(send)
         try:
@@ -67,7 +69,7 @@ class Journal:
             self._watchers.remove(send)
 
     def refuse(self, peer: PeerId, error: RemoteProtocolError) -> None:  # noqa: ARG002 - counted, not named
-        """A peer broke a rule."""
+        """Count a peer's violation of the protocol, and report it at some counts."""
         reason = "protocol_errors"
         self.counts[reason] += 1
         if self.counts[reason] in REFUSALS_SHOWN:

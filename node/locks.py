@@ -1,12 +1,13 @@
-"""Taking a lock that is mostly free, without losing one's turn."""
+"""Acquires a usually uncontended lock without yielding to the scheduler."""
 
 import trio
 
 
 async def acquire(lock: trio.Lock) -> None:
-    """As `lock.acquire()`, but a free lock is taken without letting others run first.
+    """Acquire `lock` like `lock.acquire()`, but take a free lock without letting other tasks run first.
 
-    Raises Cancelled only without the lock, and always if cancelled before: what begins next is not cut short.
+    Raises Cancelled if the task was cancelled before the call or while waiting; the lock is then not held.
+    Once it returns, the lock is held and no cancellation is pending.
     """
     try:
         lock.acquire_nowait()
@@ -20,9 +21,10 @@ async def acquire(lock: trio.Lock) -> None:
 
 
 class Turn:
-    """A lock for a path of microseconds: as `acquire` above takes one, at a third of what trio's own costs.
+    """A lock for hot paths, with the semantics of `acquire` above, at a third of the cost of `trio.Lock`.
 
-    Whoever waits gets it in order. Nobody is told where a task forgets to give it back.
+    Waiting tasks get the lock in order. A task that never releases it is not detected: the others wait
+    forever.
     """
 
     __slots__ = ("_waiting", "is_taken")
@@ -32,7 +34,8 @@ class Turn:
         self._waiting: trio.lowlevel.ParkingLot | None = None
 
     async def take(self) -> None:
-        """Raises Cancelled only without the turn, and always if cancelled before."""
+        """Acquire the lock, waiting if necessary. If this raises Cancelled, the lock is not held; a task that
+        is already cancelled always gets Cancelled."""
         await trio.lowlevel.checkpoint_if_cancelled()
         if not self.is_taken:
             self.is_taken = True
@@ -40,7 +43,7 @@ class Turn:
         if self._waiting is None:
             self._waiting = trio.lowlevel.ParkingLot()
         await self._waiting.park()
-        # It was handed over, still taken.
+        # `give` handed the lock over without clearing `is_taken`.
         try:
             await trio.lowlevel.checkpoint_if_cancelled()
         except trio.Cancelled:
@@ -48,7 +51,7 @@ class Turn:
             raise
 
     def give(self) -> None:
-        """To the next who waits, if anybody does."""
+        """Release the lock: hand it to the first waiting task, if any."""
         if self._waiting:
             self._waiting.unpark()
         else:

@@ -1,7 +1,7 @@
-"""The command line: which commands there are, and what starts a node.
+"""The command line: its commands, and the flags that start a node.
 
-Each command has a file of its own, which loads what is heavy only when it runs. How errors become lines and
-codes stands in `node.cli.errors`.
+Each command has its own file, which imports heavy modules only when the command runs. `node.cli.errors` turns
+errors into lines and exit codes.
 """
 
 from collections.abc import Sequence
@@ -105,7 +105,7 @@ app.command("leave")(leave.leave)
 app.command("sim", context_settings=sim.PASSED_ON)(sim.simulate)
 
 _ALSO_BEFORE_A_COMMAND = ("data_dir", "config")
-"""Flags that mean the same before a command as behind it; all others only start a node."""
+"""Flags that mean the same before and after a command. All other flags before a command only start a node."""
 
 
 @app.callback(invoke_without_command=True)
@@ -178,7 +178,7 @@ def _start(flags: dict[str, Any], **options: Any) -> None:
 
 
 def _keep_for_command(flags: dict[str, Any], context: typer.Context) -> None:
-    """Keep the flags that commands take too. Raises UsageError: another was given."""
+    """Keep the flags that commands also take. Raises UsageError if a different flag was given."""
     context.obj = {key: flags[key] for key in _ALSO_BEFORE_A_COMMAND}
     command = context.invoked_subcommand
     for key, value in flags.items():

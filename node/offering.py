@@ -1,7 +1,7 @@
-"""`[offer]` of the configuration: under which conditions this machine serves others, and how many at once.
+"""`[offer]` of the configuration: when this machine serves others, and how many at once.
 
-A frozen value and the readers of its settings; no measurement. Whether it may serve at a moment is for
-`node.placement.permission`.
+A frozen value and the readers of its settings; it measures nothing. `node.placement.permission` decides
+whether the machine may serve now.
 """
 
 import re
@@ -18,37 +18,37 @@ from node.settings import expanded
 SLOTS_MAX = 64
 LISTED_MAX = 256
 PEER_SESSIONS_MAX = 16
-"""Sessions of one peer that a node serves at once (`partition.serve.provider`)."""
+"""Maximum number of sessions that a node serves at once for one peer (`partition.serve.provider`)."""
 PEER_TOKENS_MAX = 10**9
 DAY_MINUTES = 24 * 60
 BANDWIDTH_MIN = 125_000
-"""Bytes a second."""
+"""In bytes per second."""
 SENDS_LESS = "sends less"
-"""The condition that others see of a machine whose link is metered, or whose battery is low."""
+"""The condition that others see of a machine whose link is metered or whose battery is low."""
 Metered = Literal["no", "less", "never"]
 LowBattery = Literal["less", "never"]
 
 
 ALL_FOLLOWABLE = "all"
-"""Every setting that may be set from outside."""
+"""Stands for every setting that another key may set."""
 FOLLOWABLE = (
     "accept_runs", "battery_low", "battery_min", "cores", "disk", "download", "hours", "idle", "load",
     "mains_only", "memory", "metered", "peer_cache", "peer_sessions", "peer_tokens", "peers", "runs",
     "scratch", "slots", "upload",
 )  # fmt: skip
-"""Settings that a key may set for nodes that follow it: limits, hours and offers. No identity, address, key,
-path or program is among them, nor what a node follows."""
+"""Settings that a key may set for the nodes that follow it: limits, hours and offers. They include no
+identity, address, key, path or program, and not the choice of the key to follow."""
 
 
 @dataclass(frozen=True)
 class Hours:
-    """Times of the day at which a machine serves, in minutes since midnight; none is always. A span that ends
-    before it begins goes over midnight."""
+    """Times of the day at which a machine serves, as spans in minutes since midnight; no spans means always.
+    A span whose end is before its start crosses midnight."""
 
     spans: tuple[tuple[int, int], ...] = ()
 
     def holds(self, minute: int) -> bool:
-        """Return whether this minute of the day is one of them."""
+        """Return whether the machine serves at this minute of the day."""
         if not self.spans:
             return True
         return any(
@@ -57,7 +57,7 @@ class Hours:
         )
 
     def next_begin(self, minute: int) -> int:
-        """Return the minute of the day at which, after this one, the next of them begins."""
+        """Return the minute of the day at which the first span after this minute begins."""
         return min((first for first, _ in self.spans), key=lambda first: (first - minute - 1) % DAY_MINUTES)
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Hours:
 
 @dataclass(frozen=True)
 class NamedData:
-    """A data set of the owner's: a folder with train.npz and test.npz, or a text."""
+    """A data set of the owner: a folder with train.npz and test.npz, or a text."""
 
     name: str
     path: Path
@@ -79,17 +79,18 @@ class NamedData:
 
 @dataclass(frozen=True)
 class Offering:
-    """The limits that a provider's owner sets; the defaults allow all.
+    """The limits that a provider's owner sets; the defaults allow everything.
 
     The node serves `slots` stages at once, each with its share of memory and cores. With `idle_seconds` it
-    serves only when nobody has used keyboard or mouse for so long, with `load_percent` only while other
-    programs take no more of all cores, with `mains_only` not on battery. On battery with less charge than
-    `battery_min_percent` it sends less, or serves nobody ("never"), as `battery_low` says; `metered` says the
-    same of a link that its owner declares metered. Bulk transfers keep to the two rates, 0 for any. `peers`
-    are served where `accept_runs` is "listed", `runs` (by id) where it is "invited". Federated runs that name
-    one of `own_data`, the owner's data sets, may train on it here; only the trained model leaves the machine.
-    Another peer that asks the services with a stage here has at most `peer_sessions` sessions at once,
-    `peer_tokens_per_minute` (0: any number), and `peer_cache_percent` of the memory for keys and values.
+    serves only if nobody has used keyboard or mouse for this long, with `load_percent` only while other
+    programs use at most this share of all cores, and with `mains_only` only on mains power. On battery with
+    less charge than `battery_min_percent` it sends less or serves nobody, according to `battery_low`.
+    `metered` is the same rule for a link that its owner declares metered. The two rates limit bulk transfers;
+    0 is no limit. `peers` are served if `accept_runs` is "listed", `runs` (by id) if it is "invited".
+    Federated runs that name one of `own_data`, the owner's data sets, may train on it here; only the trained
+    model leaves the machine. Each other peer that uses the services with a stage here has at most
+    `peer_sessions` sessions at once, `peer_tokens_per_minute` (0: no limit), and `peer_cache_percent` of the
+    memory for keys and values.
     """
 
     slots: int = 1
@@ -111,13 +112,13 @@ class Offering:
 
     @property
     def are_watched(self) -> bool:
-        """Whether a rule depends on how the machine is used from one moment to the next."""
+        """Whether a rule depends on the machine's current use, so that its state must be watched."""
         is_wanted = self.hours.spans or self.idle_seconds or self.load_percent or self.mains_only
         return bool(is_wanted or self.battery_min_percent or self.metered != "no")
 
 
 class OfferTable(msgspec.Struct, frozen=True):
-    """`[offer]` as it stands in a file."""
+    """The table `[offer]` of a config file."""
 
     slots: Annotated[int, msgspec.Meta(ge=1, le=SLOTS_MAX)] | None = None
     hours: str | None = None
@@ -137,25 +138,25 @@ class OfferTable(msgspec.Struct, frozen=True):
     peer_cache: str | None = None
 
 
-# Readers: one text as a person writes it to a value, or ValueError with the reason.
+# Readers: each turns a text that a person wrote into a value, or raises ValueError with the reason.
 
 
 def read_slots(text: str) -> int:
-    """How many stages at once."""
+    """Read the number of stages served at once."""
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= SLOTS_MAX):
         raise ValueError(f"want a whole number, 1 to {SLOTS_MAX}")
     return int(text)
 
 
 def read_peer_sessions(text: str) -> int:
-    """How many sessions of one peer at once."""
+    """Read the number of sessions that one peer may have at once."""
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= PEER_SESSIONS_MAX):
         raise ValueError(f"want a whole number, 1 to {PEER_SESSIONS_MAX}")
     return int(text)
 
 
 def read_peer_tokens(text: str) -> int:
-    """How many tokens a minute for one peer; 0 or `any` is no bound."""
+    """Read the number of tokens per minute for one peer; 0 or `any` is no limit."""
     if text == "any":
         return 0
     if not (text.isascii() and text.isdigit() and int(text) <= PEER_TOKENS_MAX):
@@ -164,14 +165,14 @@ def read_peer_tokens(text: str) -> int:
 
 
 def read_peer_cache(text: str) -> int:
-    """Return the share of the memory for keys and values that one peer may have, in percent."""
+    """Read the share of the memory for keys and values that one peer may use, in percent."""
     if not (found := read_percent(text)):
         raise ValueError("want a share such as 50%")
     return found
 
 
 def read_hours(text: str) -> Hours:
-    """`22:00-07:00`, several with commas; empty or `always` is always."""
+    """Read times such as `22:00-07:00`, several separated by commas; empty or `always` means always."""
     if text in ("", "always"):
         return Hours()
     spans = []
@@ -187,7 +188,7 @@ def read_hours(text: str) -> Hours:
 
 
 def read_percent(text: str) -> int:
-    """`30%`; 0 is no bound."""
+    """Read a share such as `30%`; 0 is no limit."""
     match = re.fullmatch(r"(\d{1,3}) ?%?", text)
     if match is None or int(match[1]) > 100:
         raise ValueError("want a share such as 30%, or 0 for any")
@@ -195,7 +196,7 @@ def read_percent(text: str) -> int:
 
 
 def read_bandwidth(text: str) -> int:
-    """`10Mbit/s` or `1.5MB/s` in bytes a second; 0 or `any` is no bound."""
+    """Read a rate such as `10Mbit/s` or `1.5MB/s`, in bytes per second; 0 or `any` is no limit."""
     if text in ("0", "any"):
         return 0
     try:
@@ -203,12 +204,12 @@ def read_bandwidth(text: str) -> int:
     except ValueError as error:
         raise ValueError(f"{error}, or any") from None
     if rate < BANDWIDTH_MIN:
-        raise ValueError("want at least 1Mbit/s: with less no stage keeps up, and streams would be cut")
+        raise ValueError("want at least 1Mbit/s: with less, no stage keeps up and streams would be cut")
     return rate
 
 
 def read_peer_id(text: str) -> PeerId:
-    """A peer id as `peerloom id` prints it."""
+    """Read a peer id as `peerloom id` prints it."""
     try:
         return parse_peer(text)
     except ValueError:
@@ -216,19 +217,19 @@ def read_peer_id(text: str) -> PeerId:
 
 
 def read_followed(text: str) -> PeerId | None:
-    """The peer id whose settings are followed; an empty text is none."""
+    """Read the peer id whose settings are followed; an empty text means none."""
     return read_peer_id(text) if text else None
 
 
 def read_run_id(text: str) -> str:
-    """A run's id, or its first eight digits."""
+    """Read a run's id, or its first eight digits."""
     if not re.fullmatch(r"[0-9a-f]{8,16}", text):
         raise ValueError("want a run's id, or its first eight hexadecimal digits")
     return text
 
 
 def read_own_data(text: str) -> NamedData:
-    """`scans=/data/scans`: a name that federated runs use, and the folder or text on this machine."""
+    """Read `scans=/data/scans`: a name that federated runs use, and the folder or text on this machine."""
     name, _, path = text.partition("=")
     found = expanded(path)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}", name):

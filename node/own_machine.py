@@ -1,4 +1,4 @@
-"""This machine as a node's own: what was measured of it, what it offers, and what others are told of both."""
+"""This node's own machine: what was measured of it, what it offers, and what other members learn of both."""
 
 import os
 from collections.abc import Callable
@@ -29,11 +29,11 @@ from partition.plan.rates import Calibration
 
 
 class OwnMachine:
-    """The machine of one node. `measure` comes first, then `keep_standing`, then `join`."""
+    """The machine of one node. Call `measure` first, then `keep_standing`, then `join`."""
 
     capacity: Capacity
     standing: StandingKeeper
-    """Tells others how this node is."""
+    """Announces this node's condition to others."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class OwnMachine:
         given: Capacity | None,
         is_met: trio.Event,
     ) -> None:
-        """`given` is taken for measured; `is_met` is set once another node is known."""
+        """`given` is used in place of a measurement; `is_met` is set once another node is known."""
         self._provider = provider
         self._seams = seams
         self._peer = peer
@@ -58,16 +58,16 @@ class OwnMachine:
 
     @property
     def is_measured(self) -> bool:
-        """Whether this is a real machine, whose capacity nobody gave."""
+        """Whether this is a real machine whose capacity was measured, not given."""
         return self._given is None and isinstance(self._seams.executor, RealExecutor)
 
     @property
     def offered(self) -> Capacity:
-        """The capacity of one slot, as it is offered."""
+        """The capacity of one slot, as offered to others."""
         return self._provider.of_a_slot(self.capacity)
 
     async def measure(self) -> None:
-        """Find out what this machine can do, and what a stage's process can be held to."""
+        """Measure what this machine can do, and which restrictions of a stage's process it can enforce."""
         async with trio.open_nursery() as nursery:
             if isinstance(self._seams.executor, RealExecutor):
                 nursery.start_soon(self._try_fences)
@@ -77,7 +77,8 @@ class OwnMachine:
             self._hold(capacity)
 
     async def _try_fences(self) -> None:
-        """Find out what a stage's process can be held to, before any is offered a place here."""
+        """Find out which restrictions of a stage's process can be enforced, before any slot is offered
+        here."""
         resources, at = self._provider.config.resources, self._seams.clock.wall()
         tried = await self._seams.executor.run(partial(try_here, resources, at))
         self._provider.unfenced, self._provider.cannot_compute = tried.unfenced, cannot_compute()
@@ -86,7 +87,7 @@ class OwnMachine:
             self._publish(self._provider.offer(self._seams.clock.wall()))
 
     def keep_standing(self) -> None:
-        """Begin to keep what others are told; before `join` this node holds nothing."""
+        """Start announcing this node's condition; until `join`, it announces no stages."""
         self.standing = StandingKeeper(
             self._seams.clock,
             self._provider.config.swarm.preset,
@@ -97,11 +98,11 @@ class OwnMachine:
         )
 
     def join(self, membership: Membership, measurements: Measurements, runs: Runs) -> None:
-        """Take the services that tell of this machine and use it."""
+        """Connect the services that announce and use this machine."""
         self._membership, self._measurements, self._runs = membership, measurements, runs
 
     def profile(self) -> Profile:
-        """Return what members are told of this node."""
+        """Return what members learn about this node."""
         accepts, standing = self._provider.takes_stages_of_others, self.standing.told
         metadata = encode_metadata(self.offered, accepts_runs=accepts, standing=standing)
         return Profile(self._provider.config.name, self._seams.network.addresses, metadata)
@@ -111,7 +112,7 @@ class OwnMachine:
         self._membership.update(self.profile())
 
     def _standing_now(self, told: AdvertisedStanding | None) -> AdvertisedStanding:
-        """Return how this node is; a simulated one is as if idle."""
+        """Return this node's condition; a simulated node appears idle."""
         provider, measurements = self._provider, self._measurements
         words = {
             **provider.words,
@@ -132,19 +133,21 @@ class OwnMachine:
         self._publish(capacity.measured(self._seams.clock.wall(), self._provider.rules.slots))
 
     def offer(self, capacity: Capacity) -> None:
-        """Offer this from now on."""
+        """Offer this capacity from now on."""
         self._hold(capacity)
         self.standing.tell_now()
 
     def permitted(self, permission: Permission) -> None:
-        """Others may be served from now on, or may not: then what they have here is handed over."""
+        """Apply a new permission to serve others. If others may not be served any more, their stages here are
+        handed over."""
         self._publish(self._provider.offer(self._seams.clock.wall()))
         self.standing.tell_now()
         if not permission.may_serve and self._runs is not None:
             self._runs.start_task(vacate, self._runs, permission.reason, of_others(self._peer), of=None)
 
     async def calibrate(self) -> None:
-        """Find out in the background what a stage's process does here, and tell it instead of the guess."""
+        """Measure in the background what a stage's process can do here, and announce it in place of the
+        estimate."""
         config, provider = self._provider.config, self._provider
         if not (config.resources.calibrate and provider.takes_stages) or self._measurements is None:
             return
@@ -154,5 +157,5 @@ class OwnMachine:
         await self._measurements.measure(wanted, folder, self.calibrated, self._is_met)
 
     def calibrated(self, found: Calibration) -> None:
-        """Offer what a stage's process was measured to do."""
+        """Offer the measured speed of a stage's process."""
         self.offer(corrected(self.capacity, found, self._provider.rules.slots))

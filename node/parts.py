@@ -1,4 +1,4 @@
-"""The parts of a node that others may replace, for experiments and tests (`node.seams.Seams.part`)."""
+"""The parts of a node that experiments and tests may replace (`node.seams.Seams.part`)."""
 
 from dht.kademlia import Kademlia
 from gossip.averaging.attempt import Attempt
@@ -57,12 +57,12 @@ PARTS: frozenset[type] = frozenset(
         Swim,
     }
 )
-"""Each is called where the node makes one, so any callable can take its place; of HeldStage, a class with
-`open`, which is awaited."""
+"""Each part is called where the node creates one, so any callable can replace it. A replacement for HeldStage
+must be a class with an async method `open`."""
 
 
 def checked_parts(parts: Parts) -> Parts:
-    """Return the parts. Raises UsageError for a class that no node asks for."""
+    """Return `parts`. Raises UsageError for a class that is not a replaceable part."""
     for kind in parts:
         if kind not in PARTS:
             known = ", ".join(sorted(each.__name__ for each in PARTS))

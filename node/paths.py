@@ -1,7 +1,7 @@
-"""Where a node's data folder and its control socket are, for the node and for client commands.
+"""Locations of a node's data folder and control socket, for the node and for client commands.
 
-And what is said where the system does not let us use a folder. Kept apart from `node.config` because a client
-command must start at once: only the standard library.
+It also has the errors for folders that the system does not let us use. It is separate from `node.config`, and
+uses only the standard library, because a client command must start quickly.
 """
 
 import errno
@@ -14,21 +14,23 @@ from node.errors import UsageError
 
 ENVIRONMENT_PREFIX = "PEERLOOM_"
 CONTROL_NAME = "control.sock"
-"""In the data folder: the socket of the node that holds it (`node.control`)."""
+"""The socket in the data folder that belongs to the node that holds the folder (`node.control`)."""
 LOCK_NAME = "node.lock"
-"""In the data folder: held by its node, whose process it names (`node.storage.folder`)."""
+"""The lock file in the data folder; its node holds the lock and writes its process id into it
+(`node.storage.folder`)."""
 OTHER_FOLDER = "give the node a folder of its own: `peerloom --data-dir DIR`"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-"""The error numbers of a full disk."""
+"""The error numbers of a full disk or quota."""
 NO_HOME = "this user has no home folder: HOME is not set, and the list of users does not have it"
 SOCKET_PATH_BYTES_MAX = 100
-"""Systems take paths of sockets up to 107 bytes, some up to 103 (unix(7))."""
+"""Systems accept socket paths of at most 107 bytes, some of at most 103 (unix(7))."""
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
-    """`~/.local/share/peerloom/default`, or below XDG_DATA_HOME (XDG base directory specification)."""
+    """Return `~/.local/share/peerloom/default`, or a folder below XDG_DATA_HOME (XDG base directory
+    specification)."""
     base = environ.get("XDG_DATA_HOME", "")
-    # The specification: a relative path there is invalid and is to be ignored.
+    # The specification says that a relative path is invalid here and must be ignored.
     if not os.path.isabs(base):
         try:
             base = str(Path.home() / ".local" / "share")
@@ -40,7 +42,7 @@ def default_data_dir(environ: Mapping[str, str]) -> Path:
 
 
 def is_default_data_dir(path: Path, environ: Mapping[str, str]) -> bool:
-    """Return whether commands look for a node there without being told."""
+    """Return whether commands look for a node in this folder by default."""
     try:
         return path == default_data_dir(environ)
     except UsageError:
@@ -48,7 +50,8 @@ def is_default_data_dir(path: Path, environ: Mapping[str, str]) -> bool:
 
 
 def expand(text: str) -> Path:
-    """The path that a person wrote, with `~` for a home folder. Raises UsageError: there is none."""
+    """Return the path that a person wrote, with `~` replaced by the home folder. Raises UsageError if there
+    is none."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -58,8 +61,8 @@ def expand(text: str) -> Path:
 
 
 def cache_folder(environ: Mapping[str, str], otherwise: Path) -> Path:
-    """`~/.cache/peerloom`, or below XDG_CACHE_HOME (XDG base directory specification); `otherwise` for a user
-    without a home folder."""
+    """Return `~/.cache/peerloom`, or a folder below XDG_CACHE_HOME (XDG base directory specification);
+    `otherwise` if the user has no home folder."""
     base = environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "peerloom"
@@ -68,7 +71,7 @@ def cache_folder(environ: Mapping[str, str], otherwise: Path) -> Path:
 
 
 def temporary_folder() -> str:
-    """The system's folder for temporary files. Raises UsageError: there is none that can be written to."""
+    """Return the system's folder for temporary files. Raises UsageError if no such folder is writable."""
     import tempfile  # only here: it would cost every client command some milliseconds
 
     try:
@@ -81,7 +84,7 @@ def temporary_folder() -> str:
 
 
 def unusable(path: Path | str, error: OSError, what: str = "data folder") -> UsageError:
-    """Return what to say of a folder or file that the system does not let us use."""
+    """Return the error for a folder or file that the system does not let us use."""
     reason = (error.strerror or str(error)).lower()
     room = "make room there, or " if error.errno in NO_ROOM else ""
     return UsageError(f"{what} {short_path(path)}: {reason}", room + OTHER_FOLDER)
@@ -89,7 +92,7 @@ def unusable(path: Path | str, error: OSError, what: str = "data folder") -> Usa
 
 @contextmanager
 def usable(path: Path) -> Iterator[None]:
-    """Say of an error of the system in this block that it is the data folder's. Raises UsageError."""
+    """Report a system error in this block as an error of the data folder. Raises UsageError."""
     try:
         yield
     except OSError as error:
@@ -98,9 +101,11 @@ def usable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def socket_path(folder: Path) -> Iterator[str]:
-    """A path of the control socket in `folder` that is short enough to bind or connect to, in this context.
+    """Yield a path of the control socket in `folder` that is short enough to bind or connect to within this
+    context.
 
-    Where its own is too long it leads through a link in a private temporary folder. Raises OSError.
+    If the socket's own path is too long, the yielded path leads through a link in a private temporary folder.
+    Raises OSError.
     """
     path = str(folder / CONTROL_NAME)
     if len(os.fsencode(path)) <= SOCKET_PATH_BYTES_MAX:
@@ -117,7 +122,7 @@ def socket_path(folder: Path) -> Iterator[str]:
 
 
 def short_path(path: Path | str) -> str:
-    """A path as a person writes it: `~` for the home folder."""
+    """Return a path as a person writes it, with `~` for the home folder."""
     try:
         return str(Path("~") / Path(path).relative_to(Path.home()))
     except (ValueError, RuntimeError):

@@ -1,9 +1,9 @@
-"""A trio event loop in a thread of its own, and calls into it from any other thread.
+"""Runs a trio event loop in its own thread, and calls into it from other threads.
 
 It knows nothing of nodes. Calls work from plain scripts, from threads and from a notebook, even if asyncio
-runs in the calling thread, since nothing is awaited there. Unlike `trio.from_thread`, a call that is
-interrupted by Ctrl-C is cancelled in the loop, and a call into a loop that has ended raises at once instead
-of waiting.
+runs in the calling thread, since nothing is awaited there. Unlike with `trio.from_thread`, a call interrupted
+by Ctrl-C is also cancelled in the loop, and a call into a loop that has ended raises immediately instead of
+waiting.
 """
 
 import os
@@ -24,7 +24,7 @@ S = TypeVar("S")
 
 THREAD_NAME = "peerloom"
 JOIN_SECONDS_MAX = 30.0
-"""How long `close` waits for the loop to end: a node hands over for at most 8 s, and says goodbye in one."""
+"""How long `close` waits for the loop to end. A node takes up to 8 s to hand over and one to leave."""
 
 
 class PortalClosed(PeerloomError):
@@ -33,7 +33,7 @@ class PortalClosed(PeerloomError):
 
 @dataclass(frozen=True, eq=False)
 class LoopCall(Generic[T]):
-    """One call into the loop: its function, and the destination of its outcome."""
+    """One call into the loop: its function, and the future for its outcome."""
 
     function: Callable[..., Awaitable[T]]
     arguments: tuple[Any, ...]
@@ -42,9 +42,9 @@ class LoopCall(Generic[T]):
 
 
 class Portal(Generic[S]):
-    """Runs `async with make() as subject` in a thread of its own until `close`.
+    """Runs `async with make() as subject` in its own thread until `close`.
 
-    `open` returns once the subject has been entered, and raises the errors of entering it.
+    `open` returns once the subject has been entered, and raises any error of entering it.
     """
 
     def __init__(self, make: Callable[[], AbstractAsyncContextManager[S]]) -> None:
@@ -72,16 +72,16 @@ class Portal(Generic[S]):
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are taken."""
+        """Whether the loop accepts calls."""
         return self._started.done() and not self._is_over
 
     @property
     def is_here(self) -> bool:
-        """Return whether this is the process that made it, and not a forked child."""
+        """Whether this is the process that made the portal, and not a forked child."""
         return os.getpid() == self._process
 
     def refuse_in_child(self) -> None:
-        """Raises ForkedChild: this is a forked child, which has no loop."""
+        """Raise ForkedChild if this is a forked child, which has no loop."""
         refuse_in_child(self._process)
 
     def close(self) -> None:
@@ -101,8 +101,8 @@ class Portal(Generic[S]):
     def run(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """Run a coroutine function in the loop; return its result or raise its error.
 
-        An interrupt of the calling thread (Ctrl-C) cancels it in the loop as well. Raises PortalClosed or
-        ForkedChild.
+        If Ctrl-C interrupts the calling thread, the call is also cancelled in the loop. Raises PortalClosed
+        or ForkedChild.
         """
         call = self.begin(function, *arguments)
         try:
@@ -122,7 +122,7 @@ class Portal(Generic[S]):
         return self.run(run)
 
     def begin(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> "LoopCall[T]":
-        """Begin a coroutine function in the loop without waiting. Raises PortalClosed or ForkedChild."""
+        """Start a coroutine function in the loop without waiting. Raises PortalClosed or ForkedChild."""
         self.refuse_in_child()
         if threading.current_thread() is self._thread:
             raise PortalClosed("a blocking call from inside the node's own event loop would never return")
@@ -135,8 +135,8 @@ class Portal(Generic[S]):
         return call
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Run a plain function in the loop's thread soon, after all posted before it: what `begin` begins may
-        run in any order. It must not raise. Raises PortalClosed or ForkedChild."""
+        """Run a plain function in the loop's thread soon, after all functions posted before it (tasks of
+        `begin` may run in any order). The function must not raise. Raises PortalClosed or ForkedChild."""
         self.refuse_in_child()
         with self._lock:
             if self._is_over or self._token is None:
@@ -144,7 +144,7 @@ class Portal(Generic[S]):
             self._token.run_sync_soon(function, *arguments)
 
     def cancel(self, call: "LoopCall[Any]") -> None:
-        """Cancel a task of `begin`, if it still runs.
+        """Cancel a call started by `begin`, if it is still running.
 
         Raises ForkedChild.
         """
@@ -154,7 +154,8 @@ class Portal(Generic[S]):
                 self._token.run_sync_soon(call.scope.cancel)
 
     def iterate(self, make: Callable[..., AsyncIterator[T]], *arguments: Any) -> Iterator[T]:
-        """Yield an async iterator's items, until it or the loop ends; it is closed with this one."""
+        """Yield an async iterator's items until it or the loop ends. Closing this generator closes the async
+        iterator."""
         iterator = make(*arguments)
 
         async def close() -> None:
@@ -220,7 +221,7 @@ class Portal(Generic[S]):
             self._pending.discard(future)
 
     def _settle(self, future: Future[Any]) -> None:
-        """Settle a call that will not be answered any more."""
+        """Settle a call that will never be answered."""
         self._forget(future)
         if future.cancel():
             future.set_running_or_notify_cancel()
@@ -234,7 +235,7 @@ class Portal(Generic[S]):
 
 
 def _single(error: BaseException) -> BaseException:
-    """Return the single exception of a nested group: a nursery wraps errors that people should read."""
+    """Return the only exception of a nested group, because people should not see a nursery's wrapping."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

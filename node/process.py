@@ -1,4 +1,4 @@
-"""The daemon, `peerloom`: the process around one node, from its start to its end, which is bounded.
+"""The daemon, `peerloom`: the process around one node, from its start to its end, which has a time limit.
 
 Not here: the node itself (`node.runtime`).
 """
@@ -29,11 +29,13 @@ from node.text import counted
 from node.web.page import Page
 
 END_SECONDS_MAX = 13.0
-"""From the wish to leave to the end of the process: handing over takes up to eight, a goodbye one."""
+"""Maximum seconds from the request to leave to the end of the process: handing over takes up to eight,
+leaving the swarm one."""
 KEPT_BYTES = 16 << 20
-"""Freed memory that the heap keeps."""
+"""How much freed memory the heap keeps."""
 MAPPED_BYTES = 2 << 20
-"""Pieces of memory below this come from the heap; larger ones are mapped, and go back at once."""
+"""Allocations below this size come from the heap; larger ones are mapped, and returned to the system when
+freed."""
 _OVER = ("done", "failed", "stopped")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -45,7 +47,7 @@ def main(
     report: Callable[[Event], None] | None = None,
     record: Path | None = None,
 ) -> int:
-    """Run a node until it is told to leave, recorded in the file `record`; the exit code.
+    """Run a node until it is told to leave, recorded in the file `record`; return the exit code.
 
     Raises PeerloomError.
     """
@@ -60,18 +62,18 @@ def main(
 
 
 def spare_imports() -> None:
-    """Have no collection of garbage look through what was imported: it stays as long as the process.
+    """Exclude imported objects from garbage collection, since they live as long as the process.
 
-    A full one took 40 ms of the event loop for these 60,000 objects alone.
+    A full collection blocked the event loop for 40 ms because of these 60,000 objects alone.
     """
     gc.collect()
     gc.freeze()
 
 
 def keep_freed_memory() -> None:
-    """Have the heap keep some of what is freed. By itself glibc gives back what a step's sums have taken, and
-    takes it again, zeroed page by page, for the next: 900 pages a step of two small replicas."""
-    # Other libraries than glibc's do not have it, and may not need it.
+    """Make the heap keep some of the freed memory. By default glibc returns the memory of a step's sums and
+    takes it again, zeroed page by page, for the next step: 900 pages a step for two small replicas."""
+    # C libraries other than glibc lack this function, and may not need it.
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if set_option is not None:
         set_option(_M_MMAP_THRESHOLD, MAPPED_BYTES)
@@ -99,7 +101,7 @@ async def _serve_until_told(
     recorder: Recorder | None,
     stack: ExitStack,
 ) -> None:
-    """Serve until the node was told to leave, and let it; from then on `stack` bounds it."""
+    """Serve until the node is told to leave; from then on `stack` limits how long leaving takes."""
     supervisor = NotifySocket.take(os.environ)
     async with Node(config, report=report, recorder=recorder) as node, trio.open_nursery() as nursery:
         stack.enter_context(_stopped_by_signals(node.stopping))
@@ -115,7 +117,8 @@ async def _serve_until_told(
         await node.stopping.wait()
         supervisor.tell(STOPPING=1, STATUS="leaving the swarm")
         if sys.stderr.isatty():
-            # Handing over takes some seconds, in which a person would press Ctrl-C again, and cut it short.
+            # Handing over takes some seconds. Without this line, a person might press Ctrl-C again and
+            # interrupt it.
             sys.stderr.write("leaving... (Ctrl-C again: at once)\n")
         stack.enter_context(_forced_end())
         nursery.cancel_scope.cancel()
@@ -132,8 +135,8 @@ def _status(node: Node) -> str:
 
 @contextmanager
 def _forced_end() -> Iterator[None]:
-    """End the process where the block does not end in time, for whatever reason: a thread computes, a disk
-    hangs. Nothing is lost by that which a crash would not lose; the stages' processes end with this one."""
+    """End the process if the block does not end in time for any reason, such as a computing thread or a
+    hanging disk. Nothing more is lost than in a crash; the stages' processes end with this one."""
     timer = threading.Timer(END_SECONDS_MAX, _end_now)
     timer.daemon = True
     timer.start()
@@ -144,7 +147,7 @@ def _forced_end() -> Iterator[None]:
 
 
 def _end_now() -> None:
-    line = f"left, but not in order: it had not ended after {END_SECONDS_MAX:.0f} s"
+    line = f"left without finishing: it had not ended after {END_SECONDS_MAX:.0f} s"
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
     os._exit(EXIT_UNEXPECTED)
@@ -152,7 +155,8 @@ def _end_now() -> None:
 
 @contextmanager
 def _stopped_by_signals(stopping: trio.Event) -> Iterator[None]:
-    """Set `stopping` at the first Ctrl-C; the second ends the process at once, also while the node leaves."""
+    """Set `stopping` at the first Ctrl-C. The second ends the process immediately, even while the node is
+    leaving."""
     token = trio.lowlevel.current_trio_token()
     is_told = False
 

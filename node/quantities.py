@@ -1,7 +1,8 @@
-"""Quantities and their readers: durations, amounts of memory, rates of links and of computing. Pure.
+"""Quantities and their readers: durations, amounts of memory, data rates and computing rates. Pure.
 
-One grammar: a number, maybe a blank, a unit in any case. Every flag and key that takes a quantity is read
-here, or by a reader that calls one of these. Each raises ValueError that says what is wanted.
+All share one grammar: a number, an optional blank, and a unit in any case. Every flag and key that takes a
+quantity uses one of these readers, directly or through another reader. Each raises ValueError with a
+description of valid texts.
 """
 
 import re
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 _NUMBER = r"(\d{1,20}(?:\.\d{1,20})?)"
 AMOUNT_MAX = (1 << 63) - 1
-"""More fits in no document that a node reads."""
+"""The largest integer in documents that a node reads."""
 _TIME = re.compile(_NUMBER + r" *(us|ms|s|min|m|h|d)?", re.ASCII | re.IGNORECASE)
 _AMOUNT = re.compile(_NUMBER + r" *([kmgtp]i?)?b", re.ASCII | re.IGNORECASE)
 _FLOPS = re.compile(_NUMBER + r" *([kmgtpe])?flop(?:s|/s)", re.ASCII | re.IGNORECASE)
@@ -28,7 +29,7 @@ def read_duration(text: str) -> float:
 
 
 def read_bytes(text: str) -> int:
-    """Return `8GB` (of 1000s), `512MiB` (of 1024s) or `100B` in bytes."""
+    """Return `8GB` (units of 1000), `512MiB` (units of 1024) or `100B` in bytes."""
     match = _AMOUNT.fullmatch(text.strip())
     if match is None or not (found := _scaled(match)):
         raise ValueError("want an amount such as 12GB, 8GiB or 800MiB")
@@ -36,7 +37,7 @@ def read_bytes(text: str) -> int:
 
 
 def read_flops(text: str) -> int:
-    """Return `50GFLOPS` or `50 GFLOP/s` in operations a second."""
+    """Return `50GFLOPS` or `50 GFLOP/s` in operations per second."""
     match = _FLOPS.fullmatch(text.strip())
     if match is None or not (found := _scaled(match)):
         raise ValueError("want a rate of computing such as 50GFLOPS")
@@ -44,9 +45,9 @@ def read_flops(text: str) -> int:
 
 
 def read_rate(text: str) -> int:
-    """Return `100Mbit`, `10Mbit/s`, `10Mbps` or `12.5MB/s` in bytes a second.
+    """Return `100Mbit`, `10Mbit/s`, `10Mbps` or `12.5MB/s` in bytes per second.
 
-    A lone small `b` is refused: some mean bits by it, some bytes.
+    A lone small `b` is refused, because it may mean bits or bytes.
     """
     text = text.strip()
     if match := _BIT_RATE.fullmatch(text):
@@ -67,17 +68,17 @@ def _scaled(match: "re.Match[str]", divided_by: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """An amount of memory: bytes, or a fraction of what the device has."""
+    """An amount of memory: bytes, or a fraction of the device's memory."""
 
     bytes: int = 0
     fraction: float = 0.0
 
     def of(self, total_bytes: int) -> int:
-        """The amount in bytes on a device with `total_bytes`, never more than it has."""
+        """Return the amount in bytes on a device with `total_bytes`, at most `total_bytes`."""
         return min(self.bytes or int(self.fraction * total_bytes), total_bytes)
 
     def __str__(self) -> str:
-        """As a person writes it: `16GiB`, `12GB`, `80%`."""
+        """Return the amount as a person writes it: `16GiB`, `12GB`, `80%`."""
         if not self.bytes:
             return f"{self.fraction * 100:g}%"
         for power, letter in zip((4, 3, 2, 1), "TGMK", strict=True):
@@ -88,7 +89,7 @@ class Memory:
 
 
 def read_memory(text: str) -> Memory:
-    """`12GB`, `800 MiB` or `80%`."""
+    """Read `12GB`, `800 MiB` or `80%`."""
     if match := re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?) ?%", text.strip()):
         if 0 < float(match[1]) <= 100:
             return Memory(fraction=float(match[1]) / 100)

@@ -1,8 +1,8 @@
-"""Requests of clients over the control channel: a struct for each command, typed and bounded by decoding.
+"""Client requests on the control channel: one struct for each command. Decoding checks types and bounds.
 
-A handler takes its own request; `command` wraps it for `node.control.ControlServer` and the page, which pass
-the arguments as received. Fields that a struct does not name are ignored, so that an older node serves a
-newer client.
+A handler takes its own request type; `command` wraps the handler for `node.control.ControlServer` and for the
+web page's server, both of which pass arguments unchecked. Fields that a struct does not name are ignored, so
+that an older node can serve a newer client.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,18 +15,18 @@ from node.control import CommandHandler, Emit
 from node.errors import UsageError, split_place
 
 NUMBER_MAX = 2**53
-"""Whole numbers are exact up to here in JSON."""
+"""JSON numbers represent whole numbers exactly up to this value."""
 STEP_MAX = 2**52
-"""The last step that a manifest may name."""
+"""The highest step that a manifest may name."""
 TEXTS_MAX = 1_024
-"""More kinds of events, or peers, than there are of any."""
+"""Maximum length of a list of texts; far above the number of event kinds or of peers named in one request."""
 
 Number = Annotated[float, Meta(ge=-NUMBER_MAX, le=NUMBER_MAX)]
 Text = Annotated[str, Meta(max_length=65_536)]
-"""A name, a word or a path, and far longer than any."""
+"""A name, a word or a path. The limit is far above any real length."""
 Texts = Annotated[tuple[Text, ...], Meta(max_length=TEXTS_MAX)]
 Given = Annotated[str, Meta(min_length=1, max_length=65_536, pattern=r"^[^\0]+\Z")]
-"""A name or a path that must be there."""
+"""A name or a path that must not be empty."""
 
 R = TypeVar("R", bound=Struct)
 
@@ -36,8 +36,8 @@ class Nothing(Struct, frozen=True):
 
 
 class EventsRequest(Struct, frozen=True):
-    """Events since a time (Unix seconds; none: of now on) of some kinds (none: all) that contain a text; with
-    `follow`, also each later one until the client hangs up."""
+    """Events since `since` (Unix seconds; None: from now on), of the given kinds (empty: all), that contain
+    `text`. With `follow`, also later events, until the client disconnects."""
 
     since: Number | None = None
     kinds: Texts = ()
@@ -46,11 +46,11 @@ class EventsRequest(Struct, frozen=True):
 
 
 class Prepared(Struct, frozen=True):
-    """A run that `peerloom train`, or a program, has prepared: where its files lie.
+    """A run that `peerloom train` or a program has prepared, with the locations of its files.
 
-    `run` is a checked RUN.toml, or `text` an unchecked one. `path` is where it lies, from which other paths
-    are meant; errors call it `name`. `graph` and `values` are the captured model, `data` is a folder of
-    converted samples, `folder` the Hugging Face folder that the model came from.
+    `run` is a checked RUN.toml, or `text` an unchecked one. `path` is the file's location, and other paths
+    are relative to it; error messages call the file `name`. `graph` and `values` are the captured model,
+    `data` is a folder of converted samples, and `folder` the Hugging Face folder that the model came from.
     """
 
     name: Text = "RUN.toml"
@@ -64,30 +64,31 @@ class Prepared(Struct, frozen=True):
 
 
 class TrainRequest(Prepared, frozen=True):
-    """Begin a run; wait so long (seconds) for peers that it lacks."""
+    """Start a run; wait up to `wait_seconds` if it needs more peers."""
 
     wait_seconds: Number = 0.0
     follow: bool = True
 
 
 class NamedRun(Struct, frozen=True):
-    """A run, by how its id begins."""
+    """A run, identified by a prefix of its id."""
 
     run: Text = ""
 
 
 class TraceRequest(NamedRun, frozen=True):
-    """The newest so many steps of a run."""
+    """The newest `steps` steps of a run."""
 
     steps: Number = 4.0
 
 
 REVISABLE = ("learning_rate", "steps", "priority", "samples_per_second", "goal_seconds")
-"""Fields of `ReviseRequest` that are fields of a revision."""
+"""The fields of `ReviseRequest` that are also fields of a revision."""
 
 
 class ReviseRequest(NamedRun, frozen=True):
-    """Changes to a run; None leaves as it is. Bounds are those of `node.protocols.revision.check_changes`."""
+    """Changes to a run; None leaves a field unchanged. `node.protocols.revision.check_changes` defines the
+    bounds."""
 
     is_paused: bool | None = None
     learning_rate: Any = None
@@ -98,14 +99,14 @@ class ReviseRequest(NamedRun, frozen=True):
 
 
 class FetchRequest(NamedRun, frozen=True, kw_only=True):
-    """Write a run's weights into `out`, and what is kept of its Hugging Face folder into `folder`."""
+    """Write a run's weights to `out`, and what is kept of its Hugging Face folder to `folder`."""
 
     out: Given
     folder: Text = ""
 
 
 class InviteRequest(NamedRun, frozen=True):
-    """Invite a peer to an averaging run, called by its name, for so many hours."""
+    """Invite a peer to the averaging run with this name; the invitation is valid for `hours`."""
 
     peer: Text = ""
     hours: Number = 168.0
@@ -113,20 +114,20 @@ class InviteRequest(NamedRun, frozen=True):
 
 
 class RevokeRequest(NamedRun, frozen=True):
-    """Revoke the tickets of a peer."""
+    """Revoke a peer's tickets."""
 
     peer: Text = ""
 
 
 class SetRequest(Struct, frozen=True):
-    """Change a rule of this node until it ends."""
+    """Change one of this node's rules until the node stops."""
 
     name: Text = ""
     value: Text = ""
 
 
 class DhtGetRequest(Struct, frozen=True):
-    """Look for a value: by its hash where `immutable`, else by key, publisher and sub-key."""
+    """Look up a value: by its hash if `immutable`, else by key, publisher and sub-key."""
 
     key: Text = ""
     publisher: Text = ""
@@ -135,7 +136,7 @@ class DhtGetRequest(Struct, frozen=True):
 
 
 class DhtPutRequest(Struct, frozen=True):
-    """Keep a value, which is in hexadecimal, for so many seconds."""
+    """Store a value, given in hexadecimal, for `ttl_seconds`."""
 
     key: Text = ""
     value: str = ""
@@ -145,7 +146,7 @@ class DhtPutRequest(Struct, frozen=True):
 
 
 class DhtFindRequest(Struct, frozen=True):
-    """Nodes by their hardware."""
+    """Find nodes by their hardware."""
 
     device: Text = ""
     memory_bytes: Number = 0.0
@@ -155,33 +156,34 @@ class DhtFindRequest(Struct, frozen=True):
 
 
 class DhtStatRequest(Struct, frozen=True):
-    """Return how many nodes hold a key, or statistics of this node's DHT."""
+    """Return how many nodes hold a key; without a key, return statistics of this node's DHT."""
 
     key: Text = ""
 
 
 class AuditRequest(NamedRun, frozen=True):
-    """Compute frames of a committed step again; none, or a negative one: the newest that can be."""
+    """Recompute frames of a committed step. `step` None or negative: the newest step that can be
+    recomputed."""
 
     step: Annotated[int, Meta(le=STEP_MAX)] | None = None
 
 
 class ExportRequest(NamedRun, frozen=True, kw_only=True):
-    """Write a checkpoint into `out`; without a step the newest."""
+    """Write a checkpoint to `out`: that of `step`, or the newest if `step` is None."""
 
     out: Given
     step: Annotated[int, Meta(ge=0, le=STEP_MAX)] | None = None
 
 
 class FetchCheckpointRequest(NamedRun, frozen=True):
-    """Fetch a checkpoint from these members, or from who has it."""
+    """Fetch a checkpoint from these members, or from any member that has it."""
 
     step: Annotated[int, Meta(ge=0, le=STEP_MAX)] | None = None
     holders: Texts = field(default=(), name="from")
 
 
 def read_request(kind: type[R], arguments: Mapping[str, Any]) -> R:
-    """Return what a client asks. Raises UsageError, which names the argument."""
+    """Return a client's request as a struct. Raises UsageError that names the faulty argument."""
     try:
         return msgspec.convert(dict(arguments), kind)
     except msgspec.ValidationError as error:
@@ -191,7 +193,7 @@ def read_request(kind: type[R], arguments: Mapping[str, Any]) -> R:
 
 
 def command(kind: type[R], perform: Callable[[R, Emit], Awaitable[object]]) -> CommandHandler:
-    """Return the handler that reads a client's arguments and serves the request."""
+    """Return a handler that decodes a client's arguments and calls `perform`."""
 
     async def handler(arguments: dict[str, Any], emit: Emit) -> object:
         return await perform(read_request(kind, arguments), emit)

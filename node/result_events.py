@@ -1,15 +1,16 @@
-"""Events of the results of runs that are over."""
+"""Events about the results of runs that have ended."""
 
 from crypto.identity import PeerId
 from node.events import Event
 
 RESULTS_SHOWN_MAX = 8
-"""Members with another result that are shown for one run."""
+"""Maximum number of members with a different result that are shown for one run."""
 
 
 class ResultDiffers(Event, frozen=True, kw_only=True):
-    """A run in local mode is over here, and `peer`, which was in it, says that it ended otherwise: with the
-    result `weights` (hex), empty where it failed. They lost sight of each other, or one of them lies."""
+    """A local-mode run has ended on this node, and `peer`, which was in it, reports a different result.
+    `weights` is that result (hex), empty if the run failed there. Either the two lost contact, or one of them
+    lies."""
 
     run: str
     peer: PeerId
@@ -17,8 +18,8 @@ class ResultDiffers(Event, frozen=True, kw_only=True):
 
 
 class RunRemembered(Event, frozen=True, kw_only=True):
-    """A run that ended in an earlier life of this node, as its disk tells; `ended_at` is when (unix
-    seconds), `others` what other members said of it (`ResultDiffers`)."""
+    """A run that ended before this node was last started, read from its disk. `ended_at` is when the run
+    ended (Unix seconds); `others` has the different results that other members reported (`ResultDiffers`)."""
 
     run: str
     model: str
@@ -37,6 +38,6 @@ class RunRemembered(Event, frozen=True, kw_only=True):
 
 
 class ResultEvicted(Event, frozen=True, kw_only=True):
-    """The result of another's run had to make room for others on this disk."""
+    """The result of another peer's run was deleted from this disk to make room for other data."""
 
     run: str

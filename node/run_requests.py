@@ -1,7 +1,7 @@
-"""From what the command `train`, or a program, has prepared to a signed run.
+"""Turns what the command `train` or a program has prepared into a signed run.
 
-Its model and data are learnt here, what was left open is chosen, and what does not fit together is said in
-the person's words.
+It learns the run's model and data, chooses what the person left open, and reports inconsistencies in terms of
+the person's files.
 """
 
 from functools import partial
@@ -39,7 +39,7 @@ from partition.run.messages import REASON_LENGTH_MAX
 
 
 class RequestingNode(Protocol):
-    """The part of `node.runtime.Node` that a request uses."""
+    """The part of `node.runtime.Node` that run requests use."""
 
     seams: Seams
     measurements: Measurements
@@ -52,21 +52,21 @@ class RequestingNode(Protocol):
 
 
 def run_file_of(prepared: Prepared) -> RunFile:
-    """Return the run that is asked for: checked by the command that has read it, or the text of a RUN.toml.
+    """Return the requested run: either already checked by the command, or read from the text of a RUN.toml.
     Raises UsageError."""
     if prepared.run is None:
         return read_run_file(prepared.text, prepared.name)
     try:
         found: RunFile = msgspec.convert(prepared.run, RunFile)
     except msgspec.ValidationError as error:
-        what = f"{prepared.name}: what the command sent is no run: {error}"
+        what = f"{prepared.name}: the command did not send a valid run: {error}"
         raise UsageError(what, "is it of another version?") from None
     return found
 
 
 async def make_signed_run(node: RequestingNode, run_file: RunFile, prepared: Prepared) -> tuple[Run, str]:
-    """Take what the command captured, and sign a manifest for it; and why what was left open is as it is.
-    Raises UsageError, RunFailed."""
+    """Sign a manifest for what the command captured. Return the run, and the reasons for what was chosen for
+    the person. Raises UsageError, RunFailed."""
     name = prepared.name
     if not prepared.graph:
         raise UsageError(f"{name}: the command sent no captured model; is it of another version?")
@@ -76,7 +76,7 @@ async def make_signed_run(node: RequestingNode, run_file: RunFile, prepared: Pre
     window = window_of(run_file, graph, name)
     base = Path(prepared.path or name).parent
     shown, is_own = run_file.source, run_file.train.federated
-    if prepared.data:  # the command has converted it
+    if prepared.data:  # the command has converted the data
         run_file = replace(run_file, data=prepared.data)
     if run_file.source == datasets.DIGITS_NAME:
         dataset = await node.seams.executor.run(datasets.load_digits)
@@ -113,8 +113,8 @@ async def make_signed_run(node: RequestingNode, run_file: RunFile, prepared: Pre
             raise UsageError(f"{name}: the data could not be kept: {error.strerror or error}") from None
     try:
         run = make_run(node.signer, manifest)
-    except RemoteProtocolError as error:  # no other node would take it either
-        raise UsageError(f"{name}: this data and these numbers make no run: {error}") from None
+    except RemoteProtocolError as error:  # other nodes would refuse the manifest too
+        raise UsageError(f"{name}: this data and these settings do not make a valid run: {error}") from None
     if is_own:
         node.runs.own_data.hold(run.id, dataset)
     await _keep_reading(node, run, reading)
@@ -123,15 +123,15 @@ async def make_signed_run(node: RequestingNode, run_file: RunFile, prepared: Pre
 
 
 async def _read_reading(node: RequestingNode, converted: str) -> SourceReading | None:
-    """Return how the command has read the run's data, where it has converted it."""
+    """Return how the command has read the run's data; None if the command has not converted it."""
     if not converted:
         return None
     return await node.seams.executor.run(partial(read_reading, Path(converted)))
 
 
 def _with_common_devices(node: RequestingNode, run_file: RunFile, name: str) -> tuple[RunFile, str]:
-    """Put the kinds of devices near by in the place of "common", the most frequent first; and which they are.
-    Raises RunFailed: there are none."""
+    """Replace the device "common" with the kinds of devices nearby, the most frequent first. Return the run
+    file and a text that names the kinds. Raises RunFailed if there are none."""
     if run_file.plan.devices != (COMMON,):
         return run_file, ""
     found = node.runs.places.devices_near(node.runs.offers())
@@ -145,18 +145,22 @@ def _with_common_devices(node: RequestingNode, run_file: RunFile, name: str) -> 
 
 
 async def _keep_reading(node: RequestingNode, run: Run, reading: SourceReading | None) -> None:
-    """Keep how the run's data was read, by which `predict` knows the classes' words. Raises UsageError."""
+    """Store how the run's data was read, so that `predict` knows the names of the classes. Raises
+    UsageError."""
     if reading is None:
         return
     try:
         write = partial(node.seams.storage.write, kept_name(run.text), msgspec.json.encode(reading))
         await node.seams.executor.run(write)
     except OSError as error:
-        raise UsageError(f"how the data was read could not be kept: {error.strerror or error}") from None
+        raise UsageError(
+            f"the record of how the data was read could not be stored: {error.strerror or error}"
+        ) from None
 
 
 async def _keep_folder(node: RequestingNode, run: Run, folder: str) -> None:
-    """Keep what `runs fetch` writes beside the weights, where the model came as a Hugging Face folder."""
+    """If the model came as a Hugging Face folder, store the files that `runs fetch` writes next to the
+    weights."""
     if not folder:
         return
     try:
@@ -166,7 +170,7 @@ async def _keep_folder(node: RequestingNode, run: Run, folder: str) -> None:
 
 
 def _check(graph: Graph, dataset: Dataset, manifest: Manifest, prepared: Prepared, shown: str) -> None:
-    """Hold the data's values to the model. Raises UsageError."""
+    """Check that the data's values fit the model. Raises UsageError."""
     origins = datasets.read_origins(Path(prepared.data)) if prepared.data else {}
     check_values(graph, dataset, manifest.sizes_max, prepared.name, shown, origins)
 
@@ -174,7 +178,8 @@ def _check(graph: Graph, dataset: Dataset, manifest: Manifest, prepared: Prepare
 async def _choose(
     node: RequestingNode, run_file: RunFile, graph: Graph, dataset: Dataset, name: str
 ) -> tuple[RunFile, str]:
-    """Fill in what the person left open; and why it is so. Raises UsageError, RunFailed."""
+    """Fill in what the person left open. Return the run file and the reasons for the choices. Raises
+    UsageError, RunFailed."""
     now = node.seams.clock.wall()
     measured = await node.measurements.document(node.membership.live)
     status = state_documents.status_document(node.state, now, {})

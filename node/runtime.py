@@ -1,9 +1,10 @@
-"""The composition root: one node, from its six seams to its services, and the process around it.
+"""The composition root: one node, from its six seams to its services.
 
     async with Node(Config(...)) as me: ...        embedded, under trio
     main(config, ...)                              the daemon, `peerloom`
 
-A node given no seams takes the real ones. Everything that happens becomes an event, which folds into `state`.
+A node without given seams uses the real ones. Everything that happens becomes an event, which is folded into
+`state`.
 """
 
 import os
@@ -61,12 +62,12 @@ from node.transport.network import RealNetwork
 
 
 class Node(Surface):
-    """A node of a swarm: joins, keeps its place, and takes part in runs.
+    """A node of a swarm: it joins, stays a member, and takes part in runs.
 
-    `config` or `join` (addresses as typed) say where to begin; the keyword arguments are the six seams, which
-    the simulator replaces; `observe` is called with every event of membership and records, and with every
-    sent message of a run; `parts` replace some of `node.parts.PARTS`, for experiments; `recorder` records its
-    inputs. Use it as an async context manager under trio.
+    `config` or `join` (addresses as typed) name the first peers. The other keyword arguments include the six
+    seams, which the simulator replaces. `observe` is called with every event of membership and records, and
+    with every message that a run sends. `parts` replace some of `node.parts.PARTS`, for experiments;
+    `recorder` records the node's inputs. Use it as an async context manager under trio.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Node(Surface):
         self.watch, self._refused = self.journal.watch, self.journal.counts
         self._stack = AsyncExitStack()
 
-    # Life
+    # Starting and leaving
 
     async def __aenter__(self) -> "Node":
         async with AsyncExitStack() as stack:
@@ -132,7 +133,7 @@ class Node(Surface):
         except BaseExceptionGroup as group:
             if error is None or not is_alone(error, group):
                 raise
-            return None  # the body's own error, without the nursery that it need not know of
+            return None  # raise the body's own error, without the wrapping by our nursery
 
     async def _start(self, stack: AsyncExitStack) -> None:
         storage = self._storage
@@ -172,7 +173,7 @@ class Node(Surface):
         await nursery.start(self.averaging.run)
         await nursery.start(self.serving.run)
         if self._network is None and isinstance(storage, FolderStorage):
-            # The control channel is for people at this machine; a simulated node is on none.
+            # The control channel is for people at this machine, so a simulated node has none.
             checkpoints = CheckpointCommands(self, self.checkpoints, self.copies, self.runs.save)
             served = ServingCommands(self.serving)
             self.handlers = {**Commands(self).handlers, **checkpoints.handlers, **served.handlers}
@@ -182,7 +183,7 @@ class Node(Surface):
         self.handlers |= start_following(self, nursery)
 
     def _start_tasks(self, nursery: trio.Nursery) -> None:
-        """Start what the node does of its own accord, beside its services."""
+        """Start the node's periodic and background tasks, in addition to its services."""
         services, machine = self._services, self.machine
         nursery.start_soon(keep_running, "joining", self.joining.run)
         if self.config.join.lan and self.network.local is not None:
@@ -267,13 +268,13 @@ class Node(Surface):
         )
 
     async def leave(self) -> None:
-        """Say goodbye to the swarm; the node ends when its context does."""
+        """Leave the swarm; the node ends when its context does."""
         if not self.stopping.is_set():
             self.stopping.set()
         with trio.CancelScope(shield=True):
             saves = self._services.remembered.save, self.discovery.save
             for part in (self.serving.leave, self.runs.leave, *saves, self.membership.leave):
-                with contain("leaving"):  # a full disk is no reason to go without a goodbye
+                with contain("leaving"):  # even with a full disk the node should announce that it leaves
                     await part()
                 self.handed_over.set()
         self._publish(NodeStopped(at=self._clock.wall()))
@@ -281,11 +282,12 @@ class Node(Surface):
     # Events
 
     def limit(self, *, accept_runs: AcceptRuns) -> None:
-        """Set whose stages are taken, or none (`never`), until this node ends."""
+        """Set whose stages this node accepts (`never`: nobody's), until the node ends."""
         self.set("accept_runs", accept_runs)
 
     def set(self, name: str, text: str | None) -> None:
-        """Change a rule by which this node serves others, until it ends; None: as configured. UsageError."""
+        """Change a rule by which this node serves others, until the node ends; None restores the configured
+        value. Raises UsageError."""
         self.provider.set(name, text)
         self.config = self.provider.config
         change(self._parts, name, self.config, self.capacity, is_real=self._capacity is None)
@@ -303,5 +305,5 @@ class Node(Surface):
         return dict(Counter(self.network.counters) + self._refused + own)
 
     def publish(self, event: Event) -> None:
-        """Publish an event of a part beside the node, such as its page."""
+        """Publish an event of a component outside the node, such as its page."""
         self._publish(event)

@@ -1,8 +1,8 @@
-"""The six seams to the outside world, and no seventh (ARCHITECTURE law 2).
+"""The six seams to the outside world; there is no seventh (ARCHITECTURE law 2).
 
-Network, Clock, rng, entropy, Executor, Storage. Every effect of a node goes through one of these; the
-simulator swaps them and nothing else. These are the interfaces; the real ones are in `transport`, `storage`,
-`executor` and `RealClock` here, the simulated ones in `sim.seams`.
+Network, Clock, rng, entropy, Executor, Storage. Every effect of a node goes through one of them, and the
+simulator replaces them and nothing else. This module has the interfaces. The real implementations are in
+`transport`, `storage`, `executor` and `RealClock` here, the simulated ones in `sim.seams`.
 """
 
 import time
@@ -27,30 +27,32 @@ Arrays = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 
 class Clock(Protocol):
-    """Two clocks: `monotonic` for timers and leases, `wall` (unix seconds) for record expiry."""
+    """Two clocks: `monotonic` for timers and leases, `wall` (Unix seconds) for the expiry of records."""
 
     def monotonic(self) -> float: ...
     def wall(self) -> float: ...
 
 
 class Inbox(Protocol):
-    """Datagrams of one protocol that have arrived, oldest first, bounded: the newest are dropped."""
+    """The received datagrams of one protocol, oldest first. The queue is bounded; when it is full, new
+    datagrams are dropped."""
 
     async def take(self, until: float) -> list[tuple[PeerId, bytes]]:
-        """Return the received items, waiting for the first until the monotonic time `until`; may be empty."""
+        """Return the received items. If there are none, wait for the first until the monotonic time `until`;
+        the list may be empty."""
 
     def notify(self) -> None:
-        """Make the waiting `take` return now: the deadline it waits for has changed."""
+        """Make the waiting `take` return now, because its deadline has changed."""
 
 
 class Stream(Protocol):
     """An authenticated, encrypted, ordered stream of messages with one peer.
 
-    A message may have a payload: bytes that are neither decoded nor copied on the way, such as tensors.
-    Raises `node.errors.StreamClosed` from all but `aclose` once either side has closed.
+    A message may have a payload: bytes, such as tensors, that are passed on without being decoded or copied.
+    All methods except `aclose` raise `node.errors.StreamClosed` once either side has closed.
 
-    A cancelled `receive` loses nothing; a cancelled `send` either has not begun, or the stream is closed. So
-    a deadline for either is a cancel scope around it.
+    A cancelled `receive` loses nothing. If a `send` is cancelled, either it has not begun or the stream is
+    closed. So a deadline for either is a cancel scope around the call.
     """
 
     @property
@@ -58,37 +60,40 @@ class Stream(Protocol):
 
     @property
     def protocol(self) -> str:
-        """The name by which it was opened."""
+        """The protocol name under which the stream was opened."""
 
     @property
     def source(self) -> Address | None:
-        """The address of the connection's other end, as seen from here; None if unknown."""
+        """The address of the connection's other end, as seen from this node; None if unknown."""
 
     @property
     def has_better_path(self) -> bool:
-        """Whether another stream to the peer would be carried more directly than this one."""
+        """Whether a new stream to the peer would take a more direct path than this one."""
 
     async def send(self, message: Data, *payload: Data) -> None:
-        """The pieces of `payload` arrive as one; their memory must not change until this returns."""
+        """Send a message. The pieces of `payload` arrive as one; their memory must not change until this
+        returns."""
 
     async def receive(self) -> bytes:
-        """The next message. One with a payload breaks the protocol and ends the stream."""
+        """Return the next message. A message with a payload violates the protocol here and ends the
+        stream."""
 
     async def receive_with_payload(self, payload_bytes_max: int) -> tuple[bytes, memoryview]:
-        """The next message and its payload: read-only, empty for none, in memory that is used again once
-        nothing refers to it. A longer payload than `payload_bytes_max` ends the stream."""
+        """Return the next message and its payload, which is read-only and empty if there is none. Its memory
+        is reused once nothing refers to it. A payload longer than `payload_bytes_max` ends the stream."""
 
     async def send_eof(self) -> None:
-        """Say that nothing more is sent here; the other side gets `node.errors.StreamEnded` after the last
-        message, and may still answer."""
+        """Announce that this side sends nothing more. The other side gets `node.errors.StreamEnded` after the
+        last message, and may still answer."""
 
     async def aclose(self) -> None:
-        """End sending and receiving. Sent messages arrive; then the other side gets `StreamEnded`."""
+        """End sending and receiving. Messages already sent still arrive; after them the other side gets
+        `StreamEnded`."""
 
 
 def own_rng(rng: Random) -> Random:
-    """Return the generator for the next service of a node with `rng`, so that one service's draws do not
-    depend on others'."""
+    """Return a new generator for the next service of the node, so that one service's draws do not depend on
+    those of other services."""
     return Random(rng.getrandbits(64))  # noqa: S311 - choices, not keys
 
 
@@ -100,41 +105,44 @@ class LocalNetwork(Protocol):
         """The addresses at which nearby nodes reach this one."""
 
     def send(self, data: bytes) -> None:
-        """Send to all nearby, at most `node.transport.beacon.BEACON_BYTES_MAX`; it may come back here too."""
+        """Send a packet of at most `node.transport.beacon.BEACON_BYTES_MAX` to all hosts nearby; this node
+        may receive it too."""
 
     async def take(self, until: float) -> list[tuple[str, bytes]]:
-        """Return the received packets, each with its source host, as `Inbox.take`, with the same bounds."""
+        """Return the received packets, each with its source host. It waits, and bounds the queue, like
+        `Inbox.take`."""
 
 
 Handler = Callable[[Stream], Awaitable[None]]
-"""Serves one inbound stream; the network closes the stream when it returns."""
+"""Serves one inbound stream; the network closes the stream when the handler returns."""
 
 MESSAGE_BYTES_USUAL = 2**20
-"""The longest message of a stream, a request or an answer, unless its protocol asks for more. A stranger can
-make a node hold this much, and not as much as the protocol with the longest messages needs."""
+"""Maximum length of a stream's messages, unless its protocol allows more. It bounds the memory that an
+unknown peer can make a node use, so it should not be the limit of the protocol with the longest messages."""
 
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """The limits on the streams of one protocol that others open."""
+    """The limits on the streams of one protocol that other peers open."""
 
     message_bytes_max: int = MESSAGE_BYTES_USUAL
-    """A longer message ends its stream and the connection below, before it is taken. How long a payload may
-    be is said by each `receive_with_payload`."""
+    """Maximum length of a message. A longer one ends its stream and the underlying connection before it is
+    received. Each call of `receive_with_payload` limits the payload."""
     streams_per_peer_max: int = 16
-    """The streams of one peer at once; one more is refused as busy. A request or two of each task that has to
-    do with the other side."""
+    """Maximum number of simultaneous streams of one peer; a further one is refused as busy. This allows a
+    request or two for each task that concerns the peer."""
     streams_max: int = 256
-    """The streams of all peers at once: half of the connections that a node takes, so that what is held open
-    of one protocol leaves room for the others."""
+    """Maximum number of simultaneous streams of all peers. It is half of the connections that a node accepts,
+    so that the open streams of one protocol leave room for others."""
     patience_seconds: float = 10.0
-    """How long a peer that has completed something here may move nothing, in either direction, before its
-    stream makes room for another that needs it. A stranger has `crypto.registers.STRANGER_PATIENCE_SECONDS`;
-    while nobody needs the room a stream may be silent for as long as its handler lets it."""
+    """If a stream needs room, another may be closed if its peer has transferred nothing in either direction
+    for this long. This holds for a peer that has completed a request here; an unknown peer has
+    `crypto.registers.STRANGER_PATIENCE_SECONDS`. While there is room, a stream may be silent for as long as
+    its handler allows."""
 
     @property
     def budget(self) -> Budget:
-        """The budget of a protocol. One network, unless it is a local one, gets half of the streams."""
+        """The budget of a protocol. One network, unless it is local, gets at most half of the streams."""
         return Budget(
             self.streams_max, self.streams_per_peer_max, max(1, self.streams_max // 2), self.patience_seconds
         )
@@ -144,14 +152,14 @@ USUAL_STREAMS = StreamLimits()
 
 
 class Network(Protocol):
-    """Reach a peer by its id. Protocols are versioned names such as `/peerloom/swim/1`."""
+    """Reaches peers by their ids. Protocols are versioned names such as `/peerloom/swim/1`."""
 
     @property
     def peer(self) -> PeerId: ...
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """The addresses at which others should dial this node."""
+        """The addresses at which other nodes should dial this one."""
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -159,52 +167,55 @@ class Network(Protocol):
 
     @property
     def reachable(self) -> bool | None:
-        """Whether others can reach this node, if that is known beforehand; None: they have to be asked."""
+        """Whether other nodes can reach this one, if known in advance; None: other nodes must be asked."""
 
     def announce(self, address: Address) -> None:
-        """Others have reached this node there: it is one of `addresses` from now on."""
+        """Add an address at which other nodes have reached this one to `addresses`."""
 
     @property
     def local(self) -> LocalNetwork | None:
         """The local network, once `run` has started; None if it is not used."""
 
     def learn(self, peer: PeerId, addresses: Sequence[Address], *, is_hint: bool = False) -> None:
-        """Remember a peer's claimed addresses, or others' claims about it (`is_hint`). They are tried until
-        it has answered somewhere."""
+        """Remember addresses that a peer claims, or that others claim for it (`is_hint`). They are tried
+        until the peer has answered at one."""
 
     def known_addresses(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return the addresses where a peer has answered, the latest first, and then the claimed ones."""
+        """Return the addresses where a peer has answered, the latest first, and after them the claimed
+        ones."""
 
     def is_own(self, address: Address) -> bool:
-        """Whether this very node listens at an address."""
+        """Return whether this node itself listens at an address."""
 
     def admits(self, address: Address) -> bool:
         """Return whether a claimed address may be tried: see `node.transport.address_policy`."""
 
     def host_of(self, peer: PeerId) -> str | None:
-        """The host at which a peer was seen, which it cannot choose; None if it was not."""
+        """Return the host from which a peer connected, which the peer cannot forge; None if it never
+        connected."""
 
     def send(
         self, peer: PeerId, protocol: str, message: bytes, *, by_stream: bool = False, is_answer: bool = False
     ) -> None:
-        """Send one message, unreliably; one that does not fit a datagram goes by a stream, and with
-        `by_stream` a short one too, unless it `is_answer` and the peer has just sent nothing by a stream."""
+        """Send one message, unreliably. A message that does not fit into a datagram goes over a stream. With
+        `by_stream` a short message does too, unless it `is_answer` and the peer has sent nothing over a
+        stream recently."""
 
     def inbox(self, protocol: str) -> Inbox:
-        """Return the inbox of messages to this node under `protocol`."""
+        """Return the inbox for messages to this node under `protocol`."""
 
     def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
-        """Serve streams that peers open under `protocol`, as far as `limits` go."""
+        """Serve the streams that peers open under `protocol`, within `limits`."""
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled; `addresses` are known once it has started."""
+        """Serve until cancelled; `addresses` are known once this has started."""
 
     def paths(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return an address of the peer for each network that this machine shares with it; none if this
-        machine is on one network."""
+        """Return one address of the peer for each network that this machine shares with it; empty if this
+        machine is on only one network."""
 
     def prefer(self, peer: PeerId, address: Address) -> None:
-        """Open streams to the peer at this one of its addresses from now on, as long as it answers there."""
+        """Open streams to the peer at this address from now on, as long as the peer answers there."""
 
     async def open(
         self,
@@ -214,9 +225,9 @@ class Network(Protocol):
         message_bytes_max: int = MESSAGE_BYTES_USUAL,
         at: Address | None = None,
     ) -> Stream:
-        """Open a stream to a known peer, by the first of the names that it speaks: several are versions of
-        one protocol, the newest first. A longer message than `message_bytes_max` that comes back ends it.
-        `at` is one of its `paths` to be taken; else the best that is known.
+        """Open a stream to a known peer under the first of the protocol names that the peer supports. Several
+        names are versions of one protocol, the newest first. A received message longer than
+        `message_bytes_max` ends the stream. `at` is the one of its `paths` to use; by default the best known.
         Raises `node.errors.Unreachable`."""
 
     async def identify(self, address: Address) -> PeerId:
@@ -224,91 +235,95 @@ class Network(Protocol):
 
 
 class Stage(Protocol):
-    """A hosted pipeline stage: see `partition.stage` for the requests it takes."""
+    """A hosted pipeline stage; `partition.stage` defines its requests."""
 
     async def call(self, request: object) -> object:
-        """Hand one request to the stage and wait for its answer. Raises `StageFailed`."""
+        """Send one request to the stage and wait for its answer. Raises `StageFailed`."""
 
     def vector(self, name: str) -> memoryview:
-        """The bytes of one of its arenas (`parameters`, `gradients`, ...), without a copy."""
+        """Return the bytes of one of the stage's arenas (`parameters`, `gradients`, ...), without a copy."""
 
     async def aclose(self) -> None: ...
 
 
 class Executor(Protocol):
-    """The place of computing, which is never the event loop."""
+    """Runs computations outside the event loop."""
 
     async def run(self, function: Callable[[], T], *, seconds: float = 0.0, apart: bool = False) -> T:
-        """Run `function` elsewhere. `seconds` is its modelled time in the simulator. `apart` is for long work
-        that strangers cause: one at a time, without delaying other work."""
+        """Run `function` outside the event loop. `seconds` is its modelled time in the simulator. `apart`
+        is for long work that unknown peers can cause: such work runs one at a time, without delaying other
+        work."""
 
     async def calibrate(self, sample: "np.ndarray[Any, np.dtype[Any]]") -> Mapping[Codec, Cost]:
-        """Return every codec's time on this machine, measured on float32 numbers like those that travel."""
+        """Return every codec's cost on this machine, measured on float32 values like those sent between
+        stages."""
 
     async def unpack(self, archive: IO[bytes], out: IO[bytes], *, allow_unfenced: bool) -> Arrays:
-        """The arrays of an npz, a stranger's bytes, unpacked into the empty file `out` and mapped; they
-        outlive it. Raises `node.content.npz.BadArchive`, or OSError: the disk is full."""
+        """Unpack an untrusted npz into the empty file `out` and return its arrays, mapped from that file; the
+        arrays may outlive `out`. Raises `node.content.npz.BadArchive`, or OSError if the disk is full."""
 
     async def open_stage(self, specification: bytes) -> Stage:
         """Start a stage from an encoded `partition.stage.StageSpecification`."""
 
     async def replace_stage(self, stage: Stage, specification: bytes) -> Stage:
-        """Close a stage, in any case, and start another one of the same run, reusing what the first has
+        """Close a stage (even if this fails) and start the run's next one, reusing what the first has
         loaded."""
 
     def keep_stage_ready(self, machine: tuple[int, str] | None) -> None:
-        """Keep a process loaded for a stage with this many threads on a device, so that it opens at once;
-        None: none."""
+        """Keep a process loaded for a stage with this many threads on a device, so that the stage opens
+        quickly; None ends it."""
 
 
 class Draft(Protocol):
-    """A blob on its way to the disk, written a piece at a time by one task. Raises OSError."""
+    """A blob that is being written to the disk, in pieces, by one task. Raises OSError."""
 
     def write(self, data: Data) -> None: ...
 
     def commit(self) -> None:
-        """Commit the complete blob: it durably replaces the previous one."""
+        """Complete the blob: it durably replaces the previous version."""
 
     def discard(self) -> None:
-        """Leave nothing of it, unless it was committed. To be called in any case."""
+        """Delete what was written, unless it was committed. Must be called in any case."""
 
 
 class Storage(Protocol):
-    """Named blobs that survive a restart. A write is atomic: old or new, never half."""
+    """Named blobs that survive a restart. A write is atomic: a reader sees the old or the new version, never
+    a part."""
 
     def read(self, name: str) -> bytes | None: ...
     def write(self, name: str, data: bytes) -> None: ...
     def delete(self, name: str) -> None: ...
 
     def open(self, name: str) -> IO[bytes] | None:
-        """Open the present version of a blob of any size for reading in parts, even if its name is replaced;
-        to be closed. None if there is none."""
+        """Open the current version of a blob of any size for reading in parts; it stays readable if the blob
+        is replaced. The caller closes it. None if the blob does not exist."""
 
     def temporary(self) -> IO[bytes]:
-        """An empty file without a name, to be written and mapped; gone once it is closed and unmapped."""
+        """Return an empty unnamed file to write and map; it disappears once it is closed and unmapped."""
 
     def read_part(self, name: str, offset: int, length: int) -> bytes | None:
-        """Return `length` bytes at `offset`, fewer at the end of the blob; None if there is none."""
+        """Return `length` bytes at `offset`, fewer at the end of the blob; None if the blob does not
+        exist."""
 
     def draft(self, name: str) -> Draft:
-        """A blob of any size that is to be written. Raises OSError."""
+        """Begin to write a blob of any size. Raises OSError."""
 
     def copy_in(self, name: str, path: Path) -> None:
-        """Replace a blob by a file of this machine, of any size. Raises OSError."""
+        """Replace a blob with a file of this machine, of any size. Raises OSError."""
 
     def write_soon(self, name: str, data: bytes | memoryview) -> None:
-        """As `write`, but durable only after `sync`: until then a crash of the machine may damage or lose it,
-        so only for data that its reader can check. Raises OSError."""
+        """Like `write`, but durable only after `sync`. Until then a crash of the machine may damage or lose
+        the blob, so this is only for data that its reader can verify. Raises OSError."""
 
     def sync(self, names: Iterable[str]) -> None:
-        """Make these blobs of `write_soon` durable; missing ones are ignored."""
+        """Make these blobs of `write_soon` durable; missing blobs are ignored."""
 
     def spill(self, data: Data) -> memoryview:
-        """Return the same bytes, read-only, in memory that the system may reclaim: without a name, freed with
-        their last view, and gone after a restart. Raises OSError: no room."""
+        """Return the same bytes, read-only, in memory that the system can move to disk. It has no name, is
+        freed with its last view, and does not survive a restart. Raises OSError if there is no space."""
 
     def sizes(self, under: str) -> dict[str, int]:
-        """The blobs whose names begin with `under` and a slash, with their lengths in bytes."""
+        """Return the blobs whose names begin with `under` and a slash, with their lengths in bytes."""
 
 
 class RealClock:
@@ -322,23 +337,22 @@ class RealClock:
 
 
 CoreMaker = Callable[..., Any]
-"""Makes a core: its class, then what the class is called with."""
+"""Makes a core; its arguments are the core's class and the arguments of that class."""
 
 
 def make_core(kind: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """Make a core of a node without recording."""
+    """Make a core without recording."""
     return kind(*arguments, **named)
 
 
 Parts = Mapping[type[Any], Callable[..., Any]]
-"""Classes of a node's parts, each with what makes them in its place."""
+"""Maps classes of a node's parts to callables that make their replacements."""
 
 
 @dataclass(frozen=True)
 class Seams:
-    """All six, as one node holds them. `core` makes the cores over them: those of a node that is recorded
-    (`node.recording`) are made by its recorder. `parts` make some of the node's parts in the place of our
-    classes."""
+    """All six seams, as one node holds them. `core` makes the cores that use them; if the node is recorded
+    (`node.recording`), its recorder makes them. `parts` replace some of the node's parts."""
 
     network: Network
     clock: Clock
@@ -351,11 +365,11 @@ class Seams:
     parts: Parts = field(default_factory=dict)
 
     def part(self, usual: type[T]) -> type[T]:
-        """Return the class that this node uses for such a part, one of `node.parts.PARTS`."""
+        """Return the class that this node uses for `usual`, one of `node.parts.PARTS`."""
         return cast("type[T]", self.parts.get(usual, usual))
 
     @property
     def swarm_clock(self) -> Clock:
-        """The clock for signed data that other machines compare: this machine's, or theirs if that is wrong
-        (`node.services.swarm_clock`)."""
+        """The clock for signed data that other machines compare: this machine's clock, or the other nodes'
+        time if this clock is wrong (`node.services.swarm_clock`)."""
         return self.corrected or self.clock

@@ -1,6 +1,6 @@
-"""The settings of a node's services that no file and no flag of its owner sets.
+"""Settings of a node's services that its owner cannot set by file or flag.
 
-The node is given one value and gives each service its part. Owners set `node.config.Config` instead.
+The node receives one value and passes each service its part. Owners set `node.config.Config` instead.
 """
 
 from dataclasses import dataclass, field

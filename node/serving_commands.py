@@ -1,4 +1,4 @@
-"""The commands about services, over the control channel: `serve`, `generate`, `services`."""
+"""Handles the commands about services on the control channel: `serve`, `generate`, `services`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,13 +26,13 @@ class ServiceRequest(Struct, frozen=True):
 
 
 class GenerateRequest(ServiceRequest, frozen=True):
-    """Ask a service."""
+    """Send a question to a service."""
 
     question: Question = Question()
 
 
 class ServingCommands:
-    """The handlers, by command name."""
+    """The handlers of the service commands, by command name."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -40,7 +40,7 @@ class ServingCommands:
 
     @property
     def handlers(self) -> Mapping[str, CommandHandler]:
-        """For `node.control.ControlServer`."""
+        """Handlers for `node.control.ControlServer`."""
         return {
             "serve": command(ServeRequest, self._serve),
             "services": command(Nothing, self._services),
@@ -62,7 +62,7 @@ class ServingCommands:
         return await self._asking.text_document(request.service)
 
     async def _generate(self, request: GenerateRequest, emit: Emit) -> dict[str, Any]:
-        """Emit each piece as it comes; a client that hangs up ends the answer in every stage."""
+        """Emit each piece as it arrives. If the client hangs up, every stage ends the answer."""
         async with self._asking.answering(request.service, request.question) as answer:
             if notice := await self._asking.first_use():
                 await emit({"notice": notice})

@@ -1,12 +1,12 @@
-"""Events of services: stages that are held, and answers that are made."""
+"""Events of services: stages that this node holds, and answers that it receives."""
 
 from crypto.identity import PeerId
 from node.events import Event
 
 
 class ServiceChanged(Event, frozen=True, kw_only=True):
-    """This node holds a `stage` of a service: so many members answer for each of its stages (`ready`), of
-    `wished`. Where it is not held any more (`is_held`), `detail` says why."""
+    """This node holds a `stage` of a service, or no longer does (`is_held`), for the reason in `detail`.
+    `ready` has for each stage how many members serve it; `wished` is the number wanted."""
 
     service: str
     name: str
@@ -18,7 +18,8 @@ class ServiceChanged(Event, frozen=True, kw_only=True):
 
 
 class GenerationMoved(Event, frozen=True, kw_only=True):
-    """An answer here lost a provider and goes on over `route`; not `is_exact`: its text may differ."""
+    """An answer to this node lost a provider and continues over `route`. If not `is_exact`, its text may
+    differ from that without the loss."""
 
     service: str
     name: str
@@ -28,7 +29,7 @@ class GenerationMoved(Event, frozen=True, kw_only=True):
 
 
 class GenerationEnded(Event, frozen=True, kw_only=True):
-    """An answer to this node is over. What was asked and answered is in no event."""
+    """An answer to this node has ended. No event contains the question or the answer."""
 
     service: str
     name: str

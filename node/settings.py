@@ -1,4 +1,4 @@
-"""Readers of settings: one text as a person writes it to a value, or ValueError with the reason. Pure."""
+"""Readers of settings: each turns a text that a person wrote into a value, or raises ValueError. Pure."""
 
 import re
 import shlex
@@ -17,21 +17,23 @@ from node.suggest import did_you_mean
 
 CORES_MAX = 4_096
 CIRCUITS_MAX = 1_024
-"""Circuits that an owner may give as a relay: as many as half of a process's open files."""
+"""Maximum number of circuits that an owner may allow as a relay; their sockets take half of a process's open
+files."""
 RELAY_BYTES_PER_SECOND = 1_250_000
-"""10 Mbit/s: a home connection can spare this unnoticed."""
+"""10 Mbit/s, which a home connection can usually spare."""
 RELAY_CIRCUITS = 64
-"""Two dozen nodes behind routers, each with a few neighbours; a circuit takes two open files."""
+"""Enough for two dozen nodes behind routers, each with a few neighbours. A circuit takes two open files."""
 GUEST_BYTES_MAX = 16 << 30
-"""The default disk for data of others: a share of a checkpoint of an 8B model with Adam."""
+"""The default disk space for data of others: enough for a share of a checkpoint of an 8B model with Adam."""
 
 DEFAULT_WEB = Address("ip4", "127.0.0.1", 9748)
 
 
 @dataclass(frozen=True)
 class Relaying:
-    """Whether this node, where others reach it, carries what is said to peers that nobody can dial: over how
-    many circuits at once, and at how many bytes a second in all (0: as fast as it goes)."""
+    """Whether this node, if others can reach it, relays traffic to peers that nobody can dial. `circuits` is
+    the maximum number of simultaneous circuits, `upload_bytes_per_second` the limit for all of them together
+    (0: no limit)."""
 
     enabled: bool = True
     upload_bytes_per_second: int = RELAY_BYTES_PER_SECOND
@@ -40,9 +42,9 @@ class Relaying:
 
 @dataclass(frozen=True)
 class Web:
-    """The daemon's page, and the HTTP door of models. `address` None: there are none. Beyond this machine,
-    with a certificate, and behind a proxy, `address` is that of the door alone; the page stays on this
-    machine."""
+    """The daemon's page, and the HTTP API of models. If `address` is None, neither is served. If `address` is
+    reachable from other machines, has a certificate or is behind a proxy, only the HTTP API is served there;
+    the page stays on this machine."""
 
     address: Address | None = DEFAULT_WEB
     cert: Path | None = None
@@ -50,7 +52,7 @@ class Web:
 
     @property
     def is_shared(self) -> bool:
-        """Whether others than this machine's programs come to `address`."""
+        """Whether clients other than this machine's programs can reach `address`."""
         address = self.address
         return address is not None and (
             self.is_proxied or self.cert is not None or not ip_address(address.host).is_loopback
@@ -58,29 +60,32 @@ class Web:
 
 
 def read_web(text: str) -> Web:
-    """Return where the page and the HTTP door of models are served, or `off`."""
+    """Read the address at which the page and the HTTP API of models are served, or `off`."""
     if text == "off":
         return Web(None)
     return Web(read_listen(text.strip().removeprefix("http://").removeprefix("https://")))
 
 
 def check_web(web: Web) -> Web:
-    """Return it as it is. Raises UsageError: keys of clients would travel in the clear, or nothing is served
-    that a certificate or a proxy could be for."""
+    """Return `web` unchanged. Raises UsageError if clients' keys would be sent unencrypted, or if a
+    certificate or proxy is set but nothing is served."""
     if web.address is None and (web.cert or web.is_proxied):
         flag = "--web-cert" if web.cert else "--web-proxy"
-        raise UsageError(f"{flag} beside --web off: nothing is served", "--web HOST:PORT")
+        raise UsageError(f"{flag} has no effect with --web off, because nothing is served", "--web HOST:PORT")
     if web.is_shared and not web.cert and not web.is_proxied:
         assert web.address is not None
         raise UsageError(
-            f"--web {web.address}: clients' keys would travel in the clear beyond this machine",
-            "--web-cert FILE (certificate and key, PEM), or --web-proxy where a proxy with TLS is before it",
+            f"--web {web.address}: clients' keys would be sent unencrypted beyond this machine",
+            (
+                "give --web-cert FILE (certificate and key, PEM), or --web-proxy if a "
+                "proxy with TLS is in front of it"
+            ),
         )
     return web
 
 
 def read_listen(text: str) -> Address:
-    """An address of this machine; port 0 (any free port) is allowed here and nowhere else."""
+    """Read an address of this machine. Port 0 (any free port) is allowed here and nowhere else."""
     text = bare(text)
     any_port = re.fullmatch(r"((?:/ip6zone/[^/]+)?/ip[46]/[^/]+/(?:tcp|udp)/|.+:)0", text)
     address = read_own_address(any_port[1] + "1" if any_port else text)
@@ -90,26 +95,27 @@ def read_listen(text: str) -> Address:
 
 
 def read_port(text: str) -> int:
-    """A port to listen on; one of the next is taken where it is not free."""
+    """Read a port to listen on. If it is in use, one of the next ports is taken."""
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= PORT_MAX):
         raise ValueError(f"want a whole number, 1 to {PORT_MAX}")
     return int(text)
 
 
 def read_announce(text: str) -> Address:
-    """An address that others are told."""
+    """Read an address that is announced to others."""
     address = read_own_address(text)
     if address.is_link_local:
         raise ValueError(
-            "want an address that others can use; one of a link alone is told on that link by beacon"
+            "want an address that other machines can use; link-local addresses are "
+            "announced by beacons on their link"
         )
     if address.host in ("0.0.0.0", "::"):  # noqa: S104 - compared
-        raise ValueError(f"{address.host} stands for all addresses of a machine; want one of them")
+        raise ValueError(f"{address.host} stands for all addresses of a machine; give one of them")
     return address
 
 
 def read_webhook(text: str) -> str:
-    """Return a URL; an empty text is none."""
+    """Read a URL; an empty text means none."""
     parts = urlsplit(text)
     if text and (parts.scheme not in ("http", "https") or not parts.hostname):
         raise ValueError("want a URL such as https://alerts.example/peerloom")
@@ -117,7 +123,8 @@ def read_webhook(text: str) -> str:
 
 
 def read_command(text: str) -> tuple[str, ...]:
-    """Return a program and its arguments, quoted as for a shell, which none runs; an empty text is none."""
+    """Read a program and its arguments, quoted as for a shell, although no shell runs them; an empty text
+    means none."""
     command = tuple(shlex.split(text))
     if text and not command:
         raise ValueError("want a program and its arguments")
@@ -137,7 +144,7 @@ def read_cores(text: str) -> int:
 
 
 def read_circuits(text: str) -> int:
-    """How many circuits a relay carries at once."""
+    """Read the maximum number of circuits that a relay carries at once."""
     if not (text.isascii() and text.isdigit() and int(text) <= CIRCUITS_MAX):
         raise ValueError(f"want a whole number, 0 to {CIRCUITS_MAX}")
     return int(text)
@@ -169,7 +176,7 @@ def one_of(*words: str) -> Callable[[str], str]:
 def label(length_max: int, *, may_be_empty: bool = False) -> Callable[[str], str]:
     def read(text: str) -> str:
         if len(text) > length_max or not text.isprintable() or (text != text.strip()):
-            raise ValueError(f"want at most {length_max} printable letters")
+            raise ValueError(f"want at most {length_max} printable characters")
         if not text and not may_be_empty:
             raise ValueError("must not be empty")
         return text
@@ -184,7 +191,7 @@ def read_path(text: str) -> Path:
 
 
 def expanded(text: str) -> Path:
-    """The path, with `~` for a home folder. Raises ValueError: there is none."""
+    """Return the path, with `~` replaced by the home folder. Raises ValueError if there is none."""
     try:
         return expand(text)
     except UsageError as error:
@@ -192,5 +199,5 @@ def expanded(text: str) -> Path:
 
 
 def read_optional_path(text: str) -> Path | None:
-    """Empty is none, as not to give it."""
+    """Read a path; an empty text means None, as if the setting were absent."""
     return read_path(text) if text else None

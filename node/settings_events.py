@@ -1,12 +1,13 @@
-"""Events about settings that a node follows (`node.following`), and about the goal of a run."""
+"""Events about settings that a node follows (`node.following`), and about the throughput goal of a run."""
 
 from crypto.identity import PeerId
 from node.events import Event
 
 
 class NodeConfigured(Event, frozen=True, kw_only=True):
-    """This node follows `key`, whose owner calls its settings `name`. `version` of them, taken at `since`, is
-    kept to from now on; 0: none was found yet. `skipped` are settings that are not kept to, and why."""
+    """This node follows `key`, whose owner named the settings `name`. `version` of them, adopted at `since`,
+    is in force from now on; 0: none was found yet. `skipped` are the settings that are not applied, with
+    reasons."""
 
     key: PeerId
     name: str
@@ -17,8 +18,8 @@ class NodeConfigured(Event, frozen=True, kw_only=True):
 
 
 class RunGoalSet(Event, frozen=True, kw_only=True):
-    """This node's own run is to train so many `samples_per_second`, over any `seconds` of it; 0: it
-    has no goal any more."""
+    """The requester of a run, which is this node, wants `samples_per_second`, averaged over any `seconds` of
+    the run. 0: the goal was removed."""
 
     run: str
     samples_per_second: float

@@ -1,8 +1,8 @@
-"""Find a foreign file that Python imports in place of a module of ours, or of one that we need.
+"""Finds a foreign file that Python imports in place of one of our modules, or of a module that we need.
 
-Python searches the folder of the program, or with `-m` the current one, before the installed packages. A
-`crypto.py` or `queue.py` there is then imported instead of the right one, and fails later. This module is the
-first that `import node` runs, so it uses only the standard library.
+Python searches the program's folder (with `-m`, the current folder) before the installed packages. A
+`crypto.py` or `queue.py` there is imported instead of the right module, and causes an error later. `import
+node` runs this module first, so it uses only the standard library.
 """
 
 import os
@@ -15,9 +15,9 @@ from types import ModuleType, TracebackType
 PACKAGES = ("crypto", "dht", "gossip", "partition", "node", "sim")
 """Packages that our distribution installs at the top level."""
 NEEDED = PACKAGES[:-1]
-"""A program may have a `sim` of its own: nothing but the simulator's command needs ours."""
+"""A program may have its own `sim`, since only the simulator's command needs ours."""
 EXIT_SHADOWED = 2
-"""As for a wrong flag: there is something for the person to mend."""
+"""The same exit code as for a wrong flag, because the user has to fix something."""
 _INIT = "__init__.py"
 _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
@@ -28,9 +28,9 @@ def is_module_run() -> bool:
 
 
 def leave_current_folder() -> None:
-    """Remove the current folder of `python -m` from the path, unless the packages themselves are there.
+    """Remove the current folder of `python -m` from the path, unless the packages themselves are in it.
 
-    The user's files there are not part of the command, which then behaves like `peerloom`.
+    The user's files there are not part of the command. Without them the command behaves like `peerloom`.
     """
     if is_module_run() and not sys.flags.safe_path and sys.path:
         folder = _real(sys.path[0])
@@ -39,7 +39,8 @@ def leave_current_folder() -> None:
 
 
 def shadow_of_ours(names: Sequence[str]) -> tuple[str, str] | None:
-    """Return a package of ours and the file imported in its place; None if there is none."""
+    """Return the name of one of our packages and the file that is imported in its place; None if there is
+    none."""
     for name in names:
         found = _place_of(name)
         if found is not None and os.path.realpath(found) != os.path.join(_ROOT, name, _INIT):
@@ -48,7 +49,8 @@ def shadow_of_ours(names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def shadow_behind(error: BaseException) -> tuple[str, str] | None:
-    """Return a module that `error` comes from and the file beside the program that hides it."""
+    """Return the module that caused `error` and the file in the program's folder that hides it; None if there
+    is none."""
     folders = {_real(each) for each in ("", *sys.path[:1])}
     for file in _files_behind(error):
         folder, name = _module_at(file)
@@ -58,13 +60,13 @@ def shadow_behind(error: BaseException) -> tuple[str, str] | None:
 
 
 def shadow_text(name: str, place: str) -> str:
-    """Say which file is imported in place of which module."""
+    """Return a text that names the file and the module that it hides."""
     whose = "the package" if name in PACKAGES else "the module"
     return f"{place} hides {whose} {name}, which peerloom needs"
 
 
 def check_packages() -> None:
-    """See to it that our packages are imported, and nothing in their place.
+    """Check that our packages are imported, and not other files with their names.
 
     Raises ImportError, or in a command SystemExit after two lines on stderr.
     """
@@ -85,17 +87,17 @@ def show_shadow(what: str) -> None:
 
 
 def remedy() -> str:
-    """Return the remedy for a file in a module's place."""
+    """Return the remedy for a file that hides a module."""
     if os.environ.get("PYTHONPATH"):
-        return "rename it, or take its folder off PYTHONPATH"
-    return "rename it, or use the command peerloom, which imports nothing of the current folder"
+        return "rename it, or remove its folder from PYTHONPATH"
+    return "rename it, or use the command peerloom, which imports nothing from the current folder"
 
 
 def _place_of(name: str) -> str | None:
     """Return the file that is imported under a name, or the folder if it has none."""
     try:
         spec = find_spec(name)
-    except ValueError:  # imported by a program that gave it no spec
+    except ValueError:  # imported by a program that set no spec
         return getattr(sys.modules[name], "__file__", None)
     if spec is None:
         return None
@@ -103,7 +105,7 @@ def _place_of(name: str) -> str | None:
 
 
 def _files_behind(error: BaseException) -> Iterator[str]:
-    """Yield the files that an error and its causes name, and those that they ran through."""
+    """Yield the files that an error and its causes name, and the files in their tracebacks."""
     while True:
         yield from _files_named(error)
         trace: TracebackType | None = error.__traceback__
@@ -117,7 +119,7 @@ def _files_behind(error: BaseException) -> Iterator[str]:
 
 
 def _files_named(error: BaseException) -> Iterator[str]:
-    """Yield the files of the modules that an error of an import, or of a look into a module, names."""
+    """Yield the files of the modules that an import error or an attribute error names."""
     if isinstance(error, ImportError) and error.path:
         yield error.path
     if isinstance(error, SyntaxError) and error.filename:
@@ -130,7 +132,7 @@ def _files_named(error: BaseException) -> Iterator[str]:
 
 
 def _module_at(file: str) -> tuple[str, str]:
-    """Return the folder in which a module was found, and its name there."""
+    """Return the folder in which a module was found, and the module's name."""
     folder, base = os.path.split(file)
     name = base.partition(".")[0]
     return os.path.split(folder) if base == _INIT else (folder, name)
@@ -145,7 +147,7 @@ def _is_elsewhere(name: str, folder: str) -> bool:
 
 
 def _real(folder: str) -> str:
-    """Return a folder of sys.path without links; the current one may have been removed."""
+    """Return a folder of sys.path with links resolved; the current folder may have been removed."""
     try:
         return os.path.realpath(folder or os.curdir)
     except OSError:
@@ -153,7 +155,7 @@ def _real(folder: str) -> str:
 
 
 def _short(path: str) -> str:
-    """Return a path as short as it can be typed from here."""
+    """Return the shortest form of a path that can be typed in the current folder."""
     try:
         return min(os.path.abspath(path), os.path.relpath(path), key=len)
     except OSError:

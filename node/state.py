@@ -1,6 +1,6 @@
-"""One view of a node: `apply(state, event)` is pure, and every screen is a function of `State`.
+"""The state of a node for screens: `apply(state, event)` is pure, and every screen is a function of `State`.
 
-Not a place for protocol state: cores keep theirs. This is what a person or a program may ask.
+It holds only what a person or a program may ask about; cores keep the protocol state.
 """
 
 from collections.abc import Mapping
@@ -16,15 +16,15 @@ from node import averaging_events, events, result_events
 from node.settings_events import NodeConfigured, RunGoalSet
 
 JOINS_MAX = 64
-"""Join attempts kept: the newest; older ones no longer explain the present."""
+"""Number of the newest join attempts to keep; older ones no longer explain the current state."""
 _OVER = ("done", "failed", "stopped")
 RUNS_KEPT_MAX = 256
 MEMBERS_KEPT_MAX = 2_048
-"""Ended runs and gone members shown beside the present ones: the newest. Strangers make more of both."""
+"""Number of ended runs, and of departed members, to keep. Strangers can create any number of either."""
 ALERTS_MAX = 64
-"""Alerts shown at once: some kinds, for the runs that go on."""
+"""Maximum number of alerts shown at once. There are few kinds, each at most once per active run."""
 LOSSES_MAX, VALIDATIONS_MAX = 100_000, 1_000
-"""Losses kept per run, so that a long run's curve stays whole within bounded memory."""
+"""Number of losses, and of validations, to keep per run: enough for the whole curve of a long run."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class MemberView:
     found_through: str
     capacity: events.CapacityMeasured | None
     noticed_by: PeerId | None = None
-    """The peer that suspected it, for a member that is suspect or dead."""
+    """The peer that suspected this member, if it is suspect or dead."""
     standing: events.Standing | None = None
     degraded: events.MemberDegraded | None = None
-    """How it answers this node, where that is not as it should be."""
+    """The member's late or indirect answers to this node; None if it answers normally."""
 
 
 @dataclass(frozen=True)
 class RunView:
-    """A run as this node knows it. `status` is one of `partition.run.states`, `reason` why it is, `waits_for`
-    whose return would end a pause, with names; `result` is empty while there is none, "here" on this node's
-    disk, or "elsewhere"."""
+    """A run as this node knows it. `status` is one of `partition.run.states`, and `reason` explains it.
+    `waits_for` lists the peers, with names, whose return would end a pause. `result` is "here" (on this
+    node's disk), "elsewhere", or empty if there is none."""
 
     run: str
     model: str
@@ -60,7 +60,7 @@ class RunView:
     status: str
     plan: events.RunPlanned | None = None
     covered: events.RunCovered | None = None
-    """As its committer judged it last, where that is this node."""
+    """The committer's latest assessment; set only if this node is the committer."""
     losses: tuple[float, ...] = ()
     step: int = 0
     microbatches_replayed: int = 0
@@ -72,10 +72,10 @@ class RunView:
     weights: str = ""
     result: str = ""
     others: tuple[tuple[PeerId, str], ...] = ()
-    """Members for which the run ended otherwise, and their result (`ResultDiffers`)."""
+    """Members that reported a different result of the run, with their result (`ResultDiffers`)."""
     reason: str = ""
     reason_at: float = 0.0
-    """Since when, as seconds since 1970."""
+    """When `reason` began to hold, in Unix seconds."""
     steps_lost: int = 0
     steps_skipped: int = 0
     committed: events.StepCommitted | None = None
@@ -84,13 +84,13 @@ class RunView:
     waits_for: tuple[tuple[PeerId, str], ...] = ()
     rounds: int = 0
     last_round: averaging_events.AveragingEnded | None = None
-    """In local mode: how many rounds of averaging this node has held in it, and the newest."""
+    """In local mode: the number of averaging rounds that this node took part in, and the newest of them."""
 
 
 @dataclass(frozen=True)
 class AveragingView:
-    """A run of averaging that this node takes part in. `last` is its newest round here, `step` the global
-    step, `rounds` and `failed` count those of this node's life."""
+    """An averaging run that this node takes part in. `last` is its newest round on this node, `step` the
+    global step; `rounds` and `failed` count the rounds since this node started."""
 
     run: str
     peers: int = 0
@@ -99,12 +99,12 @@ class AveragingView:
     failed: int = 0
     last: averaging_events.AveragingEnded | None = None
     admit: str = "open"
-    """The peers that may take part: open (any), invited or vouched."""
+    """Who may take part: open (anybody), invited or vouched."""
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything a screen may show. Times are unix seconds."""
+    """Everything a screen may show. Times are Unix seconds."""
 
     started: events.NodeStarted | None = None
     capacity: events.CapacityMeasured | None = None
@@ -124,7 +124,7 @@ class State:
     refused: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def alive(self) -> tuple[MemberView, ...]:
-        """Members believed alive (suspects too), by peer id."""
+        """Return the members believed alive (including suspects), ordered by peer id."""
         return tuple(m for _, m in sorted(self.members.items()) if m.status in ("alive", "suspect"))
 
 
@@ -134,7 +134,7 @@ def _fold(_: events.Event, state: State) -> State:
 
 
 def apply(state: State, event: events.Event) -> State:
-    """The state after `event`; events it has no use for leave it as it is."""
+    """Return the state after `event`. An event that does not affect the state returns it unchanged."""
     return _fold(event, state)
 
 
@@ -356,7 +356,7 @@ def _(event: events.RunEvaluated, state: State) -> State:
 @_fold.register
 def _(event: events.RunReleased, state: State) -> State:
     view = state.runs.get(event.run)
-    if view is None or view.plan is not None:  # in an earlier plan it had a part
+    if view is None or view.plan is not None:  # this node had a part in an earlier plan
         return state
     return replace(state, runs={run: other for run, other in state.runs.items() if run != event.run})
 
@@ -451,7 +451,7 @@ def _(event: averaging_events.AveragingEnded, state: State) -> State:
 
 
 def _with_round(state: State, event: averaging_events.AveragingEnded) -> State:
-    """A run in local mode averages under its own id, with a stage's number behind it where it has several."""
+    """Record a round of local mode on its run, whose id is in the round's id."""
     kind, _, name = event.run.partition(":")
     run = state.runs.get(name.partition(":")[0]) if kind == "run" else None
     if run is None:
@@ -461,7 +461,7 @@ def _with_round(state: State, event: averaging_events.AveragingEnded) -> State:
 
 def _with_averaging(state: State, run: str, **changed: Any) -> State:
     view = replace(state.averaging.get(run, AveragingView(run)), **changed)
-    # A node opens few runs at once, but may open many in its life: the oldest make room.
+    # A node averages in few runs at a time, but may join many over time, so the oldest are dropped.
     kept = {name: other for name, other in state.averaging.items() if name != run}
     for name in list(kept)[: len(kept) + 1 - RUNS_KEPT_MAX]:
         del kept[name]

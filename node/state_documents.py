@@ -1,6 +1,7 @@
 """The documents of `--json`, the page and the log: a node's `State`, and any event, as plain values.
 
-Each names its schema, and only grows. What machines offer is in `node.documents`.
+Each document names its schema. Fields may be added to a schema, but never removed. `node.documents` has the
+parts about machines' offers.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ from node.state import AveragingView, RunView, State
 
 
 def status_document(state: State, now: float, counters: Mapping[str, int]) -> dict[str, Any]:
-    """`status --json`, schema `peerloom/status/1`. It only grows."""
+    """Return the document of `status --json`, schema `peerloom/status/1`. Fields are only ever added."""
     started = state.started
     alive = [member for member in state.members.values() if member.status == "alive"]
     return {
@@ -66,7 +67,7 @@ def status_document(state: State, now: float, counters: Mapping[str, int]) -> di
 
 
 def peers_document(state: State, now: float) -> dict[str, Any]:
-    """`peers --json`, schema `peerloom/peers/1`."""
+    """Return the document of `peers --json`, schema `peerloom/peers/1`."""
     return {
         "schema": "peerloom/peers/1",
         "peers": [
@@ -90,7 +91,7 @@ def peers_document(state: State, now: float) -> dict[str, Any]:
 
 
 def averaging_document(view: AveragingView) -> dict[str, Any]:
-    """One run of averaging, with its newest round here."""
+    """Return one averaging run, with its newest round on this node."""
     last = view.last
     return {
         "run": view.run,
@@ -114,7 +115,7 @@ def averaging_document(view: AveragingView) -> dict[str, Any]:
 
 
 def peer_names(state: State) -> dict[str, str]:
-    """Return the names of all members by their peers' text, this node's among them."""
+    """Return the names of all members, including this node, by peer id as text."""
     names = {peer_text(peer): row.name for peer, row in state.members.items() if row.name}
     if state.started is not None:
         names[peer_text(state.started.peer)] = state.started.name
@@ -122,7 +123,7 @@ def peer_names(state: State) -> dict[str, str]:
 
 
 def run_document(view: RunView) -> dict[str, Any]:
-    """One run, with its plan and its loss so far."""
+    """Return one run, with its plan and its latest loss."""
     evaluated, committed = view.evaluated, view.committed
     return {
         "run": view.run,
@@ -157,9 +158,9 @@ def run_document(view: RunView) -> dict[str, Any]:
 
 
 def round_document(last: averaging_events.AveragingEnded, number: int) -> dict[str, Any]:
-    """A round of averaging in a run in local mode; `error` is empty where it averaged, `peers` are those
-    whose tensors entered, `rounding` is what the codec added, and by the rule `aggregate` so many of the
-    peers as `liars_max` may have lied."""
+    """Return an averaging round of a run in local mode. `error` is empty if the round succeeded. `peers` are
+    those whose tensors were included; under the rule `aggregate`, up to `liars_max` of them may have lied.
+    `rounding` is the error that the codec added."""
     return {
         "round": number,
         "step": last.step,
@@ -182,10 +183,10 @@ def _means(view: RunView, event: events.RunEvaluated) -> dict[str, float]:
 
 
 def event_document(event: events.Event) -> dict[str, Any]:
-    """Any event as JSON: its class name, its time, and its fields, peers as text.
+    """Return any event as JSON: its class name, its time, and its fields, with peers as text.
 
-    Where `step` is the one that is meant, counted from 0, and not how many are done, `step_number` is the
-    same counted from 1, as screens show it. `SECRETS` of an event are left out.
+    If `step` identifies a step (counted from 0) rather than a number of completed steps, `step_number` is the
+    same step counted from 1, as screens show it. `SECRETS` of an event are left out.
     """
     document: dict[str, Any] = {"kind": type(event).__name__}
     for name in event.__struct_fields__:
@@ -199,7 +200,7 @@ def event_document(event: events.Event) -> dict[str, Any]:
 
 
 def screen_document(event: events.Event) -> dict[str, Any]:
-    """Any event as the screen of the person who started the node shows it, with its secrets."""
+    """Return any event with its secrets, for the screen of the person who started the node."""
     return event_document(event) | {name: getattr(event, name) for name in event.SECRETS}
 
 

@@ -1,9 +1,9 @@
 """Strict TOML: a file becomes a frozen `msgspec` struct, or one error that names file, line and key.
 
-It is not a TOML parser (`tomllib` reads), and does not merge sources (`node.config` does). It
-serves the node's config and the RUN.toml of a run: any struct of structs, tuples, literals and
-bounded numbers. `tomllib` keeps no positions, so a small scanner walks the (already valid) text
-once more and notes the line of every table, key and array item; it follows TOML v1.0.
+It is not a TOML parser (`tomllib` parses), and does not merge sources (`node.config` does). It serves the
+node's config and the RUN.toml of a run: any struct of structs, tuples, literals and bounded numbers.
+`tomllib` keeps no positions, so a small scanner that follows TOML v1.0 goes through the (already valid) text
+again and notes the line of every table, key and array item.
 """
 
 import json
@@ -27,20 +27,22 @@ T = TypeVar("T")
 TomlPath = tuple[str | int, ...]
 
 FILE_BYTES_MAX = 1 << 20
-"""Nobody writes a megabyte of settings; a wrong path to a data file should not be read whole."""
+"""Maximum size of a file. Nobody writes a megabyte of settings, and if a path to a data file is given by
+mistake, the file should not be read whole."""
 _SHOWN_LENGTH_MAX = 60
 
 
 @dataclass(frozen=True)
 class Document(Generic[T]):
-    """A checked file: the struct, and the place of each part for later errors."""
+    """A checked file: its struct, and the line of each part for later errors."""
 
     value: T
     name: str
     lines: Mapping[TomlPath, int]
 
     def where(self, *path: str | int) -> str:
-        """`node.toml:7` for a key or array item; the nearest enclosing line where it has none."""
+        """Return `node.toml:7` for a key or array item; if it has no line, that of the nearest enclosing
+        part."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.lines:
                 return f"{self.name}:{self.lines[path[:length]]}"
@@ -48,17 +50,17 @@ class Document(Generic[T]):
 
 
 def load(path: Path, kind: type[T]) -> T:
-    """The struct in the file at `path`. Raises UsageError."""
+    """Return the struct in the file at `path`. Raises UsageError."""
     return read(path, kind).value
 
 
 def read(path: Path, kind: type[T]) -> Document[T]:
-    """Like `load`, with the positions. Raises UsageError."""
+    """Return the document in the file at `path`, with line numbers. Raises UsageError."""
     return parse(read_text(path), kind, name=str(path))
 
 
 def read_text(path: Path) -> str:
-    """A text file a person named, of bounded size. Raises UsageError."""
+    """Return the text of a file that a person named, of bounded size. Raises UsageError."""
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
@@ -67,7 +69,7 @@ def read_text(path: Path) -> str:
     if len(data) > FILE_BYTES_MAX:
         raise UsageError(f"{path}: more than {FILE_BYTES_MAX} bytes; is it the right file?")
     try:
-        return data.decode("utf-8-sig")  # an editor may begin a file by a byte order mark
+        return data.decode("utf-8-sig")  # an editor may put a byte order mark at the beginning of a file
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise UsageError(f"{path}:{line}: not UTF-8 text{_other_encoding(data)}") from None
@@ -78,12 +80,12 @@ def _other_encoding(data: bytes) -> str:
 
 
 def parse(text: str, kind: type[T], *, name: str) -> Document[T]:
-    """Check TOML `text` against the struct `kind`; `name` stands in errors. Raises UsageError."""
+    """Check TOML `text` against the struct `kind`; errors call the text `name`. Raises UsageError."""
     return convert(tree(text, name=name), kind, name=name, lines=line_numbers(text))
 
 
 def tree(text: str, *, name: str) -> dict[str, Any]:
-    """Return the content of TOML `text`, unchecked; errors call it `name`. Raises UsageError."""
+    """Return the content of TOML `text`, unchecked; errors call the text `name`. Raises UsageError."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -93,7 +95,7 @@ def tree(text: str, *, name: str) -> dict[str, Any]:
 
 
 def convert(found: Any, kind: type[T], *, name: str, lines: Mapping[TomlPath, int]) -> Document[T]:
-    """Check a found of dicts and lists against `kind`; `name` stands in errors. Raises UsageError."""
+    """Check parsed dicts and lists against `kind`; errors call the source `name`. Raises UsageError."""
     places = Document[None](None, name, lines)
     _check(found, kind, (), places)
     try:
@@ -120,7 +122,7 @@ def _syntax_error(name: str, text: str, message: str) -> str:
 
 
 def _check(value: Any, kind: Any, path: TomlPath, places: Document[None]) -> None:
-    """Find the first fault of `value` in reading order, and say it with its line."""
+    """Raise UsageError with the line of the first fault of `value`, in reading order."""
     bare = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     if get_origin(bare) in (Union, UnionType):
         # TOML has no null, so an optional table is simply a table.
@@ -170,7 +172,7 @@ def _check_table(value: Any, kind: type[msgspec.Struct], path: TomlPath, places:
 
 
 def shown(value: object) -> str:
-    """A value as a person typed it, on one line and cut to a bearable length."""
+    """Return a value as a person typed it, on one line and cut to a readable length."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except (ValueError, RecursionError):
@@ -188,7 +190,8 @@ def _dotted(path: TomlPath) -> str:
 
 
 def _named(path: TomlPath) -> str:
-    """The last key of `path`, with the table it stands in: `cores in [resources]`, `seeds[2] in [join]`."""
+    """Return the last key of `path`, with the table that contains it: `cores in [resources]`, `seeds[2] in
+    [join]`."""
     keys = [index for index, part in enumerate(path) if isinstance(part, str)]
     last = keys[-1]
     name = str(path[last]) + "".join(f"[{part}]" for part in path[last + 1 :])
@@ -246,9 +249,9 @@ def _length(kind: shapes.StrType | shapes.VarTupleType | shapes.ListType, unit: 
 
 
 def line_numbers(text: str) -> dict[TomlPath, int]:
-    """The line (from 1) of every table header, key and array item of valid TOML `text`.
+    """Return the line (from 1) of every table header, key and array item of valid TOML `text`.
 
-    Keys inside an inline table have no entry; `Document.where` falls back to the table's key.
+    Keys inside an inline table have no entry; `Document.where` uses the table's key for them.
     """
     scanner = _Scanner(text)
     scanner.scan()
@@ -256,7 +259,7 @@ def line_numbers(text: str) -> dict[TomlPath, int]:
 
 
 class _Scanner:
-    """One pass over TOML that `tomllib` has accepted already, so it need not refuse anything."""
+    """Scans TOML that `tomllib` has already accepted, so it never needs to report an error."""
 
     def __init__(self, text: str) -> None:
         self.text = text.replace("\r\n", "\n")
@@ -306,7 +309,7 @@ class _Scanner:
         self._note(path)
 
     def _real(self, path: TomlPath) -> TomlPath:
-        """A header's path with the index of the last item after each array of tables on the way."""
+        """Return a header's path with the index of the last item after each array of tables on the way."""
         real: TomlPath = ()
         for part in path[:-1]:
             real = (*real, part)
@@ -315,7 +318,7 @@ class _Scanner:
         return (*real, path[-1])
 
     def _key(self, end: str) -> TomlPath:
-        """Read a dotted key up to and with `end`."""
+        """Read a dotted key up to and including `end`."""
         start = self.at
         while self.text[self.at] != end:
             if self.text[self.at] in "\"'":
@@ -332,7 +335,7 @@ class _Scanner:
         return tuple(path)
 
     def _value(self, path: TomlPath) -> None:
-        """Skip a value to the end of its line, noting the lines of the items of an outermost array."""
+        """Skip a value to the end of its line, and note the lines of the items of the outermost array."""
         depth = 0
         index = 0
         in_array = False

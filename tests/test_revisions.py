@@ -171,7 +171,7 @@ def test_only_the_requesters_newest_revision_changes_a_run() -> None:
         async with swarm("abcde", preset="lan") as group:
             run = await begun(group, "a", steps=100_000)
             a, b, c = (group.nodes[name] for name in "abc")
-            with pytest.raises(UsageError, match="which alone may change it"):
+            with pytest.raises(UsageError, match="only its requester may change it"):
                 await revise(group, "b", run, is_paused=True)
             forged = make_revision(b.signer, RevisionBody(run.id, 2**52, is_paused=True))
             before = b.counters.get("protocol_errors", 0)

@@ -75,7 +75,7 @@ def test_a_handle_works_on_a_node_outside_the_run(model: str, tmp_path: Path) ->
             assert safetensors.numpy.load_file(result.out)
             with pytest.raises(UsageError, match="is not known here"):
                 outside.run("zzz")
-            with pytest.raises(RunFailed, match="no member of the swarm"):
+            with pytest.raises(RunFailed, match="none of the swarm's members"):
                 await outside.run("f" * 16).show()
 
     simulate(scenario)

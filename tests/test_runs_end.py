@@ -256,7 +256,7 @@ def test_a_requesters_stop_ends_the_run_for_all_members() -> None:
             assert ends(group) == dict.fromkeys(members, ("stopped", "its requester stopped it"))
             assert all(node.runs.has_slot and not node.runs.members for node in group.nodes.values())
             assert {node.state.runs[run.text].status for node in group.nodes.values()} == {"stopped"}
-            with pytest.raises(RunFailed, match="is not going on here"):
+            with pytest.raises(RunFailed, match="is not active here"):
                 await a.runs.stopping.stop(run.text)
 
     simulate(scenario)
@@ -311,7 +311,7 @@ def test_only_the_requester_may_stop_a_run() -> None:
         async with swarm("abc") as group:
             run = await begun(group, "a", replicas=1)
             b, c = group.nodes["b"], group.nodes["c"]
-            with pytest.raises(UsageError, match="which alone may stop it"):
+            with pytest.raises(UsageError, match="only its requester may stop it"):
                 await b.runs.stopping.stop(run.text)
             with pytest.raises(UsageError, match="is this node's own"):
                 await group.nodes["a"].runs.stopping.drop(run.text)

@@ -360,7 +360,7 @@ def test_the_screen_of_a_node_is_as_recorded() -> None:
         22:13:18   settings that were skipped: cores (not allowed here)
         22:13:18   run 01234567 changed by its requester: 200 steps, priority 7, learning rate 0.001, paused
         22:13:19   run 01234567 goes on without this node
-        22:13:19   averaging cifar: those take part that its owner invited; by mean
+        22:13:19   averaging cifar: only peers that its owner invited take part; by mean
         22:13:19   averaging cifar: lab-2 takes part, 1 other peer
         22:13:19   averaging cifar: lab-2 is out: it signed two results of one round
         22:13:19   averaging cifar: caught up with step 40, 200.0 MB in 2.5 s

@@ -113,7 +113,8 @@ def test_no_line_of_a_screen_is_wider_than_80_columns() -> None:
     unreachable = Unreachable("unknown", "nobody is known to hold these weights")
     for error in (
         UsageError(
-            "run 3b2f7656 was asked for by raspberry-pi-4 ...FWoxzj, which alone may stop it", "leave"
+            "run 3b2f7656 was requested by raspberry-pi-4 ...FWoxzj, and only its requester may stop it",
+            "leave",
         ),
         _not_fetched("3b2f765609ab8f0a", "", unreachable),
         _not_fetched("3b2f765609ab8f0a", "stopped", unreachable),

@@ -1,8 +1,8 @@
-"""The choice of codec for a stage's answers, by the measured rates of the links they take.
+"""Chooses the codec for a stage's outgoing frames from the measured rates of the links that they take.
 
-Until a link is measured its frames are as small as the run allows. Then the codec with the shortest total
-time of a micro-batch is used (`partition.codecs.choice`), so that compression is never the bottleneck. A
-codec's time on this machine is measured once, on the run's own frames.
+Until a link is measured, its frames are as small as the run allows. After that, the codec with the shortest
+total time for a micro-batch is used (`partition.codecs.choice`), so that compression is never the bottleneck.
+A codec's time on this machine is measured once, on the run's own frames.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +16,16 @@ from partition.codecs.choice import Cost, Frames, allowed, choose, narrowest
 from partition.codecs.codec import Codec, Payload, unpack
 
 SAMPLE_BYTES = 1 << 18
-"""Shorter tensors tell little one by one: so much of them together is looked at."""
+"""Bytes of tensors that are collected before codecs are measured, because a short tensor alone says
+little."""
 SHORT_BYTES = 1 << 13
-"""A frame below this is not looked at, and not compressed where nothing may be lost: it is sent in less time
-than that takes."""
+"""A tensor shorter than this is not used for measuring. A frame shorter than this is sent uncompressed if
+nothing may be lost, because sending it takes less time than compressing."""
 SAMPLE_BYTES_MAX = 1 << 20
 
 
 class LinkCodecs:
-    """The choice for one stage. `rate` returns a link's bytes per second, None if unknown."""
+    """The codec choice for one stage. `rate` returns a link's bytes per second, None if unknown."""
 
     def __init__(self, frames: Frames, rate: Callable[[PeerId], float | None], executor: Executor) -> None:
         self._frames = frames
@@ -36,7 +37,7 @@ class LinkCodecs:
         self._sample_bytes = 0
 
     def codec(self, receivers: Sequence[PeerId], *, is_gradient: bool) -> Codec:
-        """Return the codec for a frame to one of these peers; the slowest of their links decides."""
+        """Return the codec for a frame to these peers; the slowest of their links decides."""
         rates = [self._rate(peer) for peer in receivers]
         known = [rate for rate in rates if rate is not None]
         size = self._sizes.get(is_gradient)

@@ -1,12 +1,12 @@
-"""The frames of an open step, kept until it is applied: in memory up to a bound, else on the disk.
+"""The frames of an open step, kept until it is applied: in memory up to a limit, else on the disk.
 
-A replica keeps the bytes of every frame it has sent, to repeat them for the successor of a dead neighbour,
-and of every frame it has received, to remove micro-batches that another replica counts from its sums. Most
-are never read again, so frames beyond the bound are put where the system may take their memory
-(`node.storage.spill`); views of them work like any other. There is no explicit release: a frame is freed with
-its last view, held by the replica's core, which drops all of a step once it is applied, or by a link that
-still has to send it. `held_bytes` counts these. A frame in memory is not copied; one on the disk is copied
-once, in a thread.
+A replica keeps the bytes of every frame that it has sent, to repeat them for the successor of a dead
+neighbour. It also keeps every frame that it has received, to remove micro-batches that another replica counts
+from its sums. Most are never read again, so frames beyond the limit are put into memory that the system can
+move to disk (`node.storage.spill`); views of them work like any other. There is no explicit release: a frame
+is freed with its last view. Views are held by the replica's core, which drops all views of a step once it is
+applied, and by links that still have to send the frame. `held_bytes` counts the frames in memory. A frame in
+memory is not copied; a frame on the disk is copied once, in a thread.
 """
 
 import weakref
@@ -20,23 +20,23 @@ from node.seams import Executor, Storage
 from partition.codecs.codec import Payload
 
 FRAMES_BYTES_MAX = 512 * 2**20
-"""Frames of one stage in memory: thirty-two of 16 MiB, more than are between two passes of it. Beyond are
-those that only a death would ask for."""
+"""Maximum bytes of one stage's frames in memory: thirty-two frames of 16 MiB, more than are between its two
+passes at a time. Only a death makes older frames necessary."""
 
 
 class FrameStore:
-    """One stage's."""
+    """The frame store of one stage."""
 
     def __init__(self, storage: Storage, executor: Executor, bytes_max: int = FRAMES_BYTES_MAX) -> None:
         self._storage = storage
         self._executor = executor
         self._bytes_max = bytes_max
-        # The last view may go in any thread.
+        # The last view of a frame may be dropped in any thread.
         self._lock = RLock()
         self.held_bytes = 0
 
     async def keep(self, payload: Payload) -> Payload:
-        """Return the same payload in memory where it may stay. Waits only if the disk is needed.
+        """Return the same payload in memory that it may stay in. Waits only if the disk is needed.
 
         Raises:
             StageFailed: there is no room in memory or on the disk.
@@ -57,8 +57,8 @@ class FrameStore:
         return replace(payload, data=spilled)
 
     def _counted(self, data: memoryview) -> memoryview:
-        """A view of the same bytes that is counted until the last view of it is gone."""
-        # Every view of a view refers to the object it was first made of, which is this one.
+        """Return a view of the same bytes that is counted until the last view of it is gone."""
+        # Every view of a view refers to the object that the first was made from, which is `owner`.
         owner = np.frombuffer(data, np.uint8)
         self._count(len(data))
         weakref.finalize(owner, self._count, -len(data)).atexit = False

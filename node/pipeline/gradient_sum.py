@@ -1,8 +1,8 @@
 """The sum of a step's gradients: one all-reduce for a stage, and one for each group of tied weights.
 
 A stage's own weights are summed over its replicas. A weight that several stages share is summed over all
-replicas of these stages, so that each gets the same total; rows shared by the same stages go together.
-Members and layout follow from graph and plan, so every replica finds the same groups.
+replicas of these stages, so that each gets the same total; weights shared by the same stages are summed
+together. Members and layout follow from graph and plan, so every replica finds the same groups.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Sends = list[tuple[PeerId, Part]]
 
 
 class Reduction:
-    """One replica's side of all sums of one attempt. `start` once; then `receive` until `done`."""
+    """One replica's part in all sums of one attempt. Call `start` once, then `receive` until `done`."""
 
     def __init__(self, me: PeerId, work: ReduceReady, parts: Sequence[Share], sums: Vector) -> None:
         self.key = reduction_key(work)
@@ -31,7 +31,7 @@ class Reduction:
             if members == (me,):
                 continue  # there is nothing else to add
             spans = [sums[begin:end] for begin, end in share.spans]
-            # Started at once, so that one span need not be copied.
+            # Sent in `start` immediately afterwards, so a single span need not be copied.
             vector = spans[0] if len(spans) == 1 else np.concatenate(spans)
             key = self._key_of(share)
             self._machines[key] = AllReduce(me, members, key, vector)
@@ -40,11 +40,11 @@ class Reduction:
         return self.key + share.name.to_bytes(4, "big")
 
     def start(self) -> Sends:
-        """This replica's summands, for the others."""
+        """Return this replica's summands for the other replicas."""
         return [send for machine in self._machines.values() for send in machine.start()]
 
     def receive(self, sender: PeerId, part: Part) -> Sends:
-        """Take a part that `is_of` this sum. Raises RemoteProtocolError: it does not belong here."""
+        """Add a part that `is_of` this sum. Raises RemoteProtocolError if the part does not belong here."""
         machine = self._machines.get(part.key)
         return [] if machine is None else machine.receive(sender, part)
 
@@ -65,7 +65,7 @@ class Reduction:
         return left, tuple(dict.fromkeys(missing)), not unsummed
 
     def finish(self, totals: Vector) -> bytes:
-        """Put the sums into `totals`; their BLAKE3, which all replicas of a stage must share."""
+        """Write the sums to `totals`; return their BLAKE3 hash, which all replicas of a stage must share."""
         for share in self._shares:
             machine = self._machines.get(self._key_of(share))
             start = 0
@@ -80,5 +80,5 @@ class Reduction:
 
 
 def reduction_key(work: ReduceReady) -> bytes:
-    """Return the key of one attempt: plan, step and attempt."""
+    """Return the key of one attempt, made of plan, step and attempt number."""
     return work.plan + work.step.to_bytes(8, "big") + work.attempt.to_bytes(8, "big")

@@ -1,8 +1,8 @@
-"""Ordered, reliable-while-connected message links to peers: one outgoing stream each, opened at need.
+"""Ordered message links to peers, reliable while connected: one outgoing stream each, opened when needed.
 
-A broken link is opened again while its peer is wanted; then `on_reconnected` is called, and the protocol
-above repeats messages that may have been lost (all are idempotent). Messages to this node itself take the
-same way without a socket, so that there is only one code path.
+A broken link is reopened while its peer is wanted. In that case `on_reconnected` is called, and the protocol
+above repeats messages that may have been lost (all are idempotent). Messages to this node itself pass through
+the same queue without a socket, so that there is only one code path.
 """
 
 from collections import deque
@@ -22,19 +22,20 @@ from node.protocols.moving import MOVE_SECONDS, move
 from node.seams import Clock, Network, Stream
 
 QUEUE_BYTES_MAX = 8 * 1024**3
-"""Bytes waiting for one peer. A step's frames (64 of 48 MiB) and a reduction's parts (4 GiB at most) fit;
-past this the peer is stuck."""
+"""Maximum bytes waiting for one peer. A step's frames (64 of 48 MiB) and a reduction's parts (at most 4 GiB)
+fit; a peer with more waiting is considered stuck."""
 RATE_BYTES = 8 << 20
-"""A link is measured over the last so many bytes, or twice as many."""
+"""A link's rate is measured over at least this many of its latest bytes, and at most twice as many."""
 RETRY_SECONDS_MIN = 0.05
 RETRY_SECONDS_MAX = 2.0
 
 
 @dataclass(frozen=True)
 class FormerVersion:
-    """The version of a protocol before the present one, spoken with peers that know no newer.
+    """The previous version of a protocol, for peers that know no newer version.
 
-    `translate` returns a message in that version's form; `found` is called for each peer that speaks it.
+    `translate` converts a message into that version's form; `found` is called for each peer that speaks that
+    version.
     """
 
     protocol: str
@@ -45,8 +46,8 @@ class FormerVersion:
 class Links:
     """All outgoing links of one protocol. `run` owns their tasks.
 
-    `deliver(peer, message)`, or `deliver(peer, message, payload)` with a payload, takes this node's messages
-    to itself, in the form of a stream's receiver.
+    `deliver(peer, message)`, or `deliver(peer, message, payload)` with a payload, receives this node's
+    messages to itself, in the form in which a stream's receiver gets them.
     """
 
     def __init__(
@@ -79,14 +80,16 @@ class Links:
         self._nursery: trio.Nursery | None = None
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep the links alive until cancelled."""
+        """`on_stuck` is called for a peer with too many bytes waiting. `on_broken` is called for a peer whose
+        stream has ended or could not be reopened, and `on_unopened` for a peer to which no stream could be
+        opened yet."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             task_status.started()
             await trio.sleep_forever()
 
     def send(self, peer: PeerId, message: bytes, *payload: Data) -> None:
-        """Queue a message, and a payload of any number of pieces; they are sent in order.
+        """Queue a message, optionally with a payload in any number of pieces; they are sent in order.
 
         Nothing is copied, so the payload's memory must not change from now on.
         """
@@ -95,11 +98,12 @@ class Links:
             assert self._nursery is not None, "Links.run was not started"
             link = self._links[peer] = _Link(self._clock)
             self._nursery.start_soon(self._serve, peer, link)
-        # As bytes, since a tensor's view counts elements.
+        # As bytes, because the length of a tensor's view counts elements.
         queued: tuple[Data, ...] = (message, *[memoryview(piece).cast("B") for piece in payload])
         size_bytes = sum(map(len, queued))
         if link.waiting_bytes + size_bytes > self._queue_bytes_max:
-            # Never drop one message in silence, for it would be waited for; a broken link is mended.
+            # Never drop a single message silently, because its receiver would wait for it. A broken link is
+            # reopened.
             link.break_off()
             self._on_stuck(peer)
             return
@@ -108,9 +112,9 @@ class Links:
         link.more.set()
 
     def rate(self, peer: PeerId) -> float | None:
-        """Return the recent bytes per second of the link to a peer; None after too little data.
+        """Return the recent bytes per second of the link to a peer; None if too little data was sent.
 
-        The kernel's buffers take a burst at once, so only much longer messages count.
+        The kernel's buffers absorb a burst immediately, so only much longer messages count.
         """
         if peer == self._network.peer:
             return inf
@@ -120,16 +124,16 @@ class Links:
         return link.bytes_measured / link.seconds_measured
 
     def rates(self) -> Iterator[tuple[PeerId, float, bool]]:
-        """Yield the recent rates of links: peer, bytes per second, and whether the link was the bottleneck;
-        if not, its rate may be higher or lower."""
+        """Yield the recent rates of links: peer, bytes per second, and whether the link was the bottleneck.
+        If it was not, its rate may be higher or lower."""
         for peer, link in self._links.items():
             rate = self.rate(peer)
             if rate is not None and rate < inf:
                 yield peer, rate, link.seconds_measured > link.idle_seconds
 
     def is_closed(self, peer: PeerId, *, news: bool = False) -> bool:
-        """Return whether a stream to the peer ended and could not be opened again, and its host said since
-        that nothing listens there; with `news` it says so now."""
+        """Return whether a stream to the peer ended and could not be reopened, and the peer's host has since
+        reported that nothing listens there. `news`: the host reports it now."""
         link = self._links.get(peer)
         if link is None:
             return False
@@ -139,7 +143,8 @@ class Links:
     def forget(self, peer: PeerId) -> None:
         """Drop a peer's queue and close its stream.
 
-        Not for a peer that is only believed dead: it may be wrongly accused, and wait for queued messages.
+        Do not call this for a peer that is only believed dead: it may be wrongly accused, and wait for queued
+        messages.
         """
         link = self._links.pop(peer, None)
         if link is not None:
@@ -150,7 +155,7 @@ class Links:
             if peer == self._network.peer:
                 await link.drain(partial(self._deliver_here, peer))
             while True:
-                # A failure by a bug of ours counts as a broken stream.
+                # A failure caused by our own bug is treated like a broken stream.
                 with contain("link") as part:
                     await self._keep_open(peer, link)
                 if part.error is not None:
@@ -186,8 +191,8 @@ class Links:
                     await stream.aclose()
 
     async def _move(self, peer: PeerId, link: "_Link", stream: Stream) -> Stream:
-        """Return a stream on a better path, if one can be opened, after everything sent was read. A stream
-        that breaks meanwhile is returned closed, and reopened like any other."""
+        """Return a stream on a better path, if one can be opened, after everything sent was read. If a stream
+        breaks meanwhile, it is returned closed, and reopened like any other."""
         link.moves_at = self._clock.monotonic() + MOVE_SECONDS
         link.stream_scope = trio.CancelScope()
         with link.stream_scope, suppress(StreamClosed):
@@ -196,7 +201,7 @@ class Links:
         return stream
 
     def _sending_on(self, peer: PeerId, stream: Stream) -> Callable[..., Awaitable[None]]:
-        """Return the sender for a stream, in the protocol version by which it was opened."""
+        """Return the sender for a stream, in the protocol version with which the stream was opened."""
         former = self._former
         if former is None or stream.protocol != former.protocol:
             return stream.send
@@ -222,9 +227,9 @@ class Links:
 
 
 async def _drain_until_closed(link: "_Link", stream: Stream, send: Callable[..., Awaitable[None]]) -> bool:
-    """Send until the stream breaks, even while there is nothing to send: the far side never answers on it, so
-    a waiting `receive` ends only with the stream. Return whether it is open, and the rest should go by
-    another one."""
+    """Send until the stream breaks or should move to a better path. The other side never answers on it, so a
+    waiting `receive` detects a break even while there is nothing to send. Return whether the stream is still
+    open, and the rest should be sent on another one."""
 
     def is_to_move() -> bool:
         return stream.has_better_path and link.clock.monotonic() >= link.moves_at
@@ -247,7 +252,7 @@ async def _drain_until_closed(link: "_Link", stream: Stream, send: Callable[...,
 
 
 class _Link:
-    """One peer's queue."""
+    """The queue and state of the link to one peer."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -271,7 +276,7 @@ class _Link:
         self.stream_scope.cancel()
 
     def measured(self, size_bytes: int, seconds: float) -> None:
-        """Add `size_bytes` sent in `seconds` to the measured rate; there was data to send all that time."""
+        """Add `size_bytes` sent in `seconds` to the measured rate; data was waiting during all that time."""
         self.bytes_measured += size_bytes
         self.seconds_measured += seconds
         if self.bytes_measured > 2 * RATE_BYTES:
@@ -282,7 +287,7 @@ class _Link:
     async def drain(
         self, send: Callable[..., Awaitable[None]], is_over: Callable[[], bool] = lambda: False
     ) -> None:
-        """Send the queue, until it `is_over`; a message leaves the queue once it was sent."""
+        """Send the queue, until it `is_over`; a message leaves the queue once it has been sent."""
         while True:
             while self.queue:
                 if is_over():

@@ -1,8 +1,8 @@
-"""Spans of this node's stages: the computations and their times, in a trace over all machines of a run.
+"""Spans of this node's stages: their computations with times, as part of a trace over all machines of a run.
 
-A trace is a step. Its id is a hash of run and step, which every frame carries already, so every member knows
-it without being told and nothing is added to the wire. Always recorded, a tuple a pass, and bounded; handed
-out by `node.runs.traces`.
+A trace is a step. Its id is a hash of run and step, which every frame carries anyway. So every member knows
+the id, and nothing is added to the wire. Spans are always recorded, as one tuple per pass, in bounded memory;
+`node.runs.traces` sends them on request.
 """
 
 from collections import deque
@@ -17,10 +17,11 @@ from partition import stage as api
 from partition.plan.plan import Plan
 
 SPANS_KEPT_MAX = 20_000
-"""Some 4 MB: a thousand steps of ten micro-batches."""
+"""Maximum number of spans kept: about 4 MB, or a thousand steps of ten micro-batches."""
 ROSTERS_KEPT_MAX = 16
 FORMER_MAX = 64
-"""Former holders of stages of one run that are asked for spans, those of the newest plans."""
+"""Maximum number of former holders of one run's stages, those of the newest plans, that are asked for
+spans."""
 TRACE_ID_BYTES = 16
 
 Kind = Literal["forward", "backward", "apply", "other"]
@@ -31,9 +32,9 @@ _Number = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """One request to a stage's process. `begun` is unix time by this node's clock; `busy` is the process's
-    computing time, the rest of `lasted` is waiting and copying. Micro-batch -1: none. A stage's layers change
-    with the plan, so a span has them; 0 and 0 from an older version."""
+    """One request to a stage's process. `begun` is Unix time by this node's clock. `busy` is the process's
+    computing time; the rest of `lasted` is waiting and copying. Micro-batch -1: none. A span has its stage's
+    layers, because they change with the plan; both are 0 from older versions."""
 
     step: _Number
     stage: Annotated[int, msgspec.Meta(ge=0, le=4_096)]
@@ -55,7 +56,7 @@ class Spans:
         self._holders: dict[bytes, tuple[tuple[PeerId, ...], tuple[PeerId, ...]]] = {}
 
     def add(self, run: bytes, span: Span) -> None:
-        """Keep one, if need be in place of the oldest."""
+        """Keep a span, replacing the oldest if necessary."""
         self._spans.append((run, span))
 
     def record(
@@ -68,7 +69,7 @@ class Spans:
         lasted: float,
         busy: int,
     ) -> None:
-        """Keep the span of a request to a stage's process; `step` if the request names none."""
+        """Keep the span of a request to a stage's process; `step` is used if the request names none."""
         microbatch, step = getattr(request, "microbatch", -1), getattr(request, "step", step)
         row = plan.stages[stage]
         span = Span(
@@ -85,8 +86,8 @@ class Spans:
         self.add(plan.run, span)
 
     def admit(self, plan: Plan) -> None:
-        """Let the members of this plan ask for the spans of its run, also when it is over, and those of the
-        plans before it."""
+        """Allow the members of this plan, like those of earlier plans, to ask for the spans of its run, even
+        after it has ended."""
         before = self._rosters.pop(plan.run, frozenset())
         self._rosters[plan.run] = before | frozenset(plan.roster) | frozenset(plan.members)
         now = tuple(PeerId(peer) for stage in plan.stages for peer in stage.replicas)
@@ -98,7 +99,7 @@ class Spans:
             self._holders.pop(oldest, None)
 
     def holders(self, run: bytes, live: Collection[PeerId]) -> list[PeerId]:
-        """Return the holders of a run's stages, then the `live` ones of earlier plans."""
+        """Return the holders of a run's stages, followed by the `live` holders of earlier plans."""
         now, before = self._holders.get(run, ((), ()))
         return [*now, *(peer for peer in before if peer in live)]
 
@@ -112,14 +113,14 @@ class Spans:
         return peer in self._rosters.get(run, frozenset())
 
     def of(self, run: bytes, first: int, last: int) -> Iterator[Span]:
-        """The spans of steps `first` to `last` of a run, in the order in which they ended."""
+        """Return the spans of steps `first` to `last` of a run, in the order in which they ended."""
         return (span for name, span in self._spans if name == run and first <= span.step <= last)
 
     def last_step(self, run: bytes) -> int:
-        """The newest step of a run that is here; -1 for none."""
+        """Return the newest step of a run with a span here; -1 if there is none."""
         return max((span.step for name, span in self._spans if name == run), default=-1)
 
 
 def trace_id(run: bytes, step: int) -> bytes:
-    """The id of a step's trace, the same on every member."""
+    """Return the id of a step's trace, which is the same on every member."""
     return blake3(b"peerloom trace" + run + step.to_bytes(8, "big")).digest()[:TRACE_ID_BYTES]

@@ -1,7 +1,8 @@
 """Drives the all-reduces of a stage's steps on one replica, one attempt after another.
 
-Large sums are computed in threads; `node.pipeline.gradient_sum` is the arithmetic. Parts of an attempt that
-has not begun here wait for it, and those sent stay until the step is applied, for peers whose streams break.
+Large sums are computed in threads; `node.pipeline.gradient_sum` has the arithmetic. Parts of an attempt that
+has not begun here are kept until it begins. Sent parts are kept until the step is applied, for peers whose
+streams break.
 """
 
 from collections import deque
@@ -21,17 +22,19 @@ from partition.steps.replica import ReduceReady
 from partition.steps.shares import Share
 
 INLINE_BYTES_MAX = 1 << 20
-"""Sums of so many bytes are added and hashed in less than half a millisecond: on the event loop."""
+"""Maximum size of a stage whose sums are computed on the event loop, where they take less than half a
+millisecond."""
 EARLY_PARTS_MAX = 4_096
-"""All-reduce parts of a reduction that this replica has not begun: others may be a little ahead. As many
-as the largest stage (4 GiB) has."""
+"""Maximum number of stored parts of a reduction that this replica has not begun, because others may be a
+little ahead. The largest stage (4 GiB) has this many parts."""
 
 _T = TypeVar("_T")
 _Vector = np.ndarray[Any, np.dtype[Any]]
 
 
 class StageReduction:
-    """One replica's. `done` is called with an attempt and the digest of its total, once that is there."""
+    """The reductions of one replica. `done` is called with an attempt and the digest of its total, once that
+    is known."""
 
     def __init__(
         self,
@@ -58,12 +61,12 @@ class StageReduction:
         self._early_parts: deque[tuple[PeerId, Part]] = deque(maxlen=EARLY_PARTS_MAX)
 
     async def begin(self, work: ReduceReady) -> None:
-        """Add this replica's sums to those of the others."""
+        """Begin an attempt: send this replica's sums, and add those of the others."""
         self._starting = work
         sums, totals = self._vector("gradients"), self._vector("totals")
         begun, sends, digest = await self._compute(lambda: _begin(self._me, work, self._shares, sums, totals))
         if self._void is work:
-            return  # a new plan came meanwhile
+            return  # a new plan came into force meanwhile
         self._sum, self._reducing = begun, work
         self._parts_sent.clear()
         if digest:
@@ -77,38 +80,38 @@ class StageReduction:
         await self._finish()
 
     async def take(self, sender: PeerId, part: Part) -> None:
-        """Take a part of another replica."""
+        """Handle a part from another replica."""
         current, reducing = self._sum, self._reducing
         if current is None or reducing is None or not current.is_of(part):
-            # Of a later reduction, or of a finished one; the key decides once ours begins.
+            # The part is from a later reduction or a finished one; its key decides once ours begins.
             self._early_parts.append((sender, part))
             return
         try:
             sends = await self._compute(lambda: current.receive(sender, part))
         except RemoteProtocolError:
-            return  # a part of no known reduction: the sum goes on without it
+            return  # a part of no known reduction: the sum continues without it
         self._send_parts(sends)
         await self._finish()
 
     def waits(self) -> tuple[int, tuple[PeerId, ...], bool]:
-        """Return the missing parts: see `Reduction.waits`. While sums or the total are copied
-        there are none."""
+        """Return the missing parts, as `Reduction.waits` does. While sums or the total are being copied, no
+        senders are missing."""
         return self._sum.waits() if self._reducing and self._sum else (1, (), False)
 
     def repeat_to(self, peer: PeerId) -> None:
-        """Send messages again that `peer` may have lost."""
+        """Resend messages that `peer` may have lost."""
         for receiver, part in self._parts_sent:
             if receiver == peer:
                 self._send(receiver, GroupPart(part))
 
     def void(self) -> None:
-        """Give up the attempt under way, or about to begin."""
+        """Give up the attempt that is under way or about to begin."""
         self._void = self._starting
         self._sum = self._reducing = None
         self._parts_sent.clear()
 
     def clear(self) -> None:
-        """Forget everything of a step that is applied."""
+        """Drop everything about a step that has been applied."""
         self._sum = None
         self._parts_sent.clear()
         self._early_parts.clear()
@@ -121,7 +124,7 @@ class StageReduction:
         await self._end(reducing, await self._compute(lambda: current.finish(totals)))
 
     async def _end(self, work: ReduceReady, digest: bytes) -> None:
-        # The machine stays until the next one: a member may still need our parts.
+        # Keep the reduction until the next one begins, because a member may still need our parts.
         self._reducing = None
         await self._done(work, digest)
 
@@ -134,7 +137,8 @@ class StageReduction:
         return np.frombuffer(self._stage.vector(arena), dtype=self._dtype)
 
     async def _compute(self, function: Callable[[], _T]) -> _T:
-        """Run a part of the sum; in a thread unless the stage is so small that the way there takes longer."""
+        """Run a part of the sum. It runs in a thread unless the stage is so small that switching threads
+        takes longer."""
         if len(self._stage.vector("totals")) <= INLINE_BYTES_MAX:
             await trio.lowlevel.checkpoint()
             return function()
@@ -144,8 +148,8 @@ class StageReduction:
 def _begin(
     me: PeerId, work: ReduceReady, shares: Sequence[Share], sums: _Vector, totals: _Vector
 ) -> tuple[Reduction, list[tuple[PeerId, Part]], bytes]:
-    """Return the reduction, its messages, and, without other members, the digest of the total: a second trip
-    to a thread would take longer than the sum."""
+    """Return the reduction, its messages and, if there are no other members, the digest of the total, because
+    a second switch to a thread would take longer than the sum."""
     begun = Reduction(me, work, shares, sums)
     sends = begun.start()
     return begun, sends, begun.finish(totals) if begun.done else b""

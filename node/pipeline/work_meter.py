@@ -9,7 +9,7 @@ from partition.steps.messages import Work
 
 @dataclass
 class WorkMeter:
-    """Counts from one applied step to the next."""
+    """Counts a replica's work from one applied step to the next."""
 
     busy_seconds: float = 0.0
     _forward_bytes: int = 0
@@ -19,11 +19,11 @@ class WorkMeter:
     _rounded: dict[bool, Rounding] = field(default_factory=lambda: {False: Rounding(), True: Rounding()})
 
     def rounded(self, rounding: Rounding, *, is_gradient: bool) -> None:
-        """Note a codec's rounding error in a frame."""
+        """Add a codec's rounding error in a frame."""
         self._rounded[is_gradient] += rounding
 
     def sent(self, size_bytes: int, key: tuple[int, Direction] | None, *, is_gradient: bool) -> None:
-        """Note a sent frame; `key` names a training frame, which may be sent again."""
+        """Add a sent frame; `key` identifies a training frame, which may be sent again."""
         if is_gradient:
             self._gradient_bytes += size_bytes
         else:
@@ -33,7 +33,7 @@ class WorkMeter:
             self._sent_before.add(key)
 
     def take(self) -> Work:
-        """Return the work of a step that is over, and begin with the next one."""
+        """Return the work of a step that has ended, and start counting the next one."""
         lost = tuple((row.squared_error, row.squared_norm) for row in self._rounded.values())
         done = Work(
             int(self.busy_seconds * 1e9), self._forward_bytes, self._gradient_bytes, self._replayed, lost

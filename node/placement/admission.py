@@ -1,8 +1,9 @@
-"""Admission checks: a plan belongs to its run, a model to its manifest, a stage fits this machine.
+"""Admission checks: whether a plan belongs to its run, a model to its manifest, and a stage fits this
+machine.
 
-The plan may be a stranger's, so the planner's arithmetic is repeated before anything is allocated. The
-stage's own process measures its real needs by a dry run (`partition.execute.admit`). Cutting and counting
-take time, so only `check_plan` may run on the event loop.
+The plan may come from an unknown peer, so the planner's arithmetic is repeated before anything is allocated.
+The stage's own process measures its real needs with a dry run (`partition.execute.admit`). Cutting and
+counting take time, so only `check_plan` may run on the event loop.
 """
 
 from collections.abc import Sequence
@@ -26,13 +27,13 @@ from partition.stage import StageSpecification
 from partition.steps.shares import Share, shares
 
 TRAIN = "train"
-"""The entry point that is trained."""
+"""Name of the entry point that is trained."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The resources that this node gives to a stage: cores, the device, the memory limit, and whether it may
-    run without the fences that this system lacks."""
+    """The resources that this node gives to a stage: cores, the device, the memory limit, and whether the
+    stage may run without fences that this system lacks."""
 
     threads: int
     device: str
@@ -49,31 +50,35 @@ def check_plan(
     *,
     is_in_force: bool = False,
 ) -> tuple[Run, Plan]:
-    """Return a run and a plan of it, by `sender`, with a part for this node. Raises RemoteProtocolError.
+    """Return a run and a plan of it that `sender` brought and in which this node has a part. Raises
+    RemoteProtocolError.
 
     Only the requester sends the first plan, and signs it (`history`) once it is in force. A member of its
-    roster may also send a plan in force (`is_in_force`), since the requester may have died. A member of the
-    roster brings a later plan to newcomers, with its history.
+    roster may also send a plan in force (`is_in_force`), since the requester may have died. Later plans are
+    brought to newcomers by a member of the roster, with their history.
     """
     run, plan = check_run(signer, manifest), decode_plan(data)
     if (plan.run, plan.microbatches) != (run.id, run.manifest.microbatches):
-        raise RemoteProtocolError("a plan that is not of its run")
+        raise RemoteProtocolError("the plan does not belong to its run")
     may_bring = sender in plan.roster
     if not plan.height:
         is_handed_on = is_in_force and history is not None and may_bring
         may_bring = run.requester == plan.committer and (sender == run.requester or is_handed_on)
     if not may_bring or signer.peer not in plan.roster:
-        raise RemoteProtocolError("a plan that its sender may not bring here")
+        raise RemoteProtocolError("its sender may not bring this plan here")
     if plan.height and history is None:
         raise RemoteProtocolError("a plan without its history")
     teller = sender if plan.height else run.requester
     if history is not None and replay(signer, run.requester, history) != (plan, teller):
-        raise RemoteProtocolError("a plan with the history of another, or told by somebody else")
+        raise RemoteProtocolError(
+            "the history belongs to a different plan, or was signed by a different peer"
+        )
     return run, plan
 
 
 def train_entry(graph: Graph) -> Entry:
-    """The entry point that is trained. Raises RemoteProtocolError: the graph has none with a loss."""
+    """Return the entry point that is trained. Raises RemoteProtocolError if the graph has none with a
+    loss."""
     for entry in graph.entries:
         if entry.name == TRAIN and entry.loss is not None and entry is graph.entries[0]:
             return entry
@@ -81,32 +86,32 @@ def train_entry(graph: Graph) -> Entry:
 
 
 def check_model(manifest: Manifest, graph: Graph) -> None:
-    """Check that a graph matches its manifest in more than the hash. Raises RemoteProtocolError."""
+    """Check that a graph matches its manifest in its sizes and metrics. Raises RemoteProtocolError."""
     entry = train_entry(graph)
     if not graph.symbols:
-        raise RemoteProtocolError("the model was captured for a batch of one size only")
+        raise RemoteProtocolError("the model was captured for only one batch size")
     check_sizes(graph.symbols, manifest.sizes_max)
     if tuple(metric.name for metric in entry.metrics) != manifest.metrics:
-        raise RemoteProtocolError("a manifest whose metrics are not the model's")
+        raise RemoteProtocolError("the manifest's metrics are not the model's")
 
 
 def _check_layers(graph: Graph, plan: Plan) -> None:
     if plan.stages[-1].last_layer != len(graph.layers):
-        raise RemoteProtocolError(f"a plan that does not end with layer {len(graph.layers)} of the model")
+        raise RemoteProtocolError(f"the plan does not end with layer {len(graph.layers)} of the model")
 
 
 def cut_plan(graph: Graph, name: bytes, plan: Plan) -> tuple[StageGraph, ...]:
-    """Every stage of a plan; else RemoteProtocolError."""
+    """Return the graphs of all stages of a plan. Raises RemoteProtocolError if the plan does not fit."""
     _check_layers(graph, plan)
     ranges = [(stage.first_layer, stage.last_layer) for stage in plan.stages]
     try:
         return cut_layers(graph, name, ranges)
     except ValueError as error:
-        raise RemoteProtocolError(f"a plan that does not fit its model: {error}") from None
+        raise RemoteProtocolError(f"the plan does not fit its model: {error}") from None
 
 
 def rejection_reason(run: Run, graph: Graph, plan: Plan, stage: int, machine: Machine) -> str | None:
-    """Why this stage cannot be here, in words for a person; None if it can."""
+    """Return why this stage cannot be placed here, as a text for people; None if it can."""
     _row, manifest = plan.stages[stage], run.manifest
     try:
         check_model(manifest, graph)
@@ -125,12 +130,13 @@ def rejection_reason(run: Run, graph: Graph, plan: Plan, stage: int, machine: Ma
     for share in shares(specification, graphs):
         members = sum(len(plan.stages[index].replicas) for index in share.stages)
         if members > GROUP_MAX:
-            return f"weights tied between {members} replicas, at most {GROUP_MAX} can sum them up"
+            return f"weights are tied between {members} replicas; at most {GROUP_MAX} can sum them up"
     return None
 
 
 def needed_bytes(manifest: Manifest, graph: Graph, plan: Plan, stage: int) -> int:
-    """Peak memory of a stage, by the planner's own formula. Raises ValueError: sizes that do not fit."""
+    """Return the peak memory of a stage, with the planner's own formula. Raises ValueError if sizes do not
+    fit."""
     row = plan.stages[stage]
     before = min(1, row.first_layer)
     layers = layer_costs(graph, manifest.sizes_max, row.first_layer - before, row.last_layer)
@@ -145,11 +151,11 @@ def needed_bytes(manifest: Manifest, graph: Graph, plan: Plan, stage: int) -> in
 
 
 def _microbatches_in_flight(manifest: Manifest, stages: int, stage: int) -> int:
-    """Return how many micro-batches a stage has at most between forward and backward.
+    """Return the maximum number of micro-batches of a stage between forward and backward.
 
-    A plan's schedule sends a stage as many as there are stages from it on. The head of a column has as many
-    in flight as there are stages, and if a later stage is slow they all wait between the two passes of an
-    earlier one.
+    A plan's schedule has as many in flight at a stage as there are stages from it to the last. The head of a
+    column has as many in flight as there are stages; if a later stage is slow, all of them may wait between
+    the two passes of an earlier stage.
     """
     if manifest.local is not None:
         return min(manifest.microbatches, stages)
@@ -159,7 +165,8 @@ def _microbatches_in_flight(manifest: Manifest, stages: int, stage: int) -> int:
 
 
 def input_frame_bytes(manifest: Manifest, graph: Graph) -> int:
-    """The larger of the two frames by which a trainer feeds one micro-batch: inputs and labels."""
+    """Return the size of the larger of the two frames with which a trainer feeds one micro-batch: inputs and
+    labels."""
     entry = train_entry(graph)
     values = evaluate(graph.expressions, manifest.sizes_max)
     largest = 0
@@ -172,10 +179,10 @@ def input_frame_bytes(manifest: Manifest, graph: Graph) -> int:
 def build_stage_spec(
     run: Run, graph: Graph, plan: Plan, stage: int, machine: Machine
 ) -> tuple[StageSpecification, tuple[Share, ...], bytes]:
-    """Return the specification for a stage's process, its reductions, and the specification's bytes.
+    """Return the specification for a stage's process, the stage's reductions, and the encoded specification.
 
     Raises:
-        RemoteProtocolError: no such stage can be.
+        RemoteProtocolError: the stage is not possible.
     """
     graphs = cut_plan(graph, run.manifest.graph_hash, plan)
     specification = make_specification(run, graphs, stage, machine)

@@ -1,7 +1,7 @@
-"""A requester's part in a contest for a free slot: it asks all providers at once.
+"""A requester's part in a contest for a free slot: it asks all providers at the same time.
 
-Placement leases one provider after the other, after measuring links, so at the last provider a requester that
-asks all concurrently would be without competition.
+Placement leases one provider after the other, after measuring links. If each requester asked only one
+provider at a time, the last provider would see no competition.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -19,16 +19,19 @@ from partition.run.decliners import Decliners
 Ask = Callable[[PeerId, Request, float], Awaitable[Reply]]
 
 CONTEST_MEMBERS_MIN = 8
-"""Among fewer members a free slot goes to whoever asks first: that requester is ahead by one run a provider,
-which few providers have soon made up for, and a run need not wait for others."""
+"""Minimum number of members for contests. Among fewer, a free slot goes to whoever asks first. Such a
+requester is ahead by one run per provider, which evens out quickly with few providers, and runs need not
+wait."""
 ENTERED_MAX = 64
-"""Providers that are asked at once: more than the stages of most runs, and little to send."""
+"""Maximum number of providers asked at once; more than the stages of most runs."""
 ENTER_SECONDS_MAX = 2.0
-"""A provider answers from memory; one that takes longer is left to the placement. No more than a contest."""
+"""How long a provider may take to answer, which it does from memory. It is at most as long as a contest;
+slower providers are left to placement."""
 CONTEST_SECONDS_MAX = 5
-"""No provider has a requester wait for longer before it asks again."""
+"""Longest time that a provider may make a requester wait before it asks again."""
 MISSED_SECONDS = 10.0
-"""A provider that gave its slot to another comes last for so long: it may be the run's turn soon."""
+"""How long a provider that gave its slot to another requester is asked last. It may be this run's turn
+soon."""
 
 
 async def enter_queues(
@@ -39,7 +42,7 @@ async def enter_queues(
     revision: Fact | None,
     monotonic: Callable[[], float],
 ) -> None:
-    """Say to all providers that the run wants a slot; those that have none for it come last."""
+    """Tell all providers that the run wants a slot; those that have none for it are asked last."""
     providers = _others(run, providers, decliners.now(monotonic()))
     for peer, declined in (await _ask_all(EnterQueue(run.fact, revision), providers, ask)).items():
         if declined is not None and not declined.is_contested:
@@ -55,7 +58,7 @@ async def settle(
     monotonic: Callable[[], float],
     contest_seconds: float,
 ) -> None:
-    """Wait for the contests to end; providers whose slot another requester won come last for a while."""
+    """Wait for the contests to end. Providers whose slot another requester won are asked last for a while."""
     await trio.sleep(min(CONTEST_SECONDS_MAX, contest_seconds))
     providers = _others(run, providers, decliners.now(monotonic()))
     for peer, declined in (await _ask_all(EnterQueue(run.fact, revision), providers, ask)).items():
@@ -68,7 +71,7 @@ def _others(run: Run, providers: Sequence[PeerId], last: Collection[PeerId]) -> 
 
 
 async def _ask_all(request: EnterQueue, peers: Sequence[PeerId], ask: Ask) -> dict[PeerId, Declined | None]:
-    """Return the providers' answers, None for a slot that is free for the run."""
+    """Return the providers' answers; None stands for a slot that is free for the run."""
     answers: dict[PeerId, Declined | None] = {}
 
     async def put(peer: PeerId) -> None:

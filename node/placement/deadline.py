@@ -1,8 +1,8 @@
-"""Warns a run's requester if it cannot meet its deadline or goal.
+"""Warns a run's requester if the run cannot meet its deadline or goal.
 
-A deadline takes no slot from another requester (`node.placement.turns`); it orders the requester's own runs,
-and the requester is warned when it cannot be met. The same holds for a goal, which the alert `run_below_goal`
-watches later.
+A deadline takes no slot from other requesters (`node.placement.turns`): it orders the requester's own runs,
+and the requester is warned if it cannot be met. The requester is also warned about a goal, which the alert
+`run_below_goal` watches later.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,15 +15,16 @@ from partition.plan.layer_costs import layer_costs
 from partition.plan.plan import Plan
 
 BACKWARD = 3
-"""Both passes take so many times the forward one."""
-PLANNED = "by what its peers compute"
+"""Cost of a forward and backward pass relative to the forward pass."""
+PLANNED = "according to its peers' speed"
 PACE_STEPS_MIN = 3
-"""A pace is believed after so many steps: the first one loads what the others find."""
+"""Number of steps after which a run's pace is trusted; its first step loads what later steps reuse."""
 
 
 def least_seconds(manifest: Manifest, graph: Graph, plan: Plan, rates: Mapping[bytes, float]) -> float:
-    """Return a lower bound of the time of a plan's steps: its slowest stage computes all the time, at its
-    replicas' offered rates (FLOP/s). 0 if a rate is unknown. Cutting and counting take time."""
+    """Return a lower bound for the time of a plan's steps, assuming that its slowest stage computes all the
+    time, at its replicas' offered rates (FLOP/s). 0 if a rate is unknown. Cutting the graph and counting
+    FLOPs takes time, so do not call this on the event loop."""
     costs = [row.forward_flops for row in layer_costs(graph, manifest.sizes_max)]
     longest = 0.0
     for stage in plan.stages:
@@ -36,7 +37,8 @@ def least_seconds(manifest: Manifest, graph: Graph, plan: Plan, rates: Mapping[b
 
 
 def late_text(seconds_left: float, needed_seconds: float, *, by: str) -> str:
-    """Return a warning if a run needs more than the remaining time; else "". `by` names the evidence."""
+    """Return a warning if a run needs more than the remaining time; else "". `by` names the evidence for the
+    estimate."""
     late = needed_seconds - seconds_left
     if late <= 0:
         return ""
@@ -49,8 +51,8 @@ def late_text(seconds_left: float, needed_seconds: float, *, by: str) -> str:
 def plan_warnings(
     manifest: Manifest, least: float, seconds_left: float | None, goal: tuple[float, int] | None
 ) -> Iterator[str]:
-    """Yield what a plan whose steps take at least this many seconds (0: unknown) cannot reach: the deadline,
-    or the goal in samples a second."""
+    """Yield warnings about a plan whose steps take at least `least` seconds (0: unknown): that it cannot
+    reach the deadline, or the goal in samples per second."""
     if seconds_left is not None and (late := late_text(seconds_left, least, by=PLANNED)):
         yield late
     if goal is not None and least:
@@ -64,14 +66,15 @@ def plan_warnings(
 
 @dataclass
 class DeadlineWatch:
-    """One run's pace, by the steps that its requester sees committed. Tells once of each change."""
+    """Watches one run's pace through the steps that its requester sees committed. It reports each change
+    once."""
 
     _first: tuple[int, float] | None = None
     _is_late: bool = field(default=False)
 
     def moved(self, now: float, step: int, steps: int, seconds_left: float) -> str | None:
-        """Take a committed step at monotonic time `now`; return a warning, "" if the deadline can be met
-        again, or None for no change."""
+        """Record a committed step at monotonic time `now`. Return a warning, "" if the deadline can be met
+        again, or None if nothing has changed."""
         if self._first is None or step < self._first[0]:
             self._first = step, now
         done = step - self._first[0]

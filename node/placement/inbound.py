@@ -1,5 +1,5 @@
-"""This node's reachability and its consequences: its announcements, and relays, which it uses or
-is itself."""
+"""This node's reachability and its consequences: announcements, and relays, which the node uses or serves
+as."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,11 +33,11 @@ from node.transport.multiplexed import Way
 from node.transport.network import RealNetwork
 
 HEARD_SECONDS = 60.0
-"""A live peer in direct reach sends something within this, even in a large swarm."""
+"""A live peer that is directly reachable sends something within this time, even in a large swarm."""
 FAR_SECONDS = 10.0
-"""Where in the order a relay comes of which no round trip is known."""
+"""Round trip that is assumed for a relay without a known round trip, when relays are sorted."""
 KNOWN_MAX = 2 * WANTED
-"""A node that knows so many relays among the members looks for no others in the DHT."""
+"""If a node knows this many relays among the members, it does not search the DHT for others."""
 
 
 class InboundNode(Protocol):
@@ -58,7 +58,8 @@ class InboundNode(Protocol):
 
 
 class Inbound:
-    """The service of one node. `profile` is its announcement, `tell` sends it at once."""
+    """The reachability service of one node. `profile` returns the node's announcement; `tell` sends it
+    immediately."""
 
     def __init__(
         self,
@@ -135,8 +136,8 @@ class Inbound:
                 nursery.start_soon(traversal.run)
 
     def told_of(self, document: dict[str, Any]) -> dict[str, Any]:
-        """Return a document about peers with the `path` to each: its way, its relay, its round trip if pings
-        have measured it, and its bytes a second if bursts have; None if there is no path."""
+        """Add the `path` to each peer to a document about peers: its kind, its relay, its round trip if pings
+        have measured it, and its bytes per second if bursts have; None if there is no path."""
         for row in document["peers"]:
             peer = parse_peer(row["peer"])
             row["path"] = path = self.path_to(peer)
@@ -145,7 +146,7 @@ class Inbound:
         return document
 
     def path_to(self, peer: PeerId) -> dict[str, Any] | None:
-        """Return how a peer is spoken to, as in `told_of`."""
+        """Return the path to a peer, as in `told_of`."""
         network = self._node.network
         rate = self._node.measurements.links.core.sent_rate(peer) or None
         path = network.multiplexed.best(peer) if isinstance(network, RealNetwork) else None
@@ -159,7 +160,7 @@ class Inbound:
         return _path_row("direct", None, seconds, rate)
 
     def _hears_datagrams(self, peer: PeerId) -> bool:
-        """Return whether datagrams come from a peer itself; no relay carries any."""
+        """Return whether datagrams arrive from a peer directly; relays carry none."""
         network = self._node.network
         if not isinstance(network, RealNetwork):
             return True
@@ -167,7 +168,7 @@ class Inbound:
 
     @property
     def _limits(self) -> Limits:
-        """Only real connections can be carried."""
+        """This node's limits as a relay. Only real connections can be relayed."""
         rules = self._node.config.relay
         is_on = rules.enabled and isinstance(self._node.network, RealNetwork)
         return Limits(is_on, rules.circuits, rules.upload_bytes_per_second)
@@ -176,7 +177,7 @@ class Inbound:
         self._node.membership.update(self._profile())
 
     def _heard(self, verdict: bool | None, asked: int) -> None:
-        """Take the report of a peer that dialled this node."""
+        """Handle the report of a peer that dialled this node."""
         self._verdict, self._asked = verdict, asked
         is_relay = verdict is True and self.ledger.limits.is_on and self.ledger.limits.circuits_max > 0
         if is_relay != self._node.provider.is_relay:
@@ -190,10 +191,10 @@ class Inbound:
         self._tell()
 
     def _needs_relays(self) -> bool:
-        """Return whether a place at a relay is wanted. It costs little, so one failed dial-back without a
-        success is enough, or a machine with only local addresses while members have others: then there is a
-        router between them."""
-        # Peers with only IPv4 get through only by IPv4.
+        """Return whether this node wants a reservation at a relay. It costs little, so one failed dial-back
+        without a success is enough. So is a machine with only local addresses while members have others,
+        because a router must be between them."""
+        # Peers that only have IPv4 can only reach this node by IPv4.
         now = self._clock.monotonic()
         is_reached = self._verdict is True and self._node.reach.families.verdict(4, now) is not False
         if is_reached or self._node.stopping.is_set():
@@ -202,14 +203,14 @@ class Inbound:
         return self._asked > 0 or (bool(own) and not any(is_global(each.host) for each in own))
 
     def _looks_for_relays(self) -> bool:
-        """Return whether the DHT is to be asked for relays besides those that membership knows."""
+        """Return whether to search the DHT for relays in addition to those that membership knows."""
         known = sum(_is_relay(member) for member in self._node.membership.members if member.live)
         return self._needs_relays() and known < KNOWN_MAX
 
     def _candidates(self) -> Sequence[PeerId]:
-        """Return members that say they are relays, and relays that the DHT told of, the nearest first, and
-        behind them members that were reached at an address of the whole internet: others may not have told
-        them yet that they can be relays."""
+        """Return members that announce that they are relays, and relays found in the DHT, the nearest first.
+        After them come members that were reached at a global address: they may be able to relay, but may not
+        have learnt it yet."""
         found = {} if self._finder is None else self._finder.seconds
         ranked = [(False, seconds, relay) for relay, seconds in found.items()]
         for member in self._node.membership.members:

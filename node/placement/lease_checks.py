@@ -1,8 +1,8 @@
-"""Checks for others whether a stage fits this machine, with bounded work.
+"""Checks, on request of other peers, whether a stage fits this machine, with bounded work.
 
-A check cuts the model, in Python: a tenth of a second for a transformer of a hundred layers, a second or two
-for a graph made to be slow. So checks run one at a time, apart from the threads that wait for the disk, with
-a rate limit for each peer, and answers are cached.
+A check cuts the model into stages, in Python. This takes a tenth of a second for a transformer with a hundred
+layers, and a second or two for a graph made to be slow. So checks run one at a time, apart from the threads
+that wait for the disk, with a rate limit for each peer, and answers are cached.
 """
 
 from collections import OrderedDict
@@ -22,21 +22,21 @@ from partition.model.graph import Graph
 from partition.plan.plan import Plan
 
 RATE = 0.5
-"""Checks a second that one peer may have computed. Planning asks each provider once."""
+"""Checks per second that one peer may cause. Planning asks each provider once."""
 BURST = 8
-"""At once: a planner tries other plans where it is refused."""
+"""Number of checks that one peer may cause at once, because a planner whose plan is refused tries others."""
 PEERS_MAX = 1_024
-"""Peers whose checks are counted."""
+"""Maximum number of peers whose checks are counted."""
 WAITING_MAX = 8
-"""Checks that wait for their turn; one of each peer."""
+"""Maximum number of waiting checks; each peer may have one."""
 REMEMBERED_MAX = 256
-"""Answers, of a line each."""
+"""Maximum number of cached answers, one line each."""
 
-BUSY = "busy: too many leases are looked at"
+BUSY = "busy: too many lease requests are being checked"
 
 
 class LeaseChecks:
-    """The checks of the node `me`; `machine` is its present offer to a stage."""
+    """The lease checks of the node `me`; `machine` returns the resources that it offers to a stage now."""
 
     def __init__(self, me: PeerId, executor: Executor, clock: Clock, machine: Callable[[], Machine]) -> None:
         self._me = me
@@ -49,13 +49,13 @@ class LeaseChecks:
         self._answers: OrderedDict[bytes, str | None] = OrderedDict()
 
     def known(self, run: Run, plan: Plan, stage: int) -> str | None:
-        """Return the cached reason why this stage cannot be here."""
+        """Return the cached reason why this stage cannot be placed here; None if there is none."""
         return self._answers.get(_key(run, plan, stage, self._machine()))
 
     async def rejection_reason(
         self, asker: PeerId, run: Run, graph: Graph, plan: Plan, stage: int
     ) -> str | None:
-        """Why this stage cannot be here, in words for a person; None if it can."""
+        """Return why this stage cannot be placed here, as a text for people; None if it can."""
         key = _key(run, plan, stage, self._machine())
         if key in self._answers:
             self._answers.move_to_end(key)
@@ -76,7 +76,7 @@ class LeaseChecks:
 
 
 def _key(run: Run, plan: Plan, stage: int, machine: Machine) -> bytes:
-    """All that the answer depends on."""
+    """Return a key of all values on which the answer depends."""
     manifest = run.manifest
     rows = [(row.first_layer, row.last_layer, len(row.replicas)) for row in plan.stages]
     settings = (manifest.microbatches, manifest.optimizer, manifest.autocast, manifest.recompute)

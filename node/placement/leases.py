@@ -1,7 +1,7 @@
-"""The first plan of a run: from what members offer to a plan whose slots are leased.
+"""Makes the first plan of a run: from members' offers to a plan whose slots are leased.
 
-The requester makes it, since nobody has a vote before there is a roster. Leases are taken in provider-id
-order, all or none.
+The requester makes it, since nobody has a vote before there is a roster. Leases are taken in the order of
+provider ids, all or none.
 """
 
 from collections import Counter
@@ -52,19 +52,19 @@ from partition.run.settings import RunSettings
 from partition.steps.frames import PAYLOAD_BYTES_MAX
 
 PLACEMENT_SECONDS_MAX = 300.0
-"""How long a placement goes on planning around providers that decline: ten that are silent. A number of
-refusals would let as many members that only decline stop every run."""
+"""How long placement plans around providers that decline: time for ten silent ones. With a limit on refusals,
+that number of members that only decline could stop every run."""
 CLAIM_RATIO_MAX = 100
-"""A claimed rate counts for at most so many times the median: a GPU among CPUs is as much faster, and one who
-claims more is not dealt a plan of its own."""
+"""Maximum of a claimed rate, as a multiple of the median. A GPU among CPUs is about as much faster, and a
+peer that claims more does not get the whole plan."""
 REASONS_MAX = 8
-"""Refusals named where a placement gives up, the last ones."""
+"""Maximum number of refusals, the latest ones, that are named when placement gives up."""
 RATE_MAX = 1e18
-"""FLOP/s in a plan, whose numbers have 63 bits; beyond what any machine has."""
+"""Maximum FLOP/s in a plan, whose numbers have 63 bits; no machine has more."""
 RATE_DIGITS = 2
-"""Significant digits of a rate in a plan: measuring noise must not deal equal machines unequal shares."""
+"""Significant digits of a rate in a plan; measuring noise must not give equal machines unequal shares."""
 FRAME_BYTES_MAX = PAYLOAD_BYTES_MAX - PAYLOAD_BYTES_MAX // 64
-"""A micro-batch between two stages; zstd may add a little to what it cannot compress."""
+"""Maximum size of a micro-batch between two stages; zstd may add a little to incompressible data."""
 
 Ask = Callable[[PeerId, Request, float], Awaitable[Reply]]
 
@@ -78,9 +78,9 @@ class Offer:
     memory_bytes: int
     has_slot: bool
     device: str = ""
-    """The kind as torch names it: cuda, mps or cpu; "" where it is not known."""
+    """The kind as torch names it: cuda, mps or cpu; "" if it is not known."""
     lacks: str = ""
-    """Why it has no slot, as one of LACKS; "" where it has one, or the reason is not known."""
+    """Why it has no slot, as one of LACKS; "" if it has one, or if the reason is not known."""
 
 
 LACKS = {
@@ -95,11 +95,11 @@ LACKS = {
     "loaded": "busy with other programs",
     "metered": "on a metered link",
     "version": "of a version that takes no stages of this one",
-    "device": "that has not measured what it computes",
+    "device": "that has not measured how fast it computes",
     "not said": "taking no stages of others, without a reason",
 }
-"""Reasons that members tell for having no slot (`node.placement.offers`), as a person reads them after their
-number."""
+"""Reasons that members announce for having no slot (`node.placement.offers`), as texts that follow a number
+of members."""
 
 
 def lacks_text(offers: Iterable[Offer]) -> str:
@@ -110,7 +110,7 @@ def lacks_text(offers: Iterable[Offer]) -> str:
 
 
 def cap_claims(offers: Sequence[Offer]) -> list[Offer]:
-    """Return the offers, rates capped at CLAIM_RATIO_MAX times the (lower) median of those with a slot."""
+    """Cap the offers' rates at CLAIM_RATIO_MAX times the (lower) median of those with a slot."""
     rates = sorted(offer.flops_per_second for offer in offers if offer.has_slot)
     if not rates:
         return list(offers)
@@ -122,8 +122,8 @@ def cap_claims(offers: Sequence[Offer]) -> list[Offer]:
 
 
 class PlacementFailed(Exception):
-    """No plan was found; the text is the reason, for people. `wait_seconds` is when busy slots may be free,
-    by their providers' estimates; None if unknown."""
+    """No plan was found; the text is the reason, for people. `wait_seconds` is the providers' estimate of
+    when busy slots may become free; None if unknown."""
 
     def __init__(self, reason: str, wait_seconds: int | None = None) -> None:
         free = "" if wait_seconds is None else f"; slots may be free in about {about(wait_seconds)}"
@@ -133,7 +133,7 @@ class PlacementFailed(Exception):
 
 
 def about(seconds: float) -> str:
-    """Return a time to one or two digits, as an estimate is worth."""
+    """Return a time with one or two digits, since it is an estimate."""
     if seconds < 55:
         return f"{max(10, round(seconds, -1)):.0f} s"
     if seconds < 5400:
@@ -150,11 +150,11 @@ def make_plan(
     may_reduce: bool = False,
     costs: ModelCosts | None = None,
 ) -> Plan:
-    """Return the first plan of a run, by the measurements of peers and links.
+    """Return the first plan of a run, based on the measurements of peers and links.
 
-    The requester trains; it holds a stage only if peers are short. A run of two members takes an idle one as
-    a witness. With `may_reduce` a run with too few peers gets fewer replicas, then fewer stages. `costs` are
-    the graph's, if known.
+    The requester trains; it holds a stage only if there are too few peers. A run of two members takes an idle
+    peer as a witness. With `may_reduce`, a run with too few peers gets fewer replicas, then fewer stages.
+    `costs` are the graph's, if known.
 
     Raises:
         PlacementFailed: with what the requested run lacks.
@@ -173,7 +173,7 @@ def make_plan(
 
 
 def is_short(manifest: Manifest, offers: Iterable[Offer]) -> bool:
-    """Return whether too few have a slot for a run as it was asked for."""
+    """Return whether too few members have a slot for the run as requested."""
     needed = max(1, manifest.stages) * max(1, manifest.replicas or manifest.replicas_min)
     return sum(offer.has_slot for offer in offers) < needed
 
@@ -188,7 +188,7 @@ def smaller_shapes(shape: tuple[int, int], peers: int) -> Iterator[tuple[int, in
 
 
 def reduction(manifest: Manifest, plan: Plan) -> str:
-    """Return how a plan falls short of the request, in words for people; "" if it does not."""
+    """Return how a plan falls short of the request, as a text for people; "" if it does not."""
     wanted = max(1, manifest.stages), manifest.replicas or manifest.replicas_min
     found = len(plan.stages), min(len(stage.replicas) for stage in plan.stages)
     if found[0] >= wanted[0] and found[1] >= wanted[1]:
@@ -205,11 +205,11 @@ def _plan_as(
     knowledge: Knowledge,
     costs: ModelCosts,
 ) -> Plan:
-    """Return the first plan with this number of stages and of replicas, 0 for any. Raises PlacementFailed."""
+    """Return the first plan with this number of stages and replicas; 0 means any. Raises PlacementFailed."""
     manifest = run.manifest
     others = [offer for offer in providers if offer.peer != run.requester]
     needed = max(1, shape[0]) * max(1, shape[1])
-    # A trainer that computes no stage keeps feeding while stages compute.
+    # A trainer that holds no stage can keep feeding while stages compute.
     spare = len(others) >= needed and (bool(shape[0]) or len(others) >= 2)
     chosen = others if spare else providers
     try:
@@ -229,7 +229,7 @@ def _plan_as(
     stages = _stages(split, chosen)
     replicas = {peer for stage in stages for peer in stage.replicas}
     members = replicas | {run.requester}
-    # By a hash that nobody controls, so that among equals no node is every run's witness.
+    # In the order of a hash that nobody controls, so that equal nodes are equally often witnesses.
     idle = sorted((offer.peer for offer in others), key=lambda peer: blake3(run.id + peer).digest())
     return Plan(
         run=run.id,
@@ -245,8 +245,8 @@ def _plan_as(
 def rated_offers(
     offers: Sequence[Offer], knowledge: Knowledge, operations: Sequence[Operations]
 ) -> list[Offer]:
-    """Return the offers with rates for planning these layers: a peer's own calibration if it has one, at most
-    the rate that others measured, and no claim above a multiple of the median."""
+    """Return the offers with rates for planning these layers: from a peer's calibration if it has one, but at
+    most the rate that others measured, and at most a multiple of the median."""
     rated = []
     for offer in offers:
         calibration = knowledge.calibrations.get(offer.peer)
@@ -265,7 +265,7 @@ def problem_of(
     knowledge: Knowledge = NOTHING,
     costs: ModelCosts | None = None,
 ) -> Problem:
-    """Return the solver's problem for a run. Raises ValueError, RemoteProtocolError: wrong sizes."""
+    """Return the solver's problem for a run. Raises ValueError or RemoteProtocolError if sizes do not fit."""
     manifest = run.manifest
     costs = costs or ModelCosts(graph, manifest.sizes_max)
     peers = [offer.peer for offer in offers]
@@ -296,8 +296,8 @@ def constraints_of(manifest: Manifest) -> Constraints:
 
 
 def _cost(run: Run, offer: Offer, operations: Sequence[Operations], knowledge: Knowledge) -> PeerCost:
-    """Return the layers' times on a peer: by its calibration, slowed down to the planned rate; without one,
-    classes of operators in proportion to that rate."""
+    """Return the layers' times on a peer, from its calibration slowed down to the planned rate. Without a
+    calibration, all classes of operators are in proportion to that rate."""
     rate = whole_rate(offer.flops_per_second)
     if (calibration := knowledge.calibrations.get(offer.peer)) is None:
         device = assumed(rate)
@@ -318,7 +318,7 @@ def _cost(run: Run, offer: Offer, operations: Sequence[Operations], knowledge: K
 
 
 def _trainers(run: Run, replicas: Collection[bytes]) -> tuple[bytes, ...]:
-    """Return the requester, then as many replicas as the manifest wants, by a hash that nobody controls."""
+    """Return the requester, then as many replicas as the manifest wants, in an order that nobody controls."""
     others = sorted(set(replicas) - {run.requester}, key=lambda peer: blake3(run.id + peer).digest())
     return (run.requester, *others[: run.manifest.trainers - 1])
 
@@ -333,7 +333,7 @@ def _stages(split: Split, offers: Sequence[Offer]) -> tuple[StagePlan, ...]:
 
 
 def rounded(rate: float) -> int:
-    """A rate to RATE_DIGITS significant digits, from 1 to RATE_MAX."""
+    """Return a rate rounded to RATE_DIGITS significant digits, from 1 to RATE_MAX."""
     whole = whole_rate(rate)
     return max(1, round(whole, RATE_DIGITS - len(str(whole))))
 
@@ -358,7 +358,7 @@ async def place(
     may_reduce: bool = False,
     revision: Fact | None = None,
 ) -> Plan:
-    """Plan a run and lease its slots; a busy or silent provider is planned around, and noted in `decliners`,
+    """Plan a run and lease its slots. Busy or silent providers are planned around and noted in `decliners`,
     which are asked again only if the others are too few. `knowledge`, `may_reduce`: as in `make_plan`.
 
     Raises:
@@ -367,7 +367,7 @@ async def place(
     left = list(offers)
     reasons: list[str] = []
     waits: list[int] = []
-    costs = ModelCosts(graph, run.manifest.sizes_max)  # for as many plans as there are refusals
+    costs = ModelCosts(graph, run.manifest.sizes_max)  # reused for all plans after refusals
     planning = partial(make_plan, run, graph, knowledge=knowledge, may_reduce=may_reduce, costs=costs)
     until = monotonic() + PLACEMENT_SECONDS_MAX
     others_do, is_settled = True, False
@@ -375,7 +375,7 @@ async def place(
         try:
             last = decliners.now(monotonic()) if others_do else ()
             plan, is_without_last = await _plan(planning, left, last, executor)
-            others_do = others_do and is_without_last  # there will be fewer of them yet
+            others_do = others_do and is_without_last  # the number of others only decreases
         except PlacementFailed as error:
             free = sum(offer.has_slot for offer in left)
             seconds = expected_wait(run.manifest, free, waits)
@@ -407,10 +407,10 @@ async def _plan(
     last: Collection[PeerId],
     executor: Executor,
 ) -> tuple[Plan, bool]:
-    """Plan without the peers that come `last`, or with them if that is impossible; return the plan and
-    whether it is without them. Raises PlacementFailed."""
+    """Plan without the peers in `last`, or with them if that is impossible. Return the plan and whether it is
+    without them. Raises PlacementFailed."""
     first = [offer for offer in offers if offer.peer not in last]
-    # Among many peers, an infeasible run takes the solver seconds to find out.
+    # With many peers, it takes the solver seconds to find that a run is infeasible.
     if len(first) < len(offers):
         with suppress(PlacementFailed):
             return await executor.run(partial(planning, tuple(first))), True
@@ -427,15 +427,15 @@ async def lease_all(
     history: History | None = None,
     revision: Fact | None = None,
 ) -> tuple[PeerId, Declined] | None:
-    """Lease the slots of `rows` (peer to stage, None for a witness) in provider-id order; return None, or the
-    decliner and its reason."""
+    """Lease the slots of `rows` (peer to stage, None for a witness) in the order of provider ids. Return
+    None, or the peer that declined and its reason."""
     data = encode_plan(plan)
     taken: list[PeerId] = []
     for peer, stage in sorted(rows.items()):
         request = LeaseRequest(run.fact, data, stage, history, revision)
         refusal = await lease(peer, request, plan, signer, ask, settings)
         if refusal is not None:
-            # The one that gave no answer too: it may have leased, and its answer was lost.
+            # Also release a peer that gave no answer: it may have leased, and its answer was lost.
             await release(run, plan, [*taken, peer], ask, settings)
             return peer, refusal
         taken.append(peer)
@@ -445,7 +445,7 @@ async def lease_all(
 async def lease(
     peer: PeerId, request: LeaseRequest, plan: Plan, signer: Signer, ask: Ask, settings: RunSettings
 ) -> Declined | None:
-    """Lease a stage of `plan`, or have `peer` agree to be a witness; None, or why that failed."""
+    """Lease a stage of `plan`, or have `peer` agree to be a witness. Return None, or why that failed."""
     seconds = settings.witness_seconds_max if request.stage is None else settings.lease_seconds_max
     reply = await _try(ask, peer, request, seconds)
     if isinstance(reply, Declined):
@@ -471,14 +471,14 @@ async def release(run: Run, plan: Plan, peers: Sequence[PeerId], ask: Ask, setti
 async def start(
     run: Run, plan: Plan, history: History, peers: Collection[PeerId], ask: Ask, settings: RunSettings
 ) -> dict[PeerId, str]:
-    """Send the plan to `peers` concurrently; return those that did not accept it, and why."""
+    """Send the plan to `peers` concurrently; return the peers that did not accept it, with reasons."""
     return await ask_all(Start(run.fact, encode_plan(plan), history), peers, ask, settings.lease_seconds_max)
 
 
 async def ask_all(
     request: Start | PrepareStage, peers: Collection[PeerId], ask: Ask, seconds: float
 ) -> dict[PeerId, str]:
-    """Send a request about a plan to `peers` concurrently; return those that did not answer Done, and why."""
+    """Send a request about a plan to `peers`; return the peers that did not answer Done, with reasons."""
     failures: dict[PeerId, str] = {}
 
     async def tell(peer: PeerId) -> None:
@@ -493,7 +493,7 @@ async def ask_all(
 
 
 async def _try(ask: Ask, peer: PeerId, request: Request, seconds: float) -> Reply:
-    """A peer that cannot be reached declines."""
+    """Send a request; an unreachable peer counts as declining."""
     try:
         return await ask(peer, request, seconds)
     except Unreachable as error:

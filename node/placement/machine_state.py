@@ -1,5 +1,5 @@
-"""This machine's use besides the node: input, load, power and the time of day, from the system. Unknown
-values are None."""
+"""Reads how this machine is used apart from the node: input, load, power and the time of day. Unknown values
+are None."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ POWER = "/sys/class/power_supply"
 
 
 class MachineState:
-    """Reads one machine; `root` is another folder in tests. Call `read` in a thread."""
+    """Reads one machine's state; tests pass a different `root` folder. Call `read` in a thread."""
 
     def __init__(self, *, root: Path = Path("/"), wall: Callable[[], float] = time.time) -> None:
         self._root = root
@@ -23,7 +23,7 @@ class MachineState:
         self._busy_before: tuple[float, float, float] | None = None
 
     def read(self) -> Reading:
-        """Return how the machine is now; the load is that since the reading before."""
+        """Return the machine's state now; the load is the average since the previous reading."""
         at = time.localtime(self._wall())
         return Reading(
             minute=at.tm_hour * 60 + at.tm_min,
@@ -34,7 +34,8 @@ class MachineState:
         )
 
     def _idle_seconds(self) -> float | None:
-        """Seconds since a person did something: the newest access to a terminal or input device."""
+        """Return the seconds since a person did something, from the newest access to a terminal or input
+        device."""
         newest = None
         for folder in (TERMINALS, INPUTS):
             for path in self._names(folder):
@@ -53,7 +54,7 @@ class MachineState:
             return []
 
     def _load_percent(self) -> float | None:
-        """The share of all cores that is taken by processes other than this node and those it has started."""
+        """Return the share of all cores used by processes other than this node and its child processes."""
         try:
             times = psutil.cpu_times()
             busy = times.user + times.system + getattr(times, "nice", 0.0)
@@ -102,7 +103,7 @@ class MachineState:
         return sum(charges) / len(charges) if charges else None
 
     def _names_of_supplies(self) -> list[Path]:
-        """Return the supplies that power the machine: a mouse or a headset has a battery of its own, of the
+        """Return the supplies that power the machine. A mouse or a headset has its own battery, with the
         scope Device."""
         try:
             found = sorted((self._root / POWER.lstrip("/")).iterdir())

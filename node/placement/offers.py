@@ -1,4 +1,4 @@
-"""The offers that live members announce to runs: placement's first look at a swarm."""
+"""The offers that live members announce to runs, as placement first sees them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,19 +22,20 @@ from node.services.metadata import (
 from partition.plan.observed import FLOPS_PER_SECOND_MAX, NOTHING, Knowledge
 
 SENDS_LESS_SHARE = 0.25
-"""A member with a slow uplink counts as if it computed this share of its rate: it comes last where others
-have room, and has few micro-batches where they have not."""
+"""Factor for the rate of a member with a slow uplink. It is used last if others have room, and otherwise gets
+few micro-batches."""
 
 
 def understands_runs(claim: Metadata) -> bool:
-    """Return whether a stage of this version can be placed there; a member without a claim is asked."""
+    """Return whether a stage of this version can be placed on a member with this claim. A member that claims
+    nothing is asked."""
     return claim.standing is None or RUNS_WORD in claim.standing.capabilities
 
 
 def why_no_slot(claim: Metadata) -> str:
     """Return why a member has no slot for others, as one of `LACKS`; "" if it has one.
 
-    Only on request it says whether the slot is free for this requester.
+    Whether a slot is free for this requester is only known when the member is asked.
     """
     if not understands_runs(claim):
         return "version"
@@ -50,14 +51,15 @@ def why_no_slot(claim: Metadata) -> str:
 
 
 def own_offer(peer: PeerId, capacity: Capacity, *, has_slot: bool, sends_less: bool = False) -> Offer:
-    """Return this node's offer; a slot has this capacity."""
+    """Return this node's offer; `capacity` is that of one slot."""
     capacity = replace(capacity, flops_per_second=_asked(capacity.flops_per_second, sends_less=sends_less))
     rate, memory = capacity.flops_per_second, capacity.memory_free_bytes
     return Offer(peer, rate, memory, has_slot and rate > 0, device_kind(capacity.device))
 
 
 def sends_less(claim: Metadata) -> bool:
-    """Return whether a member wants to send less: a claim that can only lower its load."""
+    """Return whether a member wants to send less. The claim is trusted, because it can only lower the
+    member's load."""
     return claim.standing is not None and SENDS_LESS in claim.standing.capabilities
 
 
@@ -66,8 +68,8 @@ def _asked(rate: float, *, sends_less: bool) -> float:
 
 
 def offers_of(own: Offer, members: Sequence[SwarmMember], knowledge: Knowledge = NOTHING) -> list[Offer]:
-    """Return the offers of all live members by peer, this node's `own` included; no claim counts for more
-    than others found its peer to compute at, or than a multiple of the median."""
+    """Return the offers of all live members ordered by peer, including this node's `own`. No claim counts for
+    more than others measured for its peer, or than a multiple of the median."""
     offers = [own]
     for member in members:
         claim = read_metadata(member.metadata)

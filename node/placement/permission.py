@@ -1,8 +1,8 @@
-"""Decides whether this machine may serve others now, and why not: a pure function of readings and the owner's
+"""Decides whether this machine may serve others now, and why not. A pure function of readings and the owner's
 rules, with hysteresis.
 
-Missing readings are None: a rule that needs one is reported and not applied. A refusal takes effect at once,
-a permission only after CALM_SECONDS.
+Missing readings are None: a rule that needs one is reported and not applied. A refusal takes effect
+immediately, a permission only after CALM_SECONDS.
 """
 
 from dataclasses import dataclass
@@ -10,18 +10,21 @@ from dataclasses import dataclass
 from node.offering import Offering
 
 CALM_SECONDS = 60.0
-"""A pause between two keystrokes, or a program that waits, is no leave to serve again."""
+"""How long the rules must allow serving before it is permitted again. A pause between two keystrokes, or
+while a program waits, is not enough."""
 HOURS, BATTERY, IN_USE, LOADED, METERED = RESTING = ("hours", "battery", "in use", "loaded", "metered")
-"""Words by which members tell why they serve nobody now (`node.services.metadata.AdvertisedStanding`)."""
+"""Words with which members announce why they serve nobody now
+(`node.services.metadata.AdvertisedStanding`)."""
 LOOK_SECONDS = 2.0
-"""How often a machine is looked at: its owner has it back in ten seconds, of which leaving takes eight."""
+"""Seconds between two readings. The owner has the machine back within ten seconds, of which leaving takes
+eight."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a machine is now. `minute` is of its owner's day; `idle_seconds` since the last input of a person;
-    `load_percent` of all cores that programs other than this node take; `on_mains` whether it has power;
-    `battery_percent` the charge that its batteries have left."""
+    """The state of a machine now. `minute` is that of its owner's day. `idle_seconds` is the time since the
+    last input by a person. `load_percent` is the share of all cores used by programs other than this node.
+    `on_mains`: whether it has mains power. `battery_percent` is the remaining charge of its batteries."""
 
     minute: int
     idle_seconds: float | None = None
@@ -32,9 +35,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Permission:
-    """Whether the machine serves others; `reason` is why not, for a person, `word` one of RESTING for others,
-    and `unread` are rules that cannot be kept here. `sends_less` is why it sends more seldom than it could,
-    for a person."""
+    """Whether the machine serves others. If not, `reason` is a text for people, and `word` is one of RESTING
+    for other members. `unread` are rules that cannot be applied here. `sends_less` is the reason for sending
+    less often, as a text for people; empty if it does not."""
 
     may_serve: bool = True
     reason: str = ""
@@ -52,7 +55,7 @@ class MachinePermission:
         self._has_looked = False
 
     def look(self, now: float, rules: Offering, reading: Reading) -> Permission:
-        """Take a reading at monotonic time `now`; return the permission from now on."""
+        """Apply a reading at monotonic time `now`; return the permission from now on."""
         (word, reason), unread = refusal(rules, reading), unread_rules(rules, reading)
         less = why_less(rules, reading)
         if reason:
@@ -68,13 +71,13 @@ class MachinePermission:
         return self.now
 
     def reset(self) -> None:
-        """Forget the past, as the owner has changed the rules."""
+        """Forget earlier readings, because the owner has changed the rules."""
         self.now, self._fine_since, self._has_looked = Permission(), None, False
 
 
 def refusal(rules: Offering, reading: Reading) -> tuple[str, str]:
-    """Return why the rules forbid serving at this reading, as one of RESTING and for people; two empty texts
-    if they allow it."""
+    """Return why the rules forbid serving at this reading, as one of RESTING and as a text for people; two
+    empty texts if they allow it."""
     if not rules.hours.holds(reading.minute):
         again = rules.hours.next_begin(reading.minute)
         return HOURS, f"serves at {rules.hours} only, again at {again // 60:02d}:{again % 60:02d}"
@@ -92,7 +95,7 @@ def refusal(rules: Offering, reading: Reading) -> tuple[str, str]:
 
 
 def why_less(rules: Offering, reading: Reading) -> str:
-    """Return why the machine should send less often, for people; else empty."""
+    """Return why the machine should send less often, as a text for people; empty if it should not."""
     return _low_battery(rules, reading) or ("" if rules.metered == "no" else "its link is metered")
 
 
@@ -104,7 +107,7 @@ def _low_battery(rules: Offering, reading: Reading) -> str:
 
 
 def unread_rules(rules: Offering, reading: Reading) -> tuple[str, ...]:
-    """Return the rules that the owner set and this machine cannot measure."""
+    """Return the rules that the owner has set but this machine cannot measure."""
     wanted = (
         ("idle", rules.idle_seconds > 0, reading.idle_seconds is None),
         ("load", rules.load_percent > 0, reading.load_percent is None),

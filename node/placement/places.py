@@ -1,6 +1,6 @@
 """Locations and devices of members, for runs that ask for a region, for nearness or for devices.
 
-Locations are claims, corrected by round trips; devices are claims.
+Locations are claims that round trips correct; devices are uncorrected claims.
 """
 
 from collections import Counter
@@ -20,13 +20,14 @@ from partition.plan.plan import Plan
 
 DEVICE_ORDER = ("cuda", "mps", "cpu")
 NEAR_SECONDS = 0.03
-"""The round trip that `near` means where a run gives no `max_rtt_milliseconds`."""
+"""The round trip that `near` stands for if a run gives no `max_rtt_milliseconds`."""
 
 Attempt = Callable[[Sequence[Offer], bool], Awaitable[Plan]]
 
 
 class Places:
-    """The places of the members that node `me` lists; `own` is its owner's name for its location."""
+    """The locations of the members listed by node `me`. `own` returns the name that its owner gave its
+    location."""
 
     def __init__(self, me: PeerId, membership: Membership, own: Callable[[], str]) -> None:
         self._me = me
@@ -34,7 +35,7 @@ class Places:
         self._own = own
 
     def located(self) -> dict[PeerId, Located]:
-        """Return the place of each live member, this node too."""
+        """Return the location of each live member, including this node."""
         return locate(self._claims())
 
     def _claims(self) -> dict[PeerId, Claim]:
@@ -49,7 +50,7 @@ class Places:
         return claims
 
     def choose(self, run: Run, offers: Sequence[Offer]) -> list[Offer]:
-        """Return the offers; those outside the run's place have no slot for it."""
+        """Return the offers; peers that do not meet the run's wishes are marked as having no slot."""
         wish = run.manifest.place
         if wish is None:
             return list(offers)
@@ -65,8 +66,8 @@ class Places:
         return [replace(offer, has_slot=offer.has_slot and offer.peer in fitting) for offer in found]
 
     def devices_near(self, offers: Iterable[Offer]) -> list[tuple[str, int]]:
-        """Return the kinds of devices with a slot near this node, the most frequent first, and how many of
-        each there are; of equals GPUs come first. Members whose round trip is not known count as near."""
+        """Return the kinds of devices with a slot near this node and their numbers, the most frequent first;
+        among equals GPUs come first. Members with an unknown round trip count as near."""
         claims = self._claims()
         here = self._membership.coordinates.here
         kinds: Counter[str] = Counter()
@@ -79,7 +80,7 @@ class Places:
         return sorted(kinds.items(), key=lambda each: (-each[1], DEVICE_ORDER.index(each[0])))
 
     def preferred(self, run: Run, offers: Sequence[Offer]) -> list[Offer]:
-        """Return the offers with a slot for the run in its place, those on devices that it wants first."""
+        """Return the offers with a slot that meet the run's wishes, those on its preferred devices first."""
         wish = run.manifest.place
         order = {device: number for number, device in enumerate(wish.devices)} if wish is not None else {}
         free = [offer for offer in self.choose(run, offers) if offer.has_slot]
@@ -102,7 +103,8 @@ class Places:
         claims: dict[PeerId, Claim],
         found: dict[PeerId, Located],
     ) -> bool:
-        """Whether a peer is within `most` seconds of the requester, of a peer, or of a location's median."""
+        """Return whether a peer is within `most` seconds of the requester, of a peer, or of a location's
+        median."""
         center = requester if not near else _peer(near)
         if center == peer:
             return True
@@ -117,8 +119,9 @@ class Places:
         return sorted(distance_seconds(place, end) for end in ends)[(len(ends) - 1) // 2] <= most
 
     def keeping(self, run: Run, attempt: Attempt, tell: Callable[[str], None]) -> Attempt:
-        """Return an attempt to place a run within its wishes of place, which failures mention. If it wants
-        devices in an order, it is placed on the first that suffice, and `tell` gets the reason for others."""
+        """Return a function that attempts to place a run within its wishes, and mentions them in failures. If
+        the run lists devices in an order, it is placed on the first that suffice, and `tell` gets the reason
+        if others are used."""
         wish = run.manifest.place
         if wish is None:
             return attempt
@@ -144,7 +147,7 @@ class Places:
         return within
 
     def told_of(self, document: dict[str, Any]) -> dict[str, Any]:
-        """Return a `peerloom/peers/1` document with the accepted location of each peer."""
+        """Add the accepted location of each peer to a `peerloom/peers/1` document."""
         found = self.located()
         rows = [
             {**row, "place": place_document(found.get(parse_peer(row["peer"])))} for row in document["peers"]
@@ -164,7 +167,7 @@ def _peer(text: str) -> PeerId | None:
 
 
 def place_document(located: Located | None) -> dict[str, Any] | None:
-    """A peer's place: as claimed, and as it counts."""
+    """Return a peer's location as a document: as claimed, and as it counts."""
     if located is None:
         return None
     return {
@@ -175,7 +178,7 @@ def place_document(located: Located | None) -> dict[str, Any] | None:
 
 
 def on_devices(offers: Iterable[Offer], devices: Collection[str]) -> list[Offer]:
-    """Return the offers, with slots only for those on one of the devices."""
+    """Return the offers, with slots only for peers with one of these devices."""
     return [replace(offer, has_slot=offer.has_slot and offer.device in devices) for offer in offers]
 
 
@@ -189,7 +192,7 @@ def at_least(offers: Iterable[Offer], flops_per_second: float) -> list[Offer]:
 
 
 def devices_text(wish: PlaceWish, offers: Iterable[Offer], plan: Plan) -> str:
-    """Return a plan's devices if they are not only the first wanted kind; else ""."""
+    """Return a text with a plan's devices if they are not all of the first wanted kind; else ""."""
     kinds = {offer.peer: offer.device for offer in offers}
     held = [kinds.get(PeerId(peer), "") for stage in plan.stages for peer in stage.replicas]
     if not wish.devices or set(held) <= {wish.devices[0]}:
@@ -200,7 +203,7 @@ def devices_text(wish: PlaceWish, offers: Iterable[Offer], plan: Plan) -> str:
 
 
 def wish_text(wish: PlaceWish) -> str:
-    """Return a run's wishes in words."""
+    """Return a run's wishes as a text."""
     parts: Iterable[str] = (
         f"in {wish.location}" if wish.location else "",
         f"near {wish.near}" if wish.near else "",

@@ -1,7 +1,7 @@
-"""This node as a provider: its admission of runs, its times, and the capacity of a slot.
+"""This node as a provider: which runs it admits and when, and the capacity of a slot.
 
 It combines the owner's rules (`Config`), the fences of this machine and its present use (`permission`).
-`watch` reads the machine, and calls back on changes.
+`watch` reads the machine's state, and calls back on changes.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,8 @@ CHANGEABLE = {
     "peer_tokens": ("offer", "peer_tokens_per_minute"),
     "peer_cache": ("offer", "peer_cache_percent"),
 }
-"""Settings that a node takes while it runs: by the name of their rule, where they stand in a Config."""
+"""Settings that can change while a node runs: the name of the rule, and the setting's location in a
+Config."""
 
 
 class Requested(Protocol):
@@ -61,18 +62,18 @@ class Requested(Protocol):
 
 
 class Provider:
-    """The provider of one node. `unfenced` are the missing fences of a stage's process here; `read` returns
-    the machine's state, None if that is not watched."""
+    """The provider of one node. `unfenced` are the missing fences of a stage's process here. `read` returns
+    the machine's state; it is None if the state is not watched."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
         self.config = self._owned = config
         self.unfenced: tuple[str, ...] = ()
         self.cannot_compute = ""
-        """Why no stage can compute here at all, for a person; empty where it can."""
+        """Why no stage can compute on this machine at all, as a text for people; empty if stages can."""
         self.is_unreachable = False
-        """Whether no other node gets through to this one, as others who tried say, and by no relay either."""
+        """Whether no other node can reach this one, directly or by relay, according to nodes that tried."""
         self.is_relay = False
-        """Whether it carries what is said to peers that nobody can dial."""
+        """Whether this node relays traffic to peers that nobody can dial."""
         self.read: Callable[[], Reading] | None = None
         self.changed: Callable[[Permission], None] = lambda _permission: None
         self._clock = clock
@@ -85,12 +86,12 @@ class Provider:
 
     @property
     def permission(self) -> Permission:
-        """The present permission of the machine to serve others."""
+        """Whether the machine's present use permits serving others, and if not, why."""
         return self._permit.now
 
     @property
     def takes_stages(self) -> bool:
-        """Return whether this node computes stages at all, even if only of its own runs."""
+        """Whether this node computes stages at all, even if only of its own runs."""
         is_wanted = not self.config.observer and self.config.resources.accept_runs != "never"
         return is_wanted and not self.cannot_compute
 
@@ -106,14 +107,15 @@ class Provider:
 
     @property
     def offered(self) -> Permission:
-        """Whether any other node is served now, and why not; `permission` is by how the machine is used."""
+        """Whether any other node is served now, and if not, why. Unlike `permission`, it includes the owner's
+        general rules."""
         if reason := self._refuses_all():
             return replace(self.permission, may_serve=False, reason=reason)
         return self.permission
 
     @property
     def words(self) -> dict[str, bool]:
-        """Return this node's announced flags, by their word."""
+        """This node's announced flags, by their words."""
         return {
             STAGES: self.takes_stages,
             FENCED: not self.unfenced,
@@ -125,7 +127,8 @@ class Provider:
         }
 
     def _refuses_all(self) -> str:
-        """Return why no other node is served, apart from the machine's use; empty if some may be."""
+        """Return why no other node is served, for reasons other than the machine's use; empty if some may
+        be."""
         accepts, rules = self.config.resources.accept_runs, self.rules
         if self.config.observer:
             return "it only watches (observer)"
@@ -144,7 +147,7 @@ class Provider:
         return ""
 
     def offer(self, at: float) -> OfferChanged:
-        """Return the offer as people see it."""
+        """Return the present offer as an event for people."""
         found = self.offered
         return OfferChanged(
             at=at,
@@ -155,7 +158,7 @@ class Provider:
         )
 
     def refusal(self, run: Requested, me: PeerId) -> str | None:
-        """Return why no stage of this run, or service, is taken, for people; None if it is."""
+        """Return why no stage of this run or service is accepted, as a text for people; None if it is."""
         if not self.takes_stages:
             return "takes no stages"
         if run.requester == me:
@@ -171,7 +174,7 @@ class Provider:
             return f"takes no stages of others now: {self.permission.reason}"
         if self.takes_stages_of_others:
             return None
-        return f"takes no stages of others, for it cannot fence them in: {'; '.join(self.unfenced)}"
+        return f"takes no stages of others, because it cannot fence them in: {'; '.join(self.unfenced)}"
 
     def machine(self, capacity: Capacity) -> Machine:
         """Return each slot's resources for a stage."""
@@ -184,7 +187,7 @@ class Provider:
         return share(whole, self.rules.slots)
 
     def of_a_slot(self, capacity: Capacity) -> Capacity:
-        """Return each slot's part of a machine, as announced and used in plans."""
+        """Return each slot's share of a machine, as announced and used in plans."""
         slots = self.rules.slots
         return replace(
             capacity,
@@ -194,13 +197,13 @@ class Provider:
         )
 
     def accept(self, accept_runs: AcceptRuns) -> None:
-        """Serve these from now on, until this node ends."""
+        """Set whose stages are accepted, until this node ends."""
         resources = replace(self.config.resources, accept_runs=accept_runs)
         self.config = replace(self.config, resources=resources)
 
     def set(self, name: str, text: str | None) -> Any:
-        """Change one setting until this node ends, or with None back to the configured value; return its
-        value. Raises UsageError."""
+        """Change one setting until this node ends; None restores the configured value. Return the value.
+        Raises UsageError."""
         place = CHANGEABLE.get(name)
         if place is None:
             raise UsageError(
@@ -221,14 +224,14 @@ class Provider:
         return value
 
     def look(self, reading: Reading) -> None:
-        """Take a reading of the machine, and announce a change of what others may request."""
+        """Use a new reading of the machine's state, and announce a change of what others may request."""
         before = self.permission
         found = self._permit.look(self._clock.monotonic(), self.rules, reading)
         if found != before:
             self.changed(found)
 
     async def watch(self, executor: Executor) -> None:
-        """Look at the machine again and again, as long as there is a rule that needs it."""
+        """Read the machine's state regularly while there is a rule that depends on it."""
         while True:
             if self.read is not None and self.rules.are_watched:
                 self.look(await executor.run(self.read))

@@ -1,4 +1,4 @@
-"""Providers beyond the listed members, found by their adverts in the DHT."""
+"""Finds providers beyond the listed members, from their adverts in the DHT."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from node.services.discovery import Discovery
 from node.services.membership import Membership
 
 SEARCHED_MAX = 64
-"""Providers looked for where those that membership lists do not do."""
+"""Maximum number of providers to search for if those in the membership list are not enough."""
 INTRODUCED_MAX = 8
-"""How many of these are asked for the members that they know."""
+"""Number of found providers that are asked for the members they know."""
 
 
 async def search_providers(discovery: Discovery, membership: Membership) -> list[Offer]:
-    """Return providers that say they have a free slot, and make their acquaintance."""
+    """Return providers that advertise a free slot, and join the membership views of some of them."""
     found = await discovery.hunt(Query(count=SEARCHED_MAX, needs_slot=True))
     membership.join([offer.peer for offer in found[:INTRODUCED_MAX]])
     return [
@@ -30,6 +30,6 @@ async def search_providers(discovery: Discovery, membership: Membership) -> list
 
 
 def merge_offers(listed: Sequence[Offer], found: Sequence[Offer]) -> list[Offer]:
-    """Return the offers of listed and found peers, one for each peer; claims are capped."""
+    """Return the offers of listed and found peers, one per peer, with capped claims."""
     known = {offer.peer for offer in listed}
     return cap_claims([*listed, *(offer for offer in found if offer.peer not in known)])

@@ -1,8 +1,7 @@
 """This node's slots for stages: the driver of a `partition.run.slots.Slots`.
 
-What a slot offers is its share of the machine, so that measured rates stay
-true while its neighbours compute. A promise is on disk before it is given, so that a node that restarts does
-not promise the same slot twice.
+Each slot has a fixed share of the machine, so that measured rates stay true while other slots compute. A
+promise is stored before it is given, so that a restarted node does not promise the same slot twice.
 """
 
 from collections.abc import Callable, Collection
@@ -30,8 +29,8 @@ _Promises = Annotated[tuple[Promise, ...], msgspec.Meta(max_length=SLOTS_MAX)]
 
 
 class LeaseSlots:
-    """`count` leases at most, each of which ends by itself unless its stage is opened in time; `hosted` are
-    the runs whose stages are open. Times are wall times: they must mean something after a restart."""
+    """At most `count` leases, each of which expires unless its stage is opened in time. `hosted` returns the
+    runs whose stages are open. Times are wall times, because they must be valid after a restart."""
 
     def __init__(self, seams: Seams, count: int, hosted: Callable[[], Collection[bytes]]) -> None:
         self._seams = seams
@@ -42,18 +41,18 @@ class LeaseSlots:
             try:
                 promises = decode(data, _Promises, bytes_max=SLOTS_MAX * _PROMISE_BYTES_MAX)
             except RemoteProtocolError:
-                promises = ()  # of another version, or damaged: they cannot be kept
+                promises = ()  # damaged, or written by a different version, so they cannot be honoured
         self.core = core.Slots(count, hosted, promises)
 
     @property
     def now(self) -> float:
-        """Wall time, by which promises end; as it was at the start and as long as has passed since, for a
-        clock that is set in the meantime must not end promises, nor make them endless."""
+        """The wall time by which promises expire: the wall time at the start plus the time that has passed
+        since. If the clock is set meanwhile, promises must neither end early nor last forever."""
         return self._seams.clock.monotonic() + self._wall_offset
 
     @property
     def count(self) -> int:
-        """How many there are; an owner may change it."""
+        """The number of slots; an owner may change it."""
         return self.core.count
 
     @count.setter
@@ -62,7 +61,7 @@ class LeaseSlots:
 
     @property
     def free(self) -> int:
-        """How many slots are neither promised nor taken."""
+        """The number of slots that are neither promised nor taken."""
         return self.core.free(self.now)
 
     def is_free_for(self, run: bytes) -> bool:
@@ -74,11 +73,11 @@ class LeaseSlots:
         return self.core.taken(self.now)
 
     def lapsing(self) -> dict[bytes, float]:
-        """Return the runs whose promise soon ends without a stage, and in how many seconds."""
+        """Return the runs whose promise is about to expire without a stage, and after how many seconds."""
         return self.core.lapsing(self.now)
 
     async def promise(self, promise: Promise) -> None:
-        """Hold a slot; only a free one is promised. Raises OSError: it cannot be kept."""
+        """Store a promise of a slot; only a free slot is promised. Raises OSError if it cannot be stored."""
         self.core.promise(self.now, promise)
         try:
             async with self._writing:
@@ -89,15 +88,17 @@ class LeaseSlots:
             raise
 
     def release_run(self, run: bytes) -> None:
-        """Forget all promises for plans of this run."""
+        """Drop all promises for plans of this run."""
         self.note(self.core.release_run(run))
 
     def release_all(self, planner: PeerId) -> None:
-        """Forget promises to a peer that is gone (for a first plan soon); others' promises stay."""
+        """Drop the promises to a peer that is gone (those for a first plan after a short time); promises to
+        others stay."""
         self.note(self.core.release_all(self.now, planner))
 
     def note(self, has_changed: bool) -> None:
-        """Write the remaining promises. Not synced: a promise that a crash brings back only holds longer."""
+        """Store the remaining promises. The write is not synced, because a promise that a crash brings back
+        only holds longer."""
         if has_changed and self.core.promises:
             self._seams.storage.write_soon(SLOT_NAME, encode(self.core.promises))
         elif has_changed:
@@ -105,7 +106,7 @@ class LeaseSlots:
 
 
 def share(machine: Machine, slots: int) -> Machine:
-    """Return one slot's part of a machine: its share of cores and memory."""
+    """Return one slot's share of a machine's cores and memory."""
     return replace(
         machine,
         threads=max(1, machine.threads // slots),

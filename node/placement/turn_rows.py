@@ -1,18 +1,20 @@
-"""The rows of `node.placement.turns`: wishes for a slot, waiting and served runs, and requesters' use."""
+"""The data of `node.placement.turns`: wishes for a slot, waiting and served runs, and the use of
+requesters."""
 
 from dataclasses import dataclass
 from math import inf
 
 PRIORITY = 5
 GIVEN_WEIGHT_MIN = 1.1
-"""A requester of this weight gave what a slot computes in six minutes; one of less counts as a stranger."""
+"""Minimum weight of a contributor: it gave what a slot computes in six minutes. A requester with less counts
+as having contributed nothing."""
 
 
 @dataclass(frozen=True)
 class SlotWish:
-    """A run's wish for one slot. `priority` and `deadline` (in the clock of the caller, inf for none) order
-    the runs of one requester; `asker` is the asking peer, `network` that where the requester was seen, empty
-    for a local one."""
+    """A run's wish for one slot. `priority` and `deadline` (on the caller's clock, inf for none) order the
+    runs of one requester. `asker` is the asking peer. `network` is the network where the requester was seen,
+    empty for a local one."""
 
     run: bytes
     requester: bytes
@@ -30,7 +32,7 @@ class WaitingRun:
     interval_seconds: float = 0.0
     made_room: bool = False
     inherited: float | None = None
-    """Since when the requester's other run had the slot that it gives up for this one."""
+    """Since when another run of the requester had the slot that it gives up for this run."""
 
 
 @dataclass
@@ -41,26 +43,27 @@ class ServedRun:
     held: float
     risen: float
     group: bytes | None
-    """The newcomers that it counts with."""
+    """The group of newcomers that the run counts with."""
     seconds_left: float | None = None
     is_preempted: bool = False
 
 
 @dataclass
 class RequesterUse:
-    """A requester's use: `tag` in seconds divided by its weight, from its start; `served` in seconds."""
+    """A requester's use. `tag` is in seconds divided by its weight, and includes its start; `served` is in
+    seconds."""
 
     tag: float = 0.0
     weight: float = 1.0
     phase: float = 0.0
     served: float = 0.0
     since: float = 0.0
-    """The time when its requester came, or had a slot last."""
+    """When the requester came, or last got a slot."""
     is_known: bool = False
     is_founder: bool = False
-    """Whether it came when there was nothing to tell keys apart by."""
+    """Whether the requester came when nothing distinguished one key from another."""
     group: bytes | None = None
-    """The newcomers it counts with; None where it counts for itself."""
+    """The group of newcomers that the requester counts with; None if it counts by itself."""
 
     @property
     def has_given(self) -> bool:

@@ -1,25 +1,26 @@
 """The order in which requesters get one provider's slots: a sans-IO core.
 
-A requester that finds all slots taken waits: it asks again, and learns how many are before it and when a slot
-may be free. A freed slot is kept for a moment for the next requester. It is start-time fair queueing (Goyal,
-Vin and Cheng 1996) over requesters: next is the requester that will have used the least in proportion to its
-weight once it was served, then the one that has waited longest. Only what this node measured counts: the
-seconds in its slots, and the weight that receipts give. Priorities and deadlines are claims, which order only
-the runs of one requester. Keys cost nothing, so a new key must gain nothing. A returning requester starts at
-the `level`, the use of the requester served last when it began, so an absence earns no credit. A key is a
-newcomer until it was served, has contributed, or was listed here as a live member for SENIOR_SECONDS. It
-starts at the median use, or at the level if that is more. All newcomers and their first runs count together
-as one requester, the last of equals, and all that contributed nothing count together as STRANGERS_WEIGHT. If
-there are only newcomers, the keys of one network count as one requester, and each key of a local network for
-itself.
+If all slots are taken, a requester waits: it asks again regularly, and learns how many runs are ahead and
+when a slot may be free. A freed slot is held briefly for the next requester. The order is start-time fair
+queueing (Goyal, Vin and Cheng 1996) over requesters. Next is the requester whose use, in proportion to its
+weight, will be least after it was served; among equals, the one that has waited longest. Only this node's own
+measurements count: the seconds in its slots, and the weight that receipts give. Priorities and deadlines are
+claims, so they only order the runs of one requester.
 
-With `contest_seconds` a free slot does not go to the first that asks: a run waits for this long after its
-first request, while others may ask too, and then the order above decides. Otherwise, since each provider
-counts only its own service, a requester that asks all free providers a moment before the others would get a
-run at each of them, more than its share while each has served few. A served run makes room for another
-requester's run if its own requester has used a quantum more than its share, and for a run of its own
-requester with a higher priority. So the number and the weights of the others bound the time that a requester
-waits.
+Keys cost nothing, so a new key must gain nothing. A returning requester starts at the `level`, which is the
+use that the latest served requester had when its service began, so absence earns no credit. A key is a
+newcomer until it was served, has contributed, or was listed here as a live member for SENIOR_SECONDS. It
+starts at the median use, or at the level if that is higher. All newcomers and their first runs count together
+as one requester, the last among equals, and all requesters that contributed nothing count together with the
+weight STRANGERS_WEIGHT. If there are only newcomers, the keys of one network count as one requester, while
+each key of a local network counts by itself.
+
+With `contest_seconds`, a free slot does not go to whoever asks first. A run waits for this long after its
+first request, while others may ask too, and then the order above decides. Otherwise a requester that asks all
+free providers a moment before the others would get a run at each of them, which is more than its share,
+because each provider counts only its own service. A served run makes room for another requester's run if its
+own requester has used a quantum more than its share, and for a run of its own requester with a higher
+priority. So the number and the weights of the other requesters bound how long a requester waits.
 
 Not here: leases on disk (`slots`), and the release of a slot after `Preempt`.
 """
@@ -36,54 +37,56 @@ from blake3 import blake3
 from node.placement.turn_rows import RequesterUse, ServedRun, SlotWish, WaitingRun
 
 AGE_SECONDS = 3_600.0
-"""A run that waits rises by one priority among its requester's own in so long."""
+"""Waiting time after which a run gains one priority level, relative to its requester's other runs."""
 FORGET_SECONDS = 120.0
-"""A run that has not asked again for so long waits no more."""
+"""A run that has not asked again for this long is dropped from the queue."""
 HOLD_SECONDS_MAX = 35.0
-"""A free slot is kept so long at most for whoever is next: requesters ask again within half a minute."""
+"""Maximum seconds that a free slot is held for the next run; requesters ask again within half a minute."""
 HOLD_FACTOR = 1.5
-"""The hold as a multiple of the time between two requests of the same requester."""
+"""How long a slot is held for a run, as a multiple of the time between its requests."""
 USUAL_SECONDS = 60.0
-"""The assumed duration of a run where none has ended yet."""
+"""Assumed duration of a run while none has ended yet."""
 QUANTUM_SECONDS = 600.0
-"""A run keeps its slot this long before another requester's may take it: long beside a handover, which takes
-seconds, and short beside a run that would otherwise keep all others out for hours."""
+"""Minimum seconds that a run keeps its slot before another requester's run may take it. This is long
+compared with a handover, which takes seconds, and short compared with a run that would keep all others out
+for hours."""
 SAME_TIME_SECONDS = 1.0
-"""Requesters that came within so long came at once, and a lot decides: otherwise one that submits many runs
-comes before others everywhere."""
+"""Requesters that came within this time count as simultaneous, and a lot decides. Otherwise a requester that
+submits many runs would come before others everywhere."""
 DEBT_SECONDS_MAX = 3_600.0
-"""The most excess use, by a requester's weight, that counts against it: a requester that had an idle machine
-for a day is not kept out for a day by later ones."""
+"""Maximum excess use, divided by a requester's weight, that counts against it. So a requester that used an
+idle machine for a day is not kept out for a day by later ones."""
 NEWCOMER_SECONDS = 60.0
-"""A key is a newcomer's until a run of its own has ended and it was served for so long: otherwise a second of
-service would make a requester out of each of many keys."""
+"""A key stays a newcomer until a run of its own has ended and it was served for this long. Otherwise a second
+of service for each of many keys would turn all of them into requesters."""
 STRANGERS_WEIGHT = 8.0
-"""All requesters that gave nothing together weigh as much as one that gave most: keys that take turns do not
-crowd out those who give."""
+"""Common weight of all requesters that contributed nothing: as much as one that contributed most. So keys
+that take turns cannot crowd out contributors."""
 SENIOR_SECONDS = 600.0
-"""A key that was listed for so long counts for itself: one that is made for each run is not, and to keep many
-alive costs as many members that answer probes."""
+"""A key that was listed for this long counts by itself. A key that is made for one run is not listed that
+long, and keeping many keys listed takes as many members that answer probes."""
 CONTEST_SECONDS = 2.0
-"""The value of `contest_seconds` where there is a contest: requesters that submit in the same second have
-asked all providers by then, and it is short beside the minutes that a run takes."""
+"""The value of `contest_seconds` if there are contests. Requesters that submit within the same second have
+asked all providers by then, and the delay is short compared with the minutes that a run takes."""
 CONTEST_HOLD_SECONDS = 3.0
-"""A run that has asked once is expected back this long after the contest: it asks others meanwhile."""
+"""A run that has asked once is expected to ask again within this time after the contest; meanwhile it asks
+other providers."""
 _NEWCOMERS = b"newcomers"
 GROUPS_MAX = 1_024
-"""Networks of newcomers that are told apart."""
+"""Maximum number of networks of newcomers that are distinguished."""
 _PHASE = struct.Struct(">d")
 WAITING_MAX = 1_024
 REQUESTERS_MAX = 4_096
 SERVED_MAX = 16
-"""Runs whose time in a slot is remembered; a run that waits is expected to take their median."""
+"""Number of ended runs whose time in a slot is remembered; waiting runs are expected to take the median."""
 PRIORITY_MAX = 9
 
 
 @dataclass(frozen=True)
 class Wait:
-    """No slot now: `ahead` runs are before it, and one may be free in `seconds`, None if unknown. `used` is
-    its requester's use, in seconds divided by its weight, beyond that of the least user here. A slot
-    `is_contested` while it is free and others may still ask for it."""
+    """No slot is available now. `ahead` runs are before this one, and a slot may be free in `seconds`, None
+    if unknown. `used` is the requester's use, in seconds divided by its weight, beyond that of the requester
+    here that used least. `is_contested`: a slot is free, and other runs may still ask for it."""
 
     ahead: int
     seconds: float | None
@@ -93,7 +96,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Preempt:
-    """Hand this run's stage over: its requester has used more than its share while another waits, or, if
+    """Hand over this run's stage, because its requester has used more than its share while another waits. If
     `is_own`, a run of the same requester with a higher priority waits."""
 
     run: bytes
@@ -105,8 +108,8 @@ _Rank = tuple[float, float, float, float, bytes, float, float, bytes]
 
 @dataclass
 class FairQueue:
-    """The queue of one provider with `slots`. `name` is unique among providers. `has_seniors` returns whether
-    any member has been listed for SENIOR_SECONDS."""
+    """The queue of one provider with this number of `slots`. `name` is unique among providers. `has_seniors`:
+    whether any member has been listed for SENIOR_SECONDS."""
 
     slots: int
     name: bytes = b""
@@ -120,15 +123,16 @@ class FairQueue:
     _strangers: RequesterUse = field(default_factory=lambda: RequesterUse(weight=STRANGERS_WEIGHT))
     _level: float = 0.0
     _contest_at: float = -inf
-    """When the contest began in which those that came last did; all of it is the same time."""
+    """When the current contest began. All requesters that come during it count as having come at this
+    time."""
     _knows_some: bool = False
     _took: deque[float] = field(default_factory=lambda: deque(maxlen=SERVED_MAX))
 
-    # What a provider is asked
+    # Requests and slots
 
     def ask(self, now: float, wish: SlotWish, *, is_contested: bool = True) -> Wait | None:
-        """Return None if the run may have a slot now: `begin` follows, or `drop`; else how it waits. Without
-        `is_contested` the run need not let others ask first."""
+        """Return None if the run may have a slot now, else how it waits. After None, the caller calls `begin`
+        or `drop`. Without `is_contested`, the run need not let others ask first."""
         self._settle(now)
         if wish.run in self._serving:
             return None
@@ -153,7 +157,7 @@ class FairQueue:
         return Wait(place, self._estimate(now, row, place), self._beyond_least(wish.requester))
 
     def begin(self, now: float, wish: SlotWish) -> None:
-        """The run has a slot from now on."""
+        """Record that the run has a slot from now on."""
         self._settle(now)
         if wish.run in self._serving:
             return
@@ -171,7 +175,7 @@ class FairQueue:
         self._serving[wish.run] = ServedRun(wish, now, now, held, risen, group)
 
     def end(self, now: float, run: bytes) -> None:
-        """The run has given its slot back."""
+        """Record that the run has given its slot back."""
         self._settle(now)
         row = self._serving.pop(run, None)
         if row is not None and not row.is_preempted:
@@ -181,18 +185,18 @@ class FairQueue:
             self._knows_some = self._knows_some or account.is_known
 
     def keep(self, now: float, running: Collection[bytes]) -> None:
-        """End all runs but these: the provider's slots are authoritative."""
+        """End all served runs except these: the provider's slots are authoritative."""
         for run in [run for run in self._serving if run not in running]:
             self.end(now, run)
 
     def surplus(self) -> list[bytes]:
-        """Return the runs that are served beyond the slots there are now: of the requester that used the
-        most, and of its runs those of the lowest priority."""
+        """Return the served runs that exceed the current number of slots: those of the requester that used
+        most, and among them those with the lowest priority."""
         rows = sorted(self._serving.values(), key=lambda row: (-self._used(row), row.risen, row.wish.run))
         return [row.wish.run for row in rows[: max(0, len(rows) - self.slots)]]
 
     def drop(self, run: bytes) -> None:
-        """The run wants no slot here any more."""
+        """Remove a run from the queue, because it wants no slot here any more."""
         self._waiting.pop(run, None)
 
     @property
@@ -201,25 +205,25 @@ class FairQueue:
         return len(self._serving) >= self.slots
 
     def withdraw(self, asker: bytes, run: bytes | None = None) -> None:
-        """Drop a run, or all, for which `asker` asked last."""
+        """Remove a run, or all runs, whose latest request came from `asker`."""
         rows = self._waiting.values()
         for wish in [r.wish for r in rows if r.wish.asker == asker and run in (None, r.wish.run)]:
             self.drop(wish.run)
 
     def progress(self, run: bytes, seconds_left: float | None) -> None:
-        """Note how long a run will still need its slot, as its steps go; None for not known."""
+        """Record how long a run will still need its slot, judging from its steps; None if not known."""
         if run in self._serving:
             self._serving[run].seconds_left = seconds_left
 
     def weigh(self, requester: bytes, weight: float) -> None:
-        """Set a requester's weight, for its contributions to this provider."""
+        """Set a requester's weight, which reflects its contributions to this provider."""
         account = self._account(requester)
         account.weight = max(1e-6, weight)
         self._knows_some = self._knows_some or account.has_given
         account.phase = self._phase(account.weight)
 
     def met(self, requester: bytes, seconds: float) -> None:
-        """Note for how long a requester has been listed here as a live member."""
+        """Record for how long a requester has been listed here as a live member."""
         if seconds >= SENIOR_SECONDS:
             account = self._account(requester)
             account.is_known = self._knows_some = True
@@ -227,12 +231,12 @@ class FairQueue:
     # Shares
 
     def used(self, now: float, requester: bytes) -> float:
-        """Return a requester's counted slot-seconds, divided by its weight, from its start."""
+        """Return a requester's counted use: its start plus its seconds in slots divided by its weight."""
         self._settle(now)
         return self._start(self._account(requester))
 
     def _settle(self, now: float) -> None:
-        """Charge the use until now, and forget requesters that no longer wait."""
+        """Charge the use until now, and drop runs that no longer ask."""
         for row in self._serving.values():
             seconds = max(0.0, now - row.charged)
             row.charged = max(row.charged, now)
@@ -285,12 +289,12 @@ class FairQueue:
 
     @property
     def _median(self) -> float:
-        """Return the (lower) median use of requesters that were served here."""
+        """The (lower) median use of requesters that were served here."""
         tags = sorted(account.tag for account in self._accounts.values() if account.served)
         return tags[(len(tags) - 1) // 2] if tags else 0.0
 
     def _start(self, account: RequesterUse) -> float:
-        """Return a requester's start: a newcomer is never before all newcomers together."""
+        """Return a requester's start; a newcomer is never ahead of its group of newcomers."""
         if account.is_new and account.group is not None:
             return max(account.tag, self._group(account.group).tag)
         return account.tag
@@ -298,7 +302,8 @@ class FairQueue:
     def _account(self, requester: bytes) -> RequesterUse:
         if requester not in self._accounts:
             while len(self._accounts) >= REQUESTERS_MAX:
-                # A forgotten requester starts as a newcomer, so the one that was served least loses least.
+                # A forgotten requester starts again as a newcomer, so forget the one that was served least,
+                # which loses least.
                 del self._accounts[min(self._accounts, key=lambda each: self._accounts[each].served)]
             self._accounts[requester] = RequesterUse(phase=self._phase(1.0))
         return self._accounts[requester]
@@ -349,12 +354,12 @@ class FairQueue:
         return sorted(ranks, key=ranks.__getitem__)
 
     def _own_rank(self, now: float, row: WaitingRun) -> tuple[float, float, float, bytes]:
-        """Return the sort key of one requester's runs."""
+        """Return the sort key among one requester's runs."""
         return (-self._risen(now, row), row.wish.deadline, row.since, row.wish.run)
 
     def _phase(self, weight: float) -> float:
-        """Return the part of a run, 0 to 1, that counts before it is served: the same for equal weights, so
-        that the time they wait decides, and another at each provider."""
+        """Return the fraction of a run, 0 to 1, that is charged before it is served. It is the same for equal
+        weights, so that waiting time decides between them, and different at each provider."""
         digest = blake3(_PHASE.pack(weight) + self.name).digest(4)
         return int.from_bytes(digest, "big") / 2**32
 
@@ -364,16 +369,17 @@ class FairQueue:
 
     @staticmethod
     def _risen(now: float, row: WaitingRun) -> float:
-        """Return the priority to which a run has risen by waiting; it keeps it while it is served."""
+        """Return the priority to which a run has risen by waiting; it keeps that priority while it is
+        served."""
         return row.wish.priority + (now - row.since) // AGE_SECONDS
 
     def _is_held(self, now: float, run: bytes) -> bool:
-        """Return whether a free slot is kept for this run, which is before another that asks."""
+        """Return whether a free slot is held for this run, which is ahead of the run that asks."""
         return self._is_patient(now, self._waiting[run])
 
     def _is_patient(self, now: float, row: WaitingRun) -> bool:
-        """Whether it is to be expected that the run asks again soon: it has done so before, or another was
-        made to give its slot up for it."""
+        """Return whether the run is expected to ask again soon: it has done so before, or another run was
+        made to give up its slot for it."""
         if row.made_room and now - row.asked <= HOLD_SECONDS_MAX:
             return True
         if self.contest_seconds and now - row.since <= self.contest_seconds + CONTEST_HOLD_SECONDS:
@@ -385,9 +391,9 @@ class FairQueue:
     # Waiting
 
     def _estimate(self, now: float, row: WaitingRun, place: int) -> float | None:
-        """Return when the waiting run at this position may have a slot: served runs take their stated
-        remaining time, and each waiting run before it the recent usual time; or when fair shares give it one,
-        if that is sooner. None if neither is known."""
+        """Return when the waiting run at this position may have a slot; None if unknown. It assumes that
+        served runs take their stated remaining time, and each run ahead the recent usual time. If fair shares
+        give the run a slot sooner, that time is returned."""
         usual = self._usual
         found = self._replay(now, place, usual)
         needs = [self._quantum_left(now, row, each) for each in self._serving.values()]
@@ -412,9 +418,9 @@ class FairQueue:
         return None if free[0] == inf else free[0]
 
     def _quantum_left(self, now: float, row: WaitingRun, served: ServedRun) -> float:
-        """Return in how many seconds a run that is served has to make room for a waiting one, if both
-        requesters go on as now: when it had its quantum, and its requester has used as much as the other
-        will have after a quantum. inf for the same requester's."""
+        """Return in how many seconds a served run must make room for a waiting one, if both requesters
+        continue as now: once it had its quantum, and its requester has used as much as the other will have
+        after a quantum. inf if both runs have the same requester."""
         mine, theirs = self._account(row.wish.requester), self._account(served.wish.requester)
         if mine is theirs:
             return inf
@@ -422,8 +428,8 @@ class FairQueue:
         return max(0.0, QUANTUM_SECONDS - (now - served.held), to_go * theirs.weight)
 
     def _lead(self, mine: RequesterUse, theirs: RequesterUse) -> float:
-        """Return how much more a requester has used than another. Use that counts for a group together
-        separates it from others, but not its members from each other."""
+        """Return how much more one requester has used than the other. Use that counts for a whole group puts
+        its members behind other requesters, but not behind each other."""
         if mine.is_new and theirs.is_new and mine.group == theirs.group:
             return mine.tag - theirs.tag
         stands = [self._start(mine), self._start(theirs)]
@@ -433,8 +439,9 @@ class FairQueue:
         return stands[0] - stands[1]
 
     def _preempt(self, now: float, row: WaitingRun, *, is_next: bool) -> None:
-        """Have a run make room for a waiting one: its requester's own of a lower priority, or, for the run
-        that `is_next`, one whose requester has had its share. Once for each slot that is needed."""
+        """Make a served run give up its slot for a waiting one: a run of the same requester with lower
+        priority, or, if the waiting run `is_next`, a run whose requester has had its share. At most one run
+        gives up its slot at a time."""
         if any(each.is_preempted for each in self._serving.values()):
             return
         wish, rows = row.wish, self._serving.values()

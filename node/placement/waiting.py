@@ -1,4 +1,5 @@
-"""Repeated placing of a run: for peers that gossip has not announced yet, or that a requester waits for."""
+"""Repeated attempts to place a run, for peers that gossip has not announced yet or that a requester waits
+for."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -16,24 +17,25 @@ from partition.plan.plan import Plan
 from partition.run.asks import Declined
 
 GOSSIP_GRACE_SECONDS = 1.0
-"""News of a newcomer may reach the requester this much later than a person: some rounds of gossip."""
+"""Seconds that news of a newcomer, which takes some rounds of gossip, may reach the requester later than a
+person."""
 
 AGAIN_SECONDS_MAX = 5.0
 AGAIN_SHARE = 0.05
-"""A waiting requester asks all providers again after this share of the time that it has waited: a hundred
-waiting ones would ask twenty providers two thousand times a second otherwise. A slot stays empty for as long
-at most."""
-LAW = "who used least and waits longest is next; priority orders your own runs only"
-"""The rule of busy providers (`node.placement.turns`)."""
+"""A waiting requester asks all providers again after this share of the time that it has waited. Otherwise a
+hundred waiting requesters would send two thousand requests per second to twenty providers. A slot stays empty
+for at most this time."""
+LAW = "the requester that used least and waits longest is next; priority orders your own runs only"
+"""The rule by which busy providers choose (`node.placement.turns`), for people."""
 NEWS_SECONDS = 10.0
-"""Tell a waiting requester the reason at most once per interval, except for the first time."""
+"""Minimum seconds between two reasons reported to a waiting requester, except after the first."""
 WITHDRAW_SECONDS_MAX = 5.0
 SEARCH_SECONDS = 60.0
-"""The interval at which a waiting requester searches the swarm."""
+"""Seconds between a waiting requester's searches of the swarm."""
 
 
 class QueuePlaces:
-    """The providers in whose queues a run may be, by their answers to requests for leases."""
+    """The providers in whose queues a run may be, according to their answers."""
 
     def __init__(self, run: bytes, ask: Ask) -> None:
         self._run = run
@@ -41,7 +43,7 @@ class QueuePlaces:
         self._peers: set[PeerId] = set()
 
     async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply:
-        """Send a request. Raises Unreachable."""
+        """Send a request, and note whether the provider queues the run. Raises Unreachable."""
         reply = await self._ask(peer, request, seconds)
         if isinstance(request, EnterQueue) or (
             isinstance(request, LeaseRequest) and request.stage is not None
@@ -50,7 +52,7 @@ class QueuePlaces:
         return reply
 
     async def withdraw(self) -> None:
-        """Withdraw the run from the queues; a provider that misses the message forgets the run in time."""
+        """Withdraw the run from the queues; a provider that misses the message drops the run after a time."""
 
         async def tell(peer: PeerId) -> None:
             with suppress(Unreachable):
@@ -62,7 +64,7 @@ class QueuePlaces:
 
 
 class _News:
-    """Reports why a run waits and when it may begin, if that has changed by more than the noise."""
+    """Reports why a run waits and when it may begin, if that has changed substantially."""
 
     def __init__(self, lacks: Callable[[str], None], clock: Clock) -> None:
         self._lacks = lacks
@@ -71,7 +73,7 @@ class _News:
         self._at = -inf
 
     def tell(self, reason: str, wait_seconds: int | None) -> None:
-        """Report a reason if it is new; for a while, the same providers in another order are not."""
+        """Report a reason if it is new, and not too soon after the previous one."""
         said, now = (reason, "" if wait_seconds is None else about(wait_seconds)), self._clock.monotonic()
         if said == self._said or (self._said[0] and now - self._at < NEWS_SECONDS):
             return
@@ -90,14 +92,15 @@ async def place_in_time(
     lacks: Callable[[str], None],
     is_over: Callable[[], bool],
 ) -> Plan:
-    """Attempt to place among the `offers` until it succeeds, for `wait_seconds` or until the run `is_over`.
+    """Attempt to place a run among the `offers` until it succeeds, for `wait_seconds` or until the run
+    `is_over`.
 
-    `lacks` is called with each new reason for waiting. If the listed members do not suffice, a `search` looks
-    for others. Without waiting, an attempt is repeated only if either has found new peers. The last attempt,
-    with True, may use fewer peers than requested.
+    `lacks` is called with each new reason for waiting. If the listed members do not suffice, `search` looks
+    for others. Without waiting, an attempt is only repeated if either has found new peers. The last attempt,
+    called with True, may use fewer peers than requested.
 
     Raises:
-        PlacementFailed: of the last attempt.
+        PlacementFailed: the error of the last attempt.
     """
     begun, search_at = clock.monotonic(), 0.0
     until = begun + wait_seconds

@@ -1,4 +1,4 @@
-"""Events that tell people of a plan: what came into force here, and what is being opened here."""
+"""Creates the events that announce plans and runs to people."""
 
 from crypto.identity import PeerId
 from node.events import RunAccepted, RunEnded, RunPlanned, StageLeased
@@ -8,7 +8,7 @@ from partition.plan.quorum import indispensable
 
 
 def run_planned(at: float, run: Run, plan: Plan) -> RunPlanned:
-    """Return the event that `plan` has been in force here since the wall time `at`."""
+    """Return the event that `plan` came into force on this node at the wall time `at`."""
     waits = run.manifest.on_lost_quorum != "fork"
     return RunPlanned(
         at=at,
@@ -28,13 +28,13 @@ def run_planned(at: float, run: Run, plan: Plan) -> RunPlanned:
 
 
 def stage_leased(at: float, run: Run, plan: Plan, stage: int) -> StageLeased:
-    """Return the event that a stage of `plan` is being opened here."""
+    """Return the event that this node is opening a stage of `plan`."""
     row = plan.stages[stage]
     return StageLeased(at=at, run=run.text, stage=stage, layers=(row.first_layer, row.last_layer))
 
 
 def run_accepted(at: float, run: Run) -> RunAccepted:
-    """Return the event of a run that this node takes part in, or asks for."""
+    """Return the event for a run that this node takes part in or requests."""
     manifest = run.manifest
     return RunAccepted(
         at=at,
@@ -48,5 +48,5 @@ def run_accepted(at: float, run: Run) -> RunAccepted:
 
 
 def run_ended(at: float, run: Run, outcome: str, detail: str, weights: str, *, is_here: bool) -> RunEnded:
-    """Return the event that a run is over here; `is_here`: its result is on this node."""
+    """Return the event that a run has ended on this node; `is_here`: its result is on this node."""
     return RunEnded(at=at, run=run.text, outcome=outcome, detail=detail, weights=weights, is_here=is_here)

@@ -1,7 +1,7 @@
-"""An archive of the runs that are over, kept over restarts: one small file each.
+"""The archive of ended runs, kept across restarts: one small file per run.
 
-A run is over where it has ended here or its result lies here: it never begins again, and nothing replaces its
-result. Only for `node.runs.runs`.
+A run counts as ended if it has ended on this node or its result is stored here. It never begins again, and
+nothing replaces its result. Only for `node.runs.runs`.
 """
 
 from collections.abc import Iterator
@@ -29,9 +29,10 @@ from partition.run.messages import REASON_LENGTH_MAX
 
 RUNS_FOLDER = "runs"
 OWN_MAX = 1_024
-"""The number of this node's own ended runs that are remembered."""
+"""Maximum number of this node's own ended runs that are remembered."""
 OTHERS_MAX = 256
-"""The number of others' ended runs, counted apart because strangers can end as many runs as they like."""
+"""Maximum number of other peers' ended runs that are remembered. They are counted separately, because unknown
+peers can end any number of runs."""
 _RECORD_BYTES_MAX = 4_096
 _FILE = "ended"
 _RESULT = "model.safetensors"
@@ -40,9 +41,10 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
 
 
 class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a run. `weights` is the BLAKE3 hash (hex) of its result, `loss` that of the last step.
-    `stop` is the requester's signed stop, where that ended it. `for_all`: the run is over on every other
-    member too. `others` are the members for which it ended otherwise (`node.result_events.ResultDiffers`)."""
+    """The end of a run. `weights` is the BLAKE3 hash (hex) of its result, and `loss` that of its last step.
+    `stop` is the requester's signed stop, if that ended the run. `for_all`: the run has ended on every other
+    member too. `others` are the members that reported a different result
+    (`node.result_events.ResultDiffers`)."""
 
     run: Hash
     requester: Peer
@@ -72,10 +74,10 @@ def ended_name(run: str) -> str:
 
 
 class Archive:
-    """The archive in one data folder, of the node `me`.
+    """The archive in the data folder of the node `me`.
 
-    `load` and `save` wait for the disk and run in the executor's threads, one at a time; all other methods
-    work in memory once `load` has returned.
+    `load` and `save` access the disk and run in the executor's threads, one at a time. All other methods work
+    in memory once `load` has returned.
     """
 
     def __init__(self, storage: Storage, me: bytes) -> None:
@@ -85,31 +87,31 @@ class Archive:
         self._results: set[str] = set()
         self._unsaved: set[str] = set()
         self._others: dict[str, tuple[tuple[Peer, str], ...]] = {}
-        """Results that others reported of runs whose end is not noted yet."""
+        """Results that other members reported for runs whose end is not recorded yet."""
 
     @property
     def records(self) -> tuple[EndedRun, ...]:
-        """Return all remembered ends, the oldest first."""
+        """All remembered ends, the oldest first."""
         return tuple(sorted(self._records.values(), key=lambda record: record.ended_milliseconds))
 
     def is_over(self, run: bytes) -> bool:
-        """Return whether a run has ended here, or its result is here."""
+        """Return whether a run has ended on this node, or its result is stored here."""
         text = run_text(run)
         return text in self._records or text in self._results
 
     def has_result(self, run: str) -> bool:
-        """Return whether the result of the run of this short id is here."""
+        """Return whether the result of the run with this short id is stored here."""
         return run in self._results
 
     def result(self, run: bytes) -> str:
-        """Return the hash (hex) of the result that is here; empty where there is none or it is not known."""
+        """Return the hash (hex) of the stored result; empty if there is none or its hash is not known."""
         text = run_text(run)
         record = self._records.get(text)
         return record.weights if record is not None and text in self._results else ""
 
     def told(self, run: bytes, plan: bytes) -> End | Stop | None:
-        """Return the message that tells a member that was away, and believes in `plan`, how the run ended for
-        all; None where it may go on elsewhere."""
+        """Return the message that tells a returning member, which still follows `plan`, how the run ended for
+        all; None if it may continue elsewhere."""
         record = self._records.get(run_text(run))
         if record is None or record.run != run:
             return None
@@ -122,7 +124,7 @@ class Archive:
         return None
 
     def load(self) -> None:
-        """Read the records on the disk."""
+        """Read the records from the disk."""
         for run, file in self._files():
             if file == _RESULT:
                 self._results.add(run)
@@ -139,17 +141,17 @@ class Archive:
         try:
             record: EndedRun = decode(data or b"", EndedRun, bytes_max=_RECORD_BYTES_MAX)
         except RemoteProtocolError:
-            self._storage.delete(ended_name(run))  # damaged, or of another version
+            self._storage.delete(ended_name(run))  # damaged, or written by a different version
             return
         self._records[run] = record
 
     def evict(self, run: str) -> None:
-        """Note that the result of the run of this short id was evicted; the run's end is still known."""
+        """Record that the result of the run with this short id was evicted; the run's end is still known."""
         self._results.discard(run)
 
     def add(self, record: EndedRun, *, is_here: bool = False, keeps: bool = True) -> None:
         """Add the end of a run and whether its result `is_here`, and forget the oldest above the limit. With
-        `keeps`, the next `save` puts it on the disk."""
+        `keeps`, the next `save` stores it."""
         self._records[record.text] = replace(record, others=self._others.pop(record.text, record.others))
         if keeps:
             self._unsaved.add(record.text)
@@ -174,12 +176,13 @@ class Archive:
             return True
         self._others.pop(run, None)
         self._others[run] = others
-        for old in list(self._others)[:-OTHERS_MAX]:  # of runs that were forgotten before their end was heard
+        # runs that were forgotten before this node learnt their end
+        for old in list(self._others)[:-OTHERS_MAX]:
             del self._others[old]
         return True
 
     def save(self) -> None:
-        """Write added records to the disk. Raises OSError."""
+        """Store the added records. Raises OSError."""
         for run in list(self._unsaved):
             record = self._records.get(run)
             if record is None:
@@ -190,7 +193,7 @@ class Archive:
 
 
 class ArchiveShell:
-    """The node's archive as its runs use it."""
+    """The node's archive for the runs service."""
 
     def __init__(self, seams: Seams, me: PeerId) -> None:
         self._seams = seams
@@ -198,7 +201,7 @@ class ArchiveShell:
         self._saving = trio.Lock()
 
     async def load(self) -> None:
-        """Read the records on the disk; nothing is known before."""
+        """Read the records from the disk; before that, nothing is known."""
         await self._seams.executor.run(self._archive.load)
 
     @property
@@ -207,7 +210,7 @@ class ArchiveShell:
         return self._archive.records
 
     def remembered(self) -> Iterator[RunRemembered]:
-        """Yield the events of runs that ended before this start."""
+        """Yield the events of runs that ended before this node was started."""
         for record in self._archive.records:
             yield RunRemembered(
                 at=self._seams.clock.wall(),
@@ -260,8 +263,8 @@ class ArchiveShell:
         for_all: bool = False,
         keeps: bool = True,
     ) -> None:
-        """Note that a run is over here, and whether its result `is_here`. Unless it `keeps` the record and
-        the disk has room, it is known until the next start only."""
+        """Record that a run has ended on this node, and whether its result `is_here`. If not `keeps`, or if
+        the disk is full, it is only known until the next start."""
         committed, evaluated = shown.committed, shown.evaluated
         manifest = run.manifest
         await self._add(
@@ -286,14 +289,15 @@ class ArchiveShell:
         )
 
     async def differ(self, run: str, peer: PeerId, weights: str) -> bool:
-        """Add another result of a run (`Archive.differ`); before the end is noted, it is kept for that."""
+        """Add a different result of a run (see `Archive.differ`), even if the run's end is not recorded
+        yet."""
         is_shown = self._archive.differ(run, peer, weights)
         if is_shown:
             await self._save()
         return is_shown
 
     async def close(self, run: Run) -> None:
-        """Note the end of a run that this node had no time to note before it was stopped."""
+        """Record the end of a run that this node could not record before it was stopped."""
         if self.has_result(run.text) and not self.result(run.id):
             digest = await self._seams.executor.run(partial(digest_of, self._seams.storage, run.text))
             await self.note(run, ShownSteps(), "done", "", digest, is_here=True)

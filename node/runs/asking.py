@@ -1,4 +1,4 @@
-"""Requests of the run core on the wire: each `Ask` becomes one request, its answer one `Reply`."""
+"""Sends the requests of a run's core: each `Ask` becomes one request, and its answer one `Reply`."""
 
 from collections.abc import Callable
 
@@ -34,8 +34,8 @@ from partition.run.asks import (
 
 
 class AskShell:
-    """A shell that sends the requests of one member of a run; `chain` tells newcomers how their plan came
-    about, `collected` takes the stages that are handed over."""
+    """Sends the requests of one member of a run. `chain` provides the history of plans for newcomers, and
+    `collected` receives the stages that are handed over."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class AskShell:
         self._collected = collected
 
     def put(self, asks: Asks, replied: Callable[[float, int, Reply], None]) -> None:
-        """Send all new requests concurrently; `replied` takes the time, the request's number and its
+        """Send all new requests concurrently. `replied` is called with the time, the request's number and its
         answer."""
         for ask in asks.take():
             self._service.start_task(self._put, ask, replied, of=self._run)
@@ -62,7 +62,7 @@ class AskShell:
             reply = await self._answer(ask)
         except Unreachable as error:
             reply = Unanswered(f"{error.reason}: {error.detail}")
-        except RemoteProtocolError as error:  # nobody can be told how the plan came about
+        except RemoteProtocolError as error:  # the plan's history is too long to be sent
             reply = Declined(str(error))
         replied(self._service.seams.clock.monotonic(), ask.number, reply)
 
@@ -102,7 +102,7 @@ class AskShell:
 
 
 def _keep(run: Run, wanted: KeepStage) -> Keep:
-    assert isinstance(wanted.state, StageState), "it is what a replica of this run said"
+    assert isinstance(wanted.state, StageState), "a replica of this run sent a different type of state"
     return Keep(run.id, wanted.step, wanted.stage, wanted.state, (wanted.saver,))
 
 

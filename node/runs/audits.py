@@ -1,12 +1,13 @@
-"""Audits of committed steps: signed frames fetched from members of a run and computed again.
+"""Audits of committed steps: signed frames are fetched from members of a run and recomputed.
 
-`/peerloom/frames/1`: a node shows the frames that it keeps of a run (`partition.steps.frame_archive`) to the
-run's members. An audit asks them for a stage's incoming and outgoing frames, both signed, loads the stage's
-numbers of that step into a process of its own, and computes the frame again. It can use the numbers of the
-first step or of a checkpoint only: other steps would have to be trained again.
+`/peerloom/frames/1`: a node sends the frames that it keeps of a run (`partition.steps.frame_archive`) to the
+run's members on request. An audit fetches a stage's incoming and outgoing frames, both signed, loads the
+stage's parameters at that step into a separate process, and recomputes the outgoing frame. It can only use
+the parameters of the first step or of a checkpoint; for other steps the run would have to be trained again.
 
-A frame is `right` where it has the same bytes, or numbers as near as other processors compute them; else it
-is `wrong`, and the signature names its author. Where something is missing, there is no verdict.
+A frame is `right` if it has the same bytes, or values as close as different processors compute them.
+Otherwise it is `wrong`, and the signature identifies its author. If something is missing, there is no
+verdict.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -52,21 +53,25 @@ from partition.steps.frames import PAYLOAD_BYTES_MAX, Direction, FrameHeader, ch
 
 STREAMS = StreamLimits(message_bytes_max=QUESTION_BYTES_MAX, streams_per_peer_max=2)
 RUNS_MAX = 16
-"""Runs whose members may ask: those with the newest plans."""
+"""Maximum number of runs whose members may ask for frames: those with the newest plans."""
 PLANS_MAX = 64
-"""Plans of one run whose frames are known; the newest plan of each cut of the model is used to judge."""
+"""Maximum number of plans of one run whose frames are known. Frames are judged by the newest plan of each cut
+of the model into stages."""
 REQUESTS_MAX = 64
-"""The most requests on one stream."""
+"""Maximum number of requests on one stream."""
 REQUEST_SECONDS_MAX = 10.0
 CALL_SECONDS_MAX = 30.0
 EXPIRE_SECONDS = 30.0
-"""The interval between two searches for expired frames."""
+"""Seconds between two searches for expired frames."""
 FRAMES_AUDITED_MAX = 4
-"""The most frames of one audit, but at least one of each stage: all their inputs are in memory at once."""
+"""Maximum number of frames in one audit, but at least one of each stage. The inputs of all frames are in
+memory at once."""
 NEAR = 1e-3
-"""The largest difference between the numbers of two kinds of processors, relative to a tensor's largest."""
+"""Largest accepted difference between the values of two kinds of processors, relative to a tensor's largest
+value."""
 NEAR_CODED = 5e-2
-"""The same where a codec rounded the numbers: one step of int8 is a hundredth of a group's largest."""
+"""The same limit if a codec rounded the values: one step of int8 is a hundredth of the largest value of a
+group."""
 
 
 class AuditService(Protocol):
@@ -90,7 +95,7 @@ class FrameVerdict:
 
     author: PeerId
     stage: int
-    """The stage that computed it."""
+    """The stage that computed the frame."""
     microbatch: int
     verdict: str
     detail: str = ""
@@ -102,7 +107,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass
 class _Known:
-    """A known run: everybody who was in it, the layers by the hash of each plan, the newest plan of each
+    """A known run: all its members so far, the layers of each plan by hash, and the newest plan of each
     cut."""
 
     run: Run
@@ -122,7 +127,7 @@ class _Known:
         self.plans = {each: found for each, found in self.plans.items() if each in self.cuts.values()}
 
     def is_cut_as(self, plan: Plan, name: bytes) -> bool:
-        """Return whether the plan of this hash gave each stage the same layers."""
+        """Return whether the plan with this hash gave each stage the same layers as `plan`."""
         return self.cuts.get(name) == _ranges(plan)
 
 
@@ -132,7 +137,7 @@ def _ranges(plan: Plan) -> Ranges:
 
 @dataclass(frozen=True)
 class _Case:
-    """A frame that a stage sent, with the frames that it had received before."""
+    """A frame that a stage sent, with the frames from which the stage computed it."""
 
     number: int
     row: FrameRow
@@ -143,7 +148,7 @@ class _Case:
 
 
 class Audits:
-    """The service of one node."""
+    """The audit service of one node."""
 
     def __init__(self, service: AuditService) -> None:
         self.archive = FrameArchive()
@@ -152,20 +157,20 @@ class Audits:
         service.seams.network.handle(FRAMES_PROTOCOL, self._serve, STREAMS)
 
     async def run(self) -> None:
-        """Forget frames when they expire, until cancelled."""
+        """Drop frames as they expire, until cancelled."""
         while True:
             await trio.sleep(EXPIRE_SECONDS)
             self.archive.expire(self._service.seams.clock.monotonic())
 
     def admit(self, run: Run, plan: Plan) -> None:
-        """Let the members of a plan ask for the frames of its run, even when the run is over."""
+        """Allow the members of a plan to ask for frames of its run, even after the run has ended."""
         known = self._runs.pop(run.id, None) or _Known(run)
         known.admit(plan)
         self._runs[run.id] = known
         while len(self._runs) > RUNS_MAX:
             del self._runs[next(iter(self._runs))]
 
-    # What others ask
+    # Requests of other peers
 
     async def _serve(self, stream: Stream) -> None:
         try:
@@ -199,19 +204,19 @@ class Audits:
             return FrameShown(kept.fact), nothing
         return FrameShown(kept.fact, has_data=True), kept.payload.data
 
-    # What this node asks
+    # Audits by this node
 
     async def audit(self, text: str, step: int | None) -> dict[str, Any]:
-        """Compute frames of a committed step of a run again. Schema `peerloom/audit/1`.
+        """Recompute frames of a committed step of a run. Schema `peerloom/audit/1`.
 
-        Raises RunFailed: the run has no plan here, or there is nothing to judge it by.
+        Raises RunFailed if the run has no plan here, or if no frame can be judged.
         """
         known = next((row for row in self._runs.values() if row.run.text == text), None)
         if known is None:
             raise RunFailed(f"run {text[:8]} has no frames: it has no plan here, or is in local mode")
         plans = [plan for plan in reversed(known.plans.values()) if len(plan.stages) > 1]
         if not plans:
-            raise RunFailed(f"run {text[:8]} has one stage: no frames go from one to another")
+            raise RunFailed(f"run {text[:8]} has one stage, so there are no frames between stages")
         newest = next(reversed(known.plans.values()))
         peers = [peer for peer in newest.members if peer in self._reachable()]
         steps = [step] if step is not None else await self._steps(known.run, peers)
@@ -221,16 +226,17 @@ class Audits:
                 return _document(known.run, each, await self._judge_by_its_plan(known, plans, each, rows))
         said = ", ".join(map(str, steps)) or "none"
         raise RunFailed(
-            f"run {text[:8]}: no member keeps frames of a step that can be judged (looked at: {said}); frames"
-            " are kept for ten minutes, and judged at the first step and after a checkpoint"
+            f"run {text[:8]}: no member keeps frames of a step that can be judged "
+            f"(tried: {said}); frames are kept for ten minutes, and can be judged at "
+            "the first step and after a checkpoint"
         )
 
     def _reachable(self) -> set[PeerId]:
         return {*self._service.live(), self._service.signer.peer}
 
     async def _steps(self, run: Run, peers: Sequence[PeerId]) -> list[int]:
-        """Return the steps whose numbers can be fetched, the newest first: those of checkpoints, and the
-        first."""
+        """Return the steps whose parameters can be fetched, newest first: those of checkpoints, and the first
+        step."""
         return sorted({0, *await self._service.copies.steps(run.text, peers)}, reverse=True)
 
     async def _rows(self, run: Run, step: int, peers: Sequence[PeerId]) -> dict[FrameRow, list[PeerId]]:
@@ -248,7 +254,8 @@ class Audits:
         return found
 
     async def _ask(self, peer: PeerId, question: Question) -> tuple[Answer, memoryview]:
-        """Ask a member, or this node itself, a question; return an empty FrameShown without an answer."""
+        """Send a question to a member, or answer it directly if the member is this node. Return an empty
+        FrameShown if there is no answer."""
         if peer == self._service.signer.peer:
             return self._answer(peer, question)
         try:
@@ -273,8 +280,8 @@ class Audits:
     async def _fetch(
         self, known: _Known, plan: Plan, step: int, row: FrameRow, holders: Sequence[PeerId]
     ) -> tuple[FrameHeader, Payload | None] | None:
-        """Return a frame that its author signed under a plan of this cut, with its payload where one of its
-        holders keeps it."""
+        """Return a frame that its author signed under a plan with this cut, with its payload if one of its
+        holders keeps it; None if there is none."""
         found: tuple[FrameHeader, Payload | None] | None = None
         for peer in holders:
             answer, data = await self._ask(peer, ShowFrame(known.run.id, step, row))
@@ -294,7 +301,8 @@ class Audits:
         return found
 
     def _checked(self, fact: Fact, step: int, row: FrameRow) -> FrameHeader:
-        """Return the content of a signed header. Raises RemoteProtocolError: it belongs to another frame."""
+        """Return the content of a signed header. Raises RemoteProtocolError if it belongs to a different
+        frame."""
         check_signed(self._service.signer, fact)
         header = read_header(fact)
         of = header.step, header.stage, header.direction, header.microbatch, fact.author
@@ -305,7 +313,8 @@ class Audits:
     async def _judge_by_its_plan(
         self, known: _Known, plans: Sequence[Plan], step: int, rows: dict[FrameRow, list[PeerId]]
     ) -> list[FrameVerdict]:
-        """Judge by the plan under which the frames were sent: another plan gives stages other layers."""
+        """Judge by the plan under which the frames were sent, because other plans give the stages different
+        layers."""
         verdicts: list[FrameVerdict] = []
         for plan in plans:
             verdicts = await self._judge(known, plan, step, rows)
@@ -316,8 +325,8 @@ class Audits:
     async def _judge(
         self, known: _Known, plan: Plan, step: int, rows: dict[FrameRow, list[PeerId]]
     ) -> list[FrameVerdict]:
-        """Compute the frames that stages sent for some micro-batches again, a stage at a time. All frames are
-        fetched first: while a process starts, a run that goes on may drop its older steps."""
+        """Recompute the frames that stages sent for some micro-batches, one stage at a time. All frames are
+        fetched first, since an active run may drop its older steps while a process starts."""
         cases: list[_Case | FrameVerdict] = []
         for number, row in _chosen(plan, rows):
             cases.append(await self._case(known, plan, step, number, row, rows))
@@ -335,7 +344,7 @@ class Audits:
         return sorted(verdicts, key=lambda each: (each.stage, each.microbatch))
 
     async def _open(self, run: Run, plan: Plan, step: int, number: int) -> tuple[Stage, StageSpecification]:
-        """Open a stage with its numbers from before this step. Raises RunFailed."""
+        """Open a stage with its parameters from before this step. Raises RunFailed."""
         service, executor = self._service, self._service.seams.executor
         holders = [peer for peer in map(PeerId, plan.members) if peer in self._reachable()]
         try:
@@ -373,11 +382,13 @@ class Audits:
         row: FrameRow,
         rows: dict[FrameRow, list[PeerId]],
     ) -> "_Case | FrameVerdict":
-        """Return a frame with the frames that its stage had received, or why it cannot be judged."""
+        """Return a frame with the frames that its stage had received, or a verdict that says why it cannot be
+        judged."""
         directions: tuple[Direction, ...] = ("input", "labels") if row.direction == "gradient" else ("input",)
         given: dict[str, Payload] = {}
         for direction in directions:
-            # A stage may show an input by a key of its own: only those before it, and trainers, count.
+            # A stage may present an input signed with a key of its own, so only frames by the stage before
+            # it, or by trainers, count.
             feeds = not number or direction == "labels"
             authors = plan.trainers if feeds else plan.stages[number - 1].replicas
             of = number, direction, row.microbatch
@@ -398,7 +409,7 @@ class Audits:
     async def _judge_one(
         self, stage: Stage, specification: StageSpecification, step: int, case: "_Case"
     ) -> FrameVerdict:
-        """Compute one frame again."""
+        """Recompute one frame."""
         row, header, payload = case.row, case.header, case.payload
         verdict = partial(FrameVerdict, PeerId(row.author), case.number, row.microbatch)
         try:
@@ -416,20 +427,20 @@ class Audits:
         if computed.digest == header.digest:
             return verdict("right", "the same bytes")
         if payload is None or header.codec == "int4":
-            return verdict("unknown", "other bytes; its numbers are not kept, or carry earlier rounding")
+            return verdict("unknown", "the bytes differ; its values are not kept, or carry earlier rounding")
         compare = partial(_distance, computed, payload, payload_bytes_max(specification))
         try:
             distance = await self._service.seams.executor.run(compare)
         except RemoteProtocolError as error:
             return verdict("wrong", str(error))
         if distance <= (NEAR if header.codec == "raw" else NEAR_CODED):
-            return verdict("right", f"numbers within {distance:.1e}")
-        return verdict("wrong", f"numbers are off by {distance:.1e} of the largest")
+            return verdict("right", f"the values agree within {distance:.1e}")
+        return verdict("wrong", f"the values agree within {distance:.1e}")
 
 
 def _chosen(plan: Plan, rows: Collection[FrameRow]) -> list[tuple[int, FrameRow]]:
-    """Return the frames to judge, each with the stage that sent it: the frames sent forward, and the last
-    stage's frames sent back."""
+    """Return the frames to judge, each with the stage that sent it: frames sent forward, and frames that the
+    last stage sent back."""
     last = len(plan.stages) - 1
     found: list[tuple[int, FrameRow]] = []
     for number, stage in enumerate(plan.stages):
@@ -446,8 +457,8 @@ def _key(question: ShowFrame) -> FrameKey:
 
 
 def _distance(computed: Payload, shown: Payload, bytes_max: int) -> float:
-    """Return the distance between tensors, relative to the largest number of each. Raises
-    RemoteProtocolError: they have other shapes, or are no tensors."""
+    """Return the largest difference between two frames' tensors, relative to the largest value of each
+    tensor. Raises RemoteProtocolError if their shapes differ or they are not tensors."""
     worst = 0.0
     ours, theirs = unpack(computed, bytes_max=bytes_max), unpack(shown, bytes_max=bytes_max)
     if [(kind, array.shape) for kind, array in ours] != [(kind, array.shape) for kind, array in theirs]:

@@ -1,7 +1,7 @@
 """One member's record of a run's validations, and of the checkpoint whose state validated best.
 
-Where a run keeps its best state (`train.keep`), that checkpoint stays on every disk that has it until the run
-is over, and at the end the committer restores it by a plan. Not here: which state is the best
+If a run keeps its best state (`train.keep`), that checkpoint stays on every disk that has it until the run
+has ended. At the end, the committer restores it with a plan. Not here: which state is the best
 (`partition.steps.validation`).
 """
 
@@ -22,19 +22,19 @@ from partition.plan.plan import NO_HASH, Plan
 from partition.steps.validation import Series
 
 KEEP_SECONDS_MAX = 60.0
-"""The longest wait at the end for the checkpoint of the best state to be complete; then the last state is the
-result."""
+"""Longest wait at the end for the checkpoint of the best state to become complete. After that, the last state
+is the result."""
 
 
 class BestStateCommitter(Protocol):
-    """The attributes of `node.pipeline.committer.CommitterShell` that the best state uses."""
+    """The part of `node.pipeline.committer.CommitterShell` that the best state uses."""
 
     def take_last(self) -> None: ...
 
 
 class BestState:
     """The best state of one run at one member. `bring_back` proposes a plan that restores a checkpoint;
-    `note_best` takes the number of steps of the best state."""
+    `note_best` receives the number of steps of the best state."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class BestState:
 
     @property
     def series(self) -> Series | None:
-        """Return the validations up to the newest one received."""
+        """The validations up to the newest one received."""
         return self.known.series[-1] if self.known.series else None
 
     @property
     def detail(self) -> str:
-        """Return a note for people on how the run ended well; usually empty."""
+        """A note for people on how a successful run ended; usually empty."""
         validation, series = self._run.manifest.validation, self.series
         if self._lacking or validation is None or series is None:
             return self._lacking
@@ -71,12 +71,12 @@ class BestState:
 
     @property
     def step(self) -> int | None:
-        """Return the number of steps of the best state, where the run keeps that one."""
+        """The number of steps of the best state, if the run keeps it."""
         return self.series.best_step if self.series is not None and self._keeps else None
 
     @property
     def checkpoint(self) -> tuple[bytes, int] | None:
-        """Return the best state that is complete as a checkpoint, and its step."""
+        """The best state that is complete as a checkpoint, and its step."""
         known = self.known
         return None if known.checkpoint is None else (known.checkpoint, known.step)
 
@@ -86,7 +86,7 @@ class BestState:
         return validation is not None and validation.keep == "best"
 
     def begin(self, plan: Plan) -> None:
-        """Start a plan: validations of steps that it takes back are forgotten."""
+        """Begin with a new plan, and forget validations of steps that it takes back."""
         self._wanted = None
         if plan.is_final and plan.restored != NO_HASH:
             self._know(Best(self.known.series, plan.restored, plan.step))
@@ -95,25 +95,26 @@ class BestState:
             self._know(replace(self.known, series=kept))
 
     def heard(self, event: RunEvaluated) -> None:
-        """Add a validation, of this node or of the committer."""
+        """Add a validation by this node or by the committer."""
         if event.step is None or (self.series is not None and event.step <= self.series.step):
             return
         series = Series(event.step, min(event.best_step, event.step), event.best, event.since)
         self._know(replace(self.known, series=(*self.known.series, series)[-SERIES_MAX:]))
 
     def learned(self, newest: tuple[bytes, int] | None) -> None:
-        """Note that a checkpoint is complete."""
+        """Handle the news that a checkpoint is complete."""
         if newest is not None and newest[1] == self.step:
             self._know(Best(self.known.series, *newest))
         if self._wanted is not None:
             self._try(self._wanted)
 
     def found(self, step: int) -> None:
-        """As the committer: save the state after `step` steps, which is the best so far."""
+        """As the committer, mark the state after `step` steps as the best so far, so that its checkpoint is
+        kept."""
         self._note_best(step)
 
     def wanted(self, step: int) -> None:
-        """As the committer: bring this state back as the result, as the steps are done."""
+        """As the committer, bring this state back as the result, because all steps are done."""
         self._wanted = step
         self._try(step)
         if self._wanted is not None:
@@ -129,7 +130,9 @@ class BestState:
         committer = self._committer()
         if self._wanted == step and committer is not None:
             self._wanted = None
-            self._lacking = f"the state of step {step} validated best and was not kept; this is the last"
+            self._lacking = (
+                f"the state of step {step} validated best but was not stored; the result is the last state"
+            )
             committer.take_last()
 
     def _know(self, best: Best) -> None:
@@ -140,11 +143,11 @@ class BestState:
                 self._service.start_task(self._write, of=self._run)
 
     async def _write(self) -> None:
-        """Write the record of the best state to the disk."""
+        """Store the record of the best state."""
         seams = self._service.seams
         async with self._writing:
             data = encode(self.known)
-            # A disk that takes nothing is said where the checkpoint itself is written.
+            # A failing disk is reported where the checkpoint itself is stored.
             with trio.CancelScope(shield=True):
                 try:
                     await seams.executor.run(partial(seams.storage.write, best_name(self._run.text), data))
@@ -157,5 +160,5 @@ def _read(service: RunService, run: Run) -> Best:
     try:
         best: Best = Best() if data is None else decode(data, Best, bytes_max=BEST_RECORD_MAX)
     except RemoteProtocolError:
-        return Best()  # damaged: as if there were none
+        return Best()  # damaged: treated as missing
     return best

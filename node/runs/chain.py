@@ -1,7 +1,7 @@
-"""The disk of a run's chain of plans: its promises, beside the history of the plans for newcomers.
+"""Stores a run's chain of plans on disk: this node's promises, and the history of the plans for newcomers.
 
-The chain itself belongs to the run's member (`partition.run.member`), which sends nothing that follows from a
-promise before the promise is here.
+The chain itself belongs to the run's member (`partition.run.member`), which sends nothing that depends on a
+promise before the promise is stored.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from partition.plan.paxos_messages import LINKS_BYTES_MAX, Link
 from partition.plan.plan import Hash, Height, Plan
 
 ENTERED_BYTES_MAX = 2 * HISTORY_BYTES_MAX + LINKS_BYTES_MAX + 64 * 1024
-"""The size limit of this node's own file: a history and the later changes, the last of which may be many."""
+"""Maximum size of the stored entry: a history, and the later changes, of which many may arrive at once."""
 
 
 def chain_name(run: str) -> str:
@@ -33,13 +33,13 @@ def chain_name(run: str) -> str:
 
 
 def history_name(run: str) -> str:
-    """Return the storage name of the history by which this node entered a run, and of later changes."""
+    """Return the storage name of the history with which this node entered a run, and of later changes."""
     return f"runs/{run}/history"
 
 
 class RunEntry(msgspec.Struct, frozen=True, array_like=True):
-    """The way a node entered a run: the history that admitted it, the height and hash of the plan that this
-    ends with, and the changes since."""
+    """How a node entered a run: the history that admitted it, the height and hash of that history's last
+    plan, and the changes since."""
 
     history: History
     height: Height
@@ -48,15 +48,15 @@ class RunEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read_entered(storage: Storage, run: str) -> RunEntry:
-    """Read the stored entry of a run. Raises RemoteProtocolError: there is none, or it is damaged."""
+    """Read the stored entry of a run. Raises RemoteProtocolError if it is missing or damaged."""
     data = storage.read(history_name(run)) or b""
     entered: RunEntry = decode(data, RunEntry, bytes_max=ENTERED_BYTES_MAX)
     return entered
 
 
 class ChainShell:
-    """Writes down one run's chain. `entered` is the history by which this node entered the run, with the
-    decisions it knows of since; `stored` is called whenever the promises are on disk."""
+    """Stores one run's chain. `entered` is the history with which this node entered the run, with the
+    decisions it has learnt since. `stored` is called whenever the promises have been stored."""
 
     def __init__(
         self,
@@ -89,13 +89,14 @@ class ChainShell:
 
     @property
     def head(self) -> Plan:
-        """The newest plan known to be decided."""
+        """The newest plan that is known to be decided."""
         return self.core.head
 
     def history(self, plan: Plan, change: Change | None = None) -> History:
-        """Return how `plan` came about, for a newcomer: it is decided, or `change` would lead to it.
+        """Return the history of `plan` for a newcomer. `plan` is either decided, or would result from
+        `change`.
 
-        Raises RemoteProtocolError: the run has had too many changes to send.
+        Raises RemoteProtocolError if the run has had too many changes to send.
         """
         self._note_links()
         entered = self._entered
@@ -103,13 +104,13 @@ class ChainShell:
             return entered.history
         count = plan.height - entered.height - (change is not None)
         if not 0 <= count <= len(entered.links):
-            raise RemoteProtocolError("the run has seen more changes than anybody can be told")
+            raise RemoteProtocolError("the run has had more changes than a newcomer can be sent")
         links = [*entered.links[:count], *([] if change is None else [encode_change(change)])]
         return extend(self._signer, entered.history, entered.plan, links)
 
     @property
     def can_tell(self) -> bool:
-        """Return whether a newcomer could be sent the next plan's history: a run has a limited number of
+        """Whether a newcomer could be sent the next plan's history, which is limited in size and number of
         changes."""
         self._note_links()
         entered, head = self._entered, self.core.head
@@ -121,7 +122,7 @@ class ChainShell:
         )
 
     def _note_links(self) -> bool:
-        """Add the decisions that the core has learnt to the entry; return whether any could be added."""
+        """Add the decisions that the core has learnt to the entry; return whether any were added."""
         entered, chain = self._entered, self.core.chain
         missing = self.core.head.height - entered.height - len(entered.links)
         is_full = len(entered.links) > CHANGES_MAX or sum(map(len, entered.links)) > HISTORY_BYTES_MAX
@@ -131,11 +132,11 @@ class ChainShell:
         return True
 
     def store(self) -> None:
-        """Have the promises written down."""
+        """Request that the promises be stored."""
         self._wanted.set()
 
     async def run(self) -> None:
-        """Write promises down until cancelled."""
+        """Store promises on request, until cancelled."""
         while True:
             await self._wanted.wait()
             self._wanted = trio.Event()

@@ -1,9 +1,9 @@
-"""Checkpoints of a running run on this node's disk: its stage saved, whole ones sealed and restored, the name
-of the newest written down.
+"""Checkpoints of an active run on this node's disk: saves this node's stage, seals and restores whole
+checkpoints, and stores the name of the newest.
 
-After each step that the manifest names, the first replica of each stage stores a copy of its state and says
-so (`Saved`); training goes on meanwhile. Not here: what follows, and which one is the newest
-(`partition.run.checkpoint_rounds`, a part of the run's member).
+After each step that the manifest names, the first replica of each stage stores a copy of its state and
+reports it (`Saved`); training continues meanwhile. Not here: the rest of the protocol, and which checkpoint
+is the newest (`partition.run.checkpoint_rounds`, a part of the run's member).
 """
 
 from collections.abc import Callable, Sequence
@@ -38,12 +38,13 @@ CheckpointEvent = SealWanted | NewestChanged | CheckpointWhole | CheckpointEnded
 
 
 def newest_name(run: str) -> str:
-    """Return the storage name of the newest checkpoint of a run."""
+    """Return the storage name of a run's newest checkpoint."""
     return f"runs/{run}/newest"
 
 
 def read_newest(seams: Seams, run: str) -> WayBack | None:
-    """Return the newest checkpoint of a run that was written down here; None where that is damaged too."""
+    """Return the newest checkpoint of a run according to this node's disk; None if that record is missing or
+    damaged."""
     data = seams.storage.read(newest_name(run))
     try:
         offer: CheckpointOffer | None = (
@@ -55,7 +56,7 @@ def read_newest(seams: Seams, run: str) -> WayBack | None:
 
 
 class CheckpointPace(Protocol):
-    """The attributes of a `node.pipeline.committer.CommitterShell` that checkpoints use."""
+    """The part of a `node.pipeline.committer.CommitterShell` that checkpoints use."""
 
     saving: SaveInterval
 
@@ -64,8 +65,8 @@ class CheckpointPace(Protocol):
 
 
 class CheckpointKeeper:
-    """One member's disk. `rounds` is a part of the member's core; `live` are present or former members that
-    could hand something over; `act` carries out what the core wants."""
+    """Keeps one member's checkpoints on disk. `rounds` is a part of the member's core. `live` returns current
+    or former members that may deliver checkpoints. `act` carries out the core's requests."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class CheckpointKeeper:
         *,
         act: Callable[[], None],
     ) -> None:
-        """Prepare checkpoints; `committer` is this node's, None where it does not commit."""
+        """Prepare checkpoints; `committer` returns this node's committer, or None if it does not commit."""
         self._service = service
         self._run = run
         self._rounds = rounds
@@ -90,12 +91,12 @@ class CheckpointKeeper:
         self._written = rounds.newest
 
     def holds(self, checkpoint: WayBack) -> bool:
-        """Return whether all of it is here."""
+        """Return whether this node has the complete checkpoint."""
         kept: StoredCheckpoint | None = self._checkpoints.store.find(self._run.text, checkpoint[1])
         return kept is not None and kept.is_whole
 
     def on_event(self, event: CheckpointEvent) -> None:
-        """Carry out what the member's checkpoints want."""
+        """Carry out an event of the core's checkpoint rounds."""
         committer = self._committer()
         match event:
             case SealWanted():
@@ -126,12 +127,12 @@ class CheckpointKeeper:
     def _is_guest(self) -> bool:
         return self._run.requester != self._service.signer.peer
 
-    # A replica's side
+    # As a replica
 
     async def save(self, plan: Plan, number: int, step: int, stage: Stage) -> None:
-        """Copy a stage's state and store the copy, if this replica is the one to do so.
+        """Copy a stage's state and store the copy, if this replica is the one that saves its stage.
 
-        Returns once it is copied. Raises StageFailed.
+        Returns once the state is copied. Raises StageFailed.
         """
         if not self._rounds.saves(plan, number):
             return
@@ -145,7 +146,7 @@ class CheckpointKeeper:
     async def _put_away(
         self, plan: Plan, number: int, step: int, parameters: memoryview, moments: memoryview, copied: float
     ) -> None:
-        """Store a copied state; `copied` is the time that the copy took, in seconds."""
+        """Store a copied state; `copied` is how many seconds the copy took."""
         row, began = plan.stages[number], self._now
         try:
             state = await self._checkpoints.snapshot(
@@ -164,7 +165,8 @@ class CheckpointKeeper:
         self._service.send(plan.committer, Saved(plan_hash(plan), step, number, state, took))
 
     def _say_failed(self, step: int, error: NoRoom | OSError) -> None:
-        """Report that this node stores nothing of this step; the checkpoint before stays the newest."""
+        """Report that this node cannot store a checkpoint of this step; the previous checkpoint stays the
+        newest."""
         reason = str(error)
         if isinstance(error, OSError):
             reason = f"the disk of this node: {error.strerror or error}"
@@ -174,10 +176,10 @@ class CheckpointKeeper:
         )
 
     async def restore(self, plan: Plan, name: bytes, step: int, stage: Stage) -> None:
-        """Restore this node's stage of a plan from the layers of a checkpoint; while no member has all of it,
-        wait for one that may come back.
+        """Restore this node's stage of a plan from the layers of a checkpoint. If no reachable member has all
+        of them, wait for one that may come back.
 
-        Raises StageFailed: it is no state for this stage.
+        Raises StageFailed if the checkpoint does not fit this stage.
         """
         holders = self._live()
         while True:
@@ -185,7 +187,8 @@ class CheckpointKeeper:
                 await self._restore(plan, name, step, stage, holders)
             except Unreachable:
                 await trio.sleep(RESTORE_AGAIN_SECONDS)
-                # A newcomer knows only the present members; a former one may still have it.
+                # A newcomer knows only the current members, but a former member may still have the
+                # checkpoint.
                 said = await self._copies.holders(self._run.text)
                 holders = list(dict.fromkeys([*self._live(), *said]))
             except RemoteProtocolError as error:
@@ -213,14 +216,14 @@ class CheckpointKeeper:
             )
         self._copies.came(run.id, run.requester, delivered)
 
-    # The committer's side
+    # As the committer
 
     def saved(self, plan: Plan, sender: PeerId, message: Saved) -> None:
-        """Handle the message that a replica has stored its stage. Raises RemoteProtocolError."""
+        """Handle a replica's message that it has stored its stage. Raises RemoteProtocolError."""
         row = plan.stages[message.stage] if message.stage < len(plan.stages) else None
         layers = None if row is None else (row.first_layer, row.last_layer)
         if layers != (message.state.first_layer, message.state.last_layer):
-            raise RemoteProtocolError("other layers were saved than those of the stage")
+            raise RemoteProtocolError("the saved layers are not those of the stage")
         self._rounds.saved(sender, message.step, message.stage, message.state)
         committer = self._committer()
         if committer is not None:
@@ -265,7 +268,7 @@ class CheckpointKeeper:
         )
 
     async def _write_newest(self) -> None:
-        """Write the newest checkpoint's name to the disk; concurrent calls share writes."""
+        """Store the newest checkpoint's name; concurrent calls share writes."""
         seams, rounds = self._service.seams, self._rounds
         async with self._writing:
             newest = rounds.newest
@@ -277,7 +280,7 @@ class CheckpointKeeper:
                     self._say_failed(newest[1], error)
                 else:
                     self._written = newest
-                if rounds.newest is None:  # it was of a branch that was given up meanwhile
+                if rounds.newest is None:  # it belonged to a branch that was given up meanwhile
                     self._forget_newest()
         rounds.stored(newest)
         self._act()

@@ -1,4 +1,4 @@
-"""The result of a run: the stages' parameters joined, kept, and fetched by each member."""
+"""The result of a run: the stages' parameters are joined and stored, and each member fetches the result."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -29,11 +29,12 @@ from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.run_end import RunEnd
 
 BUSY_SECONDS = 1.0
-"""The pause before a busy source of the result is asked again: it serves a few members at a time."""
+"""Seconds before a busy source of the result is asked again; a source serves a few members at a time."""
 
 
 class CollectedStages:
-    """The stages that were handed over for a run's result. `export` returns the one that this node holds."""
+    """The stages that were handed over for a run's result. `export` returns the stage that this node
+    holds."""
 
     def __init__(self, service: RunService, run: Run, export: Callable[[], Awaitable[bytes]]) -> None:
         self._service = service
@@ -43,7 +44,7 @@ class CollectedStages:
         self._parts: dict[int, bytes] = {}
 
     async def bring(self, peer: PeerId, wanted: HandOverStage, seconds: float) -> Reply:
-        """Have a peer hand over its stage. Raises Unreachable."""
+        """Fetch a peer's stage. Raises Unreachable."""
         service, plan = self._service, wanted.plan
         if plan != self._plan:
             self._plan, self._parts = plan, {}
@@ -51,7 +52,7 @@ class CollectedStages:
         if peer == service.signer.peer:
             try:
                 parts[wanted.stage] = await self._export()
-            except StageFailed as error:  # another replica may hand it over
+            except StageFailed as error:  # another replica may be able to hand it over
                 return Declined(str(error)[:REASON_LENGTH_MAX])
             return Done()
         graph = await service.models.get(self._run.manifest.graph_hash, plan.members)
@@ -61,7 +62,7 @@ class CollectedStages:
         return Done()
 
     async def keep(self, plan: Plan, end: RunEnd, detail: str) -> None:
-        """Join the stages of this plan and store the result, and tell the `end` of the run's member;
+        """Join the stages of this plan, store the result, and report to the `end` of the run's member.
         `detail` is a note for people on how the run ended."""
         service, run, clock = self._service, self._run, self._service.seams.clock
         work, parts = service.seams.executor.run, [self._parts[stage] for stage in sorted(self._parts)]
@@ -73,9 +74,9 @@ class CollectedStages:
         except Unreachable as error:
             end.result_spoilt(clock.monotonic(), plan, error.detail)
         except NoRoom as error:
-            end.result_lost(clock.monotonic(), plan, f"the weights could not be kept: {error}")
+            end.result_lost(clock.monotonic(), plan, f"the weights could not be stored: {error}")
         except OSError as error:
-            reason = f"the weights could not be kept: {error.strerror or error}"
+            reason = f"the weights could not be stored: {error.strerror or error}"
             end.result_lost(clock.monotonic(), plan, reason)
         else:
             end.result_kept(clock.monotonic(), plan, weights, detail)
@@ -83,17 +84,16 @@ class CollectedStages:
 
 
 async def fetch_result(service: RunService, run: Run, source: PeerId, weights: str) -> str:
-    """Fetch and store the result that `source` has; return why not, in words for a person, or "" once it is
-    here.
+    """Fetch and store the result that `source` has. Return "" once it is here, else the reason for people.
 
-    Its length is limited by the model; results of others' runs count against the guests' budget.
+    The model limits its length. Results of other peers' runs count against the guests' disk budget.
     """
     seams = service.seams
     storage, work = seams.storage, seams.executor.run
     until = seams.clock.monotonic() + FETCH_SECONDS_MAX
     if await work(partial(has_result, storage, run.text)):
         is_it = await work(partial(digest_of, storage, run.text)) == weights
-        return "" if is_it else "another result of this run is here already, and stays"
+        return "" if is_it else "a different result of this run is already here, and stays"
     is_here = False
     try:
         graph = await service.models.get(run.manifest.graph_hash, [source, run.requester])
@@ -106,7 +106,7 @@ async def fetch_result(service: RunService, run: Run, source: PeerId, weights: s
                 is_here = True
                 return ""
             except Unreachable as error:
-                # All members ask at once, and a source serves a few at a time.
+                # All members ask at the same time, and a source serves only a few at once.
                 if error.reason != "busy" or seams.clock.monotonic() >= until:
                     raise
             await trio.sleep(BUSY_SECONDS)
@@ -115,7 +115,7 @@ async def fetch_result(service: RunService, run: Run, source: PeerId, weights: s
     except NoRoom as error:
         return f"the weights are not here: {error}"
     except OSError as error:
-        return f"the weights could not be kept: {error.strerror or error}"
+        return f"the weights could not be stored: {error.strerror or error}"
     finally:
         if not is_here:
             with trio.CancelScope(shield=True), suppress(OSError):
@@ -123,7 +123,7 @@ async def fetch_result(service: RunService, run: Run, source: PeerId, weights: s
 
 
 async def _admit(service: RunService, run: Run, size: int) -> None:
-    """Make room for a result of this size. Raises NoRoom or OSError."""
+    """Make room for a result of this size, if it is another peer's. Raises NoRoom or OSError."""
     if run.requester != service.signer.peer:
         admit = partial(service.guests.admit, run.text, [weights_name(run.text)], size)
         await service.seams.executor.run(admit)

@@ -1,4 +1,4 @@
-"""The interface that a run's membership needs of the node: the shape of `node.runs.runs.Runs`."""
+"""The interface of the node that a run's membership uses: the part of `node.runs.runs.Runs`."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -32,13 +32,14 @@ from partition.run.settings import RunSettings
 
 
 class RunMembership(Protocol):
-    """A member of `run` on this node, as the service tells one from another."""
+    """A member of `run` on this node; the service compares members by identity."""
 
     run: Run
 
 
 class RunService(Protocol):
-    """The service of runs; `live` are peers believed alive, `gone` those known to be dead or to have left."""
+    """The runs service. `live` returns the peers believed alive, `gone` those known to be dead or to have
+    left."""
 
     seams: Seams
     signer: Signer

@@ -1,8 +1,9 @@
-"""Checks that data holds values that a model takes, before planning: sample by sample, by name.
+"""Checks, before planning, that all values in the data are valid for the model, and names the first invalid
+sample.
 
-`node.runs.manifest_builder.bind_data` checks shapes and kinds of numbers. A range that the graph does not
-show (`partition.model.ranges`) is found by the stage that cannot use a value, which ends the run with its
-reason.
+`node.runs.manifest_builder.bind_data` checks shapes and number types. If the graph does not show the allowed
+range of an input (`partition.model.ranges`), an invalid value is only found by the stage that cannot use it,
+which ends the run with the reason.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from partition.model.graph import Graph
 from partition.model.ranges import Bound, bounds
 
 CHUNK_BYTES = 16 * 1024 * 1024
-"""Bytes checked together: as much memory again, and their masks, is used for a moment."""
+"""Bytes checked together. The check briefly needs the same amount again, and memory for masks."""
 
 
 def check_values(
@@ -29,10 +30,11 @@ def check_values(
     where: str,
     origins: Mapping[str, Array] = MappingProxyType({}),
 ) -> None:
-    """Raise UsageError for the first value that the model cannot take: its file, sample, place and value.
+    """Raise UsageError for the first value that the model cannot take, with its file, sample, position and
+    value.
 
-    `name` is RUN.toml's in errors, `where` the data's. `sizes` are the graph's symbols. `origins` are the
-    original numbers of a part's samples in the data.
+    `name` is the name of RUN.toml in errors, and `where` that of the data. `sizes` are the values of the
+    graph's symbols. `origins` has, for each part, the samples' numbers in the original data.
     """
     entry = train_entry(graph)
     found = bounds(graph, entry, sizes)
@@ -61,16 +63,17 @@ def _check(
         place = np.unravel_index(int(wrong.argmax()), chunk.shape)
         inner = f" at {[int(side) for side in place[1:]]}" if len(place) > 1 else ""
         row = first + int(place[0])
-        # As its file has it: parts are dealt at random.
+        # The sample's number in the original file; samples are assigned to parts at random.
         sample = row if origin is None else f"{origin[row]} (from 0)"
         raise UsageError(
             f"{what} of sample {sample}{held_out}{inner} is {chunk[place]}; {want}",
-            "mend the data, or leave that sample out",
+            "correct the data, or leave that sample out",
         )
 
 
 def _wrong(chunk: Array, dtype: str, bound: Bound | None) -> tuple[Array | None, str]:
-    """Return a mask of the values that the model cannot take, and the values it wants."""
+    """Return a mask of the values that the model cannot take (None if all are valid), and a text about valid
+    values."""
     if dtype.startswith("float"):
         if chunk.dtype.kind != "f":
             return None, ""

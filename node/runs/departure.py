@@ -1,6 +1,7 @@
-"""This node's departure from a run that goes on without it: its part is handed over, or dropped at once.
+"""This node's departure from a run that continues without it: its part is handed over, or dropped
+immediately.
 
-Either way the run takes another plan, in which this node has no part; the wait for that is bounded.
+Either way the run gets a new plan in which this node has no part. The wait for that plan has a time limit.
 """
 
 from collections.abc import Callable
@@ -49,12 +50,13 @@ class Departure:
         self._looked = trio.Event()
 
     def look(self) -> None:
-        """Have those that wait for the departure look: another plan is in force, or the run is over here."""
+        """Wake the tasks that wait for the departure, because a new plan is in force or the run has ended
+        here."""
         self._looked.set()
         self._looked = trio.Event()
 
     async def leave(self) -> bool:
-        """Hand this node's part over before it goes; bounded. Return whether that succeeded."""
+        """Hand over this node's part before it leaves, within a time limit. Return whether that succeeded."""
         member = self._member
         if member.plan is None or member.core.is_over:
             return True
@@ -63,7 +65,8 @@ class Departure:
         return await self._until_out(self._service.settings.leave_seconds_max)
 
     async def drop(self, reason: str) -> None:
-        """Close the stage at once; the vote stays briefly, so that the others can replan."""
+        """Close the stage immediately. This node keeps voting for a short time, so that the others can
+        replan."""
         member = self._member
         if member.core.is_over or member.core.is_dropped:
             return
@@ -82,7 +85,7 @@ class Departure:
         self._gone()
 
     async def _until_out(self, seconds: float) -> bool:
-        """Wait for a plan without this node; return whether it came."""
+        """Wait for a plan without this node; return whether it came in time."""
         member = self._member
         with trio.move_on_after(seconds):
             while not member.core.is_over and member.plan is not None and self._me in member.plan.roster:

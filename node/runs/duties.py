@@ -1,6 +1,6 @@
-"""This node's feeding and committing in one run, from plan to plan, and what it measures meanwhile.
+"""This node's feeding and committing in one run, from plan to plan, and the measurements made meanwhile.
 
-Only for `node.runs.member`, whose core says which plan is in force and what is to be paused or saved.
+Only for `node.runs.member`, whose core decides which plan is in force, and when to pause or save.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ from partition.run.member import Member
 from partition.run.stall import StallClock
 
 STANDBY_TRAINERS = 2
-"""The number of next-in-line trainers that fetch the data beforehand."""
+"""Number of members next in line as trainers that fetch the data beforehand."""
 
 
 class DutyOwner(Protocol):
@@ -43,7 +43,7 @@ class DutyOwner(Protocol):
 
 
 class Duties:
-    """The duties of one member. `committer` commits the plan in force, if that is this node's part."""
+    """The duties of one member. `committer` commits the plan in force, if that is this node's role."""
 
     def __init__(self, service: RunService, run: Run, member: DutyOwner) -> None:
         self.committer: CommitterShell | None = None
@@ -64,7 +64,7 @@ class Duties:
 
     @property
     def committed(self) -> int | None:
-        """Return the number of steps committed here, if this node commits and its replicas are synced."""
+        """The number of steps committed here, if this node commits and its replicas are synced."""
         committer = self.committer
         return None if committer is None or committer.core.phase == "syncing" else committer.core.step
 
@@ -74,7 +74,7 @@ class Duties:
     # From plan to plan
 
     def end(self) -> None:
-        """End the work under the last plan, as another is in force."""
+        """End the work under the previous plan, because a new plan is in force."""
         self._past, self.committer = self.committer, None
         self.stop()
 
@@ -85,7 +85,7 @@ class Duties:
             self.training = None
 
     def begin(self, event: events.RolesGiven) -> None:
-        """Feed and commit as the plan says."""
+        """Feed and commit according to the plan."""
         plan = event.plan
         self.best.begin(plan)
         self._rebalancing.begin(plan)
@@ -135,7 +135,7 @@ class Duties:
             best=self.best,
         )
         if saved is None and self._run.manifest.save_every:
-            self.committer.save()  # else whatever is lost before the first checkpoint ends the run
+            self.committer.save()  # otherwise a loss before the first checkpoint would end the run
         self.steering.begin(self.committer, plan, self._me)
 
     def _stepped(self, plan: Plan, step: int, seconds: float, *measured: Mapping[PeerId, int]) -> None:
@@ -143,7 +143,7 @@ class Duties:
         self._standbys.stepped(plan, seconds)
 
     def _over(self, plan: Plan, reason: str | None) -> None:
-        """As the committer: end the training, after the last step or for the `reason` of a failure."""
+        """As the committer, end the training: after the last step, or with the `reason` of a failure."""
         if plan == self._member.core.plan:
             self._member.core.end.training_over(self._clock.monotonic(), reason)
             self._member.act()
@@ -156,15 +156,16 @@ class Duties:
     # Between two steps
 
     def paused(self, step: int) -> None:
-        """Note that no step is open after `step` steps."""
+        """Handle the pause after `step` steps, in which no step is open."""
         if self.steering.is_paused and self.committer is not None:
             self.committer.save()
         self._member.core.between.paused(self._clock.monotonic(), step)
         self._member.act()
 
     def save(self) -> int:
-        """Have a checkpoint made after this step; return it. Raises RunFailed: not the committer."""
+        """Have a checkpoint made after the current step; return that step. Raises RunFailed if this node does
+        not commit."""
         if self.committer is None:
-            raise RunFailed(f"run {self._run.text[:8]} is committed by another node: ask there")
+            raise RunFailed(f"run {self._run.text[:8]} is committed by another node; use the command there")
         self.committer.save()
         return self.committer.core.step + 1

@@ -1,4 +1,4 @@
-"""The stages that this node holds, and whether it has a free slot, as others are told."""
+"""The stages that this node holds and its free slots, as announced to other nodes."""
 
 from collections.abc import Iterable, Mapping
 
@@ -21,7 +21,8 @@ def standing_of(
     slots: int,
     is_measured: bool,
 ) -> AdvertisedStanding:
-    """Return the node's standing; before there are `runs` it holds nothing, and all its `slots` are free."""
+    """Return the node's standing. Before there are `runs`, it holds no stages and all its `slots` are
+    free."""
     slots_free = (slots if runs is None else runs.slots.free) if words[STAGES] else 0
     held = [] if runs is None else stages_held(runs.members.values(), me)
     words = {RUNS_WORD: True, **words}
@@ -29,7 +30,7 @@ def standing_of(
 
 
 def stages_held(members: Iterable[RunMember], me: PeerId) -> list[tuple[str, int]]:
-    """Return (run, stage) of each stage that is open here or being opened."""
+    """Return (run, stage) for each stage that is open here or being opened."""
     held = []
     for member in members:
         stage = member.plan.stage_of(me) if member.hosts and member.plan is not None else None

@@ -1,6 +1,7 @@
-"""Messages on `/peerloom/pipeline/2`: each is checked and handed to the member that it is for.
+"""Receives messages on `/peerloom/pipeline/2`: checks each and passes it to the member that it is for.
 
-`partition.run.dispatch` finds that member, and keeps what comes too early; streams and limits are here.
+`partition.run.dispatch` finds that member, and keeps messages that arrive too early. Streams and limits are
+handled here.
 """
 
 from collections.abc import Callable
@@ -27,13 +28,13 @@ from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, OpenedFrame, open_f
 IDLE_SECONDS_MAX = 120.0
 """A stream without a message for this long is closed, unless its peer is in a run with this node."""
 EARLY_BYTES_MAX = 16 * 1024
-"""The limit of one early message, as anybody may send them: a committer begins with a Sync, and repeats the
-rest."""
+"""Maximum size of an early message. Anybody may send one, so it is small: a committer begins with a Sync, and
+repeats later messages."""
 NO_PAYLOAD = memoryview(b"")
 
 
 class InboxService(Protocol):
-    """The attributes of `node.runs.runs.Runs` that the inbox uses."""
+    """The part of `node.runs.runs.Runs` that the inbox uses."""
 
     seams: Seams
     settings: RunSettings
@@ -47,7 +48,7 @@ class InboxService(Protocol):
 
 
 class PipelineInbox:
-    """One node's inbox, over all its runs."""
+    """The inbox of one node for all its runs."""
 
     def __init__(self, runs: InboxService) -> None:
         self.dispatch: Dispatch[RunMember, bytes] = Dispatch()
@@ -55,7 +56,7 @@ class PipelineInbox:
         self._telling: set[PeerId] = set()
 
     def follow(self, plan: bytes, member: RunMember) -> None:
-        """Hand messages of this plan to `member`, beginning with those that arrived too early."""
+        """Pass messages of this plan to `member`, beginning with those that arrived too early."""
         if late := self.dispatch.follow(plan, member):
             self._runs.start_task(self._deliver_late, late, of=member.run)
 
@@ -63,7 +64,7 @@ class PipelineInbox:
         """Receive a peer's messages until its stream ends."""
         try:
             while True:
-                received = None  # nor is the last payload's memory held while nothing comes
+                received = None  # also frees the last payload's memory while no message arrives
                 with trio.move_on_after(IDLE_SECONDS_MAX):
                     received = await stream.receive_with_payload(PAYLOAD_BYTES_MAX)
                 if received is not None:
@@ -86,7 +87,7 @@ class PipelineInbox:
                 message = open_frame(sender, message, payload)
                 plan = message.header.plan
             elif payload:
-                raise RemoteProtocolError(f"{len(payload)} bytes beside a message that has none")
+                raise RemoteProtocolError(f"{len(payload)} bytes of payload with a message that has none")
             elif isinstance(message, wire.GroupPart):
                 message = message.part
                 plan = message.key[:HASH_BYTES]
@@ -111,7 +112,7 @@ class PipelineInbox:
         await trio.lowlevel.checkpoint()
 
     async def _hand_over(self, member: RunMember, sender: PeerId, message: Any) -> None:
-        """Give a message to its run. Raises RemoteProtocolError."""
+        """Pass a message to its run. Raises RemoteProtocolError."""
         refused = None
         with self._runs.containing(member.run, f"message {type(message).__name__}"):
             try:
@@ -132,7 +133,7 @@ class PipelineInbox:
             with runs.containing(member.run, f"message {type(message).__name__}"):
                 member.receive(runs.seams.clock.monotonic(), sender, message)
         elif isinstance(message, ChainHead) and message.asks and sender not in self._telling:
-            # A member that was away when a run ended still believes in a plan, and asks how it went on.
+            # A member that was away when a run ended still follows its last plan, and asks for newer ones.
             self._telling.add(sender)
             runs.start_task(self._tell_end, sender, runs.archive.told(message.run, message.plan), of=None)
 

@@ -1,4 +1,4 @@
-"""The disk budget of guests for runs: the blobs that must stay, and runs whose result was evicted."""
+"""The guests' disk budget for runs: protects needed blobs, and reports runs whose result was evicted."""
 
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -22,7 +22,7 @@ class KeptRunsService(Protocol):
 
 
 def note_guests(runs: KeptRunsService, going: Iterable[Run], graphs: Iterable[bytes]) -> None:
-    """Keep the blobs that these runs and graphs need, and report evicted results."""
+    """Protect the blobs that these runs and graphs need, and report evicted results."""
     data = [label for run in going for label in (run.manifest.data, f"{run.text}.state")]
     runs.guests.needed = frozenset([*map(graph_label, graphs), *data])
     while runs.guests.evicted:

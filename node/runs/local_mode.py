@@ -1,4 +1,4 @@
-"""The interface of local mode as the service of runs uses it; `node.local.service` implements it."""
+"""The interface of local mode for the runs service; `node.local.service` implements it."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol

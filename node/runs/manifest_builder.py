@@ -1,6 +1,6 @@
 """Builds the manifest of a run from a person's request: RUN.toml, a captured model, data.
 
-Everything that does not fit together is reported here, in the person's words, before any other node is asked.
+All inconsistencies are reported here, in terms of the person's files, before any other node is asked.
 """
 
 import re
@@ -26,9 +26,9 @@ from partition.stage import IN_FLIGHT_MAX
 from partition.steps.validation import ValidationSettings
 
 WINDOW = 64
-"""Bytes of text in a sample, where neither the person nor the model gives a length."""
+"""Bytes of text in a sample if neither the person nor the model gives a length."""
 VALIDATIONS_WANTED = 20
-"""The number of validations of a run, where the person gives no interval."""
+"""Number of validations of a run if the person gives no interval."""
 _NAME_LENGTH_MAX = 40
 
 
@@ -39,7 +39,7 @@ def window_of(run_file: RunFile, graph: Graph, name: str) -> int:
     entry = _trained(graph, name)
     shape = graph.types[entry.inputs[0].type].shape
     if len(shape) != 2 or len(entry.inputs) != 1:
-        return WINDOW  # no text then, or what does not fit is said when it is bound
+        return WINDOW  # the data is not text, or the mismatch is reported when it is bound
     side = shape[1]
     if not isinstance(side, Size):
         return side
@@ -58,9 +58,9 @@ def make_manifest(
     own_data: OwnData | None = None,
     is_of_tokens: bool = False,
 ) -> Manifest:
-    """Return the manifest of a run. `name` is RUN.toml's in errors, `created` unix seconds; `own_data` is the
-    data that every member must have of its own where data stays with its owners. `is_of_tokens`: arrays were
-    made of text in windows. Raises UsageError."""
+    """Return the manifest of a run. `name` is the name of RUN.toml in errors, `created` is in Unix seconds.
+    For a federated run, `own_data` is the data that every member must have of its own. `is_of_tokens`: the
+    arrays were made from text in windows. Raises UsageError."""
     run_file = _with_steps(run_file, dataset, name)
     train = run_file.train
     microbatch, recompute, frames = train.microbatch, train.recompute, train.frames
@@ -110,25 +110,25 @@ def make_manifest(
 
 
 def _check_stages(stages: int, layers: int, name: str) -> None:
-    """Refuse more stages than layers: no peers that come would change that. Raises UsageError."""
+    """Refuse more stages than layers, which no number of peers could change. Raises UsageError."""
     if stages > layers:
         raise UsageError(
-            f"{name}: plan.stages {stages}: the model has {layers} layers to cut between",
-            f"plan.stages = {layers} at most; 0 is as many as pay off",
+            f"{name}: plan.stages {stages}: the model can only be cut between its {layers} layers",
+            f"use plan.stages = {layers} at most; 0 uses as many stages as pay off",
         )
 
 
 def _check_window(run_file: RunFile, *, is_of_text: bool, name: str) -> None:
-    """Refuse a window for data that is no text. Raises UsageError."""
+    """Refuse a window for data that is not text. Raises UsageError."""
     if run_file.train.window and not is_of_text:
         raise UsageError(
-            f"{name}: train.window: has no effect on {run_file.data}, which is no text",
+            f"{name}: train.window: has no effect on {run_file.data}, which is not text",
             "leave train.window out",
         )
 
 
 def _check_admission(manifest: Manifest, graph: Graph, name: str) -> None:
-    """Refuse a model that no provider would admit for this manifest. Raises UsageError."""
+    """Refuse a model that no provider would accept for this manifest. Raises UsageError."""
     try:
         check_model(manifest, graph)
     except RemoteProtocolError as error:
@@ -136,14 +136,15 @@ def _check_admission(manifest: Manifest, graph: Graph, name: str) -> None:
 
 
 def _check_microbatch(batch: int, microbatch: int, graph: Graph, name: str) -> None:
-    """Refuse a batch for which the model takes too few samples at once. Raises UsageError."""
+    """Refuse a batch that cannot be split into micro-batches small enough for the model. Raises
+    UsageError."""
     most = graph.symbols[0].maximum
     if microbatch > most and batch > most * IN_FLIGHT_MAX:
         raise _too_large(f"{name}: train.batch {batch}: the model takes {most} samples at once", most)
 
 
 def _check_frames(manifest: Manifest, batch: int, graph: Graph, name: str) -> None:
-    """Refuse a micro-batch whose inputs are longer than a frame. Raises UsageError."""
+    """Refuse a micro-batch whose inputs are too large for a frame. Raises UsageError."""
     size, microbatch = input_frame_bytes(manifest, graph), manifest.microbatch
     if size <= FRAME_BYTES_MAX:
         return
@@ -164,7 +165,7 @@ def _check_frames(manifest: Manifest, batch: int, graph: Graph, name: str) -> No
 
 
 def _too_large(what: str, microbatch: int) -> UsageError:
-    """Return the refusal of a batch that no micro-batch makes fit, with both numbers that would."""
+    """Return the error for a batch that no micro-batch size makes fit, with values of both that would fit."""
     return UsageError(
         f"{what}, and a step has at most {IN_FLIGHT_MAX} micro-batches",
         f"train.microbatch = {microbatch} and train.batch = {microbatch * IN_FLIGHT_MAX} at most",
@@ -177,7 +178,7 @@ def _local(run_file: RunFile, own_data: OwnData | None) -> LocalSettings | None:
 
 
 def _with_steps(run_file: RunFile, dataset: Dataset, name: str) -> RunFile:
-    """Return the run with the number of steps of its epochs, where it gives epochs. Raises UsageError."""
+    """Return the run file with epochs, if it gives any, converted to a number of steps. Raises UsageError."""
     train = run_file.train
     if not train.epochs:
         return run_file
@@ -193,7 +194,8 @@ def _with_steps(run_file: RunFile, dataset: Dataset, name: str) -> RunFile:
 
 
 def _validation(run_file: RunFile, dataset: Dataset, entry: Entry, name: str) -> ValidationSettings | None:
-    """Return the validations of a run in exact mode and their effects; None for none. Raises UsageError."""
+    """Return the settings of the validations of a run in exact mode; None if it has none. Raises
+    UsageError."""
     train, usual = run_file.train, TrainTable()
     if train.mode != "exact":
         return None
@@ -203,7 +205,7 @@ def _validation(run_file: RunFile, dataset: Dataset, entry: Entry, name: str) ->
         if asked:
             raise UsageError(
                 f"{name}: train.{asked[0]}: the data has no validation samples",
-                f"leave {asked[0]} out; or splits.validation_share = 0.1, with a table, arrays or images",
+                f"leave {asked[0]} out; or set splits.validation_share = 0.1 for a table, arrays or images",
             )
         return None
     metrics = [metric.name for metric in entry.metrics]
@@ -227,20 +229,21 @@ def _validated(dataset: Dataset, graph: Graph, microbatch: int) -> int:
 
 
 def _held_out(count: int, graph: Graph, microbatch: int) -> int:
-    """Return the number of held-out samples: a remainder that is no batch to the model is left out."""
+    """Return the number of held-out samples to use. A remainder too small for a batch of the model is left
+    out."""
     rest = count % microbatch
     return count if rest == 0 or rest >= graph.symbols[0].minimum or count == rest else count - rest
 
 
 def columns_of(graph: Graph, dataset: Dataset, name: str) -> tuple[list[str], list[str]]:
-    """Return the arrays that become inputs and labels, in the order of the model's ports: arrays of the
-    ports' names, x and y where there is one of each, or in their order where samples were tuples. Raises
-    UsageError."""
+    """Return the names of the arrays for inputs and for labels, in the order of the model's ports. They are
+    the arrays with the ports' names, or x and y if there is only one input or label, or all arrays in order
+    if samples came as tuples. Raises UsageError."""
     entry = _trained(graph, name)
     found: tuple[list[str], list[str]] = ([], [])
     count = len(entry.inputs) + len(entry.labels)
     if list(dataset.train) == [f"{ITEM}{place}" for place in range(count)]:
-        # Samples that came as tuples: the tensors are in the model's order.
+        # Samples that came as tuples have their tensors in the model's order.
         items = list(dataset.train)
         return items[: len(entry.inputs)], items[len(entry.inputs) :]
     for ports, alone, names in ((entry.inputs, "x", found[0]), (entry.labels, "y", found[1])):
@@ -250,14 +253,15 @@ def columns_of(graph: Graph, dataset: Dataset, name: str) -> tuple[list[str], li
                 takes = ", ".join(each.name for each in (*entry.inputs, *entry.labels))
                 raise UsageError(
                     f"{name}: the model takes {takes}; the data has {', '.join(dataset.train)}",
-                    "name the arrays of train.npz and test.npz as the model's inputs and labels",
+                    "name the arrays of train.npz and test.npz like the model's inputs and labels",
                 )
             names.append(wanted)
     return found
 
 
 def bind_data(graph: Graph, dataset: Dataset, microbatch: int, name: str) -> tuple[int, ...]:
-    """Return the graph's symbols for micro-batches of this data. Raises UsageError where they do not fit."""
+    """Return the values of the graph's symbols for micro-batches of this data. Raises UsageError if data and
+    model do not fit."""
     entry = _trained(graph, name)
     kinds = [graph.types[port.type] for port in (*entry.inputs, *entry.labels)]
     inputs, labels = columns_of(graph, dataset, name)
@@ -267,7 +271,7 @@ def bind_data(graph: Graph, dataset: Dataset, microbatch: int, name: str) -> tup
         if array.dtype.kind == "f" and not kind.dtype.startswith("float"):
             raise UsageError(f"{name}: the model takes {what} of {kind.dtype}, the data's are {array.dtype}")
         if kind.dtype == "bfloat16" or kind.dtype.startswith("complex"):
-            raise UsageError(f"{name}: the model takes {what} of {kind.dtype}, which no data is made of")
+            raise UsageError(f"{name}: the model takes {what} of {kind.dtype}, which data cannot have")
         if len(kind.shape) != array.ndim:
             raise UsageError(f"{name}: {_unlike(what, kind, graph, array)}")
         shapes.append((microbatch, *array.shape[1:]))
@@ -292,13 +296,13 @@ def bind_data(graph: Graph, dataset: Dataset, microbatch: int, name: str) -> tup
 
 
 def _other_length(kind: TensorType, dataset: Dataset) -> str | None:
-    """Return the advice for text or token samples whose length is not the captured model's."""
+    """Return advice for text or token samples whose length differs from that of the captured model."""
     side = kind.shape[1] if len(kind.shape) == 2 else None
     if not isinstance(side, int):
         return None
     if dataset.window:
         return f"train.window = {side}"
-    return f"train.window = {side} where a text becomes tokens; or samples of {side} numbers"
+    return f"train.window = {side} if a text becomes tokens; or samples of {side} numbers"
 
 
 def _unlike(what: str, kind: TensorType, graph: Graph, array: Array) -> str:
@@ -325,7 +329,7 @@ def _trained(graph: Graph, name: str) -> Entry:
 
 
 def fits(dataset: Dataset, manifest: Manifest, graph: Graph) -> bool:
-    """Return whether this data is the kind that a manifest was made for."""
+    """Return whether this data is the data that a manifest was made for."""
     try:
         sizes = bind_data(graph, dataset, manifest.microbatch, manifest.model)
     except UsageError:
@@ -336,7 +340,7 @@ def fits(dataset: Dataset, manifest: Manifest, graph: Graph) -> bool:
 
 
 def make_batches(dataset: Dataset, manifest: Manifest, graph: Graph) -> Batches:
-    """Return micro-batches of data that `fits`, in the types that the model takes."""
+    """Return micro-batches of data that `fits`, in the number types that the model takes."""
     entry = train_entry(graph)
     columns = [
         [(name, graph.types[port.type].dtype) for name, port in zip(names, ports, strict=True)]

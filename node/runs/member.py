@@ -1,7 +1,7 @@
 """This node's membership in one run: the shell around a `partition.run.member.Member`.
 
-It drives the core and the chain of plans, and takes this node's roles in the plan in force: to hold a stage,
-feed, commit, or only follow. The core has the rules of a run's life.
+It drives the core and the chain of plans, and takes this node's roles in the plan in force: it holds a stage,
+feeds, commits, or only follows. The core decides how the run proceeds.
 """
 
 from collections.abc import Sequence
@@ -96,30 +96,30 @@ class RunMember:
         self._has_begun = trio.Event()
         self._is_acting, self._has_life, self.is_driven = False, False, True
 
-    # What the core asks of its roles
+    # What the core asks about this node's roles
 
     @property
     def hosts(self) -> bool:
-        """Return whether a stage of this run is open here, or being opened."""
+        """Whether a stage of this run is open on this node, or being opened."""
         return self.core.hosting.occupies
 
     @property
     def committed(self) -> int | None:
-        """Return the number of steps committed here, if this node commits and its replicas are synced."""
+        """The number of steps committed here, if this node commits and its replicas are synced."""
         return self.duties.committed
 
     @property
     def best(self) -> WayBack | None:
-        """The checkpoint of the state that validated best, where the run keeps that one."""
+        """The checkpoint of the state with the best validation, if the run keeps it."""
         return self.duties.best.checkpoint
 
     def holds(self, checkpoint: WayBack) -> bool:
-        """Return whether all of a checkpoint is here."""
+        """Return whether this node has a complete checkpoint."""
         return self.keeping.holds(checkpoint)
 
     @property
     def can_tell(self) -> bool:
-        """Return whether a newcomer can be told how the next plan came about."""
+        """Whether this node can send a newcomer the history of the next plan."""
         return self._chain is not None and self._chain.can_tell
 
     def _free(self) -> list[tuple[PeerId, int]]:
@@ -128,7 +128,7 @@ class RunMember:
     def offers(self) -> list[Offer]:
         return self._service.places.choose(self.run, self._service.offers())
 
-    # What is known
+    # State
 
     @property
     def plan(self) -> Plan | None:
@@ -137,23 +137,23 @@ class RunMember:
 
     @property
     def plan_hash(self) -> bytes | None:
-        """Return the hash of the plan in force."""
+        """The hash of the plan in force."""
         return None if self.plan is None else plan_hash(self.plan)
 
     @property
     def state(self) -> State:
-        """Return the run's state, as in the table of states."""
+        """The run's state, as in the table of states."""
         return self.core.state
 
     @property
     def is_witness(self) -> bool:
-        """Return whether this node is in another's run without a stage."""
+        """Whether this node is in another peer's run without a stage."""
         is_others = self.run.requester != self._me
         return is_others and self.plan is not None and self.plan.stage_of(self._me) is None
 
     @property
     def acquainted(self) -> set[PeerId]:
-        """Return all peers known to be, or to have been, members."""
+        """All peers known to be, or to have been, members."""
         return set(self.core.acquainted)
 
     @property
@@ -161,21 +161,22 @@ class RunMember:
         return self._clock.monotonic()
 
     def holders(self) -> list[PeerId]:
-        """Return the peers that may hand over data and model: the requester, then other members."""
+        """Return the peers that may provide data and model: the requester, then the other members."""
         members = () if self.plan is None else self.plan.members
         others = [peer for peer in members if peer not in (self._me, self.run.requester)]
         return [self.run.requester, *others]
 
     def _living(self) -> list[PeerId]:
-        """Return live peers that could hand something over; former members keep their copies."""
+        """Return the live peers that may provide data or checkpoints, including former members, which keep
+        their copies."""
         live = self._service.live()
         return [peer for peer in self.core.acquainted if peer in live]
 
     # Driving the core
 
     async def prepare(self, plan: Plan, planner: PeerId) -> str | None:
-        """Open the stage of a plan that is not in force yet, as `planner` asks. Return None when it is open,
-        else why it is not."""
+        """Open the stage of a plan that is not in force yet, as `planner` asks. Return None once the stage is
+        open, else the reason why it is not."""
         self._drive()
         try:
             return await self.hosting.prepare(plan, planner)
@@ -183,12 +184,13 @@ class RunMember:
             self._waker.stir()
 
     def place(self) -> None:
-        """Look for providers, as the requester."""
+        """Search for providers, as the requester."""
         self.core.place()
         self.act()
 
     def begin(self, plan: Plan, entered: RunEntry, durable: bytes = b"") -> None:
-        """Enter the run by the first known plan, and follow its chain, `durable` after a restart."""
+        """Enter the run with the first known plan, and follow its chain. `durable` is the stored chain state
+        after a restart."""
         chain = self._chain = ChainShell(
             self._service,
             self.run,
@@ -211,7 +213,7 @@ class RunMember:
             self._service.publish_plan(self.run, chain.head)
 
     def _drive(self) -> None:
-        """Wake the core from now on: it has a stage to open, or a plan to follow."""
+        """Start waking the core, because it has a stage to open or a plan to follow."""
         if not self._has_life:
             self._has_life = True
             self._start_task(self._live)
@@ -241,7 +243,7 @@ class RunMember:
         self.act()
 
     def act(self) -> None:
-        """Carry out the core's requests, and those that follow from them."""
+        """Carry out the core's requests, and the requests that result from them."""
         if self._is_acting:
             return
         self._is_acting, member = True, self.core
@@ -300,31 +302,32 @@ class RunMember:
     # Roles
 
     def _end_roles(self, event: events.PlanEntered) -> None:
-        """End this node's roles of the last plan, as another is in force."""
+        """End this node's roles of the previous plan, because a new plan is in force."""
         self.duties.end()
         self._departure.look()
         self._service.publish_plan(self.run, event.plan)
 
     def _take_roles(self, event: events.RolesGiven) -> None:
-        """Host, feed and commit as the plan says."""
+        """Host, feed and commit according to the plan."""
         self.duties.stall.entered(self._now, None if event.change is None else event.change.lost)
         self.hosting.act(event.stage)
         self.duties.begin(event)
 
     def fail_stage(self, reason: str) -> None:
-        """Report that this node cannot hold its stage: the next plan excludes it."""
+        """Report that this node cannot hold its stage, so that the next plan excludes it."""
         plan = self.plan
         if plan is not None and not self.core.is_over:
             message = Failed(plan=plan_hash(plan), reason=reason[:REASON_LENGTH_MAX])
             self._service.send(plan.committer, message)
 
     def absent(self, peer: PeerId, reason: str) -> None:
-        """Exclude a peer from the next plan, as the committer or of this node itself."""
+        """Exclude a peer from the next plan. The committer may exclude any peer, other members only
+        themselves."""
         self.core.exclude_for_all(self._now, peer, reason)
         self.act()
 
     def recut(self, plan: Plan, wanted: Change) -> None:
-        """As the committer of `plan`: propose other borders, or more stages."""
+        """As the committer of `plan`, propose different stage borders or more stages."""
         if plan == self.plan:
             self.core.between.recut(wanted)
             self.act()
@@ -334,7 +337,8 @@ class RunMember:
         self.act()
 
     async def save(self) -> int:
-        """Have a checkpoint made after this step; return it. Raises RunFailed: not the committer."""
+        """Have a checkpoint made after the current step; return that step. Raises RunFailed if this node is
+        not the committer."""
         return self.duties.save()
 
     # The end
@@ -344,26 +348,27 @@ class RunMember:
         self._life.cancel()
 
     def _abandoned(self) -> None:
-        """Drop the stage that was opened for a plan that was not decided."""
+        """Close the stage that was opened for a plan that was not decided."""
         if self.plan is None and not self.core.is_over:
             self.core.is_over = True
             self._service.released(self)
             self._life.cancel()
 
-    # What comes in
+    # Requests from other peers
 
     def renewed(self, sender: PeerId, plan: bytes) -> Done | Declined:
         """Answer whether this node is still in the run."""
         return self.core.on_renew(self._now, sender, plan)
 
     def is_behind(self, sender: PeerId, plan: Plan) -> bool:
-        """Return whether this node does not know the plan before `plan`; then it asks `sender`."""
+        """Return whether `plan` follows a plan that this node does not know. In that case, ask `sender` for
+        it."""
         is_behind = self.core.is_behind(sender, plan)
         self.act()
         return is_behind
 
     def on_start(self, sender: PeerId, plan: Plan) -> Done | Declined | None:
-        """Answer a claim that a plan is in force; None: this node may begin with it."""
+        """Answer a claim that a plan is in force; None means that this node may enter the run with it."""
         answer = self.core.on_start(sender, plan)
         self.act()
         return answer

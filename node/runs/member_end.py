@@ -1,7 +1,7 @@
-"""The end of a run on this node, whoever decided it: the result is kept or fetched, the stage is closed, and
-the service is told.
+"""Ends a run on this node, whoever decided it: the result is kept or fetched, the stage is closed, and the
+runs service is told.
 
-Not here: what the end is, and telling the others (`partition.run.run_end`).
+Not here: deciding the outcome, and telling the other members (`partition.run.run_end`).
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class EndingMember(Protocol):
 
 
 class MemberEnd:
-    """The end of one member. `gone` ends its tasks, and wakes those that wait for its departure."""
+    """The end of one member. `gone` ends its tasks, and wakes the tasks that wait for its departure."""
 
     def __init__(
         self, member: EndingMember, service: RunService, waker: Waker, gone: Callable[[], None]
@@ -51,7 +51,7 @@ class MemberEnd:
         self._start_task = partial(service.start_task, of=member.run)
 
     async def keep_result(self, plan: Plan) -> None:
-        """Keep the result, whose stages were handed over under this plan."""
+        """Keep the result from the stages that were handed over under this plan."""
         await self.collected.keep(plan, self._member.core.end, self._member.duties.best.detail)
         self._member.act()
 
@@ -59,7 +59,7 @@ class MemberEnd:
         self, outcome: str, detail: str, weights: str, *, source: PeerId | None = None, refusal: str = ""
     ) -> None:
         """End the run here: fetch the result from `source` unless there is a `refusal`, close the stage, and
-        announce it. Without a source the result is here already."""
+        announce the end. Without a source the result is already here."""
         member, core = self._member, self._member.core
         if core.is_over:
             return
@@ -76,13 +76,13 @@ class MemberEnd:
         member.duties.stop()
 
     async def forget(self) -> None:
-        """Close the stage and forget the run, which goes on elsewhere."""
+        """Close the stage and forget the run, which continues elsewhere."""
         await self._member.hosting.end()
         self._service.forgotten(self._member)
         self._gone()
 
     async def fail(self, reason: str) -> None:
-        """End after an unexpected failure; where another node commits, the run goes on without this one."""
+        """End after an unexpected failure. If another node commits, the run continues without this one."""
         member, core = self._member, self._member.core
         if not (core.is_over or core.end.is_told):
             if core.commits:
@@ -92,11 +92,11 @@ class MemberEnd:
                     self._start_task(self._tell_failure, reason)
                 return
             member.absent(self._service.signer.peer, reason)
-        core.is_over = False  # an end that failed half way is gone through again
+        core.is_over = False  # an end that failed half way is repeated
         await self.end("failed", reason, "")
 
     async def _tell_failure(self, reason: str) -> None:
-        """Tell the others of the end where this member's driver has failed itself; bounded."""
+        """Send the end to the others although this member's driver itself has failed, within a time limit."""
         core = self._member.core
         core.close()
         with trio.move_on_after(self._service.settings.end_seconds_max):

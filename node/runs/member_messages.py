@@ -1,7 +1,8 @@
-"""The messages of a run's plan in force at this node, and news of its links, for the part of the member that
-takes each.
+"""Passes messages about a run's plan in force, and news of links, to the part of the member that handles
+them.
 
-The core finds the part by `partition.run.dispatch`. Not here: whose message it is (`node.runs.inbox`).
+`partition.run.dispatch` decides which part that is. Not here: finding the member that a message is for
+(`node.runs.inbox`).
 """
 
 from typing import Any, Protocol
@@ -37,7 +38,7 @@ class ReceivingMember(Protocol):
 
 
 class MemberMessages:
-    """The messages of one member."""
+    """Handles the messages of one member."""
 
     def __init__(self, member: ReceivingMember, service: RunService) -> None:
         self._member = member
@@ -45,7 +46,7 @@ class MemberMessages:
         self._clock = service.seams.clock
 
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
-        """Handle a pipeline message of the plan in force, or one about the chain. Raises
+        """Handle a pipeline message of the plan in force, or a message about the chain. Raises
         RemoteProtocolError."""
         member, duties = self._member, self._member.duties
         duties.stall.heard(now, sender)
@@ -65,12 +66,13 @@ class MemberMessages:
                     member.hosting.replica.receive(now, sender, message)
 
     async def take_frame(self, sender: PeerId, frame: OpenedFrame) -> None:
-        """Handle a frame of the plan in force. Its stream waits meanwhile. Raises RemoteProtocolError."""
+        """Handle a frame of the plan in force; the frame's stream waits meanwhile. Raises
+        RemoteProtocolError."""
         self._member.duties.stall.heard(self._clock.monotonic(), sender)
         await self._member.hosting.take(sender, frame)
 
     def revise(self, fact: Fact) -> bool:
-        """Handle the requester's revision of the run; return whether it is new. Raises
+        """Handle the requester's revision of the run; return whether it is newer than the known one. Raises
         RemoteProtocolError."""
         member, duties = self._member, self._member.duties
         return duties.steering.take(fact, member.core.state, duties.committer, member.plan, self._me)
@@ -88,10 +90,10 @@ class MemberMessages:
         elif plan.committer == self._me:
             member.keeping.saved(plan, sender, message)
         else:
-            raise RemoteProtocolError("a saved stage for a peer that is not the run's committer")
+            raise RemoteProtocolError("a saved stage was reported to a peer that is not the run's committer")
 
     def reconnected(self, peer: PeerId) -> None:
-        """Handle a link to `peer` that was opened anew."""
+        """Handle a new link to `peer` in place of a broken one."""
         member, plan = self._member, self._member.plan
         if plan is not None and peer in plan.roster:
             member.core.catch_up([peer])

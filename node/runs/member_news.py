@@ -1,6 +1,6 @@
-"""News of other members, for the runs that this node is in: dead, suspected, back, or their process gone.
+"""Passes news about other members to the runs that this node is in: dead, suspected, back, or process ended.
 
-Membership reports them (`node.services.membership`), and the links. Each run decides what follows from it.
+The news comes from membership (`node.services.membership`) and from the links. Each run decides how to react.
 """
 
 from collections.abc import Callable
@@ -35,13 +35,14 @@ class NewsService(Protocol):
 
 
 class MemberNews:
-    """Hands each piece of news to the runs, the queue and the slots. A run that fails at it ends alone."""
+    """Passes news to the runs, the queue and the slots. If a run fails while handling it, only that run
+    ends."""
 
     def __init__(self, runs: NewsService) -> None:
         self._runs = runs
 
     def heard(self, event: Event) -> None:
-        """Handle news of a member from membership."""
+        """Handle an event of membership about a member."""
         runs = self._runs
         match event:
             case MemberSuspected():
@@ -68,13 +69,13 @@ class MemberNews:
             self._without(peer)
 
     def link_broken(self, suspect: Callable[[PeerId], None], peer: PeerId) -> None:
-        """Handle a link that broke: `suspect` the peer, and go on without it where its process is gone."""
+        """Handle a broken link: `suspect` the peer, and continue without it if its process has ended."""
         suspect(peer)
         if self._runs.links.is_closed(peer):
             self._without(peer)
 
     def reconnected(self, peer: PeerId) -> None:
-        """Handle a link to `peer` that was opened anew."""
+        """Handle a new link to `peer` in place of a broken one."""
         self._each("reconnected", lambda member: member.reconnected(peer))
 
     def _changed(self) -> None:

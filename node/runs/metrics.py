@@ -1,7 +1,7 @@
-"""The measurements of a run, step by step, as plain rows: for a program, a table or a CSV file.
+"""The measurements of a run as one row per step, for a program, a table or a CSV file.
 
-A function of events and of the view of the run: recent events have every figure; of older steps only the loss
-is known.
+The rows come from events and from the view of the run. Recent events have every figure; for older steps only
+the loss is known.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,16 +11,16 @@ from node.events import Event, RunEvaluated, StepCommitted
 from node.state import RunView
 
 Joules = Callable[[float, float], float | None]
-"""Energy that this machine used from one wall time to another; None where it is not known."""
+"""Returns the energy that this machine used between two wall times; None if it is not known."""
 
 
 def metric_rows(
     view: RunView, events: Iterable[Event], joules: Joules = lambda _begin, _end: None
 ) -> list[dict[str, Any]]:
-    """Return one row for each known step, by `step` (the number done by then), with its measurements; an
-    evaluation after a step stands in its row, a validation as `validation_loss` and the like. `joules` are
-    those of this machine alone during the step, where its hardware counts them; in local mode, where few
-    steps are reported, those of all steps since the row before and of the time between them."""
+    """Return one row for each known step with its measurements. `step` is the number of steps done by then.
+    An evaluation after a step is in that step's row; a validation's figures have names such as
+    `validation_loss`. `joules` are those of this machine alone during the step, if its hardware counts them.
+    In local mode, which reports few steps, they cover all steps since the previous row."""
     rows: dict[int, dict[str, Any]] = {}
     before: StepCommitted | None = None
     for event in events:
@@ -51,7 +51,7 @@ def _step_row(event: StepCommitted) -> dict[str, Any]:
         return row | {"diverged": event.diverged}
     seconds = max(1e-9, event.seconds)
     row |= {"loss": event.loss, "samples_per_second": event.samples / seconds}
-    # Where the loss counts tokens, a sample has several.
+    # If the loss counts tokens, a sample has several.
     return row | ({"tokens_per_second": event.counted / seconds} if event.counted > event.samples else {})
 
 

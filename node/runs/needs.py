@@ -1,4 +1,4 @@
-"""The interfaces that runs need of their node: its view of the swarm, and the services beside them."""
+"""The interfaces through which runs use their node: its view of the swarm, and its other services."""
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ from partition.run.settings import RunSettings
 class SwarmView:
     """The node's view of the swarm, and its announcements to it.
 
-    `live` are the members believed alive, `gone` those known to be dead or to have left; `offers` are those
-    known now, `search` looks for more in the DHT. `suspect` has a member probed at once, `refuse` counts a
-    peer's violations, `provide` announces in the DHT that this node has a run's content (a hash and a
-    purpose).
+    `live` returns the members believed alive, `gone` those known to be dead or to have left. `offers` returns
+    the offers known now, and `search` looks for more in the DHT. `suspect` has a member probed immediately,
+    `refuse` counts a peer's violations, and `provide` announces in the DHT that this node has a run's content
+    (a hash and a purpose).
     """
 
     live: Callable[[], Collection[PeerId]]
@@ -41,8 +41,8 @@ class SwarmView:
 
 @dataclass(frozen=True)
 class RunHost:
-    """This machine as its owner gives it to runs: `machine` and `rate` (FLOP/s) describe one slot, `accepts`
-    returns why a run is not taken, `publish` emits an event, `observe` receives the messages that this node
+    """This machine as its owner offers it to runs. `machine` and `rate` (FLOP/s) describe one slot, `accepts`
+    returns why a run is refused, `publish` emits an event, and `observe` receives the messages that this node
     sends in runs."""
 
     accepts: Callable[[Run], str | None]

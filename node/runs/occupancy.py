@@ -1,4 +1,4 @@
-"""The occupancy of a node: the runs and services that have its slots, and whether it computes now."""
+"""Knows which runs and services occupy this node's slots, and whether the node computes now."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -12,8 +12,8 @@ from node.runs.vacating import is_standby
 from node.seams import Seams
 
 TRAINING_SECONDS = 60.0
-"""How long after its last step, or its beginning, a program that averages counts as training: longer than a
-step of most."""
+"""How long a program that averages counts as training after its latest step or its start; longer than most
+steps take."""
 
 
 class OccupancyOwner(Protocol):
@@ -27,16 +27,17 @@ class OccupancyOwner(Protocol):
 
 
 class Occupancy:
-    """The occupancy of one node, which has as many `slots` as its owner gives."""
+    """The occupancy of one node, whose owner gives it this number of `slots`."""
 
     def __init__(self, owner: OccupancyOwner, slots: int) -> None:
         self._owner = owner
         self.beside: Callable[[], Mapping[bytes, bytes]] = dict
-        """The other holders of this node's slots (services), each with its graph."""
+        """The services that hold slots of this node, each with its graph."""
         self.slots = LeaseSlots(owner.seams, slots, self._hosted)
 
     def _hosted(self) -> list[bytes]:
-        """Return what has a slot here. A run that this node only follows makes room at once."""
+        """Return the runs and services that occupy a slot here. Standbys are not included, because they make
+        room immediately."""
         owner = self._owner
         exact = [
             run
@@ -47,7 +48,7 @@ class Occupancy:
         return [*exact, *local, *self.beside()]
 
     def is_computing(self) -> bool:
-        """Return whether this node computes, or is about to: a stage, the steps of its own run, or the
+        """Return whether this node computes or is about to: a stage, the steps of its own run, or the
         training and averaging of a program in its process."""
         owner = self._owner
         now = owner.seams.clock.monotonic()

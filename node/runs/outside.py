@@ -1,9 +1,10 @@
-"""Runs that this node was in and is no longer a member of: the others go on without it.
+"""Runs of which this node is no longer a member, while their other members continue.
 
-A node whose stage died, that was restarted or that was away for long learns of a plan without it and leaves.
-Until it is admitted again it still has to report how the run ends, and a requester has to get the result: it
-asks living members of the last plan it knows, a few at a time, and a member that has ended the run tells it,
-as it tells any member that was away. The files of the run stay, so that this goes on after a restart.
+A node whose stage died, that was restarted or that was away for long learns of a plan without it, and leaves
+the run. Until it is admitted again, it must still report how the run ends, and a requester must get the
+result. So it regularly asks a few living members of the last plan it knows. A member that has ended the run
+sends the end, as it does to any member that was away. The run's files stay, so that this continues after a
+restart.
 """
 
 from collections.abc import Callable, Collection
@@ -22,12 +23,14 @@ from node.seams import Seams
 from partition.run.settings import RunSettings
 
 ASK_SECONDS = 4.0
-"""The interval between two questions to members. Those that are in the run answer with at most its newest
-plans."""
+"""Seconds between two questions to members. Members still in the run answer with at most its newest plans."""
 ASKED_AT_ONCE_MAX = 3
-"""Once a run is over any member can tell, so asking more would only burden a large run."""
-NOBODY_LEFT = "this node is in the run no more, and no member is left that could say how it ended"
-CROWDED_OUT = "this node is in the run no more, and was left out of so many since that it asks no more"
+"""Number of members asked at once. After a run has ended any member can answer, so asking more would only
+burden a large run."""
+NOBODY_LEFT = "this node is no longer in the run, and no member is left that could report how it ended"
+CROWDED_OUT = (
+    "this node is no longer in the run, and stopped asking about it because of newer runs that it left"
+)
 
 
 class OutsideRuns(Protocol):
@@ -44,8 +47,8 @@ class OutsideRuns(Protocol):
 
 
 class RunsOutside:
-    """One node's former memberships, by run. A run here is not among `OutsideRuns.members`: nothing is done
-    for it."""
+    """The former memberships of one node, by run. These runs are not in `OutsideRuns.members`, so the node
+    does no work for them."""
 
     def __init__(self, runs: OutsideRuns, me: PeerId) -> None:
         self._runs = runs
@@ -63,14 +66,14 @@ class RunsOutside:
             self.give_up(others[0], CROWDED_OUT)
 
     def drop(self, run: bytes) -> None:
-        """Stop asking: the run is over, or this node is admitted to it again."""
+        """Stop asking, because the run has ended or this node was admitted to it again."""
         _, scope = self._members.pop(run, (None, None))
         if scope is not None:
             scope.cancel()
 
     def give_up(self, run: bytes, reason: str) -> None:
-        """Stop asking about another's run, and report it. The run is not over: this node may be admitted
-        again."""
+        """Stop asking about another peer's run, and report that. The run may continue, and may admit this
+        node again."""
         member, _ = self._members[run]
         self.drop(run)
         forget_files(self._runs.seams, member.run.text)
@@ -84,25 +87,26 @@ class RunsOutside:
 
     @property
     def runs(self) -> list[Run]:
-        """Return all runs whose end this node waits for."""
+        """All runs whose end this node waits for."""
         return [member.run for member, _ in self._members.values()]
 
     def by_plan(self, plan: bytes) -> RunMember | None:
-        """Return the former member for which this is the last plan that this node knows."""
+        """Return the former member whose last known plan has this hash."""
         return next((member for member, _ in self._members.values() if member.plan_hash == plan), None)
 
     def by_run(self, run: bytes) -> RunMember | None:
-        """Return the former member of this run; None: this node does not wait for its end."""
+        """Return the former member of this run; None if this node does not wait for the run's end."""
         return self._members[run][0] if run in self._members else None
 
     def recall(self, run: bytes) -> RunMember | None:
-        """Make a run's former member a member again, so that it can be ended; return it, or None."""
+        """Make a run's former member a member again, so that it can be ended. Return it, or None if there is
+        none."""
         if run not in self._members:
             return None
         member, _ = self._members[run]
         self.drop(run)
         newcomer = self._runs.members.get(run)
-        if newcomer is not None:  # a stage was being opened for a plan that cannot come about any more
+        if newcomer is not None:  # a stage was being opened for a plan that can no longer be decided
             self._runs.start_task(newcomer.close_stage, of=None)
         self._runs.members[run] = member
         member.core.is_over = False

@@ -1,8 +1,9 @@
-"""Data sets of this node's owner that never leave it: read in place, packed into no blob, served to nobody.
+"""Data sets of this node's owner that never leave it: read in place, never packed into a blob or served to
+anybody.
 
-A federated run gives its members' name for the data and its form (`OwnData`); each trains on its own. A peer
-learns only whether a data set would do. The reason why not is for the owner alone: such reasons hold paths
-and values.
+A federated run names the data that each member must have, and its form (`OwnData`); each member trains on its
+own data. A peer learns only whether a member's data set is usable. The reason why not is only for the owner,
+since such reasons contain paths and values.
 """
 
 import os
@@ -29,7 +30,7 @@ from partition.model.graph import Graph
 from partition.run.local_settings import COLUMNS_MAX, Column, OwnData
 
 Stamp = tuple[tuple[int, int, int, int], ...]
-"""Device, inode, size and time of change of each file."""
+"""Device, inode, size and modification time of each file."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ def columns_of(dataset: Dataset) -> tuple[Column, ...]:
 
 
 def own_data_like(dataset: Dataset, data: str, where: str) -> OwnData:
-    """Return the data that other members must have of their own for a run with `data` of a RUN.toml, named by
-    the path's last part without its ending. Raises UsageError: it has too many arrays."""
+    """Return the data that other members must have for a federated run with `data` of a RUN.toml. Its name is
+    the path's last part without the ending. Raises UsageError if the data set has too many arrays."""
     if not 0 < len(dataset.train) <= COLUMNS_MAX:
         raise UsageError(f"{where}: train.federated: {len(dataset.train)} arrays; at most {COLUMNS_MAX}")
     name = word(Path(data.partition(".py:")[0]).stem)
@@ -61,8 +62,8 @@ def own_data_like(dataset: Dataset, data: str, where: str) -> OwnData:
 
 
 class OwnDataSets:
-    """The data sets of one node. `named` are those that its owner offers to federated runs; data that a
-    person names for a run asked for here is held for that run alone."""
+    """The data sets of one node. `named` returns those that its owner offers to federated runs. Data that a
+    person gives for a run requested here is held for that run alone."""
 
     def __init__(self, seams: Seams, named: Callable[[], Sequence[NamedData]]) -> None:
         self._seams = seams
@@ -72,22 +73,22 @@ class OwnDataSets:
         self._turn = trio.Lock()
 
     async def read(self, path: Path, *, window: int) -> Dataset:
-        """Read a data set into file-backed memory, and keep no reference to it. Raises UsageError."""
+        """Read a data set into file-backed memory, without keeping it for a run. Raises UsageError."""
         async with self._turn:
             return (await self._read(path, window)).dataset
 
     def hold(self, run: bytes, dataset: Dataset) -> None:
-        """Hold a data set for a run that this node asks for."""
+        """Hold a data set for a run that this node requests."""
         self._held[run] = dataset
 
     def release(self, run: bytes) -> None:
-        """Release the data of a run that is over here."""
+        """Release the data of a run that has ended here."""
         self._held.pop(run, None)
         self._latest = None
 
     async def find(self, run: Run, graph: Graph) -> Dataset:
-        """Return the data that this node trains on in a federated run. Raises UsageError, in words for its
-        owner."""
+        """Return the data that this node trains on in a federated run. Raises UsageError with a message for
+        the owner."""
         own = own_data_of(run.manifest)
         assert own is not None, "the run's data stays with its owners"
         if (held := self._held.get(run.id)) is not None:
@@ -95,7 +96,7 @@ class OwnDataSets:
         named = self._path_of(own)
         if named is None:
             raise UsageError(
-                f"no data set is called {own.name} here",
+                f"there is no data set with the name {own.name} here",
                 f"`peerloom config set own_data {own.name}=/PATH`",
             )
         async with self._turn:
@@ -110,16 +111,17 @@ class OwnDataSets:
         return replace(found.dataset, digest=own_data_hash(own))
 
     async def refusal(self, run: Run, graph: Graph) -> str | None:
-        """Return why this node has no data for a federated run, in words for a peer; None where it has."""
+        """Return why this node has no usable data for a federated run, as a text for a peer; None if it
+        has."""
         own = own_data_of(run.manifest)
         if own is None:
             return None
         if run.id not in self._held and self._path_of(own) is None:
-            return f"it offers no data set of its own called {own.name}"
+            return f"it offers no data set of its own with the name {own.name}"
         try:
             await self.find(run, graph)
         except UsageError:
-            return f"its own data set {own.name} is none of {own} that this model takes"
+            return f"its own data set {own.name} is not usable: this model takes {own}"
         return None
 
     def _path_of(self, own: OwnData) -> Path | None:
@@ -153,7 +155,7 @@ class OwnDataSets:
                 raise UsageError(f"{path}/{name}: {error}") from None
             except OSError as error:
                 raise UsageError(f"{path}: {error.strerror or error}") from None
-        # One stretch of memory: no shards, for none are dealt.
+        # One contiguous shard, because no shards are sent to others.
         self._latest = _Read(path, window, stamp, replace(found, shards=1), set())
         return self._latest
 
@@ -164,8 +166,8 @@ def _stamp(descriptor: int) -> tuple[int, int, int, int]:
 
 
 def _misfit(own: OwnData, dataset: Dataset) -> str:
-    """Return how a data set differs from the one that a run's members must have; "" where it does not.
-    Numbers of another size are accepted: the model has its own type."""
+    """Return how a data set differs from what a run requires of its members; "" if it fits. Numbers of a
+    different size are accepted, because they are converted to the model's type."""
     found: Mapping[str, Column] = {column.name: column for column in columns_of(dataset)}
     there = ", ".join(map(str, found.values()))
     for wanted in own.columns:
@@ -180,5 +182,5 @@ def _check(graph: Graph, dataset: Dataset, run: Run, where: str) -> None:
     """Raise UsageError for shapes or values that the model cannot take."""
     sizes = bind_data(graph, dataset, run.manifest.microbatch, where)
     if sizes != run.manifest.sizes_max:
-        raise UsageError(f"{where}: its samples have other sizes than those of the run")
+        raise UsageError(f"{where}: its samples have different sizes from those of the run")
     check_values(graph, dataset, sizes, run.manifest.model, where)

@@ -1,6 +1,6 @@
-"""Places a run that this node asks for: finds its peers, and waits for them in their queues meanwhile.
+"""Places a run that this node requests: finds its peers, and meanwhile waits for them in their queues.
 
-The search itself is `node.placement`. Not here: the run's start, once there is a plan.
+The search itself is in `node.placement`. Not here: starting the run, once there is a plan.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -52,7 +52,7 @@ class PlacingService(Protocol):
 
 
 async def place_run(runs: PlacingService, run: Run, wait_seconds: float, steering: Steering) -> Plan:
-    """Place a run, and try again while it waits for others. Raises PlacementFailed."""
+    """Place a run, trying again while it waits for other peers. Raises PlacementFailed."""
     try:
         graph = await runs.models.get(run.manifest.graph_hash, [])
         dataset = await runs.load_data(run, [])

@@ -1,7 +1,7 @@
-"""This member's knowledge of a run's committed steps, and its reports to others.
+"""Tracks a run's committed steps at this member, and reports them to the other members.
 
-`partition.run.progress` decides how many steps are committed, and shows each step once. Not here: committing
-(`node.pipeline.committer`), and decisions that depend on the progress.
+`partition.run.progress` decides how many steps are committed, and shows each step only once. Not here:
+committing (`node.pipeline.committer`), and decisions that depend on the progress.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class ShownSteps:
 
 
 class ProgressReports:
-    """The progress reports of one member, beside its core."""
+    """The progress reports of one member; the rules are in its core."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ProgressReports:
         self._best = best
 
     def show(self, event: RunEvent) -> None:
-        """Publish an event here, unless its step was shown before."""
+        """Publish an event on this node, unless its step was already shown."""
         if isinstance(event, StepCommitted):
             if not self._core.show_step(event.step):
                 return
@@ -65,7 +65,7 @@ class ProgressReports:
         self._service.publish(event)
 
     def _watch_deadline(self, event: StepCommitted) -> None:
-        """Warn the requester, on its own node, when the run will miss its deadline."""
+        """On the requester's node, warn when the run is going to miss its deadline."""
         left = self._steering.seconds_left
         if left is None or self._run.requester != self._service.signer.peer or self._core.state != "running":
             return
@@ -77,7 +77,7 @@ class ProgressReports:
             self._service.publish(RunChanged(at=at, run=self._run.text, state="running", reason=reason))
 
     def _tell_goal(self, event: StepCommitted) -> None:
-        """Publish the requester's current goal for the run on the requester's own node, when it changes."""
+        """On the requester's node, publish the run's goal whenever it changes."""
         goal = self._steering.goal
         if goal == self._goal or self._run.requester != self._service.signer.peer:
             return
@@ -88,7 +88,7 @@ class ProgressReports:
         )
 
     def tell(self, plan: Plan, event: RunEvent) -> None:
-        """As the committer: publish an event here and tell all other members to do the same."""
+        """As the committer, publish an event on this node and send it to all other members."""
         self.show(event)
         notice = Notice(plan_hash(plan), news_of(event))
         for peer in self._core.others():
@@ -96,5 +96,5 @@ class ProgressReports:
 
     def hear(self, message: Notice) -> None:
         """Handle a committer's report."""
-        # By our own clock: another's may be wrong, and this one's screens sort by it.
+        # Use this node's clock: the committer's may be wrong, and our screens sort by this time.
         self.show(event_of(message.news, at=self._service.seams.clock.wall(), run=self._run.text))

@@ -1,7 +1,7 @@
 """The queue for this node's slots: the shell around `node.placement.turns.FairQueue`.
 
-It counts each requester's use of this node; a requester whose node gave more, by receipts, gets a larger
-share. It estimates how long a served run will still take, and has a run that must make room handed over.
+It counts each requester's use of this node. By receipts, a requester whose node contributed more gets a
+larger share. It estimates how long a served run will still take, and hands over a run that must make room.
 """
 
 from collections.abc import Callable, Collection
@@ -28,11 +28,11 @@ from node.runs.vacating import of_runs, vacate
 from node.seams import Seams
 from partition.run.asks import WAIT_SECONDS_MAX, Declined
 
-MADE_ROOM_OWN = "another run of its requester, of higher priority, waits for this slot"
-MADE_ROOM = "another requester waits for this slot, and this one has had its share"
-CONTESTED = "busy: others may ask for its free slot until then"
+MADE_ROOM_OWN = "a run of the same requester with higher priority waits for this slot"
+MADE_ROOM = "another requester waits for this slot, and this run's requester has had its share"
+CONTESTED = "busy: other runs may ask for its free slot first, until then"
 USED_SECONDS_MIN = 30.0
-"""The least excess use over others that a waiting requester is told of."""
+"""Minimum excess use, in seconds, that is mentioned to a waiting requester."""
 
 
 class QueueService(Protocol):
@@ -49,12 +49,13 @@ class QueueService(Protocol):
 
 
 WAITING = Budget(WAITING_MAX, WAITING_MAX // 4, WAITING_MAX // 2, HOLD_SECONDS_MAX, HOLD_SECONDS_MAX, 2.0)
-"""Requesters ask again within half a minute: one that does not makes room. One that has asked only once, as
-an inventor of runs does, makes room after two seconds for a requester that has no waiting run yet."""
+"""Requesters ask again within half a minute; a run whose requester does not may be displaced. A run that was
+asked for only once, as invented runs are, may be displaced after two seconds by one of a requester that has
+no waiting run yet."""
 
 
 class _WaitingRun:
-    """A waiting run, and the time of its last request."""
+    """A waiting run, and the time of its latest request."""
 
     def __init__(self, run: bytes, asker: PeerId, now: float) -> None:
         self.run = run
@@ -74,21 +75,22 @@ class Queue:
         self._places: Register[_WaitingRun] = Register(WAITING)
 
     def members_changed(self) -> None:
-        """Update the list of members and of their first appearance."""
+        """Update the list of members and the times when they were first seen."""
         self._seniority.look(self._now, self._runs.live())
 
     def ask(
         self, asker: PeerId, run: Run, revision: Fact | None, *, is_contested: bool = True
     ) -> Declined | None:
-        """Return None where the run may have a slot now, else how it waits while `asker` is alive.
-        `is_contested`: others must get the chance to ask first, which a run that has begun need not grant.
+        """Return None if the run may have a slot now, else a refusal that describes its wait; it waits while
+        `asker` is alive. `is_contested`: other runs get the chance to ask first, which a run that has already
+        begun need not grant.
 
-        Raises RemoteProtocolError: a revision that is not its requester's.
+        Raises RemoteProtocolError for a revision that the requester did not sign.
         """
         now, wish = self._now, replace(self._wish(run, revision), asker=asker)
         self._look(now)
         if not self._enter(now, asker, run.id):
-            return Declined("busy: too many wait")
+            return Declined("busy: too many runs wait")
         self._turns.weigh(run.requester, self._runs.receipts.weight(run.requester))
         self._turns.met(run.requester, self._seniority.seconds(now, run.requester))
         is_contested = is_contested and run.requester != self._runs.signer.peer
@@ -103,26 +105,27 @@ class Queue:
         return declined(found)
 
     def begin(self, run: Run, revision: Fact | None) -> None:
-        """Promise a slot to the run."""
+        """Record that a slot is promised to the run."""
         self._leave(run.id)
         self._runs.receipts.begun(run.id)
         self._turns.begin(self._now, self._wish(run, revision))
 
     def withdraw(self, asker: PeerId, run: bytes | None = None) -> None:
-        """Drop a run, or all runs of `asker`: it gave up, has its slots elsewhere, or is gone."""
+        """Remove one run, or all runs, of `asker` from the queue, because it gave up, has its slots
+        elsewhere, or is gone."""
         for each in [each for each in self._waiting.values() if each.asker == asker]:
             if run in (None, each.run):
                 self._leave(each.run)
         self._turns.withdraw(asker, run)
 
     def resize(self, slots: int) -> list[bytes]:
-        """Set the number of slots; return the served runs above it."""
+        """Set the number of slots; return the served runs that exceed it."""
         self._turns.slots = self._runs.slots.count = slots
         self._look(self._now)
         return self._turns.surplus()
 
     def _enter(self, now: float, asker: PeerId, run: bytes) -> bool:
-        """Return whether the run may wait; runs that were not asked for again make room for it."""
+        """Return whether the run may wait. Runs that were not asked for again are removed to make room."""
         row = self._waiting.get(run)
         if row is not None:
             row.silent_since, row.asker = now, asker
@@ -162,7 +165,7 @@ class Queue:
         return b"" if is_local(source) else network_of(source)
 
     def _look(self, now: float) -> None:
-        """Update the queue with everything since the last look."""
+        """Update the queue with all changes since the previous call."""
         is_crowded = len(self._runs.live()) >= CONTEST_MEMBERS_MIN
         self._turns.contest_seconds = CONTEST_SECONDS if is_crowded else 0.0
         self._turns.has_seniors = self._seniority.has_any(now)
@@ -174,7 +177,8 @@ class Queue:
 
 
 def _seconds_left(member: RunMember) -> float | None:
-    """Return how long a run still takes at the speed of its newest step, None before its first."""
+    """Return the seconds that a run still takes at the speed of its newest step; None before its first
+    step."""
     committed = member.shown.committed
     if committed is None:
         return None
@@ -182,11 +186,14 @@ def _seconds_left(member: RunMember) -> float | None:
 
 
 def declined(wait: Wait) -> Declined:
-    """Return the refusal for a waiting requester: "busy", and the expected wait where known."""
+    """Return the refusal for a waiting requester: "busy", and the expected wait if known."""
     if wait.is_contested:
         return Declined(CONTESTED, ceil(wait.seconds or 0.0), is_contested=True)
     ahead = f"busy: {wait.ahead} wait before it" if wait.ahead else "busy"
     if wait.used >= USED_SECONDS_MIN:
-        ahead += f", its requester used {about(wait.used)} more than the one that used least, for its weight"
+        ahead += (
+            f", its requester used {about(wait.used)} more, for its weight, than the "
+            "requester that used least"
+        )
     seconds = None if wait.seconds is None else min(WAIT_SECONDS_MAX, round(wait.seconds))
     return Declined(ahead, seconds)

@@ -1,15 +1,16 @@
 """Decides when a stage's process is loaded ahead of a request.
 
-Loading torch takes two seconds of a processor, on a busy machine twenty by the clock, and the first step of a
-run waits for it, as do all others where a stage moves. So one process is loaded as soon as a stage is likely
-here: with the lease of a slot, while the graph and the data travel; where this node is a run's witness, or
-has a stage of a service and another slot; and on a machine that has offered a free slot for a while and was
-idle. It takes memory, so all but the first need enough of it, and none is loaded where the owner says no
-(`spare_process = false`).
+Loading torch takes two seconds of CPU time, or up to twenty seconds on a busy machine. The first step of a
+run waits for it, and when a stage moves, so do all other members. So one process is loaded as soon as this
+node is likely to get a stage. That is the case when a slot is leased, while graph and data are fetched; if
+this node is a witness of a run; if it has a stage of a service and another slot; and on a machine that has
+offered a free slot and been idle for a while. The process takes memory, so in all but the first case enough
+must be free. The owner can forbid it (`spare_process = false`).
 
-A member of a column in local mode, which may have to stand in for another, keeps one as a witness does.
+In local mode, a member of a column may have to replace another member, so it keeps a process as a witness
+does.
 
-Not here: the process (`node.stages.program`), which has read nothing of any run until a stage takes it.
+Not here: the process itself (`node.stages.program`), which reads nothing of any run until a stage takes it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,27 +25,27 @@ from node.seams import Seams
 from node.services.measurements import Measurements
 
 EXPECTED_SECONDS = 30.0
-"""The least time that a process loaded for an expected stage waits. A lease that is not used is often
-followed by another."""
+"""Minimum seconds that a process loaded for an expected stage is kept. After a lease that is not used,
+another often follows."""
 
 
 @dataclass(frozen=True)
 class SpareSettings:
-    """When a process waits for a stage. Raises ValueError where the settings contradict each other."""
+    """When a process waits for a stage. Raises ValueError if the settings contradict each other."""
 
     idle_seconds: float = 20.0
-    """The idle time before a node loads a process without any request: one that was just started, or is
+    """Idle seconds before a node loads a process without any request. A node that was just started, or is
     between two runs, needs its processor for other things. 20."""
 
     look_seconds: float = 5.0
-    """How often the machine is looked at. 5."""
+    """Seconds between two checks of the machine. 5."""
 
     free_bytes_min: int = 2 << 30
-    """The memory that must be available before a process is loaded without a request, of which it takes
-    0.2 GB. At least `free_bytes_left_min`. 2 GiB."""
+    """Memory that must be available before a process, which takes 0.2 GB, is loaded without a request. At
+    least `free_bytes_left_min`. 2 GiB."""
 
     free_bytes_left_min: int = 1 << 30
-    """The memory that must be left for it to stay. 1 GiB."""
+    """Memory that must remain available for a loaded process to stay. 1 GiB."""
 
     def __post_init__(self) -> None:
         bounds = (
@@ -88,7 +89,7 @@ class ReadinessService(Protocol):
 
 class Readiness:
     """The readiness of one node. Call `look` when its part in runs changes, `expect` when a stage is coming,
-    and `over` when a run is over."""
+    and `over` when a run has ended."""
 
     def __init__(
         self,
@@ -112,9 +113,9 @@ class Readiness:
         held_bytes: Callable[[], int],
         free_bytes: Callable[[], int] = lambda: psutil.virtual_memory().available,
     ) -> None:
-        """Look at the machine now and then, until cancelled: whether its owner allows a process to wait, and
-        whether there is room for it. `held_bytes` is the memory of the waiting process, 0 for none;
-        `free_bytes` reads what is available."""
+        """Check regularly, until cancelled, whether the owner allows a process to wait, and whether there is
+        memory for it. `held_bytes` returns the memory of the waiting process, 0 if there is none;
+        `free_bytes` returns the available memory."""
         self._is_allowed, self._held_bytes = is_allowed, held_bytes
         self._idle_since, settings = self._now, self._settings
         while True:
@@ -126,7 +127,7 @@ class Readiness:
             if self._service.measurements.is_busy or not self._service.has_slot:
                 self._idle_since = self._now
             is_idle = self._now - self._idle_since >= settings.idle_seconds
-            # While the node feeds a run, or a program trains, one that waits costs nothing but its memory.
+            # While the node feeds a run, or a program trains, a waiting process costs nothing but its memory.
             self._is_kept_idle = is_idle or (self._is_kept_idle and held_bytes() > 0)
             self.look()
 
@@ -136,23 +137,23 @@ class Readiness:
         self._keep()
 
     def stand_by(self) -> None:
-        """Load a process for another stage of a run, which this node may be asked for at any time, where
-        there is memory and its owner allows it."""
+        """Load a process for a stage of a run that this node may be asked for at any time, if there is memory
+        and its owner allows it."""
         if self._has_memory and self._is_allowed():
             self._keep()
 
     def over(self) -> None:
-        """Expect no further stage of a run that is over here."""
+        """Stop expecting a stage of a run that has ended here."""
         self._expected_until = float("-inf")
         self.look()
 
     def look(self) -> None:
-        """Keep a process, or none, by the present knowledge."""
+        """Load, keep or end the waiting process according to the current state."""
         if self._now < self._expected_until:
-            return  # what loads is about to be taken
+            return  # a stage is about to take the process that is loading
         may_stay = self._has_memory and self._is_allowed()
         if may_stay and not self._service.has_slot:
-            return  # the stage in the slot takes the waiting process as soon as it is opened
+            return  # the stage in the slot takes the waiting process as soon as it opens
         if may_stay and self._is_likely:
             self._keep()
         else:
@@ -164,8 +165,8 @@ class Readiness:
 
     @property
     def _is_likely(self) -> bool:
-        """Return whether a stage is likely: a witness is the first to be asked for a dead member's stage,
-        which must open at once; a member of a service is asked for another stage while answers wait for
+        """Whether this node is likely to get a stage. A witness is asked first for a dead member's stage,
+        which must open quickly. A member of a service is asked for another stage while answers wait for
         it."""
         is_asked_first = bool(self._service.occupancy.beside()) or any(
             member.is_witness for member in self._members()
@@ -178,5 +179,5 @@ class Readiness:
 
     @property
     def document(self) -> Mapping[str, Any]:
-        """Return the waiting process, for people."""
+        """The waiting process, as a document for people."""
         return {"is_allowed": self._is_allowed(), "memory_bytes": self._held_bytes()}

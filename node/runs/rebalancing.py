@@ -1,5 +1,5 @@
-"""As the committer: measures replicas and decides whether other borders between stages, or another stage, are
-worth a pause. The core carries it out (`partition.run.recutting`)."""
+"""As the committer, measures replicas and decides whether different borders between stages, or an additional
+stage, are worth a pause. The core carries the decision out (`partition.run.recutting`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,24 +27,24 @@ from partition.run.rate_watch import RateWatch
 from partition.steps.slowness import SlowReplicas
 
 PAUSE_NANOSECONDS = 5_000_000_000
-"""Processor time of saving, deciding, and importing torch where no process can be reused: the cost of moving
-any layer, beside its bytes. Under a CPU quota of 0.15 such a run stood still for 37 s."""
+"""CPU time of moving any layer, in addition to copying its bytes: for saving, deciding, and importing torch
+if no process can be reused. With a CPU quota of 0.15 such a pause lasted 37 s."""
 COMPUTING_SHARE = 0.5
-"""The share of a step's time that the slowest stage must explain: else links set the pace, and moving layers
-would not change it."""
+"""The share of a step's time that the slowest stage must explain. Otherwise links set the pace, and moving
+layers would not change it."""
 ASSUMED_LINK = Link(1_250_000_000, 100_000)
-"""For steps that computing explains, where no link was measured."""
+"""The link that is assumed if none was measured, since computing explains the step's time."""
 CONTRADICTED = 2
-"""Neighbours' measurements count once they are this many times a replica's own claim: they include other work
-of its node."""
+"""Neighbours' measurements count if they are at least this many times a replica's own claim. Below that they
+are ignored, because they include other work of its node."""
 FASTER_MAX = 2.0
-"""The most by which one run raises the rating of a replica that is faster than planned, relative to the
+"""Maximum factor by which one run raises the rating of a replica that is faster than planned, relative to the
 others."""
 
 
 class Rebalancing:
     """The rebalancing of one member, over all plans of a run. `recut` is called with a better change; `idle`
-    returns the peers that could take a stage."""
+    returns the offers of peers that could take a stage."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class Rebalancing:
         self._cuts: tuple[int, ...] | None = None
 
     def begin(self, plan: Plan) -> None:
-        """Start another plan."""
+        """Begin with a new plan."""
         cuts = _cuts(plan)
         self._slow.begin()
-        # Stages that were merged were so by a death, which says nothing against moving borders.
+        # Stages are only merged after a death, which says nothing against moving borders.
         self._watch.begin(has_moved=self._cuts not in (None, cuts) and len(cuts) >= len(self._cuts or ()))
         self._stages = max(self._stages, len(plan.stages))
         self._cuts, self._base = cuts, None
@@ -76,8 +76,8 @@ class Rebalancing:
     def stepped(
         self, plan: Plan, step: int, seconds: float, paces: Mapping[PeerId, int], seen: Mapping[PeerId, int]
     ) -> None:
-        """Add a committed step and the nanoseconds that each replica takes for a micro-batch: by its own
-        claim, 0 for unknown, and as its neighbours have `seen` it."""
+        """Record a committed step with the nanoseconds per micro-batch of each replica: `paces` are the
+        replicas' own claims (0 if unknown), `seen` is what their neighbours measured."""
         for slow in self._slow.stepped(plan, paces):
             self._service.publish(
                 StageDegraded(
@@ -92,7 +92,7 @@ class Rebalancing:
         is_due = self._watch.stepped(seconds)
         steps_left = self._run.manifest.steps - step - 1
         if is_due and any(paces.values()) and (len(paces) > 1 or self._may_grow(plan)):
-            # The run goes on unchanged if the check fails.
+            # If the check fails, the run continues unchanged.
             self._service.start_task(self._look, plan, steps_left, dict(paces), seen, of=None)
 
     async def _look(
@@ -110,7 +110,8 @@ class Rebalancing:
             base = relinked(self._base[1], plan, knowledge)
             paces = self._without_pauses(base, plan, believed_paces(base, plan, said, seen), knowledge)
             service.measurements.stages_found(found_rates(base, plan, paces))
-            if steps_left < 1 or self._run.manifest.objective != "throughput":  # a faster cut may take more
+            # a faster cut may use more of the other objective
+            if steps_left < 1 or self._run.manifest.objective != "throughput":
                 return
             if self._may_grow(plan):
                 idle = self._joinable(plan)
@@ -119,7 +120,7 @@ class Rebalancing:
                     self._found(plan, change)
                     return
             if len(plan.stages) < 2:
-                self._found(plan, Change())  # no look before this one agrees with the next
+                self._found(plan, Change())  # so that an earlier check does not agree with the next
                 return
             seconds = self._watch.seconds
             pause = pause_nanoseconds(plan, knowledge)
@@ -143,13 +144,13 @@ class Rebalancing:
             self._recut(plan, wanted)
 
     def _may_grow(self, plan: Plan) -> bool:
-        """Return whether another stage is possible: the plan has fewer than it began with, or than are
-        worthwhile."""
+        """Return whether an additional stage is possible: the plan has fewer stages than the run once had, or
+        than are worthwhile."""
         wanted = self._run.manifest.stages or STAGES_MAX
         return len(plan.stages) < max(self._stages, wanted) and bool(self._joinable(plan))
 
     def _joinable(self, plan: Plan) -> list[Offer]:
-        """Return the peers with a slot for a stage of this run that compute none, the fastest first."""
+        """Return the peers with a slot for this run that compute none of its stages, the fastest first."""
         busy = {peer for stage in plan.stages for peer in stage.computing}
         found = [offer for offer in self._idle() if offer.has_slot and offer.peer not in busy]
         return sorted(found, key=lambda offer: -offer.flops_per_second)[:IDLE_MAX]
@@ -170,7 +171,8 @@ def _cuts(plan: Plan) -> tuple[int, ...]:
 def base_problem(
     run: Run, graph: Graph, plan: Plan, offers: Sequence[Offer], knowledge: Knowledge = NOTHING
 ) -> Problem:
-    """Return a plan's own problem, by the rates it was made with. Raises ValueError, RemoteProtocolError."""
+    """Return a plan's own problem, with the rates with which it was made. Raises ValueError,
+    RemoteProtocolError."""
     memory = {offer.peer: offer.memory_bytes for offer in offers}
     rows = [
         Offer(PeerId(peer), float(rate), memory.get(PeerId(peer), 0), has_slot=True)
@@ -180,7 +182,7 @@ def base_problem(
     ]
     problem = problem_of(run, graph, rows, knowledge)
     problem = replace(problem, objective="throughput", default_link=ASSUMED_LINK, hides_links=True)
-    # Whatever a peer offers by now, what it holds has been let in.
+    # What a peer already holds must fit, even if it now offers less.
     tables, split = Tables(problem), split_of(problem, plan)
     needed = {
         place: int(tables.memory(len(split.groups) - number)[first, last])
@@ -195,9 +197,9 @@ def base_problem(
 
 
 def relinked(problem: Problem, plan: Plan, knowledge: Knowledge) -> Problem:
-    """Return a plan's problem with its links as they are known now; a link that nothing is known of any more
-    stays as it was. A link measured in one direction is assumed to be the same in the other: else the time of
-    sending would be attributed to the sender's computing."""
+    """Return a plan's problem with the links as known now; a link without current knowledge stays unchanged.
+    A link measured in one direction is assumed to be the same in the other. Otherwise sending time would be
+    attributed to the sender's computing."""
     found = knowledge.links([PeerId(peer) for stage in plan.stages for peer in stage.replicas])
     links = {(one.hex(), other.hex()): link for (one, other), link in found.items()}
     back = {(other, one): link for (one, other), link in links.items()}
@@ -207,8 +209,8 @@ def relinked(problem: Problem, plan: Plan, knowledge: Knowledge) -> Problem:
 def believed_paces(
     problem: Problem, plan: Plan, said: Mapping[PeerId, int], seen: Mapping[PeerId, int]
 ) -> dict[PeerId, int]:
-    """Return the nanoseconds of each replica for a micro-batch: its own claim, unless its neighbours measured
-    far more than that and its frames' transfer."""
+    """Return the nanoseconds per micro-batch of each replica: its own claim, unless its neighbours measured
+    far more than the claim and the transfer of its frames."""
     links = replace(problem, default_link=Link())
     places = {peer.name: place for place, peer in enumerate(problem.peers)}
     groups = [[places[PeerId(peer).hex()] for peer in stage.computing] for stage in plan.stages]
@@ -231,9 +233,10 @@ def believed_paces(
 
 
 def found_rates(problem: Problem, plan: Plan, paces: Mapping[PeerId, int]) -> dict[PeerId, int]:
-    """Return the rates to plan with the next time, by each replica's time relative to the others.
+    """Return the rates for the next plan, from each replica's time relative to the others.
 
-    Effects outside the model slow all of them down, so the (upper) median is assumed to be as planned.
+    Effects outside the model slow all replicas down, so the (upper) median is assumed to be as fast as
+    planned.
     """
     peers = {peer.name: peer for peer in problem.peers}
     shares: dict[PeerId, Fraction] = {}
@@ -257,8 +260,8 @@ def found_rates(problem: Problem, plan: Plan, paces: Mapping[PeerId, int]) -> di
 
 
 def pause_nanoseconds(plan: Plan, knowledge: Knowledge) -> int:
-    """Return how long a run stands still when layers move: until the replica with the smallest share of a
-    processor has loaded its new stage."""
+    """Return how long a run pauses when layers move: until the replica with the smallest CPU share has loaded
+    its new stage."""
     replicas = {PeerId(peer) for stage in plan.stages for peer in stage.replicas}
     shares = [row.share_permille for peer, row in knowledge.calibrations.items() if peer in replicas]
     return PAUSE_NANOSECONDS * 1000 // min(shares, default=1000)
@@ -273,10 +276,11 @@ def better_cuts(
     seconds: float,
     pause_nanoseconds: int = PAUSE_NANOSECONDS,
 ) -> tuple[int, ...]:
-    """Return the best borders of a plan by its replicas' measured times, () if the present ones are good
-    enough.
+    """Return the best borders of a plan according to its replicas' measured times; () if the present ones are
+    good enough.
 
-    `seconds` is the time of a step, `pause_nanoseconds` the cost of moving beside its bytes.
+    `seconds` is the time of a step, `pause_nanoseconds` the cost of moving layers in addition to copying
+    their bytes.
     """
     old = split_of(problem, plan)
     now = measured(problem, old, {peer.hex(): pace for peer, pace in paces.items()})
@@ -303,13 +307,14 @@ def grown(
     knowledge: Knowledge,
     steps_left: int,
 ) -> Change | None:
-    """Return the change by which one of the offering peers joins with another stage; None: none is worth it.
+    """Return the change by which one of the offering peers joins with an additional stage; None if none is
+    worth it.
 
-    Raises ValueError, RemoteProtocolError: sizes that do not fit.
+    Raises ValueError or RemoteProtocolError if sizes do not fit.
     """
     costs = problem_of(run, graph, offers, knowledge).peers
     wider = replace(base, peers=(*base.peers, *costs))
-    # A peer without a stage was not measured: its claim is taken to be as wrong as those of the others.
+    # A peer without a stage was not measured, so its claim is assumed to be as wrong as those of the others.
     now = measured(wider, split_of(wider, plan), {peer.hex(): pace for peer, pace in paces.items()})
     idle = {row.peer: rounded(row.flops_per_second) for row in offers}
     pause = pause_nanoseconds(plan, knowledge)

@@ -1,10 +1,10 @@
 """`/peerloom/receipts/2`: signed receipts of peers' contributions to each other's runs.
 
-As a committer, or the head of a column, this node measures others' computing; as the receiver, the bytes of
-data sets, checkpoints and rounds of averaging. It has each provider sign the measurement. As a provider it
-signs others' measurements of its own work, keeps the receipts on disk, and shows them on request. As a
-provider with a queue it asks requesters for theirs and weighs them. `partition.run.receipts` decides how much
-receipts count.
+As a committer, or as the head of a column, this node measures the computing of others. As a receiver, it
+counts the bytes of data sets, checkpoints and averaging rounds. It asks each provider to sign the measurement
+too. As a provider it signs others' measurements of its own work, stores the receipts, and shows them on
+request. As a provider with a queue it fetches the receipts of requesters and weighs them.
+`partition.run.receipts` decides how much receipts count.
 """
 
 from collections import OrderedDict
@@ -63,33 +63,35 @@ from partition.run.receipts import (
 STREAMS = StreamLimits(message_bytes_max=QUESTION_BYTES_MAX, streams_per_peer_max=2)
 CALL_SECONDS_MAX = 5.0
 ISSUE_SECONDS = 60.0
-"""The interval between two receipts for one provider in one run. A committer's crash may lose the work of one
-interval."""
+"""Seconds between two receipts for one provider in one run. If a committer crashes, the work of one interval
+may be lost."""
 FETCH_SECONDS = 600.0
-"""The interval at which a requester's receipts are fetched while it asks for slots."""
+"""Seconds after which a requester's receipts are fetched again while it asks for slots."""
 FETCHING_MAX = 8
 BEGUN_MAX = 1_024
 COSTS_MAX = 64
 TRIES_MAX = 30
-"""A provider that has been away for this many rounds gets no receipt."""
+"""If a provider is unreachable this many times in a row, the attempt to have its receipt signed ends."""
 RATE_SLACK = 4.0
-"""A committer's claim on this node's work counts up to this many times its slot's measured rate: the rate is
-a first guess, and models differ."""
+"""Factor that limits a committer's claim about this node's work, relative to the slot's measured rate. It is
+generous because the rate is only an estimate, and models differ."""
 FULL_SHARE_SECONDS = 3_600.0
-"""A peer that gave an hour's work of one slot here has twice a stranger's share."""
+"""A peer that contributed this many seconds of one slot's work here gets twice the share of an unknown
+peer."""
 SERVED_MAX = 1_024
-"""The peers whose received bytes are remembered, those served last."""
+"""Maximum number of peers for which the sent bytes are remembered: the most recently served."""
 ORDER_FLOPS_PER_BYTE = 10_000.0
-"""The FLOPs that a byte counts for where the largest receipts are chosen: a slot of 125 GFLOP/s."""
+"""FLOPs that one byte counts for when the largest receipts are selected; this fits a slot with 125
+GFLOP/s."""
 BACKWARD = 3
-"""The cost of both passes relative to the forward one: for each matrix product the backward pass computes
-two."""
+"""Cost of a forward and backward pass relative to the forward pass: for each matrix product the backward pass
+computes two."""
 
 
 @dataclass(frozen=True)
 class MeasuredWork:
-    """The work of a run or a service: its requester, the graph and its `holders`, the sizes, and the number
-    of times that a forward pass's FLOPs count."""
+    """The work of a run or a service: its requester, its graph and the `holders` of the graph, the sizes, and
+    the factor (`passes`) that converts a forward pass's FLOPs into all FLOPs."""
 
     requester: PeerId
     graph_hash: bytes
@@ -99,7 +101,7 @@ class MeasuredWork:
 
 
 class Receipts:
-    """The service of one node. `rate` is the FLOP/s that one slot here was measured to compute."""
+    """The receipt service of one node. `rate` returns the measured FLOP/s of one slot here."""
 
     def __init__(
         self,
@@ -131,10 +133,10 @@ class Receipts:
         self._is_changed = False
         self._load()
 
-    # Life
+    # Running, loading and storing
 
     async def run(self) -> None:
-        """Serve, and issue receipts at intervals and when a run has ended, until cancelled."""
+        """Serve requests, and issue receipts at intervals and when a run has ended, until cancelled."""
         self._seams.network.handle(RECEIPTS_PROTOCOL, self._serve, STREAMS)
         async with trio.open_nursery() as self._nursery:
             while True:
@@ -149,7 +151,8 @@ class Receipts:
         found = read_receipts(self._seams.storage)
         for kept, receipts in ((self._earned, found.earned), (self._issued, found.issued)):
             for receipt in receipts:
-                # Signatures were checked on receipt, and every peer that is shown a receipt checks them.
+                # Signatures were checked on arrival, and every peer that is shown a receipt checks them
+                # again.
                 with suppress(RemoteProtocolError):
                     self._keep(kept, read_measured(receipt.measured), receipt)
         for key, (row, _) in self._issued.items():
@@ -177,14 +180,14 @@ class Receipts:
     # As the committer of a run
 
     def counted(self, run: Run, plan: Plan, microbatches: Mapping[PeerId, int]) -> None:
-        """Add each replica's micro-batches of a step that was committed here."""
+        """Add each replica's micro-batches of a step that was committed on this node."""
         for stage in plan.stages:
             for peer in map(PeerId, stage.replicas):
                 if microbatches.get(peer):
                     self.computed(run, peer, (stage.first_layer, stage.last_layer), microbatches[peer])
 
     def computed(self, run: Run, peer: PeerId, layers: tuple[int, int], microbatches: int) -> None:
-        """Add a peer's micro-batches of these layers in a step that was completed here."""
+        """Add a peer's micro-batches for these layers in a step that was completed on this node."""
         manifest, asker = run.manifest, run.requester
         work = MeasuredWork(asker, manifest.graph_hash, manifest.sizes_max, (asker,), BACKWARD)
         self._count(run.id, work, peer, layers, microbatches)
@@ -192,7 +195,7 @@ class Receipts:
     def answered(
         self, service: bytes, work: "MeasuredWork", peer: PeerId, layers: tuple[int, int], tokens: int
     ) -> None:
-        """Add the tokens of these layers that a peer computed for answers that this node asked for."""
+        """Add the tokens that a peer computed with these layers for answers that this node requested."""
         self._count(service, work, peer, layers, tokens)
 
     def _count(
@@ -207,7 +210,7 @@ class Receipts:
         self._totals.count(name, peer, layers, number)
 
     def computed_stage(self, run: Run, plan: Plan, peer: PeerId, stage: int, microbatches: int) -> None:
-        """Add the micro-batches that a stage's holder in this node's column computed in a step."""
+        """Add the micro-batches of a step that a stage's holder in this node's column computed."""
         row = plan.stages[stage]
         self.computed(run, peer, (row.first_layer, row.last_layer), microbatches)
 
@@ -221,7 +224,8 @@ class Receipts:
         peer: PeerId,
         size_bytes: int,
     ) -> None:
-        """Add a peer's checked bytes for a run; `requester` is the peer that asked for the run."""
+        """Add the verified bytes that a peer delivered for a run; `requester` is the peer that requested the
+        run."""
         me = self._signer.peer
         if peer in (me, requester) or size_bytes <= 0:
             return
@@ -241,19 +245,19 @@ class Receipts:
         return max(1.0, self._rate()) / BYTES_PER_SLOT_SECOND
 
     def ended(self, run: bytes) -> None:
-        """Have the unsigned contributions of a run that is over here signed at once."""
+        """Have the unsigned contributions to a run that has ended here signed immediately."""
         if self._totals.is_of(run):
             self._due.set()
 
     async def issue(self) -> None:
-        """Sign the measurements since the last time, and have each provider sign them too."""
+        """Sign the measurements since the previous call, and have each provider sign them too."""
         for of, layers in self._totals.take_counts().items():
             work = self._works.get(of[0])
             if work is None:
                 continue
             try:
                 costs = await self._costs(of[0], work)
-            except Unreachable:  # the graph has gone with the run
+            except Unreachable:  # the graph is gone because the run has ended
                 continue
             flops = sum(work.passes * sum(costs[slice(*range_)]) * count for range_, count in layers.items())
             total = self._totals.grow((*of, "compute"), work.requester)
@@ -291,7 +295,7 @@ class Receipts:
                 receipt = Receipt(measured, answer.accepted)
                 self._keep(self._issued, check_receipt(self._signer, receipt), receipt)
                 total.signed_bytes = size_bytes
-            elif kind != "compute":  # it was restarted, and remembers less
+            elif kind != "compute":  # the provider was restarted, and remembers fewer bytes
                 total.size_bytes -= size_bytes - total.signed_bytes
         except RemoteProtocolError as error:
             self._refuse(provider, error)
@@ -302,13 +306,13 @@ class Receipts:
     # As a provider
 
     def begun(self, run: bytes) -> None:
-        """Note that a slot here is promised to a run."""
+        """Record that a slot here is promised to a run."""
         self._begun.setdefault(run, self._seams.clock.monotonic())
         while len(self._begun) > BEGUN_MAX:
             self._begun.popitem(last=False)
 
     def served(self, peer: PeerId, size_bytes: int) -> None:
-        """Note bytes sent to a peer, for which it may give a receipt."""
+        """Record bytes sent to a peer, for which the peer may issue a receipt."""
         self._served[peer] = self._served.pop(peer, 0) + size_bytes
         while len(self._served) > SERVED_MAX:
             self._served.popitem(last=False)
@@ -329,7 +333,7 @@ class Receipts:
             return ShownReceipts(tuple(receipt for _, receipt in rows[:ROWS_MAX]))
         row = check_measured(self._signer, question.measured)
         if row.measurer != peer or row.provider != self._signer.peer:
-            raise RemoteProtocolError("a receipt of others")
+            raise RemoteProtocolError("a receipt between other peers")
         found = self._earned.get((row.run, peer, row.kind))
         known = None if found is None else found[0]
         is_known = self._knows_work(row, known) if row.kind == "compute" else self._knows_bytes(row, known)
@@ -341,8 +345,8 @@ class Receipts:
         return AcceptedReceipt(accepted)
 
     def _knows_work(self, row: ReceiptRow, known: ReceiptRow | None) -> bool:
-        """Return whether this node had a part in a run. The claimed work since the last receipt counts up to
-        the capacity of its slot."""
+        """Return whether this node had a part in a run. The work claimed since the previous receipt is
+        credited up to the capacity of this node's slot."""
         begun = self._begun.get(row.run)
         if begun is None:
             return known is not None
@@ -356,7 +360,8 @@ class Receipts:
         return True
 
     def _knows_bytes(self, row: ReceiptRow, known: ReceiptRow | None) -> bool:
-        """Return whether this node sent that much since the last receipt; this one uses it up."""
+        """Return whether this node sent that many bytes since the previous receipt. If so, they cannot be
+        claimed again."""
         more = row.size_bytes - (0 if known is None else known.size_bytes)
         left = self._served.get(row.measurer, 0)
         if more > left:
@@ -368,7 +373,8 @@ class Receipts:
     # As a provider with a queue
 
     def weight(self, peer: PeerId) -> float:
-        """Return the weight of a requester's share here. Start fetching its receipts if they are old."""
+        """Return the weight of a requester's share here. Start fetching its receipts if the known ones are
+        old."""
         now = self._seams.clock.monotonic()
         is_due = now - self._asked.get(peer, -FETCH_SECONDS) >= FETCH_SECONDS
         if is_due and peer != self._signer.peer and self._nursery is not None:
@@ -381,7 +387,7 @@ class Receipts:
         return self.contribution(peer).weight
 
     def contribution(self, peer: PeerId) -> Contribution:
-        """Return the known contributions of a peer."""
+        """Return a peer's known contributions."""
         share = FULL_SHARE_SECONDS * max(1.0, self._rate())
         return self._credits.contribution(self._seams.swarm_clock.wall(), peer, share)
 
@@ -391,7 +397,7 @@ class Receipts:
                 try:
                     answer = await self._call(peer, ShowReceipts())
                     if not isinstance(answer, ShownReceipts):
-                        raise RemoteProtocolError("no receipts in answer to a question for them")
+                        raise RemoteProtocolError("the answer to a request for receipts has none")
                     check = [partial(check_receipt, self._signer, receipt) for receipt in answer.receipts]
                     rows = await self._seams.executor.run(lambda: [each() for each in check])
                     self._credits.learn(self._seams.swarm_clock.wall(), peer, rows, self._flops_per_byte)
@@ -415,7 +421,7 @@ class Receipts:
     # For people
 
     def document(self, run: str = "") -> dict[str, Any]:
-        """Return receipts earned and issued, and peers' contributions (`peerloom/receipts/1`)."""
+        """Return receipts earned and issued, and the contributions of peers (`peerloom/receipts/1`)."""
         known = self._credits
         peers = {*known.given, *known.worked, *known.averaged, *self._asked}
         return {
@@ -430,7 +436,7 @@ class Receipts:
         }
 
     def told_of(self, document: dict[str, Any]) -> dict[str, Any]:
-        """Return a `peerloom/peers/1` document with the weight of each peer's contributions here."""
+        """Add the weight of each peer's contributions to a `peerloom/peers/1` document."""
         rows = [
             {**row, "contribution": contribution_document(self.contribution(parse_peer(row["peer"])))}
             for row in document["peers"]
@@ -438,7 +444,7 @@ class Receipts:
         return {**document, "peers": rows}
 
     def summary(self) -> dict[str, Any]:
-        """Return the totals that this node gave and received, for its status."""
+        """Return the totals that this node gave and received, for its status document."""
         earned, issued = ([row for row, _ in kept.values()] for kept in (self._earned, self._issued))
         return {
             "earned_flops": float(sum(row.flops for row in earned)),
@@ -469,7 +475,7 @@ def _document(row: ReceiptRow) -> dict[str, Any]:
 
 
 def contribution_document(found: Contribution) -> dict[str, float]:
-    """Return how much a peer's contributions count for here."""
+    """Return how much a peer's contributions count here."""
     return {
         "given_flops": found.given,
         "vouched_flops": found.vouched,

@@ -1,4 +1,4 @@
-"""The contributions that a node keeps over a restart: one blob of its data folder."""
+"""The contributions that a node keeps across restarts: one blob in its data folder."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated
@@ -13,7 +13,8 @@ from partition.plan.plan import Peer
 from partition.run.receipts import PEERS_MAX, Account, Receipt
 
 EARNED_MAX = 1_024
-"""Receipts kept of this node's own work, and of measurements made here, the largest of each."""
+"""Maximum number of receipts kept for this node's own work, and for measurements made here; the largest are
+kept."""
 NAME = "receipts"
 FILE_BYTES_MAX = 4 << 20
 
@@ -23,7 +24,8 @@ _Accounts = Annotated[tuple[_AccountRow, ...], msgspec.Meta(max_length=PEERS_MAX
 
 
 class ReceiptsFile(msgspec.Struct, frozen=True, array_like=True):
-    """Accounts are FLOPs, and the wall time to which they were halved, by peer."""
+    """The stored receipts and accounts. Each account has a peer's FLOPs, and the wall time up to which they
+    have decayed by half-lives."""
 
     earned: Annotated[tuple[Receipt, ...], msgspec.Meta(max_length=EARNED_MAX)] = ()
     issued: Annotated[tuple[Receipt, ...], msgspec.Meta(max_length=EARNED_MAX)] = ()
@@ -33,7 +35,8 @@ class ReceiptsFile(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def accounts(self) -> tuple[dict[PeerId, Account], dict[PeerId, Account], dict[PeerId, Account]]:
-        """Return peers' contributions to this node, its own for them, and their exchange in averaging."""
+        """The accounts of peers' contributions to this node, of its own for them, and of their exchange in
+        averaging."""
         given, worked, averaged = (
             {PeerId(peer): (flops, at) for peer, flops, at in rows}
             for rows in (self.given, self.worked, self.averaged)
@@ -42,7 +45,8 @@ class ReceiptsFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read_receipts(storage: Storage) -> ReceiptsFile:
-    """Return the stored contributions; nothing where the file is damaged or of another version."""
+    """Return the stored contributions; empty if the file is missing, damaged or written by a different
+    version."""
     data = storage.read(NAME)
     if data is None:
         return ReceiptsFile()

@@ -1,5 +1,5 @@
-"""Recovery of the runs that this node was in when it was stopped: their chains go on, their stages are
-restored."""
+"""Recovery of the runs that this node was in when it was stopped: it follows their chains again and restores
+its stages."""
 
 from typing import Protocol
 
@@ -23,7 +23,7 @@ def run_name(run: str) -> str:
 
 
 def forget_files(seams: Seams, run: str) -> None:
-    """Remove the files that only a running run needs; its checkpoints stay."""
+    """Delete the files that only an active run needs; its checkpoints stay."""
     for name in (chain_name(run), history_name(run), run_name(run), revision_name(run)):
         seams.storage.delete(name)
 
@@ -39,7 +39,7 @@ class RecoveryService(Protocol):
 
 
 async def recover(runs: RecoveryService) -> None:
-    """Rejoin the runs whose files are here."""
+    """Rejoin the runs whose files are stored here."""
     storage = runs.seams.storage
     for name in storage.sizes(RUNS_FOLDER):
         run_text, _, file = name.removeprefix(f"{RUNS_FOLDER}/").partition("/")
@@ -57,4 +57,4 @@ async def recover(runs: RecoveryService) -> None:
             entered = read_entered(storage, run_text)
             runs.accept(run).begin(base, entered, durable or b"")
         except (RemoteProtocolError, ValueError):
-            storage.delete(name)  # damaged, or of an older version: this node is in no such run
+            storage.delete(name)  # damaged, or written by an older version: this node is not in such a run

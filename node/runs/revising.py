@@ -1,8 +1,8 @@
-"""Changes of a running run by its requester, and questions of any node about a run's state.
+"""Changes to an active run by its requester, and any node's questions about a run's state.
 
-A revision is signed by the requester's key and told to every member; the committer acts on it
-(`node.runs.steering`). The requester need not be in the run any more. A node that has no part in a run asks
-the members it knows of for its state.
+The requester signs a revision and sends it to every member; the committer acts on it (`node.runs.steering`).
+The requester need not be in the run any more. A node that has no part in a run asks the members it knows of
+for the run's state.
 """
 
 from contextlib import suppress
@@ -34,8 +34,7 @@ from partition.run.asks import Declined, Done
 from partition.run.messages import REASON_LENGTH_MAX
 
 ASKED_MAX = 64
-"""Members of the swarm that are asked for a run's state; in a larger swarm the run's own members answer
-first."""
+"""Maximum number of swarm members, the first by peer id, that are asked for a run's state."""
 ASKED_AT_ONCE_MAX = 16
 ASK_SECONDS_MAX = 3.0
 _FACT_BYTES_MAX = 512
@@ -55,19 +54,21 @@ class Revising:
         self._runs = runs
 
     async def revise(self, text: str, changes: dict[str, Any]) -> dict[str, object]:
-        """Change a run of this node's own for all its members, by fields of `RevisionBody`; return how many
-        know.
+        """Change fields of `RevisionBody` in one of this node's own runs, for all its members; return how
+        many members know.
 
-        Raises UsageError: it is another's, or in local mode. RunFailed: it is not going on.
+        Raises UsageError if the run belongs to another peer or is in local mode, RunFailed if it is not
+        active.
         """
         runs, run = self._runs, self._runs.stopping.find(text)
         if run.requester != runs.signer.peer:
             raise UsageError(
-                f"run {text[:8]} was asked for by {short_peer(run.requester)}, which alone may change it"
+                f"run {text[:8]} was requested by {short_peer(run.requester)}, and only "
+                "its requester may change it"
             )
         if run.manifest.local is not None:
             raise UsageError(
-                f"run {text[:8]} is in local mode, where members train by themselves: it can only stop",
+                f"run {text[:8]} is in local mode, where members train independently: it can only be stopped",
                 f"`peerloom runs stop {text[:8]}`",
             )
         before = self._known(run)
@@ -100,7 +101,8 @@ class Revising:
         }
 
     def ask_for(self, run: Run, priority: int, deadline_minutes: int, goal: GoalTable = NO_GOAL) -> None:
-        """Sign the priority, the deadline and the goal of a new run of this node, if they are unusual."""
+        """Sign the priority, the deadline and the goal of a new run of this node, if they differ from the
+        defaults."""
         if (priority, deadline_minutes, goal.samples_per_second) == (PRIORITY, 0, 0.0):
             return
         now = int(self._runs.seams.swarm_clock.wall() * 1000)
@@ -117,7 +119,7 @@ class Revising:
         self._runs.seams.storage.write(revision_name(run.text), encode(fact))
 
     def _known(self, run: Run) -> RevisionBody:
-        """Return the newest revision, also from before a restart."""
+        """Return the newest revision, including one stored before a restart."""
         member = self._runs.members.get(run.id)
         if member is not None and member.steering.body is not None:
             return member.steering.body
@@ -129,7 +131,7 @@ class Revising:
         return RevisionBody(run.id, 1)
 
     async def take(self, sender: PeerId, fact: Fact) -> Reply:
-        """Handle a revision that a peer hands on. Raises RemoteProtocolError."""
+        """Handle a revision that a peer passes on. Raises RemoteProtocolError."""
         runs = self._runs
         body = read_revision(fact)
         member = runs.members.get(body.run)
@@ -138,7 +140,7 @@ class Revising:
             return Done() if over else Declined("no such run here")
         committer = member.plan.committer if member.plan is not None else None
         if member.revise(fact) and committer not in (None, runs.signer.peer, sender):
-            # The sender may not know the committer, which acts on it.
+            # The committer has to act on it, but the sender may not know the committer.
             runs.start_task(self._pass_on, PeerId(committer or b""), fact, of=None)
         return Done()
 
@@ -146,10 +148,10 @@ class Revising:
         with suppress(Unreachable):
             await self._runs.ask(peer, Revise(fact), ASK_SECONDS_MAX)
 
-    # How a run is
+    # Descriptions of runs
 
     def describe(self, text: str) -> Reply:
-        """Answer with a run's state, as this node knows it."""
+        """Answer with a run's state as this node knows it."""
         for member in self._runs.members.values():
             if member.run.text == text:
                 return _described(member)
@@ -181,9 +183,10 @@ class Revising:
         return Declined("no such run here")
 
     async def ask(self, text: str) -> Described:
-        """Ask the members of the swarm for a run's state; return the claim of the member that is furthest.
+        """Ask the members of the swarm for a run's state; return the answer of the member that has got
+        furthest.
 
-        Raises RunFailed: none of those asked knows it.
+        Raises RunFailed if none of the members asked knows the run.
         """
         found: list[Described] = []
         limiter = trio.CapacityLimiter(ASKED_AT_ONCE_MAX)
@@ -201,7 +204,7 @@ class Revising:
                 nursery.start_soon(ask, peer)
         if not found:
             raise RunFailed(
-                f"no member of the swarm that was asked knows run {text[:8]}", "look: `peerloom runs`"
+                f"none of the swarm's members that were asked knows run {text[:8]}", "look: `peerloom runs`"
             )
         return max(found, key=lambda each: (each.status in ("done", "stopped", "failed"), each.step))
 

@@ -1,8 +1,8 @@
 """All runs that this node knows, and its part in each: requester, planner, trainer, replica.
 
-Messages of a step come in at `node.runs.inbox`, requests at `node.runs.server`. Membership reports dead and
-leaving members (`member_lost`), not a timer of our own; only a run without any message is given up after a
-time, so that a lease cannot be held for ever.
+Messages of a step arrive at `node.runs.inbox`, requests at `node.runs.server`. Membership reports dead and
+leaving members (`member_lost`), so runs need no timer of their own for that. Only a run without any message
+is given up after a time, so that a lease cannot be held for ever.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -65,9 +65,9 @@ from partition.run.reliability import RunLosses
 
 
 class Runs:
-    """The service of runs.
+    """The runs service.
 
-    `run` owns its tasks; it announces all news by `publish`.
+    `run` owns its tasks; it announces all news through `publish`.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Runs:
                 await self.local.resume()
                 for event in self.archive.remembered():
                     self.publish(event)
-                # Not before it is known what is over.
+                # Not earlier, because the archive must first know which runs have ended.
                 network = self.seams.network
                 network.handle(wire.PIPELINE_PROTOCOL, self.inbox.serve, wire.PIPELINE_STREAMS)
                 network.handle(wire.RUNS_PROTOCOL, self._requests.serve)
@@ -180,7 +180,7 @@ class Runs:
 
     @property
     def machine(self) -> Machine:
-        """Return the machine that a slot gives to a stage that is opened now."""
+        """The machine that a slot gives to a stage that is opened now."""
         return self._machine()
 
     def _graphs_needed(self) -> list[bytes]:
@@ -193,21 +193,22 @@ class Runs:
         return exact + [member.run for member in self.local.members.values()]
 
     def _data_came(self, data: bytes, peer: PeerId, size_bytes: int) -> None:
-        """Count pieces of a data set, where the run that they were fetched for is known."""
+        """Count pieces of a data set for the run that they were fetched for, if that run's requester is
+        known."""
         runs = [run for run in self._going if run.manifest.data == data.hex()]
         if len({run.requester for run in runs}) == 1:
             self.receipts.came("data", runs[-1].id, runs[-1].requester, peer, size_bytes)
 
     def _averaged(self, key: bytes, came: Mapping[PeerId, int], sent_bytes: int) -> None:
-        """Count the tensors of others in a round that was completed here: for the run's requester, or where
-        nobody asked for the run, for this node, which takes part of its own accord."""
+        """Count the tensors that other peers sent in a completed averaging round. They count for the run's
+        requester. If nobody requested the run, they count for this node, which takes part voluntarily."""
         run, requester = self.local.run_of(key) or (key, self.signer.peer)
         for peer, size_bytes in came.items():
             self.receipts.came("averaging", run, requester, peer, size_bytes)
             self.receipts.served(peer, sent_bytes)
 
     def is_ours(self, run: bytes) -> bool:
-        """Return whether this node asked for a run, so that the run's files are its own."""
+        """Return whether this node requested a run, so that the run's files are its own."""
         member = self.members.get(run)
         return member is not None and member.run.requester == self.signer.peer
 
@@ -217,29 +218,30 @@ class Runs:
         return member is not None and member.plan is not None and peer in member.plan.roster
 
     async def save(self, run: str) -> int:
-        """Have the run's committer make a checkpoint after this step; return the step. Raises RunFailed."""
+        """Have the run's committer make a checkpoint after the current step; return the step. Raises
+        RunFailed."""
         for member in self.members.values():
             if member.run.text == run:
                 return await member.save()
-        raise RunFailed(f"run {run[:8]} is not going on here")
+        raise RunFailed(f"run {run[:8]} is not active here")
 
     @property
     def has_slot(self) -> bool:
-        """Return whether a stage may be placed here."""
+        """Whether a stage may be placed here."""
         return self.slots.free > 0
 
-    # The requester's side
+    # As the requester
 
     async def load_data(
         self, run: Run, holders: Sequence[PeerId], lanes: Lanes | None = None
     ) -> datasets.Dataset:
-        """Return the run's data, from here or from other members: all of it, or the part that some lanes
-        need. Raises UsageError or Unreachable."""
+        """Return the run's data, from this node or from other members: all of it, or the part for some lanes.
+        Raises UsageError or Unreachable."""
         return await self.data.load(run.manifest, holders, lanes)
 
     async def submit(self, run: Run, *, wait_seconds: float = 0.0) -> None:
-        """Plan a run that this node asks for, and have everybody start. Raises PlacementFailed: no peer could
-        be found for a part of it, within `wait_seconds` of the first attempt."""
+        """Plan a run that this node requests, and have all members start. Raises PlacementFailed if a part of
+        it found no peer within `wait_seconds` of the first attempt."""
         if run.manifest.local is not None:
             self.stopping.asked(run)
             await self.local.submit(run, wait_seconds=wait_seconds)
@@ -252,7 +254,7 @@ class Runs:
         except PlacementFailed as error:
             await member.end("failed", str(error), "")
             raise
-        if self.is_over(run.id):  # it was stopped meanwhile
+        if self.is_over(run.id):  # the run was stopped meanwhile
             await release(run, plan, plan.members, self.ask, self.settings)
             return
         self.enter(member, plan, history := first_history(self.signer, plan))
@@ -261,13 +263,15 @@ class Runs:
             member.absent(peer, reason)
 
     def enter(self, member: RunMember, plan: Plan, history: History) -> None:
-        """Enter a run by the first plan of it that this node learns of; `history` is how that came about."""
+        """Enter a run with the first plan of it that this node learns; `history` is the history of that
+        plan."""
         with self.containing(member.run, "begin"):
             self._enter(member, plan, history)
 
     def _enter(self, member: RunMember, plan: Plan, history: History) -> None:
         self.outside.drop(member.run.id)
-        # A member that returns by a new plan starts afresh: its earlier promises belong to another chain.
+        # A member that returns under a new plan starts afresh, because its earlier promises belong to an old
+        # chain.
         self.seams.storage.delete(chain_name(member.run.text))
         self.seams.storage.write(run_name(member.run.text), encode(member.run.fact))
         entered = RunEntry(history, plan.height, plan_hash(plan))
@@ -275,25 +279,26 @@ class Runs:
         member.begin(plan, entered)
 
     async def ask(self, peer: PeerId, request: wire.Request, seconds: float) -> wire.Reply:
-        """Send a request to a member, or to this node itself; return the reply. Raises Unreachable."""
+        """Send a request to a member, or handle it directly if the member is this node; return the reply.
+        Raises Unreachable."""
         if peer != self.signer.peer:
             return await calls.ask(self.seams.network, peer, request, seconds=seconds)
         try:
             reply = await self._requests.answer(peer, request)
-        except RemoteProtocolError as error:  # what others would refuse is no bug of this node
+        except RemoteProtocolError as error:  # a request that others would refuse is not a bug of this node
             raise Unreachable("refused", f"no answer: {error}") from None
-        assert not isinstance(reply, Body), "blobs are fetched, not asked for"
+        assert not isinstance(reply, Body), "blobs are fetched over their own protocol"
         return reply
 
     def known(self) -> list[str]:
         """Return the short ids of the runs in memory."""
         return [run_text(run) for run in (*self.members, *self.local.members)]
 
-    # The end of the node
+    # Leaving
 
     async def leave(self) -> None:
-        """Hand over this node's part in every run before it goes; bounded. `left` says of each run whether it
-        was handed over."""
+        """Hand over this node's part in every run before the node stops, within a time limit. `left` records
+        for each run whether it was handed over."""
         await self.local.leave()
         self.left = {member.run.text: False for member in self.members.values()}
 
@@ -307,13 +312,13 @@ class Runs:
     # Messages of a step
 
     def send(self, peer: PeerId, message: Any, *payload: Data) -> None:
-        """Queue a pipeline message on the link to `peer`; a frame's payload travels beside it."""
+        """Queue a pipeline message on the link to `peer`; a frame's payload is sent after the message."""
         self._observe(message)
         self.links.send(peer, encode(message), *payload)
 
     def link_rate(self, peer: PeerId) -> float | None:
-        """Return the bytes per second to a peer as measured by frames, or else by a probe of the link; None
-        where neither is known."""
+        """Return the bytes per second to a peer as measured with frames, or else with probes of the link;
+        None if neither is known."""
         return self.links.rate(peer) or self.measurements.links.core.sent_rate(peer) or None
 
     # Bookkeeping
@@ -328,12 +333,13 @@ class Runs:
         return member if member is not None and member.plan_hash == plan else None
 
     def follow(self, plan: bytes, member: RunMembership) -> None:
-        """Hand messages of this plan to `member`, and no longer those of the plan before."""
+        """Pass messages of this plan to `member`, and no longer those of its previous plan."""
         self.inbox.dispatch.forget(member)
         known = self.members.get(member.run.id)
         if known is None or known is not member:
             return
-        # Also what was promised for another plan after the last one: that one cannot come about any more.
+        # This also releases slots promised for a different successor of the previous plan, which can no
+        # longer be decided.
         self.slots.release_run(member.run.id)
         self.readiness.look()
         self.inbox.follow(plan, known)
@@ -348,8 +354,9 @@ class Runs:
         return member
 
     def forgotten(self, member: RunMembership) -> None:
-        """End this node's membership in a run; it may be asked into it again, so it keeps the newest
-        checkpoint, which it may have to propose to go on from. It is still told of the end."""
+        """End this node's membership in a run that continues. The node may be asked to join again, so it
+        keeps the newest checkpoint, which the run may have to restore. It will still learn how the run
+        ends."""
         known = self.members.pop(member.run.id, None)
         if known is not None and known.plan is not None:
             self.outside.follow(known)
@@ -359,18 +366,18 @@ class Runs:
         self.readiness.over()
 
     def released(self, member: RunMembership) -> None:
-        """Leave a run, as the plan that was to bring this node in was not decided."""
+        """Leave a run, because the plan that was to include this node was not decided."""
         self.forgotten(member)
         self.publish(RunReleased(at=self.seams.clock.wall(), run=member.run.text))
 
     async def ended(
         self, membership: RunMembership, outcome: str, detail: str, weights: str, *, is_here: bool
     ) -> None:
-        """End a run here: remember how it ended and whether its result `is_here`, forget its plans, announce
-        it."""
+        """End a run here: store how it ended and whether its result `is_here`, forget its plans, and announce
+        the end."""
         member = self.members.get(membership.run.id)
         if member is None or member is not membership:
-            return  # it has ended otherwise meanwhile
+            return  # it has already ended in a different way
         del self.members[member.run.id]
         await self.archive.note(
             member.run,
@@ -381,7 +388,7 @@ class Runs:
             is_here=is_here,
             stop=member.stopped_by,
             for_all=member.is_over_for_all,
-            keeps=member.plan is not None,  # one that was never placed was no run
+            keeps=member.plan is not None,  # a run that was never placed is not kept
         )
         forget_files(self.seams, member.run.text)
         self.receipts.ended(member.run.id)
@@ -406,7 +413,8 @@ class Runs:
     def publish_plan(self, run: Run, plan: Plan) -> None:
         """Announce that a plan is in force here."""
         self.audits.admit(run, plan)
-        self.spans.admit(plan)  # a requester without a stage may collect the others' spans, also in the end
+        # a requester without a stage may collect the others' spans, even after the end
+        self.spans.admit(plan)
         self.publish(run_planned(self.seams.clock.wall(), run, plan))
 
     def publish_lease(self, run: Run, plan: Plan, stage: int) -> None:

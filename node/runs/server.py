@@ -1,7 +1,7 @@
-"""Requests of members of a run, and of strangers, on `/peerloom/runs/2`, and this node's answers.
+"""Answers requests of a run's members, and of unknown peers, on `/peerloom/runs/2`.
 
-One request a stream. Each is checked against the run and the plan it names before it changes anything;
-`node.protocols.runs` says who may send which request.
+Each stream carries one request. It is checked against its run and plan before it changes anything;
+`node.protocols.runs` defines who may send which request.
 """
 
 from collections.abc import Callable, Collection
@@ -44,24 +44,25 @@ from partition.run.provider import BUSY, OVER, KnownRun, StageProvider
 from partition.run.settings import RunSettings
 
 RUNS_MAX = 64
-"""Runs that have not ended; the limit keeps a stranger's manifests from filling the memory."""
+"""Maximum number of active runs, so that an unknown peer's manifests cannot fill the memory."""
 FILES_MAX = 64
-"""Files sent at once, of each kind: each takes a descriptor and a chunk."""
+"""Maximum number of files of each kind that are sent at once; each takes a descriptor and a chunk of
+memory."""
 FILES_PER_PEER_MAX = 4
 EXPORTS_MAX = 4
-"""Stages sent to a committer at once: each lies in memory."""
+"""Maximum number of stages sent to committers at once; each is in memory."""
 RANGES_MAX = 16
-"""Ranges of a state sent at once, of 16 MiB each, which lie in memory."""
+"""Maximum number of ranges of a state sent at once; each has 16 MiB, in memory."""
 RANGES_PER_PEER_MAX = 4
 """A newcomer requests two at once."""
 PATIENCE_SECONDS = 2.0
-"""How long a stalled receiver keeps a place that another peer wants."""
+"""How long a stalled receiver keeps its slot if another peer wants it."""
 UPLOAD_SECONDS_MAX = 3_600.0
-"""The limit for one whole answer: 12 GB at 30 Mbit/s."""
+"""Time limit for one whole answer: enough for 12 GB at 30 Mbit/s."""
 REQUEST_SECONDS_MAX = 20.0
-"""The limit from a stream's opening to its request."""
+"""Time limit from a stream's opening to its request."""
 Upload = wire.FetchWeights | wire.ExportStage | wire.FetchModel | wire.FetchRange | wire.FetchState
-"""Requests that are answered by a blob."""
+"""Requests that are answered with a blob."""
 
 
 class ServerService(Protocol):
@@ -140,11 +141,11 @@ class RunServer:
             self._runs.refuse(stream.peer, error)
 
     async def _upload(self, stream: Stream, request: Upload) -> None:
-        """Answer with a blob, where there is a permit, for as long as the peer receives it."""
+        """Answer with a blob, if there is a permit, for as long as the peer receives it."""
         with self._permits[type(request)].take(stream.peer) as permit:
             if permit is None:
                 with trio.move_on_after(REQUEST_SECONDS_MAX):
-                    await stream.send(encode(Declined("busy: too many fetch at once", is_busy=True)))
+                    await stream.send(encode(Declined("busy: too many peers are fetching", is_busy=True)))
                 return
             with trio.move_on_after(UPLOAD_SECONDS_MAX):
                 reply = await self.answer(stream.peer, request)
@@ -155,7 +156,8 @@ class RunServer:
                     await stream.send(encode(reply))
 
     async def answer(self, peer: PeerId, request: wire.Request) -> wire.Reply | Body:
-        """Return the reply to one request of `peer`, a body for a blob. Raises RemoteProtocolError."""
+        """Return the reply to one request of `peer`; a Body if the reply is a blob. Raises
+        RemoteProtocolError."""
         match request:
             case wire.LeaseRequest():
                 return await self._on_lease(peer, request)
@@ -228,7 +230,7 @@ class RunServer:
             return Done()
         run = check_run(runs.signer, request.manifest)
         if peer != run.requester:
-            raise RemoteProtocolError("a run that another requester asked for")
+            raise RemoteProtocolError("the run's requester is another peer")
         if runs.is_over(run.id):
             return Declined(OVER)
         if (reason := runs.accepts(run)) is not None:
@@ -239,8 +241,8 @@ class RunServer:
         return waits or Done()
 
     async def _make_room(self, run: Run, plan: Plan, stage: int | None) -> Declined | None:
-        """Close a stage that this node only follows, to make room for one of its own; a stage that is also
-        only followed displaces nothing."""
+        """If this node is a standby of another run, close that stage to make room for a stage that it
+        computes. A stage for which it would only be a standby displaces nothing."""
         runs, me = self._runs, self._runs.signer.peer
         if stage is None or plan.stage_of(me) != stage or not runs.slots.is_free_for(run.id):
             return None
@@ -251,7 +253,7 @@ class RunServer:
         return Declined(BUSY) if following >= runs.slots.free else None
 
     async def _unfit(self, peer: PeerId, run: Run, plan: Plan, stage: int | None) -> str | None:
-        """Return why the owner or the machine cannot grant the request; None if they can."""
+        """Return why the owner or the machine cannot grant the request; None if both can."""
         runs = self._runs
         if (reason := runs.accepts(run)) is not None or stage is None:
             return reason
@@ -275,7 +277,7 @@ class RunServer:
         return Done()
 
     async def _unprepare(self, run: bytes, plan: bytes) -> None:
-        """Close the stage that was opened for a plan which was not decided."""
+        """Close the stage that was opened for a plan that was not decided."""
         member = self._runs.members.get(run)
         if member is not None:
             with self._runs.containing(member.run, "release"):
@@ -296,8 +298,7 @@ class RunServer:
     async def _check_plan(
         self, peer: PeerId, request: wire.LeaseRequest | wire.PrepareStage | wire.Start
     ) -> tuple[Run, Plan]:
-        """Check a request's plan as `check_plan` does; its history is replayed off the event loop, one at a
-        time."""
+        """Check a request's plan with `check_plan`. Replay histories off the event loop, one at a time."""
         runs = self._runs
         check = partial(
             check_plan,
@@ -327,12 +328,12 @@ class RunServer:
         if member is None or member.plan is None or member.plan.stage_of(peer) is None:
             return Declined("no such plan here")
         if member.plan.stage_of(peer) != member.plan.stage_of(self._runs.signer.peer):
-            return Declined("another stage is held here")
+            return Declined("a different stage is held here")
         try:
             data = await member.read_state(request)
         except StageFailed as error:
             return _declined(error)
-        return Declined("the state is that of another step") if data is None else data
+        return Declined("the state is that of a different step") if data is None else data
 
     async def _on_export(self, peer: PeerId, request: wire.ExportStage) -> wire.Reply | Body:
         member = self._runs.following(request.plan)
@@ -356,11 +357,11 @@ class RunServer:
         if member is None or declined is not None:
             return Declined("no such plan here")
         if request.outcome == "done" and not request.weights:
-            raise RemoteProtocolError("a run that is done without a result")
+            raise RemoteProtocolError("a run that is done must have a result")
         refusal = ""
         why = runs.accepts(member.run) if member.run.requester != runs.signer.peer else None
         if runs.outside.recall(member.run.id) is not None and request.outcome == "done" and why is not None:
-            # Its owner has this machine back: nothing is fetched any more for a run of others.
+            # The owner has this machine back, so nothing more is fetched for other peers' runs.
             refusal = f"the weights are not here: {why}"
         with runs.containing(member.run, "end"):
             await member.end(request.outcome, request.detail, request.weights, source=peer, refusal=refusal)

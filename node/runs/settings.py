@@ -1,4 +1,4 @@
-"""The settings of a node's service of runs: what each does, its bounds against its siblings, a good value.
+"""The settings of a node's runs service: what each does, its bounds relative to others, and a good value.
 
 Not here: how long members wait for each other (`partition.run.settings`).
 """
@@ -12,24 +12,25 @@ from node.runs.readiness import SpareSettings
 
 @dataclass(frozen=True)
 class RunServiceSettings:
-    """The limits of one node's part in runs. Raises ValueError where they contradict each other."""
+    """The limits of one node's part in runs. Raises ValueError if they contradict each other."""
 
     graphs: GraphSettings = field(default_factory=GraphSettings)
-    """The graphs that are fetched and kept."""
+    """Limits on the graphs that are fetched and kept."""
 
     spares: SpareSettings = field(default_factory=SpareSettings)
-    """The process that waits for a stage."""
+    """When a spare process waits for a stage."""
 
     frames_bytes_max: int = FRAMES_BYTES_MAX
-    """A stage's frames in memory; those beyond go to the disk. 0 has all there. 512 MiB."""
+    """Maximum bytes of a stage's frames in memory; further frames go to the disk. 0: all go to the disk. 512
+    MiB."""
 
     outside_max: int = 64
-    """Others' runs whose end this node waits for, limited because strangers decide how many leave it out. 0
-    waits for none. 64."""
+    """Maximum number of others' runs whose end this node waits for after leaving them. It is limited because
+    unknown peers can cause such runs. 0: it waits for none. 64."""
 
     issued_bytes_min: int = 1 << 20
-    """Bytes that are worth a receipt: less is not worth two signatures and a call, and is added to later
-    work. At least 1. 1 MiB."""
+    """Minimum number of bytes that are worth a receipt; fewer do not justify two signatures and a call, and
+    are added to later work. At least 1. 1 MiB."""
 
     def __post_init__(self) -> None:
         bounds = (

@@ -1,8 +1,8 @@
-"""Decides whether a run should have another stage, now that a machine is idle: pure, by the committer's
-knowledge.
+"""Decides, from the committer's knowledge, whether a run should get an additional stage on an idle machine.
+Pure.
 
-Not here: the time of that decision and its measurements (`node.runs.rebalancing`); the way to a plan with
-another number of stages (`partition.run.recutting`).
+Not here: when this is decided, and the measurements (`node.runs.rebalancing`); the change to a plan with a
+different number of stages (`partition.run.recutting`).
 """
 
 from collections.abc import Collection, Mapping
@@ -18,7 +18,7 @@ from partition.plan.tables import Tables
 from partition.run.pauses import GAIN_PERCENT_MIN
 
 IDLE_MAX = 3
-"""Idle peers to choose from: the fastest, and two more in case it is far away."""
+"""Number of idle peers to choose from: the fastest, and two more in case its links are slow."""
 
 
 def another_stage(
@@ -29,10 +29,10 @@ def another_stage(
     steps_left: int,
     pause_nanoseconds: int,
 ) -> Change | None:
-    """Return the change to a plan with one more stage, for one of the `idle` peers, each with its rate in
-    FLOP/s; None where no such plan is worth the pause and the copying.
+    """Return the change to a plan with one more stage, computed by one of the `idle` peers (each with its
+    rate in FLOP/s). None if no such plan is worth the pause and the copying.
 
-    `problem` is that of the holders of `plan` and of the idle, as measured.
+    `problem` is the measured problem with the holders of `plan` and the idle peers.
     """
     holders = {PeerId(peer).hex() for stage in plan.stages for peer in stage.computing}
     before = _among(problem, holders, problem.constraints.stages)
@@ -53,7 +53,7 @@ def another_stage(
         time = step_nanoseconds(wider, split, tables)
         assert time is not None
         moved = sum(move.bytes for move in diff(wider, old, split, before))
-        # Over links as slow as one that nobody has measured.
+        # Assume that all copying goes over unmeasured links.
         cost = pause_nanoseconds + moved * 1_000_000_000 // max(1, wider.default_link.bytes_per_second)
         pays = 100 * now >= (100 + GAIN_PERCENT_MIN) * time and 2 * cost <= steps_left * (now - time)
         if pays and (best is None or time < best[0]):
@@ -62,7 +62,7 @@ def another_stage(
 
 
 def _among(problem: Problem, names: Collection[str], stages: int) -> Problem:
-    """Return the problem of these peers alone, with this number of stages."""
+    """Return the problem restricted to these peers, with this number of stages."""
     rules = replace(problem.constraints, stages=stages, replicas=0)
     return replace(
         problem, peers=tuple(peer for peer in problem.peers if peer.name in names), constraints=rules
@@ -73,7 +73,7 @@ def _change(plan: Plan, problem: Problem, split: Split, peer: PeerId, rate: int)
     rates: dict[bytes, int] = {}
     for stage in plan.stages:
         rates |= zip(stage.replicas, stage.rates, strict=True)
-    rates[peer] = rate  # a standby has none yet
+    rates[peer] = rate  # a standby has no rate in the plan
     stages = []
     for (first, last), group in zip(split.ranges, split.groups, strict=True):
         peers = tuple(bytes.fromhex(problem.peers[place].name) for place in group)
@@ -84,7 +84,7 @@ def _change(plan: Plan, problem: Problem, split: Split, peer: PeerId, rate: int)
 
 
 def split_of(problem: Problem, plan: Plan) -> Split:
-    """Return a plan as the solver's split of its problem, which may have more peers."""
+    """Return a plan as the solver's split of `problem`, which may have more peers."""
     places = {peer.name: place for place, peer in enumerate(problem.peers)}
     groups = tuple(
         tuple(sorted(places[PeerId(peer).hex()] for peer in stage.computing)) for stage in plan.stages

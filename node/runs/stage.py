@@ -1,4 +1,4 @@
-"""The stage process of one run: the driver of the `partition.run.hosting.Hosting` of a member.
+"""The stage process of one run: the driver of a member's `partition.run.hosting.Hosting`.
 
 Only for `node.runs.member`.
 """
@@ -26,8 +26,8 @@ from partition.steps.frames import OpenedFrame
 
 
 class StageHosting:
-    """The host of at most one stage process. `failed` is called with the reason why this node cannot hold its
-    stage, `abandoned` when the plan it was opened for was not decided."""
+    """The host of at most one stage process. `failed` is called with the reason if this node cannot hold its
+    stage, and `abandoned` if the plan for which the stage was opened was not decided."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class StageHosting:
         save: Save,
         restore: Restore,
     ) -> None:
-        """Prepare a host; `holders` may hand over the run's model and data; for `save` and `restore` see
+        """Prepare a host. `holders` may provide the run's model and data; `save` and `restore` are as in
         ReplicaShell."""
         self.replica: ReplicaShell | None = None
         self.machine: Machine | None = None
-        """The machine that the slot gave when the stage was opened."""
+        """The machine resources that the slot gave when the stage was opened."""
         self.core = hosting
         self._service = service
         self._run = run
@@ -58,7 +58,7 @@ class StageHosting:
         self._changing = trio.Lock()
 
     def act(self, wanted: core.StageAction | None) -> None:
-        """Keep this node's stage under a plan that is in force, open it, or close an old one."""
+        """Keep, open or close this node's stage for a plan that came into force."""
         if isinstance(wanted, core.StageKept) and self.replica is not None:
             self._service.spans.admit(wanted.plan)
             self.replica.adopt(wanted.plan)
@@ -66,8 +66,8 @@ class StageHosting:
             self._service.start_task(self._change, wanted, of=self._run)
 
     async def prepare(self, plan: Plan, planner: PeerId) -> str | None:
-        """Open the stage of a plan that is not in force yet, as `planner` asks. Return None when it is open,
-        else why it is not."""
+        """Open the stage of a plan that is not in force yet, as `planner` asks. Return None once the stage is
+        open, else the reason why it is not."""
         wanted = self.core.prepare(self._service.seams.clock.monotonic(), plan, planner)
         if wanted is None:
             return core.NO_ROOM
@@ -89,7 +89,7 @@ class StageHosting:
             except StageFailed as error:
                 return str(error)
             except Exception as error:
-                # The planner must do without this node, and this node gives up what it accepted for the plan.
+                # The planner must do without this node, which gives up what it accepted for the plan.
                 note(error, "a stage that was to be opened")
                 return f"an internal error: {describe(error)}"
             finally:
@@ -97,29 +97,29 @@ class StageHosting:
         return None if is_open else core.WENT_ON
 
     async def unprepare(self, plan: bytes) -> None:
-        """Close the stage opened for this plan, which was not decided."""
+        """Close the stage that was opened for this plan, because the plan was not decided."""
         if self.core.unprepare(plan) is not None:
             await self.abandon()
 
     async def planner_lost(self, planner: PeerId) -> None:
-        """Close the stage opened for a plan of `planner` that is not decided yet; the peer is gone."""
+        """Close the stage that was opened for an undecided plan of `planner`, because that peer is gone."""
         if self.core.planner_lost(planner) is not None:
             await self.abandon()
 
     async def take(self, sender: PeerId, frame: OpenedFrame) -> None:
-        """Hand an incoming frame to the stage, once there is memory that it may stay in; where there is none,
-        the stage fails. Raises RemoteProtocolError."""
+        """Pass an incoming frame to the stage once there is memory to keep it; if there is none, the stage
+        fails. Raises RemoteProtocolError."""
         plan = self.core.plan
         kept: OpenedFrame | None = frame
         if self.replica is not None and plan is not None and sender in plan.members:
-            kept = await self.replica.keep(frame)  # others' frames will be refused
+            kept = await self.replica.keep(frame)  # frames from other peers will be refused
         if kept is not None and self.replica is not None:
             self.replica.receive(self._service.seams.clock.monotonic(), sender, kept)
 
     async def _change(self, wanted: core.StageWanted | core.StageEnded) -> None:
         async with self._changing:
             if self.core.is_open or (isinstance(wanted, core.StageWanted) and not self.core.wants(wanted)):
-                return  # a newer plan has been followed first
+                return  # a newer plan came into force first
             if isinstance(wanted, core.StageEnded):
                 await self._close()
                 return
@@ -137,15 +137,15 @@ class StageHosting:
                         await past.aclose()
 
     async def _open(self, wanted: core.StageWanted, past: Stage | None = None) -> bool:
-        """Open a stage, in the process of the `past` one where possible. Return whether it was still wanted
-        when it was open. Raises StageFailed."""
+        """Open a stage, in the process of the `past` stage if possible. Return whether the new stage was
+        still wanted once it was open. Raises StageFailed."""
         service, manifest = self._service, self._run.manifest
         executor = service.seams.executor
         if past is None:
-            service.readiness.expect()  # its process loads while the graph travels
+            service.readiness.expect()  # loads the stage's process while the graph is fetched
         try:
             graph = await service.models.get(manifest.graph_hash, self._holders())
-            # A graph of one's own has no need to be fenced in.
+            # The node's own graph need not be fenced in.
             is_own = self._run.requester == service.signer.peer
             machine = replace(service.machine, allow_unfenced=service.machine.allow_unfenced or is_own)
             self.machine = machine
@@ -155,7 +155,7 @@ class StageHosting:
         except Unreachable as error:
             raise StageFailed(error.detail) from None
         except RemoteProtocolError as error:
-            raise StageFailed(f"no stage can be made of this plan: {error}") from None
+            raise StageFailed(f"no stage can be created from this plan: {error}") from None
         except OSError as error:
             raise StageFailed(f"no process can be started: {error}") from None
         try:
@@ -208,7 +208,8 @@ class StageHosting:
         return await self.replica.export()
 
     async def read_state(self, request: FetchState) -> bytes | None:
-        """Return a range of the stage's state, None where it is not at the step. Raises StageFailed."""
+        """Return a range of the stage's state; None if the stage is not at the requested step. Raises
+        StageFailed."""
         return None if self.replica is None else await self.replica.read_state(request)
 
     async def _close(self) -> None:
@@ -218,18 +219,18 @@ class StageHosting:
                 await shell.aclose()
 
     def _stop(self) -> ReplicaShell | None:
-        """Detach the stage, so that it answers no more; return it, to be closed."""
+        """Detach the stage, so that it no longer answers; return it for closing."""
         shell, self.replica = self.replica, None
         if shell is not None:
             self._scope.cancel()
         return shell
 
     async def vacate(self) -> None:
-        """Close the stage, though the plan still assigns it to this node: it may be opened again later."""
+        """Close the stage although the plan still assigns it to this node; it may be opened again later."""
         self.core.vacate()
         await self._close()
 
     async def end(self) -> None:
-        """Close the stage and open none again, as the run is over."""
+        """Close the stage and open no other, because the run has ended."""
         self.core.end()
         await self._close()

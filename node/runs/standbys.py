@@ -1,7 +1,8 @@
-"""As the committer: assigns idle machines to follow a stage, so that its holder's death costs no checkpoint.
+"""As the committer, assigns idle machines as standbys, so that a holder's death does not force the run back
+to a checkpoint.
 
-Not here: the choice of stage and machine (`partition.run.standbys`), and their way into the plan, by a change
-like any other (`partition.run.member.Member.recut`).
+Not here: the choice of stage and machine (`partition.run.standbys`), and the change of plan by which they
+join (`partition.run.member.Member.recut`).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,13 +29,13 @@ from partition.run.standbys import (
     next_standby,
 )
 
-SLOWS = "following the run made its steps slower"
+SLOWS = "its work as a standby made the run's steps slower"
 
 
 class Standbys:
-    """The standbys of one member, over all plans of a run. `recut` is called with the change by which a
-    machine follows; `idle` returns peers with room; `absent` is called with a peer that the next plan must
-    exclude, and why."""
+    """The standbys of one member, over all plans of a run. `recut` is called with the change that adds a
+    standby; `idle` returns the offers of peers; `absent` is called with a peer that the next plan must
+    exclude, and the reason."""
 
     def __init__(
         self,
@@ -52,15 +53,14 @@ class Standbys:
         self._watch = FollowWatch()
         self._slow: set[PeerId] = set()
         self._plan: Plan | None = None
-        # Also the delay from a plan to the first look: adding a replica to a stage, or splitting it, comes
-        # first.
+        # Also the delay from a plan to the first check, because adding or splitting stages comes first.
         self._look_seconds = service.settings.refill_seconds
         self._look_at = 0.0
         self._is_looking = False
         self._told: tuple[object, ...] = ()
 
     def begin(self, plan: Plan) -> None:
-        """Start another plan."""
+        """Begin with a new plan."""
         self._plan = plan
         self._watch.begin(is_following=bool(plan.standbys))
         self._look_at = self._now + self._look_seconds
@@ -68,7 +68,7 @@ class Standbys:
             self._tell(plan, None)
 
     def stepped(self, plan: Plan, seconds: float) -> None:
-        """Add the duration of a step."""
+        """Record the duration of a step."""
         if plan != self._plan or not self._run.manifest.standbys:
             return
         if self._watch.stepped(seconds) and plan.standbys:
@@ -78,7 +78,7 @@ class Standbys:
         elif self._now >= self._look_at and not self._is_looking:
             self._look_at = self._now + self._look_seconds
             self._is_looking = True
-            # The run goes on unchanged if the check fails.
+            # If the search fails, the run continues unchanged.
             self._service.start_task(self._look, plan, seconds, of=None)
 
     @property
@@ -103,7 +103,7 @@ class Standbys:
             for offer in self._idle()
             if offer.has_slot and plan.stage_of(offer.peer) is None and offer.peer not in self._slow
         ]
-        idle.sort(key=lambda peer: peer in plan.trainers)  # they have work already
+        idle.sort(key=lambda peer: peer in plan.trainers)  # trainers last, because they already have work
         graph = await service.models.get(run.manifest.graph_hash, list(plan.members))
         sizes = await service.seams.executor.run(partial(stage_sizes, run, graph, plan), apart=True)
         knowledge = await service.measurements.learn([*plan.members, *idle])
@@ -118,7 +118,7 @@ class Standbys:
             self._recut(plan, Change(joined=(Joining(found.peer, found.stage, 0),)))
 
     def _tell(self, plan: Plan, uncovered: Uncovered | None) -> None:
-        """Announce how well stages are covered, where that has changed."""
+        """Announce how well the stages are covered, if that has changed."""
         covers = tuple(round(cover(stage, self._losses), 3) for stage in plan.stages)
         lost = [(peer, self._losses(peer)) for peer in plan.members]
         unreliable = ", ".join(
@@ -145,8 +145,8 @@ def _times(count: int) -> str:
 
 
 def stage_sizes(run: Run, graph: Graph, plan: Plan) -> list[StageSize]:
-    """Return the sizes of each stage of a plan in bytes. Raises ValueError: sizes that do not fit the
-    graph."""
+    """Return the sizes of each stage of a plan in bytes. Raises ValueError if the manifest's sizes do not fit
+    the graph."""
     layers = ModelCosts(graph, run.manifest.sizes_max).layers
     found = []
     for stage in plan.stages:

@@ -1,7 +1,8 @@
-"""One member's view of its requester's changes to a run: the newest revision and its consequences.
+"""Applies the requester's changes to a run at one member: the newest revision and its consequences.
 
-The committer alone acts: it pauses, ends at another step, and gives the learning rate of each step in the
-Apply that ends it, so that all replicas use the same. Every member keeps the revision, as it may commit next.
+Only the committer acts on it. It pauses the run or changes its last step, and sends the learning rate of each
+step in the Apply message that ends the step, so that all replicas use the same. Every member keeps the
+revision, because it may become the committer.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ _FACT_BYTES_MAX = 512
 
 
 def revision_name(run: str) -> str:
-    """Return the storage name of the newest revision of a running run."""
+    """Return the storage name of an active run's newest revision."""
     return f"runs/{run}/{REVISION_FILE}"
 
 
@@ -44,8 +45,8 @@ class SteeredCommitter(Protocol):
 
 
 class Steering:
-    """The steering of one run at one member. `paused` is called when no step is open any more, with the
-    number of steps."""
+    """The requester's changes to one run at one member. `paused` is called with the number of steps once no
+    step is open."""
 
     def __init__(self, service: RunService, run: Run, paused: Callable[[int], None]) -> None:
         self._service = service
@@ -59,50 +60,52 @@ class Steering:
                 self.fact = decode(data, Fact, bytes_max=_FACT_BYTES_MAX)
                 self.body = check_revision(service.signer, run, self.fact)
             except RemoteProtocolError:
-                self.fact = None  # damaged: the committer says it again
+                self.fact = None  # the stored revision is damaged; the committer will send it again
 
     @property
     def is_paused(self) -> bool:
-        """Return whether the requester has paused the run."""
+        """Whether the requester has paused the run."""
         return self.body is not None and self.body.is_paused
 
     @property
     def steps(self) -> int:
-        """Return the number of steps after which the run ends."""
+        """The number of steps after which the run ends."""
         return steps_of(self._run, self.body)
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the seconds until the deadline, negative after it; None where the requester set none."""
+        """The seconds until the deadline, negative after it; None if the requester set none."""
         if self.body is None or not self.body.deadline_milliseconds:
             return None
         return self.body.deadline_milliseconds / 1000 - self._service.seams.swarm_clock.wall()
 
     @property
     def goal(self) -> tuple[float, int] | None:
-        """The samples a second that its requester wants, and over how many seconds; None: it said none."""
+        """The samples per second that the requester wants, and over how many seconds; None if there is no
+        goal."""
         if self.body is None or not self.body.samples_per_second:
             return None
         return self.body.samples_per_second, self.body.goal_seconds
 
     @property
     def run(self) -> Run:
-        """Return the run with its present number of steps."""
+        """The run with its current number of steps."""
         manifest = self._run.manifest
         if self.steps == manifest.steps:
             return self._run
         return replace(self._run, manifest=replace(manifest, steps=self.steps))
 
     def is_news(self, body: RevisionBody) -> bool:
-        """Return whether a revision replaces the known one."""
+        """Return whether `body` is newer than the known revision."""
         return self.body is None or body.number > self.body.number
 
     def take(
         self, fact: Fact, state: State, committer: SteeredCommitter | None, plan: Plan | None, me: PeerId
     ) -> bool:
-        """Accept the requester's revision, if it is newer than the known one; return whether it is.
+        """Accept the requester's revision if it is newer than the known one; return whether it is.
 
-        `state` is the run's but for this. Raises RemoteProtocolError: it is not the requester's.
+        `state` is the run's state apart from a pause by its requester. Raises RemoteProtocolError if the
+        requester did not sign the revision.
         """
         body = check_revision(self._service.signer, self._run, fact)
         if not self.is_news(body):
@@ -131,13 +134,13 @@ class Steering:
         return True
 
     def begin(self, committer: SteeredCommitter, plan: Plan, me: PeerId) -> None:
-        """Apply the known revision to a plan in force in which this node commits."""
+        """Apply the known revision to a plan that came into force and in which this node commits."""
         if self.body is not None:
             self._apply(committer, was_paused=False)
             self.tell(plan, me)
 
     def tell(self, plan: Plan, me: PeerId, *only: PeerId) -> None:
-        """As the committer: send the revision to the members, before any step that follows from it."""
+        """As the committer, send the revision to the members before any step that depends on it."""
         if self.fact is not None:
             message = Revised(plan_hash(plan), self.fact)
             for peer in only or plan.members:
@@ -156,7 +159,7 @@ class Steering:
         event: events.PauseWanted | events.SaveWanted | events.StepsWanted,
         committer: SteeredCommitter | None,
     ) -> None:
-        """Have a committer carry out its member's decision between two steps."""
+        """Make the committer carry out the member's decision between two steps."""
         match event:
             case _ if committer is None:
                 return
@@ -170,7 +173,7 @@ class Steering:
                 committer.unpause()
 
     def changed(self, event: events.StateChanged) -> None:
-        """Announce that the run is in another state."""
+        """Publish the run's new state."""
         state, reason = self.shown(event.state, event.reason)
         at = self._service.seams.clock.wall()
         self._service.publish(
@@ -185,7 +188,7 @@ class Steering:
         )
 
     def shown(self, state: State, reason: str) -> tuple[State, str]:
-        """Return the state of the run as people see it, and its reason."""
+        """Return the run's state as people see it, and its reason."""
         if self.is_paused and state in ("running", "degraded"):
             return "paused", PAUSED
         return state, reason

@@ -1,8 +1,8 @@
-"""A person's actions on a running run: stop it for all its members, or drop it on this node alone.
+"""A person's actions on an active run: stop it for all its members, or drop it on this node alone.
 
-A stop is signed by the run's requester, so every member believes it from anybody, ends the run, keeps the
-stop and hands it on. A member that was away learns of it when it asks for the rest of the chain of plans.
-Dropping needs no signature: this node closes its stage at once, and the others go on without it.
+A stop is signed by the run's requester, so every member accepts it from anybody, ends the run, keeps the stop
+and passes it on. A member that was away learns of the stop when it asks for the rest of the chain of plans.
+Dropping needs no signature: this node closes its stage immediately, and the others continue without it.
 """
 
 from collections.abc import Callable, Collection
@@ -32,38 +32,40 @@ from partition.run.asks import Declined, Done
 STOP_PURPOSE = "run-stop"
 STOP_BYTES_MAX = 64
 TELL_SECONDS_MAX = 30.0
-"""How long living members are told; an absent member learns of it when it returns."""
+"""How long the delivery to live members takes at most. An absent member learns of the stop when it
+returns."""
 ASK_SECONDS_MAX = 5.0
 RETRY_SECONDS = 1.0
 DECLINES_MAX = 5
-"""Refusals that are tolerated, as a member may receive the stop before the run's start."""
+"""Number of refusals that are tolerated, because a member may receive the stop before the run's start."""
 TOLD_AT_ONCE_MAX = 16
 STOP_SECONDS = 5.0
-"""How long a person waits for the number of members that know; the rest is told after that."""
+"""How long a person waits for the number of members that know; delivery continues after that."""
 STOPPED = "its requester stopped it"
 DROPPED = "dropped on this node; the others go on without it"
 _FILE = "asked"
 
 
 class StopBody(msgspec.Struct, frozen=True, array_like=True):
-    """The requester's statement that its run is over."""
+    """The requester's statement that its run has ended."""
 
     run: Hash
 
 
 def asked_name(run: str) -> str:
-    """Return the storage name of the manifest of a run that this node asked for, until the run is over."""
+    """Return the storage name of the manifest of a run that this node requested; it is kept until the run has
+    ended."""
     return f"{RUNS_FOLDER}/{run}/{_FILE}"
 
 
 def make_stop(signer: Signer, run: Run) -> Fact:
-    """Sign that this run is over, as its requester."""
+    """Sign, as the requester, that this run has ended."""
     return signer.sign(STOP_PURPOSE, encode(StopBody(run.id)))
 
 
 @dataclass
 class Delivery:
-    """The delivery of a stop: the members that know, and those that are still to be told."""
+    """The delivery of a stop: how many members know (`told`), and which do not yet (`left`)."""
 
     left: set[PeerId]
     told: int = 0
@@ -92,12 +94,12 @@ class Stopping:
         self._runs = runs
 
     def asked(self, run: Run) -> None:
-        """Note a run that this node asks for: it can stop the run from now on, even when it is no longer a
+        """Store a run that this node requests. From now on it can stop the run, even when it is no longer a
         member."""
         self._runs.seams.storage.write(asked_name(run.text), encode(run.fact))
 
     def over(self, run: str) -> None:
-        """Note that a run is over and cannot be stopped any more."""
+        """Record that a run has ended and cannot be stopped any more."""
         self._runs.seams.storage.delete(asked_name(run))
 
     def known(self) -> list[str]:
@@ -115,15 +117,18 @@ class Stopping:
         return exact + local + [run for run in runs.outside.runs if run.id not in runs.members]
 
     async def stop(self, text: str) -> dict[str, object]:
-        """End a run of this node's own for all; return how many members know, and how many are still to be
-        told.
+        """End one of this node's own runs for all members; return how many members know, and how many do not
+        yet.
 
-        Raises UsageError: it is another's. RunFailed: it is not going on.
+        Raises UsageError if the run belongs to another peer, RunFailed if it is not active.
         """
         run = self.find(text)
         if run.requester != self._runs.signer.peer:
             raise UsageError(
-                f"run {text[:8]} was asked for by {short_peer(run.requester)}, which alone may stop it",
+                (
+                    f"run {text[:8]} was requested by {short_peer(run.requester)}, and only "
+                    "its requester may stop it"
+                ),
                 f"leave it: `peerloom runs drop {text[:8]}`",
             )
         delivery = await self._end(run, make_stop(self._runs.signer, run))
@@ -132,13 +137,14 @@ class Stopping:
         return {"run": text, "status": "stopped", "told": delivery.told, "left": len(delivery.left)}
 
     async def drop(self, text: str) -> dict[str, object]:
-        """Leave another's run at once, permanently. Raises UsageError, RunFailed as `stop` does."""
+        """Leave another peer's run immediately and permanently. Raises UsageError if the run is this node's
+        own, RunFailed if it is not active."""
         run = self.find(text)
         if run.requester == self._runs.signer.peer:
             raise UsageError(
                 f"run {text[:8]} is this node's own", f"stop it for all: `peerloom runs stop {text[:8]}`"
             )
-        # Before anything else: a restart must not bring it back.
+        # Recorded first, so that the run does not come back after a restart.
         await self._runs.archive.note(run, ShownSteps(), "stopped", DROPPED, "", is_here=False)
         member = self._runs.members.get(run.id)
         if member is not None:
@@ -151,7 +157,7 @@ class Stopping:
         return {"run": text, "status": "stopped"}
 
     async def take(self, fact: Fact) -> Reply:
-        """Handle a stop that a peer hands on. Raises RemoteProtocolError."""
+        """Handle a stop that a peer passes on. Raises RemoteProtocolError."""
         body: StopBody = decode(fact.body, StopBody, bytes_max=STOP_BYTES_MAX)
         author = self._runs.signer.check(STOP_PURPOSE, fact)
         runs = self._runs
@@ -162,12 +168,12 @@ class Stopping:
             over = self._runs.archive.is_over(body.run)
             return Done() if over else Declined("no such run here")
         if author != member.run.requester:
-            raise RemoteProtocolError("a run stopped by another peer than its requester")
+            raise RemoteProtocolError("a run was stopped by a peer that is not its requester")
         await self._end(member.run, fact)
         return Done()
 
     async def _end(self, run: Run, fact: Fact) -> Delivery:
-        """End the run here, and have the others told."""
+        """End the run here, and start the delivery of the stop to the other members."""
         runs = self._runs
         member, delivery = runs.members.get(run.id), self.delivery(run)
         runs.start_task(self.tell, Stop(fact), delivery, of=None)
@@ -185,14 +191,14 @@ class Stopping:
         return delivery
 
     def delivery(self, run: Run) -> Delivery:
-        """Return the delivery of a run's stop, with nobody told yet: where this node is no longer a member,
-        anybody may be one."""
+        """Return a new delivery of a run's stop. If this node is no longer a member, it addresses all live
+        peers, since any of them may be a member."""
         member, live = self._runs.members.get(run.id), set(self._runs.live())
         known: Collection[PeerId] = live if member is None else member.acquainted & live
         return Delivery(set(known) - {self._runs.signer.peer})
 
     async def tell(self, request: Request, delivery: Delivery) -> None:
-        """Tell all that are left to be told; an absent member learns of it when it returns."""
+        """Send the request to all peers in `delivery.left`. An absent member learns of it when it returns."""
         limiter = trio.CapacityLimiter(TOLD_AT_ONCE_MAX)
 
         async def tell(peer: PeerId) -> None:
@@ -212,7 +218,7 @@ class Stopping:
         delivery.over.set()
 
     def find(self, text: str) -> Run:
-        """Return a run that is going on here, or that this node asked for. Raises RunFailed."""
+        """Return a run that is active here, or that this node requested. Raises RunFailed."""
         for run in self._going:
             if run.text == text:
                 return run
@@ -221,4 +227,4 @@ class Stopping:
             if data is not None:
                 fact: Fact = decode(data, Fact, bytes_max=2 * MANIFEST_BYTES_MAX)
                 return check_run(self._runs.signer, fact)
-        raise RunFailed(f"run {text[:8]} is not going on here", "look: `peerloom runs`")
+        raise RunFailed(f"run {text[:8]} is not active here", "look: `peerloom runs`")

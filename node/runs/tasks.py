@@ -1,4 +1,4 @@
-"""The tasks that run beside the service of runs: one that fails ends its run here, never the node."""
+"""The tasks of the runs service. A task that fails ends its run on this node, never the node itself."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,20 +26,20 @@ class TasksOwner(Protocol):
 
 
 class RunTasks:
-    """The tasks of one node's runs. They run in `nursery`, while there is one."""
+    """The tasks of one node's runs. They run in `nursery`, once it is set."""
 
     def __init__(self, owner: TasksOwner) -> None:
         self._owner = owner
         self.nursery: trio.Nursery | None = None
 
     def start(self, task: Callable[..., Awaitable[object]], *arguments: object, of: Run | None) -> None:
-        """Run `task(*arguments)` beside the service, until it ends or the node does. A failing task `of` a
-        run ends that run here, never the node."""
+        """Run `task(*arguments)` in the background until it or the node ends. If the task is `of` a run, its
+        failure ends that run here, never the node."""
         assert self.nursery is not None, "Runs.run was not started"
         self.nursery.start_soon(self.run, of, task, *arguments)
 
     async def run(self, of: Run | None, task: Callable[..., Awaitable[object]], *arguments: object) -> None:
-        """Run a task here, contained as by `start`."""
+        """Run a task in the caller's task, with failures contained as in `start`."""
         if of is None:
             with contain(place_of(task)):
                 await task(*arguments)
@@ -49,8 +49,8 @@ class RunTasks:
 
     @contextmanager
     def containing(self, run: Run, place: str) -> Iterator[None]:
-        """End the run as failed, and nothing else, if the block fails unexpectedly: its half-done work cannot
-        be trusted."""
+        """If the block fails unexpectedly, end the run as failed, and nothing else, because its half-done
+        work cannot be trusted."""
         with contain(f"run {place}") as part:
             yield
         if part.error is not None and self.nursery is not None:
@@ -60,7 +60,7 @@ class RunTasks:
         owner = self._owner
         member, local = owner.members.get(run.id), owner.local.members.get(run.id)
         if member is None and local is None:
-            return  # it had ended already
+            return  # the run had already ended
         reason = failure_text(error)[:REASON_LENGTH_MAX]
         if local is not None:
             with contain("run in local mode ending after a failure"):

@@ -1,8 +1,9 @@
 """The exchange of spans among members of a run: `/peerloom/traces/1`.
 
-A stream carries many requests. An answer gives the times when the request arrived and when the answer left by
-the responder's clock; from the shortest round trip the asker computes the offset of that clock, as NTP does
-(RFC 5905, section 8). So spans of all machines lie on one axis, exact to half of that round trip.
+A stream carries many requests. An answer gives the times at which the request arrived and the answer left, by
+the responder's clock. From the shortest round trip the asker computes the offset of that clock, as in NTP
+(RFC 5905, section 8). So the spans of all machines can be shown on one time axis, exact to half of that round
+trip.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +24,10 @@ from partition.plan.plan import Hash
 
 TRACES_PROTOCOL = "/peerloom/traces/1"
 SPANS_ANSWERED_MAX = 4_096
-"""The most spans of one answer: some 200 KB."""
+"""Maximum number of spans in one answer: about 200 KB."""
 STEPS_ASKED_MAX = 1_024
 REQUESTS_MAX = 64
-"""The most requests on one stream. An asker needs a few round trips and some pages."""
+"""Maximum number of requests on one stream. An asker needs a few round trips and some pages of spans."""
 REQUEST_SECONDS_MAX = 5.0
 COLLECT_SECONDS_MAX = 10.0
 ROUND_TRIPS = 5
@@ -36,8 +37,8 @@ _WHOLE = 10**9
 
 
 class SpanRequest(msgspec.Struct, frozen=True, tag="Ask"):
-    """A request for spans of these steps of a run, without the first `skip`; with `count` 0 only for the
-    time."""
+    """A request for the spans of a range of a run's steps, without the first `skip` spans. With `count` 0 it
+    only asks for the time."""
 
     run: Hash
     first: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -47,7 +48,7 @@ class SpanRequest(msgspec.Struct, frozen=True, tag="Ask"):
 
 
 class Told(msgspec.Struct, frozen=True, tag=True):
-    """An answer; `received` and `sent` in nanoseconds of unix time. Peers outside the run get no spans."""
+    """An answer. `received` and `sent` are Unix times in nanoseconds. Peers outside the run get no spans."""
 
     received: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     sent: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -55,7 +56,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
 
 
 class Traces:
-    """The trace service of this node: answers other nodes and asks them."""
+    """The trace service of this node: it answers other nodes and asks them."""
 
     def __init__(
         self, seams: Seams, spans: Spans, refuse: Callable[[PeerId, RemoteProtocolError], None]
@@ -97,8 +98,7 @@ class Traces:
     async def collect(
         self, run: bytes, peers: Sequence[PeerId], first: int, last: int
     ) -> list[dict[str, Any]]:
-        """Return the spans of every peer, with the offset of its clock from this one's, or why there are
-        none."""
+        """Return the spans of every peer with the offset of its clock from this node's, or with the error."""
         rows: dict[PeerId, dict[str, Any]] = {}
 
         async def visit(peer: PeerId) -> None:
@@ -154,8 +154,8 @@ def trace_document(
 ) -> dict[str, Any]:
     """Return spans by peer, all on the asker's clock. Schema `peerloom/trace/1`.
 
-    `step` counts from 0, `step_number` from 1 as screens do. `layers` are the stage's at that time: the
-    first, and the one after the last.
+    `step` counts from 0; `step_number` counts from 1, as screens do. `layers` are those of the stage at that
+    time: the first layer, and the one after the last.
     """
     return {
         "schema": "peerloom/trace/1",

@@ -1,6 +1,6 @@
-"""A trainer under one plan: this node feeds its share and, as the first trainer, commits.
+"""A trainer under one plan: this node feeds its share of the samples and, as the first trainer, commits.
 
-The next plan begins with another. Only for `node.runs.member`.
+Each plan has a new trainer object. Only for `node.runs.member`.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from partition.plan.plan import Plan
 from partition.steps.messages import Open
 
 SAMPLES_SHOWN_MAX = 16
-"""A reason names only a few samples."""
+"""Maximum number of samples that a reason names."""
 
 
 class TrainingLoop:
-    """A trainer under one plan; `committer` where it is the first of them."""
+    """A trainer under one plan; `committer` is set if this node is the first trainer."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class TrainingLoop:
         cannot: Callable[[str], None],
         over: Callable[[str | None], None],
     ) -> None:
-        """Prepare a trainer. `holders` may hand over the model and the data. `cannot` is called with the
-        reason why this node can feed nothing, `over` with how the committing ended: None for well."""
+        """Prepare a trainer. `holders` may provide the model and the data. `cannot` is called with the reason
+        if this node cannot feed, and `over` when committing has ended, with the failure or None."""
         self.committer = committer
         self._service = service
         self._run = run
@@ -52,7 +52,7 @@ class TrainingLoop:
         self._scope = trio.CancelScope()
 
     async def run(self) -> None:
-        """Train until the steps are done, or `stop`."""
+        """Train until the steps are done, or until `stop`."""
         with self._scope:
             try:
                 feeder = await self._make_feeder()
@@ -80,7 +80,7 @@ class TrainingLoop:
             self._cannot(error.detail)
 
     def stop(self) -> None:
-        """Stop, as another plan is in force or the run is over."""
+        """Stop, because a new plan is in force or the run has ended."""
         self._scope.cancel()
 
     async def _make_feeder(self) -> FeederShell:
@@ -99,10 +99,11 @@ class TrainingLoop:
         if self._feeder is not None:
             self._feeder.receive(self._service.seams.clock.monotonic(), sender, message)
         elif sender == self._plan.committer:
-            self._early = message  # the data is still on its way; the newest says all
+            # the data is still being fetched; the newest message includes the earlier ones
+            self._early = message
 
     def reconnected(self, peer: PeerId) -> None:
-        """Handle a link to `peer` that was opened anew."""
+        """Handle a new link to `peer` in place of a broken one."""
         if self.committer is not None:
             self.committer.reconnected(peer)
         if self._feeder is not None:
@@ -110,13 +111,13 @@ class TrainingLoop:
 
 
 async def keep_data(service: RunService, run: Run, holders: Sequence[PeerId]) -> None:
-    """Fetch the run's data before it is needed: its present holders may be gone then."""
+    """Fetch the run's data before it is needed, because its present holders may be gone by then."""
     with suppress(Unreachable, PeerloomError):
         await service.load_data(run, holders)
 
 
 def _with_samples(reason: str | None, committer: CommitterShell, feeder: FeederShell) -> str | None:
-    """Return why a run failed, with the samples among which the cause lies."""
+    """Return why a run failed, with the samples that may be the cause."""
     if reason is None or committer.refused is None:
         return reason
     number, is_training = committer.refused

@@ -1,8 +1,8 @@
-"""Vacates this machine's slots while the node goes on: its owner wants it, or it is another run's turn.
+"""Vacates slots of this machine while the node keeps running, because its owner or another run needs them.
 
-Each run's part is handed over as when the node leaves: the run pauses between two steps, another takes the
-stage, nothing is computed twice. Where nobody can take it in time the stage is closed all the same, and the
-run goes on from another replica or its newest checkpoint.
+Each run's part is handed over as when the node leaves: the run pauses between two steps and another node
+takes the stage, so nothing is computed twice. If no node takes the stage in time, it is closed anyway, and
+the run continues from another replica or from its newest checkpoint.
 """
 
 from collections.abc import Callable, Collection
@@ -24,7 +24,8 @@ class VacatingService(Protocol):
 
 
 async def vacate(runs: VacatingService, reason: str, which: Callable[[RunMember], bool]) -> dict[str, bool]:
-    """Hand over the stages of these runs; return by run id whether that succeeded in time."""
+    """Hand over the stages of the selected runs. Return, by run id, whether that succeeded in time; results
+    are added as they come."""
     found: dict[str, bool] = {}
     holding = [member for member in runs.members.values() if member.hosts]
     for member in filter(which, holding):
@@ -41,26 +42,27 @@ async def _hand_over(member: RunMember, reason: str, found: dict[str, bool]) -> 
 
 
 def is_standby(member: RunMember, me: PeerId) -> bool:
-    """Return whether this node only follows a stage of the run."""
+    """Return whether this node is only a standby of the run."""
     return member.plan is not None and me in member.plan.standbys
 
 
 async def make_room(runs: VacatingService, me: PeerId, run: bytes, free: int) -> None:
-    """Stop following stages of other runs where they use the last of `free` slots: another run is to have a
-    stage of its own here. Returns once they are closed."""
+    """Stop being a standby of other runs if their stages use the last of `free` slots, so that `run` gets a
+    slot here. Returns once those stages are closed."""
     following = [
         member for member in runs.members.values() if is_standby(member, me) and member.run.id != run
     ]
     for member in following[max(0, free - 1) :]:
         await _hand_over(member, MADE_ROOM, {})
-        await member.hosting.vacate()  # the plan without this node may be news that it still acts on
+        # the member may still act on the plan without this node, which has just arrived
+        await member.hosting.vacate()
 
 
 def of_others(me: PeerId) -> Callable[[RunMember], bool]:
-    """Return a predicate for the runs that others asked for."""
+    """Return a predicate for members of runs that other peers requested."""
     return lambda member: member.run.requester != me
 
 
 def of_runs(wanted: Collection[bytes]) -> Callable[[RunMember], bool]:
-    """Return a predicate for these runs."""
+    """Return a predicate for members of these runs."""
     return lambda member: member.run.id in wanted

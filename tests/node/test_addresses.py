@@ -69,28 +69,31 @@ def test_hosts_of_each_kind_may_be_given_without_a_port() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("http://10.0.0.5:9748", "the address of a page; want the node's, whose port is 9747 by default"),
+        (
+            "http://10.0.0.5:9748",
+            "this is the address of a web page; give the node's, whose port is 9747 by default",
+        ),
         ("https://[::1]:9748/#token=1", r"default: \[::1\]:9747"),
-        ("ssh://10.0.0.5", "'ssh://' is no address of a node"),
+        ("ssh://10.0.0.5", "'ssh://' is not an address of a node"),
         ("fe80::1%eth0:9747", r"an IPv6 address stands in brackets: \[fe80::1%eth0\]:9747"),
         ("::1:9747", r"brackets: \[::1\]:9747"),
         ("2001:db8::7", r"brackets: \[2001:db8::7\]:9747"),
         ("a:b:c", "want HOST:PORT"),
-        ("9747", "a port alone; want its host too"),
+        ("9747", "this is only a port; add its host"),
         (":9747", "the host before ':9747' is missing"),
-        ("10.0.0.5:", "the port behind the colon is missing; it is 9747 by default"),
+        ("10.0.0.5:", "the port after the colon is missing; it is 9747 by default"),
         ("10.0.0.5:0", "port must be 1-65535"),
         ("10.0.0.5:97470", "port must be 1-65535"),
-        ("10.0.0.5:9747/path", "nothing can stand behind the port: 10.0.0.5:9747"),
-        ("10.0.0.256", "'10.0.0.256' is no IPv4 address"),
-        ("10.0.0.256:9747", "'10.0.0.256' is no IPv4 address"),
-        ("0.0.0.0:9747", "0.0.0.0 stands for all addresses of a machine; want one of them"),
-        ("10.0.0.5 9747", "'9747': a port alone"),
+        ("10.0.0.5:9747/path", "nothing may follow the port: 10.0.0.5:9747"),
+        ("10.0.0.256", "'10.0.0.256' is not an IPv4 address"),
+        ("10.0.0.256:9747", "'10.0.0.256' is not an IPv4 address"),
+        ("0.0.0.0:9747", "0.0.0.0 stands for all addresses of a machine; give one of them"),
+        ("10.0.0.5 9747", "'9747': this is only a port"),
         ("10.0.0.5:1,10.0.0.6:0", "'10.0.0.6:0': port must be 1-65535"),
         ("user@lab:9747", "'user@lab' is not a host name"),
         ("l\u0430b:9747", "is not a host name"),
-        ("peerloom --join 10.0.0.5 --swarm lab", "a whole command; .* '--swarm' has to be typed apart"),
-        ("PEERLOOM_KEY_FILE=k peerloom --join a", "'PEERLOOM_KEY_FILE=k' has to be typed apart"),
+        ("peerloom --join 10.0.0.5 --swarm lab", "a whole command; .* type '--swarm' separately"),
+        ("PEERLOOM_KEY_FILE=k peerloom --join a", "type 'PEERLOOM_KEY_FILE=k' separately"),
         ("peerloom --join", "want HOST:PORT"),
         (" \u200b", "want HOST:PORT"),
         ("(" * 100_000, "an address has at most 200 characters"),
@@ -164,7 +167,7 @@ def test_listen_and_page_options_accept_pasted_addresses(tmp_path: Path) -> None
 def test_a_program_may_join_by_pasted_addresses() -> None:
     made = node.Node(Config(), join="10.0.0.5, [::1]:9747/")
     assert made._seeds.seeds == (LAB, HOME)
-    with pytest.raises(UsageError, match="join: 9747: a port alone"):
+    with pytest.raises(UsageError, match="join: 9747: this is only a port"):
         node.Node(Config(), join=["9747"])
 
 
@@ -173,8 +176,8 @@ def test_a_refused_address_ends_the_command_with_status_two(
 ) -> None:
     assert run(["--join", "http://10.0.0.5:9748", "--data-dir", str(tmp_path)]) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "error: --join http://10.0.0.5:9748: the address of a page; want the node's, whose port is 9747 by "
-        "default: 10.0.0.5:9747"
+        "error: --join http://10.0.0.5:9748: this is the address of a web page; give the node's, "
+        "whose port is 9747 by default: 10.0.0.5:9747"
     ]
     script = console_script(tmp_path / "bin")
     said = typed("peerloom doctor '::1:9747' ", tmp_path, [script.parent])

@@ -238,7 +238,7 @@ def test_members_are_named_by_name_or_id_and_wrong_ones_are_explained() -> None:
         at_c = commands(several, "c")
         fetched = await at_c("fetch")(run=of.run.text, **{"from": ["b"]})
         assert fetched["copies"] is None
-        with pytest.raises(UsageError, match="--from nobody: no member is called so"):
+        with pytest.raises(UsageError, match="--from nobody: no member has that name or id"):
             await at_c("fetch")(run=of.run.text, **{"from": ["nobody"]})
         with pytest.raises(RunFailed, match="there are those of steps 4"):
             await at_c("fetch")(run=of.run.text, step=9)

@@ -148,7 +148,7 @@ def test_paths_in_a_file_are_relative_to_the_file(tmp_path: Path) -> None:
 
 BAD_VALUES = [
     ({"join": ["10.0.0.5:99999"]}, {}, "--join 10.0.0.5:99999: port must be 1-65535"),
-    ({"join": ["10.0.0.5:"]}, {}, "--join 10.0.0.5:: the port behind the colon is missing"),
+    ({"join": ["10.0.0.5:"]}, {}, "--join 10.0.0.5:: the port after the colon is missing"),
     ({}, {"PEERLOOM_JOIN": "a:0"}, "PEERLOOM_JOIN: a:0: port must be 1-65535"),
     ({"listen": ["lab.example:9747"]}, {}, "--listen lab.example:9747: want an IP address"),
     ({"memory": "12 bananas"}, {}, "--memory 12 bananas: want an amount such as 12GB"),
@@ -233,7 +233,7 @@ def test_a_node_may_listen_at_several_addresses_and_announce_names(tmp_path: Pat
     assert [read_listen(text).short for text in ("[fe80::1%eth0]:0", "/ip6zone/eth0/ip6/fe80::1/tcp/0")] == [
         "[fe80::1%eth0]:0"
     ] * 2
-    with pytest.raises(UsageError, match="one of a link alone is told on that link by beacon"):
+    with pytest.raises(UsageError, match="link-local addresses are announced by beacons on their link"):
         resolve({"announce": ["[fe80::1%eth0]:1"]}, {})
     with pytest.raises(UsageError, match="9 addresses to listen; at most 8"):
         resolve({"listen": [f"10.0.0.{number}:1" for number in range(9)]}, {})

@@ -26,7 +26,7 @@ def test_a_requester_is_warned_of_a_missed_deadline_twice() -> None:
             run = prepare(a, manifest(stages=1, replicas=1, steps=10_000_000, microbatches=2))
             a.runs.revising.ask_for(run, priority=5, deadline_minutes=1)
             await a.runs.submit(run)
-            assert any("by what its peers compute" in each for each in _reasons(group.events["a"]))
+            assert any("according to its peers' speed" in each for each in _reasons(group.events["a"]))
             with trio.fail_after(300):
                 while True:
                     if any("pace of its steps" in each for each in _reasons(group.events["a"])):

@@ -64,6 +64,6 @@ def test_a_requester_with_many_runs_leaves_room_for_others() -> None:
     for number in range(2 * WAITING_MAX):
         run = SimpleNamespace(id=number.to_bytes(32, "big"), requester=greedy)
         answers.append(waiting.ask(greedy, cast("Any", run), None))
-    assert Declined("busy: too many wait") in answers
+    assert Declined("busy: too many runs wait") in answers
     honest, run = run_of(5_000)
-    assert waiting.ask(honest, run, None) != Declined("busy: too many wait")
+    assert waiting.ask(honest, run, None) != Declined("busy: too many runs wait")

@@ -304,7 +304,7 @@ def test_sizes_are_inferred_from_fitting_data() -> None:
 def test_more_stages_than_layers_are_refused_before_any_request() -> None:
     model, data = simple_cnn("float32"), load_digits()
     wanted = run_file("[plan]\nstages = 6")
-    with pytest.raises(UsageError, match=r"plan\.stages 6: the model has 5 layers to cut between"):
+    with pytest.raises(UsageError, match=r"plan\.stages 6: the model can only be cut between its 5 layers"):
         make_manifest(wanted, model.graph, model.hash, data, name=NAME, created=1.5)
 
 

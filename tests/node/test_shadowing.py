@@ -56,7 +56,7 @@ def test_a_shadow_on_the_path_ends_a_command_in_two_lines(tmp_path: Path) -> Non
         assert said.returncode == 2
         assert said.stderr == (
             "error: theirs/gossip.py hides the package gossip, which peerloom needs\n"
-            "  do: rename it, or take its folder off PYTHONPATH\n"
+            "  do: rename it, or remove its folder from PYTHONPATH\n"
         )
 
 

@@ -202,10 +202,10 @@ def test_only_nodes_that_offer_a_matching_data_set_take_part(tmp_path: Path) -> 
             assert not any(isinstance(e, AveragingEnded) for e in group.events["a"])
             graph = await group.nodes["a"].runs.models.get(manifest.graph_hash, [])
             said = [await group.nodes[n].runs.own_data.refusal(run, graph) for n in "bcd"]
-            assert said[0] == f"it offers no data set of its own called {NAME}"
+            assert said[0] == f"it offers no data set of its own with the name {NAME}"
             for reason in said[1:]:
                 assert reason is not None
-                assert "none of x float32[1,8,8], y int64[] that this model takes" in reason
+                assert "this model takes x float32[1,8,8], y int64[]" in reason
                 assert str(tmp_path) not in reason, "the offer reveals the path"
                 assert "nan" not in reason, "the offer reveals the content"
             with pytest.raises(UsageError, match=r"x of sample 5 at \[0, 3, 3\] is nan"):
