@@ -204,7 +204,7 @@ runpy.run_module("node", run_name="__main__")
     assert ended(command) == (
         2,
         [
-            f"error: data folder {tmp_path}: its file system takes no locks (no locks available)",
+            f"error: data folder {tmp_path}: its file system does not support locks (no locks available)",
             "  do: give the node a folder of its own: python -m node --data-dir DIR",
         ],
     )

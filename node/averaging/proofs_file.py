@@ -1,4 +1,4 @@
-"""The proofs of lies that a node keeps over a restart: one blob of its data folder."""
+"""The proofs of lies that a node keeps across restarts: one blob in its data folder."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -19,7 +19,8 @@ _Kept = Annotated[tuple[KeptProof, ...], msgspec.Meta(max_length=KEPT_MAX)]
 
 
 def read_proofs(storage: Storage, signer: Signer) -> list[tuple[PeerId, KeptProof]]:
-    """Return the liars and their proofs; none where the file is damaged, or of another swarm or version."""
+    """Return the liars with their proofs; empty if the file is damaged, or of a different swarm or
+    version."""
     data = storage.read(FILE)
     try:
         kept: tuple[KeptProof, ...] = decode(data or encode(()), _Kept, bytes_max=FILE_BYTES_MAX)
@@ -29,5 +30,5 @@ def read_proofs(storage: Storage, signer: Signer) -> list[tuple[PeerId, KeptProo
 
 
 def write_proofs(storage: Storage, kept: Sequence[KeptProof]) -> None:
-    """Replace what was kept. Raises OSError."""
+    """Replace the stored proofs. Raises OSError."""
     storage.write(FILE, encode(tuple(kept)))

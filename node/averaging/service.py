@@ -1,10 +1,10 @@
-"""The averaging service of a node: takes part in named runs, forms groups, averages, and hands on states.
+"""The averaging service of a node: takes part in named runs, forms groups, averages, and passes on states.
 
-Participants are found by direct announcement: members of the swarm are greeted (`gossip.roster`), and so are
-peers that declare in the DHT that they take part, since a member list need not hold all of a public swarm. A
-round is a wish for a group (`gossip.matchmaking`), then an attempt (`gossip.averaging.attempt`) on streams.
-In a run of more participants than a node keeps, members of a group find each other by records in the DHT
-under the group's key, which expire with the wish.
+Participants are found by direct announcements: this node greets the members of the swarm (`gossip.roster`),
+and also peers that declare in the DHT that they take part, since a member list need not contain all of a
+public swarm. A round is a search for a group (`gossip.matchmaking`), followed by an attempt
+(`gossip.averaging.attempt`) on streams. If a run has more participants than a node keeps, members of a group
+find each other through records in the DHT under the group's key, which expire with the search.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -48,21 +48,22 @@ from node.services.driver import Driver
 PURPOSE = "averaging"
 """The purpose of DHT records of a run's participants."""
 GROUP_PURPOSE = "averaging-group"
-"""The purpose of DHT records of peers that want a group under a key."""
+"""The purpose of DHT records of peers that want a group with a key."""
 GROUP_LOOK_SECONDS = 1.0
-"""The interval between two looks for others that want the group."""
+"""Seconds between two searches for other peers that want the same group."""
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=32)
-"""Streams of one peer: one for each attempt, which stays open a little beyond its result, since rounds may
-follow fast."""
+"""Limits on streams. One peer has a stream for each attempt, which stays open a little longer than the
+attempt because rounds may follow quickly."""
 DECLINED_MAX = 128
-"""Members that declined a group before this node was ready to begin its attempt."""
+"""Maximum number of remembered refusals by members that declined a group before this node began its
+attempt."""
 LOOK_SECONDS_MIN, LOOK_SECONDS_MAX = 2.0, 60.0
-"""The interval between two looks for participants, in the member list and in the DHT: short when alone, long
-in company."""
+"""Shortest and longest time between two searches for participants, in the member list and in the DHT. It is
+short while this node is alone."""
 
 
 class Averaging:
-    """The service. `run` drives it; `open` takes part in a run."""
+    """The averaging service. `run` drives it; `open` joins a run."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Averaging:
         is_private: bool = False,
         participants_max: int = roster.PARTICIPANTS_MAX,
     ) -> None:
-        """`participants_max` of one run are kept. A swarm with a key `is_private`."""
+        """At most `participants_max` participants of a run are kept. `is_private`: the swarm has a key."""
         self.is_private = is_private
         self._seams = seams
         self.clock = seams.clock
@@ -105,7 +106,7 @@ class Averaging:
         """Streams that wait for an attempt that is not known here yet."""
         self._nursery: trio.Nursery | None = None
         self.averaged: Callable[[bytes, Mapping[PeerId, int], int], None] = lambda _run, _came, _sent: None
-        """Called for each attempt that succeeded here: its run's key, the bytes of tensors from each member
+        """Called for each attempt that succeeded here, with its run's key, the tensor bytes from each member
         in the result, and the bytes sent."""
         self.proofs = Proofs(
             seams,
@@ -148,7 +149,7 @@ class Averaging:
 
     @property
     def runners(self) -> tuple[Runner, ...]:
-        """The attempts that this node is in now, or has not closed yet."""
+        """The attempts that this node takes part in now, or has not closed yet."""
         return tuple(self._runners.values())
 
     def open(
@@ -160,12 +161,13 @@ class Averaging:
         alike: Mapping[bytes, str] | None = None,
         door: TicketGate | None = None,
     ) -> Participation:
-        """Take part in the run of this name, with those that `gate` admits, by this rule, which `signature`
-        covers. `alike` are the signatures of the same tensors under other rules. A `door` is the gate of a
-        run of invited peers (`node.averaging.invitations`). Raises UsageError: in it already, or in
-        too many."""
+        """Join the run with this name and the peers that `gate` admits, averaging by the rule `aggregate`,
+        which `signature` covers. `alike` are the signatures of the same tensors under other rules. `door` is
+        the gate of a run of invited peers (`node.averaging.invitations`). Raises UsageError if this node is
+        already in the run, or in too many."""
         key = run_key(name) if door is None else door.admission.run
-        is_named = door is not None or gate is None  # else it is a run in local mode, which declares itself
+        # otherwise it is a run in local mode, which declares itself
+        is_named = door is not None or gate is None
         clock = self._seams.clock
         try:
             gate = HonestGate(self.proofs, key, gate if door is None else door)
@@ -207,18 +209,18 @@ class Averaging:
         return found
 
     def find(self, name: str, signature: bytes, door: TicketGate | None = None) -> Participation | None:
-        """Return this node's participation in the run of this name; None if there is none. Raises UsageError:
-        other tensors are averaged under this name here."""
+        """Return this node's participation in the run with this name; None if there is none. Raises
+        UsageError if this node averages different tensors under this name."""
         run = self._runs.get(run_key(name) if door is None else door.admission.run)
         if run is not None and run.roster.signature != signature:
             other = f"these tensors by {run.aggregate}" if signature in run.alike else ""
             raise UsageError(
-                f"run {name!r}: this node averages {other or 'tensors of other names or shapes'} in it"
+                f"run {name!r}: this node averages {other or 'tensors with other names or shapes'} in it"
             )
         return run
 
     def member_lost(self, peer: PeerId) -> None:
-        """Handle a peer that membership calls dead, or that has left."""
+        """Handle a peer that membership reports as dead, or that has left."""
         self._roster_driver.command(lambda _: self._rosters.lost(peer))
         self._match_driver.command(lambda now: self._matches.lost(now, peer))
         if self._nursery is not None:
@@ -237,7 +239,7 @@ class Averaging:
     async def _look_for_others(
         self, run: Participation, scope: trio.CancelScope, door: TicketGate | None
     ) -> None:
-        """Greet the members of the swarm, and those that the DHT knows, at growing intervals."""
+        """Greet the members of the swarm at growing intervals, and start the run's background tasks."""
         with scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(keep_running, "declaring of a run", self._declare, run)
@@ -252,11 +254,11 @@ class Averaging:
                     pause = LOOK_SECONDS_MIN if not run.roster.reports else min(2 * pause, LOOK_SECONDS_MAX)
 
     async def _declare(self, run: Participation) -> None:
-        """Declare in the DHT that this node takes part, and look for other participants there."""
+        """Declare in the DHT that this node takes part, and search there for other participants."""
         pause = LOOK_SECONDS_MIN
         declared = Declarations(self._discovery, run.peer, PURPOSE, run.key)
         while True:
-            if len(self._live()) > 1:  # alone, there is nobody to tell or to ask
+            if len(self._live()) > 1:  # while this node is alone, there is nobody to tell or to ask
                 await declared.declare(run.roster.signature)
                 peers = await declared.look()
                 self._roster_driver.command(lambda now, peers=peers: run.roster.introduce(now, peers))  # type: ignore[misc]  # bound now
@@ -264,8 +266,8 @@ class Averaging:
             pause = min(2 * pause, LOOK_SECONDS_MAX)
 
     async def _declare_group(self, key: bytes, seconds: float) -> None:
-        """Declare in the DHT, for `seconds`, that this node wants a group under this key, and send the wish
-        to other peers that declare the same. Runs until cancelled."""
+        """Declare in the DHT, for `seconds`, that this node wants a group with this key, and send its wish to
+        other peers that declare the same. Runs until cancelled."""
         with contain("declaring of a group"):
             declared = Declarations(self._discovery, self._seams.network.peer, GROUP_PURPOSE, key)
             until = self.clock.monotonic() + seconds
@@ -279,7 +281,7 @@ class Averaging:
     def _heard_of(self, event: object) -> None:
         match event:
             case roster.Left(is_far=True):
-                pass  # it is alive, and may be in a group with this node
+                pass  # the peer is alive, and may be in a group with this node
             case roster.Entered(run=key, peer=peer) if key in self._runs:
                 self._runs[key].entered(peer)
                 self.proofs.introduce(key, peer)
@@ -294,14 +296,14 @@ class Averaging:
             runner = self._runners.get(event.attempt)
             if runner is not None and self._nursery is not None:
                 self._nursery.start_soon(runner.lose, event.peer)
-            elif runner is None:  # the group has just formed: its attempt is being prepared
+            elif runner is None:  # the group has just formed, and its attempt is being prepared
                 self._declined = [*self._declined[1 - DECLINED_MAX :], (event.attempt, event.peer)]
             return
         for run in self._runs.values():
             run.matched(event)
 
     def _start(self, runner: Runner) -> None:
-        """Drive an attempt until it is closed, concurrently."""
+        """Start a task that drives an attempt until it is closed."""
         assert self._nursery is not None, "the service is running"
         self._runners[runner.attempt.id] = runner
         stirred, self._stirred = self._stirred, trio.Event()
@@ -313,7 +315,7 @@ class Averaging:
 
     async def _drive(self, runner: Runner) -> None:
         try:
-            with contain("averaging attempt"):  # if it fails by our own bug, its round has failed
+            with contain("averaging attempt"):  # if it fails because of our own bug, its round has failed
                 await runner.run()
         finally:
             self._runners.pop(runner.attempt.id, None)
@@ -349,7 +351,7 @@ class Averaging:
         await runner.receive_from(stream)
 
     def _early_rank(self, peer: PeerId) -> int:
-        """Return how a peer ranks for a place in `EarlyStreams`."""
+        """Return the rank of a peer that wants one of the places in `EarlyStreams`; higher is better."""
         if any(run.expectations.attendance.has_completed(peer) for run in self._runs.values()):
             return 2
         return int(any(run.roster.takes_part(peer) for run in self._runs.values()))
@@ -359,7 +361,7 @@ class Averaging:
     async def _snap(self, peer: PeerId, key: bytes, signature: bytes, step: int) -> Snapshot | str:
         run = self._runs.get(key)
         if run is None or run.roster.signature != signature or not run.roster.admits(peer):
-            return "this node takes no part in such a run"
+            return "this node does not take part in such a run"
         return await run.states.snap(step)
 
     def _kept(self, peer: PeerId, key: bytes, digest: bytes) -> Snapshot | None:

@@ -1,7 +1,7 @@
-"""The shell around the `partition.steps.committer.Committer` of one plan: time, events for people, requests
-to others.
+"""The shell around the `partition.steps.committer.Committer` of one plan: time, events for people, and
+messages.
 
-A lost member leads to the next plan, and with it the next committer.
+A lost member leads to a new plan, which has a new committer object.
 """
 
 from collections import Counter, deque
@@ -34,7 +34,8 @@ from partition.steps.validation import Series
 from partition.steps.witness import Witness
 
 VOUCHES_MAX = 64
-"""Frames that are compared with this node's own data, one after the other; more are judged without."""
+"""Maximum number of queued frames to compare with this node's own data, one at a time. Further frames are
+judged without the comparison."""
 
 
 class StepReceipts(Protocol):
@@ -87,7 +88,8 @@ def _make_core(
 
 
 class CommitterShell:
-    """Commits one run's steps from this node. `run` returns None when trained, or why it failed."""
+    """Commits one run's steps from this node. `run` returns None when training is done, or the reason why it
+    failed."""
 
     def __init__(
         self,
@@ -105,11 +107,11 @@ class CommitterShell:
         stepped: Callable[[int, float, Mapping[PeerId, int], Mapping[PeerId, int]], None],
         best: RunBestState,
     ) -> None:
-        """`absent` is called with the peers that the next plan must exclude, `paused` when no step is open,
-        `stepped` with the seconds of a step and the nanoseconds of each replica for a micro-batch, by its own
-        statement and by its neighbours'; `failures` are those of earlier plans. Nothing was computed since
-        `stalled_since`, `saved` is the step of the newest checkpoint, and `lost_steps` must be computed
-        again. `best` is this member's record of validations."""
+        """`absent` is called with the peers that the next plan must exclude, `paused` when no step is open.
+        `stepped` is called with a step's seconds, and with each replica's nanoseconds per micro-batch, as
+        stated by the replica and as measured by its neighbours. `failures` are those of earlier plans.
+        Nothing was computed since `stalled_since`, `saved` is the step of the newest checkpoint, and
+        `lost_steps` must be computed again. `best` is this member's record of validations."""
         self.core = _make_core(service, run, plan, saved, best.series)
         self._best = best
         self._signer = service.signer
@@ -129,9 +131,10 @@ class CommitterShell:
         self._refuse = service.refuse
         self._to_vouch: deque[tuple[PeerId, BadFrame]] = deque()
         self.made: Callable[[FrameHeader], Awaitable[tuple[Any, ...] | None]] | None = None
-        """Returns the frame of this node's own data that a trainer's frame is compared with."""
+        """Returns the corresponding frame made from this node's own data, for comparison with a trainer's
+        frame."""
         self.refused: tuple[int, bool] | None = None
-        """The micro-batch whose data ended the run, and whether it is one to train on."""
+        """The micro-batch whose data ended the run, and whether it is a training micro-batch."""
         self._lost_steps = lost_steps
         self.saving = SaveInterval(run.manifest.save_every)
         self._moved: Counter[PeerId] = Counter()
@@ -169,7 +172,7 @@ class CommitterShell:
                 self._pass_on(sends)
 
     async def _vouch(self, sender: PeerId, message: BadFrame) -> None:
-        """Check whether an unusable number of a frame is in this node's own data too."""
+        """Check whether the unusable value reported in a frame is also in this node's own data."""
         try:
             header = read_header(message.frame)
             if self.made is not None and message.frame.author != self._signer.peer:
@@ -200,14 +203,14 @@ class CommitterShell:
             self._absent(peer, lost.reason)
 
     async def _give_up(self) -> None:
-        """The next plan does without replicas that have not opened their stage in time."""
+        """Have the next plan exclude replicas that have not opened their stage in time."""
         await trio.sleep(self._open_seconds_max)
         self._lost(self._verdicts.late(self.core.phase, self._open_seconds_max))
 
-    # What others say
+    # Messages of other members
 
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
-        """A step message of a replica. Raises RemoteProtocolError."""
+        """Handle a step message of a replica. Raises RemoteProtocolError."""
         self._verdicts.heard(sender, message)
         if isinstance(message, Progress | Counted):
             self._witness.heard(now, sender, message)
@@ -225,20 +228,20 @@ class CommitterShell:
 
     @property
     def paused_at(self) -> int | None:
-        """The number of steps at which it pauses with no open step, if it does."""
+        """The number of steps at which the run is paused with no step open; None if it is not paused."""
         return self.core.step if self.core.phase == "paused" else None
 
     def revise(self, steps: int, rate: int) -> None:
-        """From the step that is open now on: end after `steps`, and multiply the learning rate by `rate`
+        """From the currently open step on: end after `steps`, and multiply the learning rate by `rate`
         millionths."""
         self.core.steps, self.core.losses.rate = steps, rate
 
     def take_last(self) -> None:
-        """End with the state that is here: the best one cannot come back."""
+        """End with the current state, because the best state cannot be brought back."""
         self._pass_on(self.core.take_last(self._clock.monotonic()))
 
     def pause(self) -> None:
-        """Open nothing after this step."""
+        """Open no further step after the current one."""
         self._pass_on(self.core.pause(self._clock.monotonic()))
 
     def unpause(self) -> None:
@@ -246,21 +249,21 @@ class CommitterShell:
         self._pass_on(self.core.unpause(self._clock.monotonic()))
 
     def checkpoint_took(self, step: int, seconds: float) -> None:
-        """Note a stage's time for the checkpoint of a step, which delays the next one."""
+        """Record a stage's time for the checkpoint of a step, which decides when the next one follows."""
         self.saving.checkpoint_took(step, seconds)
         self.core.saves.every = self.saving.steps
 
     def checkpoint_ended(self) -> None:
-        """Note that copying has ended, so its cost for the steps is known."""
+        """Record that copying has ended, so that its effect on the steps is known."""
         self.saving.ended()
         self.core.saves.every = self.saving.steps
 
     def save(self) -> None:
-        """Have every stage copied after this step."""
+        """Have every stage copied after the current step."""
         self._pass_on(self.core.save(self._clock.monotonic()))
 
     def reconnected(self, peer: PeerId) -> None:
-        """Send again what a reopened link to `peer` may have lost."""
+        """Resend what a broken link to `peer` may have lost."""
         self._pass_on(self.core.reconnected(peer))
 
     def _pass_on(self, sends: list[tuple[PeerId, object]]) -> None:
@@ -278,8 +281,8 @@ class CommitterShell:
             self.saving.began()
 
     def dropped(self, after: Plan) -> list[ReplicaDropped]:
-        """Return the peers that the plan `after` has lost, and how many micro-batches of the open step others
-        compute for them."""
+        """Return the peers that the plan `after` has lost, with the number of micro-batches of the open step
+        that others compute for them."""
         return [
             ReplicaDropped(
                 at=self._clock.wall(),
@@ -374,18 +377,19 @@ class CommitterShell:
 
 
 def _rounding(rows: Sequence[Work]) -> tuple[float, float]:
-    """The relative error of activations and of gradients: norm of the error over the norm."""
+    """Return the relative errors of activations and of gradients: the norm of the error divided by the
+    norm."""
     found = []
     for direction in range(2):
         pairs = [work.rounding[direction] for work in rows if len(work.rounding) > direction]
         error, norm = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
-        # A replica's statement may be any number, and the root of a negative one is complex.
+        # A replica may state any number, and the root of a negative one would be complex.
         ratio = error / norm if error >= 0 and norm > 0 else 0.0
         found.append(ratio**0.5 if isfinite(ratio) else 0.0)
     return found[0], found[1]
 
 
 def _utilisation(row: "list[Work] | tuple[Work, ...]", seconds: float) -> float:
-    """The share of `seconds` in which the replicas of `row` computed, on average."""
+    """Return the share of `seconds` in which the replicas of `row` computed, on average."""
     busy = sum(work.busy_nanoseconds for work in row) / 1e9
     return min(1.0, busy / max(1e-9, seconds * len(row)))

@@ -1,7 +1,7 @@
 """The shell around a `partition.steps.feeder.Feeder`: it turns sample numbers into signed frames.
 
-Frames of a step are kept until the next one opens, so that a replay sends the same bytes. While a step is
-computed the data of the next one is read and packed.
+The frames of a step are kept until the next step opens, so that a replay sends the same bytes. While a step
+is computed, the data of the next one is read and packed.
 """
 
 from collections import deque
@@ -27,16 +27,16 @@ from partition.steps.frames import Direction, FrameHeader, make_frame
 from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Open
 
 AHEAD_BYTES_MAX = 64 << 20
-"""How much of the next step's data is made before it is asked for: this node may also hold a stage."""
+"""Maximum size of frames that are made ahead for the next step, because this node may also hold a stage."""
 TRIP_BYTES = 1 << 20
-"""Made in one trip to a thread, and somewhat more: some milliseconds. A trip for each small micro-batch took
-longer than making it."""
+"""Approximate amount of frames made in one call of a thread, which takes some milliseconds. A call for each
+small micro-batch took longer than making it."""
 READS_MAX = 3
-"""How often one micro-batch's samples are read."""
+"""Maximum number of times that one micro-batch's samples are read."""
 COMPARE_SECONDS_MAX = 30.0
-"""For samples of another trainer to come here, so that its frame can be compared."""
+"""How long to wait for samples of another trainer, which are needed to compare its frame."""
 Send = Callable[..., None]
-"""As `node.runs.context.RunService.send`."""
+"""Sends a message like `node.runs.context.RunService.send`."""
 
 
 class FeederShell:
@@ -86,18 +86,18 @@ class FeederShell:
                 await self._more.wait()
 
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
-        """Handle a message of the committer that opens micro-batches. Raises RemoteProtocolError."""
+        """Handle a committer's message that opens micro-batches. Raises RemoteProtocolError."""
         if isinstance(message, Open) and not message.train:
             end = message.first + len(message.stages[0].owners)
             if end > self._run.manifest.validations + self._run.manifest.evaluations:
-                raise RemoteProtocolError("an Open of held-out micro-batches that do not exist")
+                raise RemoteProtocolError("an Open message names held-out micro-batches that do not exist")
         self.core.receive(now, sender, message)
         self._take_events()
         if isinstance(message, Open) and message.train and message.plan == self.core.plan_hash:
             self._look_ahead(message.step)
 
     def reconnected(self, peer: PeerId) -> None:
-        """Send again what a reopened link to `peer` may have lost."""
+        """Resend what a broken link to `peer` may have lost."""
         self.core.reconnected(peer)
         self._take_events()
 
@@ -111,7 +111,7 @@ class FeederShell:
         self._payloads = {key: row for key, row in self._payloads.items() if not key[1] or key[0] >= first}
 
     def _look_ahead(self, step: int) -> None:
-        """Note the micro-batches that this trainer is to feed in the step after `step`."""
+        """Plan the micro-batches that this trainer has to feed in the step after `step`."""
         if step <= self._ahead_of:
             return
         self._ahead_of, self._ahead_bytes = step, 0
@@ -134,7 +134,8 @@ class FeederShell:
             self._ahead_bytes += self._pair_bytes
 
     def _make_those_here(self, numbers: Sequence[int]) -> list[tuple[int, tuple[Payload, Payload]]]:
-        """Make frames to train on; samples that are not here are waited for when they are asked for."""
+        """Make training frames from samples on this node; missing samples are waited for when a frame is
+        requested."""
         made = []
         for number in numbers:
             with suppress(DataMissing):
@@ -144,7 +145,7 @@ class FeederShell:
     async def _feed(self, feed: core.FeedReady) -> None:
         key = (feed.microbatch, feed.train)
         if not feed.train:
-            # The core never asks for one so far before another.
+            # The core never requests this micro-batch after the current one.
             self._payloads.pop((feed.microbatch - EVALUATIONS_IN_FLIGHT_MAX, False), None)
         if key not in self._payloads:
             self._payloads[key] = await self._make_ready(feed.microbatch, train=feed.train)
@@ -155,7 +156,7 @@ class FeederShell:
             self._send_frame(feed.labels_to, feed, labels, len(self._plan.stages) - 1, "labels")
 
     async def _make_ready(self, microbatch: int, *, train: bool) -> tuple[Payload, Payload]:
-        """Wait for the samples. Raises Unreachable: nobody has them."""
+        """Wait for the samples, and make the frames. Raises Unreachable if no peer has the samples."""
         for attempt in range(READS_MAX):
             await self.batches.ready(microbatch, train=train, again=attempt > 0)
             try:
@@ -171,8 +172,8 @@ class FeederShell:
         return self._pack(inputs, samples), self._pack(labels, samples)
 
     async def made(self, header: FrameHeader) -> tuple[Any, ...] | None:
-        """Return the frame that this node would have sent instead of a trainer's: sizes, tensors, codec,
-        digest."""
+        """Return the frame that this node would have sent in place of a trainer's, as (sizes, tensors, codec,
+        digest); None if it cannot be made."""
         if header.direction == "gradient" or (header.direction == "input" and header.stage):
             return None
         if not self.batches.rows(header.microbatch, train=header.train):

@@ -1,7 +1,7 @@
 """The shell around a `partition.steps.replica.Replica`: its stage process, its frames, its all-reduce.
 
-One task computes, in the order in which the core says; messages are taken in between, so a probe or a new
-plan never waits for a product of matrices.
+One task computes, in the order that the core decides. Messages are handled in between, so a probe or a new
+plan never waits for a matrix multiplication.
 """
 
 from collections import deque
@@ -41,11 +41,13 @@ from partition.steps.schedule import Schedule
 from partition.steps.shares import Share
 
 Send = Callable[..., None]
-"""As `node.runs.context.RunService.send`."""
+"""Sends a message like `node.runs.context.RunService.send`."""
 Save = Callable[[Plan, int, int, Stage], Awaitable[None]]
-"""Keep a copy of a stage: its plan, its number, the steps applied."""
+"""Stores a copy of a stage; takes the plan, the stage's number, the number of steps applied, and the
+stage."""
 Restore = Callable[[Plan, bytes, int, Stage], Awaitable[None]]
-"""Bring this node's stage of a plan to a checkpoint: its name, the steps applied."""
+"""Restores this node's stage from a checkpoint; takes the plan, the checkpoint's name, its step, and the
+stage."""
 
 
 @dataclass
@@ -83,8 +85,9 @@ class ReplicaShell:
         archive: FrameArchive,
         frames_bytes_max: int = FRAMES_BYTES_MAX,
     ) -> None:
-        """`refuse` is called for a peer whose frame is neither usable nor a proof. `save` keeps a copy of the
-        stage after a step, `restore` returns to one. `archive` keeps received and sent frames."""
+        """`refuse` is called for a peer whose frame is unusable but not signed, so that it proves nothing.
+        `save` stores a copy of the stage after a step, and `restore` returns to one. `archive` keeps received
+        and sent frames."""
         entry = specification.graph.entry(TRAIN)
         self.core: core.Replica = seams.core(
             core.Replica,
@@ -160,7 +163,7 @@ class ReplicaShell:
         self._pass_on([])
 
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
-        """A step message, an opened frame or an all-reduce part. Raises RemoteProtocolError."""
+        """Handle a step message, an opened frame or an all-reduce part. Raises RemoteProtocolError."""
         if isinstance(message, Part):
             if self.core.plan.stage_of(sender) is None:
                 raise RemoteProtocolError("a part from a peer that holds no stage")
@@ -170,8 +173,8 @@ class ReplicaShell:
             self._pass_on(self.core.receive(now, sender, message))
 
     async def keep(self, frame: OpenedFrame) -> OpenedFrame | None:
-        """Return a received frame in memory where it may stay until its step is applied; None if there is no
-        room, and the stage fails."""
+        """Return a received frame in memory that it may stay in until its step is applied. If there is no
+        room, the stage fails, and None is returned."""
         try:
             return await self._frames.keep(frame)
         except StageFailed as error:
@@ -180,12 +183,12 @@ class ReplicaShell:
             return None
 
     def reconnected(self, peer: PeerId) -> None:
-        """Send again what a reopened link to `peer` may have lost."""
+        """Resend what a broken link to `peer` may have lost."""
         self._pass_on(self.core.reconnected(peer))
         self._reduction.repeat_to(peer)
 
     async def export(self) -> bytes:
-        """The stage's parameters as a safetensors file. Raises StageFailed."""
+        """Return the stage's parameters as a safetensors file. Raises StageFailed."""
         request = _Export()
         if not self._is_over:
             self._exports.append(request)
@@ -196,13 +199,13 @@ class ReplicaShell:
         return request.data
 
     async def read_state(self, request: FetchState) -> bytes | None:
-        """Return a range of an arena after the requested step; None if the arena is at another step."""
+        """Return a range of an arena after the requested step; None if the arena is at a different step."""
         if not self._is_at(request.step):
             return None
         vector = self._stage.vector(request.arena)
         part = vector[request.offset : request.offset + request.length]
         data = await self._seams.executor.run(lambda: bytes(part))
-        # It may have been overwritten meanwhile.
+        # The arena may have been overwritten meanwhile.
         return data if self._is_at(request.step) else None
 
     def _is_at(self, step: int) -> bool:
@@ -228,7 +231,8 @@ class ReplicaShell:
         self._more.set()
 
     def _is_proof(self, message: BadFrame) -> bool:
-        """Return whether the reported frame can be shown: an unsigned one counts as not received."""
+        """Return whether the reported frame proves its author's fault; an unsigned frame counts as not
+        received."""
         try:
             check_signed(self._signer, message.frame)
         except RemoteProtocolError as error:
@@ -236,7 +240,7 @@ class ReplicaShell:
             return False
         return True
 
-    # Requests of the core
+    # The core's requests
 
     async def _perform(self, work: core.WorkItem) -> None:
         is_save_or_fill = isinstance(work, core.StepDiscarded | core.FillReady | core.SaveReady)
@@ -264,7 +268,7 @@ class ReplicaShell:
     async def _call(self, request: api.Request) -> object:
         began, begun = self._seams.clock.monotonic(), self._seams.clock.wall()
         reply = await self._stage.call(request)
-        # The process's own figure, if it has one: waiting for it is not busy time.
+        # Use the process's own figure, if it has one, since waiting for the process is not busy time.
         busy = getattr(reply, "busy_nanoseconds", 0)
         lasted = self._seams.clock.monotonic() - began
         self._meter.busy_seconds += busy / 1e9 if busy else lasted
@@ -281,7 +285,9 @@ class ReplicaShell:
             self._pass_on(self.core.refused(work, error.part, str(error), of_values=error.of_values))
         except StageDiverged as error:
             if isinstance(work, core.BackwardReady):
-                raise  # gradients may be non-finite: only the forward pass is checked
+                # Store a copy of the state, unless it contains non-finite values, from which no training
+                # could continue.
+                raise
             self._pass_on(self.core.diverged(work, str(error)))
 
     async def _forward(self, work: core.ForwardReady) -> None:
@@ -317,7 +323,7 @@ class ReplicaShell:
         self._pass_on(self.core.backwarded(work, gradient=draft))
 
     async def _remove(self, work: core.SubtractReady) -> None:
-        """Replay a micro-batch that another replica counts, with the other sign."""
+        """Replay a micro-batch that another replica counts with opposite sign, to remove it from the sums."""
         await self._call(api.Forward(work.step, work.microbatch, True, work.input, work.labels, sign=-1))
         if work.gradient is not None:
             await self._call(api.Backward(work.step, work.microbatch, work.gradient, sign=-1))
@@ -339,9 +345,9 @@ class ReplicaShell:
             elif work.checkpoint != FIRST_VALUES:
                 await self._restore(self.core.plan, work.checkpoint, work.step, self._stage)
             elif self._is_changed:
-                raise StageFailed("it has trained already, and all begin anew")
+                raise StageFailed("it has already trained, and all begin again")
         if self._filling.cancelled_caught:
-            return  # a new plan names other sources, or another checkpoint
+            return  # a new plan names different sources, or a different checkpoint
         await self._call(api.Restore(work.step))
         self._is_changed = work.checkpoint != FIRST_VALUES
         self._pass_on(self.core.filled(work, digest))
@@ -361,7 +367,7 @@ class ReplicaShell:
     # The step
 
     async def _reduced(self, reducing: core.ReduceReady, digest: bytes) -> None:
-        # Even without clipping: a non-finite value in one stage must keep all others from applying.
+        # Even without clipping, a non-finite value in one stage must keep all others from applying the step.
         normed = await self._call(api.Norm())
         assert isinstance(normed, api.Normed)
         self._pass_on(self.core.reduced(reducing, digest, normed.squared_norm))
@@ -389,5 +395,5 @@ class ReplicaShell:
 
 
 def _is_finite(vector: _Vector) -> bool:
-    """Return whether no element is infinite or not a number, without a copy of them."""
+    """Return whether all elements are finite, without copying them."""
     return not vector.size or bool(np.isfinite(vector.min()) and np.isfinite(vector.max()))

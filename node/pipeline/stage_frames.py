@@ -1,7 +1,7 @@
-"""The frames of one stage: those that come are kept, those that go are packed, signed and sent.
+"""The frames of one stage: received frames are kept; outgoing frames are packed, signed and sent.
 
-What the core keeps of a frame is its draft, which may be sent again under another plan or attempt. The bytes
-lie in a `node.pipeline.frame_store`.
+The core keeps outgoing frames as drafts, since a frame may be sent again under a different plan or attempt.
+The bytes are in a `node.pipeline.frame_store`.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,8 @@ from partition.steps.frames import (
 
 @dataclass(frozen=True)
 class FrameDraft:
-    """A frame but for what it is signed for: it may be sent again under another plan."""
+    """A frame without the plan and attempt that it is signed for, since it may be sent again under a
+    different plan."""
 
     payload: Payload
     step: int
@@ -43,7 +44,7 @@ class FrameDraft:
 
 
 class StageFrames:
-    """Those of one replica's core."""
+    """The frames of one replica's core."""
 
     def __init__(
         self,
@@ -56,8 +57,8 @@ class StageFrames:
         meter: WorkMeter,
         bytes_max: int,
     ) -> None:
-        """`archive` keeps frames of training for audits, `meter` counts what is sent; at most `bytes_max` are
-        kept in memory."""
+        """`archive` keeps training frames for audits, and `meter` counts what is sent. At most `bytes_max`
+        are kept in memory."""
         self._signer = signer
         self._core = core
         self._clock = seams.clock
@@ -68,14 +69,14 @@ class StageFrames:
         self._store = seams.part(FrameStore)(seams.storage, seams.executor, bytes_max)
 
     async def keep(self, frame: OpenedFrame) -> OpenedFrame:
-        """Return a frame that has come, in memory that it may stay in until its step is applied. Raises
-        StageFailed: there is no room."""
+        """Return a received frame in memory that it may stay in until its step is applied. Raises StageFailed
+        if there is no room."""
         kept = replace(frame, payload=await self._store.keep(frame.payload))
         self._note(kept.header, kept.fact, kept.payload)
         return kept
 
     def codec_towards(self, towards: int) -> Codec:
-        """Return the codec of frames for the stage `towards` (+1 or -1) this one."""
+        """Return the codec of frames for the next stage (`towards` +1) or the previous one (-1)."""
         stages, other = self._core.plan.stages, self._core.stage + towards
         receivers = [PeerId(peer) for peer in stages[other].replicas] if 0 <= other < len(stages) else []
         return self._codecs.codec(receivers, is_gradient=towards < 0)
@@ -89,13 +90,13 @@ class StageFrames:
         *,
         train: bool,
     ) -> FrameDraft | None:
-        """Return the frame that takes a result to the stage `towards` this one; None where there is none.
-        Raises StageFailed: it cannot be sent, or there is no room."""
+        """Return the frame for a result sent to the next (`towards` +1) or previous (-1) stage; None if there
+        is no result. Raises StageFailed if the frame is too long or there is no room."""
         if payload is None:
             return None
         if len(payload.data) > PAYLOAD_BYTES_MAX:
             raise StageFailed(
-                f"a frame of {len(payload.data)} bytes, at most {PAYLOAD_BYTES_MAX} can be sent"
+                f"a frame has {len(payload.data)} bytes; at most {PAYLOAD_BYTES_MAX} can be sent"
             )
         await self._codecs.learn(payload, is_gradient=direction == "gradient")
         payload = await self._store.keep(payload)
@@ -122,6 +123,6 @@ class StageFrames:
         self._send(peer, frame, draft.payload.data)
 
     def _note(self, header: FrameHeader, fact: Fact, payload: Payload) -> None:
-        """Keep a frame of training for audits that come later."""
+        """Keep a training frame for later audits."""
         if header.train:
             self._archive.note(self._clock.monotonic(), self._core.plan.run, header, fact, payload)

@@ -1,8 +1,9 @@
-"""Fetches a stage's state from replicas that have it: parameters and moments, in ranges, from several at
+"""Fetches a stage's state (parameters and moments) from replicas that have it, in ranges from several at
 once.
 
-It is for newcomers, and for replicas that dissent from their peers. The result is compared with the
-committer's digest; a peer that declines, stalls or dies is left out, and its ranges go to the others.
+It is for newcomers, and for replicas whose state differs from their peers'. The result is compared with the
+committer's digest. A peer that declines, stalls or dies is left out, and its ranges are fetched from the
+others.
 """
 
 from collections import deque
@@ -21,10 +22,10 @@ from node.seams import Executor, Network, Stage
 from partition.plan.plan import NO_HASH
 
 STATE_RANGE_BYTES = 4 << 20
-"""The length of one answer: long beside a round trip, short beside a link that turns out to be slow."""
+"""Length of one answer: sending it takes long compared with a round trip, but not too long on a slow link."""
 RANGE_SECONDS_MAX = 30.0
 PER_SOURCE = 2
-"""Ranges asked for at once from each source: one on its way while the other is read."""
+"""Number of ranges requested at once from each source, so that one is sent while the other is read."""
 Arena = Literal["parameters", "moments"]
 
 
@@ -38,7 +39,7 @@ async def fill(
     sources: Sequence[PeerId],
     digest: bytes,
 ) -> bytes:
-    """Write the state after `step` steps into the stage's arenas; return the BLAKE3 of its parameters.
+    """Write the state after `step` steps into the stage's arenas; return the BLAKE3 hash of its parameters.
 
     Raises:
         StageFailed: the sources did not deliver the committer's state.
@@ -61,13 +62,15 @@ async def fill(
                     network, source, request, seconds=RANGE_SECONDS_MAX, bytes_max=STATE_RANGE_BYTES
                 )
                 if len(data) != length:
-                    raise Unreachable("refused", f"{len(data)} bytes of state, {length} asked for")
+                    raise Unreachable(
+                        "refused", (f"received {len(data)} bytes of state; {length} were requested")
+                    )
             except Unreachable as error:
                 ranges.append((arena, begin, length))
                 reasons.append(error.detail)
                 return
             vector = stage.vector(arena)
-            # Writing megabytes into untouched pages does not belong on the event loop.
+            # Writing megabytes into untouched pages would block the event loop.
             await executor.run(partial(vector.__setitem__, slice(begin, begin + length), data))
 
     async with trio.open_nursery() as nursery:
@@ -75,8 +78,8 @@ async def fill(
             for _ in range(PER_SOURCE):
                 nursery.start_soon(drain, source)
     if ranges:
-        raise StageFailed(f"nobody handed over the state of step {step}: {'; '.join(reasons[-3:])}")
+        raise StageFailed(f"no peer delivered the state of step {step}: {'; '.join(reasons[-3:])}")
     found = await executor.run(lambda: blake3(stage.vector("parameters")).digest())
     if digest not in (NO_HASH, found):
-        raise StageFailed(f"the state of step {step} that came is another than its replicas hold")
+        raise StageFailed(f"the received state of step {step} differs from the state that its replicas hold")
     return found

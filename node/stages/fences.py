@@ -1,8 +1,8 @@
-"""A trial of the fences that this machine supports: `python -m node.stages.fences` in a process of its own.
+"""Tests which fences this machine supports: `python -m node.stages.fences` in a separate process.
 
-A fence cannot be removed, so the trial puts fences up around a process that then ends. The node runs it at
-its start, before it offers anything, and `doctor` whenever it runs. It is not the fence of any stage: each
-stage's process puts up its own, and refuses if one fails (`node.stages.sandbox`).
+A fence cannot be removed, so the test sets up fences around a process that ends afterwards. The node runs the
+test at its start, before it offers anything, and so does `doctor`. The test fences no stage: each stage's
+process sets up its own fences, and refuses to run if one fails (`node.stages.sandbox`).
 """
 
 import json
@@ -18,21 +18,22 @@ from node.stages import sandbox
 from node.stages.scratch import Scratch, remove_forgotten
 
 TRIAL_SECONDS_MAX = 20.0
-"""It takes 0.1 s; a swapping machine gets more time, and no start waits for ever."""
+"""Time limit of the test. It takes 0.1 s; a swapping machine gets more time, but the node's start must not
+wait forever."""
 _TRIAL_BYTES = 64 << 20
 _SOURCE_ROOT = str(Path(__file__).parents[2])
 REMEDY = (
-    "to take stages of others all the same: allow_unfenced = true under [resources] in node.toml,"
-    " or PEERLOOM_ALLOW_UNFENCED=true"
+    "to take stages of others without the fences: allow_unfenced = true under "
+    "[resources] in node.toml, or PEERLOOM_ALLOW_UNFENCED=true"
 )
 
 
 def try_fences(device: str, python: str = sys.executable) -> sandbox.Fenced:
-    """Return the fences of a process here of `python` that computes on `device`. Call it in a thread; raises
-    nothing.
+    """Return the fences that a process of `python` that computes on `device` gets here. Call it in a thread;
+    it raises nothing.
 
-    If the trial itself fails, the result says that no fence is known to hold. It also removes scratch folders
-    of killed nodes.
+    If the test itself fails, the result states that no fence is known to hold. It also removes scratch
+    folders of killed nodes.
     """
     remove_forgotten()
     try:
@@ -48,7 +49,7 @@ def try_fences(device: str, python: str = sys.executable) -> sandbox.Fenced:
             env=sandbox.environment(os.environ, scratch=scratch.path, path=_SOURCE_ROOT, threads=1),
             timeout=TRIAL_SECONDS_MAX,
             check=True,
-            # Ctrl-C at the terminal is for the node. A trial that it interrupted would prove nothing.
+            # Ctrl-C at the terminal is meant for the node. A test interrupted by it would prove nothing.
             process_group=0,
         )
         said = json.loads(ended.stdout)
@@ -59,13 +60,13 @@ def try_fences(device: str, python: str = sys.executable) -> sandbox.Fenced:
         last = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         return _failed(f"it ended with status {error.returncode}: {last}")
     except (ValueError, KeyError):
-        return _failed("it said nothing that can be read")
+        return _failed("its output could not be read")
     finally:
         scratch.remove()
 
 
 def try_here(resources: Resources, at: float) -> FencesTried:
-    """Return the trial as an event, for the device of a node with these resources."""
+    """Return the result of the test as an event, for the device of a node with these resources."""
     tried = try_fences(find_device(resources.device))
     return FencesTried(
         at=at, fences=tried.fences, unfenced=tried.unfenced, is_allowed=resources.allow_unfenced

@@ -1,10 +1,10 @@
 """The framing of requests and answers between a node and its stage's process. No torch, and no sockets.
 
-A message is a header, its MessagePack, and a trailing file for an `Import` or `Exported`, which may be
-gigabytes; inside the MessagePack, decoding would copy it at once. The tensors of a micro-batch are in
-neither: their bytes lie in memory that both sides map, requests in its first half and answers in the second.
-One call is served at a time, so one place for each is enough. The reader copies them out at once and never
-reads there again.
+A message is a header, its MessagePack, and, for an `Import` or `Exported`, a trailing file. The file may have
+gigabytes, and decoding it as a part of the MessagePack would copy it in one go. The tensors of a micro-batch
+are in neither: their bytes are in memory that both processes map, requests in its first half and answers in
+the second. One call is served at a time, so one area for each is enough. The reader immediately copies the
+tensors out and does not read that area again.
 """
 
 import struct
@@ -48,14 +48,15 @@ _PAYLOADS: dict[type, tuple[str, ...]] = {
     Ran: ("output",),
     Served: ("output",),
 }
-"""The fields with tensors in each message: at most two bundles."""
+"""The fields with tensors in each message; a message has at most two such payloads."""
 
 Message = TypeVar("Message", Request, Reply)
 
 
 class Header(NamedTuple):
-    """The header of every message: the lengths of its MessagePack, of its trailing file, and of its bundles
-    of tensors in shared memory; then the nanoseconds that the stage's process was busy with the answer."""
+    """The header of every message: the lengths of its MessagePack, of its trailing file, and of its two
+    tensor payloads in shared memory. The last field is how many nanoseconds the stage's process was busy with
+    the answer."""
 
     message: int
     behind: int = 0
@@ -65,7 +66,7 @@ class Header(NamedTuple):
 
     @property
     def payloads(self) -> int:
-        """Return the bytes in shared memory."""
+        """The number of bytes in shared memory."""
         return self.first + self.second
 
     def encode(self) -> bytes:
@@ -85,7 +86,8 @@ class FramedMessage(NamedTuple):
 
 
 def read_header(data: bytes) -> Header:
-    """Read a header of HEADER_BYTES. Any bytes give numbers, which the caller checks against its bounds."""
+    """Read a header of HEADER_BYTES. Any bytes are a valid header, so the caller must check the lengths
+    against its limits."""
     return Header(*_HEADER.unpack(data))
 
 
@@ -108,7 +110,7 @@ def split(message: object) -> FramedMessage:
 
 
 def largest_payload(request: object) -> PayloadPart | None:
-    """Return the longest tensor field of a micro-batch; None if a request has none."""
+    """Return the field with a request's longest tensors of a micro-batch; None if it has none."""
     if isinstance(request, Backward):
         return "gradient"
     if not isinstance(request, Forward):
@@ -117,7 +119,7 @@ def largest_payload(request: object) -> PayloadPart | None:
 
 
 def refusal(reply: Refused) -> StageFailed:
-    """Return the error that a refusal raises at the caller."""
+    """Return the error to raise at the caller for a refusal."""
     if reply.fault in ("position", "room"):
         return SessionRefused(reply.reason, reply.session, has_no_room=reply.fault == "room")
     if reply.part:
@@ -126,26 +128,26 @@ def refusal(reply: Refused) -> StageFailed:
 
 
 def joined(message: Message, behind: bytes, payloads: Sequence[Data]) -> Message:
-    """Return a decoded message with its trailing file and tensors: `payloads` are both bundles, b"" if there
-    is none.
+    """Return a decoded message with its trailing file and tensors. `payloads` are both tensor payloads, each
+    b"" if there is none.
 
     Raises:
         RemoteProtocolError: a file or tensors came with a message that has no field for them.
     """
     if isinstance(message, Import | Exported):
         if any(payloads):
-            raise RemoteProtocolError("tensors beside a message that has none")
+            raise RemoteProtocolError("tensors with a message that has none")
         return msgspec.structs.replace(message, data=behind)
     if behind:
-        raise RemoteProtocolError(f"{len(behind)} bytes behind a message that has none")
+        raise RemoteProtocolError(f"{len(behind)} bytes after a message that has no trailing file")
     left = list(payloads)
     found = {}
     for name in _PAYLOADS.get(type(message), ()):
         payload = getattr(message, name)
         if payload is not None:
             if payload.data:
-                raise RemoteProtocolError("a message with tensors in two places")
+                raise RemoteProtocolError("the message has tensors both inside and in shared memory")
             found[name] = msgspec.structs.replace(payload, data=memoryview(left.pop(0)).toreadonly())
     if any(left):
-        raise RemoteProtocolError("tensors beside a message that has none")
+        raise RemoteProtocolError("tensors with a message that has none")
     return msgspec.structs.replace(message, **found)

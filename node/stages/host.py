@@ -1,15 +1,16 @@
-"""StageHost: a stage in a process of its own, behind the one message API of `partition.stage`.
+"""StageHost: a stage in a separate process, behind the message API of `partition.stage`.
 
-Torch is slow to import and holds the interpreter while it computes, and a stage that breaks must not break
-the node: hence a process. Requests go over a socket pair, one at a time in the order of the calls; parameters
-lie in unnamed shared memory, and the tensors of a micro-batch go through another part of it
-(`node.stages.framing`). The process gets nothing else of the node and fences itself in
-(`node.stages.sandbox`). The limits that it cannot set itself are here: while it owes an answer it is watched,
-and killed if it is frozen, too slow or too large. A node that is killed leaves one empty folder behind, which
-the next stage of any node removes.
+Torch is slow to import and holds the interpreter while it computes, and a stage that crashes must not crash
+the node, so a stage runs in its own process. Requests go over a socket pair, one at a time in the order of
+the calls. Parameters are in unnamed shared memory, and the tensors of a micro-batch go through another part
+of it (`node.stages.framing`). The process gets nothing else from the node and fences itself in
+(`node.stages.sandbox`). The limits that it cannot set itself are enforced here: while an answer is due it is
+watched, and killed if it is frozen, too slow or too large. A node that is killed leaves one empty folder
+behind, which the next stage of any node removes.
 
-A failed stage stays failed: its user closes it and opens another. A finished stage may leave its process to
-the next stage of the same run (`retire`), never to another run, whose requester could find its remains.
+A failed stage stays failed: its user closes it and opens another. A finished stage may pass its process to
+the next stage of the same run (`retire`), but never to another run, whose requester could find data left in
+it.
 """
 
 import contextlib
@@ -53,15 +54,15 @@ from partition.stage import (
 )
 
 EPITAPH_SECONDS = 2.0
-"""How long a process that closed its end may take to exit, before it is killed with its status unknown."""
+"""How long a process that closed its end may take to exit before it is killed with its status unknown."""
 RETIRE_SECONDS = 10.0
-"""How long a process may take to release a stage. Loading another process takes longer on any machine."""
+"""How long a process may take to release a stage. Loading a new process takes longer on any machine."""
 REAP_SECONDS = 5.0
-"""How long to wait until a killed process is gone; only a stuck kernel call takes longer."""
+"""How long to wait until a killed process is gone; only a stuck system call takes longer."""
 PART_BYTES = 256 << 10
-"""Bytes read at once: as much as the kernel buffers on a link."""
+"""Number of bytes read at once, which is the size of the kernel's buffer for a link."""
 YIELD_BYTES = 1 << 20
-"""Bytes copied without a pause: the loop copies this much in half a millisecond."""
+"""Number of bytes copied before other tasks may run; copying them takes half a millisecond."""
 _REAP_POLL_SECONDS = 0.002
 _STDERR_TAIL_BYTES = 2_000
 _LAST_LINE_MAX = 200
@@ -70,9 +71,9 @@ _LAST_LINE_MAX = 200
 class StageHost:
     """The node's handle on one stage process; implements `node.seams.Stage`.
 
-    Made by `open`. `call` may be used from many tasks; `aclose` must be called at the end. `admitted` is the
-    process's report when it was ready; its `fences` and `unfenced` list the fences that hold and those that
-    do not.
+    Created by `open`. `call` may be used from many tasks; `aclose` must be called at the end. `admitted` is
+    the process's report when it was ready; its `fences` and `unfenced` list the fences that hold and those
+    that do not.
     """
 
     admitted: Admitted
@@ -89,7 +90,7 @@ class StageHost:
         self._allowance = allowance
         self._stalled_seconds = stalled_seconds
         self._answer_seconds = self._count_at = 0.0
-        self._lock = trio.Lock()  # hands over in the order of waiting
+        self._lock = trio.Lock()  # a fair lock: waiting calls are served in order
         self._failure: str | None = None
         self._mappings: dict[str, mmap.mmap] = {}
         if program is None:
@@ -128,11 +129,12 @@ class StageHost:
         spare: Spare | None = None,
         after: "StageHost | None" = None,
     ) -> Self:
-        """Start a process, or take that of the stage `after` or of `spare`, and wait until it is ready, with
-        its initial parameters in the arena. `after` is of the same run, and closed by this call.
+        """Start a process, or take over that of the stage `after` or of `spare`, and wait until it is ready,
+        with its initial parameters in the arena. `after` is a stage of the same run, and is closed by this
+        call.
 
-        `start_seconds` is by default long enough for any working machine; `stalled_seconds` is how long the
-        process may do nothing while it owes an answer. Its files count in `scratch`.
+        `start_seconds` is by default long enough for any working machine. `stalled_seconds` is how long the
+        process may do nothing while an answer is due. Its files count in `scratch`.
 
         Raises:
             RemoteProtocolError: `specification` is not an encoded `StageSpecification`.
@@ -140,7 +142,7 @@ class StageHost:
         """
         program = None
         try:
-            # In a thread: decoding a graph takes milliseconds, or a second for a hostile one.
+            # In a thread, since decoding a graph takes milliseconds, or a second for a hostile one.
             allowance = await trio.to_thread.run_sync(partial(_decode_allowance, specification))
             if after is not None:
                 program = await after.retire(allowance)
@@ -163,26 +165,27 @@ class StageHost:
 
     @property
     def pid(self) -> int:
-        """The process id of the stage."""
+        """The id of the stage's process."""
         return self._process.pid
 
     async def call(self, request: object, *, seconds: float | None = None) -> Reply:
         """Send one request to the stage and wait for its answer; calls are served in order.
 
         A stage is killed if it has not answered after `seconds` (by default far more than its work takes on a
-        slow machine), stands still, or exceeds its memory.
+        slow machine), hangs, or exceeds its memory.
 
-        Cancelling a call that is being served ends the process, because the next call would receive its
-        answer. The stage then counts as failed.
+        If a call is cancelled while it is served, the process is ended, because the next call would receive
+        its answer. The stage then counts as failed.
 
         Raises:
-            PayloadRefused: what others sent with the request cannot be used; the stage goes on.
-            SessionRefused: a served session that it cannot continue; the stage goes on.
-            StageDiverged: what it computes is not finite; the stage goes on.
-            StageFailed: the stage refused the request for another reason (it goes on), or its process is
+            PayloadRefused: data sent by others with the request cannot be used; the stage goes on.
+            SessionRefused: the stage cannot continue a served session; the stage goes on.
+            StageDiverged: the stage's result is not finite; the stage goes on.
+            StageFailed: the stage refused the request for a different reason (it goes on), or its process is
                 gone.
         """
-        # At once if the stage is idle: otherwise it would wait while other tasks encrypt frames.
+        # Without yielding if the stage is idle; otherwise the call would wait while other tasks encrypt
+        # frames.
         await acquire(self._lock)
         try:
             if self._failure is not None:
@@ -212,8 +215,8 @@ class StageHost:
         return memoryview(self._mappings[name])[: self._allowance.arenas[name]]
 
     async def retire(self, allowance: Allowance, seconds: float = RETIRE_SECONDS) -> StageProgram | None:
-        """Have the process release this finished stage for one of the same run with this allowance, within
-        `seconds`. Return the process; None if another process is needed."""
+        """Have the process release this finished stage within `seconds`, for the next stage of the same run,
+        which has this allowance. Return the process; None if a new process is needed."""
         program = self._program
         if program is None or self._failure is not None or self._lock.statistics().locked:
             return None
@@ -221,13 +224,13 @@ class StageHost:
             return None
         async with self._lock:
             try:
-                self._watch.begin(seconds, "did not let go of its stage")
+                self._watch.begin(seconds, "did not release its stage")
                 await self._send(Header(0).encode())
                 is_free = read_header(await self._receive(HEADER_BYTES)) == Header(0)
             except (OSError, StageFailed, trio.ClosedResourceError):
                 is_free = False
             except BaseException:
-                self._fail("the stage was closed while it was let go of")
+                self._fail("the stage was closed while it was being released")
                 raise
         if not is_free or not program.renew(allowance.own_bytes):
             return None
@@ -235,10 +238,10 @@ class StageHost:
         return program
 
     async def aclose(self) -> None:
-        """End the process, let go of the arenas, remove the scratch folder. After `retire` the process and
+        """End the process, release the arenas, and remove the scratch folder. After `retire`, the process and
         its folder belong to another stage.
 
-        May be called again; not to be cancelled, but bounded.
+        May be called again. It cannot be cancelled, but its duration is bounded.
         """
         if self._program is not None:
             self._fail("the stage has been closed")
@@ -247,7 +250,7 @@ class StageHost:
                 await trio.to_thread.run_sync(self._scratch.remove)
         while self._mappings:
             _, mapping = self._mappings.popitem()
-            # If somebody still holds a view, the memory is freed with the last one.
+            # If somebody still holds a view, the memory is freed with the last view.
             with contextlib.suppress(BufferError):
                 mapping.close()
         self._exchange_memory.close()
@@ -260,12 +263,12 @@ class StageHost:
         if isinstance(reply, Refused):
             raise StageFailed(reply.reason)
         if not isinstance(reply, Admitted):
-            self._fail("the stage's process answered nonsense: it was not asked anything yet")
+            self._fail("the stage's process sent an invalid message before any request")
             raise StageFailed(self._failure)
         return reply
 
     def _complaint(self, header: Header) -> str | None:
-        """Return which part of a message is too long, if any."""
+        """Return which part of a message is too long; None if none is."""
         length, longest = header.message + header.behind + header.payloads, self._allowance.message_bytes_max
         if length > longest:
             return f"{length} bytes, at most {longest} allowed"
@@ -276,7 +279,7 @@ class StageHost:
     async def _exchange(
         self, parts: FramedMessage, seconds: float, *, what: str = "has not answered"
     ) -> Reply:
-        """Send one message and wait for the answer; without an answer the process is ended."""
+        """Send one message and wait for its answer; if none arrives, the process is ended."""
         self._watch.begin(seconds, what)
         try:
             self._count_files()
@@ -299,7 +302,7 @@ class StageHost:
                 await self._reap(EPITAPH_SECONDS)
             raise self._failed(f"the stage's process {self._epitaph()}") from None
         except RemoteProtocolError as error:
-            raise self._failed(f"the stage's process answered nonsense: {error}") from None
+            raise self._failed(f"the stage's process sent an invalid answer: {error}") from None
         except StageFailed as error:
             raise self._failed(str(error)) from None
         except BaseException:
@@ -308,14 +311,15 @@ class StageHost:
         return reply
 
     def _count_files(self) -> None:
-        """Look at the process's files at intervals: most calls take less time than the look."""
+        """Count the process's files, but only at intervals, because most calls take less time than
+        counting."""
         now = trio.current_time()
         if now >= self._count_at:
             self._count_at = now + WATCH_SECONDS
             self._scratch.count()
 
     async def _give(self, payloads: Sequence[Data]) -> None:
-        """Put a request's tensors where the process reads them."""
+        """Write a request's tensors to where the process reads them."""
         begin = 0
         for payload in payloads:
             view = memoryview(payload)
@@ -326,7 +330,8 @@ class StageHost:
                 await _yield_after(len(part))
 
     async def _take(self, begin: int, length: int) -> bytes:
-        """Return a copy of a part of an answer's tensors: later writes by the process must not change it."""
+        """Return a copy of a part of an answer's tensors, so that later writes by the process cannot change
+        it."""
         if length <= YIELD_BYTES:
             return self._shared()[begin : begin + length]
         copied = io.BytesIO()
@@ -336,7 +341,7 @@ class StageHost:
         return copied.getvalue()
 
     def _shared(self) -> mmap.mmap:
-        """Return the memory for tensors. Raises StageFailed: the stage was closed meanwhile."""
+        """Return the memory for tensors. Raises StageFailed if the stage has been closed meanwhile."""
         if self._failure is not None:
             raise StageFailed(self._failure)
         return self._exchange_memory
@@ -354,7 +359,8 @@ class StageHost:
             moved = await _yield_after(moved + count)
 
     async def _receive(self, length: int) -> bytes:
-        """Receive `length` bytes. BytesIO hands over its buffer, so that no gigabyte is copied at once."""
+        """Receive `length` bytes. BytesIO can hand over its buffer, so gigabytes need not be copied in one
+        go."""
         received = io.BytesIO()
         moved = 0
         while length:
@@ -375,7 +381,8 @@ class StageHost:
         return StageFailed(self._failure)
 
     def _fail(self, reason: str) -> None:
-        """Kill the process and remember the first reason. Never blocks; `aclose` reaps."""
+        """Kill the process and keep the first reason. This never blocks; `aclose` waits for the process to
+        end."""
         self._failure = self._failure or reason[:REASON_LENGTH_MAX]
         self._process.kill()
         if self._link.fileno() >= 0:
@@ -388,7 +395,7 @@ class StageHost:
                 await trio.sleep(_REAP_POLL_SECONDS)
 
     def _epitaph(self) -> str:
-        """Return how the process ended, with the last line it wrote."""
+        """Return how the process ended, with the last line that it wrote."""
         code = self._process.returncode
         if code is None:
             return "has closed its end"
@@ -401,7 +408,7 @@ class StageHost:
 
 
 async def _yield_after(moved: int) -> int:
-    """Let others run once `moved` bytes have been copied without a pause; return the new count."""
+    """Let other tasks run once `moved` bytes have been copied without a pause; return the new count."""
     if moved < YIELD_BYTES:
         return moved
     await trio.lowlevel.checkpoint()

@@ -1,7 +1,8 @@
-"""A process with two pipes, started by the thread of the event loop: it always ends with this process.
+"""A process with two pipes, started by the event loop's own thread, so that it always ends with this process.
 
-`trio.lowlevel.open_process` starts processes from a pool thread, which ends after ten idle seconds; a child
-that dies with its parent (`prctl(PR_SET_PDEATHSIG)`, see its notes) would die with that thread.
+`trio.lowlevel.open_process` starts processes from a pool thread, which ends after ten idle seconds. A child
+that is killed when its parent dies (`prctl(PR_SET_PDEATHSIG)`, see its notes) would be killed when that
+thread ends.
 """
 
 import os
@@ -16,8 +17,8 @@ _READ_BYTES = 65_536
 
 
 class PipedProcess:
-    """A process, started at once; `aclose` must be called at the end. Raises OSError: it cannot be
-    started."""
+    """A process, started by the constructor; `aclose` must be called at the end. Raises OSError if it cannot
+    be started."""
 
     def __init__(self, command: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - our own program and arguments
@@ -39,7 +40,7 @@ class PipedProcess:
 
     @property
     def status(self) -> int | None:
-        """Return how the process ended, None while it runs."""
+        """The process's exit status; None while it runs."""
         return self._process.returncode
 
     async def send(self, data: bytes) -> None:
@@ -51,7 +52,7 @@ class PipedProcess:
         await self._stdin.aclose()
 
     async def receive(self) -> bytes:
-        """Return the next output, empty at the end. Raises trio.ClosedResourceError."""
+        """Return the next output; empty at the end. Raises trio.ClosedResourceError."""
         return bytes(await self._stdout.receive_some(_READ_BYTES))
 
     async def aclose(self) -> None:

@@ -1,19 +1,19 @@
 """The process that computes one stage: `python -m node.stages.process`.
 
-Not for people: `node.stages.program` starts it, in the stage's scratch folder, with the number of a
-descriptor, its parent's id, and the settings needed while it loads. It inherits one end of a socket pair.
-First it loads everything. Then, maybe much later, it receives the settings needed before the specification,
-and file descriptors: of the memory for tensors (`node.stages.framing`), and of each arena
-(`partition.stage.ARENAS`). It fences itself in (`node.stages.sandbox`), and only then reads data that others
-influenced: the specification, which it admits or refuses before it touches an arena, then requests, each of
-which it answers. An empty request means that the stage is over: the process releases it, confirms by an empty
-answer, and receives another stage of the same run, beginning with its settings. The fences stay up, so
-remains of a requester's stage can reach only that requester. It ends when the other side closes. On Linux the
-kernel also kills it when its parent dies, so a long computation does not outlive a killed node. An error that
-is not a refusal ends it with a traceback on stderr, of which the node keeps the end: a half-computed stage
-must not go on.
+It is not meant for people. `node.stages.program` starts it in the stage's scratch folder, and passes the
+number of a descriptor, its parent's id, and the settings needed while it loads. It inherits one end of a
+socket pair. First it loads everything. Later, perhaps much later, it receives the settings needed before the
+specification, and file descriptors: for the tensors' memory (`node.stages.framing`), and for each arena
+(`partition.stage.ARENAS`). It fences itself in (`node.stages.sandbox`), and only after that reads data that
+others influenced. First comes the specification, which it admits or refuses before it touches an arena; then
+requests, each of which it answers. An empty request means that the stage has ended: the process releases it,
+confirms with an empty answer, and receives the next stage of the same run, beginning with its settings. The
+fences stay up, so traces of a requester's stage can reach only that requester. The process ends when the
+other side closes. On Linux the kernel also kills it when its parent dies, so a long computation does not
+outlive a killed node. An error that is not a refusal ends it with a traceback on stderr, the end of which the
+node keeps, because a half-computed stage must not continue.
 
-The node's process never imports torch; this one does, once the kernel ends it with its parent.
+The node's process never imports torch; this process does, once it is certain to end with its parent.
 """
 
 import gc
@@ -40,21 +40,21 @@ from partition.stage import ARENAS, REASON_LENGTH_MAX, Refused, Reply, Request, 
 from partition.stage_layout import arena_bytes, message_bytes_max, payload_bytes_max
 
 SPECIFICATION_BYTES_MAX = GRAPH_BYTES_MAX + 65_536
-"""The first message: the stage's share of the graph, and some hundred bytes of settings."""
+"""Maximum size of the first message: the stage's share of the graph, and some hundred bytes of settings."""
 PART_BYTES_MAX = 1 << 30
 
 
 def main(arguments: list[str]) -> None:
     link_descriptor, parent, threads, device = arguments
     die_with(int(parent))
-    # Ctrl-C reaches every process of the terminal; the node decides when a stage ends.
+    # Ctrl-C reaches every process of the terminal, but the node decides when a stage ends.
     link = _Link(socket.socket(fileno=int(link_descriptor)))
     from partition.execute import defer_compiler, keep_freed_memory, load_late_modules, prepare_process
 
     keep_freed_memory()
     defer_compiler()
     load_late_modules()
-    gc.freeze()  # loaded modules stay: the garbage collector need not look through them again
+    gc.freeze()  # loaded modules stay, so the garbage collector need not scan them again
     found = link.settings()
     if found is None:
         return
@@ -68,27 +68,27 @@ def main(arguments: list[str]) -> None:
             may_be_raised=True,
         )
     except sandbox.NotFenced as error:
-        # Before any byte chosen by others was read.
+        # No byte chosen by others has been read yet.
         link.send(split(Refused(f"a stage cannot be fenced in here: {error}"[:REASON_LENGTH_MAX])), 0)
         return
-    prepare_process(int(threads))  # it starts threads, which inherit the fences
+    prepare_process(int(threads))  # starts threads, which inherit the fences
     while _compute_stage(link, descriptors, fenced, int(threads), device):
         _let_go(device)
         link.send(FramedMessage(b""), 0)
         if (found := link.settings()) is None:
             return
-        _, _, descriptors = found  # the node has set its limit; the fences are up
+        _, _, descriptors = found  # the node has set the process's memory limit; the fences are still up
 
 
 def _compute_stage(
     link: "_Link", descriptors: list[int], fenced: sandbox.Fenced, threads: int, device: str
 ) -> bool:
-    """Be one stage until the node ends it. Return whether another stage follows."""
+    """Compute one stage until the node ends it. Return whether another stage follows."""
     from partition.execute import StageExecutor, set_threads
     from partition.execute.admit import admit, room_bytes
 
     exchange, *arenas = descriptors
-    set_threads(threads)  # the previous stage may have chosen another number
+    set_threads(threads)  # the previous stage may have chosen a different number
     first = link.receive()
     if first is None:
         return False
@@ -107,7 +107,7 @@ def _compute_stage(
     link.widen(specification, exchange)
     ready = msgspec.structs.replace(admitted, fences=fenced.fences, unfenced=fenced.unfenced)
     link.send(split(ready), 0)
-    # Served results have the same bits only with the same number of threads.
+    # A served stage gives the same bits only with the same number of threads.
     serves = any(entry.name == SERVE for entry in specification.graph.entries)
     numbers = candidates(threads) if device == "cpu" and not serves else ()
     if len(numbers) > 1:
@@ -127,7 +127,7 @@ def _let_go(device: str) -> None:
 
 
 class _Link:
-    """The process's end of the link: a socket, and for tensors the shared memory once it is mapped."""
+    """The process's end of the link: a socket and, once mapped, the shared memory for tensors."""
 
     def __init__(self, link: socket.socket) -> None:
         self.bytes_max = SPECIFICATION_BYTES_MAX
@@ -135,8 +135,8 @@ class _Link:
         self._requests = self._answers = memoryview(b"")
 
     def settings(self) -> tuple[int, bool, list[int]] | None:
-        """Receive the memory limit, whether it may run unfenced, and descriptors; None when the other side
-        has closed."""
+        """Receive the memory limit, whether the process may run unfenced, and descriptors; None if the other
+        side has closed."""
         data, descriptors, _, _ = socket.recv_fds(self._socket, SETTINGS.size, 1 + len(ARENAS))
         if len(data) < SETTINGS.size:
             return None
@@ -144,20 +144,20 @@ class _Link:
         return memory_bytes, bool(allow_unfenced), descriptors
 
     def widen(self, specification: StageSpecification, exchange: int) -> None:
-        """Switch from the specification to requests; `exchange` is the descriptor of their tensors'
-        memory."""
+        """Switch from the specification to requests; `exchange` is the descriptor of the memory for their
+        tensors."""
         size = payload_bytes_max(specification)
         self.bytes_max = message_bytes_max(specification)
         whole = _map(exchange, 2 * size)
         self._requests, self._answers = whole[:size], whole[size:]
 
     def narrow(self) -> None:
-        """Switch back to waiting for the specification of another stage."""
+        """Switch back to waiting for the specification of the next stage."""
         self.bytes_max = SPECIFICATION_BYTES_MAX
         self._requests = self._answers = memoryview(b"")
 
     def receive(self) -> FramedMessage | None:
-        """Receive one message, or None when the other side has closed."""
+        """Receive one message; None if the other side has closed."""
         found = self._exactly(HEADER_BYTES)
         if found is None:
             return None
@@ -174,7 +174,7 @@ class _Link:
         )
 
     def send(self, parts: FramedMessage, busy_nanoseconds: int) -> None:
-        """Send all but the payloads, which `give` has already placed."""
+        """Send all but the payloads, which `give` has already written."""
         self._socket.sendall(parts.header(busy_nanoseconds).encode() + parts.message)
         self._socket.sendall(parts.behind)
 
@@ -187,7 +187,7 @@ class _Link:
     def _exactly(self, length: int) -> bytes | None:
         parts = []
         while length:
-            # Usually all of it at once: the kernel waits for all, but returns at most 2 GiB.
+            # Usually one call: the kernel waits for all bytes, but returns at most 2 GiB.
             part = self._socket.recv(min(length, PART_BYTES_MAX), socket.MSG_WAITALL)
             if not part:
                 return None
@@ -197,8 +197,8 @@ class _Link:
 
 
 def _serve(link: _Link, handle: Callable[[Request], Reply], clock: Callable[[], int]) -> bool:
-    """Answer requests until the other side closes, or wants another stage (True). Only the time between
-    request and answer counts as `busy`."""
+    """Answer requests until the other side closes, or requests another stage (returns True). Only the time
+    between a request and its answer counts as `busy`."""
     while (received := link.receive()) is not None:
         if not received.message:
             return True
@@ -206,7 +206,7 @@ def _serve(link: _Link, handle: Callable[[Request], Reply], clock: Callable[[], 
         answer = split(_answer(handle, received, link.bytes_max))
         link.give(answer.payloads)
         link.send(answer, clock() - begun)
-        del received, answer  # not to be kept while waiting for the next one
+        del received, answer  # free them while waiting for the next request
     return False
 
 
@@ -238,6 +238,6 @@ if __name__ == "__main__":
     except Exception:
         traceback.print_exc()
         status = 1
-    # Without dismantling torch, which would keep the status unknown for a second after the link is closed.
+    # Skip torch's cleanup, which would delay the exit status for a second after the link is closed.
     sys.stderr.flush()
     os._exit(status)

@@ -1,11 +1,11 @@
-"""A scratch folder for a stage's process, removed with the stage; a killed node's is removed later.
+"""A scratch folder for a stage's process, removed with the stage; a killed node's folder is removed later.
 
-On Linux a process that computes on the CPU cannot write there (`node.stages.sandbox`). The files of others,
-for an accelerator's driver or on systems without fences, count in the node's budget, and are counted while an
-answer is owed.
+On Linux, a process that computes on the CPU cannot write there (`node.stages.sandbox`). Other processes (with
+an accelerator's driver, or on systems without fences) can. Their files count in the node's budget, and are
+checked while an answer is due.
 
-It lies in the system's temporary folder. Its maker holds a lock on it, which the kernel releases with the
-holder, so a folder without a lock is abandoned.
+The folder is in the system's temporary folder. The process that made it holds a lock on it, which the kernel
+releases when the process ends, so a folder without a lock is abandoned.
 """
 
 import fcntl
@@ -23,16 +23,17 @@ from node.storage.budget import ScratchBudget
 
 PREFIX = "peerloom-stage-"
 COMMAND_PREFIX = "peerloom-command-"
-"""A folder of the same kind that a person's command makes while it runs."""
+"""A folder of the same kind, which a person's command makes while it runs."""
 FILES_MAX = 1_000
-"""An accelerator's libraries make some ten; this many are counted in two milliseconds."""
+"""Maximum number of files. An accelerator's libraries make about ten; counting this many takes two
+milliseconds."""
 _BLOCK_BYTES = 512
 """The unit of st_blocks (stat(2))."""
 
 
 class Scratch:
-    """A scratch folder `below` another, by default the system's for temporary files. `path` is empty,
-    private, and this process's own until `remove`. Its files count in `budget`."""
+    """A scratch folder in `below`, by default the system's folder for temporary files. `path` is empty and
+    private, and belongs to this process until `remove`. Its files count in `budget`."""
 
     def __init__(
         self, budget: ScratchBudget | None = None, *, prefix: str = PREFIX, below: str | None = None
@@ -41,15 +42,16 @@ class Scratch:
         self._counted_bytes = 0
         while True:
             self.path = tempfile.mkdtemp(prefix=prefix, dir=below or temporary_folder())
-            # Not a record lock, which a folder cannot have; a child must not inherit this one.
+            # Not a record lock, which a folder cannot have. A child must not inherit this lock.
             self._lock = Descriptor(os.open(self.path, os.O_RDONLY))
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if os.path.isdir(self.path):
                 return
-            self._lock.close()  # another process took it for abandoned, just before the lock
+            self._lock.close()  # another process removed the folder as abandoned, just before it was locked
 
     def count(self) -> None:
-        """Count its files. Raises StageFailed: more than all stages together may hold, or too many."""
+        """Count the folder's files. Raises StageFailed if there are too many, or if they exceed the space for
+        all stages together."""
         found = 0
         for number, size in enumerate(_sizes(self.path), start=1):
             if number > FILES_MAX:
@@ -72,7 +74,7 @@ class Scratch:
         self._counted_bytes = found
 
     def remove(self) -> None:
-        """Remove it with all its files; may be called again."""
+        """Remove the folder with all its files; may be called again."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._count(0)
         self._lock.close()
@@ -98,8 +100,8 @@ def _sizes(folder: str) -> Iterator[int]:
 
 
 def remove_forgotten(below: str | None = None) -> None:
-    """Remove folders of killed nodes and commands, by default from the system's folder for temporary files;
-    those of another user or a living process stay."""
+    """Remove folders of killed nodes and commands, by default from the system's folder for temporary files.
+    Folders of other users or of living processes stay."""
     folder = Path(below or temporary_folder())
     for path in sorted([*folder.glob(f"{PREFIX}*"), *folder.glob(f"{COMMAND_PREFIX}*")]):
         try:

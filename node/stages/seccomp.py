@@ -1,13 +1,13 @@
-"""The kernel calls that a stage's process may make: an allow-list, compiled to a seccomp filter.
+"""The system calls that a stage's process may make: an allow-list, compiled to a seccomp filter.
 
 Arithmetic needs memory, threads, clocks and open files. Calls not named here "do not exist" (ENOSYS), so that
-libraries fall back to older ones, and calls of later kernels are refused too. Calls that an intruder would
-want are refused by name (EPERM), so that an error says what happened: sockets, other programs, other
-processes. A call of a foreign architecture kills.
+libraries fall back to older calls, and calls of later kernels are refused too. Calls that an intruder would
+want (sockets, other programs, other processes) are refused by name (EPERM), so that an error shows what
+happened. A call of a foreign architecture kills the process.
 
-Only data and a compiler of it: `node.stages.sandbox` hands the program to the kernel. The filter language is
-classic BPF (linux/filter.h, linux/seccomp.h); numbers are those of asm/unistd_64.h and
-asm-generic/unistd.h, None where an architecture lacks a call.
+This file has only data and its compiler; `node.stages.sandbox` passes the program to the kernel. The filter
+language is classic BPF (linux/filter.h, linux/seccomp.h). The numbers are those of asm/unistd_64.h and
+asm-generic/unistd.h; None if an architecture lacks a call.
 """
 
 import errno
@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 ARCHITECTURES: dict[str, tuple[int, int]] = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""By `os.uname().machine`: the column in the tables below, and the kernel's own number."""
+"""For each `os.uname().machine`: the column in the tables below, and the kernel's number of the
+architecture."""
 INSTRUCTIONS_MAX = 4_096
 """The kernel's limit (BPF_MAXINSNS)."""
 
@@ -73,12 +74,12 @@ CHANGING: dict[str, Numbers] = {
     "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "rmdir": (84, None),
     "truncate": (76, 45), "unlink": (87, None), "unlinkat": (263, 35),
 }  # fmt: skip
-"""System calls on files: allowed only where landlock keeps them inside the scratch folder."""
+"""System calls that change files: allowed only if Landlock restricts them to the scratch folder."""
 ACCELERATOR: dict[str, Numbers] = {
     "memfd_create": (319, 279), "sched_setaffinity": (203, 122), "timerfd_create": (283, 85),
     "timerfd_settime": (286, 86),
 }  # fmt: skip
-"""Further calls of an accelerator's driver library."""
+"""Additional calls that an accelerator's driver library needs."""
 REFUSED: dict[str, Numbers] = {
     "accept": (43, 202), "accept4": (288, 242), "add_key": (248, 217), "bind": (49, 200),
     "bpf": (321, 280), "chmod": (90, None), "chown": (92, None), "chroot": (161, 51),
@@ -95,18 +96,19 @@ REFUSED: dict[str, Numbers] = {
     "tkill": (200, 130), "umount2": (166, 39), "unshare": (272, 97), "userfaultfd": (323, 282),
     "vfork": (58, None),
 }  # fmt: skip
-"""Refused with EPERM. Memory without a file (memfd, shm) is among them: no limit of the kernel counts it."""
+"""Calls refused with EPERM. They include memory without a file (memfd, shm), because no limit of the kernel
+counts it."""
 
 _THREAD = 0x00010000
 _NAMESPACES = 0x7E020080
 _SHARED_ANONYMOUS = 0x21
 _WRITING = 0x1 | 0x2 | 0x40 | 0x200  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""TCGETS and TIOCGWINSZ (is it a terminal?), FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
+"""TCGETS and TIOCGWINSZ (whether it is a terminal), FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _PRCTLS = (3, 15, 16, 21, 23, 0x53564D41)
-"""Is it dumpable, its name (set and get), is it filtered, its bounding set, names of its mappings."""
+"""PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_GET_SECCOMP, PR_CAPBSET_READ, PR_SET_VMA."""
 _FCNTLS_REFUSED = (8, 10, 15, 1033)
-"""F_SETOWN, F_SETSIG and F_SETOWN_EX send signals to others; F_ADD_SEALS would change the arenas."""
+"""F_SETOWN, F_SETSIG and F_SETOWN_EX could signal other processes; F_ADD_SEALS would change the arenas."""
 _ALL = 0xFFFFFFFF
 
 _ALLOW = 0x7FFF0000
@@ -114,12 +116,13 @@ _KILL = 0x80000000
 _ERRNO = 0x00050000
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _X32 = 0x40000000
-"""The x32 ABI of x86_64: the same architecture, other numbers."""
+"""Bit of the x32 ABI of x86_64, which is the same architecture with different call numbers."""
 
 
 @dataclass(frozen=True)
 class ArgumentCondition:
-    """Whether half of an argument (the lower one, unless `upper`), masked, is among `values`, as `wanted`."""
+    """Tests half of an argument (the lower half, unless `upper`) after masking: it must be among `values` if
+    `wanted`, else not."""
 
     argument: int
     values: Sequence[int]
@@ -129,10 +132,10 @@ class ArgumentCondition:
 
 
 def compile_filter(machine: str, pid: int, *, files_fenced: bool, accelerator: bool) -> bytes:
-    """Return the program for a process, as an array of `struct sock_filter`.
+    """Return the filter program for a process, as an array of `struct sock_filter`.
 
-    `files_fenced`: landlock already confines its writing to its scratch folder; otherwise no file may be
-    opened for writing. With an `accelerator` any `ioctl` is allowed, as its driver requires.
+    `files_fenced`: Landlock already restricts its writing to its scratch folder; otherwise no file may be
+    opened for writing. With an `accelerator`, any `ioctl` is allowed, because its driver requires it.
 
     Raises: KeyError: an architecture without a table.
     """
@@ -160,7 +163,7 @@ def compile_filter(machine: str, pid: int, *, files_fenced: bool, accelerator: b
 def _tested(
     pid: int, *, files_fenced: bool, accelerator: bool
 ) -> Iterator[tuple[Numbers, tuple[ArgumentCondition, ...]]]:
-    """Yield the calls whose arguments decide."""
+    """Yield the calls that are decided by their arguments, with the conditions."""
     yield (
         (56, 220),
         (ArgumentCondition(0, (_THREAD,), _THREAD | _NAMESPACES),),
@@ -169,12 +172,12 @@ def _tested(
     shared = ArgumentCondition(3, (_SHARED_ANONYMOUS,), _SHARED_ANONYMOUS, wanted=False)
     yield (9, 222), () if accelerator else (shared,)
     yield (234, 131), (ArgumentCondition(0, (pid,)),)  # tgkill: abort() signals itself
-    # prlimit64: read its own limits, set none. A privileged process could raise them.
+    # prlimit64: it may read its own limits, but set none. A privileged process could raise them.
     yield (
         (302, 261),
         (ArgumentCondition(0, (0, pid)), ArgumentCondition(2, (0,)), ArgumentCondition(2, (0,), upper=True)),
     )
-    # sendto: on a connected socket, without an address.
+    # sendto: only on a connected socket, without an address.
     yield (44, 206), (ArgumentCondition(4, (0,)), ArgumentCondition(4, (0,), upper=True))
     yield (157, 167), (ArgumentCondition(0, _PRCTLS),)
     yield (72, 25), (ArgumentCondition(1, _FCNTLS_REFUSED, wanted=False),)
@@ -185,14 +188,15 @@ def _tested(
 
 
 def _block(conditions: Sequence[ArgumentCondition]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield instructions that allow if every condition holds, else EPERM. Every path ends in a return."""
+    """Yield instructions that allow the call if every condition holds, else refuse it with EPERM. Every path
+    ends in a return."""
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     for condition in conditions:
         yield _LOAD, 0, 0, 16 + 8 * condition.argument + (4 if condition.upper else 0)
         yield _AND, 0, 0, condition.mask
         last = len(condition.values) - 1
         for place, value in enumerate(condition.values):
-            # From a match over the other comparisons: to the refusal, or past it.
+            # A match jumps over the other comparisons: to the refusal, or past it.
             yield (
                 _EQUAL,
                 last - place + (1 if condition.wanted else 0),

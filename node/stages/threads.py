@@ -1,9 +1,9 @@
-"""The number of threads of a stage, found by measuring, and again when its machine gets busy.
+"""Chooses a stage's number of threads by measuring, and again when its machine gets busy.
 
-A small stage beside other work is faster on one thread than on two that wait for each other; a large one on
-an idle machine is not. Between two steps another number is tried for one step; numbers with costlier trials
-are tried more rarely. Within a step the number is constant, so that a repeated computation gives the same
-result.
+If the machine does other work, a small stage is faster on one thread than on two that wait for each other; a
+large stage on an idle machine is faster on several. Between two steps a different number is tried for one
+step. The costlier a trial of a number, the more rarely it is tried. The number is constant within a step, so
+that a repeated computation gives the same result.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from partition.stage import Apply, Backward, Forward, Reply, Request
 
 TRIAL_SHARE = 0.05
-"""The share of the time since a number's last trial that a trial may cost beyond the best number."""
+"""Maximum cost of a trial, beyond the best number's time, as a share of the time since the number was last
+tried."""
 TRIAL_STEPS_MIN = 20
 BETTER_SHARE = 0.9
-"""Another number must take at most this share of the time: smaller gains are noise."""
+"""A different number must take at most this share of the time to be adopted; smaller gains are noise."""
 EWMA_SHARE = 0.5
-"""The weight of the newest step in the average of the number in use."""
+"""Weight of the newest step in the moving average for the number in use."""
 
 
 def candidates(most: int) -> tuple[int, ...]:
@@ -26,7 +27,7 @@ def candidates(most: int) -> tuple[int, ...]:
 
 
 class ThreadChooser:
-    """`threads` is the number for the next step."""
+    """Chooses the number of threads from step times; `threads` is the number for the next step."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         """`numbers` may be tried; the first is used until more is known."""
@@ -36,9 +37,10 @@ class ThreadChooser:
         self._steps = 0
 
     def stepped(self, seconds: float, passes: int) -> None:
-        """Record the time of a step with `threads`, for this many passes of a micro-batch."""
+        """Record the seconds of a step with `threads`, in which this many passes of micro-batches were
+        computed."""
         self._steps += 1
-        if not passes or self._steps == 1:  # the first loads libraries
+        if not passes or self._steps == 1:  # the first step loads libraries
             return
         found, before = seconds / passes, self._seconds[self.threads]
         if before is not None and self.threads == self._home:
@@ -51,14 +53,15 @@ class ThreadChooser:
         self.threads = self._trial(passes, seconds)
 
     def _settle(self) -> None:
-        """Use the best number found, if it is clearly better than the one in use."""
+        """Adopt the best number found, if it is clearly better than the number in use."""
         known = {number: seconds for number, seconds in self._seconds.items() if seconds is not None}
         best = min(known, key=lambda number: known[number])
         if known[best] < BETTER_SHARE * known.get(self._home, float("inf")):
             self._home = best
 
     def _trial(self, passes: int, step_seconds: float) -> int:
-        """Return a number that is unknown, or was not tried for long enough; else the one in use."""
+        """Return a number whose time is unknown, or that was not tried for long enough; else the number in
+        use."""
         home = self._seconds[self._home]
         for number, seconds in self._seconds.items():
             if number == self._home or home is None:
@@ -78,7 +81,8 @@ def adaptive(
     set_threads: Callable[[int], None],
     clock: Callable[[], int],
 ) -> Callable[[Request], Reply]:
-    """Return `handle` with the chooser's number of threads, measured by a clock of nanoseconds."""
+    """Wrap `handle` so that it uses the chooser's number of threads and reports step times, measured by a
+    clock of nanoseconds."""
     spent, passes = 0, 0
 
     def handled(request: Request) -> Reply:

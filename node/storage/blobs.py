@@ -1,15 +1,15 @@
-"""Blobs by the hash of their content, with pins that hold them and a budget for others' blobs.
+"""Blobs named by the hash of their content, with pins that keep them and a budget for others' blobs.
 
 A blob's name is the BLAKE3 hash of its bytes, and every read compares it: a damaged file counts as missing,
-and is removed. Blobs are therefore written without waiting for the disk, and `pin` and `sync` wait for all of
-them at once (measured, 1,200 blobs of 256 KiB: 0.9 s waiting for each, 0.5 s together).
+and is removed. So blobs are written without waiting for the disk, and `pin` and `sync` wait for all of them
+together (measured with 1,200 blobs of 256 KiB: 0.9 s waiting for each, 0.5 s together).
 
-A pin is a named set of hashes and sizes, which survives a restart. Blobs without a pin go at the next
-`sweep`. A pin may name blobs that are not here yet, so that they are not swept when they arrive. Pins of a
-*guest* are blobs that this node keeps for others: together they take at most the budget; blobs that this node
-pins for itself do not count.
+A pin is a named set of hashes and sizes, which survives a restart. Blobs without a pin are removed by the
+next `sweep`. A pin may name blobs that are not here yet, so that they are not swept when they arrive. Pins of
+a *guest* are for blobs that this node keeps for others. Together these take at most the budget; blobs that
+this node pins for itself do not count.
 
-Everything here waits for the disk, so it is called in the executor's threads, and may be by several at once.
+All methods wait for the disk, so they are called in the executor's threads, possibly by several at once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,16 +27,17 @@ from node.settings import GUEST_BYTES_MAX as GUEST_BYTES_MAX
 
 HASH_BYTES = 32
 BLOB_BYTES_MAX = 2 << 20
-"""One message on a stream, whole in memory at both ends. Chunks of a state take a MiB; the longest list of
-chunks (`node.protocols.checkpoint`) has 1.5."""
+"""Maximum size of a blob, which is one message on a stream, whole in memory at both ends. Chunks of a state
+have one MiB; the longest list of chunks (`node.protocols.checkpoint`) has 1.5 MiB."""
 GUEST_PINS_MAX = 4_096
-"""The most pins of guests, even if they hold few bytes: every blob is a file."""
+"""Maximum number of guests' pins, even if they hold few bytes, because every blob is a file."""
 PIN_BYTES_MAX = 16 << 20
-"""The file of one pin, which is this node's own: four times the hashes of the largest stage."""
+"""Maximum size of the file of one pin, which this node writes itself: four times the hashes of the largest
+stage."""
 _FOLDER = "blobs"
 _PINS = "pins"
 _STRIPES = 16
-"""Locks, so that this many blobs may be written at once, and never one twice."""
+"""Number of locks: this many blobs may be written at once, but never the same blob twice."""
 
 
 class NoRoom(Exception):
@@ -44,7 +45,7 @@ class NoRoom(Exception):
 
 
 class _Pin(msgspec.Struct, frozen=True, array_like=True):
-    """The file of a pin: the concatenated hashes, and as many sizes."""
+    """The file of a pin: the concatenated hashes, and the size of each blob."""
 
     is_guest: bool
     hashes: bytes
@@ -52,7 +53,7 @@ class _Pin(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if len(self.hashes) != HASH_BYTES * len(self.sizes):
-            raise ValueError("a pin with a hash without a size")
+            raise ValueError("the pin has different numbers of hashes and sizes")
 
 
 def hash_of(data: bytes | memoryview) -> bytes:
@@ -61,7 +62,7 @@ def hash_of(data: bytes | memoryview) -> bytes:
 
 
 class Blobs:
-    """The blobs of one data folder; reads the existing ones when it is made."""
+    """The blobs of one data folder; the constructor reads the existing ones."""
 
     def __init__(
         self,
@@ -73,9 +74,9 @@ class Blobs:
         self.guest_bytes_max = guest_bytes_max
         self._guest_pins_max = guest_pins_max
         self.files_bytes = 0
-        """The bytes that other files of guests take of the budget (`node.storage.guests`)."""
+        """The bytes of the budget that other files of guests use (`node.storage.guests`)."""
         self.make_room: Callable[[int], bool] = _keep
-        """Makes the other guests give up this many bytes; returns whether they did."""
+        """Makes the other guests free this many bytes; returns whether they did."""
         self._storage = storage
         self._lock = Lock()
         self._stripes = [Lock() for _ in range(_STRIPES)]
@@ -87,7 +88,7 @@ class Blobs:
         self._unsynced: set[bytes] = set()
         self._holds = 0
         self._pins: dict[str, _Pin] = {}
-        # For each hash: how many own pins and guests' pins name it, and its size according to them.
+        # For each hash: how many own and guests' pins name it, and its size according to them.
         self._references: dict[bytes, list[int]] = {}
         self._guest_bytes = 0
         for file in storage.sizes(_PINS):
@@ -96,16 +97,18 @@ class Blobs:
     # Blobs
 
     def put(self, data: bytes | memoryview) -> bytes:
-        """Store these bytes; return their hash. An existing blob costs only its hash.
+        """Store these bytes; return their hash. For an existing blob only the hash is computed.
 
-        Nothing holds it yet: `pin` it, within `hold` if somebody may sweep meanwhile. Raises OSError.
+        No pin keeps the new blob yet: `pin` it, within `hold` if a sweep may happen meanwhile. Raises
+        OSError.
         """
         name = hash_of(data)
         self._put(name, data)
         return name
 
     def take(self, name: bytes, data: bytes | memoryview) -> bool:
-        """Store a blob from elsewhere under this name; return False if its hash differs. Raises OSError."""
+        """Store a blob from another node under this name; return False if its hash differs. Raises
+        OSError."""
         if len(data) > BLOB_BYTES_MAX or hash_of(data) != name:
             return False
         self._put(name, data)
@@ -113,7 +116,7 @@ class Blobs:
 
     def _put(self, name: bytes, data: bytes | memoryview) -> None:
         if len(data) > BLOB_BYTES_MAX:
-            raise LocalProtocolError(f"a blob of {len(data)} bytes, at most {BLOB_BYTES_MAX} allowed")
+            raise LocalProtocolError(f"a blob of {len(data)} bytes; at most {BLOB_BYTES_MAX} are allowed")
         with self._stripe(name):
             if name in self._sizes:
                 return
@@ -123,13 +126,13 @@ class Blobs:
                 self._unsynced.add(name)
 
     def get(self, name: bytes) -> bytes | None:
-        """Return the bytes, or None if they are missing, or were damaged and have been removed."""
+        """Return the bytes; None if they are missing, or were damaged and have been removed."""
         if name not in self._sizes:
             return None
         data = self._read(name)
         if data is None:
             with self._stripe(name):
-                # Once more under the lock: it may have been swept and put again meanwhile.
+                # Read again under the lock, since the blob may have been swept and stored again meanwhile.
                 data = self._read(name)
                 if data is None:
                     self._delete(name)
@@ -140,11 +143,11 @@ class Blobs:
         return data if data is not None and hash_of(data) == name else None
 
     def has(self, name: bytes) -> bool:
-        """Return whether a file of this name exists; only reading shows whether it is intact."""
+        """Return whether a file with this name exists; only reading shows whether it is intact."""
         return name in self._sizes
 
     def delete(self, name: bytes) -> None:
-        """Remove it, pinned or not."""
+        """Remove a blob, pinned or not."""
         with self._stripe(name):
             self._delete(name)
 
@@ -159,17 +162,17 @@ class Blobs:
         return self._stripes[name[0] % _STRIPES]
 
     def missing(self, names: Iterable[bytes]) -> list[bytes]:
-        """Return those of `names` that are missing, each once, in order."""
+        """Return the missing blobs among `names`, each once, in order."""
         return [name for name in dict.fromkeys(names) if name not in self._sizes]
 
     @property
     def bytes_here(self) -> int:
-        """Return the size of all blobs."""
+        """The size of all blobs."""
         with self._lock:
             return sum(self._sizes.values())
 
     def sync(self, names: Iterable[bytes]) -> None:
-        """Make those of `names` that are here survive a crash of the machine. Raises OSError."""
+        """Make the stored blobs among `names` survive a crash of the machine. Raises OSError."""
         with self._lock:
             waiting = [name for name in dict.fromkeys(names) if name in self._unsynced]
         self._storage.sync(map(_file_of, waiting))
@@ -179,12 +182,13 @@ class Blobs:
     # Pins
 
     def pin(self, label: str, sizes: Mapping[bytes, int], *, is_guest: bool = False) -> None:
-        """Hold these blobs, by hash and size, under `label`, replacing its earlier ones; some may come later.
+        """Pin these blobs, given by hash and size, under `label`, replacing its earlier pin. Some may arrive
+        later.
 
-        The pin, and the blobs that are here, survive a crash from now on.
+        When this returns, the pin and the stored blobs survive a crash.
 
         Raises:
-            NoRoom: guests' blobs would take more than the budget. OSError: the disk is full.
+            NoRoom: guests' blobs would exceed the budget. OSError: the disk is full.
         """
         pin = _Pin(is_guest, b"".join(sizes), tuple(sizes.values()))
         before = self._pins.get(label)
@@ -204,7 +208,8 @@ class Blobs:
             raise
 
     def _try(self, label: str, pin: _Pin) -> tuple[str | None, int]:
-        """Replace a label's pin if there is room; return why not, and how many bytes are missing."""
+        """Replace a label's pin if there is room; return why there is not (or None), and how many bytes are
+        missing."""
         with self._lock:
             before = self._pins.get(label)
             self._forget(label)
@@ -220,19 +225,19 @@ class Blobs:
     def _excess(self) -> str | None:
         used = self._guest_bytes + self.files_bytes
         if used > self.guest_bytes_max:
-            return f"{used} bytes for others, at most {self.guest_bytes_max} are given"
+            return f"{used} bytes for others, at most {self.guest_bytes_max} are allowed"
         if sum(pin.is_guest for pin in self._pins.values()) > self._guest_pins_max:
-            return f"{self._guest_pins_max} states of others are kept here already"
+            return f"{self._guest_pins_max} states of others are already kept here"
         return None
 
     def unpin(self, label: str) -> None:
-        """Release the blobs of `label`, if it holds any."""
+        """Release the blobs of `label`, if it has a pin."""
         self._storage.delete(f"{_PINS}/{label}")
         with self._lock:
             self._forget(label)
 
     def pinned(self, label: str) -> tuple[bytes, ...] | None:
-        """Return the hashes that `label` holds, None if there is no such pin."""
+        """Return the hashes that `label` pins; None if there is no such pin."""
         pin = self._pins.get(label)
         return None if pin is None else tuple(split(pin.hashes))
 
@@ -243,12 +248,13 @@ class Blobs:
 
     @property
     def guest_bytes(self) -> int:
-        """Return the bytes of guests' pins that this node does not hold for itself, here or still to come."""
+        """The bytes of guests' pins that this node does not pin for itself, whether stored or still to
+        come."""
         return self._guest_bytes
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Prevent sweeps within this context: for blobs that are put, or found here, before they can be
+        """Prevent sweeps within this context, for blobs that are stored or found here before they can be
         pinned."""
         with self._lock:
             self._holds += 1
@@ -259,7 +265,8 @@ class Blobs:
                 self._holds -= 1
 
     def sweep(self) -> int:
-        """Remove blobs without a pin; return how many bytes. While somebody holds, nothing is removed."""
+        """Remove blobs without a pin; return how many bytes were freed. Nothing is removed during a
+        `hold`."""
         freed = 0
         for name in list(self._sizes):
             with self._stripe(name):
@@ -276,7 +283,7 @@ class Blobs:
         try:
             pin: _Pin = decode(data or b"", _Pin, bytes_max=PIN_BYTES_MAX)
         except RemoteProtocolError:
-            return  # damaged: its user pins again (`Checkpoints.recover`)
+            return  # damaged: its owner pins again (`Checkpoints.recover`)
         self._remember(file.removeprefix(f"{_PINS}/"), pin)
 
     def _remember(self, label: str, pin: _Pin) -> None:

@@ -1,4 +1,4 @@
-"""A file that is written a piece at a time and gets its name only when complete."""
+"""A file that is written piece by piece and gets its name only when complete."""
 
 import os
 from collections.abc import Callable
@@ -10,13 +10,14 @@ from node.forks import keep_from_children
 
 
 class FileDraft:
-    """`node.seams.Draft`: writes to `half`, a new file of this mode beside its destination.
+    """Implements `node.seams.Draft`: writes to `half`, a new file with this mode in the folder of its
+    destination.
 
     Called in the executor's threads, one call at a time. Raises OSError.
     """
 
     def __init__(self, half: Path, name: Callable[[Path], object], mode: int) -> None:
-        """`name` gives the complete file its name."""
+        """`name` is called with the complete file's path, and gives the file its final name."""
         self._half = half
         self._name = name
         self._file = os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
@@ -34,8 +35,8 @@ class FileDraft:
         self._name(self._half)
 
     def discard(self) -> None:
-        """Remove it, unless it was committed."""
-        with suppress(OSError):  # the rest of a buffer, on a full disk
+        """Remove the file, unless it was committed."""
+        with suppress(OSError):  # flushing the rest of the buffer may fail on a full disk
             self._file.close()
         self._half.unlink(missing_ok=True)
 

@@ -1,9 +1,9 @@
 """The data folder: the real Storage seam. `node.storage.folder_lock` reserves it for one process.
 
-A write goes to a temporary file, is synced and renamed over the old one, and the folder is synced: after a
-crash the old blob or the new one is there, never half of one (the rename of POSIX, rename(2)). It holds keys,
-contacts, small tables, the graphs of runs and the weights they began and ended with, and blobs named for
-their hash (`node.storage.blobs`), which are synced many at a time.
+A write goes to a temporary file, which is synced and renamed over the old one; then the folder is synced. So
+after a crash either the old or the new blob exists, never a part (POSIX rename(2)). The folder has keys,
+contacts, small tables, the graphs of runs and the weights with which they began and ended, and blobs named by
+their hash (`node.storage.blobs`), many of which are synced together.
 """
 
 import contextlib
@@ -32,15 +32,16 @@ NAME_DEPTH_MAX = 8
 COPY_BYTES = 1 << 20
 IDENTITY_NAME = "identity.key"
 FOLDER_MARKS = (IDENTITY_NAME, LOCK_NAME)
-"""A folder with one of these is a node's."""
+"""A folder that contains one of these files is a node's."""
 _TEMPORARY_SUFFIX = ".half"
-# No leading dot, so neither `..` nor hidden files; 128 letters leave room for the suffix in any file system.
+# No leading dot, so neither `..` nor hidden files. 128 characters leave room for the suffix in any file
+# system.
 _PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 def parts_of(name: str) -> list[str]:
-    """Split a name in storage. Raises LocalProtocolError: it is malformed, so it came unchecked from
-    outside."""
+    """Split a storage name. Raises LocalProtocolError if it is malformed, since that means that a name from
+    outside was not checked."""
     parts = name.split("/")
     safe = len(parts) <= NAME_DEPTH_MAX and all(_PART.fullmatch(part) for part in parts)
     if not safe or name.endswith(_TEMPORARY_SUFFIX):
@@ -49,10 +50,11 @@ def parts_of(name: str) -> list[str]:
 
 
 class FolderStorage:
-    """`node.seams.Storage` in a folder of files, from any thread."""
+    """Implements `node.seams.Storage` with a folder of files; may be used from any thread."""
 
     def __init__(self, path: Path, scratch: ScratchBudget | None = None) -> None:
-        """Make the folder (mode 0700) if it does not exist, and close it to others. Raises UsageError."""
+        """Create the folder (mode 0700) if it does not exist, and make it inaccessible to others. Raises
+        UsageError."""
         self.path = path
         self.scratch = scratch or ScratchBudget(Resources().scratch, path)
         try:
@@ -67,7 +69,7 @@ class FolderStorage:
         self._spill = Spill(path, self.scratch)
         self._drafts = itertools.count()
         self._changing = threading.Lock()
-        # For each name being written: its lock, and how many hold it or wait for it.
+        # For each name being written: its lock, and how many writers hold it or wait for it.
         self._writers: dict[str, tuple[threading.Lock, int]] = {}
 
     def read(self, name: str) -> bytes | None:
@@ -78,7 +80,7 @@ class FolderStorage:
             return None
 
     def open(self, name: str) -> IO[bytes] | None:
-        """Return the blob as a file to read, None if there is none."""
+        """Return the blob as a file for reading; None if it does not exist."""
         try:
             return self.file(name).open("rb", buffering=0)
         except FileNotFoundError:
@@ -89,7 +91,8 @@ class FolderStorage:
         return tempfile.TemporaryFile(dir=self.path, buffering=0)
 
     def read_part(self, name: str, offset: int, length: int) -> bytes | None:
-        """Return `length` bytes at `offset`, fewer at the end of the blob; None if there is none."""
+        """Return `length` bytes at `offset`, fewer at the end of the blob; None if the blob does not
+        exist."""
         try:
             with self.file(name).open("rb") as file:
                 file.seek(offset)
@@ -98,20 +101,20 @@ class FolderStorage:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace the blob by `data`, durably, readable by this user only."""
+        """Replace the blob with `data`, durably; only this user can read it."""
         self._put(name, lambda file: file.write(data))
 
     def copy_in(self, name: str, path: Path) -> None:
-        """Replace the blob by the content of the file at `path`, which need not fit into memory."""
+        """Replace the blob with the content of the file at `path`, which need not fit into memory."""
         with path.open("rb") as source:
             self._put(name, lambda file: shutil.copyfileobj(source, file, COPY_BYTES))
 
     def write_soon(self, name: str, data: bytes | memoryview) -> None:
-        """Like `write`, but it survives a crash of the machine for sure only after `sync`."""
+        """Like `write`, but the blob is certain to survive a crash of the machine only after `sync`."""
         self._put(name, lambda file: file.write(data), durable=False)
 
     def draft(self, name: str) -> FileDraft:
-        """Return a blob of any size that is written a piece at a time."""
+        """Return a draft of a blob of any size, which is written piece by piece."""
         target = self.file(name)
         target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
@@ -146,7 +149,8 @@ class FolderStorage:
             os.close(descriptor)
 
     def _folders(self, path: Path) -> list[Path]:
-        """Return all folders above a file up to the data folder: a new folder is an entry of its parent."""
+        """Return all folders from a file up to the data folder, because a new folder is an entry of its
+        parent."""
         return [folder for folder in path.parents if folder.is_relative_to(self.path)]
 
     def sizes(self, under: str) -> dict[str, int]:
@@ -163,7 +167,7 @@ class FolderStorage:
             for entry in entries:
                 name = f"{folder}/{entry.name}"
                 if not _PART.fullmatch(entry.name) or name.endswith(_TEMPORARY_SUFFIX):
-                    continue  # not ours, or the half-written remains of a crash
+                    continue  # not our file, or a half-written file after a crash
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(name)
                 elif entry.is_file(follow_symlinks=False):
@@ -177,7 +181,7 @@ class FolderStorage:
 
     @contextlib.contextmanager
     def _alone(self, name: str) -> Iterator[None]:
-        """Wait for another writer of this name: both would write to one half file."""
+        """Wait for other writers of this name, since both would write to the same half file."""
         with self._changing:
             lock, waiting = self._writers.get(name, (threading.Lock(), 0))
             self._writers[name] = lock, waiting + 1
@@ -205,7 +209,7 @@ class FolderStorage:
                 if durable:
                     os.fsync(file.fileno())
         except BaseException:
-            half.unlink(missing_ok=True)  # the remains after a full disk
+            half.unlink(missing_ok=True)  # the half-written file on a full disk
             raise
         half.replace(target)
         if durable:
@@ -213,7 +217,7 @@ class FolderStorage:
                 self._sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def remove_halves(self) -> None:
-        """Remove the half files of writes interrupted by a crash. Only while nobody writes."""
+        """Remove the half files of writes that a crash interrupted. Call this only while nobody writes."""
         for folder, folders, files in os.walk(self.path):
             for name in (*folders, *files):
                 path = Path(folder, name)
@@ -221,7 +225,7 @@ class FolderStorage:
                     path.unlink(missing_ok=True)
 
     def spill(self, data: Data) -> memoryview:
-        """Return a view of the same bytes in an unnamed file: see `node.storage.spill`."""
+        """Return a view of the same bytes in an unnamed file; see `node.storage.spill`."""
         return self._spill.put(data)
 
     def delete(self, name: str) -> None:
@@ -229,15 +233,15 @@ class FolderStorage:
         self.file(name).unlink(missing_ok=True)
 
     def file(self, name: str) -> Path:
-        """Return where the blob `name` lies. Names are `/`-separated and cannot leave the folder."""
+        """Return the path of the blob `name`. Names are `/`-separated and cannot leave the folder."""
         return self.path.joinpath(*parts_of(name))
 
 
 @contextlib.contextmanager
 def locked_folder(path: Path, scratch: ScratchBudget) -> Iterator[FolderStorage]:
-    """Open and lock the data folder at `path` for a node, without half-written remains of a crash.
+    """Open and lock the data folder at `path` for a node, and remove half-written files left by a crash.
 
-    Raises UsageError: another process holds it, or it cannot be used.
+    Raises UsageError if another process holds the folder, or if it cannot be used.
     """
     storage = FolderStorage(path, scratch)
     with lock(path):

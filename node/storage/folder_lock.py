@@ -1,9 +1,10 @@
-"""The lock that keeps a data folder to one process: a record lock on `node.lock`, which names the process.
+"""The lock that reserves a data folder for one process: a record lock on `node.lock`, which names the
+process.
 
-A record lock belongs to a process (fcntl(2), F_SETLK). Children do not inherit it by fork(2), unlike that of
-flock(2), which lives on in children of a killed node. But a process loses it when it closes *any* descriptor
-of the file. This program therefore never opens the lock file of a folder that it holds: a table of held
-folders answers questions, and another node of this process is refused.
+A record lock belongs to a process (fcntl(2), F_SETLK). Unlike a lock of flock(2), which survives in children
+of a killed node, it is not inherited by fork(2). But a process loses it when it closes *any* descriptor of
+the file. So this program never opens the lock file of a folder that it holds: a table of held folders answers
+questions, and a second node in this process is refused.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 """Errors for a record lock that another process holds (fcntl(2))."""
 
 _File = tuple[int, int]
-"""Device and inode: identify a file under any name."""
+"""Device and inode, which identify a file under any name."""
 
 _held: dict[_File, Descriptor] = {}
 _changing = threading.Lock()
@@ -44,7 +45,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Hold the data folder `path` for this process; the system frees it when the process ends.
+    """Hold the data folder `path` for this process; the system releases it when the process ends.
 
     Raises:
         UsageError: a node holds it (the error names its process), or the lock is not a file of this user.
@@ -62,7 +63,7 @@ def lock(path: Path) -> Iterator[None]:
         if os.getpid() == process:
             with _changing:
                 del _held[file]
-                # The file stays: after removing it, two processes could lock two files of one name.
+                # The file stays: if it were removed, two processes could lock two files with the same name.
                 descriptor.close()
 
 
@@ -75,7 +76,7 @@ def _take(path: Path) -> tuple[_File, Descriptor]:
         raise unusable(path, error) from None
     number = descriptor.fileno()
     try:
-        # Anyone who can read it could lock it, and keep the node from starting.
+        # Anyone who can read the file could lock it, and keep the node from starting.
         os.fchmod(number, FILE_MODE)
         fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -98,13 +99,13 @@ def _is_ours(path: Path) -> bool:
 
 
 def find_holder(path: Path) -> str | None:
-    """Return the id of the process that holds the data folder `path` now, empty if unknown; None if nobody
-    does, or the folder does not exist.
+    """Return the id of the process that holds the data folder `path` now; empty if it is unknown, None if
+    nobody holds it or the folder does not exist.
 
     Raises:
         UsageError: the lock is not a file of this user, or its file system has no locks.
     """
-    # otherwise another thread might take the lock meanwhile, and lose it with the descriptor closed here
+    # otherwise another thread might take the lock meanwhile, and lose it when the descriptor is closed here
     with _changing:
         if _is_ours(path):
             return str(os.getpid())
@@ -124,7 +125,7 @@ def find_holder(path: Path) -> str | None:
 
 
 def last_holder(path: Path) -> str:
-    """Return the id of the process that holds or held the folder; empty if unknown."""
+    """Return the id of the process that holds the folder or held it last; empty if unknown."""
     with _changing:
         if _is_ours(path):
             return str(os.getpid())
@@ -150,5 +151,5 @@ def _in_use(path: Path, holder: str) -> UsageError:
 def _no_locks(path: Path, error: OSError) -> UsageError:
     reason = (error.strerror or str(error)).lower()
     return UsageError(
-        f"data folder {short_path(path)}: its file system takes no locks ({reason})", OTHER_FOLDER
+        f"data folder {short_path(path)}: its file system does not support locks ({reason})", OTHER_FOLDER
     )

@@ -1,10 +1,10 @@
-"""Files of others' runs beside checkpoints, within the guests' budget: results, graphs, data.
+"""Files of other peers' runs apart from checkpoints, within the guests' budget: results, graphs, data.
 
-Each is a label with its files. They share the budget of `node.storage.blobs`: new data of either kind evicts
-the oldest of these files, which can be fetched again or were delivered long ago, but never files that a run
-on this node needs. This node's own files are not listed and do not count.
+Each guest is a label with its files. They share the budget of `node.storage.blobs`. New data of either kind
+evicts the oldest of these files, which can be fetched again or were delivered long ago, but never files that
+a run on this node needs. This node's own files are not listed and do not count.
 
-Everything here waits for the disk, so it is called in the executor's threads, and may be by several at once.
+All methods wait for the disk, so they are called in the executor's threads, possibly by several at once.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from node.seams import Storage
 from node.storage.blobs import Blobs, NoRoom
 
 GUESTS_MAX = 1_024
-"""Labels, however small."""
+"""Maximum number of labels, however small."""
 INDEX_NAME = "guests"
 _INDEX_BYTES_MAX = 1 << 20
 
@@ -33,7 +33,7 @@ class _Guest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Guests:
-    """The guests of one data folder; reads the existing ones when it is made. The oldest comes first."""
+    """The guests of one data folder, the oldest first; the constructor reads the existing ones."""
 
     def __init__(self, storage: Storage, blobs: Blobs) -> None:
         self.needed: frozenset[str] = frozenset()
@@ -48,26 +48,26 @@ class Guests:
                 storage.read(INDEX_NAME) or encode({}), dict[str, _Guest], bytes_max=_INDEX_BYTES_MAX
             )
         except RemoteProtocolError:
-            self._guests = {}  # damaged: the files in it no longer count
+            self._guests = {}  # damaged: the files that it listed no longer count
         self._count()
         blobs.make_room = self._shrink
 
     @property
     def bytes_here(self) -> int:
-        """Return the size of all labels."""
+        """The size of all guests' files."""
         return sum(guest.size for guest in self._guests.values())
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Return all labels, the oldest first."""
+        """All labels, the oldest first."""
         return tuple(self._guests)
 
     def admit(self, label: str, files: Collection[str], size: int) -> None:
-        """Make room for these files, of `size` bytes together, and count them from now on, replacing the
-        label's earlier ones.
+        """Make room for these files, with `size` bytes in total, and count them from now on. They replace the
+        label's earlier files.
 
         Raises:
-            NoRoom: evicting the oldest is not enough. OSError: the disk is full.
+            NoRoom: evicting the oldest guests does not free enough. OSError: the disk is full.
         """
         with self._lock:
             before = self._guests.pop(label, None)
@@ -78,12 +78,15 @@ class Guests:
                 if before is not None:
                     self._guests[label] = before
                     self._count()
-                raise NoRoom(f"{size} bytes for others, at most {self._blobs.guest_bytes_max} are given")
+                raise NoRoom(
+                    f"others' data would take {size} more bytes; at most "
+                    f"{self._blobs.guest_bytes_max} are allowed in total"
+                )
             self._guests[label] = _Guest(tuple(files), size)
             self._save()
 
     def release(self, label: str) -> None:
-        """Stop counting the files of this label: they are this node's own now, or gone."""
+        """Stop counting the files of this label, because they are this node's own now, or gone."""
         with self._lock:
             if self._guests.pop(label, None) is not None:
                 self._save()
@@ -95,7 +98,8 @@ class Guests:
             return found
 
     def _evict(self, size: int, count: int) -> bool:
-        """Evict the oldest, at least this many bytes and labels; none if that is not enough."""
+        """Evict the oldest guests, at least this many bytes and labels; evict none if that is not
+        possible."""
         needed, going = self.needed, []
         for label, guest in self._guests.items():
             if size <= 0 and count <= 0:

@@ -1,7 +1,7 @@
 """The two keys of a node, kept from its first start: identity (Ed25519) and static (X25519).
 
-Raw 32-byte files of mode 0600 in the data folder. They cannot be replaced: a node without its identity is
-another peer. A wrong file is therefore refused with a remedy, never overwritten.
+They are raw 32-byte files with mode 0600 in the data folder. They cannot be replaced, since a node without
+its identity is a different peer. So an invalid file is refused with a remedy, never overwritten.
 """
 
 import os
@@ -24,7 +24,8 @@ STATIC_BYTES = 32
 
 @dataclass(frozen=True)
 class NodeKeys:
-    """`static` is the private X25519 key (32 bytes); `is_new`: the identity was made now."""
+    """The node's keys. `static` is the private X25519 key (32 bytes); `is_new`: the identity was created
+    now."""
 
     identity: Identity
     static: bytes = field(repr=False)
@@ -32,11 +33,11 @@ class NodeKeys:
 
 
 def load_keys(storage: FolderStorage, entropy: Callable[[int], bytes], work_bits: int = 0) -> NodeKeys:
-    """Return the keys in the data folder; missing ones are made from `entropy` (the seam) and kept. An
-    identity is made with `work_bits` of proof of work, which takes 2^work_bits tries of some 30 us.
+    """Return the keys in the data folder; missing keys are made from `entropy` (the seam) and stored. A new
+    identity has `work_bits` of proof of work, which takes 2^work_bits tries of about 30 us.
 
     Raises:
-        UsageError: a key file is readable by others, of a wrong size, or not a file.
+        UsageError: a key file is readable by others, has a wrong size, or is not a file.
     """
     seed = read_key(storage, IDENTITY_NAME, SEED_BYTES)
     static = read_key(storage, STATIC_NAME, STATIC_BYTES)
@@ -53,13 +54,13 @@ def load_keys(storage: FolderStorage, entropy: Callable[[int], bytes], work_bits
 def keys_of(storage: Storage, entropy: Callable[[int], bytes], work_bits: int = 0) -> NodeKeys:
     """Return the keys in any storage: a data folder's modes are checked, other storage is just read.
 
-    Raises UsageError: as `load_keys`, or the identity has less work in it than its swarm requires.
+    Raises UsageError as `load_keys` does, or if the identity has less work than its swarm requires.
     """
     keys = _keys_of(storage, entropy, work_bits)
     if not has_work(keys.identity.peer, work_bits):
         found = work_of(keys.identity.peer)
         raise UsageError(
-            f"this node's identity has {found} bits of work; swarm.work_bits wants {work_bits}",
+            f"this node's identity has {found} bits of work; swarm.work_bits requires {work_bits}",
             f"move {IDENTITY_NAME} away from its data folder to start as a new peer, or use another data_dir",
         )
     return keys
@@ -78,28 +79,30 @@ def _keys_of(storage: Storage, entropy: Callable[[int], bytes], work_bits: int) 
 
 
 def read_key(storage: FolderStorage, name: str, size_bytes: int) -> bytes | None:
-    """Return a secret of `size_bytes`, None if there is none. Raises UsageError."""
+    """Return a secret of `size_bytes`; None if it does not exist. Raises UsageError."""
     path = storage.file(name)
     data = read_secret(path, size_bytes, _RESTORE, follow=False)
     if data is not None and len(data) != size_bytes:
         found = f"{len(data)} bytes" if len(data) <= size_bytes else f"more than {size_bytes} bytes"
-        raise UsageError(f"key file {short_path(path)} holds {found}; a key has {size_bytes}", _RESTORE)
+        raise UsageError(f"key file {short_path(path)} has {found}; a key has {size_bytes}", _RESTORE)
     return data
 
 
 def read_secret(path: Path, bytes_max: int, remedy: str, *, follow: bool = True) -> bytes | None:
-    """Return the content of a file that only its owner may read, or its first `bytes_max` + 1 bytes; None: no
-    file.
+    """Return the content of a file that only its owner may read, or its first `bytes_max` + 1 bytes; None if
+    it does not exist.
 
-    The file may be this user's or root's. With `follow` the path may be a link, like a container's secrets.
+    The file may belong to this user or root. With `follow` the path may be a link, like a container's
+    secrets.
 
     Raises:
-        UsageError: others may read it, or it is another's, or not a file; `remedy` says what to do.
+        UsageError: others may read it, or it is another user's, or not a file; `remedy` says what to do.
     """
     what = f"key file {short_path(path)}"
     try:
         if follow:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not hang us
+            # opening a pipe must not block
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         else:
             descriptor = open_own(path, os.O_RDONLY, "key file")
     except FileNotFoundError:
@@ -108,7 +111,7 @@ def read_secret(path: Path, bytes_max: int, remedy: str, *, follow: bool = True)
         reason = (error.strerror or str(error)).lower()
         raise UsageError(f"{what}: {reason}", f"chmod 600 {short_path(path)}") from None
     try:
-        # The opened file is examined, not the path again: nothing can be swapped in between.
+        # The opened file is examined, not its path, so that nothing can be swapped in between.
         mode = stat.S_IMODE(check_file(descriptor, what, remedy).st_mode)
         if mode & 0o077:
             raise UsageError(f"{what} is open to others (mode {mode:04o})", f"chmod 600 {short_path(path)}")

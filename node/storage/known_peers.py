@@ -1,7 +1,7 @@
-"""Peers met before, so that a node finds its swarm again without any seed: a small JSON file.
+"""Peers met earlier, so that a node finds its swarm again without any seed: a small JSON file.
 
-They are hints: a peer that answers proves its identity anew. A damaged file is an empty list, because joining
-never stops the process.
+They are only hints, because a peer that answers proves its identity again. A damaged file counts as an empty
+list, because joining must never stop the process.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ from crypto.identity import parse_peer, peer_text
 from node.seams import Storage
 
 REMEMBERED_MAX = 64
-"""Enough even if most of the swarm has moved; all are dialled at a start without seeds."""
+"""Maximum number of remembered peers, enough even if most of the swarm has moved. All are dialled at a start
+without seeds."""
 _NAME = "peers.json"
 
 
@@ -35,7 +36,7 @@ _SCHEMA = "peerloom/remembered/1"
 
 
 def read_remembered(storage: Storage) -> tuple[tuple[Address, ...], ...]:
-    """Return the addresses of each peer, best first, with the peer id in them; empty if nothing is kept."""
+    """Return the addresses of each peer, best first, including the peer id; empty if none are stored."""
     data = storage.read(_NAME)
     if data is None:
         return ()
@@ -47,7 +48,7 @@ def read_remembered(storage: Storage) -> tuple[tuple[Address, ...], ...]:
 
 
 def write_remembered(storage: Storage, peers: Sequence[Sequence[Address]]) -> None:
-    """Keep the first REMEMBERED_MAX peers of `peers`, best first; each address names its peer."""
+    """Store the first REMEMBERED_MAX peers of `peers`, best first; each address must include its peer."""
     entries = []
     for addresses in peers[:REMEMBERED_MAX]:
         if addresses and addresses[0].peer is not None:

@@ -1,9 +1,9 @@
 """Owner and mode of a data folder and its files, checked before anything is read or written there.
 
-A data folder holds keys, and its files command the node: only its user may own it, and nobody else may read
-it. The opened file is checked and not its path, so that it cannot be replaced between check and use (open(2),
-O_NOFOLLOW). A link to the folder itself is followed: it may lie on another disk. Access lists beyond the mode
-are not checked.
+A data folder has keys, and its files can command the node, so only its user may own it, and nobody else may
+read it. The opened file is checked, not its path, so that it cannot be replaced between check and use
+(open(2), O_NOFOLLOW). A link to the folder itself is followed, since the folder may be on another disk.
+Access lists beyond the mode are not checked.
 """
 
 import errno
@@ -23,15 +23,16 @@ _LINKED = (errno.ELOOP, errno.EMLINK)
 
 
 def close_folder(path: Path, marks: tuple[str, ...]) -> None:
-    """Make sure that a data folder belongs to this user alone; close the user's own folder if it is open to
-    others.
+    """Ensure that a data folder is accessible only to this user, if necessary by changing the mode of the
+    user's own folder.
 
-    Only a folder that cannot have been tampered with is closed: an empty one, or one that others could only
-    read and that has one of `marks`, which identify a node's folder. A home folder named by mistake must not
-    change its mode.
+    The mode is changed only if the folder cannot have been tampered with: if it is empty, or if others could
+    only read it and it contains one of `marks`, which identify a node's folder. A home folder named by
+    mistake must not change its mode.
 
     Raises:
-        UsageError: it is another user's, not a folder, or open to others in a way that a person must judge.
+        UsageError: the folder belongs to another user, is not a folder, or is open to others in a way that a
+            person must judge.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -50,39 +51,39 @@ def close_folder(path: Path, marks: tuple[str, ...]) -> None:
                 raise unusable(path, error) from None
             if not os.fstat(descriptor).st_mode & _OTHERS:
                 return
-            reason = "its file system keeps no modes, so others may look in"
+            reason = "its file system does not support modes, so others may access it"
     finally:
         os.close(descriptor)
     shown = short_path(path)
     raise UsageError(
         f"data folder {shown}: {reason}",
-        f"look whether all in it is yours, then: chmod 700 {shown}; or {OTHER_FOLDER}",
+        f"check that everything in it is yours; if so: chmod 700 {shown}; or {OTHER_FOLDER}",
     )
 
 
 def _why_left_open(mode: int, held: list[str], marks: tuple[str, ...]) -> str | None:
-    """Return why a folder that others may access is not simply closed."""
+    """Return why the mode of a folder that others may access is not simply changed; None if it may be."""
     shown = f"(mode {stat.S_IMODE(mode):04o})"
     if held and mode & _OTHERS_WRITE:
         return f"others may write in it {shown}"
     if held and not set(held) & set(marks):
-        return f"open to others {shown}, and holds what is no node's"
+        return f"it is open to others {shown}, and does not look like a node's folder"
     return None
 
 
 def open_own(path: Path, flags: int, what: str) -> int:
-    """Open a file of this user's, which is not a link; with O_CREAT it is made readable by nobody else.
+    """Open a file of this user, which must not be a link. With O_CREAT it is created readable by nobody else.
 
     `what` names the file in errors.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the file does not exist.
         UsageError: it is a link, not a file, another user's, or cannot be opened.
     """
     what = f"{what} {short_path(path)}"
-    remove = f"look what it is, then: rm {short_path(path)}"
+    remove = f"check what it is; to remove it: rm {short_path(path)}"
     try:
-        # A named pipe must not hang us.
+        # Opening a named pipe must not block.
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, FILE_MODE)
     except FileNotFoundError:
         raise
@@ -100,14 +101,14 @@ def open_own(path: Path, flags: int, what: str) -> int:
 
 
 def check_file(descriptor: int, what: str, remedy: str) -> os.stat_result:
-    """Check that an opened file is this user's or root's, with one name. Raises UsageError."""
+    """Check that an opened file belongs to this user or root, and has only one name. Raises UsageError."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise UsageError(f"{what} is not a file", remedy)
     _check_owner(what, status, remedy)
     if status.st_nlink > 1:
-        # Writing to it under this name would change it under the other.
-        raise UsageError(f"{what} is a link: the same file has {status.st_nlink} names", remedy)
+        # Writing to it under this name would change it under the other names.
+        raise UsageError(f"{what} is a hard link: the same file has {status.st_nlink} names", remedy)
     return status
 
 

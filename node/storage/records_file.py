@@ -1,8 +1,8 @@
-"""A node's DHT records and contacts, kept over a restart in one sqlite file.
+"""A node's DHT records and contacts, kept across restarts in one sqlite file.
 
-A file of a data folder is written in place; other storage gets the whole database as one blob. Its content is
-still a stranger's data: signatures are checked anew, and a damaged file counts as empty. One thread at a time
-uses it, never the event loop's.
+In a data folder the file is updated in place; other storage gets the whole database as one blob. The content
+still comes from unknown peers, so signatures are checked again, and a damaged file counts as empty. One
+thread at a time uses it, never the event loop's.
 """
 
 import contextlib
@@ -26,9 +26,10 @@ from node.storage.ownership import FILE_MODE
 NAME = "records.sqlite"
 VERSION = 1
 CONTACTS_MAX = 1_024
-"""Contacts kept, the most recent to answer; the table of a million nodes has some 400."""
+"""Maximum number of contacts kept, those that answered most recently. The table of a million nodes has about
+400."""
 RECORDS_MAX = 20_000
-"""Records read back: twice what a node holds. 30 MB."""
+"""Maximum number of records read back: twice what a node holds, or 30 MB."""
 TEXTS_BYTES_MAX = 512
 
 _TABLES = """
@@ -45,7 +46,7 @@ Contact = tuple[PeerId, tuple[str, ...]]
 
 
 class RecordsFile:
-    """The file of one node. Every method may raise OSError or sqlite3.Error where the disk fails."""
+    """The records file of one node. Every method may raise OSError or sqlite3.Error if the disk fails."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -54,7 +55,7 @@ class RecordsFile:
         leave_to_parent(self)
 
     def load(self, signer: Signer, wall: float) -> tuple[list[Record], list[Contact]]:
-        """Return the live records with valid signatures, and the contacts, the most recent to answer
+        """Return the live records with valid signatures, and the contacts, those that answered most recently
         first."""
         rows = self._database.execute(
             "SELECT publisher, body, signature FROM record WHERE expires > ? LIMIT ?",
@@ -80,7 +81,7 @@ class RecordsFile:
     def save(
         self, changes: Mapping[tuple[Key, PeerId], Record | None], contacts: Iterable[Contact] | None = None
     ) -> None:
-        """Store records or, where they are None, delete them; `contacts` replace all earlier ones."""
+        """Store records, or delete those that are None. `contacts` replace all earlier ones."""
         gone = [place for place, record in changes.items() if record is None]
         kept = [
             (record.key, record.publisher, record.fact.body, record.fact.signature, record.expires)
@@ -107,7 +108,8 @@ class RecordsFile:
     def _open(self) -> sqlite3.Connection:
         with contextlib.suppress(sqlite3.DatabaseError):
             return self._connect()
-        # Damaged, or of a later version: others hold the records too, so this is no reason not to start.
+        # Damaged, or written by a later version. Other nodes hold the records too, so this must not prevent
+        # the start.
         if self._path is not None:
             for path in _files(self._path):
                 path.unlink(missing_ok=True)
@@ -128,7 +130,7 @@ class RecordsFile:
             if version not in (0, VERSION):
                 raise sqlite3.DatabaseError(f"version {version}")
             if self._path is not None:
-                # Consistent after a crash of the process; a crash of the machine may cost the last seconds.
+                # Consistent after a crash of the process; a crash of the machine may lose the last seconds.
                 database.execute("PRAGMA journal_mode = WAL")
                 database.execute("PRAGMA synchronous = NORMAL")
             database.executescript(_TABLES)
@@ -141,5 +143,5 @@ class RecordsFile:
 
 
 def _files(path: Path) -> Sequence[Path]:
-    """Return the file and those that sqlite puts beside it."""
+    """Return the file and the additional files that sqlite creates."""
     return path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")

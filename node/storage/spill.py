@@ -1,8 +1,8 @@
-"""Bytes that need not stay in memory: in unnamed files, mapped, freed with their last view.
+"""Bytes that need not stay in memory: in unnamed, mapped files that are freed with their last view.
 
-The system writes them to the disk when it likes, takes their memory when needed, and reads them again on
-access. Bytes freed before they were written never reach the disk. Not for durable data: the system frees such
-a file when the process ends, however it ends. The node's budget bounds their size (`node.storage.budget`).
+The system may write them to the disk at any time, frees their memory when it is needed, and reads them again
+on access. Bytes freed before they were written never reach the disk. Not for durable data: the system frees
+such a file when the process ends for any reason. The node's budget limits their size (`node.storage.budget`).
 """
 
 import mmap
@@ -16,12 +16,13 @@ from crypto.noise import Data
 from node.storage.budget import ScratchBudget
 
 FILE_BYTES = 1 << 30
-"""The size of one file, mostly a hole until used: a file for each piece would need a descriptor for each."""
+"""Size of one file, most of which is a hole until used. A file for each piece would need a descriptor for
+each."""
 
 
 class Spill:
-    """The spill of one folder. Called in the executor's threads, several at once: they take turns, as the
-    disk would make them do anyway."""
+    """The spilled bytes in one folder. Methods may be called in several executor threads at once; they run
+    one at a time, as the disk would require anyway."""
 
     def __init__(self, folder: Path, budget: ScratchBudget, file_bytes: int = FILE_BYTES) -> None:
         """Prepare files of `file_bytes` in this folder."""
@@ -35,15 +36,15 @@ class Spill:
         self._counted = _Counted(budget)
 
     def put(self, data: Data) -> memoryview:
-        """Return a read-only view of the same bytes. Raises OSError: the disk is full, or the budget is
-        spent."""
+        """Return a read-only view of the same bytes. Raises OSError if the disk is full or the budget is used
+        up."""
         view = memoryview(data).cast("B")
         pages_bytes = -(-len(view) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             mapping = self._with_room(len(view))
             self._counted.add(pages_bytes)
             begin = self._used
-            # Not through the map: on a full disk that would kill the process, and this raises an error.
+            # Not through the map: on a full disk that would kill the process, while pwrite raises an error.
             written = 0
             while written < len(view):
                 written += os.pwrite(self._descriptor, view[written:], begin + written)
@@ -54,7 +55,7 @@ class Spill:
         mapping = self._latest() if self._latest is not None else None
         if mapping is not None and self._used + length <= len(mapping):
             return mapping
-        # Unnamed from the beginning if the system supports that, otherwise right after creation.
+        # Unnamed from the beginning if the system supports that, otherwise unlinked right after creation.
         file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed with its map
         try:
             file.truncate(max(self._file_bytes, length))
@@ -62,7 +63,7 @@ class Spill:
         except BaseException:
             file.close()
             raise
-        # Every view of the file holds its map; with the last view the map is freed, and so is the file.
+        # Every view of the file refers to its map. With the last view the map is freed, and so is the file.
         weakref.finalize(mapping, file.close)
         self._counted = _Counted(self._budget)
         weakref.finalize(mapping, self._counted.give_back)
@@ -71,7 +72,7 @@ class Spill:
 
 
 class _Counted:
-    """The share of the budget that one file holds: all bytes ever put into it, until the file is freed."""
+    """The part of the budget that one file uses: all bytes ever put into it, until the file is freed."""
 
     def __init__(self, budget: ScratchBudget) -> None:
         self._budget = budget

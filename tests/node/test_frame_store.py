@@ -118,7 +118,7 @@ async def test_all_stages_of_a_node_share_one_limit_on_the_disk(tmp_path: Path) 
     one, other = (FrameStore(storage, SimExecutor(), 0) for _ in range(2))
     kept = [await store.keep(payload_of(number)) for number, store in enumerate((one, other, one, other))]
     assert budget.held_bytes == 4 * mmap.PAGESIZE
-    with pytest.raises(StageFailed, match=r"stages hold 0 MiB of 0 MiB that they may: \[resources\] scratch"):
+    with pytest.raises(StageFailed, match=r"stages hold 0 MiB of the 0 MiB allowed by \[resources\] scratch"):
         await one.keep(payload_of(4))
     assert all(is_payload(payload, number) for number, payload in enumerate(kept))
     kept.clear()

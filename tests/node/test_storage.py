@@ -130,7 +130,7 @@ def test_an_empty_folder_and_a_nodes_own_are_closed_to_others(tmp_path: Path) ->
     [
         ("identity.key", 0o770, r"others may write in it \(mode 0770\)"),
         ("identity.key", 0o1777, r"others may write in it \(mode 1777\)"),
-        ("letter.txt", 0o755, r"open to others \(mode 0755\), and holds what is no node's"),
+        ("letter.txt", 0o755, r"open to others \(mode 0755\), and does not look like a node's folder"),
     ],
 )
 def test_a_loose_folder_with_files_in_it_is_refused_and_unchanged(
@@ -153,7 +153,7 @@ def test_a_linked_lock_is_refused_and_its_target_untouched(tmp_path: Path) -> No
         link(precious, tmp_path / LOCK_NAME)
         with pytest.raises(UsageError, match=f"{LOCK_NAME}.* is a link") as caught, lock(tmp_path):
             pass
-        assert caught.value.do == f"look what it is, then: rm {tmp_path / LOCK_NAME}"
+        assert caught.value.do == f"check what it is; to remove it: rm {tmp_path / LOCK_NAME}"
         (tmp_path / LOCK_NAME).unlink()
     assert precious.read_text() == "not to be truncated"
     os.mkfifo(tmp_path / LOCK_NAME)
