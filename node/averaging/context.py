@@ -1,4 +1,4 @@
-"""The interface that a participation in a run of averaging needs of its node."""
+"""The interface through which a participation in an averaging run uses its node."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from node.seams import Seams
 
 @dataclass(frozen=True)
 class ParticipationService:
-    """The service as a participation uses it."""
+    """The averaging service as a participation uses it."""
 
     seams: Seams
     signer: Signer

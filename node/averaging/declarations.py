@@ -1,10 +1,10 @@
-"""Declarations under one name in the DHT, by more peers than one key holds.
+"""Declarations under one name in the DHT, by more peers than one key can hold.
 
 A node keeps a limited number of publishers' records under one key and refuses the rest, and records of
-departed peers stay until they expire. So declarations stand in shards of their name: those of peers whose own
-keys begin with the same bits. The first shard is that of no bits. If a shard is nearly full, a reader goes on
-to its two halves, and a publisher to the half of its own key. This needs no agreement: all see how full it
-is.
+departed peers stay until they expire. So declarations are stored in shards of their name. A shard is for the
+peers whose own keys begin with the same bits; the first shard has no bits and is for all. If a shard is
+nearly full, a reader continues with its two halves, and a publisher with the half of its own key. This needs
+no agreement, because all peers see how full a shard is.
 """
 
 from functools import partial
@@ -18,10 +18,12 @@ from dht.records import Record
 from node.services.discovery import Discovery
 
 FULL_SHARE = 0.75
-"""A shard with this share of what a key holds is split: peers that find it full may come all at once."""
+"""A shard with this share of the records that a key holds is split. It is below one because all peers that
+find a shard full may come at once."""
 DEPTH_MAX = 16
 READS_MAX = 16
-"""Shards that one look reads: with 48 records in each, more than a peer can use."""
+"""Maximum number of shards read by one search; with 48 records in each, they name more peers than one peer
+can use."""
 
 
 class Declarations:
@@ -36,19 +38,19 @@ class Declarations:
         self._stored: set[int] = set()
 
     async def declare(self, value: bytes, seconds: float | None = None) -> None:
-        """Store this node's record in the shard that the last look found for it, for `seconds` (None: as long
-        as the node runs), unless it stands there already."""
+        """Store this node's record for `seconds` (None: as long as the node runs) in the shard that the
+        latest search found for it, unless it is already there."""
         depth = self._depth
         if depth in self._stored:
             return
         self._stored.add(depth)
         name = self._shard(depth, self._own(depth))
         stored = await self._discovery.publish_for(self._purpose, name, value, seconds)
-        if stored.acknowledged <= 1:  # kept by this node alone: there was no room, or no answer
+        if stored.acknowledged <= 1:  # kept by this node alone, because there was no room or no answer
             self._stored.discard(depth)
 
     async def look(self) -> list[PeerId]:
-        """Return the peers that have declared, as far as READS_MAX shards show."""
+        """Return the peers that have declared, as found in at most READS_MAX shards."""
         found: dict[PeerId, None] = {}
         read, has_place = 0, False
         shards = [(0, 0)]
@@ -69,7 +71,7 @@ class Declarations:
                     self._depth = depth if has_place else depth + 1
                 if is_full:
                     split += [(depth + 1, 2 * prefix), (depth + 1, 2 * prefix + 1)]
-            # Its own half first: it must read where it declares.
+            # Its own half first, because it must read the shard in which it declares.
             split.sort(key=lambda shard: shard[1] != self._own(shard[0]))
             shards = split[: READS_MAX - read]
         return list(found)

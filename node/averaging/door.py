@@ -1,4 +1,4 @@
-"""Admission to a run by tickets: for the averaging service, and for members that ask nodes to join."""
+"""Admission to a run by tickets, for the averaging service and for members that ask nodes to join."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from partition.run.admission import Admission, Present
 
 @dataclass(frozen=True)
 class TicketGate:
-    """The `Gate` of one run. `show` shows this member's own chain of tickets to peers that are not known to
-    be members, and asks for theirs; `greet` shows it to members too."""
+    """The `Gate` of one run. `show` sends this member's own chain of tickets to peers that are not known to
+    be members, and asks for theirs; `greet` sends it to members too."""
 
     admission: Admission
     clock: Clock
@@ -27,7 +27,7 @@ class TicketGate:
 
     @property
     def admit(self) -> str:
-        """The peers that may take part: invited by the requester, or vouched for by invited ones."""
+        """Who may take part: peers invited by the requester, or also peers that invited peers vouch for."""
         return "invited" if self.admission.chain_max == 1 else "vouched"
 
     def seen(self, peer: PeerId) -> None:
@@ -35,13 +35,13 @@ class TicketGate:
         self.show([peer])
 
     def check(self, peer: PeerId, chain: tuple[Fact, ...]) -> None:
-        """Admit a peer by its chain. Raises RemoteProtocolError: the chain proves nothing."""
+        """Admit a peer by its chain. Raises RemoteProtocolError if the chain proves nothing."""
         self.admission.receive(peer, Present(self.admission.run, chain))
         if not self.admits(peer):
-            raise RemoteProtocolError("no ticket that is valid any more, or too many members")
+            raise RemoteProtocolError("no ticket in the chain is still valid, or there are too many members")
 
     def chain_for(self, peer: PeerId) -> tuple[Fact, ...] | None:
-        """Return the tickets that make an asked peer a member; None: this node cannot invite."""
+        """Return the tickets that make an asked peer a member; None if this node cannot invite it."""
         is_barred = self.admission.revocations.fact_of(peer) is not None
         if is_barred or not self.admission.can_vouch:
             return None

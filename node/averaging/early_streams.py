@@ -1,9 +1,10 @@
-"""Streams of averaging attempts that this node is not in yet, or never will be.
+"""Streams of averaging attempts that this node does not know yet, or will never take part in.
 
-A member whose group has formed may send before this node has heard of the group, so its stream waits for a
-moment. Until then only its opening is read: it costs a socket and a hash, and no chunk. Places are limited
-for each peer and in all. When all are taken, a peer that has completed a round gets the place of one that has
-not, and a participant that of a stranger, so that no crowd of ids shuts out members.
+A member whose group has formed may send before this node has learnt of the group, so its stream waits
+briefly. Meanwhile only its opening is read, so it costs a socket and a hash, and no chunk. The number of
+waiting streams is limited for each peer and in total. If the limit is reached, a peer that has completed a
+round displaces one that has not, and a participant displaces an unknown peer, so that a crowd of ids cannot
+shut out members.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,16 +17,18 @@ from crypto.identity import PeerId
 from node.errors import StreamClosed
 
 EARLY_SECONDS_MAX = 15.0
-"""How long a stream of an unknown attempt waits: its group may be on its way."""
+"""How long a stream of an unknown attempt waits, since news of its group may still arrive."""
 STREAMS_MAX = 128
-"""The limit for all streams: twice the members of the largest group."""
+"""Maximum number of waiting streams in total: twice the members of the largest group."""
 STREAMS_PER_PEER_MAX = 4
-"""The limit for one peer: it is in one group of a run at a time, and in few runs with this node."""
+"""Maximum number of waiting streams of one peer: it is in one group of a run at a time, and in few runs with
+this node."""
 STRANGERS_MAX = 16
-"""The limit for peers in no list of participants here; a new one may be in a group before it is listed."""
+"""Maximum number of waiting streams of peers in no list of participants here. A new participant may be in a
+group before it is listed."""
 
 Rank = Callable[[PeerId], int]
-"""0 for a stranger, 1 for a participant, 2 for one that has completed a round here."""
+"""0 for an unknown peer, 1 for a participant, 2 for a peer that has completed a round here."""
 
 
 @dataclass(eq=False)
@@ -36,7 +39,7 @@ class _Place:
 
 
 class EarlyStreams:
-    """The places of all waiting streams."""
+    """All waiting streams."""
 
     def __init__(self, rank: Rank, *, seconds_max: float = EARLY_SECONDS_MAX) -> None:
         self._rank = rank
@@ -48,8 +51,8 @@ class EarlyStreams:
 
     @contextmanager
     def place(self, peer: PeerId) -> Iterator[None]:
-        """Hold a place while the block waits. Raises StreamClosed: there is none, it went to another peer, or
-        the time is over."""
+        """Keep the peer's stream waiting during the block. Raises StreamClosed if there is no room, if
+        another peer's stream displaces it, or when the time is over."""
         rank = self._rank(peer)
         if sum(each.peer == peer for each in self._places) >= STREAMS_PER_PEER_MAX:
             raise StreamClosed("too many streams of attempts that are not known here")
@@ -70,7 +73,7 @@ class EarlyStreams:
     def _make_room(self, rank: int) -> bool:
         if len(self._places) < STREAMS_MAX:
             return True
-        lowest = min(self._places, key=lambda place: place.rank)  # the oldest of those
+        lowest = min(self._places, key=lambda place: place.rank)  # the oldest with the lowest rank
         if lowest.rank >= rank:
             return False
         self._places.remove(lowest)

@@ -1,6 +1,7 @@
-"""One participant's search for the group of each attempt: its wish, and the wait for peers with the same.
+"""One participant's search for the group of each attempt: its wish, and the wait for peers with the same
+wish.
 
-Matchmaking itself is the core `gossip.matchmaking`; this file makes the wishes, and awaits the outcome.
+The core `gossip.matchmaking` does the matchmaking; this file makes the wishes, and waits for the outcome.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,23 +23,25 @@ from node.averaging.expectations import Expectations, expected_in
 from node.averaging.rounds import Gate, RoundWish
 
 AGAIN_SECONDS = 4.0
-"""How long another attempt of a round waits for any peer, beyond its window."""
+"""How long later attempts of a round wait for any peer, in addition to their window."""
 DECLARED_SECONDS = 3.0
-"""Added to a window where members find each other in the DHT: to store a record, and to find others'."""
+"""Seconds added to a window if members find each other through the DHT, for storing a record and finding the
+others' records."""
 NAMED_MAX = 3
-"""The most peers that a status names: it is one line."""
+"""Maximum number of peers named in a status, which is one line."""
 NEWCOMERS_SECONDS = 1.0
-"""The interval between two looks for peers that were unknown, or not admitted, when a wish was made."""
+"""Seconds between two checks for peers that were unknown, or not admitted, when a wish was made."""
 UNAWAITED_SECONDS = 0.25
-"""How long a group waits if it expects no peer, though others are listed: one that is ready may enter."""
+"""How long a group waits if it expects no peer although others are listed; a listed peer that is ready may
+still enter."""
 SPOT_SECONDS = 1.0
-"""How long a peer waits in its cell of the grid for any other, beyond its window."""
+"""How long a peer waits in its cell of the grid for any other peer, in addition to its window."""
 
 Dtype = Literal["float32", "float64"]
 
 
 class GroupSearch:
-    """Finds the groups of one participant's rounds, in one run."""
+    """Finds the groups for one participant's rounds in one run."""
 
     def __init__(
         self,
@@ -53,8 +56,8 @@ class GroupSearch:
         changed: Callable[[], Awaitable[object]],
         ended: Callable[[], str],
     ) -> None:
-        """`changed` returns when the participants have changed; `ended` returns why this peer no longer takes
-        part, empty while it does."""
+        """`changed` returns when the participants have changed. `ended` returns why this peer no longer takes
+        part, or an empty text while it does."""
         self._key = key
         self._roster = roster
         self._service = service
@@ -71,20 +74,21 @@ class GroupSearch:
         self._dtype: Dtype = "float32"
         self._begun_at = 0.0
         self.walk = GridWalk(key, self._peer)
-        """This peer's walk over the grid, where not all fit into one group."""
+        """This peer's walk over the grid, which is used if not all participants fit into one group."""
         self.status = ""
-        """The wait of the present search, for people; empty outside of one."""
+        """What the present search waits for, as a text for people; empty if there is no search."""
         self.looked_seconds = 0.0
         """The seconds of the present round spent on finished searches for groups."""
         self.look_seconds: float | None = None
-        """How long from its beginning a round may look for a group; None while it does not look."""
+        """How long, from its beginning, the present round may search for a group; None while it does not
+        search."""
 
     def begin(self, now: float) -> None:
-        """Begin a round."""
+        """Begin a round at time `now`."""
         self._begun_at, self.looked_seconds = now, 0.0
 
     def matched(self, event: object) -> None:
-        """Handle news of this node's matchmaking, for this run or another."""
+        """Handle an event of this node's matchmaking, which may be about a different run."""
         if isinstance(event, Formed | NotFormed) and event.key in self._formed:
             self._outcomes[event.key] = event
             self._formed[event.key].set()
@@ -99,8 +103,9 @@ class GroupSearch:
     async def find(
         self, vector: Vector | None, wanted: RoundWish, attempt: int
     ) -> tuple[Group, Spot | None] | str:
-        """Return the group that forms for an attempt of a round and its spot in the grid, if it has one; or
-        why none forms. Where nobody comes to the spot, it is the next group that forms."""
+        """Return the group that forms for an attempt of a round and its spot in the grid, if it has one,
+        or the reason why none forms. If no peer comes to the spot, take the next group that forms without
+        one."""
         spot = None
         if wanted.round is None:
             count = 0 if self._roster.is_whole else self._roster.count
@@ -144,8 +149,8 @@ class GroupSearch:
     def _wish(
         self, spot: Spot | None, vector: Vector | None, wanted: RoundWish, attempt: int
     ) -> tuple[GroupWish, float]:
-        """Return what this peer wishes for, and how many seconds it waits for any peer. Members of a failed
-        group are still expected, except those known to be gone: most only waited for another member."""
+        """Return this peer's wish, and how many seconds it waits for any peer. Members of a failed group are
+        still expected, except those known to be gone, because most of them only waited for another member."""
         roster, expectations = self._roster, self._expectations
         rate = self._upload.claimed if wanted.rate is None else wanted.rate
         nonce, coordinate = self._service.seams.entropy(NONCE_BYTES), 0 if spot is None else spot.coordinate
@@ -178,25 +183,25 @@ class GroupSearch:
     def _waits(
         self, spot: Spot | None, wanted: RoundWish, attempt: int, *, is_alone: bool, near: Sequence[PeerId]
     ) -> tuple[float, float, int]:
-        """Return the seconds of a wish's window, those that it waits for any peer, and the size at which it
+        """Return a wish's window in seconds, how many seconds it waits for any peer, and the size at which it
         stops waiting. It `is_alone` if it expects no peer; `near` are the peers that may come."""
         window, patience = wanted.window_seconds, wanted.patience_seconds
         size_hoped = 0 if spot is None else spot.size
         are_others_busy = wanted.round is not None and self._roster.own.has_state and self._roster.reports
         if is_alone and (near or are_others_busy):
-            # A peer that is ready all the same enters, and so do those right behind it.
+            # A peer that is ready nevertheless enters, and so do the peers that follow immediately.
             window, size_hoped = min(window, UNAWAITED_SECONDS), GROUP_MEMBERS_MAX
             patience = patience if wanted.round is None else 2 * window
-        if attempt:  # members that succeeded in the last one do not come again
+        if attempt:  # members that succeeded in the previous attempt do not come again
             patience = min(patience, window + AGAIN_SECONDS)
-        if spot is not None:  # a peer alone in its cell goes where others are
+        if spot is not None:  # a peer alone in its cell moves to where others are
             patience = min(patience, window + SPOT_SECONDS)
-        if self._is_declared(spot):  # a look in the DHT takes a moment
+        if self._is_declared(spot):  # a search in the DHT takes some time
             patience += DECLARED_SECONDS
         return window, patience, size_hoped
 
     def _meeting_key(self, spot: Spot | None, round: int | None, attempt: int) -> bytes:  # noqa: A002 - the field's word
-        """Return the key under which the members of a group meet."""
+        """Return the key under which the members of a group find each other."""
         number = -1 if round is None else round
         name = self._key + self._roster.signature + number.to_bytes(8, "big", signed=True)
         if round is not None and attempt:  # late peers cannot enter the group of the first attempt
@@ -206,7 +211,8 @@ class GroupSearch:
     def _maker(
         self, vector: Vector | None, wanted: RoundWish, attempt: int
     ) -> Callable[[tuple[GroupMember, ...]], Group]:
-        """Return the terms of a group. Without a vector they have the last vector's shape."""
+        """Return a function that creates the group for its members. If there is no vector, the terms have the
+        shape of the previous one."""
         if vector is not None:
             self._items, self._dtype = vector.size, ("float64" if vector.dtype.itemsize == 8 else "float32")
         round_number = self.walk.turn if wanted.round is None else wanted.round
@@ -217,24 +223,26 @@ class GroupSearch:
 
     @property
     def _fits_all(self) -> bool:
-        """Whether one group has room for all."""
+        """Whether all participants fit into one group."""
         return len(self.walk.axes) < 2
 
     def _is_expecting(self, round: int | None) -> bool:  # noqa: A002 - the field's word
-        """Return whether peers are expected: in a grid only the number in each cell is known."""
+        """Return whether particular peers are expected. In a grid, only the number of peers in each cell is
+        known."""
         return round is not None or self._fits_all
 
     def _is_declared(self, spot: Spot | None) -> bool:
-        """Return whether members find each other in the DHT."""
+        """Return whether members find each other through the DHT."""
         return spot is not None and not self._roster.is_whole
 
     def _awaited(self, round: int | None) -> Sequence[PeerId]:  # noqa: A002 - the field's word
-        """Return the expected peers; without a number also joining ones, which may be ready."""
+        """Return the expected peers; without a round number these include joining peers, which may be
+        ready."""
         return tuple(self._roster.reports) if round is None else expected_in(self._roster, round)
 
     async def _tell_newcomers(self, wish: GroupWish, round: int | None) -> None:  # noqa: A002 - the field's word
-        """Send a wish to peers that become known after it was made, which it would not reach otherwise, and
-        announce which peers it waits for. Runs until cancelled."""
+        """Send a wish to peers that become known after it was made, since it would not reach them otherwise.
+        Update the status with the peers it waits for. Runs until cancelled."""
         matches, told, key = self._service.matches, set(self._roster.reports), wish.key
         are_expected = self._is_expecting(round)
         while True:

@@ -1,9 +1,10 @@
-"""Admission to named averaging runs: of all peers ("open"), of those that the run's owner invited
-("invited"), or also of those that these invited in turn ("vouched").
+"""Admission to named averaging runs: of all peers ("open"), of peers that the run's owner invited
+("invited"), or also of peers that those invited in turn ("vouched").
 
 The owner is the peer that takes part without an invitation. An invitation is a text for one peer: the owner's
-id and a chain of tickets (`partition.run.tickets`). The run's name on the wire also follows from its owner's
-id, so two owners' runs of one name differ. Members show each other their chains before their messages count.
+id and a chain of tickets (`partition.run.tickets`). The key that identifies the run in messages also depends
+on its owner's id, so two owners may use the same name for different runs. Members send each other their
+chains before their messages count.
 """
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -35,7 +36,7 @@ INVITATION_SECONDS_MAX = 366 * 24 * 3600.0
 INVITATION_BYTES_MAX = 16_384
 PREFIX = "peerloom-invitation-"
 SHOW_SECONDS = 1.0
-"""The interval between two searches for participants that have shown no tickets, and for expired tickets."""
+"""Seconds between two searches for participants that have shown no tickets, and for expired tickets."""
 REVOKED_FOLDER = "averaging"
 REVOKED_BYTES_MAX = 512 * REVOKED_MAX
 
@@ -44,7 +45,7 @@ Publish = Callable[[PeerId, RemoteProtocolError], None]
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True):
-    """An invitation for one peer: the run, its owner, its kind of admission, and the tickets."""
+    """An invitation for one peer: the run's owner, its kind of admission, and the tickets."""
 
     owner: Subject
     admit: Literal["invited", "vouched"]
@@ -65,17 +66,18 @@ def read_invitation(text: str) -> Invitation:
         )
     except (Base64Error, ValueError, RemoteProtocolError):
         raise UsageError(
-            "invitation: not a text that an invitation is", "copy all of what `peerloom runs invite` printed"
+            "this text is not an invitation",
+            ("copy the whole text that `peerloom runs invite` printed"),
         ) from None
     return found
 
 
 def check_admit(admit: str, invitation: str) -> None:
-    """Raise UsageError if these two contradict each other."""
+    """Raise UsageError if the kind of admission and the invitation contradict each other."""
     if admit not in ADMITS:
         raise UsageError(f"admit: {admit!r}: want one of {', '.join(ADMITS)}")
     if admit == "open" and invitation:
-        raise UsageError('an invitation is for a run of admit="invited" or "vouched"')
+        raise UsageError('an invitation requires admit="invited" or admit="vouched"')
 
 
 class Invitations:
@@ -100,7 +102,7 @@ class Invitations:
         self.run = self._driver.run
 
     async def door(self, name: str, admit: str, text: str) -> TicketGate | None:
-        """Return the door of the run of this name, which this node owns or has an invitation to; None if all
+        """Return the gate of the run with this name, which this node owns or is invited to; None if all peers
         may take part. Raises UsageError."""
         check_admit(admit, text)
         if admit == "open":
@@ -110,7 +112,7 @@ class Invitations:
             invitation = read_invitation(text)
             if invitation.admit != admit:
                 raise UsageError(
-                    f"run {name!r}: the invitation is to a run of admit={invitation.admit!r}, not {admit!r}"
+                    f"run {name!r}: the invitation is for admit={invitation.admit!r}, not {admit!r}"
                 )
             owner, chain = PeerId(invitation.owner), invitation.chain
         key, wall = owned_run_key(name, owner), self._seams.swarm_clock.wall()
@@ -118,7 +120,7 @@ class Invitations:
             self._check(name, key, owner, chain, wall)
         chain_max = 1 if admit == "invited" else CHAIN_MAX
         if len(chain) > chain_max:
-            raise UsageError(f"run {name!r}: the invitation is not the owner's own, as admit='invited' wants")
+            raise UsageError(f"run {name!r}: admit='invited' requires an invitation by the owner itself")
         known = await self._load(key, owner)
         admission = Admission(
             self._signer, key, owner, chain, wall=wall, chain_max=chain_max, revocations=known.facts
@@ -129,7 +131,7 @@ class Invitations:
 
     def _check(self, name: str, key: bytes, owner: PeerId, chain: tuple[Fact, ...], wall: float) -> None:
         if not chain:
-            raise UsageError(f"run {name!r}: the invitation holds no ticket")
+            raise UsageError(f"run {name!r}: the invitation has no ticket")
         try:
             tickets = check_chain(self._signer, key, owner, chain, self._signer.peer)
         except RemoteProtocolError as error:
@@ -138,21 +140,21 @@ class Invitations:
         if TicketStanding(tuple(tickets)).until <= wall:
             raise UsageError(f"run {name!r}: the invitation has expired", "ask the run's owner for a new one")
 
-    # A run that goes on
+    # Open runs
 
     def open(self, run: Participation, door: TicketGate) -> None:
-        """Open a run behind this door."""
+        """Open a run that is guarded by this gate."""
         self._runs[run.key], self._doors[run.key] = run, door
         self._admissions.open(door.admission)
 
     def close(self, key: bytes) -> None:
-        """Close the door of a run that this node leaves."""
+        """Close the gate of a run that this node leaves."""
         self._admissions.close(key)
         self._runs.pop(key, None)
         self._doors.pop(key, None)
 
     async def follow(self, run: Participation, door: TicketGate) -> None:
-        """Show tickets to peers that claim to take part, expel those whose tickets have expired, and keep
+        """Send tickets to peers that claim to take part, expel peers whose tickets have expired, and store
         revocations. Runs until cancelled."""
         admission, kept = door.admission, door.admission.revocations.facts
         try:
@@ -164,7 +166,7 @@ class Invitations:
                     await self._save(run.key, kept)
                 await trio.sleep(SHOW_SECONDS)
         finally:
-            # One of this peer's own tickets ends its part in the run.
+            # A revocation of this peer's own tickets ends its part in the run.
             if kept != admission.revocations.facts:
                 with trio.CancelScope(shield=True):
                     await self._save(run.key, admission.revocations.facts)
@@ -180,45 +182,46 @@ class Invitations:
             case core.PeerAdmitted(peer=peer):
                 run.admitted(peer)
             case core.Expelled(peer=peer, reason=reason) if peer == self._signer.peer:
-                run.end(f"this node may take part no more: {reason}")
+                run.end(f"this node may not take part any more: {reason}")
             case core.Expelled(peer=peer, reason=reason):
                 run.expelled(peer, reason)
 
-    # What a person does
+    # Commands
 
     def invite(self, name: str, peer: PeerId, seconds: float, admit: str = "") -> str:
-        """Return an invitation of a peer to a run of this node's own, or to one that it takes part in and
-        that admits peers vouched for by members. `admit` gives the kind of a run that is not open here.
-        Raises UsageError."""
+        """Return an invitation for a peer to one of this node's own runs, or to a run that it takes part in
+        and in which members may vouch for peers. `admit` is the kind of admission of a run that is not open
+        here. Raises UsageError."""
         if not 0 < seconds <= INVITATION_SECONDS_MAX:
-            raise UsageError(f"an invitation lasts from a moment to {INVITATION_SECONDS_MAX:g} s")
+            raise UsageError(f"an invitation must last more than 0 and at most {INVITATION_SECONDS_MAX:g} s")
         wall, door = self._seams.swarm_clock.wall(), self._find(name)
         if peer == self._signer.peer:
-            raise UsageError("a node needs no invitation of its own")
+            raise UsageError("a node does not need an invitation of its own")
         if door is None:
             owner, kind = self._signer.peer, admit or "invited"
             if kind not in ("invited", "vouched"):
-                raise UsageError(f"admit: {kind!r}: an invitation is for admit='invited' or 'vouched'")
+                raise UsageError(f"admit: {kind!r}: an invitation requires admit='invited' or 'vouched'")
             admission = Admission(self._signer, owned_run_key(name, owner), owner, ())
         else:
             admission, owner = door.admission, door.admission.requester
             kind = door.admit
             if admit and admit != kind:
-                raise UsageError(f"run {name!r} is one of admit={kind!r} here, not {admit!r}")
+                raise UsageError(f"run {name!r} has admit={kind!r} here, not {admit!r}")
         if not admission.can_vouch:
             raise UsageError(
-                f"run {name!r}: this node may invite nobody: {admission.ended or 'only the owner may'}"
+                f"run {name!r}: this node may not invite peers: {admission.ended or 'only the owner may'}"
             )
         chain = admission.extended(peer, wall, wall + seconds)
         return invitation_text(Invitation(owner, kind, chain))  # type: ignore[arg-type]  # checked above
 
     async def revoke(self, name: str, peer: PeerId) -> int:
-        """Revoke the invitation of a peer to a run of this node's own; return how many other members were
-        told at once. Where the run is not open here, they are told when it is. Raises UsageError."""
+        """Revoke a peer's invitation to one of this node's own runs. Return how many other members were sent
+        the revocation immediately; if the run is not open here, they get it when it is. Raises UsageError."""
         door, own = self._find(name), self._signer.peer
         if door is not None and not door.admission.is_requester:
             raise UsageError(
-                f"run {name!r}: only its owner revokes", f"ask {short_peer(door.admission.requester)}"
+                (f"run {name!r}: only its owner can revoke invitations"),
+                f"ask {short_peer(door.admission.requester)}",
             )
         if peer == own:
             raise UsageError(f"run {name!r} is this node's own: close it instead")
@@ -236,7 +239,7 @@ class Invitations:
         return count
 
     def knows(self, name: str) -> bool:
-        """Return whether this node takes part in a closed run of this name."""
+        """Return whether this node takes part in a closed run with this name."""
         return self._find(name) is not None
 
     def _find(self, name: str) -> TicketGate | None:

@@ -1,4 +1,4 @@
-"""`me.average(...)`: one round of averaging on its own. Torch tensors are read by their numpy view, so this
+"""`me.average(...)`: a single round of averaging. Torch tensors are read through their numpy view, so this
 file does not import torch."""
 
 from collections.abc import Mapping
@@ -24,11 +24,12 @@ FLOATING = ("float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class AveragingResult:
-    """The result of a round of averaging. `tensors` are new arrays, of the given types.
+    """The result of a round of averaging. `tensors` are new arrays with the types of the given ones.
 
-    `shares` maps the peers whose tensors entered, by id as text, to their part of the total weight, after
-    claims were bounded. With an `error` nothing was averaged: `tensors` are the given ones. `aggregate` is
-    the rule; with it `liars_max` of the peers may have lied without moving a number out of the honest range.
+    `shares` maps the peers whose tensors were included, by id as text, to their share of the total weight,
+    after claims were bounded. If `error` is set, nothing was averaged, and `tensors` are the given ones.
+    `aggregate` is the rule; under it, up to `liars_max` of the peers may have lied without moving any value
+    out of the range of the honest peers' values.
     """
 
     tensors: Mapping[str, Any]
@@ -96,7 +97,7 @@ def _too_late(run: Participation, peers: int, timeout_seconds: float) -> str:
 
 
 def _join(tensors: Mapping[str, Any]) -> tuple[NDArray[Any], tuple[Row, ...]]:
-    """Join tensors into one vector in the order of names; return it with its rows."""
+    """Join tensors into one vector in the order of their names; return it with its rows."""
     if not tensors:
         raise UsageError("average: no tensors were given")
     arrays = {name: _array(name, value) for name, value in sorted(tensors.items())}
@@ -106,7 +107,7 @@ def _join(tensors: Mapping[str, Any]) -> tuple[NDArray[Any], tuple[Row, ...]]:
     if not vector.size:
         raise UsageError("average: the tensors are empty")
     if not np.isfinite(vector).all():
-        raise UsageError("average: a number in the tensors is not finite")
+        raise UsageError("average: a value in the tensors is not finite")
     return vector, rows
 
 
@@ -131,7 +132,7 @@ def _split(vector: NDArray[Any], tensors: Mapping[str, Any], rows: tuple[Row, ..
         size = int(np.prod(shape, dtype=np.int64))
         array = vector[at : at + size].reshape(shape).astype(dtype)
         given = tensors[name]
-        # A tensor makes one of its own kind: type, device.
+        # A tensor creates the new tensor, with its own type and device.
         found[name] = given.new_tensor(array) if hasattr(given, "new_tensor") else array
         at += size
     return {name: found[name] for name in tensors}

@@ -1,4 +1,4 @@
-"""One participant's part in a run of averaging: its rounds, its reports, and the state it hands on.
+"""One participant's part in an averaging run: its rounds, its reports, and the state it offers to others.
 
 It belongs to the node's event loop. `node.library` and `node.optimizer` use it from other threads.
 """
@@ -30,9 +30,11 @@ from node.averaging.state_exchange import StateExchange
 from node.averaging_events import AveragingEnded, AveragingJoined, AveragingLeft, AveragingStepped
 
 ATTEMPTS_MAX = 3
-"""The most attempts in one round: a member that dies while reducing costs one, and the others retry."""
+"""Maximum number of attempts in one round. A member that dies during the reduction costs one attempt, and the
+others retry."""
 PACE_FLOOR_SECONDS = 5.0
-"""The least time of an attempt, however fast earlier ones were: another process may be busy."""
+"""Minimum time allowed for an attempt, however fast earlier ones were, because another process may be
+busy."""
 FOR_WANT_OF_TIME = (Reason.NO_HAVE_SETS, Reason.INCOMPLETE, Reason.TOO_FEW)
 
 T = TypeVar("T")
@@ -41,7 +43,7 @@ T = TypeVar("T")
 class Participation:
     """This peer's part in one run.
 
-    `Averaging.open` makes it.
+    Created by `Averaging.open`.
     """
 
     def __init__(
@@ -56,20 +58,20 @@ class Participation:
     ) -> None:
         self._gate = gate
         self.aggregate = aggregate
-        """The rule of all its rounds."""
+        """The aggregation rule of all its rounds."""
         self.alike = alike or {}
-        """The signatures of the same tensors under other rules, with the names of those."""
+        """The signatures of the same tensors under other rules, each with the rule's name."""
         self.name = name
         self.key = key
         self.roster = roster
         self._service = service
         self._stirred = trio.Event()
         self.expectations = service.seams.part(Expectations)(self.peer, roster, service.seams.clock)
-        """The peers to wait for and to leave out, by this node's experience."""
+        """Decides which peers to wait for and which to leave out, from this node's experience."""
         self.states = StateExchange(name, key, roster, service, self.expectations)
-        """The states that this peer hands out and takes over."""
+        """The states that this peer offers and takes over."""
         self.upload = UploadRate()
-        """This peer's upload rate as others measured it."""
+        """This peer's upload rate as measured by others."""
         self._search = GroupSearch(
             key,
             roster,
@@ -84,19 +86,19 @@ class Participation:
         self.walk = self._search.walk
         """This peer's walk over the grid of groups."""
         self.matched = self._search.matched
-        """Handles news of this node's matchmaking, for this run or another."""
+        """Handles an event of this node's matchmaking, which may be about a different run."""
         self._pace = AttemptPace(floor_seconds=PACE_FLOOR_SECONDS)
         self._undeclared: tuple[PeerId, ...] = ()
         self._last_attempt: weakref.ref[Attempt] | None = None
         self.stepped_at = service.seams.clock.monotonic()
-        """The time of the last step made here; at first, of this peer's start."""
+        """The time of the latest step made here; before the first, the time at which this peer started."""
         self._status = ""
         self.counters: Counter[str] = Counter()
         self.ended = ""
         """Why this peer was excluded; empty if it was not."""
         self._is_closed = False
         self._entered: set[PeerId] = set()
-        """The peers that were reported to take part."""
+        """The peers that were reported as taking part."""
 
     @property
     def peer(self) -> PeerId:
@@ -105,29 +107,29 @@ class Participation:
 
     @property
     def status(self) -> str:
-        """The wait of the present round, in one line; empty without one."""
+        """What the present round waits for, in one line; empty if there is no round."""
         return self._search.status or self._status
 
     @property
     def look_seconds(self) -> float | None:
-        """How long from its beginning a round may look for a group; None where it does not."""
+        """How long, from its beginning, a round may search for a group; None if it is not searching."""
         return self._search.look_seconds
 
     async def compute(self, function: Callable[[], T]) -> T:
         """Run a function in the executor."""
         return await self._service.seams.executor.run(function)
 
-    # What others see
+    # View and reports
 
     def tell(self, **said: Any) -> None:
-        """Report this peer's progress, and the settings of its last step: see `Roster.tell`."""
+        """Report this peer's progress, and the settings of its latest step: see `Roster.tell`."""
         if not self.ended:
             self.states.moved(said["step"])
             self._service.tell(lambda now: self.roster.tell(now, **said))
 
     @property
     def view(self) -> RosterView:
-        """Return this node's present view of the run."""
+        """This node's present view of the run."""
         if self.ended:
             return RosterView()
         known = self.roster.reports
@@ -145,7 +147,7 @@ class Participation:
         )
 
     def entered(self, peer: PeerId) -> None:
-        """Note that a peer takes part, or claims to."""
+        """Handle a peer that takes part, or claims to."""
         if self._gate is not None and not self._gate.admits(peer):
             self._gate.seen(peer)
             return
@@ -158,9 +160,9 @@ class Participation:
         self._stir()
 
     def left(self, peer: PeerId, reason: str) -> None:
-        """Note that a peer no longer takes part."""
+        """Handle a peer that no longer takes part."""
         if peer not in self._entered:
-            return  # it only claimed to
+            return  # it only claimed to take part
         self._entered.remove(peer)
         at = self._service.seams.clock.wall()
         peers = len(self.roster.reports)
@@ -181,7 +183,7 @@ class Participation:
         self._service.tell(lambda _: self.roster.expel(peer, reason))
 
     def end(self, reason: str) -> None:
-        """Expel this peer itself: each further round reports that, and training goes on alone."""
+        """Expel this peer itself: each further round fails with the reason, and training continues alone."""
         self.ended = reason
         self.close()
         self._stir()
@@ -200,7 +202,7 @@ class Participation:
             await self._changed()
 
     def stepped(self, step: int, samples: int) -> None:
-        """Report a global step that was made here, from `samples` of all peers."""
+        """Report a global step that was made here, from `samples` samples of all peers."""
         clock = self._service.seams.clock
         now = clock.monotonic()
         seconds, self.stepped_at = now - self.stepped_at, now
@@ -212,10 +214,10 @@ class Participation:
         )
 
     async def settle(self, seconds: float) -> None:
-        """Wait briefly for participants: other members answer a greeting within a round trip."""
+        """Wait briefly for participants; other members answer a greeting within a round trip."""
         with trio.move_on_after(seconds):
             await self.wait_for_peers(1)
-            await trio.sleep(min(seconds / 4, 0.25))  # the first one has named the others
+            await trio.sleep(min(seconds / 4, 0.25))  # lets peers named by the first participant answer too
 
     def close(self) -> None:
         """Leave the run."""
@@ -228,7 +230,7 @@ class Participation:
     # Rounds
 
     async def average(self, vector: Vector | None, weight: float, wanted: RoundWish) -> Round:
-        """Find a group and average with it; where that fails, try again with the remaining peers. The vector
+        """Find a group and average with it; if that fails, try again with the remaining peers. The vector
         must not change before this returns."""
         clock = self._service.seams.clock
         begun = clock.monotonic()
@@ -282,7 +284,7 @@ class Participation:
         size = group.terms.items * (8 if group.terms.dtype == "float64" else 4)
         begun = seams.clock.monotonic()
         patience = wanted.patience or self._pace.patience(size)
-        # Late messages, received while the last attempt lingered, count too.
+        # Late messages, which arrived while the previous attempt was still open, count too.
         last = None if self._last_attempt is None else self._last_attempt()
         silent = self._undeclared if last is None else last.undeclared
         make = partial(

@@ -1,8 +1,9 @@
-"""Proofs that members of averaging runs lied: kept, spread to the others, and used to exclude the liar.
+"""Proofs that members of averaging runs lied: stored, spread to the other members, and used to exclude the
+liars.
 
-A node that finds a proof in an attempt, or receives a valid one, sends it to a few others of the run, once,
-so it spreads as a rumour does. Each node checks the two signatures itself (`gossip.averaging.evidence`).
-Proofs are kept over restarts.
+A node that finds a proof in an attempt, or receives a valid one, sends it once to a few other members of the
+run, so it spreads like a rumour. Each node checks the two signatures itself (`gossip.averaging.evidence`).
+Proofs are kept across restarts.
 """
 
 from collections.abc import Callable, Collection
@@ -25,19 +26,20 @@ from node.protocols.calls import conversation
 from node.seams import Seams, Stream, StreamLimits
 
 TOLD_MAX = 6
-"""Members to which a node sends one proof: with this many, a rumour misses one of 400."""
+"""Number of members to which a node sends one proof; with this number, a rumour misses one member in 400."""
 INTRODUCED_MAX = 4
-"""Proofs that one member sends to a newcomer."""
+"""Maximum number of proofs that one member sends to a newcomer."""
 TELL_SECONDS = 10.0
 STREAMS = StreamLimits(message_bytes_max=EVIDENCE_BYTES_MAX, streams_per_peer_max=2)
 SAVE_SECONDS = 1.0
-"""The interval between two writes of the file: it holds all proofs, and any peer may send a further one."""
+"""Minimum seconds between two writes of the file, because it has all proofs, and any peer may send further
+ones."""
 
 
 class Proofs:
-    """The proofs that a node knows. `members` returns the others of a run that it is in, None where it is in
-    none of this key; `standing` returns a peer's relation to this node in a run; `found` is called for each
-    new proof."""
+    """The proofs that a node knows. `members` returns the other members of a run with this key, or None if
+    this node is in no such run. `standing` returns a peer's relation to this node in a run; `found` is called
+    for each new proof."""
 
     def __init__(
         self,
@@ -67,12 +69,12 @@ class Proofs:
         nursery.start_soon(keep_running, "keeping of proofs", self._save)
 
     def is_out(self, run: bytes, peer: PeerId) -> bool:
-        """Return whether this peer was proved to lie in the run of this key."""
+        """Return whether this peer was proved to lie in the run with this key."""
         return (run, peer) in self._table
 
     def introduce(self, run: bytes, peer: PeerId) -> None:
-        """Send the known proofs to a peer that has just joined the run, the most relevant first. In a large
-        run only some members do."""
+        """Send the known proofs, the most relevant first, to a peer that has just joined the run. In a large
+        run only some members do this."""
         members = len(self._members(run) or ())
         if self._nursery is None or self._seams.rng.random() * members >= TOLD_MAX:
             return
@@ -86,7 +88,7 @@ class Proofs:
             self._take(Evidence(attempt.group, proof.purpose, proof.first, proof.second))  # type: ignore[arg-type]  # one of three
 
     def _take(self, evidence: Evidence, teller: PeerId | None = None) -> None:
-        """Keep a valid proof, and pass it on the first time. Raises RemoteProtocolError: it proves
+        """Keep a valid proof, and pass it on if it is new. Raises RemoteProtocolError if it proves
         nothing."""
         run, author = evidence.group.name, PeerId(evidence.first.author)
         members = self._members(run)
@@ -104,7 +106,7 @@ class Proofs:
         self._found(run, author, evidence.purpose)
 
     async def _save(self) -> None:
-        """Write the proofs whenever they have changed. Runs until cancelled."""
+        """Store the proofs whenever they have changed. Runs until cancelled."""
         while True:
             await self._unsaved.wait()
             self._unsaved = trio.Event()
@@ -123,7 +125,7 @@ class Proofs:
             async with talk as stream:
                 await stream.send(encode(evidence))
         except (Unreachable, StreamClosed):
-            pass  # others send it too
+            pass  # other members send it too
 
     async def _serve(self, stream: Stream) -> None:
         evidence: Evidence = decode(await stream.receive(), Evidence, bytes_max=EVIDENCE_BYTES_MAX)
@@ -131,7 +133,8 @@ class Proofs:
 
 
 class HonestGate:
-    """A gate that admits the peers of `gate`, if there is one, unless they were proved to lie in the run."""
+    """A gate that admits the peers of `gate`, or all peers if it is None, except peers that were proved to
+    lie in the run."""
 
     def __init__(self, proofs: Proofs, run: bytes, gate: Gate | None) -> None:
         self._proofs = proofs
@@ -143,6 +146,6 @@ class HonestGate:
         return not self._proofs.is_out(self._run, peer) and (self._gate is None or self._gate.admits(peer))
 
     def seen(self, peer: PeerId) -> None:
-        """Note that this peer claims to take part."""
+        """Handle this peer's claim that it takes part."""
         if self._gate is not None:
             self._gate.seen(peer)

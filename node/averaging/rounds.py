@@ -19,9 +19,9 @@ Mode = Literal["butterfly", "exchange"]
 class RosterView:
     """The other participants of a run, and their reports.
 
-    `strangers` are peers under the same name that average other tensors. `other_rules` is the number of those
-    that average the same tensors by a rule of another name. `stranger_signatures` are the signatures of their
-    tensors.
+    `strangers` is the number of peers that average different tensors under the same run name. `other_rules`
+    counts those among them that average the same tensors by a different rule, by the rule's name.
+    `stranger_signatures` are the signatures of the strangers' tensors.
     """
 
     peers: int = 0
@@ -30,17 +30,20 @@ class RosterView:
     stranger_signatures: Sequence[bytes] = field(default=(), repr=False)
     reports: Sequence[Report] = field(default=(), repr=False)
     awaited: Mapping[PeerId, Report] = field(default_factory=dict, repr=False)
-    """The participants that rounds wait for."""
+    """The participants that rounds wait for, with their reports."""
     voices: Sequence[Report] = field(default=(), repr=False)
-    """The `reports` that count for the run's position: not those of members that do not average here."""
+    """The `reports` that count for the run's position; reports of members that do not average here are
+    excluded."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """The outcome of one round here. With an `error` nothing was averaged, and the old tensors stay.
+    """The outcome of one round on this node. If `error` is set, nothing was averaged, and the tensors are
+    unchanged.
 
-    `shares` maps the peers whose tensors entered to their part of the total weight; a peer that came too late
-    gets the mean of the others, and is not in it. `digest` is equal at all that hold the same mean.
+    `shares` maps the peers whose tensors were included to their share of the total weight. A peer that came
+    too late gets the mean of the others, and is not in `shares`. `digest` is equal on all peers that hold the
+    same mean.
     """
 
     vector: Vector | None = field(repr=False)
@@ -56,9 +59,9 @@ class Round:
     attempt: bytes = b""
     """The name of the successful attempt: all peers that report it hold the same bytes."""
     aggregate: Aggregate = "mean"
-    """The rule of the run."""
+    """The aggregation rule of the run."""
     waited_seconds: float = 0.0
-    """The part of `seconds` in which it waited for peers that were not ready."""
+    """The part of `seconds` spent waiting for peers that were not ready."""
 
     @property
     def is_averaged(self) -> bool:
@@ -66,19 +69,19 @@ class Round:
 
     @property
     def liars_max(self) -> int:
-        """Return how many of the peers in `shares` may have lied without moving a number out of the honest
-        range."""
+        """The number of peers in `shares` that may have lied without moving any value out of the range of the
+        honest peers' values."""
         return liars_max(self.aggregate, len(self.shares))
 
 
 @dataclass(frozen=True)
 class RoundWish:
-    """The wish for a round.
+    """A wish for a round.
 
-    `round` gives all peers that are in it one group under this number, which late ones cannot enter; None:
-    the next group that forms of those that want one. `window_seconds` is how long it waits for expected
-    peers, `patience_seconds` for any. `rate` None: as it was measured; 0: this peer only sends. Its vector is
-    None where it only contributes to others' sums.
+    `round` is a number: all peers with the same number get one group, which late peers cannot enter. If it is
+    None, the next group that forms among peers that want one is taken. `window_seconds` is how long the wish
+    waits for expected peers, `patience_seconds` how long it waits for any. `rate` None: the measured rate; 0:
+    this peer only sends. The vector is None if the peer only contributes to others' sums.
     """
 
     round: int | None = None
@@ -96,8 +99,8 @@ class RoundWish:
 
 
 class Gate(Protocol):
-    """The gate of a closed run. `seen` handles a peer that claims to take part; its messages count once it is
-    admitted, and `Participation.entered` was called."""
+    """The gate of a closed run. `seen` handles a peer that claims to take part. The peer's messages count
+    once it is admitted and `Participation.entered` was called."""
 
     def admits(self, peer: PeerId) -> bool: ...
     def seen(self, peer: PeerId) -> None: ...

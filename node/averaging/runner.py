@@ -1,9 +1,9 @@
-"""One averaging attempt on real or simulated streams: drives `gossip.averaging.attempt.Attempt`.
+"""Drives one averaging attempt, a `gossip.averaging.attempt.Attempt`, on real or simulated streams.
 
-A stream per ordered pair of members, opened by the one that sends. Each message is a struct, and the data of
-a chunk is its payload, so tensors are not copied on the way. The core codes, hashes and reduces chunks, so
-calls into it run in the executor, one at a time. Calls that arrive meanwhile are batched: handing over to a
-thread costs as much as a small message.
+There is one stream per ordered pair of members, opened by the sender. Each message is a struct, and the data
+of a chunk is its payload, so tensors are not copied on the way. The core encodes, hashes and reduces chunks,
+so calls into it run in the executor, one at a time. Calls that arrive meanwhile are batched, because
+switching to a thread costs as much as a small message.
 """
 
 from collections import deque
@@ -25,23 +25,25 @@ from node.seams import Clock, Executor, Network, Stream
 from node.waker import Waker
 
 MESSAGE_BYTES_MAX = 64 * 1024
-"""Size limit without a chunk's data, which is a payload: a have-set of a full group takes under 4 KiB."""
+"""Maximum message size without a chunk's data, which is a payload. A have-set of a full group takes less than
+4 KiB."""
 QUEUE_MAX = 4_096
-"""Small messages that wait for one stream; with more the peer counts as lost."""
+"""Maximum number of small messages that wait for one stream; if more wait, the peer counts as lost."""
 
 CALLS_MAX = 16
-"""Calls into the core in one batch. Their outgoing messages wait for the last call, some milliseconds."""
+"""Maximum number of calls into the core in one batch. Their outgoing messages wait for the last call, for
+some milliseconds."""
 LAST_WORDS_SECONDS = 1.0
 """How long messages that are queued when an attempt is closed may still be sent."""
 IDLE_SECONDS = 0.5
-"""The idle time after which a stream is closed once there is a result."""
+"""Idle time after which a stream is closed once there is a result."""
 
 Sends = list[tuple[PeerId, AttemptMessage]]
 NO_DATA = memoryview(b"")
 
 
 class _Call:
-    """A call into the core that waits for its turn; `error` is what it raised, once it is over."""
+    """A waiting call into the core. `error` is what it raised, once it is over."""
 
     def __init__(self, function: Callable[[], Sends]) -> None:
         self.function = function
@@ -50,7 +52,8 @@ class _Call:
 
 
 def _make(calls: list[_Call]) -> Sends:
-    """Make the calls in order; an exception goes to the caller of its call, and the others go on."""
+    """Make the calls in order. If a call raises, its caller gets the exception, and the other calls are still
+    made."""
     sends: Sends = []
     for call in calls:
         try:
@@ -89,7 +92,8 @@ class Runner:
         self._closed = trio.Event()
 
     async def run(self) -> None:
-        """Drive the attempt until it is closed, some time after it has a result, or cancelled."""
+        """Drive the attempt until it is closed, which is some time after it has a result, or until
+        cancelled."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._compute)
@@ -99,7 +103,8 @@ class Runner:
                     for peer in self._queues:
                         senders.start_soon(self._send_to, peer)
                     await self._closed.wait()
-                    # The last message announces the withdrawal; without it others would wait for this member.
+                    # The last message announces the withdrawal; without it the other members would wait for
+                    # this one.
                     senders.cancel_scope.deadline = trio.current_time() + LAST_WORDS_SECONDS
                 nursery.cancel_scope.cancel()
         finally:
@@ -114,7 +119,7 @@ class Runner:
         return self.attempt.result or NotAveraged(Reason.CANCELLED)
 
     async def receive_from(self, stream: Stream) -> None:
-        """Receive a member's messages on its stream, whose opening was read already. Only one stream of a
+        """Receive a member's messages on its stream, whose opening was already read. Only one stream of a
         member is read at a time, so at most one of its chunks waits here for the attempt."""
         if stream.peer not in self._reading:
             raise StreamClosed("not a member of this attempt")
@@ -125,12 +130,12 @@ class Runner:
                     message = read_message(*await stream.receive_with_payload(CHUNK_BYTES_MAX))
                     await self._take(stream.peer, message)
         except StreamEnded:
-            return  # it had nothing more to send on this one
+            return  # the member has nothing more to send on this stream
         except StreamClosed:
             await self.lose(stream.peer)
 
     async def lose(self, peer: PeerId) -> None:
-        """Handle a peer that membership calls dead, or whose stream has broken."""
+        """Handle a peer that membership reports as dead, or whose stream has broken."""
         if not self._closed.is_set() and peer in self._queues:
             await self._call(self.attempt.lost, peer)
 
@@ -148,7 +153,7 @@ class Runner:
     async def _call(
         self, function: Callable[..., Sends], *arguments: object, not_before: float = 0.0
     ) -> None:
-        """Queue a call into the core and send its answer; do nothing once the attempt is closed.
+        """Queue a call into the core and send the messages it returns; do nothing once the attempt is closed.
 
         Raises the core's exceptions.
         """
@@ -162,7 +167,7 @@ class Runner:
             raise call.error
 
     async def _compute(self) -> None:
-        """Make the waiting calls, some at once, in their order."""
+        """Make the waiting calls in order, in batches."""
         while True:
             self._called = trio.Event()
             if not self._calls:
@@ -201,11 +206,11 @@ class Runner:
                 await self._call(self.attempt.wake, not_before=now)
 
     async def _send_to(self, peer: PeerId) -> None:
-        """Send waiting messages on one stream. Once there is a result, an idle stream is closed, and another
-        is opened where the peer asks for something later."""
+        """Send waiting messages on one stream. Once there is a result, an idle stream is closed, and a new
+        one is opened if the peer asks for something later."""
         has_opened = False
         while not self._closed.is_set() or self._queues[peer]:
-            if has_opened:  # the first one is opened at once, and shows that this member is present
+            if has_opened:  # the first stream is opened immediately, which shows that this member is present
                 await self._wait_for_work(peer, inf)
             if self._closed.is_set() and not self._queues[peer]:
                 return
@@ -259,12 +264,12 @@ async def _send(stream: Stream, message: AttemptMessage) -> None:
 
 
 def read_message(data: bytes, payload: memoryview) -> AttemptMessage:
-    """Return a received message, with the data of a chunk from the payload. Raises RemoteProtocolError."""
+    """Return a received message; the data of a chunk comes from the payload. Raises RemoteProtocolError."""
     message: AttemptMessage = decode(data, AttemptMessage, bytes_max=MESSAGE_BYTES_MAX)
     if isinstance(message, Chunk):
         if message.data:
-            raise RemoteProtocolError("a chunk whose data is not its payload")
+            raise RemoteProtocolError("a chunk has data outside its payload")
         return msgspec.structs.replace(message, data=payload)
     if payload:
-        raise RemoteProtocolError("a payload without a chunk")
+        raise RemoteProtocolError("a message that is not a chunk has a payload")
     return message

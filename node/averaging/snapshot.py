@@ -1,7 +1,7 @@
 """A participant's whole state as named arrays: its format, its chunks, and its checks.
 
-For peers that join late. It is bytes and a table: nothing in it is executed or unpickled, and a stranger's
-state is bounded by this peer's expectation of its own model.
+It is for peers that join late. It consists of bytes and a table: nothing in it is executed or unpickled, and
+the size of an unknown peer's state is limited to what this peer expects of its own model.
 """
 
 import math
@@ -28,11 +28,11 @@ CHUNKS_MAX = STATE_BYTES_MAX // CHUNK_BYTES
 NAME_LENGTH_MAX = 512
 DIMENSIONS_MAX = 16
 SAMPLE_CHUNKS_MAX = 8
-"""Chunks of each state that are compared with others': 8 MiB, two million numbers. A larger state with false
-numbers in a share p of its chunks passes with a probability of (1 - p)^8."""
+"""Number of chunks of each state that are compared with others': 8 MiB, two million values. If a larger state
+has false values in a share p of its chunks, it passes with a probability of (1 - p)^8."""
 
 BFLOAT16_EXPONENT = np.uint16(0x7F80)
-"""A bfloat16 with all these bits set is an infinity or no number."""
+"""A bfloat16 with all these bits set is an infinity or not a number."""
 
 Array = NDArray[Any]
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -44,7 +44,7 @@ ITEM_BYTES: dict[str, int] = {
 
 
 class ArrayRow(msgspec.Struct, frozen=True, array_like=True):
-    """One array: it follows the one before it."""
+    """One array; its bytes follow those of the array before it."""
 
     name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
     dtype: Kind
@@ -56,8 +56,9 @@ class ArrayRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SnapshotTable(msgspec.Struct, frozen=True, array_like=True):
-    """The contents of a snapshot: the global step, rounds averaged, the arrays, and the hash of each chunk of
-    their bytes. `lineage` names the history: equal at peers that made the same steps."""
+    """The contents of a snapshot: the global step, the number of rounds averaged, the arrays, and the hash of
+    each chunk of their bytes. `lineage` identifies the history: it is equal at peers that made the same
+    steps."""
 
     step: Count
     rounds: Count
@@ -71,13 +72,14 @@ class SnapshotTable(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def digest(self) -> bytes:
-        """The digest of the bytes: snapshots with equal digests can be fetched from all holders together."""
+        """The digest of the bytes. Snapshots with equal digests can be fetched from all their holders
+        together."""
         return blake3(msgspec.msgpack.encode((self.rows, self.chunks))).digest()
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A table with its bytes, and the peers they were fetched from."""
+    """A table with its bytes, and the peers from which they were fetched."""
 
     table: SnapshotTable
     data: NDArray[np.uint8] = field(repr=False)
@@ -100,8 +102,8 @@ class Snapshot:
 def make_snapshot(
     step: int, rounds: int, lineage: bytes, arrays: Mapping[str, tuple[str, tuple[int, ...], Array]]
 ) -> Snapshot:
-    """Join named arrays, each as (type, shape, its bytes as uint8), and hash their chunks. Takes some 0.3 ms
-    a MB: call it where computing is allowed."""
+    """Join named arrays, each given as (type, shape, bytes as uint8), and hash their chunks. This takes about
+    0.3 ms per MB, so do not call it on the event loop."""
     rows = tuple(ArrayRow(name, dtype, shape) for name, (dtype, shape, _) in arrays.items())  # type: ignore[arg-type]  # checked when it is decoded
     parts = [data.reshape(-1).view(np.uint8) for _, _, data in arrays.values()]
     data = np.concatenate(parts) if parts else np.empty(0, np.uint8)
@@ -112,8 +114,8 @@ def make_snapshot(
 
 
 def is_finite(dtype: str, data: Array) -> bool:
-    """Return whether all numbers of an array, given as its bytes, are finite: checked piece by piece, to use
-    little memory. Takes some 0.5 ms a MB: call it where computing is allowed."""
+    """Return whether all values of an array, given as its bytes, are finite. They are checked piece by piece,
+    to use little memory. This takes about 0.5 ms per MB, so do not call it on the event loop."""
     for at in range(0, data.size, CHUNK_BYTES):
         piece = data[at : at + CHUNK_BYTES]
         if dtype == "bfloat16":
@@ -126,7 +128,7 @@ def is_finite(dtype: str, data: Array) -> bool:
 
 
 def check_finite(snapshot: Snapshot) -> str:
-    """Return the name of an array with a number that is not finite, for people; empty if there is none."""
+    """Return an error that names an array with a non-finite value, for people; empty if there is none."""
     for name, (row, data) in snapshot.arrays().items():
         if not is_finite(row.dtype, data):
             return f"the state of others is not finite in {name[:80]}"
@@ -134,7 +136,8 @@ def check_finite(snapshot: Snapshot) -> str:
 
 
 def sampled_chunks(count: int, rng: Random) -> list[int]:
-    """Return which of `count` chunks of a state are compared: SAMPLE_CHUNKS_MAX at random, spread over it."""
+    """Return which of `count` chunks of a state are compared: SAMPLE_CHUNKS_MAX random chunks, spread over
+    the state."""
     if count <= SAMPLE_CHUNKS_MAX:
         return list(range(count))
     edges = [count * part // SAMPLE_CHUNKS_MAX for part in range(SAMPLE_CHUNKS_MAX + 1)]
@@ -142,8 +145,8 @@ def sampled_chunks(count: int, rng: Random) -> list[int]:
 
 
 def numbers_of(table: SnapshotTable, chunks: Mapping[int, Array]) -> dict[str, NDArray[np.float32]]:
-    """Return the numbers of a state in these chunks, by kind: parameters, each quantity that an optimizer or
-    a strategy remembers. Call it where computing is allowed."""
+    """Return the values of a state in these chunks by kind: parameters, and each quantity that an optimizer
+    or a strategy remembers. Do not call it on the event loop."""
     found: dict[str, list[NDArray[np.float32]]] = {}
     end = 0
     for row in table.rows:
@@ -162,7 +165,7 @@ def numbers_of(table: SnapshotTable, chunks: Mapping[int, Array]) -> dict[str, N
 
 def _kind_of(name: str) -> str:
     """Return the kind of an array in its state: `tensor/NAME`, `memory/NAME/KEY` and `outer/NAME` of
-    `node.optimizer.state`, `parameters`, `moments` and `outer/NAME` of `node.local.trainer`."""
+    `node.optimizer.state`, or `parameters`, `moments` and `outer/NAME` of `node.local.trainer`."""
     first, _, rest = name.partition("/")
     if first == "memory":
         return f"{first}/{rest.rpartition('/')[2]}"
@@ -177,13 +180,13 @@ def _as_float32(dtype: str, data: Array) -> NDArray[np.float32]:
 
 
 def check_table(table: SnapshotTable, bytes_max: int) -> None:
-    """Raise RemoteProtocolError if a stranger's table is inconsistent, or larger than this peer expects."""
+    """Raise RemoteProtocolError if another peer's table is inconsistent, or larger than this peer expects."""
     size = 0
     for row in table.rows:
         size += row.size_bytes
         if size > bytes_max:
             raise RemoteProtocolError(f"a state of more than {bytes_max} bytes")
     if len({row.name for row in table.rows}) != len(table.rows):
-        raise RemoteProtocolError("a state with two arrays of one name")
+        raise RemoteProtocolError("a state has two arrays with the same name")
     if len(table.chunks) != -(-size // CHUNK_BYTES):
-        raise RemoteProtocolError("a state whose chunks are not those of its arrays")
+        raise RemoteProtocolError("a state's chunks do not match its arrays")

@@ -1,5 +1,4 @@
-"""The states of one run of averaging: those that this peer hands out to late joiners, and those it takes
-over."""
+"""The states of one averaging run: those that this peer offers to late joiners, and those it takes over."""
 
 from collections.abc import Callable, Collection
 from functools import partial
@@ -19,13 +18,13 @@ from node.averaging_events import StateFetched
 from node.errors import Unreachable
 
 ASKED_AHEAD_MAX = 16
-"""The most steps ahead of its own for which a peer lets others wait for a state."""
+"""Maximum number of steps ahead of its own for which a peer lets others wait for a state."""
 STATES_MAX = 4
-"""The most states fetched in one attempt, if the first ones are unusable."""
+"""Maximum number of states fetched in one attempt, if the first ones are unusable."""
 
 
 class StateExchange:
-    """The state exchange of one participant, in the run called `name`."""
+    """The state exchange of one participant, in the run with this `name`."""
 
     def __init__(
         self, name: str, key: bytes, roster: Roster, service: ParticipationService, expectations: Expectations
@@ -41,34 +40,35 @@ class StateExchange:
         self.is_receiving = False
         """Whether a state of others is being fetched."""
         self._step_wanted: int | None = None
-        """The step from which on a peer wants a copy of this peer's state."""
+        """The earliest step of which another peer wants a copy of this peer's state; None if no peer does."""
 
     def moved(self, step: int) -> None:
-        """Note that this peer is at `step`."""
+        """Record that this peer is at `step`."""
         self._copies.moved(self._seams.clock.monotonic(), step)
 
     def offer(self, snapshot: Snapshot, good_seconds: float = SNAPSHOT_SECONDS) -> None:
-        """Offer the present state of this peer to late joiners, for `good_seconds` after its step is over."""
+        """Offer this peer's present state to late joiners, for `good_seconds` even after its step has
+        ended."""
         self._copies.add(self._seams.clock.monotonic(), snapshot, good_seconds)
         self._step_wanted = None
         offered, self._offered = self._offered, trio.Event()
         offered.set()
 
     def wants_state(self, step: int) -> bool:
-        """Return whether a peer waits for a copy of this peer's state, which is at `step`."""
+        """Return whether another peer waits for a copy of this peer's state, which is at `step`."""
         return self._step_wanted is not None and step >= self._step_wanted
 
     def kept(self, digest: bytes) -> Snapshot | None:
-        """Return the snapshot with this digest, if it is still kept."""
+        """Return the snapshot with this digest; None if it is no longer kept."""
         return self._copies.with_digest(self._seams.clock.monotonic(), digest)
 
     async def snap(self, step: int) -> Snapshot | str:
-        """Return a snapshot at this step or later, made by the training loop if needed, or why there is
+        """Return a snapshot at this step or later, made by the training loop if necessary, or why there is
         none."""
         if not self._roster.own.has_state:
             return "this peer has no state yet"
         if step > self._roster.own_step + ASKED_AHEAD_MAX:
-            return "this peer is not so far"
+            return "this peer has not reached that step"
         with trio.move_on_after(OFFER_SECONDS_MAX):
             clock = self._seams.clock
             while (found := self._copies.current(clock.monotonic(), step, self._roster.own_step)) is None:
@@ -87,9 +87,9 @@ class StateExchange:
         likely: LikelySteps | None = None,
         check: Callable[[Snapshot], str] = check_finite,
     ) -> Snapshot:
-        """Fetch the state from `step` to `step_max` that most of the peers hold that are not passed over, at
-        a `likely` step where that is given. `check`, called where computing is allowed, returns the fault of
-        a state: then the next one is fetched. Raises Unreachable."""
+        """Fetch the state from `step` to `step_max` that most peers hold, at a `likely` step if given; peers
+        in `passed_over` are ignored. `check`, which runs in the executor, returns the fault of a state, in
+        which case the next state is fetched. Raises Unreachable."""
         useless, error = set(passed_over), ""
         for _ in range(STATES_MAX):
             self.is_receiving = False
@@ -127,7 +127,7 @@ class StateExchange:
         if likely is not None and not likely.is_nearest:  # if states differ, each helps to judge the others
             donors = [peer for peer in donors if peer not in self._expectations.absent] or donors
         if not donors:
-            raise Unreachable("unknown", "no peer of the run has a state to hand on")
+            raise Unreachable("unknown", "no peer of the run has a state to offer")
         seams = self._seams
         if len(donors) > DONORS_MAX:
             donors = seams.rng.sample(donors, DONORS_MAX)

@@ -1,13 +1,14 @@
 """Catching up: a peer that joins late fetches the state of the present members, from several at once.
 
-    Ask(run, signature, step)  ->  Offer(table) or Nothing(reason)
-    Fetch(run, digest, first, count)  ->  `count` payloads, a chunk each
+    StateRequest(run, signature, step)  ->  StateOffer(table) or NoState(reason)
+    Fetch(run, digest, first, count)  ->  `count` payloads with a chunk each
 
-Peers with the same bytes are found by the digest of the table; each is asked for chunks as fast as it
-delivers them, and every chunk is checked by its hash before it counts.
+Peers with the same bytes are recognised by the digest of the table. Each is asked for chunks as fast as it
+delivers them, and the hash of every chunk is checked before it counts.
 
-Where members train apart, no two hold the same bytes. Then a few chunks of each state are fetched, drawn once
-the tables with their hashes are here, and the state nearest to the others is taken (`gossip.nearest`).
+If members train independently, no two hold the same bytes. In that case a few chunks of each state are
+fetched. They are drawn after the tables with their hashes have arrived, and the state nearest to the others
+is taken (`gossip.nearest`).
 """
 
 from collections import Counter, deque
@@ -44,34 +45,35 @@ from node.seams import Executor, Network, Stream, StreamLimits
 
 PROTOCOL = "/peerloom/catchup/1"
 TABLE_BYTES_MAX = 16 << 20
-"""The limit of a table: 100,000 arrays with names of a hundred letters."""
+"""Maximum size of a table: 100,000 arrays with names of a hundred characters."""
 STREAMS = StreamLimits(message_bytes_max=1_024, streams_per_peer_max=4)
 ASKED_AT_ONCE = 8
-"""Chunks of one request: enough that the link never waits for the next request."""
+"""Number of chunks in one request, enough that the link never waits for the next request."""
 SPANS_AHEAD = 2
-"""Requests to a holder at once."""
+"""Number of simultaneous requests to one holder."""
 SPANS_PER_HOLDER = 4
 OFFER_SECONDS_MAX = 30.0
-"""The wait for an offer: a training loop makes its copy between two steps, and a step may take a while."""
+"""How long to wait for an offer. A training loop makes its copy between two steps, and a step may take a
+while."""
 CHUNK_SECONDS_MAX = 8.0
 DONORS_MAX = 8
 OTHERS_SECONDS = 10.0
-"""How long others are awaited after the first offer: a silent peer must not hold a newcomer for long."""
+"""How long to wait for others after the first offer; a silent peer must not delay a newcomer for long."""
 AGREED_SECONDS = 0.5
-"""How long others are awaited after enough offers of one state: they may help to deliver it."""
+"""How long to wait for others after enough peers have offered the same state; they may help to deliver it."""
 AHEAD_STEPS = 2
 """If members have offered states of different steps, all are asked for a step this far ahead, so that they
 copy at the same step."""
 AHEAD_SECONDS = 10.0
-"""How long such an offer is awaited: with slower steps, members are at one step anyway."""
+"""How long to wait for such an offer. With slower steps, members are at the same step anyway."""
 BEGINNING_SECONDS = 3.0
-"""The wait for an offer of a run's initial state: its holders made a copy when they joined, so an answer
-takes a round trip, however busy their scripts are."""
+"""How long to wait for an offer of a run's initial state. Its holders made a copy when they joined, so an
+answer takes one round trip, however busy their scripts are."""
 BEGINNING_OTHERS_SECONDS = 0.1
-"""The wait after the first such offer: the other holders help to deliver it."""
+"""How long to wait after the first such offer; the other holders help to deliver it."""
 SAMPLE_SECONDS_MAX = 60.0
-"""The wait for the samples of states, which is their time at 1 Mbit/s. A state whose holder takes longer is
-not used."""
+"""How long to wait for the samples of states, which take this long at 1 Mbit/s. A state whose holder takes
+longer is not used."""
 
 ChunkNumber = Annotated[int, msgspec.Meta(ge=0, lt=CHUNKS_MAX)]
 
@@ -94,13 +96,13 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
 
 
 class StateOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
-    """The offered state."""
+    """The table of the offered state."""
 
     table: SnapshotTable
 
 
 class NoState(msgspec.Struct, frozen=True, array_like=True, tag="nothing"):
-    """No state, and the reason."""
+    """The holder has no state to offer, for this reason."""
 
     reason: Annotated[str, msgspec.Meta(max_length=200)]
 
@@ -114,10 +116,10 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
 Question = StateRequest | Fetch
 Answer = StateOffer | NoState | Sent
 Snap = Callable[[PeerId, bytes, bytes, int], Awaitable[Snapshot | str]]
-"""Return for this peer, of a run with this signature, at this step or later: its snapshot, or why there is
-none."""
+"""Returns a snapshot for this peer, of the run with this key and signature at this step or later, or why
+there is none."""
 Kept = Callable[[PeerId, bytes, bytes], Snapshot | None]
-"""Return for this peer, of a run: its snapshot with this digest."""
+"""Returns the run's snapshot with this digest for this peer."""
 
 
 class StateServer:
@@ -149,7 +151,7 @@ class StateServer:
             with trio.move_on_after(CHUNK_SECONDS_MAX) as patience:
                 await stream.send(encode(Sent(number)), snapshot.chunk(number))
             if patience.cancelled_caught:
-                raise StreamClosed("a chunk was not taken in time")
+                raise StreamClosed("a chunk was not received in time")
 
 
 async def fetch_state(
@@ -167,12 +169,12 @@ async def fetch_state(
     rng: Random,
     receiving: Callable[[], None] = lambda: None,
 ) -> Snapshot:
-    """Return the state, of `step` or later and `step_max` at most, that most of `donors` offer, fetched from
-    all of them that hold the same bytes. Where the `likely` steps are known, only a state at one of these,
-    held by as many peers as required, or nearest to the others.
+    """Return a state from `step` to `step_max`: the state that most of `donors` offer, fetched from all of
+    them that hold the same bytes. If the `likely` steps are known, only a state at one of them counts, and it
+    must be held by as many peers as required, or be the nearest to the others.
 
-    `receiving` is called once it is being fetched. Raises Unreachable: nobody has one, or nobody delivered
-    it.
+    `receiving` is called once the state is being fetched. Raises Unreachable if no peer has a state or
+    delivers it.
     """
     request = _OfferRequest(network, executor, run, signature, bytes_max, step_max, likely, refuse)
     is_beginning = likely is not None and likely.lineage is not None
@@ -198,14 +200,14 @@ async def fetch_state(
 async def _fetch_nearest(
     transfer: "_Transfer", offers: Mapping[PeerId, SnapshotTable], rng: Random
 ) -> Snapshot:
-    """Return the state that is nearest to the others by a sample of each, or the next one where its holder
-    does not deliver it. Raises Unreachable."""
+    """Return the state whose sample is nearest to the others, or the next nearest if its holder does not
+    deliver it. Raises Unreachable."""
     layouts = Counter(table.rows for table in offers.values())
     rows, _ = max(layouts.items(), key=lambda item: item[1])
     alike = {peer: table for peer, table in sorted(offers.items()) if table.rows == rows}
     numbers = sampled_chunks(len(next(iter(alike.values())).chunks), rng)
     samples: dict[PeerId, Mapping[str, nearest.Numbers]] = {}
-    reason = "no sample of a state came in time"
+    reason = "no sample of a state arrived in time"
 
     async def sample(peer: PeerId, table: SnapshotTable) -> None:
         nonlocal reason
@@ -253,7 +255,7 @@ class _OfferRequest:
     likely: LikelySteps | None
     refuse: Callable[[PeerId, RemoteProtocolError], None]
     reasons: list[str] = field(default_factory=list)
-    """Reasons of peers that have none."""
+    """Reasons given by peers that offer no state."""
 
     def likely_of(self, offers: Mapping[PeerId, SnapshotTable]) -> list[PeerId]:
         """Return the peers whose states are at a likely step."""
@@ -267,12 +269,12 @@ class _OfferRequest:
         ]
 
     def most_alike(self, offers: Mapping[PeerId, SnapshotTable]) -> int:
-        """Return the largest number of peers that offer the same state of a likely step."""
+        """Return the largest number of peers that offer the same state at a likely step."""
         alike = Counter((offers[peer].step, offers[peer].digest) for peer in self.likely_of(offers))
         return max(alike.values(), default=0)
 
     def may_agree(self, donors: Sequence[PeerId], offers: Mapping[PeerId, SnapshotTable]) -> bool:
-        """Return whether fewer peers than required hold one state, though enough have a state."""
+        """Return whether fewer peers than required hold the same state, although enough have a state."""
         wanted = 1 if self.likely is None else self.likely.holders_wanted
         return self.most_alike(offers) < wanted <= min(len(donors), len(self.likely_of(offers)))
 
@@ -312,7 +314,8 @@ class _OfferRequest:
             offers[donor] = answer
             if self.likely_of({donor: answer}):
                 wanted = VOICES_MIN if self.likely is None else max(VOICES_MIN, self.likely.holders_wanted)
-                # If states differ, two equal ones prove nothing, and others are needed for comparison.
+                # If states differ anyway, two equal ones prove nothing, and further states are needed for
+                # comparison.
                 is_apart = self.likely is not None and self.likely.is_nearest
                 is_agreed = self.most_alike(offers) >= wanted and not is_apart
                 left = AGREED_SECONDS if is_agreed else OTHERS_SECONDS
@@ -326,11 +329,13 @@ def _read_offer(data: bytes, bytes_max: int, step_max: int | None) -> SnapshotTa
     if isinstance(answer, StateOffer):
         check_table(answer.table, bytes_max)
         if step_max is not None and answer.table.step > step_max:
-            raise RemoteProtocolError(f"a state of step {answer.table.step}, where {step_max} is the last")
+            raise RemoteProtocolError(
+                f"a state of step {answer.table.step} was offered, but step {step_max} is the last allowed"
+            )
         return answer.table
     if isinstance(answer, NoState):
         return "".join(letter if letter.isprintable() else "?" for letter in answer.reason)
-    raise RemoteProtocolError("a chunk where an offer was asked for")
+    raise RemoteProtocolError("a chunk arrived in place of an offer")
 
 
 @dataclass(frozen=True)
@@ -343,7 +348,7 @@ class _Transfer:
     refuse: Callable[[PeerId, RemoteProtocolError], None]
 
     async def state(self, holders: Sequence[PeerId], table: SnapshotTable) -> Snapshot:
-        """Return the state of this table, from all of `holders` at once. Raises Unreachable."""
+        """Return the state of this table, fetched from all `holders` at once. Raises Unreachable."""
         data = np.empty(table.size_bytes, np.uint8)
         count = len(table.chunks)
         # Cut enough spans that every holder gets several, however small the state is.
@@ -372,7 +377,7 @@ class _Transfer:
         left: deque[tuple[int, int]],
         room: Callable[[int], Array],
     ) -> None:
-        """Fetch these spans of chunks, each into its room. Raises Unreachable."""
+        """Fetch these spans of chunks, each chunk into its buffer `room(number)`. Raises Unreachable."""
         reasons: list[str] = []
         delivered, failed = set[PeerId](), set[PeerId]()
 
@@ -382,7 +387,7 @@ class _Transfer:
                 stream = await self.network.open(holder, PROTOCOL)
                 try:
                     while left or asked:
-                        while left and len(asked) < SPANS_AHEAD:  # the link never waits for the next question
+                        while left and len(asked) < SPANS_AHEAD:  # the link never waits for the next request
                             asked.append(left.popleft())
                             await stream.send(encode(Fetch(self.run, table.digest, *asked[-1])))
                         first, length = asked[0]
@@ -405,24 +410,24 @@ class _Transfer:
                 reasons.append(str(error))
             except (Unreachable, StreamClosed, trio.TooSlowError) as error:
                 failed.add(holder)
-                reasons.append(str(error) or "a chunk did not come in time")
+                reasons.append(str(error) or "a chunk did not arrive in time")
             finally:
                 left.extendleft(asked)
 
         useful = list(holders)
         while left:
             if not useful:
-                raise Unreachable("timeout", reasons[-1] if reasons else "nobody delivered the state")
+                raise Unreachable("timeout", reasons[-1] if reasons else "no peer delivered the state")
             delivered.clear()
             failed.clear()
             async with trio.open_nursery() as nursery:
                 for holder in useful:
                     nursery.start_soon(fetch_from, holder)
-            # A failed holder that delivered nothing had spans that others could have delivered.
+            # A holder that failed without delivering anything kept spans that others could have delivered.
             useful = [holder for holder in useful if holder in delivered or holder not in failed]
 
 
 def _put(room: Array, digest: bytes, payload: memoryview) -> None:
     if len(payload) != room.size or blake3(payload).digest() != digest:
-        raise RemoteProtocolError("a chunk of a state that does not match its hash")
+        raise RemoteProtocolError("a chunk of a state does not match its hash")
     room[:] = np.frombuffer(payload, np.uint8)

@@ -351,7 +351,7 @@ def test_a_state_of_a_far_step_is_refused_immediately(start: Callable[[Options],
     until(lambda: liar.run.view.peers == 1)
     (member,) = liar.run.roster.reports
     begun = time.monotonic()
-    assert liar.ask_for_state(member, FAR) == NoState("this peer is not so far")
+    assert liar.ask_for_state(member, FAR) == NoState("this peer has not reached that step")
     assert time.monotonic() - begun < STALL_SECONDS
 
 
