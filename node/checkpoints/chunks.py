@@ -1,7 +1,8 @@
-"""A stage's arenas to chunks and back, and reading any range of one from its chunks.
+"""Cuts a stage's arenas into chunks, restores them from chunks, and reads any range of an arena from its
+chunks.
 
-Cutting, restoring and reading go a few chunks at a time, so that a thread of the executor is never taken for
-long: each has an iterator (`cutting`, `restoring`), which `finish` drives from the event loop.
+Cutting, restoring and reading process a few chunks at a time, so that they never occupy a thread of the
+executor for long. Each has an iterator (`cutting`, `restoring`), which `finish` drives from the event loop.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,21 +20,22 @@ from node.storage.blobs import HASH_BYTES
 T = TypeVar("T")
 
 Put = Callable[[memoryview], bytes]
-"""Keeps a blob; its hash."""
+"""Stores a blob and returns its hash."""
 Read = Callable[[bytes], bytes | None]
-"""A blob by its hash, None where it is not here."""
+"""Returns a blob by its hash; None if it is not here."""
 
 TURN_CHUNKS = 64
-"""How many are done in one turn of a thread: some 50 ms."""
+"""Number of chunks processed in one call of a thread: about 50 ms."""
 
 
 def cut_state(parameters: memoryview, moments: memoryview, put: Put) -> StatePart:
-    """Store two arenas in chunks; return their hashes. The arenas must not change meanwhile."""
+    """Store two arenas in chunks; return the part that lists their hashes. The arenas must not change
+    meanwhile."""
     return _last(cutting(parameters, moments, put))
 
 
 def cutting(parameters: memoryview, moments: memoryview, put: Put) -> Iterator[StatePart | None]:
-    """`cut_state` in turns: yields None while there is more to do, lastly the part."""
+    """Run `cut_state` in steps: yields None between steps, and the part at the end."""
     digest = blake3()
     hashes = [bytearray(), bytearray()]
     done = 0
@@ -53,8 +55,8 @@ def restore_state(part: StatePart, read: Read, parameters: memoryview, moments: 
     """Restore two arenas from a part's chunks.
 
     Raises:
-        RemoteProtocolError: the arenas have another size, or the parameters another digest, than the part
-            says; written bytes stay in the arenas.
+        RemoteProtocolError: the arenas' sizes or the parameters' digest differ from those in the part;
+            bytes already written stay in the arenas.
         BlobsMissing: a chunk is not here.
     """
     _last(restoring(part, read, parameters, moments))
@@ -63,11 +65,11 @@ def restore_state(part: StatePart, read: Read, parameters: memoryview, moments: 
 def restoring(
     part: StatePart, read: Read, parameters: memoryview, moments: memoryview
 ) -> Iterator[StatePart | None]:
-    """`restore_state` in turns: yields None while there is more to do, lastly the part."""
+    """Run `restore_state` in steps: yields None between steps, and the part at the end."""
     if (parameters.nbytes, moments.nbytes) != (part.parameters_bytes, part.moments_bytes):
         raise RemoteProtocolError(
-            f"a state of {part.parameters_bytes} and {part.moments_bytes} bytes for a stage of "
-            f"{parameters.nbytes} and {moments.nbytes}"
+            f"the state has {part.parameters_bytes} and {part.moments_bytes} bytes, but "
+            f"the stage has {parameters.nbytes} and {moments.nbytes}"
         )
     digest = blake3()
     done = 0
@@ -83,12 +85,13 @@ def restoring(
             if not done % TURN_CHUNKS:
                 yield None
     if digest.digest() != part.digest:
-        raise RemoteProtocolError("parameters with another digest than their checkpoint says")
+        raise RemoteProtocolError("the parameters' digest differs from that in their checkpoint")
     yield part
 
 
 def verifying(names: Iterable[bytes], read: Read) -> Iterator[int | None]:
-    """Read blobs only to find out whether they are whole: yields None between, lastly how many are not."""
+    """Read blobs only to check them. Yields None between steps, and the number of missing or damaged ones at
+    the end."""
     missing = 0
     for number, name in enumerate(names, 1):
         missing += read(name) is None
@@ -98,9 +101,9 @@ def verifying(names: Iterable[bytes], read: Read) -> Iterator[int | None]:
 
 
 class ArenaReader:
-    """Reads any range of one arena from its chunks: `hashes` in order, `size` bytes in all.
+    """Reads any range of one arena from its chunks: `hashes` in order, `size` bytes in total.
 
-    So a checkpoint can be read for other cuts of the model.
+    This allows reading a checkpoint for a different cut of the model.
     """
 
     def __init__(self, hashes: bytes, size: int, read: Read) -> None:
@@ -109,10 +112,10 @@ class ArenaReader:
         self._get = read
 
     def read(self, start: int, length: int) -> Iterator[memoryview]:
-        """`length` bytes from `start`, in pieces of at most a chunk. Raises BlobsMissing."""
+        """Yield `length` bytes from `start`, in pieces of at most one chunk. Raises BlobsMissing."""
         end = start + length
         if not 0 <= start <= end <= self.size:
-            raise RemoteProtocolError(f"bytes {start} to {end} of an arena of {self.size}")
+            raise RemoteProtocolError(f"bytes {start} to {end} are outside an arena of {self.size} bytes")
         while start < end:
             number, offset = divmod(start, CHUNK_BYTES)
             name = self._hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
@@ -123,7 +126,8 @@ class ArenaReader:
 
 
 async def finish(executor: Executor, turns: Iterator[T | None]) -> T:
-    """Drive an iterator to its result in the executor, a turn at a time, so that others get theirs."""
+    """Drive an iterator to its result in the executor, one step at a time, so that other calls can run in
+    between."""
     turn: Callable[[], T | None] = partial(next, turns, None)
     while True:
         result = await executor.run(turn)
@@ -133,7 +137,7 @@ async def finish(executor: Executor, turns: Iterator[T | None]) -> T:
 
 def _last(turns: Iterator[T | None]) -> T:
     *_, result = turns
-    assert result is not None, "an iterator of turns ends with its result"
+    assert result is not None, "an iterator of steps ends with its result"
     return result
 
 
@@ -142,5 +146,5 @@ def _read(read: Read, name: bytes, size: int) -> bytes:
     if data is None:
         raise BlobsMissing((name,), "it is not on this disk, or was damaged")
     if len(data) != size:
-        raise RemoteProtocolError(f"a chunk of {len(data)} bytes where {size} belong")
+        raise RemoteProtocolError(f"a chunk has {len(data)} bytes in place of {size}")
     return data

@@ -1,7 +1,7 @@
 """Exports a checkpoint with its run's graph to a safetensors file with the model's own state-dict names.
 
-Cutting the model at the checkpoint's stages gives the place of each parameter in an arena; its bytes are read
-from the chunks on demand.
+The model is cut into the checkpoint's stages, which gives each parameter's location in an arena; its bytes
+are read from the chunks on demand.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,14 @@ from partition.stage import StageSpecification
 from partition.stage_layout import parameter_layout
 
 CHUNKS_IN_MEMORY_MAX = 16
-"""Small tensors lie many to a chunk, and are not written in the order in which they lie."""
+"""Number of chunks cached in memory. A chunk may contain many small tensors, which are written in a different
+order."""
 
 
 def exporting(
     checkpoint: Checkpoint, manifest: Manifest, graph: Graph, read: Read
 ) -> Iterator[bytes | memoryview]:
-    """The pieces of the file.
+    """Yield the pieces of the file.
 
     Raises:
         BlobsMissing: a blob of the checkpoint is not here. RemoteProtocolError: it does not fit its graph.
@@ -43,11 +44,11 @@ def exporting(
 def _places(
     checkpoint: Checkpoint, manifest: Manifest, graph: Graph, read: Read
 ) -> dict[int, tuple[ArenaReader, int, int]]:
-    """Return the place of each row of the parameter table: an arena, the first byte and the length."""
+    """Return the location of each row of the parameter table: an arena, the first byte and the length."""
     try:
         graphs = cut_layers(graph, checkpoint.graph, checkpoint.ranges)
     except ValueError as error:
-        raise RemoteProtocolError(f"a checkpoint that does not fit its model: {error}") from None
+        raise RemoteProtocolError(f"the checkpoint does not fit its model: {error}") from None
     places: dict[int, tuple[ArenaReader, int, int]] = {}
     for stage, stage_graph in zip(checkpoint.stages, graphs, strict=True):
         data = read(stage.part)
@@ -62,8 +63,8 @@ def _places(
         arena = ArenaReader(part.parameters, part.parameters_bytes, read)
         slots = parameter_layout(layout)
         if sum(slot.parameter.stored_bytes for slot in slots) != part.parameters_bytes:
-            raise RemoteProtocolError("a stage's state that is larger or smaller than its parameters")
+            raise RemoteProtocolError("a stage's state is larger or smaller than its parameters")
         for slot in slots:
-            # For a tied parameter the first stage counts.
+            # A tied parameter is taken from the first stage that has it.
             places.setdefault(slot.row, (arena, slot.begin_bytes, slot.parameter.stored_bytes))
     return places

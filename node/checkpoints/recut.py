@@ -1,7 +1,9 @@
-"""A stage's state from a checkpoint whose stages were cut elsewhere: parameters by row, with all moments.
+"""A stage's state from a checkpoint that was cut into different stages: parameters by row, with their
+moments.
 
-A parameter lies at one offset in `parameters` and, unless it is frozen, at the same offset in each of the
-optimizer's vectors in `moments`. Both cuts say where, so the state is a list of copies between arenas.
+A parameter has one offset in `parameters` and, unless it is frozen, the same offset in each of the
+optimizer's vectors in `moments`. Both cuts determine these offsets, so the state is a list of copies between
+arenas.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +24,8 @@ Arena = Literal["parameters", "moments"]
 
 @dataclass(frozen=True)
 class Copy:
-    """`length` bytes of an arena: from `source` in that of the checkpoint's `stage`, to `target` here."""
+    """`length` bytes of an arena, copied from `source` in the arena of the checkpoint's `stage` to `target`
+    in this stage's."""
 
     stage: int
     arena: Arena
@@ -33,7 +36,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The places of a stage's rows: (offset, length, is it trained), in bytes; and the arenas' sizes."""
+    """The locations of a stage's rows, each (offset, length, whether it is trained), in bytes, and the
+    arenas' sizes."""
 
     rows: Mapping[int, tuple[int, int, bool]]
     parameters_bytes: int
@@ -44,17 +48,17 @@ class _Layout:
 def copies_between(
     checkpoint: Checkpoint, manifest: Manifest, graph: Graph, ranges: Sequence[tuple[int, int]], number: int
 ) -> tuple[Copy, ...]:
-    """Return the copies that make the state of stage `number` of the cut into `ranges`, in the order of its
-    arenas.
+    """Return the copies that produce the state of stage `number` of the cut into `ranges`, in the order of
+    its arenas.
 
     Raises:
-        RemoteProtocolError: one of the cuts does not fit the model, or the checkpoint its sizes.
+        RemoteProtocolError: a cut does not fit the model, or the checkpoint does not have its sizes.
     """
     held = _layouts(checkpoint.run, checkpoint.graph, manifest, graph, checkpoint.ranges)
     for layout, state in zip(held, checkpoint.stages, strict=True):
         sizes = layout.parameters_bytes, layout.vectors * layout.vector_bytes
         if sizes != (state.parameters_bytes, state.moments_bytes):
-            raise RemoteProtocolError("a stage's state that is larger or smaller than its parameters")
+            raise RemoteProtocolError("a stage's state is larger or smaller than its parameters")
     mine = _layouts(checkpoint.run, checkpoint.graph, manifest, graph, ranges)[number]
     copies: list[Copy] = []
     for row, (target, length, _) in sorted(mine.rows.items(), key=lambda item: item[1]):
@@ -69,15 +73,15 @@ def copies_between(
 
 
 def _find(held: Sequence[_Layout], row: int, length: int) -> tuple[int, Arena, int]:
-    """Return the place of a row; for a tied one that in the first stage."""
+    """Return the location of a row; a tied row's location is that in the first stage."""
     for stage, layout in enumerate(held):
         if row in layout.rows and layout.rows[row][1] == length:
             return stage, "parameters", layout.rows[row][0]
-    raise RemoteProtocolError(f"a checkpoint without parameter {row} of its model")
+    raise RemoteProtocolError(f"the checkpoint lacks parameter {row} of its model")
 
 
 def _add(copies: list[Copy], copy: Copy) -> None:
-    """Add a copy, merged with the last one if it is contiguous."""
+    """Add a copy, or extend the previous copy if both are contiguous."""
     if copies and copy.length:
         last = copies[-1]
         ends = last.source + last.length, last.target + last.length
@@ -94,7 +98,7 @@ def _layouts(
     try:
         return [_layout(run, manifest, each) for each in cut_layers(graph, name, ranges)]
     except ValueError as error:
-        raise RemoteProtocolError(f"a cut that does not fit its model: {error}") from None
+        raise RemoteProtocolError(f"the cut does not fit its model: {error}") from None
 
 
 def _layout(run: bytes, manifest: Manifest, graph: StageGraph) -> _Layout:
@@ -130,16 +134,16 @@ def recutting(
     read: Read,
     arenas: tuple[memoryview, memoryview],
 ) -> Iterator[bool | None]:
-    """Copy everything into the arenas, in turns: yields None while there is more to do, finally True.
+    """Copy everything into the arenas, in parts. Yields None between parts, and True at the end.
 
     Raises:
-        RemoteProtocolError: an arena is too small.
+        RemoteProtocolError: the copies do not exactly fill an arena.
         BlobsMissing: a chunk is not here.
     """
     targets = {"parameters": arenas[0].cast("B"), "moments": arenas[1].cast("B")}
     filled = {name: sum(copy.length for copy in copies if copy.arena == name) for name in targets}
     if any(filled[name] != target.nbytes for name, target in targets.items()):
-        raise RemoteProtocolError("a checkpoint that fills more or less than the stage's arenas")
+        raise RemoteProtocolError("the checkpoint fills more or less than the stage's arenas")
     done = 0
     for copy in copies:
         part = parts[copy.stage]

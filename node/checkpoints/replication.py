@@ -1,12 +1,12 @@
-"""Replication of checkpoints: how each keeper, asked to keep, pulls what it lacks.
+"""Replication of checkpoints: each keeper that is asked to keep a stage fetches what it lacks.
 
 `/peerloom/copies/1`, a stream per request:
 
-    Keep        hold this stage of this step, and bring it from these peers: Done when it is on the disk
-    Conclude    the checkpoint has this name: take its manifest and its graph, and tell the DHT
-    Which       what checkpoints of a run have you?
+    Keep        keep this stage of this step, fetching it from these peers: Done once it is on the disk
+    Conclude    the checkpoint has this name: fetch its manifest and its graph, and announce it in the DHT
+    Which       ask which checkpoints of a run this peer has
 
-Who keeps a stage, and who is asked when: `partition.run.checkpoint_rounds`.
+`partition.run.checkpoint_rounds` decides who keeps a stage, and who is asked when.
 """
 
 from collections import defaultdict
@@ -38,27 +38,29 @@ from partition.run.messages import REASON_LENGTH_MAX
 
 COPIES_PROTOCOL = "/peerloom/copies/1"
 CHECKPOINT_PURPOSE = "checkpoint"
-"""DHT records under (this, short run id): one for each peer that keeps a checkpoint of the run, the
-newest."""
+"""Purpose of DHT records with this purpose and a short run id: one for each peer that keeps a checkpoint of
+the run, with its newest."""
 HOLDERS_MAX = 64
 MESSAGE_BYTES_MAX = 8_192
-"""A Keep with as many holders as there may be replicas."""
+"""Maximum message size: a Keep with as many holders as there may be replicas."""
 REQUESTS_MAX = 32
-"""Streams served at once; they cost nothing but their place."""
+"""Maximum number of streams served at once; a waiting stream costs little."""
 REQUESTS_PER_PEER_MAX = 8
 KEEPS_MAX = 4
-"""Stages on their way here at once, and manifests; each has a list of chunks in memory."""
+"""Maximum number of stages and manifests that are being fetched at once; each has a list of chunks in
+memory."""
 PATIENCE_SECONDS = 2.0
-"""How long a peer that says nothing keeps a permit that another wants."""
+"""How long a silent peer keeps a permit that another peer wants."""
 BUSY_SECONDS_MAX = 5.0
-"""To say so."""
+"""Time limit for sending a "busy" reply."""
 REQUEST_SECONDS_MAX = 20.0
-"""From a stream's opening to its request; and for an answer to leave."""
+"""Time limit from a stream's opening to its request, and for sending an answer."""
 WHICH_SECONDS_MAX = 10.0
 ASKED_MAX = 16
-"""Peers asked at once what they have."""
+"""Maximum number of peers asked at once which checkpoints they have."""
 CANDIDATES_MAX = 4
-"""Checkpoints of a run tried one after the other, should the best be gone."""
+"""Maximum number of checkpoints of a run that are tried, one after the other, if the best is not
+available."""
 _RECORD_BYTES_MAX = 64
 
 RunText = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
@@ -66,7 +68,7 @@ Holders = Annotated[tuple[Peer, ...], msgspec.Meta(max_length=HOLDERS_MAX)]
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):
-    """Hold a stage's state after `step` steps of a run. The sender has it, and so have `holders`."""
+    """Keep a stage's state after `step` steps of a run. The sender and `holders` have it."""
 
     run: Hash
     step: Number
@@ -76,7 +78,7 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
 
 
 class Conclude(msgspec.Struct, frozen=True, tag="conclude"):
-    """The stages kept of this step are this checkpoint's. The sender has its manifest."""
+    """The stages kept of this step belong to this checkpoint. The sender has its manifest."""
 
     run: Hash
     step: Number
@@ -85,7 +87,7 @@ class Conclude(msgspec.Struct, frozen=True, tag="conclude"):
 
 
 class Which(msgspec.Struct, frozen=True, tag="which"):
-    """Which checkpoints of this run are kept here? Answered by Here."""
+    """Ask which checkpoints of this run are kept here; the answer is Here."""
 
     run: RunText
 
@@ -113,10 +115,11 @@ class CheckpointDirectory(Protocol):
 
 
 class CheckpointReplicator:
-    """The service of one node.
+    """The replication service of one node.
 
-    `admits` says why a peer may not have this node keep anything of a run, None if it may; `learn_graph`
-    brings a graph here (`Models.get`). Of a run that is `ours` the copies do not count against the budget.
+    `admits` returns why a peer may not have this node keep anything of a run; None if it may. `learn_graph`
+    fetches a graph to this node (`Models.get`). Copies of a run that is `ours` do not count against the
+    budget.
     """
 
     def __init__(
@@ -140,8 +143,8 @@ class CheckpointReplicator:
         self.came: Callable[[bytes, PeerId, Mapping[PeerId, int]], None] = lambda _run, _requester, _came: (
             None
         )
-        """Hears how many bytes of a run's checkpoint each holder delivered where it was fetched; the second
-        is the run's requester."""
+        """Called after a run's checkpoint was fetched, with the run, its requester, and how many bytes each
+        holder delivered."""
         self._permits = Permits(
             REQUESTS_MAX, REQUESTS_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS, clock=seams.clock
         )
@@ -149,17 +152,17 @@ class CheckpointReplicator:
         seams.network.handle(COPIES_PROTOCOL, self.serve)
 
     async def start(self) -> None:
-        """Clean up after an interrupted stop, and announce the present checkpoints in the DHT."""
+        """Clean up after an interrupted stop, and announce the stored checkpoints in the DHT."""
         store = self._checkpoints.store
         await self._checkpoints.call(store.recover)
         newest = {kept.run: kept for kept in await self._checkpoints.call(store.all)}
         for run, kept in newest.items():
             await self.announce(run, CheckpointOffer(kept.checkpoint.step, kept.name))
 
-    # The committer's side
+    # As the committer
 
     async def put(self, peer: PeerId, request: Keep | Conclude, seconds: float) -> Reply:
-        """Ask a keeper, which may be this node, to keep a stage or to take the name of its checkpoint.
+        """Ask a keeper, which may be this node, to keep a stage or to learn the name of its checkpoint.
 
         Raises:
             Unreachable: no answer.
@@ -169,14 +172,14 @@ class CheckpointReplicator:
         return await ask(self._network, peer, request, seconds=seconds)
 
     async def announce(self, run: str, offer: CheckpointOffer) -> None:
-        """Say in the DHT that this node keeps this checkpoint; `run` is the short id."""
+        """Announce in the DHT that this node keeps this checkpoint; `run` is the short id."""
         await self._directory.publish(CHECKPOINT_PURPOSE, bytes.fromhex(run), encode(offer))
 
-    # Anybody's
+    # For any node
 
     async def holders(self, run: str) -> dict[PeerId, CheckpointOffer]:
-        """Return the peers that announce a checkpoint of a run in the DHT, and which one; `run` is the short
-        id."""
+        """Return the peers that announce a checkpoint of a run in the DHT, each with its checkpoint; `run` is
+        the short id."""
         found: dict[PeerId, CheckpointOffer] = {}
         for record in await self._directory.find(CHECKPOINT_PURPOSE, bytes.fromhex(run)):
             try:
@@ -188,19 +191,19 @@ class CheckpointReplicator:
         return found
 
     async def steps(self, run: str, holders: Sequence[PeerId]) -> set[int]:
-        """Return the steps of the checkpoints of a run that peers announce."""
+        """Return the steps of a run's checkpoints that these peers have."""
         return {offer.step for offer in await self._offers(run, holders)}
 
     async def fetch(self, run: str, step: int | None, holders: Sequence[PeerId]) -> StoredCheckpoint:
-        """Fetch a run's newest checkpoint, or that of a step, completely; `run` is the short id.
+        """Fetch a run's newest checkpoint, or that of `step`, completely; `run` is the short id.
 
         Raises:
-            Unreachable: nobody has it.
+            Unreachable: no peer has it.
             OSError: the disk is full.
         """
         offers = await self._offers(run, holders)
         best = max(map(len, offers.values()), default=0)
-        # A name that hardly anyone knows may be anybody's invention.
+        # A name that few peers know may be an invention.
         order = sorted(offers, key=lambda offer: (2 * len(offers[offer]) < best, -offer.step))
         reasons = []
         for offer in [offer for offer in order if step in (None, offer.step)][:CANDIDATES_MAX]:
@@ -224,7 +227,7 @@ class CheckpointReplicator:
         checkpoints, store = self._checkpoints, self._checkpoints.store
         _, found, checkpoint, data = await checkpoints.read(offer.checkpoint, holders)
         if (found.text, checkpoint.step) != (run, offer.step):
-            raise RemoteProtocolError("a checkpoint of another run or step than was offered")
+            raise RemoteProtocolError("the checkpoint is of a different run or step than offered")
         for number, state in enumerate(checkpoint.stages):
             delivered = await checkpoints.bring_stage(
                 found.id, offer.step, number, state, holders, is_guest=False
@@ -234,7 +237,7 @@ class CheckpointReplicator:
         await checkpoints.call(partial(store.add, data, is_guest=False))
         kept = await checkpoints.call(partial(store.find, run, offer.step))
         if kept is None:
-            raise Unreachable("unknown", "a newer checkpoint has come meanwhile")
+            raise Unreachable("unknown", "a newer checkpoint has arrived meanwhile")
         return kept
 
     async def _offers(self, run: str, holders: Sequence[PeerId]) -> Mapping[CheckpointOffer, list[PeerId]]:
@@ -256,7 +259,7 @@ class CheckpointReplicator:
                     nursery.start_soon(put, peer)
         return found
 
-    # The keeper's side
+    # As a keeper
 
     async def serve(self, stream: Stream) -> None:
         """Answer the one request of a stream."""
@@ -267,7 +270,7 @@ class CheckpointReplicator:
                     await self._serve(stream, permit)
             if permit is None:
                 with trio.move_on_after(BUSY_SECONDS_MAX):
-                    await stream.receive()  # an answer that comes before the question is easily lost
+                    await stream.receive()  # an answer sent before the request arrives is easily lost
                     await stream.send(encode(Declined("busy: too many requests")))
         except StreamClosed:
             return
@@ -317,7 +320,7 @@ class CheckpointReplicator:
             return await self._on_old_keep(run, request)
         held = (await checkpoints.call(partial(store.stage_pins, run, step))).get(stage)
         if held is not None and held[0] != request.state.part:
-            return Declined("another state of this step is kept here")
+            return Declined("a different state of this step is kept here")
         holders = [peer, *map(PeerId, request.holders)]
         is_whole = False
         try:
@@ -334,45 +337,45 @@ class CheckpointReplicator:
                 # A partial checkpoint is useless and takes space.
                 with trio.CancelScope(shield=True):
                     await checkpoints.call(partial(store.drop_stage, run, step, stage))
-        return Done() if is_whole else Declined(f"it did not come in {KEEP_SECONDS_MAX:.0f} s")
+        return Done() if is_whole else Declined(f"it did not arrive within {KEEP_SECONDS_MAX:.0f} s")
 
     async def _on_old_keep(self, run: str, request: Keep) -> Reply:
-        """Answer for a step whose checkpoint has a name: its parts are kept whatever others claim later."""
+        """Answer for a step whose checkpoint has a name; its parts are kept whatever others claim later."""
         kept = await self._checkpoints.call(partial(self._checkpoints.store.find, run, request.step))
         here = kept.stages_here if kept is not None else ()
         if kept is not None and request.stage in here:
             state = kept.checkpoint.stages[request.stage]
             if state.part == request.state.part:
                 return Done()
-        return Declined(f"a checkpoint of step {request.step} or a later one is here already")
+        return Declined(f"a checkpoint of step {request.step} or a later one is already here")
 
     async def _on_conclude(self, peer: PeerId, request: Conclude) -> Reply:
         checkpoints, store = self._checkpoints, self._checkpoints.store
         run, holders = run_text(request.run), [peer, *map(PeerId, request.holders)]
         held = await checkpoints.call(partial(store.stage_pins, run, request.step))
         if not held:
-            return Declined("nothing of it is kept here")
+            return Declined("no part of it is kept here")
         with trio.move_on_after(NAME_SECONDS_MAX):
             author, found, checkpoint, data = await checkpoints.read(request.checkpoint, holders)
             if (found.id, checkpoint.step) != (request.run, request.step):
-                raise RemoteProtocolError("a checkpoint of another run or step than was said")
+                raise RemoteProtocolError("the checkpoint is of a different run or step than stated")
             reason = self._admits(author, found.id) if author != self._network.peer else None
             if reason is not None:
                 return Declined(f"its author: {reason}"[:REASON_LENGTH_MAX])
             if not await checkpoints.call(partial(store.check_held, checkpoint)):
-                return Declined("another state of this step is kept here")
+                return Declined("a different state of this step is kept here")
             await self._learn_graph(checkpoint.graph, [found.requester, *holders])
             add = partial(store.add, data, is_guest=not self._ours(found.id))
             await checkpoints.call(add)
             return Done()
-        return Declined("it did not come in time")
+        return Declined("it did not arrive in time")
 
 
 async def ask(network: Network, peer: PeerId, request: Request, *, seconds: float) -> Reply:
-    """Put one request to a peer and wait for its answer.
+    """Send one request to a peer and wait for its answer.
 
     Raises:
-        Unreachable: no path, no answer in time, or an answer that is none.
+        Unreachable: no path, no answer in time, or an invalid answer.
     """
     try:
         reply: Reply = await call(

@@ -1,12 +1,12 @@
 """Checkpoints of this node's runs: made from a stage's arenas, signed, fetched, restored, exported.
 
-`store` has the layout on the disk, `replication` the copies. The order of making one, so that a named
-checkpoint is always complete:
+`store` has the layout on the disk, `replication` the copies. A checkpoint is made in this order, so that a
+named checkpoint is always complete:
 
-    snapshot    each stage, on one of its replicas: chunks into this node's blobs, held
-    (copies)    the keepers of each stage bring its chunks to their disks
+    snapshot    each stage, on one of its replicas: stores chunks as this node's blobs, and pins them
+    (copies)    the keepers of each stage fetch its chunks to their disks
     seal        the committer signs the manifest of all stages
-    (copies)    the keepers take the manifest, and say in the DHT what they hold
+    (copies)    the keepers fetch the manifest, and announce in the DHT what they hold
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """The service of one node. `refuse` is called for peers that broke the protocol."""
+    """The checkpoint service of one node. `refuse` is called for peers that violated the protocol."""
 
     def __init__(self, seams: Seams, signer: Signer, blobs: Blobs, *, refuse: Refuse) -> None:
         self.store = CheckpointStore(seams.storage, blobs)
@@ -53,10 +53,10 @@ class Checkpoints:
         self._sink = BlobSink(blobs, seams.executor)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Call a function of the store where waiting for the disk is allowed."""
+        """Call a function of the store in the executor, where waiting for the disk is allowed."""
         return await self._seams.executor.run(function)
 
-    # Out of a stage, and back
+    # Saving and restoring a stage
 
     async def snapshot(
         self,
@@ -69,12 +69,12 @@ class Checkpoints:
         *,
         is_guest: bool,
     ) -> StageState:
-        """Store a stage's state after `step` steps; nothing may change its arenas meanwhile.
+        """Store a stage's state after `step` steps. Its arenas must not change meanwhile.
 
-        `is_guest` marks another's run: it counts against the budget.
+        `is_guest` marks another peer's run, which counts against the budget.
 
         Raises:
-            NoRoom: the budget is spent. OSError: the disk is full.
+            NoRoom: the budget is used up. OSError: the disk is full.
         """
         store, executor = self.store, self._seams.executor
         with self._blobs.hold():
@@ -86,11 +86,11 @@ class Checkpoints:
     async def restore(
         self, state: StageState, parameters: memoryview, moments: memoryview, holders: Sequence[PeerId]
     ) -> Mapping[PeerId, int]:
-        """Restore a stage's state into its arenas; missing chunks come from `holders`, and are not kept.
-        Return how many bytes each delivered.
+        """Restore a stage's state into its arenas. Missing chunks are fetched from `holders`, and not kept.
+        Return how many bytes each holder delivered.
 
         Raises:
-            Unreachable: nobody had it. RemoteProtocolError: it is not a state for this stage.
+            Unreachable: no holder had it. RemoteProtocolError: it is not a state for this stage.
         """
         with self._blobs.hold():
             part = decode_part(await self._part_data(state, holders))
@@ -115,8 +115,8 @@ class Checkpoints:
         arenas: tuple[memoryview, memoryview],
         holders: Sequence[PeerId],
     ) -> Mapping[PeerId, int]:
-        """Put a stage's state into its arenas from a checkpoint that was cut elsewhere: `wanted` are the
-        layers of all stages, and which of them it is. Only chunks that hold something of it are brought.
+        """Restore a stage's state from a checkpoint that was cut into different stages. `wanted` are the
+        layers of all stages, and the number of the stage. Only chunks that contain a part of it are fetched.
 
         Returns and raises as `restore`.
         """
@@ -138,16 +138,16 @@ class Checkpoints:
                 await finish(self._seams.executor, recutting(parts, copies, self._blobs.get, arenas))
             return delivered
 
-    # The whole of a run
+    # Whole checkpoints
 
     async def seal(
         self, run: Run, plan: Plan, *, step: int, samples: int, stages: Sequence[StageState], is_guest: bool
     ) -> bytes:
-        """Sign and keep the manifest of all stages of a plan; the checkpoint's name. Raises NoRoom,
+        """Sign and store the manifest of all stages of a plan; return the checkpoint's name. Raises NoRoom,
         OSError."""
         rows = [(stage.first_layer, stage.last_layer) for stage in plan.stages]
         if [(stage.first_layer, stage.last_layer) for stage in stages] != rows:
-            raise LocalProtocolError("a checkpoint of other stages than its plan's")
+            raise LocalProtocolError("the checkpoint's stages are not those of its plan")
         checkpoint = Checkpoint(
             version=CHECKPOINT_VERSION,
             run=run.id,
@@ -164,10 +164,12 @@ class Checkpoints:
         return await self.call(partial(self.store.add, data, is_guest=is_guest))
 
     async def read(self, name: bytes, holders: Sequence[PeerId]) -> tuple[PeerId, Run, Checkpoint, bytes]:
-        """Return a checkpoint by its name, from here or from `holders`: its author, run, content and bytes.
+        """Return a checkpoint by its name, from this node or from `holders`: its author, run, content and
+        bytes.
 
         Raises:
-            Unreachable: nobody had it. RemoteProtocolError: it is none, or badly signed.
+            Unreachable: no holder had it.
+            RemoteProtocolError: it is not a checkpoint, or has an invalid signature.
         """
         data = await self._blob(name, CHECKPOINT_BYTES_MAX, holders)
         return *check_checkpoint(self._signer, data), data
@@ -182,14 +184,15 @@ class Checkpoints:
         *,
         is_guest: bool,
     ) -> Mapping[PeerId, int]:
-        """Keep a stage here, fetching its missing chunks; return how many bytes each holder delivered.
+        """Keep a stage on this node, fetching its missing chunks; return how many bytes each holder
+        delivered.
 
-        It survives a crash from then on.
+        When this returns, the stage survives a crash.
 
         Raises:
-            Unreachable: nobody had all of it.
-            RemoteProtocolError: its list does not match.
-            NoRoom: the budget is spent.
+            Unreachable: the holders did not have all of it.
+            RemoteProtocolError: its list of chunks does not match.
+            NoRoom: the budget is used up.
             OSError: the disk is full.
         """
         data = await self._part_data(state, holders)
@@ -201,7 +204,7 @@ class Checkpoints:
         return delivered
 
     async def bring(self, kept: StoredCheckpoint, holders: Sequence[PeerId]) -> None:
-        """Have all stages of a checkpoint here. Raises as `bring_stage`."""
+        """Fetch all stages of a checkpoint to this node. Raises as `bring_stage`."""
         checkpoint = kept.checkpoint
         for number, state in enumerate(checkpoint.stages):
             await self.bring_stage(checkpoint.run, checkpoint.step, number, state, holders, is_guest=False)
@@ -209,12 +212,12 @@ class Checkpoints:
     async def export(
         self, kept: StoredCheckpoint, graph: Graph, path: Path, holders: Sequence[PeerId]
     ) -> int:
-        """Write a checkpoint's model to a safetensors file; return its length. Missing chunks come from
-        `holders`.
+        """Write a checkpoint's model to a safetensors file; return its length. Missing chunks are fetched
+        from `holders`.
 
         Raises:
-            Unreachable: nobody has a part.
-            RemoteProtocolError: it does not fit its graph.
+            Unreachable: no holder has a part.
+            RemoteProtocolError: the checkpoint does not fit its graph.
             OSError.
         """
         if not kept.is_whole:
@@ -232,7 +235,8 @@ class Checkpoints:
     # Blobs
 
     async def _verify(self, names: Iterable[bytes]) -> None:
-        """Find all that is damaged, once something was; it is gone then, and may be brought again."""
+        """Read all blobs to find the damaged ones, after one was found. They are removed, and may be fetched
+        again."""
         await finish(self._seams.executor, verifying(names, self._blobs.get))
 
     async def _part_data(self, state: StageState, holders: Sequence[PeerId]) -> bytes:
@@ -265,7 +269,7 @@ class Checkpoints:
 
 
 class _MemorySink:
-    """For a few blobs that are looked at before they are kept."""
+    """A sink for a few blobs that are examined before they are kept."""
 
     def __init__(self, executor: Executor) -> None:
         self.found: dict[bytes, bytes] = {}

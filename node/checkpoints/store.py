@@ -1,15 +1,15 @@
-"""The checkpoints in one data folder: which are here, how much of each, and what may go.
+"""The checkpoints in one data folder: which are stored, how much of each, and which may be removed.
 
     runs/<run>/checkpoints/<step>             the hash of the checkpoint's blob
-    runs/<run>/best                           which step validated best, where the run keeps that
-    pins/checkpoints/<run>/<step>/manifest    holds that blob
-    pins/checkpoints/<run>/<step>/<stage>     holds a stage's list of chunks and the chunks themselves
+    runs/<run>/best                           which step validated best, if the run keeps its best state
+    pins/checkpoints/<run>/<step>/manifest    pins that blob
+    pins/checkpoints/<run>/<step>/<stage>     pins a stage's list of chunks and the chunks themselves
 
-A stage is pinned while its chunks are still coming, or before the whole checkpoint has a name; only the first
-file says that there is a checkpoint. The newest `KEPT` of a run stay, and what validated best. A node may
-hold some stages of one only.
+A stage is pinned while its chunks are still arriving, and before the whole checkpoint has a name; only the
+first file shows that there is a checkpoint. The newest `KEPT` checkpoints of a run stay, and the one that
+validated best. A node may hold only some stages of a checkpoint.
 
-Everything here waits for the disk and goes by no network, so a command can use it without a running node.
+All methods wait for the disk and none uses the network, so a command can use them without a running node.
 """
 
 from collections import defaultdict
@@ -47,17 +47,18 @@ from partition.plan.plan import Hash, StepNumber
 from partition.steps.validation import Series
 
 KEPT = 2
-"""The checkpoints kept of each run: the newest, and the one before it, should the newest prove damaged."""
+"""Number of checkpoints kept of each run: the newest, and the previous one in case the newest proves
+damaged."""
 SERIES_MAX = 8
-"""Validations that a member remembers: a checkpoint goes back over no more of them, mostly."""
+"""Number of validations that a member remembers; returning to a checkpoint rarely takes back more."""
 BEST_RECORD_MAX = 1_024
 _PINS = "checkpoints"
 _MANIFEST = "manifest"
 
 
 class Best(msgspec.Struct, frozen=True, array_like=True):
-    """The newest validations of a run, one a step; of the best state that is whole as a checkpoint, its name
-    and step."""
+    """The newest validations of a run, at most one per step, and the name and step of the best state that is
+    complete as a checkpoint."""
 
     series: Annotated[tuple[Series, ...], msgspec.Meta(max_length=SERIES_MAX)] = ()
     checkpoint: Hash | None = None
@@ -66,7 +67,7 @@ class Best(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint that is here, completely or in part: `stages_here` are the complete stages.
+    """A checkpoint that is stored here, completely or in part: `stages_here` are the complete stages.
 
     `name` is the hash of its blob, `author` its signer.
     """
@@ -89,23 +90,23 @@ class StoredCheckpoint:
 
 
 class CheckpointStore:
-    """Runs are named by their short ids (`manifest.run_text`)."""
+    """The checkpoints of one data folder. Runs are named by their short ids (`manifest.run_text`)."""
 
     def __init__(self, storage: Storage, blobs: Blobs) -> None:
         self.blobs = blobs
         self.graphs: frozenset[bytes] = frozenset()
-        """Those without which what is here could not be used: they must stay. Known after `recover`."""
+        """The graphs that the stored checkpoints need, which must stay. Known after `recover`."""
         self._storage = storage
         self._graph_of: dict[tuple[str, int], bytes] = {}
 
-    # What is here
+    # Reading
 
     def steps(self, run: str) -> list[tuple[int, bytes]]:
         """Return the steps with a checkpoint, and the checkpoints' hashes, oldest first."""
         return [(step, name) for step, name in self._records(f"runs/{run}").get(run, ())]
 
     def all(self) -> list[StoredCheckpoint]:
-        """All of all runs that can be read, by run and step."""
+        """Return all readable checkpoints of all runs, ordered by run and step."""
         return [
             kept
             for run, records in sorted(self._records("runs").items())
@@ -114,7 +115,7 @@ class CheckpointStore:
         ]
 
     def find(self, run: str, step: int | None = None) -> StoredCheckpoint | None:
-        """The checkpoint of a step, or the newest; None if it is not here or cannot be read."""
+        """Return the checkpoint of a step, or the newest; None if it is not here or cannot be read."""
         for each, name in reversed(self.steps(run)):
             kept = self._kept(run, each, name) if step in (None, each) else None
             if kept is not None:
@@ -122,7 +123,8 @@ class CheckpointStore:
         return None
 
     def stage_pins(self, run: str, step: int) -> dict[int, tuple[bytes, ...]]:
-        """Return the stages with held parts, and the held hashes, the list of chunks first."""
+        """Return, for each stage with a pinned part, the pinned hashes; the first is that of the list of
+        chunks."""
         found: dict[int, tuple[bytes, ...]] = {}
         for label in self.blobs.labels(f"{_PINS}/{run}/{step}/"):
             stage, hashes = label.rpartition("/")[2], self.blobs.pinned(label)
@@ -146,7 +148,7 @@ class CheckpointStore:
         try:
             author, manifest, checkpoint = read_checkpoint(data or b"")
         except RemoteProtocolError:
-            return None  # damaged, or of another version
+            return None  # damaged, or of a different version
         here = [
             stage
             for stage, hashes in self.stage_pins(run, step).items()
@@ -156,12 +158,12 @@ class CheckpointStore:
         ]
         return StoredCheckpoint(name, author, manifest, checkpoint, tuple(here))
 
-    # What comes
+    # Adding
 
     def expect_part(
         self, run: str, step: int, stage: int, state: StageState, data: bytes, *, is_guest: bool
     ) -> StatePart:
-        """Hold a stage whose list of chunks is `data` and whose chunks come later; return the list.
+        """Pin a stage whose list of chunks is `data` and whose chunks arrive later; return the list.
 
         Raises:
             RemoteProtocolError: the list does not match the checkpoint.
@@ -171,7 +173,9 @@ class CheckpointStore:
         check_part(part, state)
         with self.blobs.hold():
             if self.blobs.put(data) != state.part:
-                raise RemoteProtocolError("a list of chunks with another hash than its checkpoint says")
+                raise RemoteProtocolError(
+                    "the list of chunks has a different hash from that in its checkpoint"
+                )
             self._pin(run, step, stage, state, part, is_guest=is_guest)
         return part
 
@@ -185,9 +189,9 @@ class CheckpointStore:
     def add_part(
         self, run: str, step: int, stage: int, part: StatePart, layers: tuple[int, int], *, is_guest: bool
     ) -> StageState:
-        """Hold a stage whose chunks are all stored; return its entry of a checkpoint.
+        """Pin a stage whose chunks are all stored; return its entry for a checkpoint.
 
-        Raises NoRoom, OSError. Call it within the same `Blobs.hold` as the storing.
+        Raises NoRoom, OSError. Call it within the same `Blobs.hold` as storing the chunks.
         """
         data = encode_part(part)
         state = stage_state(part, self.blobs.put(data), len(data), layers)
@@ -195,20 +199,20 @@ class CheckpointStore:
         return state
 
     def drop(self, run: str, step: int) -> None:
-        """Release everything held for a step, and its checkpoint."""
+        """Release everything that is pinned for a step, and remove its checkpoint."""
         self._storage.delete(_file(run, step))
         self._graph_of.pop((run, step), None)
         for label in self.blobs.labels(f"{_PINS}/{run}/{step}/"):
             self.blobs.unpin(label)
 
     def drop_stage(self, run: str, step: int, stage: int) -> None:
-        """Let go of one stage."""
+        """Release one stage."""
         self.blobs.unpin(_label(run, step, stage))
 
     def add(self, data: bytes, *, is_guest: bool) -> bytes:
-        """Add a checked checkpoint whose wanted stages are held here; return its hash.
+        """Add a verified checkpoint whose wanted stages are pinned here; return its hash.
 
-        The oldest surplus ones of the run are dropped. Raises NoRoom, OSError, RemoteProtocolError.
+        The run's oldest surplus checkpoints are removed. Raises NoRoom, OSError, RemoteProtocolError.
         """
         _, _, checkpoint = read_checkpoint(data)
         run, step = run_text(checkpoint.run), checkpoint.step
@@ -222,11 +226,11 @@ class CheckpointStore:
         self.prune(run, step)
         return name
 
-    # What goes
+    # Removing
 
     def prune(self, run: str, asked_for: int | None = None) -> int:
-        """Let go of all but the newest checkpoints of a run, and the one asked for, and of older steps that
-        never became one. Returns how many bytes are free again.
+        """Release all but the newest checkpoints of a run and the one asked for, and parts of older steps
+        that never became a checkpoint. Return how many bytes were freed.
         """
         steps = [step for step, _ in self.steps(run)]
         kept = {*steps[-KEPT:], asked_for, *self._best_steps(run)}
@@ -238,7 +242,8 @@ class CheckpointStore:
         return self.blobs.sweep()
 
     def _best_steps(self, run: str) -> set[int]:
-        """The steps whose state is the best so far, and was so until that is whole."""
+        """Return the steps whose state is the best so far, or was the best before a newer best is
+        complete."""
         data = self._storage.read(best_name(run))
         try:
             best: Best = Best() if data is None else decode(data, Best, bytes_max=BEST_RECORD_MAX)
@@ -247,8 +252,8 @@ class CheckpointStore:
         return {best.step, *(series.best_step for series in best.series)}
 
     def recover(self) -> int:
-        """Clean up after a start: release steps that never became a checkpoint and unnamed blobs, and hold
-        again what a damaged pin held. Return the freed bytes."""
+        """Clean up after a start: release parts that never became a checkpoint and remove unpinned blobs, and
+        pin again what a damaged pin held. Return the freed bytes."""
         records = {run: dict(each) for run, each in self._records("runs").items()}
         for label in self.blobs.labels(f"{_PINS}/"):
             run, step = label.split("/")[1:3]
@@ -272,12 +277,12 @@ class CheckpointStore:
         for stage, state in enumerate(kept.checkpoint.stages):
             part = self.blobs.get(state.part) if stage not in held else None
             if part is not None:
-                # For a stage that was never held here, any entry is accepted.
+                # For a stage that was never pinned here, any entry is accepted.
                 with suppress(RemoteProtocolError):
                     self.expect_part(run, step, stage, state, part, is_guest=False)
 
     def check_held(self, checkpoint: Checkpoint) -> bool:
-        """Return whether the held parts of a step (at least one stage) are this checkpoint's."""
+        """Return whether the pinned parts of a step (at least one stage) belong to this checkpoint."""
         held = self.stage_pins(run_text(checkpoint.run), checkpoint.step)
         for stage, (name, *_) in held.items():
             if stage >= len(checkpoint.stages) or checkpoint.stages[stage].part != name:
@@ -288,7 +293,7 @@ class CheckpointStore:
                 return False
         return bool(held)
 
-    # Out of it
+    # Exporting
 
     def graph(self, name: bytes) -> Graph | None:
         """Return a model's graph from this disk; None if it is missing or damaged."""
@@ -300,17 +305,19 @@ class CheckpointStore:
         return graph
 
     def exporting(self, kept: StoredCheckpoint, graph: Graph, path: Path) -> Iterator[int | None]:
-        """Write a checkpoint's model to a safetensors file: None after each turn, lastly its length.
+        """Write a checkpoint's model to a safetensors file. Yields None between steps, and its length at the
+        end.
 
         Raises:
-            BlobsMissing, RemoteProtocolError (see `checkpoint_export`), OSError.
+            BlobsMissing, RemoteProtocolError (see `node.checkpoints.export`), OSError.
         """
         pieces = exporting(kept.checkpoint, kept.manifest, graph, self.blobs.get)
         yield from writing(path, pieces)
 
 
 def document(kept: StoredCheckpoint, copies: int | None) -> dict[str, Any]:
-    """One checkpoint as `checkpoint list --json` has it; `copies` are the peers that say they hold it."""
+    """Return one checkpoint as `checkpoint list --json` shows it; `copies` is the number of peers that claim
+    to hold it."""
     checkpoint = kept.checkpoint
     return {
         "run": kept.run,

@@ -1,7 +1,7 @@
-"""A run's result: the whole model as one safetensors file, kept by every member and handed to anyone.
+"""A run's result: the whole model as one safetensors file, kept by every member and sent to anyone who asks.
 
-The trainer collects each stage's parameters once at the end; each member then fetches the file and
-checks its BLAKE3 hash, so that any of them can hand it over when the others have gone.
+The trainer collects each stage's parameters once at the end. Each member then fetches the file and checks its
+BLAKE3 hash, so that any of them can deliver it when the others are gone.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +25,14 @@ from partition.model.sizes import shape_of
 from partition.plan.plan import Plan, plan_hash
 
 WEIGHTS_PURPOSE = "weights"
-"""DHT records under (this, short run id): one for each peer that keeps the file; the value is its hash."""
+"""Purpose of DHT records with this purpose and a short run id: one for each peer that keeps the file, with
+its hash as value."""
 EXPORT_OVERHEAD_BYTES = 1 << 16
 EXPORT_ROW_BYTES = 512
-"""A row of the header: name, type, shape and place."""
+"""Maximum size of a row in the header: name, type, shape and offsets."""
 FETCH_SECONDS_MAX = 300.0
 HASHED_BYTES = 4 << 20
-"""Bytes of a file read at once."""
+"""Number of bytes of a file read at once."""
 
 
 def weights_name(run: str) -> str:
@@ -40,7 +41,7 @@ def weights_name(run: str) -> str:
 
 
 def export_bytes_max(graph: Graph) -> int:
-    """Return the most bytes of one stage's export: the whole model, once."""
+    """Return the maximum size of one stage's export, which is the size of the whole model."""
     names = [row.names[0] for row in graph.parameters] + [
         row.names[0] for row in graph.constants if row.names
     ]
@@ -58,8 +59,8 @@ async def fetch_stage(plan: Plan, peer: PeerId, network: Network, *, seconds: fl
 def join_stages(run: Run, graph: Graph, parts: Sequence[bytes]) -> bytes:
     """Return one safetensors file of the whole model from the exports of its stages.
 
-    It holds all of the model's state dict: parameters and statistics by all their names, constants that have
-    one, and how many micro-batches each batch norm has seen.
+    It has the model's whole state dict: parameters and statistics under all their names, named constants, and
+    the number of micro-batches that each batch norm has seen.
 
     Raises:
         Unreachable: an export cannot be read, or a parameter is missing.
@@ -71,13 +72,13 @@ def join_stages(run: Run, graph: Graph, parts: Sequence[bytes]) -> bytes:
         except (safetensors.SafetensorError, ValueError, TypeError) as error:
             raise Unreachable("refused", f"a stage sent parameters that cannot be read: {error}") from None
         for name, tensor in tensors:
-            # For a tied parameter the first stage counts.
+            # A tied parameter is taken from the first stage that has it.
             found.setdefault(name, (tensor["dtype"], list(tensor["shape"]), bytes(tensor["data"])))
     for row in graph.parameters:
-        # Stages say it under the first of its names.
+        # Stages send it under the first of its names.
         tensor = found.get(row.names[0])
         if tensor is None or tensor[:2] != (SAFETENSORS_TYPES[row.type.dtype], list(shape_of(row.type, ()))):
-            raise Unreachable("refused", f"no stage handed {row.names[0]} over as the model has it")
+            raise Unreachable("refused", f"no stage delivered {row.names[0]} with the model's type and shape")
     entries = state_dict(graph, run.manifest.steps * run.manifest.microbatches)
     metadata = file_metadata(run.id, run.manifest.model)
     return b"".join(file_pieces(entries, metadata, lambda row: [found[graph.parameters[row].names[0]][2]]))
@@ -97,11 +98,12 @@ async def fetch_weights(
     draft: Callable[[], Draft],
     bytes_max: int = BLOB_BYTES_MAX,
 ) -> int:
-    """Write the file from the first holder whose bytes have the hash `digest` (hex; empty: unknown) into a
-    `draft`, and commit it; return its length. It is hashed while it arrives, and never completely in memory.
+    """Write the file from the first holder whose bytes have the hash `digest` (hex; empty: unknown) to a
+    `draft`, and commit it; return its length. It is hashed while it arrives, and is never completely in
+    memory.
 
     Raises:
-        Unreachable: nobody had it; "busy": all possible holders were.
+        Unreachable: no holder had it; "busy": all holders were busy.
         OSError: the disk is full.
     """
     reasons, codes = [], set[str]()
@@ -116,7 +118,7 @@ async def fetch_weights(
             if digest in ("", file.digest.hexdigest()):
                 await seams.executor.run(file.draft.commit)
                 return file.size
-            reasons.append("the bytes have another hash than the run's result")
+            reasons.append("the bytes have a different hash from the run's result")
             codes.add("refused")
         except Unreachable as error:
             reasons.append(error.detail)
@@ -125,11 +127,11 @@ async def fetch_weights(
             with trio.CancelScope(shield=True):
                 await seams.executor.run(file.draft.discard)
     code = "busy" if codes == {"busy"} else "unknown"
-    raise Unreachable(code, "; ".join(reasons) or "nobody is known to hold these weights")
+    raise Unreachable(code, "; ".join(reasons) or "no peer is known to hold these weights")
 
 
 class _Hashed:
-    """A draft, and the hash of the written bytes."""
+    """A draft, and the hash of the bytes written to it."""
 
     def __init__(self, draft: Draft) -> None:
         self.draft = draft

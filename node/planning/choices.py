@@ -1,5 +1,4 @@
-"""The choice of settings left as "auto" in RUN.toml, made by the planner over the available peers, with
-reasons.
+"""Chooses settings left as "auto" in RUN.toml, with the planner and the available peers, and gives reasons.
 
 Pure: the same run file, graph, sizes and peers give the same choice on every machine.
 """
@@ -18,8 +17,8 @@ from partition.plan.problem import Constraints
 
 
 def layers_together(run_file: RunFile, graph: Graph, name: str) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of layers that stay in one stage. Raises UsageError: the file names no such layer of
-    the model."""
+    """Return the ranges of layers that must be in the same stage. Raises UsageError if the file names a layer
+    that the model does not have."""
     try:
         return kept_ranges(graph, run_file.plan.together, tied=run_file.plan.keep_tied)
     except ValueError as error:
@@ -27,7 +26,7 @@ def layers_together(run_file: RunFile, graph: Graph, name: str) -> tuple[tuple[i
 
 
 def has_open(run_file: RunFile) -> bool:
-    """Return whether any setting is to be chosen."""
+    """Return whether any setting is left to be chosen."""
     train = run_file.train
     return "auto" in (train.microbatch, train.recompute, train.frames, train.mode)
 
@@ -37,11 +36,11 @@ def choose(
 ) -> tuple[RunFile, tuple[str, ...]]:
     """Return the run file with every "auto" filled in, and the reasons.
 
-    `sizes` are those of the graph's symbols after the batch, as the data has them.
+    `sizes` are the values of the graph's symbols after the batch, as the data has them.
 
     Raises:
-        Infeasible: nothing fits; the error names the need and a remedy.
-        UsageError: a batch that the model does not take.
+        Infeasible: no plan fits; the error names the need and a remedy.
+        UsageError: the model does not accept the batch.
     """
     train, rules = run_file.train, run_file.plan
     wanted = PlanWish(

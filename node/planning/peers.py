@@ -4,7 +4,7 @@
 name = "lab-1"
 memory = "22GB"
 rate = "120GFLOPS"
-link = "1Gbit"          # its own connection: between two peers counts the slower one
+link = "1Gbit"          # its own connection; the slower of two peers' connections counts
 
 [[links]]
 between = ["mbp", "lab-2"]
@@ -38,7 +38,7 @@ from partition.plan.rates import Calibration, assumed, decode_calibration, encod
 
 PEERS_MAX = 4_096
 LINKED_PEERS_MAX = 64
-"""The most peers whose links are considered: a plan for more treats links as equal."""
+"""Maximum number of peers whose links are considered; a plan for more peers treats all links as equal."""
 
 
 class PeerRow(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class LinkTable(msgspec.Struct, frozen=True):
 
 
 class PeersFile(msgspec.Struct, frozen=True):
-    """PEERS.toml."""
+    """The content of PEERS.toml."""
 
     peers: tuple[PeerRow, ...]
     links: tuple[LinkTable, ...] = ()
@@ -74,7 +74,7 @@ class PeersFile(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class PeerSpecification:
-    """One peer that could hold a stage. `reason` says why it may not; empty if it may."""
+    """One peer that could hold a stage. If it may not, `reason` says why; otherwise `reason` is empty."""
 
     name: str
     memory_bytes: int
@@ -90,7 +90,7 @@ class PeerSpecification:
 
 @dataclass(frozen=True)
 class Peers:
-    """All peers of a plan, and the links known beyond their ends."""
+    """All peers of a plan, and the links for which more is known than the peers' own connections."""
 
     peers: tuple[PeerSpecification, ...]
     links: tuple[tuple[str, str, Link], ...] = ()
@@ -98,7 +98,8 @@ class Peers:
     """Whether the links were measured, rather than written by a person."""
 
     def link(self, one: str, other: str) -> Link:
-        """Return the link from one peer to another: the stated one, else the slower of their own."""
+        """Return the link from one peer to another: the stated link, else the slower of their own
+        connections."""
         for first, second, link in self.links:
             if (first, second) == (one, other):
                 return link
@@ -109,7 +110,7 @@ class Peers:
         )
 
     def with_link(self, one: str, other: str, link: Link) -> "Peers":
-        """Return the same peers with another link between two, in both directions."""
+        """Return the same peers with a changed link between two of them, in both directions."""
         kept = [row for row in self.links if {row[0], row[1]} != {one, other}]
         return replace(self, links=(*kept, (one, other, link), (other, one, link)))
 
@@ -123,14 +124,14 @@ def read_peers(file: str) -> Peers:
     names = [row.name for row in found.peers]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"{file}: two peers are called '{name}'")
+            raise UsageError(f"{file}: two peers have the name '{name}'")
     peers = tuple(_peer(row, document.where("peers", number)) for number, row in enumerate(found.peers))
     links: list[tuple[str, str, Link]] = []
     for number, row in enumerate(found.links):
         where = document.where("links", number)
         for name in row.between:
             if name not in names:
-                raise UsageError(f"{where}: no peer is called '{name}'{did_you_mean(name, names)}")
+                raise UsageError(f"{where}: no peer has the name '{name}'{did_you_mean(name, names)}")
         one, other = row.between
         link = Link(read_setting(f"{where}: rate", row.rate, read_rate), _latency(row.latency, where))
         links += [(one, other, link), (other, one, link)]
@@ -159,8 +160,8 @@ MEASUREMENTS_SCHEMA = "peerloom/measurements/1"
 
 
 def measurements_document(knowledge: Knowledge, peers: Collection[PeerId]) -> dict[str, Any]:
-    """Return measurements of these peers and their links as plain values: calibrations (as published,
-    hexadecimal), rates that others observed in runs, and links."""
+    """Return measurements of these peers and their links as plain values: calibrations (hexadecimal, as
+    published), rates that others observed in runs, and links."""
     limits = {peer: knowledge.flops_per_second(peer, FLOPS_PER_SECOND_MAX) for peer in peers}
     linked = sorted(peers)[:LINKED_PEERS_MAX]
     return {
@@ -191,7 +192,7 @@ def live_peers(
     """Return the node and its live members from its `peerloom/status/1` and `peerloom/peers/1` documents,
     with the measurements `measured` (`peerloom/measurements/1`).
 
-    Missing measurements are assumed: classes of operators in proportion to a peer's rate, and a usual link.
+    Missing measurements are estimated: times of operators in proportion to a peer's rate, and a usual link.
     """
     found: list[PeerSpecification] = []
     measured = measured or {"calibrations": {}, "rates": {}, "links": []}
@@ -206,7 +207,7 @@ def live_peers(
         names[row["peer"]] = name
         rate = int(capacity["flops_per_second"])
         calibration = _calibration(row["peer"], max(1, rate), measured)
-        if row["peer"] == status["peer"]:  # the peer that plans requests the run
+        if row["peer"] == status["peer"]:  # the planning peer is the run's requester
             calibration = calibration.as_requester()
         busy, idle = calibration.draw_milliwatts
         found.append(
@@ -234,17 +235,18 @@ def live_peers(
 
 
 def _reason(row: Mapping[str, Any], rate: int) -> str:
-    """Return why a peer takes no stage of this node's runs; "" if it does."""
+    """Return why a peer accepts no stage of this node's runs; "" if it does."""
     if not rate:
         return "takes no stages"
     standing = row.get("standing")
     if standing is not None and RUNS_WORD not in standing["capabilities"]:
-        return "understands runs of another version"
+        return "understands runs of a different version"
     return ""
 
 
 def in_place(peers: Peers, place: str) -> Peers:
-    """Return the peers with none elsewhere eligible for a stage; "" is anywhere."""
+    """Return the peers, with those outside the location `place` marked as ineligible; "" allows any
+    location."""
     rows = tuple(
         peer if place in ("", peer.location) or peer.reason else replace(peer, reason=f"not in {place}")
         for peer in peers.peers
@@ -253,7 +255,7 @@ def in_place(peers: Peers, place: str) -> Peers:
 
 
 def on_devices(peers: Peers, devices: Sequence[str]) -> Peers:
-    """Return the peers with none on other devices eligible for a stage; empty is any."""
+    """Return the peers, with those on other devices marked as ineligible; empty `devices` allow any."""
     wanted = " or ".join(devices)
     rows = tuple(
         replace(peer, reason=f"not on {wanted}") if devices and peer.device not in devices else peer
@@ -271,7 +273,7 @@ def _calibration(peer: str, rate: int, measured: Mapping[str, Any]) -> Calibrati
 
 
 def _latency(text: str, where: str) -> int:
-    """Return a latency in nanoseconds; "" is the usual one."""
+    """Return a latency in nanoseconds; "" stands for the usual one."""
     if not text:
         return LINK_NANOSECONDS
     seconds: float = read_setting(f"{where}: latency", text, read_duration)
@@ -279,15 +281,15 @@ def _latency(text: str, where: str) -> int:
 
 
 def what_if(peers: Peers, text: str) -> Peers:
-    """Return the peers after `lose=NAME`, `add=8GB@50GFLOPS@100Mbit`, `link=A:B@1Gbit`, separated by commas.
-    Raises UsageError."""
+    """Return the peers after changes such as `lose=NAME`, `add=8GB@50GFLOPS@100Mbit`, `link=A:B@1Gbit`,
+    separated by commas. Raises UsageError."""
     for number, part in enumerate(text.split(",")):
         where = f"--what-if {part}"
         key, _, value = part.strip().partition("=")
         if key == "lose":
             names = [peer.name for peer in peers.peers]
             if value not in names:
-                raise UsageError(f"{where}: no peer is called '{value}'{did_you_mean(value, names)}")
+                raise UsageError(f"{where}: no peer has the name '{value}'{did_you_mean(value, names)}")
             peers = replace(peers, peers=tuple(peer for peer in peers.peers if peer.name != value))
         elif key == "add":
             peers = replace(peers, peers=(*peers.peers, _added(value, f"new-{number + 1}", where)))
@@ -297,7 +299,7 @@ def what_if(peers: Peers, text: str) -> Peers:
             known = [peer.name for peer in peers.peers]
             for name in (one, other):
                 if name not in known:
-                    raise UsageError(f"{where}: no peer is called '{name}'{did_you_mean(name, known)}")
+                    raise UsageError(f"{where}: no peer has the name '{name}'{did_you_mean(name, known)}")
             peers = peers.with_link(
                 one,
                 other,

@@ -1,4 +1,4 @@
-"""The picture of a plan: stages as bars over the peers that hold them, links, and the step below. SVG."""
+"""The picture of a plan as SVG: stages as bars above the peers that hold them, links, and a step below."""
 
 from collections.abc import Mapping
 from html import escape
@@ -45,7 +45,8 @@ def plan_svg(document: Mapping[str, Any]) -> str:
 
 
 def _stages(document: Mapping[str, Any]) -> list[str]:
-    """Return bars side by side, as wide as their layers but never too narrow to read."""
+    """Return the bars of the stages side by side, with widths according to their layers but never too narrow
+    to read."""
     stages = document["stages"]
     gap = 84 if len(stages) <= 6 else 24
     counts = [stage["last_layer"] - stage["first_layer"] + 1 for stage in stages]

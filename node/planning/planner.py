@@ -1,8 +1,9 @@
-"""The best plan of a model over given peers, with its reasons: a pure function for screen and library.
+"""The best plan of a model over given peers, with its reasons: a pure function for the screen and the
+library.
 
-Beside the split it chooses the micro-batch and recomputation, so that users need not, and it reports which
-codec of frames would pay. It reports which peers hold nothing and why, the rate of one peer alone, and the
-single change that would help most. It needs a captured graph, but not torch.
+In addition to the split, it chooses the micro-batch and recomputation, so that users need not, and reports
+whether smaller frames would pay off. It also reports which peers hold nothing and why, the rate of one peer
+alone, and the single change that would help most. It needs a captured graph, but not torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,14 +33,15 @@ from partition.plan.solver import solve
 from partition.plan.tables import IMPOSSIBLE, Tables
 
 MICROBATCHES_MAX = 64
-"""The most that a stage of a run may hold at once."""
+"""Maximum number of micro-batches that a stage of a run may hold at once."""
 MICROBATCHES_TRIED = 7
 LOCAL_GAIN_MIN = 0.5
-"""Local steps learn less from a sample than exact ones: they must train this many more samples."""
+"""Minimum gain in samples for choosing local steps, as a share, because they learn less from a sample than
+exact steps."""
 GAIN_MIN = 0.05
-"""Smaller improvements are not reported."""
+"""Minimum improvement that is reported, as a share."""
 BFLOAT16_PERMILLE = 307
-"""The permille that bfloat16 with zstd leaves of real activations (a GPT's)."""
+"""The size of real activations (of a GPT) in bfloat16 with zstd, in permille of their exact size."""
 LINK_STEPS = (1_250_000, 12_500_000, 125_000_000, 1_250_000_000)
 HELP_TRIED_MAX = 6
 
@@ -48,8 +50,8 @@ def plan_model(graph: Graph, peers: Peers, wanted: PlanWish, *, name: str = "") 
     """Return the best plan found.
 
     Raises:
-        Infeasible: nothing fits; the error names the need, the supply, and a remedy.
-        UsageError: a batch that the model does not take.
+        Infeasible: no plan fits; the error names the need, the supply, and a remedy.
+        UsageError: the model does not accept the batch.
     """
     planner = _Planner(graph, peers, wanted)
     problem, split, reasons = planner.best()
@@ -96,7 +98,7 @@ class _Planner:
     def _trains(self) -> bool:
         return self._wanted.objective != "latency"
 
-    # The problems for the solver
+    # Problems for the solver
 
     def _problem(self, microbatch: int, *, recompute: bool, peers: Peers) -> Problem:
         sizes = (microbatch, *self._sizes[1:])
@@ -155,7 +157,7 @@ class _Planner:
         return fitting[::step] if len(fitting) > MICROBATCHES_TRIED else fitting
 
     def best(self) -> tuple[Problem, Split, list[str]]:
-        """Return the problem with the best answer, that answer, and the reasons. Raises Infeasible."""
+        """Return the problem with the best solution, that solution, and the reasons. Raises Infeasible."""
         found: list[tuple[float, Problem, Split]] = []
         failure: Infeasible | None = None
         tried = [False, True] if self._wanted.recompute is None else [self._wanted.recompute]
@@ -171,7 +173,7 @@ class _Planner:
                     continue
                 found.append((self._value(problem, split), problem, split))
             if found:
-                # Recomputing is for models that do not fit otherwise.
+                # Recomputing is only for models that do not fit otherwise.
                 break
         if not found:
             assert failure is not None
@@ -180,7 +182,7 @@ class _Planner:
         return found[0][1], found[0][2], list(self._reasons(found))
 
     def _value(self, problem: Problem, split: Split) -> float:
-        """Return the value that the best plan minimizes: time, delay or energy of a sample."""
+        """Return the value that the best plan minimizes: time, delay or energy per sample."""
         if self._wanted.objective == "throughput":
             return forecast(problem, split).step_nanoseconds / self._wanted.batch
         if self._wanted.objective == "energy":
@@ -203,29 +205,31 @@ class _Planner:
             + ("no split of the layers is better" if split.is_exact else "the best of those looked at")
         )
         if problem.recompute:
-            yield "recomputing: what is kept for the backward pass would not fit otherwise"
+            yield "recomputing, because the values kept for the backward pass would not fit otherwise"
         if stages > 1:
             yield "links as measured" if self._peers.is_measured else "links as assumed or written"
 
     def frames_of(
         self, problem: Problem, split: Split
     ) -> tuple[Problem, Split, Literal["exact", "bfloat16"], tuple[str, ...]]:
-        """Return the codec of frames, chosen by the gain of a smaller one, and the plan with it."""
+        """Choose exact or smaller frames by the gain of the smaller ones. Return the problem and split with
+        the chosen frames, the choice, and its reason."""
         if len(split.groups) < 2 or not problem.trains:
             return problem, split, "exact", ()
         lean = replace(problem, wire_permille=BFLOAT16_PERMILLE)
         leaner = solve(lean)
         gain = self._value(problem, split) / self._value(lean, leaner) - 1
         if gain <= GAIN_MIN:
-            return problem, split, "exact", ("frames exact: links are no bottleneck",)
+            return problem, split, "exact", ("frames exact, because links are not the bottleneck",)
         if self._wanted.frames == "exact":
             return problem, split, "exact", (f"frames exact; bfloat16 would give {gain * 100:+.0f} %",)
-        return lean, leaner, "bfloat16", (f"frames bfloat16: {gain * 100:+.0f} % against exact ones",)
+        return lean, leaner, "bfloat16", (f"frames bfloat16: {gain * 100:+.0f} % compared with exact frames",)
 
     def mode_of(self, problem: Problem, split: Split) -> tuple[Literal["exact", "local"], tuple[str, ...]]:
-        """Return exact steps, or local ones with averages between, by the samples per second of both."""
+        """Choose exact steps, or local steps with averages in between, by the samples per second of both;
+        return the choice with its reasons."""
         if problem.trains and self._wanted.objective == "energy" and self._wanted.mode == "auto":
-            return "exact", ("exact steps: what local ones take of energy is not known",)
+            return "exact", ("exact steps, because the energy of local steps is not known",)
         if not problem.trains or self._wanted.objective != "throughput":
             return "exact", ()
         rate, peers = self._local_rate(problem)
@@ -233,14 +237,14 @@ class _Planner:
         gain = rate * step / problem.microbatches - 1
         told = f"{gain * 100:+.0f} % samples a second on {_count(peers, 'peer')}"
         if peers < 2 or gain <= GAIN_MIN:
-            return "exact", ("exact steps: local ones would not be faster",) if peers > 1 else ()
+            return "exact", ("exact steps, because local steps would not be faster",) if peers > 1 else ()
         if self._wanted.mode == "auto" and gain >= LOCAL_GAIN_MIN and self._wanted.constraints.stages < 2:
             return "local", (f"local steps with averages: {told}",)
         return "exact", (f"exact steps; local ones with averages would give {told}",)
 
     def _local_rate(self, problem: Problem) -> tuple[float, int]:
-        """Return the micro-batches per nanosecond where each peer trains the whole model, and how many peers
-        can. Every few steps they wait for an average over the slowest of their links."""
+        """Return the micro-batches per nanosecond if each peer trains the whole model, and how many peers
+        can. Every few steps the peers wait for an average over the slowest of their links."""
         whole = replace(problem, constraints=Constraints(), microbatches=1)
         tables = Tables(whole)
         layers = len(problem.layers)
@@ -254,7 +258,7 @@ class _Planner:
         rate = sum(1.0 / int(tables.segment(place)[0, layers]) for place in able)
         steps = self._wanted.local_steps * problem.microbatches / (rate * len(able))
         average = int(tables.reduction(tuple(able))[0, layers])
-        # Members go on while they average; they wait for what the links do not carry in time.
+        # Members continue while they average, and wait only for what the links do not carry in time.
         return rate * min(1.0, steps * len(able) / max(1.0, average)), len(able)
 
     # Further findings
@@ -272,13 +276,16 @@ class _Planner:
             elif peer.memory_bytes < smallest:
                 yield LeftOut(
                     peer.name,
-                    f"{peer.memory_bytes / 1e9:.1f} GB free, the smallest stage needs {smallest / 1e9:.1f}",
+                    (
+                        f"{peer.memory_bytes / 1e9:.1f} GB free, but the smallest stage needs "
+                        f"{smallest / 1e9:.1f}"
+                    ),
                 )
             else:
                 yield LeftOut(peer.name, "the others are faster without it")
 
     def alone(self, problem: Problem) -> tuple[str, float] | None:
-        """Return the best single peer and its samples per second; None if none can hold the model."""
+        """Return the best single peer and its samples per second; None if no peer can hold the model."""
         best: tuple[str, float] | None = None
         for peer in problem.peers:
             own = replace(problem, peers=(peer,), constraints=Constraints())
@@ -356,13 +363,13 @@ def _cost(peer: PeerSpecification, operations: Sequence[Operations]) -> PeerCost
 
 
 def rate_text(bytes_per_second: int) -> str:
-    """Format a rate: `100 Mbit/s`."""
+    """Format a rate such as `100 Mbit/s`."""
     bits = 8.0 * bytes_per_second
     for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"):
         if bits < 1000 or unit == "Gbit/s":
             return f"{bits:g} {unit}"
         bits /= 1000
-    raise AssertionError("the last unit takes all")
+    raise AssertionError("the last unit accepts all rates")
 
 
 def _count(number: int, word: str) -> str:

@@ -13,12 +13,12 @@ from partition.plan.problem import Constraints, Objective, Pipeline, Problem, Sp
 FRAME_BYTES_MAX = 63 << 26
 SCHEMA = "peerloom/plan/1"
 BARS_MAX = 512
-"""Passes in a step's timeline."""
+"""Maximum number of passes in the timeline of a step."""
 
 
 @dataclass(frozen=True)
 class PlanWish:
-    """A person's request. A `microbatch` of 0, or `recompute` None, lets the planner choose."""
+    """A person's request. With a `microbatch` of 0, or `recompute` None, the planner chooses."""
 
     batch: int = 64
     objective: Objective = "throughput"
@@ -29,17 +29,17 @@ class PlanWish:
     optimizer: str = "adam"
     constraints: Constraints = field(default_factory=lambda: Constraints(frame_bytes_max=FRAME_BYTES_MAX))
     sizes: tuple[int, ...] = ()
-    """The sizes of the graph's symbols after the batch; empty: as the graph was captured."""
+    """The values of the graph's symbols after the batch; empty: as the graph was captured."""
     frames: Literal["exact", "auto"] = "exact"
     mode: Literal["exact", "auto"] = "exact"
     local_steps: int = 20
     goal: float = 0.0
-    """Samples a second that the plan is held against; 0: none."""
+    """Samples per second with which the plan is compared; 0: no goal."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A peer without a stage, and why."""
+    """A peer without a stage, and the reason."""
 
     name: str
     reason: str
@@ -47,8 +47,9 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The prediction for a plan. `samples_per_second` is of training, or of consecutive passes if latency is
-    the objective; `tokens_per_second` is None if samples have no tokens. `memory_bytes` is by stage."""
+    """The prediction for a plan. `samples_per_second` is for training, or for consecutive passes if the
+    objective is latency. `tokens_per_second` is None if samples have no tokens. `memory_bytes` is per
+    stage."""
 
     samples_per_second: float
     tokens_per_second: float | None
@@ -61,9 +62,9 @@ class Predicted:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan with all its findings. `tokens` is the number of tokens in a sample, 0 for other data. `frames`
-    and `mode` are the chosen ones if they were left open. `what_if` are the changes to the peers, and
-    `without` is the prediction without these, None if nothing fits then."""
+    """A plan with all findings. `tokens` is the number of tokens in a sample, 0 for other data. `frames` and
+    `mode` are those chosen, if they were left open. `what_if` are the changes to the peers, and `without` is
+    the prediction without these changes; None if no plan fits without them."""
 
     model: str
     problem: Problem
@@ -83,7 +84,7 @@ class PlanReport:
 
     @property
     def predicted(self) -> Predicted:
-        """Return throughput, times, memory and energy."""
+        """The predicted throughput, times, memory and energy."""
         rate, played = self.samples_per_second, self.forecast
         return Predicted(
             samples_per_second=rate,
@@ -97,22 +98,22 @@ class PlanReport:
 
     @property
     def what_if_gain(self) -> float | None:
-        """Return the gain in samples per second of `what_if`, as a share; None without it, or if nothing fits
-        without."""
+        """The gain of `what_if` in samples per second, as a share; None without `what_if`, or if no plan fits
+        without it."""
         if self.without is None:
             return None
         return self.samples_per_second / max(1e-12, self.without.samples_per_second) - 1
 
     @property
     def samples_per_second(self) -> float:
-        """Return the predicted samples per second."""
+        """The predicted samples per second."""
         if self.problem.objective == "latency":
             return self.microbatch * 1e9 / max(1, self.forecast.pass_nanoseconds)
         samples = self.microbatch * self.problem.microbatches
         return samples * 1e9 / max(1, self.forecast.step_nanoseconds)
 
     def peers_of(self, stage: int) -> tuple[str, ...]:
-        """Return the peers of a stage, sorted."""
+        """Return the names of a stage's peers."""
         return tuple(self.problem.peers[place].name for place in self.split.groups[stage])
 
     def explain(self) -> str:
@@ -204,7 +205,7 @@ def _stage_documents(played: Forecast, names: Sequence[str]) -> list[dict[str, A
 
 
 def _timeline(played: Forecast, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the passes of one step, the first `BARS_MAX` of them."""
+    """Return the passes of one step, at most the first `BARS_MAX`."""
     return [
         {
             "peer": names[bar.peer],

@@ -1,6 +1,6 @@
-"""Requests to the planner, by command or in a program: a model, peers, and settings as words.
+"""Requests to the planner, by a command or in a program: a model, peers, and settings as texts.
 
-`plan` needs no node. A model that must be captured first is captured by a process of its own, so that the
+`plan` needs no node. A model that must be captured first is captured in a separate process, so that the
 caller never imports torch.
 """
 
@@ -33,13 +33,15 @@ from partition.plan.problem import Constraints, Infeasible, Objective, Pipeline
 GRAPH_SUFFIX = ".peerloom"
 HUGGING_FACE_CONFIG = "config.json"
 CAPTURE_SECONDS_MAX = 600.0
-"""For a large model on a busy machine; torch alone takes many seconds there."""
+"""Time limit for capturing a large model on a busy machine, where importing torch alone takes many
+seconds."""
 OPTIMIZERS: Mapping[str, int] = MappingProxyType({"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2})
-"""The optimizers, and how many vectors each keeps beside the parameters."""
+"""The optimizers, and how many vectors each keeps in addition to the parameters."""
 
 
 class BuiltIn(NamedTuple):
-    """A built-in model `name`, a sample of it without the batch, its classes, further options."""
+    """A built-in model: its `name`, the shape of a sample without the batch, its number of classes, and
+    further options."""
 
     name: str
     sample: tuple[int, ...]
@@ -71,24 +73,24 @@ def wishes(
     replicas_min: int = 1,
     goal: float = 0.0,
 ) -> PlanWish:
-    """Return a request to the planner; 0 lets it choose. Raises UsageError."""
+    """Return a request to the planner; for settings that are 0, the planner chooses. Raises UsageError."""
     _among("objective", objective, get_args(Objective))
     _among("pipeline", pipeline, get_args(Pipeline))
     _among("optimizer", optimizer, OPTIMIZERS)
     if objective == "latency" and (optimizer != "adam" or pipeline != "1f1b"):
         raise UsageError(
-            "--optimizer and --pipeline have no effect with --objective latency: no step is planned",
+            "--optimizer and --pipeline have no effect with --objective latency, because no step is planned",
             "leave them out",
         )
     if goal and objective == "latency":
         raise UsageError(
-            "--goal has no effect with --objective latency: no step is planned",
+            "--goal has no effect with --objective latency, because no step is planned",
             "leave one of them out",
         )
     if not 0 <= goal <= GOAL_MAX:
         raise UsageError(f"--goal: want samples a second from 0 to {GOAL_MAX:,.0f}")
     if replicas and replicas_min > 1:
-        raise UsageError("--replicas and --replicas-min: give one of the two")
+        raise UsageError("--replicas and --replicas-min: give only one of them")
     if min(batch, replicas_min, microbatch + 1, stages + 1, replicas + 1) < 1:
         raise UsageError("--batch, --microbatch, --stages, --replicas, --replicas-min: want numbers from 1")
     return PlanWish(
@@ -131,17 +133,17 @@ def plan(
 ) -> PlanReport:
     """Return the best plan of a model over given peers, without a node; nothing is started.
 
-    `model` is a graph, a captured FILE.peerloom, a built-in name, PATH.py:FUNCTION or a Hugging Face folder;
-    `peers` are a TOML file of peers, or its parsed content. The planner chooses stages, replicas and the
-    micro-batch if they are 0. `what_if` changes the peers (`"lose=lab-3"`, or a list of such), `place` keeps
-    to those of a location. Layers of a group in `together` (modules, layers by name or number, ranges such as
-    `3-5`) stay in one stage, with `keep_tied` also those that use one weight. With `devices` only peers that
-    compute on one of these count (`cuda`, `mps`, `cpu`), those on a later one only if those on earlier ones
-    are not enough. With a `goal`, in samples a second, its document says whether the plan is predicted to
-    reach it.
+    `model` is a graph, a captured FILE.peerloom, a built-in name, PATH.py:FUNCTION or a Hugging Face folder.
+    `peers` is a TOML file of peers, or its parsed content. The planner chooses stages, replicas and the
+    micro-batch if they are 0. `what_if` is a change to the peers such as `"lose=lab-3"`, or a list of
+    changes. `place` restricts the plan to peers of one location. The layers of each group in `together`
+    (modules, layers by name or number, ranges such as `3-5`) stay in one stage; with `keep_tied`, so do
+    layers that share a weight. With `devices`, only peers that compute on one of these count (`cuda`, `mps`,
+    `cpu`), and peers on a later device only if those on earlier ones are not enough. With a `goal`, in
+    samples per second, the plan's document says whether it is predicted to be reached.
 
     Raises:
-        RunFailed: nothing fits; its hint gives a remedy. UsageError: the request is malformed.
+        RunFailed: no plan fits; its hint gives a remedy. UsageError: the request is malformed.
     """
     wanted = wishes(batch, objective, microbatch, optimizer, stages, replicas, pipeline, replicas_min, goal)
     found = peers if isinstance(peers, Peers) else read_peers(str(peers))
@@ -154,8 +156,8 @@ def plan(
 def with_together(
     wanted: PlanWish, graph: Graph, groups: Sequence[Sequence[str]], *, keep_tied: bool
 ) -> PlanWish:
-    """Return the request with layers that stay in one stage. Raises UsageError: the model has no such
-    layers."""
+    """Return the request with layers that must be in the same stage. Raises UsageError if the model has no
+    such layers."""
     try:
         ranges = kept_ranges(graph, groups, tied=keep_tied)
     except ValueError as error:
@@ -172,10 +174,11 @@ def plan_over(
     devices: Sequence[str] = (),
     name: str,
 ) -> PlanReport:
-    """Return the best plan over these peers, or over those changed by `what_if`, with the gain.
+    """Return the best plan over these peers. With `what_if`, the plan is for the changed peers, and has the
+    gain.
 
     Raises:
-        RunFailed: nothing fits; its hint gives a remedy. UsageError: the request is malformed.
+        RunFailed: no plan fits; its hint gives a remedy. UsageError: the request is malformed.
     """
 
     def planned(among: Peers) -> PlanReport:
@@ -200,7 +203,7 @@ def plan_over(
 
 
 def graph_of(model: Graph | str | Path) -> Graph:
-    """Return the graph of a model. Raises UsageError: it is not a model, or cannot be captured."""
+    """Return the graph of a model. Raises UsageError if it is not a model, or cannot be captured."""
     if isinstance(model, Graph):
         return model
     text = str(model)
@@ -224,13 +227,13 @@ def graph_of(model: Graph | str | Path) -> Graph:
             _, found, told = done.stderr.rpartition("error: ")
             what, _, do = told.strip().partition("\n")
             if not found or not what:
-                raise UsageError(f"{text}: the process that captures it ended")
+                raise UsageError(f"{text}: the process that captures the model ended unexpectedly")
             raise UsageError(f"{text}: {what}", do.strip().removeprefix("do: ") or None)
         return _read(file)
 
 
 def _words(model: str) -> list[str]:
-    """Return the arguments of the command `model capture` for a model. Raises UsageError: there is no such
+    """Return the arguments of the command `model capture` for a model. Raises UsageError if there is no such
     model."""
     built_in = MODELS.get(model)
     if built_in is not None:
@@ -245,11 +248,11 @@ def _words(model: str) -> list[str]:
     if model.endswith(".toml"):
         trained = shlex.quote(_model_of_run(Path(model).expanduser()))
         raise UsageError(f"{model[:80]}: a run, not a model", f"`peerloom plan {trained}`")
-    raise UsageError(f"no model is called '{model[:80]}'{did_you_mean(model, sorted(MODELS))}", _ways())
+    raise UsageError(f"no model has the name '{model[:80]}'{did_you_mean(model, sorted(MODELS))}", _ways())
 
 
 def _model_of_run(file: Path) -> str:
-    """Return the model that a run's file names, or a word for it."""
+    """Return the model that a run's file names, or a placeholder for it."""
     import tomllib
 
     try:
@@ -267,7 +270,7 @@ def _read(file: Path) -> Graph:
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror or error}", "make it: `peerloom model capture`") from None
     except RemoteProtocolError as error:
-        raise UsageError(f"{file} is no captured model: {error}") from None
+        raise UsageError(f"{file} is not a captured model: {error}") from None
     return graph
 
 

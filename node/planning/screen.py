@@ -7,7 +7,7 @@ from node.text import bytes_text, seconds_text, table
 
 BAR_WIDTH = 5
 WIDTH = 80
-"""Columns of the screen. Names that do not fit in their row are stacked."""
+"""Width of the screen in columns. Names that do not fit in their row go into rows below it."""
 PEERS_WIDTH_MIN = 8
 PEERS_SHOWN_MAX = 4
 
@@ -39,7 +39,11 @@ def plan_lines(document: Mapping[str, Any], *, explain: bool = False) -> list[st
         lines.append(f"what would help most: {change['change']}: {change['gain'] * 100:+.0f} %")
     if (changes := document["what_if"]) is not None:
         gain = document["what_if_gain"]
-        told = "nothing fits without" if gain is None else f"{gain * 100:+.0f} % against the plan without"
+        told = (
+            "nothing fits without the changes"
+            if gain is None
+            else f"{gain * 100:+.0f} % compared with the plan without"
+        )
         lines.append(f"with {changes}: {told}")
     if explain:
         lines += ["", "why", *(f"  {reason}" for reason in document["reasons"])]
@@ -48,7 +52,7 @@ def plan_lines(document: Mapping[str, Any], *, explain: bool = False) -> list[st
 
 
 def _spread(row: tuple[str, ...], room: int) -> list[tuple[str, ...]]:
-    """Return a row with its peers in a column of width `room`: the rest go in rows below it."""
+    """Return a row whose peers fill a column of width `room`; the remaining peers go into rows below it."""
     lines: list[str] = []
     for name in row[2].split(", "):
         if lines and len(lines[-1]) + len(name) + 2 <= room:
@@ -82,7 +86,8 @@ def _stage_row(stage: Mapping[str, Any], longest: float, slowest: Mapping[str, A
 
 
 def summary(document: Mapping[str, Any]) -> str:
-    """`18.4k tokens/s predicted, bubble 11 %, slowest: stage 2 (compute); lab-1 alone: 9.6k tokens/s`."""
+    """Return a text such as `18.4k tokens/s predicted, bubble 11 %, slowest: stage 2 (compute); lab-1 alone:
+    9.6k tokens/s`."""
     factor = 1.0
     unit = "samples/s"
     if document["tokens_per_second"] is not None and document["samples_per_second"]:

@@ -377,7 +377,7 @@ def test_named_checkpoints_are_not_evicted_by_later_ones() -> None:
         # Not yet named: the first copy stays until it is named or the node restarts.
         assert await ask(network, c.peer, Keep(of.run.id, 5, 0, states[0], (a.peer,)), seconds=30) == Done()
         replied = await ask(network, c.peer, Keep(of.run.id, 5, 0, states[1], (b.peer,)), seconds=30)
-        assert replied == Declined("another state of this step is kept here")
+        assert replied == Declined("a different state of this step is kept here")
         with pytest.raises(Unreachable, match="no answer"):
             await ask(network, c.peer, Conclude(of.run.id, 5, name, (a.peer,)), seconds=30)
         assert c.refused == [b.peer], "the name belongs to another step"
@@ -399,13 +399,13 @@ def test_a_conclusion_that_does_not_match_is_refused() -> None:
         name = await a.seal(of, other_states)
         network = a.node.network
         reply = await ask(network, c.peer, Conclude(of.run.id, 4, name), seconds=30)
-        assert reply == Declined("another state of this step is kept here")
+        assert reply == Declined("a different state of this step is kept here")
         lie = msgspec.structs.replace(states[0], digest=bytes(32))
         liar = await a.seal(of, [lie, states[1]])
         reply = await ask(network, c.peer, Conclude(of.run.id, 4, liar), seconds=30)
-        assert reply == Declined("another state of this step is kept here")
+        assert reply == Declined("a different state of this step is kept here")
         nothing = await ask(network, c.peer, Conclude(of.run.id, 3, name), seconds=30)
-        assert nothing == Declined("nothing of it is kept here")
+        assert nothing == Declined("no part of it is kept here")
         no_checkpoint = a.blobs.put(b"no checkpoint at all")
         with pytest.raises(Unreachable, match="no answer"):
             await ask(network, c.peer, Conclude(of.run.id, 4, no_checkpoint), seconds=30)

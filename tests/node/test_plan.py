@@ -86,7 +86,7 @@ def test_a_plan_names_excluded_peers_and_reasons(graph: Graph, peers: Peers) -> 
     document = plan_document(planned(graph, peers))
     reasons = {row["peer"]: row["reason"] for row in document["left_out"]}
     assert reasons["phone"] == "takes no runs"
-    assert reasons["lab-5"].startswith("0.1 GB free, the smallest stage needs")
+    assert reasons["lab-5"].startswith("0.1 GB free, but the smallest stage needs")
     assert document["samples_per_second"] > 0
     assert document["reasons"]
 
@@ -157,7 +157,7 @@ def test_live_peers_are_the_node_and_its_living_members(graph: Graph) -> None:
     assert [peer.name for peer in peers.peers] == ["me", "a", "watcher", "me ...3Koome", "older", "new"]
     document = plan_document(planned(graph, peers))
     assert {"peer": "watcher", "reason": "takes no stages"} in document["left_out"]
-    assert {"peer": "older", "reason": "understands runs of another version"} in document["left_out"]
+    assert {"peer": "older", "reason": "understands runs of a different version"} in document["left_out"]
     assert "new" not in {row["peer"] for row in document["left_out"]}
 
 
@@ -190,11 +190,11 @@ def test_an_infeasible_plan_states_the_need_and_the_remedy(graph: Graph, tmp_pat
         ('[[peers]]\nname = "a"\nmemory = "8"\nrate = "1GFLOPS"\n', "memory 8: want an amount such as 12GB"),
         ('[[peers]]\nname = "a"\nmemory = "8GB"\nrate = "fast"\n', "rate fast: want a rate of computing"),
         ("", "peers"),
-        ('[[peers]]\nname = "a"\nmemory = "8GB"\nrate = "1GFLOPS"\n' * 2, "two peers are called 'a'"),
+        ('[[peers]]\nname = "a"\nmemory = "8GB"\nrate = "1GFLOPS"\n' * 2, "two peers have the name 'a'"),
         (
             '[[peers]]\nname = "a"\nmemory = "8GB"\nrate = "1GFLOPS"\n'
             '[[links]]\nbetween = ["a", "b"]\nrate = "1Mbit"\n',
-            "no peer is called 'b'",
+            "no peer has the name 'b'",
         ),
     ],
 )
@@ -350,7 +350,7 @@ def test_a_change_may_be_one_or_several(tmp_path: Path) -> None:
     assert report.what_if_gain == pytest.approx(report.samples_per_second / without.samples_per_second - 1)
     assert without.what_if_gain is None
     assert report.what_if_gain is not None
-    told = f"with {','.join(changes)}: {report.what_if_gain * 100:+.0f} % against the plan without"
+    told = f"with {','.join(changes)}: {report.what_if_gain * 100:+.0f} % compared with the plan without"
     assert told in report.explain().splitlines()
 
 
