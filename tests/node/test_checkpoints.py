@@ -392,7 +392,7 @@ async def test_stages_of_another_plan_are_a_local_mistake() -> None:
     await save(checkpoints, of)
     kept = checkpoints.store.find(of.run.text)
     assert kept is not None
-    with pytest.raises(LocalProtocolError, match="other stages than its plan's"):
+    with pytest.raises(LocalProtocolError, match="are not those of its plan"):
         await checkpoints.seal(
             of.run, other.plan, step=5, samples=1, stages=kept.checkpoint.stages, is_guest=False
         )

@@ -281,7 +281,7 @@ def test_a_keeper_without_room_reports_it_and_keeps_nothing() -> None:
         keep = Keep(of.run.id, 4, 0, states[0])
         reply = await ask(a.node.network, c.peer, keep, seconds=30)
         assert isinstance(reply, Declined)
-        assert "at most 1000 are given" in reply.reason
+        assert "at most 1000 are allowed" in reply.reason
         assert c.blobs.labels() == []
         name = await a.seal(of, states)
         assert await name_all(a, of, 4, name, [b.peer, c.peer]) == [b.peer]

@@ -221,7 +221,7 @@ async def test_a_thread_before_the_fences_fails_the_stage(
     )
     before = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(before))
-    with pytest.raises(StageFailed, match="other threads run already"):
+    with pytest.raises(StageFailed, match="other threads are already running"):
         await StageHost.open(encode(SPECIFICATION))
 
 
@@ -316,7 +316,7 @@ def running(program: str, budget: ScratchBudget | None = None) -> StageProgram:
     [
         (
             "open('cache', 'wb').write(bytes(3 << 20))",
-            "has written 3 MiB to the disk: stages hold 2 MiB of 4",
+            "has written 3 MiB to the disk: stages hold 2 MiB of the 4 MiB allowed",
         ),
         ("[open(str(number), 'w').close() for number in range(1_001)]", "more than 1000 files"),
     ],
@@ -395,7 +395,7 @@ async def test_a_process_that_answers_garbage_has_failed(garbage: str) -> None:
         "while link.recv(65536): pass\n"
     )
     waiting = cast("Spare", SimpleNamespace(take=lambda *_: running(program)))
-    with pytest.raises(StageFailed, match=r"answered nonsense|has closed its end|ended"):
+    with pytest.raises(StageFailed, match=r"sent an invalid|has closed its end|ended"):
         await StageHost.open(encode(SPECIFICATION), spare=waiting)
 
 

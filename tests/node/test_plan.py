@@ -223,7 +223,7 @@ def test_the_command_prints_a_plan_and_its_document(
     assert document["schema"] == "peerloom/plan/1"
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
     assert run([*arguments, "--what-if", "lose=lab-1"]) == 0
-    assert "against the plan without" in capsys.readouterr().out
+    assert "compared with the plan without" in capsys.readouterr().out
     assert run([*arguments, "--stages", "100"]) == 5
     assert run([*arguments, "--objective", "speed"]) == 2
     assert run([*arguments[:2], "--data-dir", str(tmp_path)]) == 3, "no node runs here"

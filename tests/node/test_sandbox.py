@@ -240,7 +240,7 @@ def test_an_earlier_thread_is_an_error_and_skips_no_fence(tmp_path: Path, allow:
     start = "threading.Thread(target=threading.Event().wait, daemon=True, name='early').start()"
     status, output, error = ended("-c", ENTER.format(before=start, allow=allow), folder=tmp_path)
     assert (status, output) == (1, "")
-    assert "NotFenced: other threads run already" in error
+    assert "NotFenced: other threads are already running" in error
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="landlock is Linux's")

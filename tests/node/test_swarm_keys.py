@@ -67,7 +67,7 @@ def test_a_wrong_key_file_is_refused_with_the_line(tmp_path: Path, text: str | b
 
 def test_a_missing_key_file_says_how_to_make_one(tmp_path: Path) -> None:
     path = tmp_path / "my swarm.key"
-    with pytest.raises(UsageError, match="there is none") as refusal:
+    with pytest.raises(UsageError, match="does not exist") as refusal:
         load_swarm_keys(path)
     assert refusal.value.do is not None
     command = refusal.value.do.partition(": ")[2]
@@ -114,6 +114,6 @@ async def test_only_members_connect_to_a_node_with_a_key_file(
 
 async def test_a_node_with_a_wrong_key_file_does_not_start_openly(tmp_path: Path) -> None:
     environment = {"PEERLOOM_KEY_FILE": str(tmp_path / "none"), "PEERLOOM_DATA_DIR": str(tmp_path / "data")}
-    with pytest.raises(UsageError, match="there is none"):
+    with pytest.raises(UsageError, match="does not exist"):
         async with Node(resolve({}, environment | {"PEERLOOM_LISTEN": "127.0.0.1:0"})):
             pass

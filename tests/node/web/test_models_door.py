@@ -245,7 +245,7 @@ async def test_a_slow_sender_of_a_body_is_cut_off() -> None:
 
 
 def test_keys_never_leave_this_machine_in_the_clear(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="in the clear") as refused:
+    with pytest.raises(UsageError, match="unencrypted") as refused:
         resolve({"web": "0.0.0.0:9748"}, {})
     assert "--web-cert" in (refused.value.do or "")
     assert resolve({"web": "0.0.0.0:9748", "web_proxy": True}, {}).web.is_shared
