@@ -130,7 +130,7 @@ def test_a_state_is_restored_only_whole_into_fitting_arenas() -> None:
     ):
         restore_state(part, shelf.get, memoryview(bytearray(100)), memoryview(b""))
     wrong = msgspec.structs.replace(part, digest=bytes(32))
-    with pytest.raises(RemoteProtocolError, match="another digest"):
+    with pytest.raises(RemoteProtocolError, match="digest differs from that"):
         restore_state(wrong, shelf.get, memoryview(bytearray(200)), memoryview(b""))
     name = part.parameters[:32]
     short = {**shelf, name: b"short"}
