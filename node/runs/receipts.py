@@ -224,8 +224,7 @@ class Receipts:
         peer: PeerId,
         size_bytes: int,
     ) -> None:
-        """Add the verified bytes that a peer delivered for a run; `requester` is the peer that requested the
-        run."""
+        """Add the verified bytes that a peer delivered for a run; `requester` requested the run."""
         me = self._signer.peer
         if peer in (me, requester) or size_bytes <= 0:
             return
@@ -345,8 +344,7 @@ class Receipts:
         return AcceptedReceipt(accepted)
 
     def _knows_work(self, row: ReceiptRow, known: ReceiptRow | None) -> bool:
-        """Return whether this node had a part in a run. The work claimed since the previous receipt is
-        credited up to the capacity of this node's slot."""
+        """Return whether this node had a part in a run. Credit newly claimed work up to a slot's capacity."""
         begun = self._begun.get(row.run)
         if begun is None:
             return known is not None
@@ -360,8 +358,7 @@ class Receipts:
         return True
 
     def _knows_bytes(self, row: ReceiptRow, known: ReceiptRow | None) -> bool:
-        """Return whether this node sent that many bytes since the previous receipt. If so, they cannot be
-        claimed again."""
+        """Return whether so many bytes were sent since the previous receipt; if so, they count as claimed."""
         more = row.size_bytes - (0 if known is None else known.size_bytes)
         left = self._served.get(row.measurer, 0)
         if more > left:
@@ -373,8 +370,7 @@ class Receipts:
     # As a provider with a queue
 
     def weight(self, peer: PeerId) -> float:
-        """Return the weight of a requester's share here. Start fetching its receipts if the known ones are
-        old."""
+        """Return the weight of a requester's share here. Fetch its receipts if those known are old."""
         now = self._seams.clock.monotonic()
         is_due = now - self._asked.get(peer, -FETCH_SECONDS) >= FETCH_SECONDS
         if is_due and peer != self._signer.peer and self._nursery is not None:

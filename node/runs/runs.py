@@ -65,10 +65,7 @@ from partition.run.reliability import RunLosses
 
 
 class Runs:
-    """The runs service.
-
-    `run` owns its tasks; it announces all news through `publish`.
-    """
+    """The runs service. `run` owns its tasks; it announces all news through `publish`."""
 
     def __init__(
         self,
@@ -193,8 +190,7 @@ class Runs:
         return exact + [member.run for member in self.local.members.values()]
 
     def _data_came(self, data: bytes, peer: PeerId, size_bytes: int) -> None:
-        """Count pieces of a data set for the run that they were fetched for, if that run's requester is
-        known."""
+        """Count pieces of a data set for the run they were fetched for, if its requester is known."""
         runs = [run for run in self._going if run.manifest.data == data.hex()]
         if len({run.requester for run in runs}) == 1:
             self.receipts.came("data", runs[-1].id, runs[-1].requester, peer, size_bytes)
@@ -218,8 +214,7 @@ class Runs:
         return member is not None and member.plan is not None and peer in member.plan.roster
 
     async def save(self, run: str) -> int:
-        """Have the run's committer make a checkpoint after the current step; return the step. Raises
-        RunFailed."""
+        """Have the committer save a checkpoint after the current step; return the step. Raises RunFailed."""
         for member in self.members.values():
             if member.run.text == run:
                 return await member.save()
@@ -263,8 +258,7 @@ class Runs:
             member.absent(peer, reason)
 
     def enter(self, member: RunMember, plan: Plan, history: History) -> None:
-        """Enter a run with the first plan of it that this node learns; `history` is the history of that
-        plan."""
+        """Enter a run with the first plan of it that this node learns; `history` is the plan's."""
         with self.containing(member.run, "begin"):
             self._enter(member, plan, history)
 
