@@ -1,7 +1,7 @@
-"""Arrays in one file, npz or safetensors: which of them are inputs and labels of which part.
+"""Arrays in one file, npz or safetensors: which arrays are inputs and labels of which part.
 
-Names decide: `x` and `y`, `train_x` or `x_train` (Keras' data sets) and the same for other parts,
-`train_images` and `train_labels` (MedMNIST). Arrays with other names are the model's inputs and labels of
+Their names decide: `x` and `y`; `train_x` or `x_train` (Keras' data sets) and the same for other parts;
+`train_images` and `train_labels` (MedMNIST). Arrays with other names are the model's inputs and labels with
 those names.
 """
 
@@ -49,7 +49,7 @@ def read_npz(path: Path) -> Arrays:
             unpack(file, layouts, numbers.data)
             return arrays_of(layouts, numbers)
     except BadArchive as error:
-        raise UsageError(f"{path}: no archive of plain arrays: {_first_line(error)}") from None
+        raise UsageError(f"{path}: is not an archive of plain arrays: {_first_line(error)}") from None
 
 
 def read_safetensors(path: Path) -> Arrays:
@@ -57,21 +57,23 @@ def read_safetensors(path: Path) -> Arrays:
     try:
         return safetensors.numpy.load_file(path)
     except (safetensors.SafetensorError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise UsageError(f"{path}: no safetensors file of numpy's types: {_first_line(error)}") from None
+        raise UsageError(
+            f"{path}: is not a safetensors file with numpy's types: {_first_line(error)}"
+        ) from None
 
 
 def _first_line(error: Exception) -> str:
-    # numpy's message about pickled data gives advice that nobody should follow.
+    # Do not show numpy's message about pickled data: it advises something unsafe.
     text = (str(error).splitlines() or [""])[0]
     return "it holds Python objects" if "pickle" in text.lower() else text[:200]
 
 
 def parts_of(arrays: Arrays, path: Path, keys: DataTable, reading: SourceReading) -> Parts:
-    """Return the parts and names of a file's arrays. Raises UsageError if they can be read in two ways."""
+    """Return the parts and names of a file's arrays. Raises UsageError if more than one reading fits."""
     reading.form = f"{path.suffix[1:]}, arrays {', '.join(list(arrays)[:8])}"
     if not arrays or any(not array.ndim for array in arrays.values()):
         names = ", ".join(sorted(arrays)[:8]) or "nothing"
-        raise UsageError(f"{path}: holds {names}; want x and y, or arrays as the model's inputs are called")
+        raise UsageError(f"{path}: holds {names}; want x and y, or arrays named like the model's inputs")
     ignored = set(keys.ignore or ())
     if wrong := ignored - set(arrays):
         raise UsageError(f"{path}: ignore: there is no array {shown(sorted(wrong)[0])}")
@@ -115,12 +117,12 @@ def _split(arrays: Arrays, path: Path, keys: DataTable) -> Parts:
             raise UsageError(f"{path}: two arrays are {rest} of {part}")
         parts[part][rest] = arrays[name]
     if "train" not in parts:
-        raise UsageError(f"{path}: holds {', '.join(arrays)}, and none of them is of a part to train on")
+        raise UsageError(f"{path}: holds {', '.join(arrays)}, but no array of training samples")
     return {part: parts[part] for part in PARTS if part in parts}
 
 
 def _called(part: PartName, arrays: Arrays, path: Path, keys: DataTable, reading: SourceReading) -> Arrays:
-    """Return the arrays of a part, named x and y where two of them are inputs and labels."""
+    """Return the arrays of a part, renamed to x and y if there are two: input and label."""
     if keys.label and keys.label not in arrays:
         raise UsageError(
             f"{path}: label: there is no array {shown(keys.label)}", f"it has {', '.join(arrays)}"
@@ -138,21 +140,24 @@ def _called(part: PartName, arrays: Arrays, path: Path, keys: DataTable, reading
         reading.notes.append(f"{shown(inputs[0])} is x, {shown(labels[0])} is y")
     if y.ndim == 2 and y.shape[1] == 1 and y.dtype.kind in "iub":
         y = y[:, 0]
-        reading.notes.append(f"the labels of {part} are of shape (N, 1), and are read as (N,)")
+        reading.notes.append(f"the labels of {part} have the shape (N, 1), and are read as (N,)")
     if part == "train":
         reading.label = f"the array {shown(labels[0])}" + (", by the key `label`" if keys.label else "")
     return {"x": x, "y": y}
 
 
 def _check_channels(path: Path, name: str, array: Array, keys: DataTable) -> None:
-    """Report at once that pictures have their channels last, which a model would take for rows."""
+    """Refuse images that may have their channels last, because a model would mistake the channels for rows.
+    Raises UsageError."""
     shape = array.shape[1:]
     is_last = len(shape) == 3 and shape[2] in CHANNELS and shape[0] not in CHANNELS and min(shape[:2]) >= 8
     if is_last and not keys.channels:
         raise unclear(
             path,
-            f"{name} holds samples of {' x '.join(map(str, shape))}: pictures with their channels last, or"
-            " first",
+            (
+                f"{name} holds samples of {' x '.join(map(str, shape))}: images with their "
+                "channels last, or first"
+            ),
             keys,
             {"channels": "last"},
             {"channels": "first"},
@@ -160,7 +165,7 @@ def _check_channels(path: Path, name: str, array: Array, keys: DataTable) -> Non
 
 
 def channels_first(parts: Parts, keys: DataTable, reading: SourceReading) -> None:
-    """Move the channels of pictures to the front, where the person states that they are last."""
+    """Move the channels of images to the front if the user has stated that they are last."""
     if keys.channels != "last":
         return
     moved = set()
@@ -169,15 +174,15 @@ def channels_first(parts: Parts, keys: DataTable, reading: SourceReading) -> Non
             if array.ndim == 4:
                 arrays[name] = np.ascontiguousarray(array.transpose(0, 3, 1, 2))
                 moved.add(name)
-    reading.notes.append(f"channels last by the key `channels`: {', '.join(sorted(moved)) or 'no pictures'}")
+    reading.notes.append(f"channels last by the key `channels`: {', '.join(sorted(moved)) or 'no images'}")
 
 
 def check_numbers(path: Path, parts: Parts) -> None:
-    """Refuse arrays with numbers that nothing can be learnt from. Raises UsageError."""
+    """Refuse arrays with values from which nothing can be learnt. Raises UsageError."""
     for part, arrays in parts.items():
         for name, array in arrays.items():
             where = f"{path}: the array {shown(name)} of {part}"
-            # Not `isfinite`, which allocates memory: the minimum of numbers with a nan is nan.
+            # `isfinite` on the array would allocate memory. The minimum of values with a NaN is NaN.
             if array.size and array.dtype.kind == "f" and not np.isfinite((array.min(), array.max())).all():
                 raise UsageError(
                     f"{where} has numbers that are not finite", "leave out or fill in such samples"
@@ -187,5 +192,8 @@ def check_numbers(path: Path, parts: Parts) -> None:
                 if odd.size:
                     raise UsageError(
                         f"{where} has the label {odd[0]}: classes are numbered from 0",
-                        "number them from 0; or amounts as numbers of floating point",
+                        (
+                            "number the classes from 0; or, if the labels are amounts, write "
+                            "them as floating-point numbers"
+                        ),
                     )

@@ -1,8 +1,8 @@
-"""Files in buckets of object storage, `s3://BUCKET/FILE` and `gs://BUCKET/FILE`, read by fsspec.
+"""Files in object storage buckets, `s3://BUCKET/FILE` and `gs://BUCKET/FILE`, read by fsspec.
 
 Credentials, region and endpoint are found as by each provider's own tools: in the environment
 (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`), then in its files. They are
-neither stored nor sent: the requester's own command reads the file, and only arrays travel.
+neither stored nor sent: the requester's own command reads the file, and only arrays leave its process.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from node.errors import UsageError
 from node.invocation import install_command
 
 PACKAGES: Mapping[str, str] = MappingProxyType({"s3": "s3fs", "gs": "gcsfs"})
-"""By scheme: the package that reads it with fsspec."""
+"""For each URL scheme, the package with which fsspec reads it."""
 BUCKET_SCHEMES = tuple(f"{scheme}://" for scheme in PACKAGES)
 _LENGTH_SHOWN = 200
 
@@ -29,7 +29,7 @@ def open_bucket(url: str) -> Iterator[IO[bytes]]:
     shown, scheme = url[:_LENGTH_SHOWN], url.partition("://")[0]
     package = PACKAGES[scheme]
     try:
-        import fsspec  # imported here: no other command needs it
+        import fsspec  # imported here because no other command needs it
 
         fsspec.get_filesystem_class(scheme)
     except ImportError:
@@ -47,10 +47,10 @@ def open_bucket(url: str) -> Iterator[IO[bytes]]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason of an error in one line: some packages give only the path, or a page of XML."""
+    """Return the reason for an error in one line. Some packages give only the path, or a page of XML."""
     if isinstance(error, FileNotFoundError):
         return "no such bucket or file"
     if isinstance(error, PermissionError):
-        return "these credentials may not read it"
+        return "these credentials do not permit reading it"
     text = str(error).strip()
     return (text.splitlines()[0] if text else type(error).__name__)[:_LENGTH_SHOWN]

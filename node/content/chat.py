@@ -1,8 +1,8 @@
-"""A chat rendered to one text by the template of a model's folder, with the positions of its answers.
+"""A chat rendered to text by the chat template in a model's folder, with the positions of its answers.
 
-The template is Jinja in the sandbox and with the names that transformers documents ("Chat templates"). It is
-rendered in the fenced process that reads the data. Where the template marks no answers (`generation`), an
-answer is the text that it adds to the prompt of all messages before.
+The template is written in Jinja. It runs in Jinja's sandbox, with the names that transformers documents
+("Chat templates"), in the fenced process that reads the data. If the template does not mark answers
+(`generation`), an answer is the text by which it extends the prompt of all earlier messages.
 """
 
 import json
@@ -19,15 +19,15 @@ Span = tuple[int, int]
 Counted = Literal["answers", "last", "all"]
 
 TEXT_LENGTH_MAX = 1 << 24
-"""Letters of one rendered chat."""
+"""Maximum number of characters of one rendered chat."""
 ASSISTANT = "assistant"
 _OPEN, _CLOSE = "\ue3f0", "\ue3f1"
-"""Private-use letters that mark answers during rendering; a person's text must not contain them."""
+"""Private-use characters that mark answers during rendering. The user's text must not contain them."""
 _ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
 
 
 class ChatTemplate:
-    """A template, ready to be rendered. Raises UsageError if it is malformed, or jinja2 is not installed."""
+    """A compiled template. Raises UsageError if the template is malformed, or jinja2 is not installed."""
 
     def __init__(self, text: str, folder: Path, special: Mapping[str, str]) -> None:
         try:
@@ -50,7 +50,9 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(text)
         except self._errors as error:
-            raise UsageError(f"{folder}: its chat template is no Jinja: {_first_line(error)}") from None
+            raise UsageError(
+                f"{folder}: its chat template is not valid Jinja: {_first_line(error)}"
+            ) from None
         self.has_today = "strftime_now" in text
         self.marks_answers = "generation" in text and "endgeneration" in text
 
@@ -62,8 +64,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return messages as a text, with the beginning of an answer at the end if `prompts`; the template
-        sees `options` by their names. Raises ValueError with the template's message."""
+        """Return messages as a text; if `prompts`, with the beginning of an answer at the end. The template
+        can use `options` by their names. Raises ValueError with the template's message."""
         found = self._marked(messages, prompts=prompts, tools=tools, options=options or {})
         return found.replace(_OPEN, "").replace(_CLOSE, "")
 
@@ -89,14 +91,14 @@ class ChatTemplate:
         except self._errors as error:
             raise ValueError(f"the chat template refuses it: {_first_line(error)}") from None
         if len(found) > TEXT_LENGTH_MAX:
-            raise ValueError(f"the chat template makes {len(found):,} letters of it")
+            raise ValueError(f"the chat template turns it into {len(found):,} characters")
         return found
 
     def answers(self, messages: Messages, counted: Counted) -> tuple[str, list[Span]]:
         """Return a chat as a text, and the spans of its answers that count. Raises ValueError if the template
-        refuses the messages or hides where the answers lie."""
+        refuses the messages, or if the positions of the answers cannot be found."""
         if any(mark in str(message) for message in messages for mark in (_OPEN, _CLOSE)):
-            raise ValueError("it has letters U+E3F0 or U+E3F1, which mark answers here")
+            raise ValueError("it has characters U+E3F0 or U+E3F1, which mark answers here")
         marked = self._marked(messages)
         text = marked.replace(_OPEN, "").replace(_CLOSE, "")
         if counted == "all":
@@ -119,17 +121,17 @@ class ChatTemplate:
         raise ValueError(str(message))
 
 
-_UNKNOWN_ANSWERS = "the chat template writes an answer otherwise once others follow it"
+_UNKNOWN_ANSWERS = "the chat template writes an answer differently once others follow it"
 
 
 def is_unclear(error: ValueError) -> bool:
-    """Return whether an error means that a template hides where answers lie."""
+    """Return whether an error means that the positions of answers cannot be found."""
     return str(error) == _UNKNOWN_ANSWERS
 
 
 def checked_messages(found: object) -> list[dict[str, Any]]:
-    """Return a record's messages with `role` and `content`, converted from ShareGPT's (`from`, `value`) where
-    needed. Raises ValueError."""
+    """Return a record's messages with `role` and `content`. ShareGPT's form (`from`, `value`) is converted.
+    Raises ValueError."""
     if not isinstance(found, list) or not found:
         raise ValueError("want a list of messages with role and content")
     messages = []
@@ -138,18 +140,20 @@ def checked_messages(found: object) -> list[dict[str, Any]]:
             raise ValueError("want messages with role and content")
         if "role" not in message and isinstance(message.get("from"), str) and "value" in message:
             if message["from"] not in _ROLES:
-                raise ValueError(f"a message is from {message['from'][:40]!r}; known are {', '.join(_ROLES)}")
+                raise ValueError(
+                    f"a message is from {message['from'][:40]!r}; known senders are {', '.join(_ROLES)}"
+                )
             message = {"role": _ROLES[message["from"]], "content": message["value"]}
         if not isinstance(message.get("role"), str):
             raise ValueError("a message has no role")
         if not isinstance(message.get("content"), str | list | None):
-            raise ValueError("a message's content is no text")
+            raise ValueError("a message's content is not text")
         messages.append(message)
     return messages
 
 
 def _spans(marked: str) -> list[Span]:
-    """Return where marked parts lie in the text without the marks."""
+    """Return the positions of marked parts in the text without the marks."""
     spans, length, begin = [], 0, 0
     for part in marked.split(_OPEN):
         inside, _, rest = part.partition(_CLOSE)
@@ -161,7 +165,7 @@ def _spans(marked: str) -> list[Span]:
 
 
 def _generation(jinja2: Any) -> Any:
-    """Return the tag `generation`, by which a template marks an assistant's text."""
+    """Return the Jinja tag `generation`, with which a template marks an assistant's text."""
 
     class Generation(jinja2.ext.Extension):  # type: ignore[misc]  # jinja2 is loaded late
         tags = frozenset({"generation"})

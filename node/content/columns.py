@@ -1,8 +1,8 @@
 """The columns of a table: the label, the features, and the kind of labels.
 
-One rule finds the label: the column named label, labels or target; else the last column, if it is named class
-or y or is the only column of words. If several columns fit, or none, the person must decide. An index that a
-program added is left out, and the reading says so.
+One rule finds the label: the column named label, labels or target; otherwise the last column, if it is named
+class or y or is the only column of words. If several columns fit, or none, the user must decide. An index
+that a program added is left out, and the reading says so.
 """
 
 import re
@@ -22,12 +22,13 @@ from node.suggest import did_you_mean
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Kind = Literal["numbers", "whole", "words", "names", "empty"]
-"""The contents of a column's first rows: numbers, distinct whole numbers, words, distinct words, nothing."""
+"""The contents of a column's first rows: numbers, distinct whole numbers, words, distinct words (names), or
+nothing."""
 
 DISTINCT_ROWS_MIN = 10
-"""Words that are distinct in this many rows are names of samples, not classes."""
+"""Number of rows from which words that are all distinct count as names of samples, not as classes."""
 AMOUNTS_REPEAT = 5
-"""Decimal numbers that occur this often each may be names of classes."""
+"""Decimal numbers of which each occurs at least this often may be names of classes."""
 _AMOUNT_CLASSES_MAX = 100
 _WHOLE = re.compile(r"[+-]?[0-9]+\Z")
 _CANONICAL = re.compile(r"(?:0|-?[1-9][0-9]*)\Z")
@@ -45,7 +46,7 @@ _COUNTERS = frozenset(
 )
 _IDENTIFIER = re.compile(r".*(?:[_ .-]id|[a-z]I[dD])\Z", re.DOTALL)
 _UNSEEN = re.compile(r"[\u200b-\u200f\u2060\ufeff\u00ad]")
-"""Letters without width, which come along when text is copied from web pages."""
+"""Zero-width characters, which are picked up when text is copied from web pages."""
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _INT64_MAX = 1 << 63
 
@@ -53,7 +54,7 @@ _INT64_MAX = 1 << 63
 @dataclass
 class Schema:
     """The names in the training samples: the columns of a table, and the classes in the order of their
-    numbers. The first source fills it in; later ones must match it."""
+    numbers. The first source fills it in, and later sources must match it."""
 
     features: list[str] = field(default_factory=list)
     label: str = ""
@@ -62,17 +63,17 @@ class Schema:
     """False for prediction: samples without labels are accepted."""
     ignored: list[str] = field(default_factory=list)
     index: str = ""
-    """A column that seems to be an index; all rows must confirm it."""
+    """The name of a column that seems to be an index. All rows must confirm it."""
     why: str = ""
     """Why this column is the label."""
     label_kind: Literal["", "words", "numbers", "amounts"] = ""
     window: int = 0
-    """Tokens in a sample of text."""
+    """Number of tokens in a text sample."""
     order: str = ""
-    """Why the classes have their numbers, where neither the alphabet nor a key orders them."""
+    """Why the classes have their numbers, if the reason is neither the alphabet nor a key."""
 
     def state(self, reading: SourceReading) -> None:
-        """Put the columns into a reading."""
+        """Write the columns into a reading."""
         reading.features, reading.words, reading.column = list(self.features), list(self.words), self.label
         reading.ignored, reading.label_kind = list(self.ignored), self.label_kind
         if self.label:
@@ -84,7 +85,7 @@ class Schema:
 
 
 def schema_from(reading: SourceReading) -> Schema:
-    """Return the names of a reading that further sources must match."""
+    """Return the names in a reading, as a schema that further sources must match."""
     kind: Any = reading.label_kind
     return Schema(
         list(reading.features),
@@ -96,8 +97,8 @@ def schema_from(reading: SourceReading) -> Schema:
 
 
 _LABEL_TEXTS = {
-    "words": "words, numbered in the order of the alphabet",
-    "numbers": "numbers of classes, as they are",
+    "words": "words, numbered in alphabetical order",
+    "numbers": "numbers of classes, unchanged",
     "amounts": "amounts, as float32",
 }
 
@@ -106,7 +107,7 @@ def choose(
     path: Path, kinds: Mapping[str, Kind], rows: int, keys: DataTable, schema: Schema, skipped: list[str]
 ) -> None:
     """Fill in the columns of a table whose first `rows` have these `kinds`. `skipped` receives the columns
-    left out. Raises UsageError if several readings fit, or a key names no column."""
+    left out. Raises UsageError if several readings fit, or a key gives a column that does not exist."""
     left = _left_out(path, kinds, keys, schema, skipped)
     if len(left) < 2 and not keys.label:
         only = left[0] if left else next(iter(kinds))
@@ -117,7 +118,7 @@ def choose(
         _known(path, keys.features, kinds, "features")
         schema.features = list(keys.features)
         if schema.label in schema.features:
-            raise UsageError(f"{path}: {shown(schema.label)} is the label and one of the features")
+            raise UsageError(f"{path}: {shown(schema.label)} is both the label and one of the features")
         unused = [name for name in left if name not in (*keys.features, schema.label)]
         if unused:
             skipped.append(f"not in `features`: {', '.join(map(shown, unused[:8]))}")
@@ -156,13 +157,13 @@ def _left_out(
             if kind in ("numbers", "words"):
                 raise unclear(
                     path,
-                    f"{shown(name)} has no name, and its values are no index: it may be a feature",
+                    f"{shown(name)} has no name, but its values do not form an index: it may be a feature",
                     keys,
                     {"ignore": [name]},
                     {"ignore": []},
                 )
             schema.index = name
-            skipped.append(f"{shown(name)}: an index without a name, each value once")
+            skipped.append(f"{shown(name)}: an unnamed index, with each value once")
         else:
             left.append(name)
     return left
@@ -191,13 +192,13 @@ def _label(
     weak = [name for name in left if lower[name] in WEAK_LABELS]
     words = [name for name in left if left[name] in ("words", "names")]
     if len(strong) == 1 and last not in weak:
-        return strong[0], "the column called so"
+        return strong[0], "the column with that name"
     is_coordinate = lower[last] == "y" and "x" in lower.values() and len(left) > 2
     if not strong and weak == [last] and not is_coordinate:
-        return last, "the last column, and called so"
+        return last, "the last column, and it has that name"
     are_classes = left[last] == "words" or rows < DISTINCT_ROWS_MIN
     if not strong and not weak and words == [last] and are_classes:
-        return last, "the last column, and the only one of words"
+        return last, "the last column, and the only one with words"
     raise _no_label(path, left, keys, [*strong, *weak, *words, last])
 
 
@@ -222,7 +223,7 @@ def _check_features(path: Path, kinds: Mapping[str, Kind], keys: DataTable, feat
     if counters:
         raise unclear(
             path,
-            f"{shown(counters[0])} is called as what names a sample: it may be an index, or a feature",
+            f"{shown(counters[0])} has the name of an identifier: it may be an index, or a feature",
             keys,
             {"ignore": counters},
             {"ignore": []},
@@ -230,7 +231,7 @@ def _check_features(path: Path, kinds: Mapping[str, Kind], keys: DataTable, feat
 
 
 def is_identifier(name: str) -> bool:
-    """Return whether a column's name is that of an identifier: id, row, PassengerId, user_id."""
+    """Return whether a column has the name of an identifier: id, row, PassengerId, user_id."""
     return name.lower() in _COUNTERS or bool(_IDENTIFIER.match(name) or _IDENTIFIER.match(name.lower()))
 
 
@@ -249,8 +250,8 @@ def kind_of(fields: Sequence[str], is_number: Any) -> Kind:
 
 
 def alike(word: str) -> str:
-    """Return a form that is equal for words that a person takes for the same: without case, spaces,
-    surrounding quotes and invisible letters."""
+    """Return a form that is equal for words that a person would consider the same: without case, spaces,
+    surrounding quotes and invisible characters."""
     bare = _UNSEEN.sub("", normalize("NFKC", word)).strip(" \t\r\n\"'\u2018\u2019\u201c\u201d")
     return " ".join(bare.casefold().split())
 
@@ -281,12 +282,12 @@ class LabelColumn:
             self._overflow()
 
     def _overflow(self) -> None:
-        """Treat labels that are too many for classes as amounts. Raises UsageError if some are words."""
+        """Treat labels as amounts if they are too many for classes. Raises UsageError if some are words."""
         wrong = next((each for each in self._codes if not NUMBER.match(each.strip())), None)
         if wrong is not None or self._schema.words or self._keys.classes in ("words", "numbers"):
             raise UsageError(
                 f"{self._path}: column '{self._name}' has more than {CLASSES_MAX:,} different labels",
-                "name the column of labels: `[data] label`",
+                "set the column of labels: `[data] label`",
             )
         table = self._amounts(list(self._codes))
         self._numbers = [table[block] for block in self._blocks]
@@ -300,7 +301,7 @@ class LabelColumn:
                 if text.lower() in NOT_FINITE:
                     raise self._not_finite()
                 raise UsageError(
-                    f"{self._path}: column '{self._name}' of labels: {shown(value)} is no number"
+                    f"{self._path}: column '{self._name}' of labels: {shown(value)} is not a number"
                 )
             if abs(float(text)) >= _FLOAT32_MAX:
                 raise self._not_finite()
@@ -311,7 +312,7 @@ class LabelColumn:
         return UsageError(f"{self._path}: column '{self._name}' of labels has a number that is not finite")
 
     def finish(self) -> Array:
-        """Return all labels as numbers. Raises UsageError if they can be read in two ways."""
+        """Return all labels as numbers. Raises UsageError if more than one reading fits."""
         if self._numbers is not None:
             self._settle("amounts")
             return np.concatenate(self._numbers)
@@ -324,12 +325,12 @@ class LabelColumn:
             schema.label_kind = kind
         elif schema.label_kind != kind:
             raise UsageError(
-                f"{self._path}: column '{self._name}' of labels holds {kind}, the training samples'"
-                f" {schema.label_kind}"
+                f"{self._path}: column '{self._name}' of labels holds {kind}, but the "
+                f"training samples' labels are {schema.label_kind}"
             )
 
     def _table(self) -> Array:
-        """Return the number of each different label."""
+        """Return the number of each distinct label."""
         values, schema, rule = list(self._codes), self._schema, self._keys.classes
         if not schema.words and isinstance(rule, tuple) and rule:
             schema.words[:] = rule
@@ -364,7 +365,10 @@ class LabelColumn:
             odd = next((each for each in values if each.strip().lower() in MISSING), None)
             if odd is not None:
                 raise self._ask(
-                    f"has {shown(odd)}: a missing label, whose rows the file must leave out, or a class",
+                    (
+                        f"has {shown(odd)}: it may be a missing label, whose rows the file must "
+                        "leave out, or a class"
+                    ),
                     {"classes": "words"},
                 )
             bare: dict[str, str] = {}
@@ -372,8 +376,10 @@ class LabelColumn:
                 other = bare.setdefault(alike(each), each)
                 if other != each:
                     raise self._ask(
-                        f"has {shown(other)} and {shown(each)}, which look alike: one class,"
-                        " to be mended in the file, or two",
+                        (
+                            f"has {shown(other)} and {shown(each)}, which look alike: they may be "
+                            "one class, to be corrected in the file, or two"
+                        ),
                         {"classes": "words"},
                     )
 
@@ -396,13 +402,14 @@ class LabelColumn:
             text = value.strip()
             if not NUMBER.match(text) or not float(text).is_integer() or abs(float(text)) >= _INT64_MAX / 2:
                 raise UsageError(
-                    f"{self._path}: column '{self._name}' of labels: {shown(value)} is no number of a class"
+                    f"{self._path}: column '{self._name}' of labels: {shown(value)} is not "
+                    "the number of a class"
                 )
             found.append(int(text) if _WHOLE.match(text) else int(float(text)))
         return np.array(found, np.int64)
 
     def _kind_of_numbers(self, values: Sequence[str]) -> Literal["numbers", "amounts"]:
-        """Return whether numbers used as labels name classes or are amounts. Raises UsageError if both
+        """Return whether numbers used as labels are names of classes or amounts. Raises UsageError if both
         fit."""
         texts = [each.strip() for each in values]
         if not all(abs(float(each)) < _FLOAT32_MAX for each in texts):
@@ -412,7 +419,10 @@ class LabelColumn:
             other = by_value.setdefault(float(each), each)
             if other != each or len(set(values)) != len(set(texts)):
                 raise self._ask(
-                    f"has {shown(other)} and {shown(each)}: one number, or the names of two classes",
+                    (
+                        f"has {shown(other)} and {shown(each)}: they may be one number, or the "
+                        "names of two classes"
+                    ),
                     {"classes": "words"},
                     {"classes": "amounts"},
                 )
@@ -421,21 +431,25 @@ class LabelColumn:
         if all(map(_WHOLE.match, texts)):
             odd = next(each for each in texts if not _CANONICAL.match(each))
             raise self._ask(
-                f"has {shown(odd)}: a class called so, or the number {int(odd)}",
+                f"has {shown(odd)}: it may be the name of a class, or the number {int(odd)}",
                 {"classes": "words"},
                 {"classes": "numbers"},
             )
         if all(float(each).is_integer() for each in texts):
             raise self._ask(
-                f"holds whole numbers written with a point, such as {shown(texts[0])}: numbers of classes, or"
-                " amounts",
+                (
+                    f"holds whole numbers written with a point, such as {shown(texts[0])}: "
+                    "they may be numbers of classes, or amounts"
+                ),
                 {"classes": "numbers"},
                 {"classes": "amounts"},
             )
         if self._count >= AMOUNTS_REPEAT * len(texts) > AMOUNTS_REPEAT and len(texts) <= _AMOUNT_CLASSES_MAX:
             raise self._ask(
-                f"holds {len(texts)} different numbers such as {shown(texts[0])}: names of classes, or"
-                " amounts",
+                (
+                    f"holds {len(texts)} different numbers such as {shown(texts[0])}: they "
+                    "may be names of classes, or amounts"
+                ),
                 {"classes": "words"},
                 {"classes": "amounts"},
             )
@@ -445,11 +459,13 @@ class LabelColumn:
         low, high = min(numbers), max(numbers)
         if low < 0:
             choices = ({"classes": "words"}, {"classes": "amounts"})
-            raise self._ask(f"has the number {low}: the name of a class, or an amount", *choices)
+            raise self._ask(f"has the number {low}: it may be the name of a class, or an amount", *choices)
         if self._count > 1 and (low > 1 or high - low + 1 > len(numbers)):
             raise self._ask(
-                f"has {len(numbers)} different numbers from {low} to {high}, and not all from 0 or 1 on:"
-                " numbers of classes, or amounts",
+                (
+                    f"has {len(numbers)} different numbers from {low} to {high}, which do not "
+                    "count up from 0 or 1: they may be numbers of classes, or amounts"
+                ),
                 {"classes": "numbers"},
                 {"classes": "amounts"},
             )

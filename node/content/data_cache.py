@@ -1,8 +1,8 @@
-"""The data sets on this node, least recently used first, evicted when there is no room.
+"""The data sets on this node, in order of last use; the least recently used are evicted to make room.
 
-The owner's data and data fetched for others' runs are each held to the guests' budget (`node.storage.blobs`).
-Beyond it the least recently used set goes, unless a run on this node needs it. Everything here waits for the
-disk, so it is called in the executor's threads.
+The owner's own data and the data fetched for others' runs each have the guests' budget (`node.storage.blobs`)
+as their limit. Above the limit, the least recently used set is evicted, unless a run on this node needs it.
+All functions here wait for the disk, so they are called in the executor's threads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from node.seams import Storage
 from node.storage.blobs import Blobs, NoRoom
 
 SETS_MAX = 256
-"""Data sets kept at once, however small."""
+"""Maximum number of data sets kept, however small they are."""
 INDEX_NAME = "datasets"
 _INDEX_BYTES_MAX = 1 << 20
 _LABEL = "data-"
@@ -29,7 +29,7 @@ class _Kept(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DataCache:
-    """The cache of one data folder; reads the existing sets when it is made."""
+    """The cache of one data folder. It loads the existing sets when it is created."""
 
     def __init__(self, storage: Storage, blobs: Blobs, needed: Callable[[], Sequence[str]]) -> None:
         self.evicted: list[str] = []
@@ -50,7 +50,7 @@ class DataCache:
             found = {}
         pinned = {label.removeprefix(_LABEL) for label in blobs.labels(_LABEL)}
         self._kept = {digest: kept for digest, kept in found.items() if digest in pinned}
-        for digest in pinned - set(self._kept):  # a crash interrupted it
+        for digest in pinned - set(self._kept):  # a crash interrupted storing the set
             blobs.unpin(_LABEL + digest)
 
     def __contains__(self, digest: str) -> bool:
@@ -62,14 +62,15 @@ class DataCache:
         return tuple(self._kept)
 
     def bytes_here(self, *, own: bool) -> int:
-        """Return the size of this node's own sets, or of the others."""
+        """Return the total size of this node's own sets (`own`), or of all other sets."""
         return sum(kept.size_bytes for kept in self._kept.values() if kept.is_own == own)
 
     def keep(self, digest: str, sizes: Mapping[bytes, int], *, is_own: bool) -> None:
-        """Hold the blobs of a set, some of which may come later. It becomes the most recently used.
+        """Hold the blobs of a set, some of which may arrive later. The set becomes the most recently used.
 
         Raises:
-            NoRoom: evicting all unneeded sets is not enough. OSError.
+            NoRoom: evicting all unneeded sets does not free enough.
+            OSError: as raised by the storage.
         """
         with self._lock:
             before = self._kept.pop(digest, None)
@@ -99,7 +100,7 @@ class DataCache:
             if not self._evict_one(own=True) and not self._evict_one(own=False):
                 raise NoRoom(f"{SETS_MAX} data sets are in use here")
         if kept.is_own:
-            # A person's own set is kept whatever its size; earlier ones go.
+            # The owner's own set is kept whatever its size; earlier own sets are evicted.
             while self.bytes_here(own=True) + kept.size_bytes > self._blobs.guest_bytes_max:
                 if not self._evict_one(own=True):
                     return
@@ -117,7 +118,7 @@ class DataCache:
         return False
 
     def sweep(self) -> None:
-        """Free the blobs of evicted sets; not while blobs are being held."""
+        """Free the blobs of evicted sets. Must not be called while blobs are being held."""
         if not self._is_swept:
             self._is_swept = True
             self._blobs.sweep()

@@ -1,9 +1,9 @@
-"""Training data: scikit-learn's digits, a folder with `train.npz` and `test.npz`, or a file of text.
+"""Training data: scikit-learn's digits, a folder with `train.npz` and `test.npz`, or a text file.
 
-Samples are dealt by number, so that any holder of the data can recreate every micro-batch. In a set of S
-shards (`node.content.shards`), micro-batch m consists of the next samples of shard m % S, whose epochs are
-permutations drawn from (seed, epoch, shard). Most sets are one shard. Only numpy is used: importing
-scikit-learn takes seconds, its file does not.
+Samples are dealt by number, so that any peer that has the data can recreate every micro-batch. If a data set
+has S shards (`node.content.shards`), micro-batch m consists of the next samples of shard m % S. Each epoch of
+a shard is a permutation drawn from (seed, epoch, shard). Most data sets have one shard. This module uses only
+numpy, and reads scikit-learn's file directly, because importing scikit-learn takes seconds.
 """
 
 import gzip
@@ -30,46 +30,47 @@ from node.storage.blobs import hash_of
 Array = np.ndarray[Any, np.dtype[Any]]
 Arrays = dict[str, Array]
 Columns = Sequence[tuple[str, str]]
-"""(name of an array, numpy's name of its type) for each port."""
+"""For each port: (name of an array, numpy's name of its type)."""
 
 FileName = Literal["text", "train.npz", "validation.npz", "test.npz"]
 TEXT: FileName = "text"
 FOLDER: tuple[FileName, ...] = ("train.npz", "test.npz")
 VALIDATION: FileName = "validation.npz"
-"""Not every folder has this file."""
+"""The optional file of validation samples."""
 
 DIGITS_NAME = "digits"
 ORIGINS_NAME = "origins.npz"
-"""The file of origins, beside parts dealt from one source: see `read_origins`."""
+"""Name of the origins file, which accompanies parts dealt from one source: see `read_origins`."""
 HELD_OUT = 5
 """One digit in five is held out."""
 DIGITS_SAMPLE_SHAPE = (1, 8, 8)
 DIGITS_CLASSES = 10
-"""Known before the digits are read: enough to make a built-in model for them."""
+"""Number of classes, known before the digits are read, so that a built-in model can be made for them."""
 TEXT_HELD_OUT = 10
 """The last tenth of a text is held out."""
 TEXT_VALUES = 256
-"""A text is its bytes, so that any language and any file works."""
+"""Number of different values. Text is learnt as bytes, so any language and any file works."""
 _SPLIT_SEED = 20
 _DIGITS_FILE = "sklearn/datasets/data/digits.csv.gz"
 _DIGITS_SCALE = 16.0
 
 
 class Supply(Protocol):
-    """The source of samples that are not here yet."""
+    """Provides samples that are not on this node yet."""
 
     async def ready(self, part: PartName, shards: Sequence[int], *, again: bool = False) -> None:
-        """Wait until these shards of a part are here; `again` if they seemed to be. Raises Unreachable."""
+        """Wait until these shards of a part are here. Set `again` if they were reported ready but are
+        missing. Raises Unreachable."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples by the names of their arrays, each (N, ...), for training and held out.
+    """Samples for training and held-out samples: arrays by name, each (N, ...).
 
-    Where there is one input and one label they are called x and y. `window` is the number of bytes in a
-    sample of text. `validation` holds the samples that judge a run while it trains, if there are any.
-    `shards` are those of the training samples; `supply` provides samples on their way. Arrays may be
-    `node.content.sharded.ShardedArray`, of which samples are taken by number.
+    A single input and a single label are named x and y. `window` is the number of bytes in a sample of text.
+    `validation` holds the samples for judging a run while it trains, if any. `shards` are the shards of the
+    training samples. `supply` fetches samples that are still on their way. Arrays may be
+    `node.content.sharded.ShardedArray`, from which samples are taken by number.
     """
 
     digest: str
@@ -126,7 +127,7 @@ def labelled(
     label_values: int = 0,
     window: int = 0,
 ) -> Dataset:
-    """Return data with one input and one label."""
+    """Return a data set with one input and one label."""
     arrays = [dict(zip(("x", "y"), part, strict=True)) for part in (train, test)]
     return Dataset(digest, arrays[0], arrays[1], label_values, window)
 
@@ -147,7 +148,7 @@ def path_of(data: str, base: Path) -> Path:
 @lru_cache(maxsize=1)
 def load_digits() -> Dataset:
     """Return 1,797 handwritten digits of 1x8x8 (UCI, as scikit-learn ships them); a fixed fifth is held out.
-    A process reads this half megabyte once, so callers must not write to it.
+    The data (half a megabyte) is read once per process and shared, so callers must not write to it.
 
     Raises:
         UsageError: scikit-learn is not installed.
@@ -172,7 +173,8 @@ def load_digits() -> Dataset:
 
 
 def read_origins(folder: Path) -> dict[str, Array]:
-    """Return each part's sample numbers in the source from which the requester's command dealt them."""
+    """Return, for each part, the number that each sample had in the source from which the requester's command
+    dealt it."""
     path = folder / ORIGINS_NAME
     if not path.exists():
         return {}
@@ -181,10 +183,10 @@ def read_origins(folder: Path) -> dict[str, Array]:
 
 
 def load_folder(folder: Path) -> Dataset:
-    """Load `train.npz`, `test.npz` and optionally `validation.npz`, each with `x` and `y` (N, ...), or arrays
+    """Load `train.npz`, `test.npz` and optionally `validation.npz`. Each has `x` and `y` (N, ...), or arrays
     named like the model's inputs and labels.
 
-    This reads in the calling process; a node reads elsewhere (`node.content.dataset_store`).
+    This reads in the calling process. A node reads in another process (`node.content.dataset_store`).
 
     Raises:
         UsageError: a file is missing or does not fit.
@@ -202,16 +204,16 @@ def load_folder(folder: Path) -> Dataset:
 
 
 def part_of(name: FileName) -> PartName:
-    """Return the part that a file of a folder holds."""
+    """Return the part that this file of a folder contains."""
     return "train" if name == "train.npz" else "test" if name == "test.npz" else "validation"
 
 
 def load_text(path: Path, *, window: int, tell: Callable[[str], None] = lambda _: None) -> Dataset:
-    """Load the bytes of a file in samples of `window`; labels are the bytes one position later. `tell`
-    receives the progress.
+    """Load the bytes of a file in samples of `window`; labels are the same bytes shifted by one position.
+    `tell` receives the progress.
 
     Raises:
-        UsageError: it cannot be read, or is too short for two samples.
+        UsageError: the file cannot be read, or is too short for two samples.
     """
     with open_files(path)[TEXT] as file:
         data, packed = read_text(file, may_map=False), 0
@@ -219,15 +221,14 @@ def load_text(path: Path, *, window: int, tell: Callable[[str], None] = lambda _
         def put(blob: bytes) -> bytes:
             nonlocal packed
             packed += len(blob)
-            tell(f"{packed / 1e6:,.0f} MB of samples made of {len(data) / 1e6:,.0f} MB of text")
+            tell(f"made {packed / 1e6:,.0f} MB of samples from {len(data) / 1e6:,.0f} MB of text")
             return hash_of(blob)
 
         return from_text(data, window, str(path), put)
 
 
 def open_files(path: Path) -> dict[FileName, IO[bytes]]:
-    """Return the open files of data at `path`, a text or a folder; the caller closes them. Raises
-    UsageError."""
+    """Open the files of the data at `path`, a text or a folder. The caller closes them. Raises UsageError."""
     files: dict[FileName, IO[bytes]] = {}
     names: tuple[FileName, ...] = (TEXT,) if path.is_file() else FOLDER
     if (path / VALIDATION).exists():
@@ -247,43 +248,46 @@ def open_files(path: Path) -> dict[FileName, IO[bytes]]:
 
 
 def read_text(file: IO[bytes], *, may_map: bool) -> Array:
-    """Return the bytes of a text; mapped if nobody truncates the file. Raises OSError."""
+    """Return the bytes of a text. `may_map`: memory-map the file; this requires that nobody truncates it.
+    Raises OSError."""
     if may_map and file.seek(0, os.SEEK_END):
-        with suppress(io.UnsupportedOperation):  # it is in memory already
+        with suppress(io.UnsupportedOperation):  # the file is already in memory
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     file.seek(0)
     return np.frombuffer(file.read(), np.uint8)
 
 
 def from_arrays(parts: Mapping[PartName, Mapping[str, Array]], where: str, put: Put = hash_of) -> Dataset:
-    """Return data of the arrays of each part. `put` receives the packed blobs.
+    """Make a data set from the arrays of each part. `put` receives the packed blobs.
 
     Raises:
-        UsageError: they do not match. OSError: as `put`.
+        UsageError: the arrays do not match.
+        OSError: as raised by `put`.
     """
     train = parts["train"]
     for part, arrays in parts.items():
         if set(train) != set(arrays):
             raise UsageError(
-                f"{where}: train.npz has {', '.join(train)}, and {part}.npz {', '.join(arrays)}",
+                f"{where}: train.npz has {', '.join(train)}, but {part}.npz has {', '.join(arrays)}",
                 "give all parts the same arrays",
             )
         for name, array in train.items():
             other = arrays[name]
             if array.shape[1:] != other.shape[1:]:
                 raise UsageError(
-                    f"{where}: {name} of train.npz holds samples of {array.shape[1:]}, "
-                    f"of {part}.npz {other.shape[1:]}"
+                    f"{where}: {name} of train.npz holds samples of {array.shape[1:]}, but "
+                    f"{part}.npz of {other.shape[1:]}"
                 )
             if array.dtype != other.dtype and not np.can_cast(other.dtype, array.dtype, "same_kind"):
                 raise UsageError(
-                    f"{where}: {name} of train.npz is {array.dtype}, of {part}.npz {other.dtype}"
+                    f"{where}: {name} of train.npz is {array.dtype}, but of {part}.npz {other.dtype}"
                 )
     return _packed(Dataset("", train, parts["test"], validation=parts.get("validation")), where, put)
 
 
 def from_text(data: Array, window: int, where: str, put: Put = hash_of) -> Dataset:
-    """Return data of the bytes of a text. Raises UsageError if it is too short. OSError: as `put`."""
+    """Make a data set from the bytes of a text. Raises UsageError if the text is too short, and OSError as
+    `put` does."""
     count = (len(data) - 1) // max(1, window)
     if count < 2:
         raise UsageError(f"{where}: {len(data)} bytes of text are too few for samples of {window}")
@@ -309,7 +313,7 @@ def _packed(dataset: Dataset, where: str, put: Put) -> Dataset:
 
 
 class Batches:
-    """Micro-batches of a dataset by number, the same for everyone with the same seed.
+    """Micro-batches of a dataset by number. They are the same for every peer with the same seed.
 
     `inputs` and `labels` name arrays in the order of the model's ports, each with numpy's name of its type.
     """
@@ -324,7 +328,7 @@ class Batches:
         labels: Columns,
         validated: int = 0,
     ) -> None:
-        """The first held-out micro-batches are of the `validated` samples, later ones of test samples."""
+        """Held-out micro-batches first use up the `validated` validation samples, then the test samples."""
         self._dataset = dataset
         self._validated = validated
         self._validations = -(-validated // microbatch)
@@ -352,7 +356,8 @@ class Batches:
         return self._dataset.validation_samples, self._dataset.test_samples
 
     def rows(self, number: int, *, train: bool) -> list[int]:
-        """Return which samples make a micro-batch, in order; held-out ones are numbered in their part."""
+        """Return the numbers of the samples in a micro-batch, in order. Held-out samples are numbered within
+        their part."""
         if not train:
             place = number if number < self._validations else number - self._validations
             count = self._validated if number < self._validations else self._dataset.test_samples
@@ -365,7 +370,7 @@ class Batches:
         return [int(self._permutation(p // total, shard)[p % total]) * count + shard for p in positions]
 
     async def ready(self, number: int, *, train: bool, again: bool = False) -> None:
-        """Wait until the samples of a micro-batch are here. Raises Unreachable if nobody has them."""
+        """Wait until the samples of a micro-batch are here. Raises Unreachable if no peer has them."""
         if self._dataset.supply is None:
             return
         if train:
@@ -382,7 +387,7 @@ class Batches:
         return self._taken(self._dataset.validation, self.rows(number, train=False))
 
     def test(self, number: int) -> tuple[list[Array], list[Array]]:
-        """Return inputs and labels of test micro-batch `number`; the last may be short."""
+        """Return inputs and labels of test micro-batch `number`; the last micro-batch may be smaller."""
         part = slice(number * self._microbatch, (number + 1) * self._microbatch)
         return self._taken(self._dataset.test, part)
 

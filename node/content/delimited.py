@@ -1,7 +1,7 @@
-"""Tables of text (csv, tsv) as programs write them: their form and their rows.
+"""Text tables (csv, tsv) as programs write them: their form and their rows.
 
-Encoding, separator, decimal mark and the presence of a header are detected where only one reading fits;
-otherwise the person must give the key. The rows are parsed by Python's `csv` (RFC 4180, strict about quotes).
+Encoding, separator, decimal mark and the presence of a header are detected if only one reading fits.
+Otherwise the user must set the key. The rows are parsed by Python's `csv` (RFC 4180, strict about quotes).
 Sources: Excel's "sep=" line and byte-order marks, pandas' `to_csv`, R's `write.csv`, numpy's `savetxt`.
 """
 
@@ -18,7 +18,8 @@ from node.errors import UsageError
 from node.protocols.data_table import COLUMNS_MAX, DataTable
 
 NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z")
-"""A number as programs write it. Python's `float` also takes 1_1 for 11, and digits of other scripts."""
+"""The format in which programs write numbers. Python's `float` is too permissive: it also reads 1_1 as 11,
+and accepts digits of other scripts."""
 COMMA_NUMBER = re.compile(r"[+-]?[0-9]*,[0-9]+(?:[eE][+-]?[0-9]+)?\Z")
 _THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:,[0-9]{3})+\Z")
 _POINT_THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:\.[0-9]{3})+\Z")
@@ -27,16 +28,17 @@ MISSING = frozenset(
     {"na", "n/a", "n.a.", "#n/a", "#na", "<na>", "nan", "-nan", "nat", "null", "(null)", "nil", "none",
      "missing", "?", "\\n", "-", "--", ".", "#value!", "#ref!", "#div/0!", "#name?", "#num!", "#null!"}
 )  # fmt: skip
-"""Words that programs write for a missing value, in lower case; a class may have such a name too."""
+"""Words that programs write for a missing value, in lower case. A class may also have such a name."""
 LABELS = ("label", "labels", "target")
 WEAK_LABELS = ("class", "y")
-"""Names of label columns; the weak ones are often a feature's."""
+"""Weaker names for a label column: a feature often has such a name too."""
 
 SAMPLE_CHARACTERS = 1 << 18
 SAMPLE_ROWS = 200
-"""The rows from which the form is detected; all rows must match it."""
+"""Number of rows from which the form is detected. All later rows must match that form."""
 HEAD_BYTES_MAX = 1 << 24
-"""Bytes read where lines are long: three lines of 65,536 columns with long names."""
+"""Maximum number of bytes read for detection if lines are long: enough for three lines of 65,536 columns with
+long names."""
 _LINES_MIN = 4
 _SEPARATORS = ",;\t|"
 _SEPARATOR_NAMES = {"\t": "tab", " ": "space"}
@@ -48,20 +50,22 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 _GUESSES = ("cp1252", "mac_roman", "cp1251", "shift_jis", "latin-1")
-"""Encodings that a file may have if it is not UTF-8; an error shows how the first that fit would read it."""
+"""Encodings that a file may have if it is not UTF-8. An error shows how the first ones that fit would read
+the file."""
 _OTHER_FILES = (
     (b"\x1f\x8b", "packed by gzip", "unpack it first"),
-    (b"PK\x03\x04", "a zip archive, or a sheet of Excel", "unpack it first, or save the sheet as csv"),
+    (b"PK\x03\x04", "a zip archive, or an Excel sheet", "unpack it first, or save the sheet as csv"),
     (b"PAR1", "Parquet", "call it .parquet"),
     (b"version https://git-lfs", "a pointer that Git LFS left in place of the file", "git lfs pull"),
 )
-"""Files of other forms with a table's suffix, by their first bytes, and how to make a table of each."""
+"""Other file types that may have a table's suffix: their first bytes, their name, and how to get a text table
+from them."""
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 
 
 @dataclass(frozen=True)
 class TableForm:
-    """The form of a table of text. `columns` are the names, generated where the first line has none."""
+    """The form of a text table. `columns` are the names, generated if the first line has none."""
 
     encoding: str
     separator: str
@@ -82,10 +86,11 @@ class TableForm:
 
 
 def find_form(path: Path, keys: DataTable, *, known: tuple[str, ...] = ()) -> TableForm:
-    """Return the form of a table; `known` are names of columns that it should have.
+    """Return the form of a table. `known` are names of columns that it should have.
 
     Raises:
-        UsageError: it is not a table, or several forms fit. OSError.
+        UsageError: it is not a table, or several forms fit.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         head = file.read(4 * SAMPLE_CHARACTERS)
@@ -98,7 +103,7 @@ def find_form(path: Path, keys: DataTable, *, known: tuple[str, ...] = ()) -> Ta
     encoding, is_marked = _encoding(path, head, keys)
     text = _decoded(path, head, encoding, keys, is_whole=is_whole)
     if _UNPRINTABLE.search(text):
-        raise UsageError(f"{path}: no table of text: it holds bytes that are no letters")
+        raise UsageError(f"{path}: no table of text: it holds bytes that are not text")
     if len(text) > SAMPLE_CHARACTERS and text.count("\n", 0, SAMPLE_CHARACTERS) >= _LINES_MIN:
         text, is_whole = text[:SAMPLE_CHARACTERS], False
     _check_width(path, text, keys)
@@ -112,7 +117,7 @@ def find_form(path: Path, keys: DataTable, *, known: tuple[str, ...] = ()) -> Ta
     columns = _names(path, rows[0]) if has_names else tuple(f"column_{n}" for n in range(1, len(rows[0]) + 1))
     sample = tuple(map(tuple, rows[1:] if has_names else rows))
     if not sample:
-        raise UsageError(f"{path}: want a line of names and then a row for each sample")
+        raise UsageError(f"{path}: want a line of column names, then one row per sample")
     return TableForm(encoding, separator, decimal, has_names, skipped, columns, sample, is_marked)
 
 
@@ -154,7 +159,10 @@ def _ragged(path: Path, number: int, row: list[str], width: int, separator: str)
     told = _SEPARATOR_NAMES.get(separator, f"'{separator}'")
     return UsageError(
         f"{path}: row {number} has {len(row)} fields, the first line {width} (separator {told})",
-        "one line for each sample, with as many fields as the first; another separator: `[data] separator`",
+        (
+            "write one line per sample, with as many fields as the first line; or set "
+            "another separator: `[data] separator`"
+        ),
     )
 
 
@@ -173,13 +181,15 @@ def _encoding(path: Path, head: bytes, keys: DataTable) -> tuple[str, bool]:
                 'for example encoding = "cp1252", "utf-8" or "utf-16"',
             ) from None
         if not getattr(wanted, "_is_text_encoding", True):
-            raise UsageError(f"{path}: encoding {shown(keys.encoding)} is none of text")
+            raise UsageError(f"{path}: encoding {shown(keys.encoding)} is not a text encoding")
         if not mark:
             return wanted.name, False
         if not wanted.name.startswith(mark.removesuffix("-sig")):
             raise UsageError(
-                f"{path}: begins with the byte-order mark of {mark.removesuffix('-sig')}, and encoding is"
-                f" {shown(keys.encoding)}",
+                (
+                    f"{path}: begins with the byte-order mark of {mark.removesuffix('-sig')}, "
+                    f"but encoding is {shown(keys.encoding)}"
+                ),
                 "leave encoding out",
             )
     if mark:
@@ -206,7 +216,8 @@ def _decoded(path: Path, head: bytes, encoding: str, keys: DataTable, *, is_whol
 
 
 def _not_in(path: Path, error: UnicodeDecodeError, encoding: str, keys: DataTable) -> UsageError:
-    """Return the error for bytes that do not fit the encoding: their text in two others."""
+    """Return the error for bytes that do not fit the encoding; it shows them as text in two other
+    encodings."""
     data = bytes(error.object)
     start = max(data.rfind(b"\n", 0, error.start), error.start - 12) + 1
     odd = data[min(start, error.start) : error.start + 8].split(b"\n")[0].split(b"\r")[0]
@@ -231,14 +242,15 @@ def _not_in(path: Path, error: UnicodeDecodeError, encoding: str, keys: DataTabl
 
 
 def _stated_separator(text: str) -> tuple[str, int]:
-    """Return the separator that Excel's first line `sep=;` states, and how many lines that takes."""
+    """Return the separator that Excel's first line `sep=;` states, and the number of lines that this
+    statement takes."""
     first = text.split("\n", 1)[0].rstrip("\r").strip('"')
     is_stated = first.startswith("sep=") and len(first) == 5
     return (first[4], 1) if is_stated else ("", 0)
 
 
 def _parsed(text: str, separator: str, *, is_whole: bool) -> list[list[str]]:
-    """Return the first rows; none if quotes do not match."""
+    """Return the first rows, or none if quotes do not match."""
     rows: list[list[str]] = []
     cut = text if is_whole else text[: text.rfind("\n") + 1]
     try:
@@ -278,16 +290,17 @@ def _separator(
         if len(rows) > 1 and {len(row) for row in rows[1:]} == {len(rows[0]) + 1} and len(rows[0]) > 1:
             error = _ragged(path, 2, rows[1], len(rows[0]), each)
             raise UsageError(
-                f"{error.written[0]}: names of rows without a name of their own, as R writes them",
-                f"write.csv of R, or col.names = NA; if it is no table of R: {error.written[1]}",
+                f"{error.written[0]}: the rows have names, but their column has none, as R writes it",
+                f"use R's write.csv, or col.names = NA. If R did not write this table: {error.written[1]}",
             )
-    # None fits: the separator whose first line has most fields shows what is wrong with the rows.
+    # No separator fits. Judge the rows by the separator that gives the first line the most fields, so that
+    # the error shows what is wrong with them.
     best = max(found, key=lambda each: len(found[each][0]) if found[each] and each != " " else 0)
     rows = found[best]
     if not rows or not text.strip():
         _refuse_unparsed(path, text, best)
     if len(rows) == 1 and is_whole:
-        raise UsageError(f"{path}: want a line of names and then a row for each sample")
+        raise UsageError(f"{path}: want a line of column names, then one row per sample")
     width = len(rows[0])
     for number, row in enumerate(rows, 1):
         if len(row) != width:
@@ -297,7 +310,7 @@ def _separator(
 
 def _refuse_unparsed(path: Path, text: str, separator: str) -> None:
     if not text.strip():
-        raise UsageError(f"{path}: want a line of names and then a row for each sample")
+        raise UsageError(f"{path}: want a line of column names, then one row per sample")
     reason = "a quoted field does not end"
     try:
         for _ in csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True):
@@ -314,12 +327,15 @@ def _decimal(path: Path, rows: list[list[str]], keys: DataTable, separator: str)
     commas = [field for field in fields if "," in field and COMMA_NUMBER.match(field)]
     if not commas:
         pointed = [field for field in fields if "." in field and NUMBER.match(field)]
-        # Where the comma is the decimal mark, `;` separates.
+        # In files whose decimal mark is the comma, the separator is usually `;`.
         if separator == ";" and pointed and all(map(_POINT_THOUSANDS.match, pointed)):
             raise unclear(
                 path,
-                f"{shown(pointed[0])} is {pointed[0]} or {pointed[0].replace('.', '')}: the point may be the"
-                " mark of decimals, or of thousands, which the file must leave out",
+                (
+                    f"{shown(pointed[0])} is {pointed[0]} or {pointed[0].replace('.', '')}: "
+                    "the point may be a decimal mark or a thousands separator, which the "
+                    "file must leave out"
+                ),
                 keys,
                 {"decimal": "."},
             )
@@ -328,7 +344,7 @@ def _decimal(path: Path, rows: list[list[str]], keys: DataTable, separator: str)
     if points:
         raise unclear(
             path,
-            f"numbers are written with a point and with a comma: {shown(points)}, {shown(commas[0])}",
+            f"some numbers have a decimal point, others a comma: {shown(points)}, {shown(commas[0])}",
             keys,
             {"decimal": "."},
             {"decimal": ","},
@@ -336,8 +352,11 @@ def _decimal(path: Path, rows: list[list[str]], keys: DataTable, separator: str)
     if all(_THOUSANDS.match(field) for field in commas):
         raise unclear(
             path,
-            f"{shown(commas[0])} is {commas[0].replace(',', '.')} or {commas[0].replace(',', '')}: the comma"
-            " may be the mark of decimals, or of thousands, which the file must leave out",
+            (
+                f"{shown(commas[0])} is {commas[0].replace(',', '.')} or "
+                f"{commas[0].replace(',', '')}: the comma may be a decimal mark or a "
+                "thousands separator, which the file must leave out"
+            ),
             keys,
             {"decimal": ","},
         )
@@ -345,7 +364,7 @@ def _decimal(path: Path, rows: list[list[str]], keys: DataTable, separator: str)
 
 
 def number_text(field: str, decimal: str) -> str:
-    """Return a field as a number in this module's form, if it is one."""
+    """Return a field as a number with a decimal point, if it is a number."""
     text = field.strip()
     return text.replace(",", ".") if decimal == "," and COMMA_NUMBER.match(text) else text
 
@@ -396,10 +415,10 @@ def _names(path: Path, row: list[str]) -> tuple[str, ...]:
     taken = {name for name in names if name}
     if len(taken) != len([name for name in names if name]):
         twice = next(name for name in names if name and names.count(name) > 1)
-        raise UsageError(f"{path}: two columns of one name in the first line: {shown(twice)}")
+        raise UsageError(f"{path}: two columns have the same name in the first line: {shown(twice)}")
     return tuple(name or unnamed(place) for place, name in enumerate(names, 1))
 
 
 def unnamed(place: int) -> str:
-    """Return the name of an unnamed column at a position from 1."""
+    """Return the name of an unnamed column at this position, counted from 1."""
     return f"(column {place})"

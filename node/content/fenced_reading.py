@@ -1,9 +1,9 @@
-"""A fenced process that reads a person's files, `python -m node.content.fenced_reading`, and its caller.
+"""A fenced process that reads a user's files, `python -m node.content.fenced_reading`, and its caller.
 
 The process fences itself in (`node.stages.sandbox`) before it opens a file: it can read only the sources,
-cannot write, reaches no network, and has bounds on memory and time that follow from the sources' size. It
-reports what it found; the command checks that, makes room in an unnamed file, and has the numbers written
-there. A missing fence is only reported, not refused, because the files are the person's own.
+cannot write, cannot reach any network, and has limits on memory and time that follow from the sources' size.
+It reports what it found. The command checks this report, allocates an unnamed file, and has the process write
+the arrays into it. If no fence is available, this is only reported, because the files are the user's own.
 """
 
 import gc
@@ -36,16 +36,18 @@ from node.stages.parent import die_with
 from node.stages.scratch import Scratch
 
 MEMORY_BYTES = 512 << 20
-"""On top of Python, numpy and the reading libraries: a few chunks as text, one row group of Parquet."""
+"""Memory allowed in addition to Python, numpy and the reading libraries: a few chunks as text, one row group
+of Parquet."""
 TEXT_RATIO = 8
-"""A field of two bytes is a number of four, which exists twice while blocks are joined."""
+"""Memory allowed for a text table, relative to its size. A field of two bytes becomes a number of four bytes,
+which exists twice while blocks are joined."""
 COPIES = 3
-"""Copies of arrays of the other forms, at most, while they are dealt into parts."""
+"""Maximum number of copies of arrays of other forms while they are dealt into parts."""
 START_SECONDS = 60.0
 SLOW_BYTES_PER_SECOND = 1e6
-"""A slow machine's rate for csv or JPEG; a source that takes longer is made to."""
+"""The rate at which a slow machine reads csv or JPEG. A source that takes longer is considered hostile."""
 ARRAYS_BYTES_MAX = 64 << 30
-"""The maximal size of a data set (docs/data.md)."""
+"""Maximum size of a data set (docs/data.md)."""
 TELL_SECONDS = 0.5
 LINE_BYTES_MAX = 2 * READING_BYTES_MAX
 _ROOT = str(Path(__file__).parents[2])
@@ -54,11 +56,13 @@ _ARROW = {"ARROW_DEFAULT_MEMORY_POOL": "system", "JE_ARROW_MALLOC_CONF": "backgr
 """pyarrow's own allocators start threads when loaded, which the fences would miss."""
 _TOKENIZERS = {"TOKENIZERS_PARALLELISM": "false"}
 TOKENS_BYTES_PER_SECOND = 1e5
-"""A slow machine's rate of tokenizing a text; a shared core reaches 1e6."""
+"""The rate at which a slow machine tokenizes text. A shared core reaches 1e6."""
 TOKEN_RATIO = 24
-"""A token may be one byte, which takes four in each of a list, x and y, and more while they grow."""
+"""Memory allowed for tokens, relative to the size of the text. A token may be a single byte and takes four
+bytes each in a list, in x and in y, and more while these grow."""
 TOKENIZER_RATIO = 24
-"""The tables of a tokenizer.json, relative to its size: 11 MB take 120."""
+"""Memory allowed for the tables of a tokenizer, relative to the size of its tokenizer.json: 11 MB take
+120."""
 
 
 class _Ask(msgspec.Struct, frozen=True):
@@ -86,7 +90,7 @@ class _Array(msgspec.Struct, frozen=True):
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """A line of the process: its progress, its findings, or why it failed; empty at the end."""
+    """A line from the process: its progress, its findings, or the reason for a failure. Empty at the end."""
 
     progress: str = ""
     arrays: list[_Array] | None = None
@@ -96,8 +100,8 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 def read_fenced(wish: SourceWish, folder: Path, tell: Tell = lambda _: None) -> SampleParts:
-    """Read a request's sources in a process of its own; the arrays are mapped from an unnamed file in
-    `folder`. Raises UsageError."""
+    """Read a request's sources in a separate process. The arrays are mapped from an unnamed file in `folder`.
+    Raises UsageError."""
     with downloaded(wish, folder) as (here, names):
         shown_base = here.base
         here = replace(here, base=here.base.absolute())
@@ -113,7 +117,7 @@ def read_fenced(wish: SourceWish, folder: Path, tell: Tell = lambda _: None) -> 
         missing = [source for source in sources if not source.exists()]
         try:
             if missing:
-                read(here)  # which reports what is missing
+                read(here)  # this reports the missing file
             samples = _asked(here, sources, folder, tell)
         except UsageError as error:
             raise renamed(error, names) from None
@@ -172,8 +176,8 @@ def _asked(wish: SourceWish, sources: list[Path], folder: Path, tell: Tell) -> S
                 f"more than {seconds} s" if spent >= seconds else f"more than {ask.memory_bytes >> 20} MiB"
             )
             raise UsageError(
-                f"{sources[0]}: the process that reads it has ended: it takes {reason} for {size:,} bytes",
-                "is it damaged? A smaller file, or one of arrays (npz), takes less",
+                f"{sources[0]}: the process that reads it was ended: it takes {reason} for {size:,} bytes",
+                "check whether it is damaged, or use a smaller file or one of arrays (npz), which takes less",
             ) from None
         finally:
             timer.cancel()
@@ -183,14 +187,14 @@ def _asked(wish: SourceWish, sources: list[Path], folder: Path, tell: Tell) -> S
 
 
 def _files_of(tokenizer: Path, folder: Path | str) -> list[Path]:
-    """Return the files read for a tokenizer and a model's folder."""
+    """Return the files that are read for a tokenizer and a model's folder."""
     found = [tokenizer, *(Path(folder) / name for name in READ_FILES if folder)]
     return [each for each in found if each.is_file()]
 
 
 def _extent(source: Path) -> tuple[int, list[str]]:
-    """Return the size of a source, and the paths that must be readable for it: itself, and the targets of its
-    links."""
+    """Return the size of a source, and the paths that must be readable for it: the source and the targets of
+    its links."""
     places = [os.path.realpath(source)]
     if not source.is_dir():
         return source.stat().st_size, places
@@ -233,9 +237,11 @@ def _converse(process: "subprocess.Popen[bytes]", ask: _Ask, out: IO[bytes], tel
                 raise EOFError
             size = sum(_padded(each) for each in said.arrays)
             if not 0 < size <= ARRAYS_BYTES_MAX or any(each.size_bytes <= 0 for each in said.arrays):
-                raise UsageError(f"{ask.data}: {size >> 30} GiB of samples; at most {ARRAYS_BYTES_MAX >> 30}")
+                raise UsageError(
+                    f"{ask.data}: {size >> 30} GiB of samples; at most {ARRAYS_BYTES_MAX >> 30} GiB are read"
+                )
             if hasattr(os, "posix_fallocate"):
-                # a full disk is an error here, not a crash at the map
+                # A full disk raises an error here. Without the allocation, writing to the map would crash.
                 os.posix_fallocate(out.fileno(), 0, size)
             else:
                 out.truncate(size)
@@ -246,7 +252,9 @@ def _converse(process: "subprocess.Popen[bytes]", ask: _Ask, out: IO[bytes], tel
         except BrokenPipeError:
             raise EOFError from None
         except OSError as error:
-            raise UsageError(f"{ask.data}: no room for its numbers: {error.strerror or error}") from None
+            raise UsageError(
+                f"{ask.data}: no room on disk for its arrays: {error.strerror or error}"
+            ) from None
     return _samples(said.arrays, said.reading, mapping)
 
 
@@ -291,7 +299,7 @@ def _listen(come: IO[bytes], tell: Tell) -> _Said:
 def main(arguments: list[str]) -> None:
     out, parent = map(int, arguments)
     die_with(parent)
-    gc.disable()  # millions of rows without cycles, which the collector would scan again and again
+    gc.disable()  # millions of rows without reference cycles, which the collector would scan repeatedly
     ask = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Ask)
     resource.setrlimit(resource.RLIMIT_CPU, (ask.seconds, ask.seconds))
     _load_readers(ask.readable, ask.language)
@@ -337,7 +345,7 @@ def _load_readers(sources: list[str], language: Language | None) -> None:
 
             Image.init()
     except ImportError:
-        return  # the reader names what is not installed
+        return  # the reader itself reports what is not installed
 
 
 def _teller() -> Callable[[str], None]:

@@ -1,10 +1,10 @@
-"""A fenced process that makes tokens of texts and texts of tokens, as its parent sees it: `FencedText`.
+"""The parent of a fenced process that converts texts to tokens and tokens to texts: `FencedText`.
 
-The process (`node.content.text_process`) has the files of one model (`node.content.text_files`), which may
-be a stranger's. Neither Jinja's sandbox nor a tokenizer's rules bound what they take, so each answer has a
-time, after which the process is killed, and the kernel bounds its memory. Prompts and answers go through
-pipes (`node.content.text_questions`), and stand nowhere else. The process is kept while a service is asked
-something, since it takes a second to start.
+The process (`node.content.text_process`) has the files of one model (`node.content.text_files`), which may be
+untrusted. Neither Jinja's sandbox nor a tokenizer's rules limit the time and memory that they use. So each
+answer has a time limit, after which the process is killed, and the kernel limits its memory. Prompts and
+answers go through pipes (`node.content.text_questions`) and are written nowhere else. The process is kept
+while a service is in use, because it takes a second to start.
 """
 
 import os
@@ -38,35 +38,38 @@ from node.stages.piped import PipedProcess
 from node.stages.scratch import Scratch
 
 MEMORY_BYTES = 256 << 20
-"""On top of Python, the libraries, and the tokenizer's tables: a chat as text and as tokens."""
+"""Memory allowed in addition to Python, the libraries, and the tokenizer's tables: a chat as text and as
+tokens."""
 TABLES_RATIO = 24
-"""The tables of a tokenizer.json, relative to its size: 11 MB take 120."""
+"""Memory allowed for the tables of a tokenizer, relative to the size of its tokenizer.json: 11 MB take
+120."""
 START_SECONDS = 60.0
-"""Python and the libraries take a second, 35 MB of tokenizer some; a machine may be busy."""
+"""Time limit for the start. Python and the libraries take a second and a tokenizer of 35 MB a few more, and
+the machine may be busy."""
 ANSWER_SECONDS = 10.0
-"""The time limit for rendering and tokenizing a chat: an honest one of a million letters takes a second."""
+"""Time limit for rendering and tokenizing a chat. A normal chat of a million characters takes a second."""
 LINE_BYTES_MAX = 1 << 24
-"""The size of one answer: the tokens of a long prompt."""
+"""Maximum size of one answer: the tokens of a long prompt."""
 MESSAGES_MAX = 4_096
 _ROOT = str(Path(__file__).parents[2])
 
 
 class RenderedChat(msgspec.Struct, frozen=True):
-    """The tokens of a chat, and the last letters of its text."""
+    """The tokens of a chat, and the last characters of its text."""
 
     tokens: list[int]
     tail: str = ""
 
 
 class TokenMask(msgspec.Struct, frozen=True):
-    """The tokens that may come next, one bit each; none if the answer `is_over`."""
+    """The tokens that may come next, one bit each. The mask is empty if the answer `is_over`."""
 
     bits: bytes
     is_over: bool
 
 
 class TextLost(Exception):
-    """The process has ended or was killed. The text says why; `is_own`: at the caller's own request."""
+    """The process has ended or was killed. The message says why. `is_own`: the caller itself requested it."""
 
     def __init__(self, reason: str, *, is_own: bool = False) -> None:
         super().__init__(reason)
@@ -74,7 +77,7 @@ class TextLost(Exception):
 
 
 class FencedText:
-    """One such process. `open` starts it, `aclose` ends it."""
+    """A process for one model. `open` starts it, `aclose` ends it."""
 
     def __init__(self, process: PipedProcess, scratch: Scratch, answer_seconds: float) -> None:
         self.facts = TextFacts((), 0, False)
@@ -89,9 +92,9 @@ class FencedText:
     async def open(
         cls, data: bytes, *, allow_unfenced: bool, answer_seconds: float = ANSWER_SECONDS
     ) -> "FencedText":
-        """Start a process for the files of a model, or for a model of bytes, which has none. An answer that
-        takes longer than `answer_seconds` ends it. Raises UsageError: they cannot be read;
-        RemoteProtocolError: they are malformed; TextLost."""
+        """Start a process for the files of a model, or for a byte model, which has no files. If an answer
+        takes longer than `answer_seconds`, the process is ended. Raises UsageError if the files cannot be
+        read; RemoteProtocolError if they are malformed; TextLost."""
         files = read_files(data) if data else {}
         scratch = await trio.to_thread.run_sync(Scratch)
         try:
@@ -104,7 +107,7 @@ class FencedText:
         try:
             said = await found._listen(START_SECONDS)
             if said.facts is None:
-                raise TextLost("it says nothing of the tokenizer")
+                raise TextLost("it did not report the tokenizer's facts")
             found.facts = said.facts
         except BaseException:
             with trio.CancelScope(shield=True):
@@ -119,8 +122,8 @@ class FencedText:
     async def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """Return the tokens of a chat, up to where the answer begins. Raises UsageError: there is no
-        template, it refuses the messages, or they are too many; TextLost."""
+        """Return the tokens of a chat, up to the beginning of the answer. Raises UsageError if there is no
+        template, it refuses the messages, or they are too long; TextLost."""
         return (await self.render_chat(messages, tools)).tokens
 
     async def render_chat(
@@ -145,8 +148,8 @@ class FencedText:
         is_last: bool = False,
         is_marked: bool = False,
     ) -> tuple[str, str]:
-        """Return the text that the next tokens of an answer add, and which of `stops` ended it, if any.
-        Raises TextLost, UsageError."""
+        """Return the text that the next tokens add to an answer, and the one of `stops` that ended it, if
+        any. Raises TextLost, UsageError."""
         said = await self._ask(Push(stream, list(tokens), list(stops), is_last, is_marked))
         return said.text, said.stop
 
@@ -157,8 +160,8 @@ class FencedText:
     async def begin_rule(
         self, stream: int, rule: AnswerRule, tokens: Sequence[int], stops: Sequence[int]
     ) -> TokenMask:
-        """Hold an answer to a rule; return which tokens may follow those that it has. Raises UsageError: the
-        rule cannot be followed; TextLost."""
+        """Begin to apply a rule to an answer that already has `tokens`; return which tokens may follow.
+        Raises UsageError if the rule cannot be followed; TextLost."""
         said = await self._ask(BeginRule(stream, rule, list(tokens), list(stops)))
         return TokenMask(said.mask, said.is_over)
 
@@ -168,12 +171,12 @@ class FencedText:
         return TokenMask(said.mask, said.is_over)
 
     async def end_rule(self, stream: int) -> None:
-        """Drop an answer's rule. Raises TextLost."""
+        """Forget an answer's rule. Raises TextLost."""
         await self._ask(EndRule(stream))
 
     async def _ask(self, question: TextQuestion) -> TextAnswer:
-        # Shielded, and bounded in time: a partial question, or an unread answer, would corrupt the next
-        # exchange.
+        # Shielded and with a time limit, because a partial question or an unread answer would corrupt the
+        # next exchange.
         async with self._turn:
             said: TextAnswer | None = None
             with trio.CancelScope(shield=True):
@@ -193,7 +196,7 @@ class FencedText:
                 await self._process.send(line)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             await self.aclose()
-            raise TextLost("it has ended") from None  # before it had the whole question
+            raise TextLost("it has ended") from None  # it ended before it had the whole question
         except trio.TooSlowError:
             await self.aclose()
             raise TextLost(_too_slow(self._answer_seconds)) from None
@@ -203,7 +206,7 @@ class FencedText:
         line: bytes | None = None
         with trio.move_on_after(seconds):
             line = await self._line()
-        is_own = not self.is_lost  # otherwise somebody else ended it meanwhile
+        is_own = not self.is_lost  # otherwise another task has ended it meanwhile
         if line is None:
             await self.aclose()
             raise TextLost(_too_slow(seconds), is_own=is_own)
@@ -211,7 +214,7 @@ class FencedText:
             said = msgspec.json.decode(line, type=TextAnswer)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             await self.aclose()
-            raise TextLost("it has ended, or says what cannot be understood", is_own=is_own) from None
+            raise TextLost("it has ended, or its answer cannot be decoded", is_own=is_own) from None
         if said.refused:
             raise UsageError(_printable(said.refused), said.do and _printable(said.do))
         return said
@@ -227,7 +230,7 @@ class FencedText:
         return line
 
     async def aclose(self) -> None:
-        """End the process; may be called again."""
+        """End the process. May be called more than once."""
         self.is_lost = True
         with trio.CancelScope(shield=True):
             await self._process.aclose()

@@ -1,7 +1,9 @@
-"""The files of a trained Hugging Face folder that its requester's node keeps: all but the weights.
+"""The files of a Hugging Face folder that was trained, kept by the requester's node: all files except the
+weights.
 
-From them and a run's result `runs fetch RUN --out FOLDER/` writes a folder for `from_pretrained`. One folder
-that many runs trained is kept once. Called in the executor's threads: it waits for the disk.
+From these files and a run's result, `runs fetch RUN --out FOLDER/` writes a folder for `from_pretrained`. A
+folder that several runs trained is kept once. These functions wait for the disk, so they are called in the
+executor's threads.
 """
 
 from functools import partial
@@ -15,9 +17,10 @@ from node.errors import UsageError
 from node.seams import Seams, Storage
 
 FILES_BYTES_MAX = 1 << 27
-"""The files of one folder: a tokenizer of 256,000 tokens has 35 MB, in two forms."""
+"""Maximum size of the files of one folder. A tokenizer of 256,000 tokens takes 35 MB, in two forms."""
 ALL_BYTES_MAX = 1 << 30
-"""The files of all folders; beyond this nothing is kept, and `runs fetch` needs the folder itself."""
+"""Maximum size of the files of all folders. Above it, no further folder is kept, and `runs fetch` needs the
+original folder."""
 _ROOM = "folders"
 
 
@@ -45,14 +48,14 @@ def keep_folder(storage: Storage, run: str, folder: Path) -> bool:
 
 
 async def put_kept_folder(seams: Seams, run: str, into: str) -> None:
-    """Write the kept files of a run into the folder `into`, unless that is empty. Raises UsageError if
-    nothing is kept. OSError."""
+    """Write the kept files of a run into the folder `into`, unless `into` is empty. Raises UsageError if
+    nothing is kept; OSError."""
     if into:
         await seams.executor.run(partial(write_kept_folder, seams.storage, run, Path(into)))
 
 
 def write_kept_folder(storage: Storage, run: str, into: Path) -> None:
-    """Write the kept files of a run into a folder. Raises UsageError if nothing is kept. OSError."""
+    """Write the kept files of a run into a folder. Raises UsageError if nothing is kept; OSError."""
     digest = storage.read(_name_of(run))
     data = storage.read(f"{_ROOM}/{digest.decode()}") if digest else None
     try:
@@ -61,9 +64,11 @@ def write_kept_folder(storage: Storage, run: str, into: Path) -> None:
         files = {}
     if CONFIG not in files:
         raise UsageError(
-            f"run {run[:8]}: this node keeps no Hugging Face folder for it: its model came as none, or"
-            " another node asked for the run",
-            "--model FOLDER, the folder that was trained; or --out FILE for the weights alone",
+            (
+                f"run {run[:8]}: this node keeps no Hugging Face folder for it: its model "
+                "was not given as one, or another node requested the run"
+            ),
+            "give --model FOLDER, the folder that was trained; or --out FILE for the weights alone",
         )
     for name in FOLDER_FILES:
         if name in files:

@@ -1,8 +1,8 @@
-"""Masks of the tokens that may come next where an answer must follow a rule: `llguidance`, behind the fence.
+"""Masks of the tokens that an answer under a rule may choose next: `llguidance`, behind the fence.
 
-A mask has a bit for each token, the lowest bit of a byte first. The cost of a grammar is bounded by the
-library's limits on its size and on the work of each step, by the memory of the process, and by the time of an
-answer.
+A mask has one bit per token; the lowest bit of a byte comes first. The cost of a grammar is bounded by the
+library's limits on its size and on the work of each step, by the memory of the process, and by the time
+allowed for an answer.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +15,10 @@ from node.errors import UsageError
 from node.invocation import install_command
 
 RULES_MAX = 512
-"""Answers with a rule at once in one process: 8 for each of the 64 requests that a node answers at once."""
+"""Maximum number of concurrent answers with a rule in one process: 8 for each of the 64 requests that a node
+answers simultaneously."""
 STOPS_KEPT_MAX = 4
-"""Sets of ids that end answers; llguidance has tables of the whole vocabulary for each."""
+"""Number of sets of stop ids kept. For each set, llguidance builds tables of the whole vocabulary."""
 _GBNF = "::="
 
 
@@ -46,19 +47,20 @@ class Masks:
     def __init__(
         self, tokens: list[bytes], special: dict[int, str], stops: list[int], template: str, known: Any
     ) -> None:
-        """`tokens` have their bytes, special tokens a name; `stops` end an answer."""
+        """`tokens` are the bytes of each token, `special` the names of special tokens by id, and `stops` the
+        ids that end an answer."""
         try:
             import llguidance
             import llguidance.gbnf_to_lark
         except ImportError:
             raise UsageError(
-                "llguidance, which holds answers to a schema or a grammar, is not installed on this node",
+                "llguidance, which keeps answers to a schema or a grammar, is not installed on this node",
                 install_command("llguidance"),
             ) from None
         self._count = len(tokens)
         rows = [special[number].encode("utf-8", "replace") if number in special else row
                 for number, row in enumerate(tokens)]  # fmt: skip
-        # If no token ends an answer, an id that the model does not have does.
+        # If no token ends an answer, use an id that the model does not have.
         self._ends = [stop for stop in stops if stop < len(rows)] or [len(rows)]
         if self._ends == [len(rows)]:
             rows.append(b"<end>")
@@ -74,12 +76,12 @@ class Masks:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no answer follows a rule."""
+        """Return whether no current answer follows a rule."""
         return not self._rules
 
     def begin(self, number: int, rule: AnswerRule, tokens: list[int]) -> tuple[bytes, bool]:
-        """Begin an answer that already has these tokens; return the next mask, and whether the answer is
-        over. Raises UsageError if the rule cannot be followed."""
+        """Begin an answer that already has these tokens. Return the next mask, and whether the answer is
+        complete. Raises UsageError if the rule cannot be followed."""
         library = self._library
         no_grammar = library.gbnf_to_lark.GbnfToLarkError
         try:
@@ -91,23 +93,23 @@ class Masks:
             raise UsageError(_first_line(str(error))) from None
         self._check(matcher)
         if tokens and not matcher.consume_tokens(tokens):
-            raise UsageError("tokens that the rule does not allow")
+            raise UsageError("the rule does not allow tokens of the answer so far")
         if len(self._rules) >= RULES_MAX:
-            raise UsageError(f"{RULES_MAX} answers follow a rule here already; ask again")
+            raise UsageError(f"{RULES_MAX} answers already follow a rule here; ask again later")
         self._rules[number] = matcher
         return self._mask(matcher)
 
     def advance(self, number: int, token: int) -> tuple[bytes, bool]:
-        """Add the chosen token; return the next mask, and whether the answer is over. Raises UsageError: no
-        such answer has begun, or the token is not allowed."""
+        """Add the chosen token. Return the next mask, and whether the answer is complete. Raises UsageError
+        if the answer has not begun, or the token is not allowed."""
         matcher = self._rules.get(number)
         if matcher is None:
-            raise UsageError("no answer of this number follows a rule")
+            raise UsageError("no answer with this number follows a rule")
         matcher.consume_token(token)
         return self._mask(matcher)
 
     def end(self, number: int) -> None:
-        """Drop an answer."""
+        """Forget an answer."""
         self._rules.pop(number, None)
 
     def _mask(self, matcher: Any) -> tuple[bytes, bool]:
@@ -118,7 +120,7 @@ class Masks:
         self._check(matcher)
         if self._count % 8:
             mask[-1] &= (1 << self._count % 8) - 1
-        is_over = matcher.is_stopped() or not any(mask)  # only an end that the model does not have
+        is_over = matcher.is_stopped() or not any(mask)  # only the invented stop id is left
         return bytes(mask), is_over
 
     @staticmethod
@@ -128,11 +130,11 @@ class Masks:
 
 
 class ServiceMasks:
-    """The masks of services that share a tokenizer, or are of bytes: they differ in the ids that end
+    """The masks of services that share a tokenizer, or that work on bytes. They differ in the ids that end
     answers."""
 
     def __init__(self, make: Callable[[list[int]], Masks]) -> None:
-        """`make` returns masks for the ids that end an answer."""
+        """`make` returns the masks for a set of ids that end an answer."""
         self._make = make
         self._kept: dict[tuple[int, ...], Masks] = {}
         self._followed: dict[int, Masks] = {}
@@ -140,7 +142,7 @@ class ServiceMasks:
     def begin(
         self, number: int, rule: AnswerRule, tokens: list[int], stops: Sequence[int]
     ) -> tuple[bytes, bool]:
-        """Begin an answer that may end with `stops`; as `Masks.begin`."""
+        """Begin an answer that may end with `stops`; otherwise like `Masks.begin`."""
         self.end(number)
         key = tuple(stops)
         masks = self._kept.pop(key, None) or self._made(key)
@@ -154,20 +156,20 @@ class ServiceMasks:
             idle = [each for each, masks in self._kept.items() if masks.is_idle]
             if not idle:
                 raise UsageError(
-                    f"{STOPS_KEPT_MAX} services with this tokenizer have rules to follow already; ask again"
+                    f"{STOPS_KEPT_MAX} services with this tokenizer already follow rules; ask again later"
                 )
             del self._kept[idle[0]]
         return self._make(list(stops))
 
     def advance(self, number: int, token: int) -> tuple[bytes, bool]:
-        """As `Masks.advance`."""
+        """Do the same as `Masks.advance`."""
         masks = self._followed.get(number)
         if masks is None:
-            raise UsageError("no answer of this number follows a rule")
+            raise UsageError("no answer with this number follows a rule")
         return masks.advance(number, token)
 
     def end(self, number: int) -> None:
-        """Drop an answer."""
+        """Forget an answer."""
         masks = self._followed.pop(number, None)
         if masks is not None:
             masks.end(number)

@@ -1,4 +1,4 @@
-"""Metrics of predictions by name: of classes, of tokens, of numbers. Only numpy, and nothing random."""
+"""Metrics of predictions by name, for classes, tokens and numbers. Uses only numpy, and nothing random."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,16 +8,16 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 
 IGNORED = -100
-"""A label that does not count, as in torch's cross entropy."""
+"""The label of positions that do not count, as in torch's cross entropy."""
 CLASSES_MAX = 1_000
-"""The most classes of a confusion matrix."""
+"""Maximum number of classes for which a confusion matrix is made."""
 TOP = 5
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Metrics by name, the predicted classes or numbers, and for up to 1,000 classes the confusion matrix:
-    row truth, column prediction."""
+    """Metrics by name, the predicted classes or numbers, and for up to 1,000 classes the confusion matrix
+    (row: truth, column: prediction)."""
 
     metrics: dict[str, float]
     predicted: Array
@@ -25,8 +25,8 @@ class Judged:
 
 
 def classes_last(outputs: Array, truth: Array) -> Array | None:
-    """Return outputs with the classes in their last place, as (..., C) for truth (...); None if they are not
-    scores of classes."""
+    """Return outputs with the classes on the last axis, as (..., C) for truth (...); None if the outputs are
+    not class scores."""
     if truth.dtype.kind not in "iub" or outputs.ndim != truth.ndim + 1:
         return None
     if outputs.shape[:-1] == truth.shape:

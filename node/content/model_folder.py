@@ -1,7 +1,8 @@
-"""Facts about a Hugging Face folder's model and tokenizer, read from its JSON files, without torch.
+"""Facts about the model and the tokenizer in a Hugging Face folder, read from its JSON files, without torch.
 
-They are the kind of model, its vocabulary and context length, and the words of its classes.
-`partition.capture` makes the model itself; both decide by the same words in the class's name.
+The facts are the kind of model, its vocabulary and context length, and the names of its classes.
+`partition.capture` loads the model itself. Both recognize the kind of model by the same words in the class's
+name.
 """
 
 import json
@@ -20,20 +21,21 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 READ_FILES = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, _SPECIAL_TOKENS)
-"""The files of a folder that are read where text becomes tokens."""
+"""The files of a folder that are needed to turn text into tokens."""
 FOLDER_FILES = (
     *READ_FILES, "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm",
     "chat_template.json", "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
 )  # fmt: skip
-"""The files that `save_pretrained` of models, tokenizers and processors writes beside the weights."""
+"""The files that `save_pretrained` of models, tokenizers and processors writes in addition to the weights."""
 CONFIG_BYTES_MAX = 1 << 20
 TOKENIZER_CONFIG_BYTES_MAX = 1 << 24
-"""With 256,000 added tokens of some lines each."""
+"""Maximum size of a tokenizer_config.json: enough for 256,000 added tokens of a few lines each."""
 LENGTH_MAX = 1024
-"""Tokens in a sample, unless the person or the model sets fewer; as in `partition.capture`."""
+"""Maximum number of tokens in a sample, unless the user or the model sets a lower one; same as in
+`partition.capture`."""
 _CLASSES_USUAL = 2
-"""The default of transformers, where a configuration has no number of classes."""
+"""Number of classes that transformers assumes if a configuration does not give it."""
 _KINDS: tuple[tuple[str, FolderKind], ...] = (
     ("ForCausalLM", "causal"),
     ("LMHeadModel", "causal"),
@@ -49,8 +51,9 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder's facts. `words` are the classes' words in the order of their numbers, empty where the folder
-    only counts them; `special` are the special tokens by name; ids that the folder does not give are -1."""
+    """The facts about a folder. `words` are the names of the classes in the order of their numbers; empty if
+    the folder gives only their count. `special` are the special tokens by name. Ids that the folder does not
+    give are -1."""
 
     path: Path
     kind: FolderKind
@@ -131,14 +134,14 @@ def read_table(path: Path, bytes_max: int) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: no JSON that can be read: {str(error)[:200]}") from None
+        raise UsageError(f"{path}: is not readable JSON: {str(error)[:200]}") from None
     if not isinstance(found, dict):
-        raise UsageError(f"{path}: no table of JSON")
+        raise UsageError(f"{path}: is not a JSON object")
     return found
 
 
 def _number(config: Mapping[str, Any], key: str) -> int:
-    """Return a whole number, the first of a list of them, or -1."""
+    """Return a whole number, the first one if the value is a list, or -1 if there is none."""
     found = config.get(key)
     found = found[0] if isinstance(found, list) and found else found
     return found if isinstance(found, int) and not isinstance(found, bool) else -1

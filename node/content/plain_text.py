@@ -1,7 +1,7 @@
-"""A check of the first bytes of a file that would be learnt byte by byte: is it a text, or something else?
+"""A check of the first bytes of a file that would be learnt byte by byte: is it text, or something else?
 
-Its meaning cannot be known: only bytes that no text has, and rows of a table, are refused until the person
-decides.
+The meaning of a file cannot be detected. So only files with non-text bytes, or with rows of a table, are
+refused, until the user states in RUN.toml how to read them.
 """
 
 import re
@@ -23,7 +23,7 @@ _SPARSE = re.compile(r"[+-]?[0-9.]+(?:\s+[0-9]+:\S+)+\s*\Z")
 """A row in the format of LIBSVM and XGBoost."""
 _WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _SEPARATORS = (("comma", ","), ("semicolon", ";"), ("tab", "\t"), ("bar", "|"), ("space", None))
-_BY_FUNCTION = 'a function that reads it: data = "FILE.py:FUNCTION"'
+_BY_FUNCTION = 'give a function that reads it (data = "FILE.py:FUNCTION")'
 
 
 def check_text(path: Path, keys: DataTable) -> None:
@@ -37,10 +37,18 @@ def check_text(path: Path, keys: DataTable) -> None:
             head[:512:2].strip(b"\0") and head[1:512:2].strip(b"\0")
         )
         if is_wide and len(head) > 3:
-            raise unclear(path, "a text in UTF-16: save it as UTF-8; or its bytes", keys, {"form": "bytes"})
+            raise unclear(
+                path,
+                ("this looks like UTF-16 text: save it as UTF-8, or set `form` to train on its raw bytes"),
+                keys,
+                {"form": "bytes"},
+            )
         raise unclear(
             path,
-            f"no text: it has the byte {odd[0][0]:#04x}; {_BY_FUNCTION}; or its bytes are learnt",
+            (
+                f"not text: it has the byte {odd[0][0]:#04x}; {_BY_FUNCTION}, or set `form` "
+                "to train on its raw bytes"
+            ),
             keys,
             {"form": "bytes"},
         )
@@ -49,13 +57,13 @@ def check_text(path: Path, keys: DataTable) -> None:
         text = text[: text.rfind("\n") + 1]
     rows = [line for line in text.splitlines() if line.strip()][:ROWS_LOOKED_AT]
     if rows and rows[0].strip().lower().startswith("@relation"):
-        raise UsageError(f"{path}: a table of Weka (ARFF), which is not read", "save it as csv")
+        raise UsageError(f"{path}: a Weka table (ARFF), which is not read", "save it as csv")
     if len(rows) < _ROWS_MIN:
         return
     if all(map(_SPARSE.match, rows)):
         raise UsageError(
-            f"{path}: sparse rows as LIBSVM writes them, which are not read",
-            "an npz of x and y: sklearn.datasets.load_svmlight_file reads it",
+            f"{path}: sparse rows in LIBSVM's format, which are not read",
+            "convert it to an npz of x and y: sklearn.datasets.load_svmlight_file reads the original file",
         )
     for name, separator in _SEPARATORS:
         if count := _fields(rows, separator):
@@ -69,7 +77,8 @@ def check_text(path: Path, keys: DataTable) -> None:
 
 
 def _fields(rows: Sequence[str], separator: str | None) -> int:
-    """Return the number of fields of all rows, if at least half of them are numbers; else 0."""
+    """Return the number of fields per row if all rows have the same number and at least half of the fields
+    are numbers; otherwise 0."""
     found = [row.split(separator, _FIELDS_MAX) for row in rows]
     count = len(found[0])
     if count < 2 or any(len(row) != count for row in found):

@@ -1,8 +1,10 @@
-"""The reading of a source of samples: stated, shown before training, and kept with the run.
+"""The reading of a source of samples, that is, how the source was read. It is shown before training, and kept
+with the run.
 
-A reading gives the file and its form, separator and encoding, the label column and why it is one, the classes
-with their numbers and counts, the parts left out and why, and examples of samples. A source that can be read
-in two ways is refused: `unclear` makes the error that names both ways, with the line of RUN.toml for each.
+A reading gives the file and its form, separator and encoding; the label column and why it is the label; the
+classes with their numbers and counts; the parts left out and why; and examples of samples. A source with more
+than one possible reading is refused: `unclear` makes the error that names the readings, with the line of
+RUN.toml for each.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +23,12 @@ from node.seams import Seams
 Array = np.ndarray[Any, np.dtype[Any]]
 
 READING_NAME = "reading.json"
-"""Beside the parts made from a source."""
+"""Name of the reading's file, in the folder of the parts that were made from the source."""
 READING_BYTES_MAX = 8 << 20
 CLASSES_MAX = 65_536
-"""Different labels that are words: as many as the largest sets of species have."""
+"""Maximum number of different labels that are words: the largest species data sets have this many."""
 SHOWN_MAX = 40
-"""Letters of a value on a screen."""
+"""Maximum number of characters of a value on a screen."""
 CLASSES_SHOWN = 10
 FEATURES_SHOWN = 6
 SAMPLES_SHOWN = 3
@@ -42,7 +44,8 @@ class ClassCount(msgspec.Struct, frozen=True):
 
 
 class ArrayFacts(msgspec.Struct, frozen=True):
-    """An array of the training samples: its type, the shape of one sample, its lowest and highest number."""
+    """An array of the training samples: its type, the shape of one sample, and its lowest and highest
+    value."""
 
     name: str
     dtype: str
@@ -55,11 +58,11 @@ class ArrayFacts(msgspec.Struct, frozen=True):
 class SourceReading:
     """How a source was read.
 
-    `words` are the classes' words in the order of their numbers, if labels are words; `classes` is empty
-    where labels are amounts. `label` describes the labels and why they were chosen, `column` is their column
-    in a table, `ignored` are the columns that are neither labels nor features. For tokenized text, `window`
-    is the number of tokens in a sample, `vocabulary` the size of the tokenizer's vocabulary, and `records`
-    describes the records.
+    `words` are the names of the classes in the order of their numbers, if labels are words. `classes` is
+    empty if labels are amounts. `label` describes the labels and why they were chosen, `column` is the label
+    column of a table, and `ignored` are the columns that are neither labels nor features. For tokenized text,
+    `window` is the number of tokens in a sample, `vocabulary` the size of the tokenizer's vocabulary, and
+    `records` describes the records.
     """
 
     source: str
@@ -111,20 +114,20 @@ def _array_text(array: ArrayFacts) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value of a person's file, quoted and cut."""
+    """Return a value from a user's file, quoted and shortened."""
     text = str(value).replace("\n", "\\n")
     return f"'{text[:SHOWN_MAX]}{'...' if len(text) > SHOWN_MAX else ''}'"
 
 
 def unclear(path: Path, what: str, keys: DataTable, *choices: Mapping[str, Any]) -> UsageError:
-    """Return the error for a source that can be read in two ways; each of `choices`, a few keys of `[data]`,
-    decides."""
+    """Return the error for a source with more than one possible reading. Each of `choices`, a few keys of
+    `[data]`, selects one reading."""
     lines = " or ".join(keys.line(**choice) for choice in choices)
     return UsageError(f"{path}: {what}", f"in RUN.toml: {lines}")
 
 
 def describe(reading: SourceReading, parts: Mapping[Any, Mapping[str, Array]]) -> None:
-    """Fill in facts about the arrays of all parts: counts, classes, ranges, and three samples."""
+    """Add facts about the arrays of all parts to the reading: counts, classes, ranges, and three samples."""
     train = parts["train"]
     reading.parts = {str(part): len(next(iter(arrays.values()))) for part, arrays in parts.items()}
     reading.arrays = [
@@ -182,7 +185,7 @@ def is_picture(value: Array) -> bool:
 
 
 def picture_text(value: Array) -> str:
-    """Return a picture in one line: the mean brightness of 16 columns, dark to light."""
+    """Return a picture as one line of text: the mean brightness of 16 columns, dark to light."""
     pixels = np.asarray(value, np.float64)
     if pixels.ndim == 3:
         pixels = pixels.mean(axis=0 if pixels.shape[0] in (1, 3, 4) else 2)
@@ -193,12 +196,12 @@ def picture_text(value: Array) -> str:
 
 
 def write_reading(reading: SourceReading, folder: Path) -> None:
-    """Put a reading beside the parts that it made. Raises OSError."""
+    """Write a reading into the folder of the parts. Raises OSError."""
     (folder / READING_NAME).write_bytes(msgspec.json.encode(reading))
 
 
 def kept_name(run: str) -> str:
-    """Return the name of the reading of a run's data in a node's storage."""
+    """Return the storage name of the reading of a run's data."""
     return f"readings/{run}"
 
 

@@ -1,6 +1,6 @@
 """The columns of records: prompt and completion, messages, or text and label.
 
-They are found by the names that trl and datasets document, or by keys of `[data]`; ambiguous names are
+They are found by the names that trl and datasets document, or set by keys of `[data]`. Ambiguous names are
 refused.
 """
 
@@ -25,14 +25,14 @@ _PAIRS = (
     ("prompt", "completion"), ("instruction", "output"), ("question", "answer"), ("prompt", "response"),
     ("instruction", "response"), ("input", "output"), ("prompt", "chosen"), ("source", "target"),
 )  # fmt: skip
-"""Names of columns in other programs; all but the first pair must be confirmed by keys."""
+"""Pairs of column names that other programs use. All but the first pair must be confirmed by keys."""
 NOT_CONTENT = frozenset({"id", "idx", "index", "uid", "source", "url", "meta", "metadata", "timestamp"})
-"""Columns about a record's origin, which are left out."""
+"""Columns that describe where a record is from; they are left out."""
 
 
 @dataclass(frozen=True)
 class RecordColumns:
-    """The columns of records: `inputs` are joined by a line end, `target` is the completion or the label."""
+    """The columns of records. `inputs` are joined by a newline; `target` is the completion or the label."""
 
     form: Form
     inputs: tuple[str, ...]
@@ -48,7 +48,7 @@ def choose_columns(
     schema: Schema,
     reading: SourceReading,
 ) -> RecordColumns:
-    """Return the columns of records. Raises UsageError: they can be read in two ways, or in none."""
+    """Return the columns of records. Raises UsageError if no reading fits, or more than one."""
     _check_known(path, names, keys, schema)
     ignored = set(keys.ignore or ())
     left = [name for name in names if name not in ignored]
@@ -58,9 +58,9 @@ def choose_columns(
         roles = _written(path, left, model, keys, schema)
     else:
         raise UsageError(
-            f"{path}: no records are read for a model of this kind ({model.path})",
-            "arrays by the model's names (input_ids, attention_mask, labels) in an npz, or of a function:"
-            ' data = "FILE.py:FUNCTION"',
+            f"{path}: records cannot be read for a model of this kind ({model.path})",
+            "give arrays named like the model's inputs (input_ids, attention_mask, labels), as an npz or"
+            ' from a function: data = "FILE.py:FUNCTION"',
         )
     used = {*roles.inputs, roles.target, ""}
     extra = [name for name in left if name not in used]
@@ -93,14 +93,14 @@ def _check_known(path: Path, names: Sequence[str], keys: DataTable, schema: Sche
 def _written(
     path: Path, left: Sequence[str], model: ModelFolder, keys: DataTable, schema: Schema
 ) -> RecordColumns:
-    """Return the columns of text that a model writes: a chat, a completion, or a text."""
+    """Return the columns from which a model learns to write text: a chat, a completion, or plain text."""
     if not schema.needs_labels and (alone := _prompts(left, keys)):
         return alone
     if keys.messages:
         return RecordColumns("chat", (keys.messages,))
     if keys.prompt or keys.completion:
         if not (keys.prompt and keys.completion):
-            raise UsageError(f"{path}: prompt and completion: give both keys, or none")
+            raise UsageError(f"{path}: give both prompt and completion, or neither")
         prompts = keys.prompt if isinstance(keys.prompt, tuple) else (keys.prompt,)
         return RecordColumns("completion", prompts, keys.completion)
     if keys.text:
@@ -130,15 +130,17 @@ def _written(
     )
     raise unclear(
         path,
-        "which columns hold prompt and completion, messages, or text is not clear: it has"
-        f" {some_names(left)}",
+        (
+            "it is not clear which columns hold prompt and completion, messages, or "
+            f"text: it has {some_names(left)}"
+        ),
         keys,
         *[*guesses[:1], *texts[:1]],
     )
 
 
 def _prompts(left: Sequence[str], keys: DataTable) -> RecordColumns | None:
-    """Return the columns of prompts whose completions are to be predicted, if there are no completions."""
+    """Return the columns of prompts if the records have no completions, which are then to be predicted."""
     named = keys.prompt if isinstance(keys.prompt, tuple) else (keys.prompt or "prompt",)
     target = keys.completion or "completion"
     return RecordColumns("completion", named) if {*named} <= {*left} and target not in left else None
@@ -165,7 +167,7 @@ def _labelled(
     label = labels[0] if labels else (others or list(left))[-1]
     raise unclear(
         path,
-        f"which columns are text and label is not clear: it has {some_names(left)}",
+        f"it is not clear which columns are text and label: it has {some_names(left)}",
         keys,
         {"text": text, "label": label},
     )

@@ -1,6 +1,6 @@
-"""Records of named fields, for language models: JSON lines, a JSON list, or a table of text.
+"""Records of named fields, for language models: JSON lines, a JSON list, or a text table.
 
-One record at a time is in memory; of a JSON list all of them are.
+Records are read one at a time, so only one is in memory. A JSON list is read as a whole.
 """
 
 import json
@@ -20,10 +20,10 @@ LINES = (".jsonl", ".ndjson", ".json")
 TABLES = (".csv", ".tsv", ".parquet")
 SUFFIXES = (*LINES, *TABLES)
 RECORD_BYTES_MAX = 1 << 24
-"""A line of JSON; a book takes a few megabytes."""
+"""Maximum length of a line of JSON. A whole book takes a few megabytes."""
 FIELDS_MAX = 1_024
 LIST_BYTES_MAX = 1 << 28
-"""A JSON list, which is parsed as a whole."""
+"""Maximum size of a JSON list, because it is parsed as a whole."""
 _BATCH_ROWS = 256
 _HEAD_BYTES = 4_096
 
@@ -68,7 +68,7 @@ def _parsed(path: Path, line: bytes, number: int) -> object:
     except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{path}: line {number}: no JSON: {str(error)[:120]}",
-            'one record a line, such as {"prompt": "...", "completion": "..."}; or a list of them',
+            'write one record per line, such as {"prompt": "...", "completion": "..."}, or a list of them',
         ) from None
 
 
@@ -76,7 +76,9 @@ def _once(pairs: list[tuple[str, Any]]) -> Record:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"two fields are called {next(name for name in names if names.count(name) > 1)!r}")
+        raise ValueError(
+            f"two fields have the name {next(name for name in names if names.count(name) > 1)!r}"
+        )
     return found
 
 
@@ -85,8 +87,8 @@ def _of_list(path: Path, reading: SourceReading) -> Iterator[Record]:
     size = path.stat().st_size
     if size > LIST_BYTES_MAX:
         raise UsageError(
-            f"{path}: a JSON list of {size >> 20} MiB; at most {LIST_BYTES_MAX >> 20}",
-            "write it as JSON lines, a record a line: `jq -c '.[]'`",
+            f"{path}: a JSON list of {size >> 20} MiB; at most {LIST_BYTES_MAX >> 20} MiB are read",
+            "write it as JSON lines, one record per line: `jq -c '.[]'`",
         )
     try:
         found = json.loads(path.read_bytes().decode("utf-8-sig"), object_pairs_hook=_once)
@@ -101,7 +103,7 @@ def _of_list(path: Path, reading: SourceReading) -> Iterator[Record]:
 def _of_table(path: Path, keys: DataTable, reading: SourceReading) -> Iterator[Record]:
     form = find_form(path, keys)
     if not form.has_names:
-        raise UsageError(f"{path}: its first line holds no names of columns", "give it one")
+        raise UsageError(f"{path}: its first line contains no column names", "give it one")
     reading.form = str(form)
     for _, row in rows_of(path, form, keys):
         if any(map(str.strip, row)):
@@ -129,8 +131,8 @@ def _of_parquet(path: Path, reading: SourceReading) -> Iterator[Record]:
 def _checked(found: object, path: Path, where: str) -> Record:
     if not isinstance(found, dict):
         raise UsageError(
-            f"{path}: {where}: is no record of named fields",
-            'one record a line, such as {"prompt": "...", "completion": "..."}; or a list of them',
+            f"{path}: {where}: is not a record with named fields",
+            'write one record per line, such as {"prompt": "...", "completion": "..."}, or a list of them',
         )
     if len(found) > FIELDS_MAX:
         raise UsageError(f"{path}: {where}: {len(found)} fields; at most {FIELDS_MAX:,}")
@@ -138,5 +140,5 @@ def _checked(found: object, path: Path, where: str) -> Record:
 
 
 def some_names(names: Sequence[str]) -> str:
-    """Return some names of fields for an error."""
+    """Return the first few field names, as text for an error."""
     return ", ".join(map(shown, names[:8])) + (" ..." if len(names) > 8 else "")

@@ -1,8 +1,8 @@
-"""A model's state dict as a safetensors file, written a piece at a time: the whole model is never in memory.
+"""A model's state dict as a safetensors file, written piece by piece, so the whole model is never in memory.
 
 The graph defines its content: parameters and statistics under all their names, named constants, and how many
-micro-batches each batch norm has seen. The caller provides the numbers. Written by hand, because the package
-needs whole arrays, and numpy has no bfloat16.
+micro-batches each batch norm has seen. The caller provides the tensor values. The safetensors package is not
+used, because it needs whole arrays, and numpy has no bfloat16.
 """
 
 import json
@@ -18,7 +18,7 @@ from partition.model.safetensors_layout import SAFETENSORS_TYPES
 from partition.model.sizes import shape_of
 
 TURN_BYTES = 64 << 20
-"""Bytes written in one turn of a thread."""
+"""`writing` yields after this many bytes, so that its caller can leave the worker thread in between."""
 _ITEM_BYTES = {name: ITEM_BYTES[dtype] for dtype, name in SAFETENSORS_TYPES.items()}
 _ALIGNMENT = 8
 _HALF = ".half"
@@ -29,8 +29,8 @@ Read = Callable[[int], Iterable[bytes | memoryview]]
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a state dict: `dtype` is safetensors' name, and the bytes come from a row of
-    `Graph.parameters` or are given."""
+    """One tensor of a state dict. `dtype` is safetensors' name for its type. The bytes come from a row of
+    `Graph.parameters`, or are given."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,14 +57,15 @@ def state_dict(graph: Graph, microbatches: int) -> dict[str, TensorEntry]:
 
 
 def file_metadata(run: bytes, model: str) -> dict[str, str]:
-    """Return the metadata of a run's file."""
+    """Return the metadata for the file of a run's result."""
     return {"format": "pt", "peerloom.run": run.hex(), "peerloom.model": model}
 
 
 def file_pieces(
     entries: Mapping[str, TensorEntry], metadata: Mapping[str, str], read: Read
 ) -> Iterator[bytes | memoryview]:
-    """Yield a safetensors file: the length of a JSON header, the header, the data (the format's README)."""
+    """Yield the contents of a safetensors file: the length of a JSON header, the header, the data (as in the
+    format's README)."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     order = file_order(entries)
     offset = 0
@@ -85,18 +86,20 @@ def file_pieces(
 
 
 def file_order(entries: Mapping[str, TensorEntry]) -> list[str]:
-    """Return the names of tensors in file order: the widest first, so that all are aligned."""
+    """Return the names of tensors in file order: the types with the most bytes per value first, so that all
+    are aligned."""
     return sorted(entries, key=lambda name: (-_ITEM_BYTES[entries[name].dtype], name))
 
 
 def file_bytes(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> int:
-    """Return the length of that file."""
+    """Return the length of the file that `file_pieces` yields."""
     header = next(iter(file_pieces(entries, metadata, lambda _: ())))
     return len(header) + sum(entry.size_bytes for entry in entries.values())
 
 
 def writing(path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[int | None]:
-    """Write a file that gets its name only when complete; yield None after each turn, finally its length.
+    """Write a file that gets its name only when it is complete. Yield None after every `TURN_BYTES`, and
+    finally its length.
 
     Raises OSError.
     """
@@ -111,7 +114,7 @@ def writing(path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[int | 
                     yield None
         half.replace(path)
     except BaseException:
-        with suppress(OSError):  # the error that is being raised says what went wrong
+        with suppress(OSError):  # the error being raised already explains the failure
             half.unlink(missing_ok=True)
         raise
     yield size

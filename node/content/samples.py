@@ -1,10 +1,12 @@
-"""Samples of a person's own objects as a folder of `train.npz` and `test.npz`: the form that a run takes.
+"""Samples from a user's own objects, written as `train.npz` and `test.npz` in a folder: the form that a run
+reads.
 
 A source has length and items (`torch.utils.data.Dataset`), is iterable, is a mapping of whole arrays, or is a
-pair of such sources, for training and held out. A sample is a mapping by the names of the model's inputs and
-labels, a pair of input and label (arrays x and y), or a tuple in their order, of arrays, tensors, numbers,
-images. All this runs in the requester's own process; only arrays travel. Samples are written as they come, so
-only one is in memory. If the source holds out nothing, every fifth sample is held out.
+pair of such sources (training and held-out). A sample is a mapping keyed by the names of the model's inputs
+and labels, a pair of input and label (arrays x and y), or a tuple in the order of the inputs and labels. Its
+values are arrays, tensors, numbers or images. All this runs in the requester's own process, and only arrays
+leave it. Samples are written as they arrive, so only one is in memory. If the source has no held-out samples,
+every fifth sample is held out.
 """
 
 import shutil
@@ -23,19 +25,19 @@ from node.errors import UsageError
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SAMPLES_BYTES_MAX = 1 << 32
-"""The size of all arrays. Larger data is better prepared once by the person, and kept."""
+"""Maximum size of all arrays together. The user should prepare and keep larger data instead."""
 COLUMNS_MAX = 64
 ITEM = "item_"
-"""The n-th tensor of a tuple is named item_n and is the n-th of the model's inputs and labels."""
+"""Name prefix for samples that are tuples: item_n is the n-th of the model's inputs and labels."""
 _PARTS = ("train", "test")
 
 
 def write_samples(source: Any, folder: Path, where: str, bytes_max: int = SAMPLES_BYTES_MAX) -> None:
-    """Write a source's samples into `folder`, which exists; errors name the source `where`. At most
-    `bytes_max` are taken for either file.
+    """Write a source's samples into the existing folder `folder`, at most `bytes_max` for each file. Errors
+    call the source `where`.
 
     Raises:
-        UsageError: no samples, or one that differs from the first, with its number.
+        UsageError: there are no samples, or one (given by number) differs from the first.
     """
     with ExitStack() as stack:
         parts = {name: stack.enter_context(_Part(name, where, bytes_max)) for name in _PARTS}
@@ -48,11 +50,14 @@ def write_samples(source: Any, folder: Path, where: str, bytes_max: int = SAMPLE
         train, test = parts["train"], parts["test"]
         if not train.count or not test.count:
             count = train.count + test.count
-            raise UsageError(f"{where}: {count} samples; at least {SAMPLES_MIN}, one of them to hold out")
+            raise UsageError(
+                f"{where}: {count} samples; at least {SAMPLES_MIN} are needed, one of them to hold out"
+            )
         told = [", ".join(map(str, part.columns.values())) for part in (train, test)]
         if told[0] != told[1]:
             raise UsageError(
-                f"{where}: samples have {told[0]}; those held out {told[1]}", "pad or cut all to one shape"
+                (f"{where}: training samples have {told[0]}, held-out samples {told[1]}"),
+                "pad or cut all to one shape",
             )
         for name, part in parts.items():
             try:
@@ -62,7 +67,7 @@ def write_samples(source: Any, folder: Path, where: str, bytes_max: int = SAMPLE
 
 
 def _dealt(samples: Iterator[Any], parts: "Mapping[str, _Part]") -> None:
-    """Deal every fifth sample to the held-out part; of fewer than five, the last."""
+    """Deal every fifth sample to the held-out part; if there are fewer than five, deal the last one to it."""
     waiting: list[Any] = []
     for number, sample in enumerate(samples):
         for each in waiting:
@@ -79,12 +84,12 @@ def _dealt(samples: Iterator[Any], parts: "Mapping[str, _Part]") -> None:
 
 
 def _is_source(value: Any) -> bool:
-    """Return whether a value yields samples and is not a sample itself."""
+    """Return whether a value yields samples rather than being a sample itself."""
     return not hasattr(value, "__array__") and not isinstance(value, int | float | str | bytes)
 
 
 def _samples(source: Any, where: str) -> Iterator[Any]:
-    """Yield samples in order. Raises UsageError: the source gives none, or raises itself."""
+    """Yield samples in order. Raises UsageError if the source has none or raises an error."""
     if hasattr(source, "batch_sampler") and hasattr(source, "dataset"):
         raise UsageError(
             f"{where}: is a DataLoader, which gives batches; a run wants samples", "return its dataset"
@@ -96,7 +101,7 @@ def _samples(source: Any, where: str) -> Iterator[Any]:
     if not is_sized and not hasattr(source, "__iter__"):
         raise UsageError(
             f"{where}: is {type(source).__name__}, which gives no samples",
-            "return a Dataset, an iterator, arrays by name, or a pair of them for training and held out",
+            "return a Dataset, an iterator, a mapping of arrays, or a pair of these (training and held-out)",
         )
     number = 0
     iterator = (source[place] for place in range(len(source))) if is_sized else iter(source)
@@ -105,7 +110,7 @@ def _samples(source: Any, where: str) -> Iterator[Any]:
             sample = next(iterator)
         except StopIteration:
             return
-        except Exception as error:  # a person's own code
+        except Exception as error:  # the user's own code may raise anything
             text = " ".join(str(error).split())[:200]
             raise UsageError(f"{where}: sample {number}: {type(error).__name__}: {text}") from error
         yield sample
@@ -144,39 +149,41 @@ class _Part:
         arrays = dict(self._named(sample))
         if not self.columns:
             if not 0 < len(arrays) <= COLUMNS_MAX:
-                raise UsageError(f"{self._where}: samples of {len(arrays)} arrays; from 1 to {COLUMNS_MAX}")
+                raise UsageError(f"{self._where}: samples of {len(arrays)} arrays; want 1 to {COLUMNS_MAX}")
             for name, array in arrays.items():
                 file: IO[bytes] = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - on the stack
                 self.columns[name] = _Column(name, file, array.dtype, array.shape)
         if arrays.keys() != self.columns.keys():
             has, had = ", ".join(arrays) or "nothing", ", ".join(self.columns)
-            raise UsageError(f"{self._where}: sample {self.count} has {has}, those before {had}")
+            raise UsageError(f"{self._where}: sample {self.count} has {has}, but earlier samples have {had}")
         for name, array in arrays.items():
             column = self.columns[name]
             if array.shape != column.shape:
                 raise UsageError(
-                    f"{self._where}: sample {self.count}: {name} is of shape {array.shape}, before "
-                    f"{column.shape}",
+                    (
+                        f"{self._where}: sample {self.count}: {name} has shape {array.shape}, "
+                        f"but in earlier samples {column.shape}"
+                    ),
                     "pad or cut all samples to one shape",
                 )
             if not np.can_cast(array.dtype, column.dtype, "same_kind"):
                 raise UsageError(
                     f"{self._where}: sample {self.count}: {name} is {array.dtype}, before {column.dtype}",
-                    "give all samples numbers of one type",
+                    "use one number type for all samples",
                 )
             self._bytes += column.file.write(np.ascontiguousarray(array, column.dtype).tobytes())
         self.count += 1
         if self._bytes > self._bytes_max:
             raise UsageError(
                 f"{self._where}: more than {self._bytes_max >> 30} GiB after {self.count} samples",
-                "an iterator without an end? take some: itertools.islice(samples, 10_000)",
+                "if this iterator never ends, take only some samples: itertools.islice(samples, 10_000)",
             )
 
     def _named(self, sample: Any) -> Iterator[tuple[str, Array]]:
         leaves = list(_leaves(sample, ""))
         is_tuple = isinstance(sample, tuple | list)
         if is_tuple and len(sample) == 2 and not any(map(_is_tree, sample)):
-            # (x, y), or a mapping of inputs with a label beside it.
+            # (x, y), or a mapping of inputs together with a label.
             leaves = [
                 (name.removeprefix("0.").removeprefix("1.") if "." in name else "xy"[int(name)], value)
                 for name, value in leaves
@@ -187,7 +194,7 @@ class _Part:
             yield name or "x", _array(value, self._where, name or "x", self.count)
 
     def write(self, path: Path) -> None:
-        """Write as numpy writes an npz: equal samples make equal bytes."""
+        """Write the samples the way numpy writes an npz. Equal samples make equal bytes."""
         with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
             for name, column in self.columns.items():
                 entry = zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0))
@@ -213,7 +220,7 @@ class _Column:
 
 
 def _leaves(sample: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a sample by their dotted names."""
+    """Yield the leaves of a sample, each with its dotted name."""
     pairs: Sequence[tuple[Any, Any]]
     if isinstance(sample, Mapping):
         pairs = list(sample.items())
@@ -231,16 +238,16 @@ def _is_tree(value: Any) -> bool:
 
 
 def _is_numbers(value: Sequence[Any]) -> bool:
-    """Return whether a list is one array: of numbers, as a tokenizer returns them."""
+    """Return whether a list consists of numbers, as a tokenizer returns them, so that it is one array."""
     return isinstance(value, list) and bool(value) and all(isinstance(each, int | float) for each in value)
 
 
 def _array(value: Any, where: str, name: str, number: int) -> Array:
     """Return a tensor, an array, a number or an image as an array. Raises UsageError for other values."""
-    if hasattr(value, "detach") and hasattr(value, "numpy"):  # a tensor, without torch
+    if hasattr(value, "detach") and hasattr(value, "numpy"):  # a tensor, without importing torch
         tensor = value.detach().cpu()
         value = (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
-    elif hasattr(value, "getbands") and hasattr(value, "convert"):  # an image of Pillow
+    elif hasattr(value, "getbands") and hasattr(value, "convert"):  # a Pillow image
         pixels = np.asarray(value.convert("RGB"), np.float32) / np.float32(255)
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
     try:
@@ -252,7 +259,7 @@ def _array(value: Any, where: str, name: str, number: int) -> Array:
     if found.dtype.kind not in "biuf":
         kind = "text" if found.dtype.kind in "US" else type(value).__name__
         raise UsageError(
-            f"{where}: sample {number}: {name} is {kind}, and no numbers",
-            "turn it into numbers in the dataset: a tokenizer for text, an index for a class",
+            f"{where}: sample {number}: {name} is {kind}, which is not numeric",
+            "convert it to numbers in the dataset: use a tokenizer for text, an index for a class",
         )
     return found

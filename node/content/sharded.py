@@ -1,7 +1,7 @@
-"""Samples that are read from their shards on demand: data that need not fit into memory.
+"""Samples that are read from their shards on demand, so the data need not fit into memory.
 
-Its arrays support only picking samples by number, like numpy's, and return numpy arrays. Recently read pieces
-are kept, up to `CACHE_BYTES`.
+The arrays only support picking samples by number, as numpy does, and return numpy arrays. Recently read
+pieces are cached, up to `CACHE_BYTES`.
 """
 
 from collections import OrderedDict
@@ -16,19 +16,19 @@ from node.content.shards import Array, DataManifest, DataPart, PartName
 from node.errors import PeerloomError
 
 CACHE_BYTES = 128 << 20
-"""The cache of one data set; the micro-batches of a step are read from as many pieces as they have
+"""Size of the cache of one data set. The micro-batches of a step may need as many pieces as they have
 samples."""
 
 Read = Callable[[bytes], bytes | None]
 
 
 class DataMissing(PeerloomError):
-    """A piece is missing or damaged: it must be fetched again."""
+    """A piece is missing or damaged, and must be fetched again."""
 
 
 class ShardReader:
-    """Reads samples of one data set; from any thread. `hashes` names the pieces of a shard, by part and
-    number; `read` returns a verified blob, None if it is missing."""
+    """Reads samples of one data set, from any thread. `hashes` gives the hashes of a shard's pieces, for a
+    part and a shard number; `read` returns a verified blob, or None if it is missing."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ShardReader:
         self._lock = Lock()
 
     def records(self, part: DataPart, rows: Sequence[int]) -> Array:
-        """Return these samples of a part as numpy's records. Raises DataMissing."""
+        """Return these samples of a part as numpy records. Raises DataMissing."""
         size, count = self.manifest.sample_bytes, len(part.shards)
         found = bytearray(len(rows) * size)
         for place, row in enumerate(rows):
@@ -93,7 +93,7 @@ class ShardedArray:
         shape: tuple[int, ...],
         window: slice | None,
     ) -> None:
-        """`window` is the part of a text's bytes that this array has."""
+        """`window` selects the bytes of a text sample that belong to this array."""
         self._reader = reader
         self._part = part
         self._column = column
@@ -109,7 +109,7 @@ class ShardedArray:
         return self.shape[0]
 
     def __getitem__(self, rows: Any) -> Array:
-        """Return the samples of a slice or of a list of numbers; one sample for a number. Raises
+        """Return the samples of a slice or of a list of numbers, or a single sample for one number. Raises
         DataMissing."""
         if isinstance(rows, int | np.integer):
             one: Array = self[[int(rows)]][0]
@@ -117,14 +117,14 @@ class ShardedArray:
         wanted = range(*rows.indices(len(self))) if isinstance(rows, slice) else [int(row) for row in rows]
         found: Array = self._reader.records(self._part, wanted)[self._column]
         if self.dtype.kind == "b":
-            found = found.view(np.uint8) != 0  # a stranger's bytes may be neither 0 nor 1
+            found = found.view(np.uint8) != 0  # an untrusted peer's bytes may have values other than 0 and 1
         return found if self._window is None else found[:, self._window]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return np.asarray(self[:], dtype)
 
     def max(self) -> Any:
-        """Return the largest number, read a part at a time."""
+        """Return the largest value. The array is read in portions."""
         step = max(1, PIECE_BYTES // max(1, self._reader.manifest.sample_bytes)) * 16
         return max(self[first : first + step].max() for first in range(0, len(self), step))
 

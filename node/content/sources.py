@@ -1,8 +1,9 @@
-"""People's data converted to a folder of `train.npz` and `test.npz`: the form that a run takes.
+"""Users' data converted to a folder with `train.npz` and `test.npz`: the form that a run reads.
 
-The requester's own command does so, with the requester's files; only arrays travel. Nothing here runs code or
-unpickles, and nothing is guessed: the reading of a source is stated (`node.content.reading`), and one that
-can be read in two ways is refused with the key that decides. The sources are:
+The requester's own command converts the requester's files, and only arrays leave it. This module runs no code
+from the data and does not unpickle. It does not guess: the reading of a source is stated
+(`node.content.reading`), and a source with more than one possible reading is refused, with the key that
+decides. The sources are:
 
     TABLE.csv, .tsv, .parquet   a row a sample: numbers, and one column of labels
     ARRAYS.npz, .safetensors    `x` and `y`, or arrays named as the model's inputs and labels; or all of them
@@ -13,7 +14,8 @@ can be read in two ways is refused with the key that decides. The sources are:
     http(s)://, s3://, gs://    one of the files above (`node.content.buckets`)
 
 `[splits]` of RUN.toml takes validation and test samples from another source, or a share of the training
-samples. Without a test part always the same fifth is held out. Equal sources make equal bytes, so one hash.
+samples. Without a test part, always the same fifth is held out. Equal sources make equal bytes, so they have
+the same hash.
 """
 
 import re
@@ -57,38 +59,39 @@ WEB_SCHEMES = ("http://", "https://")
 SCHEMES = (*WEB_SCHEMES, *BUCKET_SCHEMES)
 DOWNLOAD_BYTES_MAX = 1 << 31
 DOWNLOAD_SECONDS = 60.0
-"""The longest time without a byte."""
+"""Longest time to wait for the next byte of a download."""
 HELD_OUT = 5
-"""One sample in five is held out where the source does not decide."""
+"""One sample in five is held out if the source has no held-out samples."""
 SAMPLES_MIN = 2
 _SPLIT_SEED = 20
 _VALIDATION_SEED = 21
 _CHUNK_BYTES = 1 << 20
 _REORDERED_BYTES = 4 << 20
-"""Bytes moved at once while samples are reordered."""
+"""Number of bytes moved in one step while samples are reordered."""
 _ARCHIVES = {".npz": read_npz, ".safetensors": read_safetensors}
 _UNPACK = "unpack it first"
 _OTHER_FORMS = {
     **dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z", ".rar"), _UNPACK),
     **dict.fromkeys((".xlsx", ".xls", ".ods", ".numbers"), "save the sheet as csv"),
-    ".npy": "numpy.savez makes an npz of arrays x and y",
+    ".npy": "make an npz of arrays x and y with numpy.savez",
     **dict.fromkeys(
-        (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"), "a folder for each class"
+        (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"), "make a folder for each class"
     ),
     **dict.fromkeys((".pt", ".pth", ".pkl", ".pickle", ".h5", ".hdf5", ".mat", ".feather", ".arrow"), ""),
     **dict.fromkeys((".orc", ".avro", ".sqlite", ".db", ".tfrecord", ".rds", ".rdata", ".pdf", ".docx"), ""),
 }
-"""Files that are not text, which training on bytes would take for text; and how to make a readable one."""
+"""Suffixes of files that are not text, although training on bytes would accept them as text; and how to make
+a readable file."""
 _TABLES = {".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
 
 
 @dataclass(frozen=True)
 class SourceWish:
-    """A request: `data` of a RUN.toml in the folder `base`, by these keys.
+    """A request: `data` of a RUN.toml in the folder `base`, read according to `keys`.
 
-    `test` and `validation` each name another source, or a share of the training samples. With `like` the
-    samples are new ones, read as in that reading; their labels may be missing. With `language` the source is
-    text that becomes tokens.
+    `test` and `validation` each name another source, or a share of the training samples. With `like`, the
+    samples are new ones, read as described by that reading, and may have no labels. With `language`, the
+    source is text that becomes tokens.
     """
 
     data: str
@@ -102,8 +105,8 @@ class SourceWish:
 
 @dataclass
 class SampleParts:
-    """The result of a reading: arrays of each part, the reading, and each part's sample numbers in the
-    source."""
+    """The result of a reading: the arrays of each part, the reading, and for each part the number of each
+    sample in the source."""
 
     parts: Parts
     reading: SourceReading
@@ -111,8 +114,8 @@ class SampleParts:
 
 
 def is_source(data: str, base: Path) -> bool:
-    """Return whether `data` of a RUN.toml in the folder `base` must be converted first. Raises UsageError: a
-    URL of an unsupported kind."""
+    """Return whether `data` of a RUN.toml in the folder `base` must be converted first. Raises UsageError for
+    a URL of an unsupported kind."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data):
         _check_scheme(data)
         return True
@@ -123,33 +126,33 @@ def is_source(data: str, base: Path) -> bool:
 
 
 def is_table(data: str) -> bool:
-    """Return whether data is a table by its name."""
+    """Return whether the name of `data` is that of a table."""
     return Path(data).suffix.lower() in _TABLES
 
 
 def is_archive(data: str) -> bool:
-    """Return whether data is a file of arrays by its name."""
+    """Return whether the name of `data` is that of a file of arrays."""
     return Path(data).suffix.lower() in _ARCHIVES
 
 
 def is_table_by_keys(keys: DataTable) -> bool:
-    """Return whether keys make a file of any name, such as iris.data, a table of text."""
+    """Return whether these keys make any file a text table, whatever its name, such as iris.data."""
     return keys.form == "table" or any(
         getattr(keys, name) not in ("", (), None) for name in ("label", *_TABLE_KEYS)
     )
 
 
 def check_form(path: Path, keys: DataTable) -> None:
-    """Refuse a file whose name or bytes show that it is not text, or that may be a table. Raises
+    """Refuse a file if its name or bytes show that it is not text, or that it may be a table. Raises
     UsageError."""
     if keys.form == "bytes":
         return
     suffix = path.suffix.lower()
     if suffix in _OTHER_FORMS and path.is_file():
         raise UsageError(
-            f"{path}: {suffix} files are not read; what is: {', '.join(sorted({*_TABLES, *_ARCHIVES}))}, a"
+            f"{path}: {suffix} files are not read; readable are {', '.join(sorted({*_TABLES, *_ARCHIVES}))}, a"
             " folder, or a text",
-            _OTHER_FORMS[suffix] or 'or a function that reads it: data = "FILE.py:FUNCTION"',
+            _OTHER_FORMS[suffix] or 'or give a function that reads it: data = "FILE.py:FUNCTION"',
         )
     if path.is_file() and not is_table_by_keys(keys):
         try:
@@ -167,8 +170,9 @@ def convert(
     validation: str | float = "",
     keys: DataTable | None = None,
 ) -> SourceReading:
-    """Write `train.npz` and `test.npz`, `validation.npz` if there is such a part, and the reading into
-    `folder`, which exists. This process does the reading; `node.content.fenced_reading` starts a fenced one.
+    """Write `train.npz`, `test.npz`, `validation.npz` if there is such a part, and the reading into the
+    existing folder `folder`. The reading happens in this process; `node.content.fenced_reading` starts a
+    fenced one.
 
     Raises:
         UsageError: a file is missing, cannot be read or does not match; the error names it.
@@ -181,7 +185,7 @@ def convert(
 
 
 def write(samples: SampleParts, folder: Path) -> SourceReading:
-    """Write samples into `folder`, in the form that a run takes. Raises UsageError."""
+    """Write samples into `folder`, in the form that a run reads. Raises UsageError."""
     try:
         for name, arrays in samples.parts.items():
             np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]  # numpy's own
@@ -210,13 +214,13 @@ def read(wish: SourceWish, tell: Tell = lambda _: None) -> SampleParts:
     for part, source in wanted:
         if source and part in parts:
             raise UsageError(
-                f"splits.{part}: {wish.data} has {part} samples of its own", f"leave splits.{part} out"
+                f"splits.{part}: {wish.data} already has {part} samples", f"leave splits.{part} out"
             )
         if isinstance(source, str) and source:
             of_other = SourceReading(source)
             other = _read_source(source, wish, schema, of_other, tell, part=part)
             if len(other) > 1:
-                raise UsageError(f"splits.{part}: {source} has several parts of its own")
+                raise UsageError(f"splits.{part}: {source} itself has several parts")
             parts[part] = other["train"]
             reading.notes += [f"{part}: {source}: {of_other.form}", *(f"{part}: {e}" for e in of_other.notes)]
             reading.skipped += [f"{part}: {each}" for each in of_other.skipped]
@@ -242,7 +246,7 @@ def _check_scheme(url: str) -> None:
         kind = url.partition("://")[0]
         raise UsageError(
             f"{url[:200]}: {kind}:// is not read; what is: {', '.join(SCHEMES)}",
-            "copy it to this machine, and name the file",
+            "copy it to this machine, and give the file's path",
         )
 
 
@@ -253,7 +257,7 @@ def _read_source(
     if not path.exists():
         where = f"splits.{part}: " if part else ""
         raise UsageError(
-            f"{where}{path}: no such file", "data, and what [splits] names, are files or folders"
+            f"{where}{path}: no such file", "for data and for the entries of [splits], give files or folders"
         )
     if wish.language is not None:
         parts = _read_language(path, wish, wish.language, schema, reading, tell)
@@ -304,7 +308,7 @@ def _read_language(
     _check_language_keys(path, wish.keys, is_of_records=is_of_records)
     known = Tokens(Path(language.tokenizer), model)
     window = language.window or schema.window
-    if wish.like is not None:  # a prompt is never cut; a labelled text is cut like those in training
+    if wish.like is not None:  # prompts are never cut; labelled texts are cut like those in training
         window = 0 if is_of_records and model is not None and model.kind == "causal" else wish.like.window
     try:
         if model is not None and is_of_records:
@@ -313,8 +317,8 @@ def _read_language(
             return {"train": arrays}
         if model is not None and model.kind != "causal":
             raise UsageError(
-                f"{path}: the model in {model.path} does not go on with a text",
-                "records of its own kind, such as JSON lines of text and label (docs/data.md)",
+                f"{path}: the model in {model.path} does not continue texts",
+                "give records for this kind of model, such as JSON lines of text and label (docs/data.md)",
             )
         return dict(read_windows(path, known, window, reading, tell))
     except OSError as error:
@@ -322,7 +326,7 @@ def _read_language(
 
 
 def _note_untrained(parts: Parts, reading: SourceReading) -> None:
-    """State which classes have no training sample, if others have some."""
+    """State in the reading which classes have no training sample, if other parts have samples of them."""
     labels = parts["train"].get("y", parts["train"].get("labels"))
     if not reading.words or labels is None:
         return
@@ -338,7 +342,7 @@ _LANGUAGE_KEYS = ("prompt", "completion", "messages", "text", "loss")
 
 
 def _check_language_keys(path: Path, keys: DataTable, *, is_of_records: bool) -> None:
-    """Refuse keys that have no meaning for text that becomes tokens. Raises UsageError."""
+    """Refuse keys that do not apply to text that becomes tokens. Raises UsageError."""
     useless: tuple[str, ...] = ("features", "decimal", "header", "channels", "form")
     if path.suffix.lower() in LINES or path.suffix.lower() == ".parquet":
         useless += ("separator", "encoding")
@@ -350,11 +354,11 @@ def _check_language_keys(path: Path, keys: DataTable, *, is_of_records: bool) ->
 def _refuse_keys(path: Path, keys: DataTable, useless: tuple[str, ...]) -> None:
     for name in useless:
         if getattr(keys, name) not in ("", (), None):
-            raise UsageError(f"{path}: {name} says nothing of such a source", f"leave {name} out of [data]")
+            raise UsageError(f"{path}: {name} does not apply to such a source", f"leave {name} out of [data]")
 
 
 def _check_keys(path: Path, keys: DataTable) -> None:
-    """Refuse keys that have no meaning for a source of this form. Raises UsageError."""
+    """Refuse keys that do not apply to a source of this form. Raises UsageError."""
     suffix = path.suffix.lower()
     if path.is_dir():
         useless: tuple[str, ...] = (*_TABLE_KEYS, "label", "channels")
@@ -378,19 +382,21 @@ def _check_parts(parts: Parts, where: str) -> None:
             shapes = [each[array].shape[1:] for each in (train, arrays)]
             if shapes[0] != shapes[1]:
                 raise UsageError(
-                    f"{where}: {array} of train holds samples of {shapes[0]}, of {name} {shapes[1]}"
+                    f"{where}: {array} of train holds samples of {shapes[0]}, but {name} of {shapes[1]}"
                 )
             kinds = [each[array].dtype for each in (train, arrays)]
             if kinds[0] != kinds[1] and not np.can_cast(kinds[1], kinds[0], "same_kind"):
-                raise UsageError(f"{where}: {array} of train is {kinds[0]}, of {name} {kinds[1]}")
+                raise UsageError(f"{where}: {array} of train is {kinds[0]}, but of {name} {kinds[1]}")
 
 
 def hold_out(arrays: Arrays, share: float, where: str, part: str) -> tuple[Arrays, Arrays]:
-    """Hold out a fixed share: return the remaining and the held-out samples, both in the memory of `arrays`,
-    whose samples are reordered. Raises UsageError: too few samples."""
+    """Hold out a fixed share. Return the remaining and the held-out samples, both in the memory of `arrays`,
+    whose samples are reordered. Raises UsageError if there are too few samples."""
     count = len(next(iter(arrays.values())))
     if count < SAMPLES_MIN:
-        raise UsageError(f"{where}: {count} samples; at least {SAMPLES_MIN}, one of them to hold out")
+        raise UsageError(
+            f"{where}: {count} samples; at least {SAMPLES_MIN} are needed, one of them to hold out"
+        )
     seed = _VALIDATION_SEED if part == "validation" else _SPLIT_SEED
     order = np.random.default_rng(seed).permutation(count)
     held_out = max(1, int(count * share + 1e-9))
@@ -417,7 +423,7 @@ def _reordered(array: Array, order: Array) -> Array:
 
 
 def _count(arrays: Arrays, path: Path) -> int:
-    """Return the number of samples. Raises UsageError: the arrays differ, or have none."""
+    """Return the number of samples. Raises UsageError if the arrays differ in length, or there are none."""
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     told = ", ".join(f"{name} {length}" for name, length in list(lengths.items())[:8])
     if len(set(lengths.values())) != 1:
@@ -432,8 +438,8 @@ def _count(arrays: Arrays, path: Path) -> int:
 
 @contextmanager
 def downloaded(wish: SourceWish, folder: Path) -> Iterator[tuple[SourceWish, dict[str, str]]]:
-    """Yield the request with URLs replaced by files, and the people's names of these files. Raises
-    UsageError."""
+    """Yield the request with URLs replaced by downloaded files, and the names by which the user knows these
+    files. Raises UsageError."""
     names: dict[str, str] = {}
     with ExitStack() as stack:
 
@@ -453,7 +459,7 @@ def downloaded(wish: SourceWish, folder: Path) -> Iterator[tuple[SourceWish, dic
 
 @contextmanager
 def called(names: dict[str, str]) -> Iterator[None]:
-    """Name files in errors as people know them."""
+    """In errors raised inside, replace the names of files by the names that the user knows."""
     try:
         yield
     except UsageError as error:
@@ -461,13 +467,13 @@ def called(names: dict[str, str]) -> Iterator[None]:
 
 
 def data_names(folder: str, source: str) -> dict[str, str]:
-    """Return the names by which people know the parts that were made from a source in a hidden folder."""
+    """Return the names by which the user knows the parts that were made from a source in a hidden folder."""
     parts = {f"{folder}/{part}.npz": f"{source} ({part})" for part in PARTS}
     return parts | {folder: source}
 
 
 def renamed(error: UsageError, names: dict[str, str]) -> UsageError:
-    """Return an error with files renamed."""
+    """Return a copy of an error with files renamed."""
     texts = [text and _replaced(text, names) for text in error.written]
     return UsageError(texts[0] or "", texts[1])
 

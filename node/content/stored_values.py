@@ -1,6 +1,7 @@
 """A graph with the values of a run's state dict as initial values: the form in which a checkpoint is served.
 
-The graph alone defines the layout of a state dict's file (`node.content.safetensors`), so it is not parsed.
+The graph alone determines the layout of a state dict's file (`node.content.safetensors`), so the file's
+header is not parsed.
 """
 
 from collections.abc import Iterator
@@ -20,8 +21,8 @@ _CHUNK_BYTES = 1 << 22
 
 
 def with_values(graph: Graph, state: Path, target: Path) -> Graph:
-    """Return a graph with the parameters in a run's file `state`, and write the file of its initial values.
-    Raises RemoteProtocolError: it is not a file of this graph. OSError."""
+    """Return a graph that has the parameters in a run's file `state` as initial values, and write the file of
+    those values. Raises RemoteProtocolError if `state` is not a file of this graph; OSError."""
     with state.open("rb") as file:
         places = _places(graph, file, state.stat().st_size)
         offset, rows = 0, []
@@ -52,7 +53,7 @@ def _places(graph: Graph, file: IO[bytes], size: int) -> dict[int, tuple[int, in
             found.setdefault(entry.source, (begin, entry.size_bytes))
         begin += entry.size_bytes
     if begin != size:
-        raise RemoteProtocolError(f"a state of {size} bytes where its model has {begin}")
+        raise RemoteProtocolError(f"a state of {size} bytes, but its model's has {begin} bytes")
     return found
 
 

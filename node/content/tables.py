@@ -1,6 +1,6 @@
 """Tables as arrays: x (N, features) of float32, and y; one sample per row, from text or Parquet.
 
-Only a chunk of rows is in memory as text, beside the numbers made from it.
+The table is converted in chunks: only one chunk of rows is in memory as text, in addition to the numbers.
 """
 
 import json
@@ -27,15 +27,16 @@ Arrays = dict[str, Array]
 Tell = Callable[[str], None]
 
 TABLE_NUMBERS_MAX = 1 << 29
-"""The numbers in a Parquet file, a few bytes of which may stand for many."""
+"""Maximum number of values in a Parquet file, because a few bytes of it may stand for many values."""
 CHUNK_FIELDS = 1 << 18
-"""Fields in memory as text at once: some 15 MB of Python strings."""
+"""Number of fields in memory as text at a time: some 15 MB of Python strings."""
 _GROWTH = 16
-"""A full array of rows grows by this fraction."""
+"""A full array of rows grows by one part in this many."""
 _ODD = re.compile(r"[^0-9+\-.eE ]")
-"""A letter that no plain number has: Python's `float` reads more than the numbers that programs write."""
+"""A character that does not occur in plain numbers. Python's `float` accepts more than the numbers that
+programs write."""
 _ROUNDED = "features above 16,777,216 are rounded: x is float32"
-_VANISHED = "features nearer to 0 than 1e-45 are 0: x is float32"
+_VANISHED = "features closer to 0 than 1e-45 become 0: x is float32"
 _FLOAT32_MIN = float(np.finfo(np.float32).smallest_subnormal)
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -62,28 +63,28 @@ def _kinds(form: TableForm) -> dict[str, Kind]:
 
 
 def _check_words(path: Path, kinds: dict[str, Kind], keys: DataTable, schema: Schema) -> None:
-    """Refuse all features of words at once, with the key that leaves them out."""
+    """Refuse all features that hold words in one error, with the key that leaves them out."""
     wrong = [name for name in schema.features if kinds[name] in ("words", "names", "empty")]
     if len(wrong) > 1:
         told = ", ".join(map(shown, wrong[:8])) + (" ..." if len(wrong) > 8 else "")
         ignore = [*(keys.ignore or ()), *wrong]
         raise unclear(
             path,
-            f"{len(wrong)} columns hold no numbers: {told}",
+            f"{len(wrong)} columns do not hold numbers: {told}",
             keys,
             {"ignore": ignore, "label": schema.label},
         )
 
 
 def _check_columns(path: Path, columns: Sequence[str], schema: Schema) -> None:
-    """Check that a further table has the columns of the training samples. Raises UsageError."""
+    """Check that an additional table has the columns of the training samples. Raises UsageError."""
     known = (*schema.features, schema.label)
     for name in known if schema.needs_labels else schema.features:
         if name not in columns:
-            raise UsageError(f"{path}: no column {shown(name)}, which the training samples have")
+            raise UsageError(f"{path}: has no column {shown(name)}, which the training samples have")
     for name in columns:
         if name not in known and name not in schema.ignored:
-            raise UsageError(f"{path}: a column {shown(name)}, which the training samples do not have")
+            raise UsageError(f"{path}: has a column {shown(name)}, which the training samples do not have")
 
 
 class _Csv:
@@ -118,7 +119,7 @@ class _Csv:
             self._samples += len(rows)
             tell(f"{self._samples:,} rows")
         if not self._samples:
-            raise UsageError(f"{self._path}: want a line of names and then a row for each sample")
+            raise UsageError(f"{self._path}: want a line of column names, then one row per sample")
         found = {"x": numbers.finish()}
         if self._label is not None:
             found["y"] = self._labels.finish()
@@ -146,7 +147,7 @@ class _Csv:
             name = self._schema.index
             raise unclear(
                 self._path,
-                f"{shown(name)} has no name, and row {number} has {shown(value)} again: it is no index",
+                f"{shown(name)} has no name, and row {number} repeats {shown(value)}, so it is not an index",
                 self._keys,
                 {"ignore": [name]},
                 {"ignore": []},
@@ -169,7 +170,7 @@ class _Csv:
     def _number(self, place: int, field: str) -> float:
         text = number_text(field, self._form.decimal)
         if self._form.decimal == "," and "." in field and text == field.strip():
-            text = ""  # a thousands separator, where the comma is the decimal mark
+            text = ""  # a thousands separator, because the comma is the decimal mark
         is_number = bool(NUMBER.match(text))
         if is_number and abs(float(text)) < _FLOAT32_MAX:
             return float(text)
@@ -186,11 +187,12 @@ class _Csv:
 def _leave_out(keys: DataTable, name: str) -> str:
     """Return the remedy for a column without numbers."""
     line = keys.line(ignore=[*(keys.ignore or ()), name])
-    return f"mend the file, or leave the column out, in RUN.toml: {line}"
+    return f"correct the file, or leave the column out in RUN.toml: {line}"
 
 
 def note_rounded(numbers: Array, reading: SourceReading) -> None:
-    """State if numbers exceed the exact whole numbers of float32, such as ids, or become 0 in it."""
+    """State in the reading if numbers (such as ids) are too large to be exact in float32, or become 0 in
+    it."""
     if np.abs(numbers).max(initial=0.0) > 1 << 24 and _ROUNDED not in reading.notes:
         reading.notes.append(_ROUNDED)
     if np.any((numbers != 0) & (np.abs(numbers) < _FLOAT32_MIN)) and _VANISHED not in reading.notes:
@@ -198,8 +200,8 @@ def note_rounded(numbers: Array, reading: SourceReading) -> None:
 
 
 class _GrowingRows:
-    """Blocks of rows as one array, which grows in place: blocks waiting to be joined are small pieces of the
-    heap that the system does not get back."""
+    """Blocks of rows as one array that grows in place. If blocks were collected and joined later, the heap
+    would be left with small pieces that cannot be returned to the system."""
 
     def __init__(self, columns: int) -> None:
         self._array: Array = np.empty((0, columns), np.float32)
@@ -236,7 +238,9 @@ def read_parquet(path: Path, keys: DataTable, schema: Schema, reading: SourceRea
             return _Parquet(path, file, keys, schema, reading).read(tell)
     except MemoryError:
         size = path.stat().st_size
-        raise UsageError(f"{path}: takes more memory to read than {size:,} bytes of Parquet may") from None
+        raise UsageError(
+            f"{path}: reading it takes more memory than is allowed for {size:,} bytes of Parquet"
+        ) from None
     except (pyarrow.ArrowException, OSError) as error:
         raise UsageError(f"{path}: no Parquet file: {(str(error).splitlines() or [''])[0][:200]}") from None
 
@@ -256,15 +260,15 @@ class _Parquet:
         stored = path.stat().st_size
         if size > max(RATIO_FREE_BYTES, RATIO_MAX * stored):
             raise UsageError(
-                f"{path}: {size >> 20} MiB of numbers in a file of {stored >> 10} KiB; at most"
-                f" {RATIO_MAX} times its size is unpacked"
+                f"{path}: {size >> 20} MiB of numbers in a file of {stored >> 10} KiB; at "
+                f"most {RATIO_MAX} times its size is unpacked"
             )
         if not told.num_rows:
             raise UsageError(f"{path}: no rows")
         self._arrow = file.schema_arrow
         self._types = {each.name: each.type for each in self._arrow}
         if len(self._types) != len(self._arrow):
-            raise UsageError(f"{path}: two columns of one name")
+            raise UsageError(f"{path}: two columns have the same name")
         self._nested = [
             name
             for name, kind in self._types.items()
@@ -301,7 +305,7 @@ class _Parquet:
             fits = schema.label_kind == "numbers" and y.min() >= 0 and y.max() < len(words)
             if fits and not schema.words:
                 schema.words[:] = words
-                reading.notes.append("the classes' words are those that the file keeps for its numbers")
+                reading.notes.append("the words that the file stores for the numbers of the classes")
         return found
 
     def _choose(self) -> None:
@@ -325,7 +329,7 @@ class _Parquet:
             if name in wanted:
                 kinds[name] = "numbers" if self._is_number(name) else "words"
             else:
-                self._reading.skipped.append(f"{shown(name)}: the index that pandas wrote along")
+                self._reading.skipped.append(f"{shown(name)}: the index that pandas added")
         choose(self._path, kinds, rows, self._keys, self._schema, self._reading.skipped)
         _check_words(self._path, kinds, self._keys, self._schema)
         self._schema.ignored += [name for name in left_out if name not in wanted]
@@ -361,7 +365,7 @@ class _Parquet:
         for name in (*self._schema.features, self._schema.label):
             if name in self._nested:
                 raise UsageError(
-                    f"{self._path}: column {shown(name)} holds {str(self._types[name])[:60]}, and no numbers",
+                    f"{self._path}: column {shown(name)} holds {str(self._types[name])[:60]} and not numbers",
                     _leave_out(self._keys, name),
                 )
 

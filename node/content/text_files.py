@@ -1,7 +1,7 @@
 """The text files of a served model: tokenizer, chat template and sampling settings.
 
-Their name is the hash of a list of chunks; the list and the chunks are blobs. They travel with a service as
-blobs do, and anybody with the manifest can check every byte. Their content is untrusted, and only
+The files are identified by the hash of a list of chunks. The list and the chunks are blobs and are fetched as
+such, and any peer with the service's manifest can verify every byte. Their content is untrusted, and only
 `node.content.fenced_text` reads it.
 """
 
@@ -20,7 +20,7 @@ from node.storage.blobs import HASH_BYTES, hash_of
 GENERATION_CONFIG = "generation_config.json"
 TEXT_FILES = (*READ_FILES, GENERATION_CONFIG)
 FILES_BYTES_MAX = 1 << 26
-"""All files: a tokenizer of 256,000 tokens has 35 MB, and its configuration some more."""
+"""Maximum size of all files together. A tokenizer of 256,000 tokens takes 35 MB, plus its configuration."""
 CHUNK_BYTES = 1 << 20
 CHUNKS_MAX = FILES_BYTES_MAX // CHUNK_BYTES
 LIST_BYTES_MAX = HASH_BYTES * CHUNKS_MAX + 64
@@ -28,14 +28,14 @@ _TOO_LARGE = f"more than {FILES_BYTES_MAX >> 20} MiB of tokenizer and configurat
 
 
 class TextChunks(msgspec.Struct, frozen=True, array_like=True):
-    """The list of chunks: their hashes, and their total size."""
+    """The list of chunks: their hashes, and the total size of the files."""
 
     hashes: Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES * CHUNKS_MAX)]
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=FILES_BYTES_MAX)]
 
     def __post_init__(self) -> None:
         if len(self.hashes) != HASH_BYTES * -(-self.size_bytes // CHUNK_BYTES):
-            raise ValueError("a list of other chunks than its size has")
+            raise ValueError("the number of chunks does not match their size")
 
     @property
     def sizes(self) -> dict[bytes, int]:
@@ -49,8 +49,8 @@ class TextChunks(msgspec.Struct, frozen=True, array_like=True):
 
 
 def collect(path: Path) -> bytes:
-    """Return the files of a model's folder, or a single tokenizer.json, as one byte string; empty without a
-    tokenizer. Raises UsageError: too large, or unreadable."""
+    """Return the files of a model's folder, or a single tokenizer.json, as one byte string; empty if there is
+    no tokenizer. Raises UsageError if they are too large or unreadable."""
     places = {name: path / name for name in TEXT_FILES} if path.is_dir() else {TOKENIZER: path}
     files: dict[str, bytes] = {}
     left = FILES_BYTES_MAX
@@ -89,8 +89,8 @@ def read_list(data: bytes) -> TextChunks:
 
 
 def read_files(data: bytes) -> dict[str, bytes]:
-    """Return files by name. Raises RemoteProtocolError: unknown files, or malformed."""
+    """Return files by name. Raises RemoteProtocolError if they are malformed or have unknown names."""
     found: dict[str, bytes] = decode(data, dict[str, bytes], bytes_max=FILES_BYTES_MAX)
     if TOKENIZER not in found or not found.keys() <= set(TEXT_FILES):
-        raise RemoteProtocolError("files of a text without a tokenizer, or with others")
+        raise RemoteProtocolError("text files without a tokenizer, or with unknown names")
     return found

@@ -1,8 +1,8 @@
 """The fenced process of `node.content.fenced_text`: `python -m node.content.text_process`.
 
-It makes tokens of texts and texts of tokens, and says which tokens may come next where an answer has to
-follow a rule (`node.content.masks`). It fences itself in (`node.stages.sandbox`) before it looks at the
-model's files, and renders chats by the model's template, which is a program of its author.
+It converts texts to tokens and tokens to texts, and computes which tokens may come next if an answer must
+follow a rule (`node.content.masks`). It fences itself in (`node.stages.sandbox`) before it reads the model's
+files. It renders chats with the model's template, which is a program written by the model's author.
 """
 
 import os
@@ -47,13 +47,13 @@ from node.stages.parent import die_with
 from partition.serve.text import TextStream
 
 STREAMS_MAX = 256
-"""Answers converted to text at once."""
+"""Maximum number of answers converted to text at the same time."""
 STOPS_MAX = 8
-"""Ids that end an answer, as many as a manifest holds."""
+"""Maximum number of ids that end an answer; a manifest has the same limit."""
 BYTES = 256
-"""The vocabulary of a model of bytes, which has no tokenizer."""
+"""Vocabulary size of a byte model, which has no tokenizer."""
 TAIL_LENGTH = 64
-"""Letters at the end of a prompt that show whether reasoning has begun."""
+"""Number of characters at the end of a prompt that are checked for the beginning of reasoning."""
 
 
 class _Texts:
@@ -105,7 +105,9 @@ class _Texts:
 
     def _render(self, asked: Render) -> TextAnswer:
         if self._template is None:
-            raise UsageError("the model has no chat template", "`peerloom generate` takes a text as it is")
+            raise UsageError(
+                "the model has no chat template", ("use `peerloom generate`, which takes plain text")
+            )
         turns, tools = adapt_turns(asked.messages, self.facts.calls), asked.tools
         if "tools" not in self._template_text:
             turns, tools = describe_tools(turns, tools), []
@@ -123,7 +125,7 @@ class _Texts:
         return self._known.decode(list(ids))
 
     def _decode_marked(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, including the special ones that are kept."""
+        """Return the text of tokens, including the special tokens that are kept."""
         parts: list[str] = []
         begin = 0
         for place, token in enumerate(ids):
@@ -134,7 +136,7 @@ class _Texts:
 
 
 class _Bytes:
-    """The state of the process for a model of bytes, which only holds answers to rules."""
+    """The state of the process for a byte model, for which it only applies rules to answers."""
 
     def __init__(self) -> None:
         self._masks = ServiceMasks(_byte_masks)
@@ -181,11 +183,11 @@ def _advanced(masks: ServiceMasks, question: TextQuestion) -> TextAnswer:
         return TextAnswer()
     if isinstance(question, AdvanceRule):
         return _masked(masks.advance(question.stream, question.token))
-    raise UsageError("no answer of this number follows a rule")
+    raise UsageError("no answer with this number follows a rule")
 
 
 def read_facts(folder: Path, vocabulary: int, *, has_template: bool) -> TextFacts:
-    """Return the facts of a folder about its model's answers. Raises UsageError."""
+    """Return the facts in a model's folder that concern its answers. Raises UsageError."""
     config = read_table(folder / CONFIG, CONFIG_BYTES_MAX) if (folder / CONFIG).is_file() else {}
     path = folder / GENERATION_CONFIG
     asked = read_table(path, CONFIG_BYTES_MAX) if path.is_file() else {}
@@ -222,7 +224,7 @@ def main(arguments: list[str]) -> None:
         import jinja2.sandbox  # noqa: F401
         import tokenizers  # noqa: F401 - behind the fence no library is loaded any more
     except ImportError:
-        pass  # what needs them says what is not installed
+        pass  # the code that needs them reports what is not installed
     with suppress(ImportError):
         import llguidance  # noqa: F401
     try:
@@ -247,7 +249,7 @@ def main(arguments: list[str]) -> None:
         except UsageError as error:
             said = _refusal(error)
         except MemoryError:
-            said = TextAnswer(refused="it takes more memory than a prompt may")
+            said = TextAnswer(refused="it takes more memory than is allowed for a prompt")
         except RecursionError:
             said = TextAnswer(refused=TOO_DEEP)
         _say(said)

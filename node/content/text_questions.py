@@ -12,8 +12,8 @@ from node.content.calls.rules import AnswerRule
 
 class TextFacts(msgspec.Struct, frozen=True):
     """Facts from a model's files: the ids that end an answer, the default sampling settings, whether there is
-    a chat template, the size of the tokenizer's vocabulary, and the formats of tool calls and reasoning.
-    Temperature 0 takes the likeliest token."""
+    a chat template, the size of the tokenizer's vocabulary, and the formats of tool calls and reasoning. At
+    temperature 0, the likeliest token is taken."""
 
     stops: tuple[int, ...]
     vocabulary: int
@@ -27,14 +27,14 @@ class TextFacts(msgspec.Struct, frozen=True):
 
 
 class Encode(msgspec.Struct, frozen=True, tag="encode"):
-    """The tokens of a prompt."""
+    """Tokenize a prompt."""
 
     text: str
 
 
 class Render(msgspec.Struct, frozen=True, tag="render"):
-    """Tokenize a chat, ending with the beginning of an answer; the model may call `tools`. A template gets
-    `options` by their names."""
+    """Tokenize a chat, up to and including the beginning of an answer. The model may call `tools`. The
+    template can use `options` by their names."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = []
@@ -42,7 +42,7 @@ class Render(msgspec.Struct, frozen=True, tag="render"):
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
-    """Convert the next tokens of an answer; an unknown `stream` begins with `stops`. With `is_marked` the
+    """Convert the next tokens of an answer to text; a new `stream` begins with `stops`. With `is_marked`, the
     special tokens of calls and reasoning stay in the text."""
 
     stream: int
@@ -53,13 +53,13 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
 
 
 class Spell(msgspec.Struct, frozen=True, tag="spell"):
-    """Return the bytes that tokens stand for."""
+    """Return the bytes of these tokens."""
 
     tokens: list[int]
 
 
 class BeginRule(msgspec.Struct, frozen=True, tag="begin"):
-    """Begin a rule for an answer that has these tokens already and may end with `stops`."""
+    """Begin to apply a rule to an answer that already has these tokens and may end with `stops`."""
 
     stream: int
     rule: AnswerRule
@@ -68,14 +68,14 @@ class BeginRule(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class AdvanceRule(msgspec.Struct, frozen=True, tag="advance"):
-    """The token that came."""
+    """Report the token that the answer has chosen."""
 
     stream: int
     token: int
 
 
 class EndRule(msgspec.Struct, frozen=True, tag="end"):
-    """The answer is over."""
+    """Report that the answer is complete."""
 
     stream: int
 
@@ -84,7 +84,7 @@ TextQuestion = Encode | Render | Push | Spell | BeginRule | AdvanceRule | EndRul
 
 
 class TextAnswer(msgspec.Struct, frozen=True):
-    """A line of the process. It sends `facts` first, unasked."""
+    """A line from the process. The process sends `facts` first, without a question."""
 
     facts: TextFacts | None = None
     tokens: list[int] = []

@@ -161,7 +161,7 @@ def test_a_translation_model_reads_prompts_and_writes_completions() -> None:
         ([{"messages": CHAT}], "", {"template": ""}, "has no chat template", "chat_template.jinja"),
         ([{"messages": [{"role": "user"}, 3]}], "", {}, "messages with role and content", ""),
         ([{"prompt": 3, "completion": "b"}], "", {}, "record 1: prompt and completion are no texts", ""),
-        ([{"prompt": "a", "completion": "b"}, ["a"]], "", {}, "line 2: is no record", "one record a line"),
+        ([{"prompt": "a", "completion": "b"}, ["a"]], "", {}, "is not a record", "one record per line"),
         ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "chosen": "b"}], "", {}, "'chosen'", "ignore"),
         ([{"text": "a", "stars": 1}], "BertForSequenceClassification", {}, "text and label", "stars"),
         (
@@ -178,8 +178,8 @@ def test_a_translation_model_reads_prompts_and_writes_completions() -> None:
             "3 classes, and the model in m tells 2 apart",
             "num_labels=3",
         ),
-        ([{"text": "a"}], "BertForMaskedLM", {}, "no records are read for a model of this kind", "npz"),
-        ([{}], "", {"source": '{"prompt": "a", "prompt": "b"}\n'}, "two fields are called", ""),
+        ([{"text": "a"}], "BertForMaskedLM", {}, "records cannot be read for a model of this kind", "npz"),
+        ([{}], "", {"source": '{"prompt": "a", "prompt": "b"}\n'}, "two fields have the name", ""),
     ],
 )  # fmt: skip
 def test_ambiguous_records_are_refused(

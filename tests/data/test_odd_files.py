@@ -57,7 +57,7 @@ ODD: dict[str, Layout] = {
         text("d.csv", table(ASCII, names="humid{0}b{0}label")), rows=X, labels=ASCII
     ),
     "a packed table without its ending": Layout(packed, refused="gzip", asks="unpack"),
-    "a sheet of Excel called csv": Layout(text("d.csv", "PK\x03\x04"), refused="sheet of Excel", asks="csv"),
+    "a sheet of Excel called csv": Layout(text("d.csv", "PK\x03\x04"), refused="Excel sheet", asks="csv"),
     "a pointer of Git LFS": Layout(
         text("d.csv", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
         refused="Git LFS",
@@ -114,4 +114,4 @@ def test_images_outside_the_class_folders_are_reported(tmp_path: Path) -> None:
 
 def test_numbers_that_vanish_in_float32_are_reported(tmp_path: Path) -> None:
     found = read_here(text("d.csv", "a,label\n1e-50,x\n2e-50,y\n")(tmp_path))
-    assert any("are 0: x is float32" in each for each in found.reading.notes)
+    assert any("become 0: x is float32" in each for each in found.reading.notes)

@@ -27,7 +27,7 @@ MNIST = struct.pack(">IIII", 0x803, 4, 28, 28) + bytes(3136)
         ("train-images.idx3-ubyte", MNIST, "no text: it has the byte 0x00", "FILE.py:FUNCTION"),
         ("numbers.bin", np.arange(99, dtype=np.float32).tobytes(), "no text", 'form = "bytes"'),
         ("wide.txt", ("hello " * 60).encode("utf-16"), "UTF-16", "save it as UTF-8"),
-        ("d.jsonl", b'{"a": 1}\n' * 30, "records are read for", 'form = "bytes"'),
+        ("d.jsonl", b'{"a": 1}\n' * 30, "records cannot be read for", 'form = "bytes"'),
     ],
 )
 def test_an_ambiguous_text_is_refused_until_a_key_decides(

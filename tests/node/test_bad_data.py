@@ -49,9 +49,9 @@ GOOD_SAFETENSORS = safetensors.numpy.save({"x": X, "y": Y})
 
 # Each case has the file's name, its content (or a function that makes it), and words of the error.
 BAD: dict[str, tuple[str, bytes | Callable[[], bytes], str]] = {
-    "npz: truncated": ("d.npz", npz(x=X, y=Y)[:-200], "no archive"),
-    "npz: not one": ("d.npz", b"hello", "no archive"),
-    "npz: empty": ("d.npz", b"", "no archive"),
+    "npz: truncated": ("d.npz", npz(x=X, y=Y)[:-200], "not an archive"),
+    "npz: not one": ("d.npz", b"hello", "not an archive"),
+    "npz: empty": ("d.npz", b"", "not an archive"),
     "npz: lengths": ("d.npz", npz(x=X, y=Y[:3]), "different lengths"),
     "npz: no dimension": ("d.npz", npz(x=np.float32(1), y=Y), "d.npz"),
     "npz: no samples": ("d.npz", npz(x=X[:0], y=Y[:0]), "d.npz"),
@@ -73,8 +73,8 @@ BAD: dict[str, tuple[str, bytes | Callable[[], bytes], str]] = {
         npz(train_x=X, train_y=Y, test_x=X[:, :1], test_y=Y),
         "x of train holds samples of (2,)",
     ),
-    "csv: empty": ("d.csv", b"", "a line of names"),
-    "csv: no rows": ("d.csv", b"a,b\n", "a row for each sample"),
+    "csv: empty": ("d.csv", b"", "a line of column names"),
+    "csv: no rows": ("d.csv", b"a,b\n", "one row per sample"),
     "csv: one column": ("d.csv", b"label\n1\n2\n", "only one column"),
     "csv: a short row": ("d.csv", GOOD_CSV.encode() + b"1,2\n", "row 10 has 2 fields"),
     "csv: cut off": ("d.csv", GOOD_CSV.encode()[:-3], "row 9 has 2 fields"),
@@ -231,7 +231,7 @@ def test_words_get_the_same_numbers_in_all_parts(tmp_path: Path) -> None:
         ({"test": "wide.csv"}, "no column 'n', which the training samples have"),
         ({"test": "wide.npz"}, "x of train holds samples of"),
         ({"test": 0.9, "validation": 0.9}, "1 samples; at least 2"),
-        ({"test": "parts.npz"}, "several parts of its own"),
+        ({"test": "parts.npz"}, "itself has several parts"),
     ],
     ids=str,
 )

@@ -126,16 +126,16 @@ def broken() -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (unequal(), r"samples have x int64\[3\], y int64\[\]; those held out x int64\[2\]"),
+        (unequal(), r"samples have x int64\[3\], y int64\[\], held-out samples x int64\[2\]"),
         (
             [(np.zeros(3 - place // 3), place) for place in range(5)],
-            r"sample 3: x is of shape \(2,\), before",
+            r"sample 3: x has shape \(2,\), but in",
         ),
         ([(1, 1), (2, 2), (0.5, 3), (4, 4)], "sample 2: x is float32, before int64"),
         (broken(), "sample 1: KeyError: 'no such row'"),
         ([("a text", 1), ("b", 2)], "sample 0: x is text, and no numbers"),
         ([(None, 1), (None, 2)], "sample 0: x is NoneType"),
-        ([{"x": 1}, {"y": 1}, {"x": 1}], r"sample 1 has y, those before x|sample 0 has y"),
+        ([{"x": 1}, {"y": 1}, {"x": 1}], r"sample 1 has y, but earlier samples have x|sample 0 has y"),
         (Squares(1), "1 samples; at least 2"),
         ([], "0 samples"),
         (5, "is int, which gives no samples"),
@@ -202,5 +202,5 @@ def test_a_text_is_windows_of_tokens(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="70 tokens are too few for samples of 64"):
         prepare_data(long, tmp_path, tmp_path / "out", "RUN.toml")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"tokenizer\.json: no tokenizer\.json that can be read"):
+    with pytest.raises(UsageError, match=r"tokenizer\.json: is not a readable tokenizer\.json"):
         prepare_data(text, tmp_path, tmp_path / "out", "RUN.toml")

@@ -71,8 +71,8 @@ def test_equal_sources_make_equal_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "want a line of names"),
-        ("a,y\n", "want a line of names"),
+        ("", "want a line of column names"),
+        ("a,y\n", "want a line of column names"),
         ("a,y\n1,2\n3\n", "row 3 has 1 fields, the first line 2"),
         ("y\n1\n2\n", "only one column"),
         ("a,y\n1,2\nred,3\n", "column 'a', sample 2: 'red' is no number"),
