@@ -53,8 +53,8 @@ def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> None:
 def test_a_machine_that_accepts_no_runs_reports_that_it_serves_no_others(typed: Command) -> None:
     assert "serves" not in typed("b", "status")
     reason = "accept_runs = never"
-    assert f"serves no others now: {reason}" in typed("b", "config", "set", "accept_runs", "never")
-    assert f"serves no others now: {reason}" in typed("b", "config", "set", "upload", "100Mbit/s")
+    assert f"does not serve others now: {reason}" in typed("b", "config", "set", "accept_runs", "never")
+    assert f"does not serve others now: {reason}" in typed("b", "config", "set", "upload", "100Mbit/s")
     assert f"nobody else: {reason}" in typed("b", "status")
     assert "this machine serves others" in typed("b", "config", "set", "accept_runs", "swarm")
     listed = typed("b", "config", "set", "accept_runs", "listed")

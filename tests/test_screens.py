@@ -370,7 +370,7 @@ def test_the_screen_of_a_node_is_as_recorded() -> None:
         22:13:19   refused 100 times so far: malformed
         22:13:19   record 'weights' kept by 1 node of 3 wanted
         22:13:19   service gpt: stage 2 is here; 2, 1 of 2 answer by stage
-        22:13:19   answer of gpt goes on over lab-1 -> lab-2 (other bits: text may differ): its stream broke
+        22:13:19   answer of gpt goes on over lab-1 -> lab-2 (a different bit class: the text may differ): its stream broke
         22:13:19   answer of gpt: length, 40 tokens, the first after 0.25 s, 12.3 a second
         22:13:19   service gpt: stage 2 is held here no more: it leaves
         22:13:20   lab-2 left

@@ -1,7 +1,7 @@
 """`peerloom autostart`: install a node as a service that starts with the machine and restarts after failures.
 
-It uses systemd's user supervisor on Linux and launchd on macOS. `node.cli.autostart_units` writes their
-files; `node.services.notify_socket` reports the running node's state to them.
+It uses systemd's user supervisor on Linux and launchd on macOS. `node.cli.autostart_units` makes the text of
+their files, and `node.services.notify_socket` reports the running node's state to systemd.
 """
 
 import getpass
@@ -32,9 +32,9 @@ from node.invocation import command_span, service_words
 from node.paths import default_data_dir, short_path
 
 ANSWER_SECONDS_MAX = 240.0
-"""The time limit of one call of the service supervisor: a start waits until the node listens."""
+"""Time limit for one call of the service supervisor. Starting the service waits until the node listens."""
 BOOTED = Path("/run/systemd/system")
-"""It is there where systemd started the machine (sd_booted(3))."""
+"""This folder exists if systemd started the machine (sd_booted(3))."""
 _PASSED_ON = {"ignore_unknown_options": True}
 _SHOWN = (
     "LoadState",
@@ -59,11 +59,11 @@ def install(
         list[str] | None,
         typer.Argument(metavar="[FLAGS]...", help="Flags of the node, as `peerloom --help` lists them."),
     ] = None,
-    config: Annotated[str, typer.Option(metavar="FILE", help="The node's file of settings.")] = "",
+    config: Annotated[str, typer.Option(metavar="FILE", help="The node's settings file.")] = "",
     data_dir: DataDir = "",
     is_printed: Annotated[bool, typer.Option("--print", help="Print the unit, and change nothing.")] = False,
 ) -> None:
-    """Start a node now and with this machine, and restart it after failures."""
+    """Start a node now and whenever this machine starts, and restart it after failures."""
     before: dict[str, Any] = context.obj or {}
     config = config or before.get("config") or ""
     words = [*(flags or ()), *(("--config", config) if config else ())]
@@ -75,8 +75,8 @@ def install(
     supervisor = _supervisor(service.name, service.words)
     if is_running(service.data_dir) and not supervisor.state()["active"]:
         raise UsageError(
-            f"a node that was started by hand holds {short_path(service.data_dir)}",
-            f"{command_span('leave', '--data-dir', str(service.data_dir))}, then the same again",
+            f"a node that was started by hand already holds {short_path(service.data_dir)}",
+            f"run {command_span('leave', '--data-dir', str(service.data_dir))}, then repeat this command",
         )
     supervisor.file.parent.mkdir(parents=True, exist_ok=True)
     supervisor.file.write_text(text, encoding="utf-8")
@@ -97,7 +97,7 @@ def remove(context: typer.Context, data_dir: DataDir = "") -> None:
     supervisor.stop()
     supervisor.file.unlink(missing_ok=True)
     supervisor.forget()
-    show([f"removed {short_path(supervisor.file)}; the data folder is left as it is"])
+    show([f"removed {short_path(supervisor.file)}; the data folder was not changed"])
 
 
 @app.command("status")
@@ -132,10 +132,10 @@ def _service(context: typer.Context, flags: Sequence[str], data_dir: str) -> Aut
     root = context.find_root().command
     typed = [*flags, *(("--data-dir", data_dir) if data_dir else ())]
     parsed = root.make_context("peerloom", typed)
-    # A command among them would leave the second one over.
+    # If the flags contain a command, `status` is left over as a second one.
     if root.make_context("peerloom", [*typed, "status"]).args:
         raise UsageError(
-            f"autostart install {shlex.join(flags)}: flags of a node are wanted, no command",
+            f"autostart install {shlex.join(flags)}: want flags of a node, not a command",
             "`peerloom --help`",
         )
     given = {name: value for name, value in parsed.params.items() if value not in (None, False, "", [], ())}
@@ -151,7 +151,7 @@ def _service(context: typer.Context, flags: Sequence[str], data_dir: str) -> Aut
 
 
 def _installed(context: typer.Context, data_dir: str) -> "Systemd":
-    """Return the supervisor of the service for this data folder. Raises NoNode: there is none."""
+    """Return the supervisor of the service for this data folder. Raises NoNode if no service is installed."""
     folder = Path(os.path.abspath(find_data_dir(context, data_dir)))
     supervisor = _supervisor(service_name(folder, default_data_dir(os.environ)), ())
     if not supervisor.file.exists():
@@ -163,7 +163,7 @@ def _installed(context: typer.Context, data_dir: str) -> "Systemd":
 
 @dataclass(frozen=True)
 class Systemd:
-    """Return this user's service supervisor: systemd here, launchd on macOS."""
+    """This user's service supervisor. This class is for systemd; the subclass is for launchd on macOS."""
 
     name: str
 
@@ -204,19 +204,19 @@ class Systemd:
         }
 
     def hints(self) -> list[str]:
-        """Return further advice: without lingering the user's services end with the last session."""
+        """Return further advice: without lingering, the user's services end when the user logs out."""
         user = getpass.getuser()
         lingers = _said(["loginctl", "show-user", user, "--property=Linger", "--value"])
         if lingers == "yes":
             return []
-        return [f"it stops when you log out; to have it run on: loginctl enable-linger {user}"]
+        return [f"it stops when you log out; to keep it running: loginctl enable-linger {user}"]
 
     def _call(self, *words: str) -> str:
         return _run(["systemctl", "--user", *words], self.log_hint)
 
 
 class Launchd(Systemd):
-    """The same for macOS."""
+    """The service supervisor of macOS."""
 
     @property
     def file(self) -> Path:
@@ -243,7 +243,7 @@ class Launchd(Systemd):
         _said(["launchctl", "bootout", self._target])
 
     def forget(self) -> None:
-        """Do nothing: launchd forgets a service that was booted out."""
+        """Do nothing, because launchd forgets a service that was booted out."""
 
     def state(self) -> dict[str, Any]:
         said = _said(["launchctl", "print", self._target]) or ""
@@ -267,7 +267,7 @@ def _is_mac() -> bool:
 
 
 def _supervisor(name: str, words: Sequence[str]) -> Systemd:
-    """Return the service supervisor of this machine. Raises UsageError: there is no known one."""
+    """Return the service supervisor of this machine. Raises UsageError if it has no known one."""
     if _is_mac():
         return Launchd(name)
     has_systemd = shutil.which("systemctl") is not None
@@ -276,16 +276,16 @@ def _supervisor(name: str, words: Sequence[str]) -> Systemd:
         command = shlex.join(words) if words else "`peerloom`"
         raise UsageError(
             f"this machine {missing}, which would start the node",
-            f"have what starts programs here run this and end it by SIGTERM: {command}",
+            f"let this machine's own supervisor run this and stop it with SIGTERM: {command}",
         )
     bus = f"/run/user/{os.getuid()}"
     if "XDG_RUNTIME_DIR" not in os.environ and os.path.isdir(bus):
-        os.environ["XDG_RUNTIME_DIR"] = bus  # as after su or sudo, which leave it out
+        os.environ["XDG_RUNTIME_DIR"] = bus  # su and sudo leave it out
     return Systemd(name)
 
 
 def _said(words: Sequence[str]) -> str | None:
-    """Return a program's output; None if it fails or is missing."""
+    """Return a program's output, or None if it fails or is missing."""
     try:
         ended = subprocess.run(words, capture_output=True, text=True, check=True, timeout=ANSWER_SECONDS_MAX)  # noqa: S603 - service managers, by names of ours
     except (OSError, subprocess.SubprocessError):
@@ -294,7 +294,7 @@ def _said(words: Sequence[str]) -> str | None:
 
 
 def _run(words: Sequence[str], log_hint: str) -> str:
-    """Return the output of a service supervisor. Raises PeerloomError with its message."""
+    """Run a service supervisor and return its output. Raises PeerloomError with its message."""
     what = " ".join(words[:4])
     try:
         ended = subprocess.run(words, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS_MAX)  # noqa: S603 - as above
@@ -307,6 +307,6 @@ def _run(words: Sequence[str], log_hint: str) -> str:
         user = getpass.getuser()
         raise UsageError(
             f"{what}: {said}",
-            f"log in as {user} itself, not by su; or loginctl enable-linger {user}, then the same again",
+            f"log in as {user} directly, not with su; or run loginctl enable-linger {user}, then repeat this",
         )
     raise PeerloomError(f"{what}: {said}", f"look: {log_hint}")

@@ -1,4 +1,5 @@
-"""Files that start a node with the machine: a unit for systemd, a property list for launchd. Pure text.
+"""Files that start a node together with the machine: a unit for systemd, a property list for launchd. Pure
+text.
 
 Sources: systemd.service(5), systemd.exec(5), systemd.syntax(7), launchd.plist(5).
 """
@@ -12,12 +13,12 @@ from pathlib import Path
 from node.errors import UsageError
 
 WATCHDOG_SECONDS = 60
-"""A node without a sign of life for this long is restarted. Its loop never computes, but a swapping machine
-may hold it for some seconds."""
+"""A node without a sign of life for this long is restarted. Its event loop never computes, but a machine that
+swaps may delay it for some seconds."""
 START_SECONDS_MAX = 180
-"""The time until a node listens: it measures its processor first, which is slow on a busy machine."""
+"""Time limit until a node listens. It first measures its processor, which is slow on a busy machine."""
 STOP_SECONDS_MAX = 30
-"""A node ends itself after half of that (`node.process.END_SECONDS_MAX`)."""
+"""Time limit for stopping. A node ends itself after half of this time (`node.process.END_SECONDS_MAX`)."""
 AGAIN_SECONDS = 5
 """The pause between a failure and the next start."""
 LABEL = "peerloom"
@@ -35,14 +36,16 @@ class AutostartService:
 
 
 def service_name(data_dir: Path, default: Path) -> str:
-    """Return a name for the service: `peerloom` for the default folder, else with the folder's own name."""
+    """Return a name for the service: `peerloom` for the default folder; otherwise it includes the folder's
+    own name."""
     if data_dir == default:
         return LABEL
     return f"{LABEL}-{re.sub(r'[^A-Za-z0-9_.]+', '_', data_dir.name) or 'node'}"
 
 
 def systemd_unit(service: AutostartService) -> str:
-    """Return the text of a unit for `systemctl --user`. Raises UsageError: a word cannot stand in it."""
+    """Return the text of a unit for `systemctl --user`. Raises UsageError if a word cannot be written in a
+    unit."""
     variables = {"PYTHONUNBUFFERED": "1", **service.environment}
     lines = [
         "# Written by `peerloom autostart install`, which writes it anew.",
@@ -59,17 +62,17 @@ def systemd_unit(service: AutostartService) -> str:
         f"ExecStart={' '.join(map(_command_word, service.words))}",
         "Restart=on-failure",
         f"RestartSec={AGAIN_SECONDS}",
-        "# A flag, a setting or an address is wrong: starting again does not help.",
+        "# A flag, a setting or an address is wrong: a restart does not help.",
         f"RestartPreventExitStatus={UsageError.exit_code}",
         f"WatchdogSec={WATCHDOG_SECONDS}",
         f"TimeoutStartSec={START_SECONDS_MAX}",
         f"TimeoutStopSec={STOP_SECONDS_MAX}",
         "# The node is told to leave, and ends its stages itself.",
         "KillMode=mixed",
-        "# The kernel takes a stage before the node, which goes on without it.",
+        "# Out of memory, the kernel kills a stage before the node, which goes on without it.",
         "OOMPolicy=continue",
         "UMask=0077",
-        "# A stage still can put up its fences under these. RestrictNamespaces, MemoryDenyWriteExecute,",
+        "# A stage can still set up its fences under these. RestrictNamespaces, MemoryDenyWriteExecute,",
         "# PrivateDevices and SystemCallFilter are left out: each breaks a fence, a graphics card or torch.",
         "NoNewPrivileges=yes",
         "LockPersonality=yes",
@@ -114,7 +117,7 @@ def _command_word(word: str) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Return a word for a unit, in quotes if it needs them (systemd.syntax(7), "Quoting")."""
+    """Return a word for a unit, quoted if necessary (systemd.syntax(7), "Quoting")."""
     text = _escaped(word)
     if word and re.fullmatch(r"[\w./:=@,+-]+", word, re.ASCII):
         return text
@@ -123,7 +126,7 @@ def _quoted(word: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a text with its specifiers escaped. Raises UsageError: it has a line break."""
+    """Return a text with its specifiers escaped. Raises UsageError if it has a line break."""
     if not text.isprintable():
-        raise UsageError(f"{text!r} cannot stand in a unit of systemd", "use names of one line")
+        raise UsageError(f"{text!r} cannot be written in a systemd unit", "use names without line breaks")
     return text.replace("%", "%%")

@@ -1,8 +1,9 @@
-"""`peerloom chat SERVICE`: a conversation with a served model, by the chat template of its folder.
+"""`peerloom chat SERVICE`: a conversation with a served model, using the chat template of its folder.
 
-The conversation is kept only in this process, and goes to the node with each message; `/save` writes it down.
-Ctrl-C stops the current answer; its part so far stays in the conversation, as does that of an answer that
-breaks off. The next line, or `/retry`, goes on. Ctrl-D, or the end of the input, ends the chat.
+The conversation is kept only in this process, and is sent to the node with each message; `/save` writes it to
+a file. Ctrl-C stops the current answer. The part of the answer that has arrived stays in the conversation, as
+it does if an answer breaks off. The next line, or `/retry`, continues. Ctrl-D, or the end of the input, ends
+the chat.
 """
 
 import json
@@ -24,15 +25,15 @@ from node.errors import EXIT_DONE, PeerloomError, UsageError
 from node.suggest import did_you_mean
 
 HISTORY_BYTES_MAX = 1 << 20
-"""The most bytes of messages in a question, below the limit of the control channel. The oldest are left out
-beyond."""
+"""Maximum number of bytes of messages in a question, below the limit of the control channel. Above it, the
+oldest messages are left out."""
 PROMPT = "> "
 HELP = (
     "/retry           answer the last message again",
-    "/system [TEXT]   what the model is told before all; without TEXT nothing",
-    "/models          the services that answer now, and who holds them",
+    "/system [TEXT]   set instructions for the model; without TEXT remove them",
+    "/models          the services that answer now, and the peers that hold them",
     "/clear           forget the conversation",
-    "/save FILE       write the conversation down as JSON",
+    "/save FILE       write the conversation to a file, as JSON",
     "/quit            end (so does Ctrl-D)",
     "//...            a message that begins with /",
 )
@@ -43,17 +44,15 @@ Message = dict[str, str]
 def chat(
     context: typer.Context,
     service: Annotated[str, typer.Argument(metavar="SERVICE", help="Its name, or its id.")],
-    system: Annotated[
-        str, typer.Option("--system", metavar="TEXT", help="What the model is told before all.")
-    ] = "",
+    system: Annotated[str, typer.Option("--system", metavar="TEXT", help="Instructions for the model.")] = "",
     tokens_max: Annotated[
-        int, typer.Option("--max-tokens", metavar="N", help="The most in an answer.")
+        int, typer.Option("--max-tokens", metavar="N", help="Maximum length of an answer.")
     ] = 512,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
-    seed: Annotated[str, typer.Option("--seed", metavar="N", help="Draw the same again.")] = "",
+    seed: Annotated[str, typer.Option("--seed", metavar="N", help="Seed that makes draws repeatable.")] = "",
     data_dir: DataDir = "",
 ) -> None:
     """Talk with a served model; /help lists commands, Ctrl-C stops an answer, Ctrl-D ends."""
@@ -62,8 +61,8 @@ def chat(
     name = found["name"]
     if not found["has_template"]:
         raise UsageError(
-            f"{name} has no chat template, by which a conversation becomes one text",
-            "`peerloom generate` goes on from a text as it is",
+            f"{name} has no chat template to turn a conversation into text",
+            "use `peerloom generate`, which continues plain text",
         )
     settings = {
         "tokens_max": tokens_max,
@@ -81,12 +80,12 @@ def chat(
         if not talk.take(said):
             break
     if talk.exit_code and not is_terminal:
-        raise typer.Exit(talk.exit_code)  # with piped input only the exit code reports a failure
+        raise typer.Exit(talk.exit_code)  # with piped input, only the exit code reports a failure
 
 
 @dataclass
 class _Talk:
-    """A conversation. `turns` are messages and answers, alternating; a message without any answer is not sent
+    """A conversation. `turns` are messages and answers, alternating. A message without any answer is not sent
     again."""
 
     folder: Path
@@ -95,10 +94,10 @@ class _Talk:
     system: str
     turns: list[Message] = field(default_factory=list)
     exit_code: int = EXIT_DONE
-    """The exit code of the newest answer, 0 if it succeeded."""
+    """The exit code of the newest answer: 0 if it succeeded."""
 
     def take(self, said: str) -> bool:
-        """Take a line of the user; return whether the chat goes on."""
+        """Handle a line that the user typed; return whether the chat continues."""
         if not said.startswith("/") or said.startswith("//"):
             self._ask(said.removeprefix("/") if said.startswith("//") else said)
             return True
@@ -135,13 +134,13 @@ class _Talk:
 
     def _retry(self, _: str) -> None:
         if not self.turns:
-            raise UsageError("there is no message that could be answered again")
+            raise UsageError("there is no message to answer again")
         self.turns[-1] = {"role": "assistant", "content": ""}
         self._answer()
 
     def _tell(self, text: str) -> None:
         self.system = text
-        show([f"(told before all: {text})" if text else "(told nothing before all)"], sys.stderr)
+        show([f"(told before all: {text})" if text else "(no instructions for the model)"], sys.stderr)
 
     def _list(self, _: str) -> None:
         names = peer_names(self.folder)
@@ -154,11 +153,11 @@ class _Talk:
 
     def _save(self, name: str) -> None:
         if not name:
-            raise UsageError("/save wants the name of a file")
+            raise UsageError("/save needs the name of a file")
         path = Path(name).expanduser()
         data = json.dumps(self._messages(), ensure_ascii=False, indent=1)
         try:
-            # Readable only by this user, and no existing file is overwritten.
+            # The file is readable only by this user, and an existing file is not overwritten.
             with open(
                 path, "x", encoding="utf-8", opener=lambda at, flags: os.open(at, flags, 0o600)
             ) as file:
@@ -168,13 +167,14 @@ class _Talk:
         show([f"({len(self.turns) // 2} messages with their answers are in {path})"], sys.stderr)
 
     def _messages(self) -> list[Message]:
-        """Return the messages to send: the last one, and the answered ones before it."""
+        """Return the messages to send: the newest one, and the answered ones before it."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         pairs = [self.turns[at : at + 2] for at in range(0, len(self.turns), 2)]
         return head + [each for pair in pairs if pair[1]["content"] for each in pair]
 
     def _answer(self) -> None:
-        """Show the answer to the last message as it comes, and keep it, even a part. Raises PeerloomError."""
+        """Show the answer to the newest message as it arrives, and keep it, even if only a part arrives.
+        Raises PeerloomError."""
         pieces: list[str] = []
         result: dict[str, Any] = {}
         messages = [*self._messages(), self.turns[-2]]
@@ -229,8 +229,8 @@ def _said(*, is_terminal: bool) -> Iterator[str]:
 
 
 def fitting(history: list[Message], bytes_max: int = HISTORY_BYTES_MAX) -> list[Message]:
-    """Return a conversation that fits, without its oldest messages but with the system's. Raises UsageError:
-    its last message alone is too long."""
+    """Return a conversation that fits the limit, without its oldest messages but with the system message.
+    Raises UsageError if the newest message alone is too long."""
     head = [each for each in history[:1] if each["role"] == "system"]
     rest = history[len(head) :]
     sizes = [_bytes([each]) for each in rest]
@@ -239,7 +239,7 @@ def fitting(history: list[Message], bytes_max: int = HISTORY_BYTES_MAX) -> list[
         size -= sum(sizes[first : first + 2])
         first += 2
     if size > bytes_max:
-        raise UsageError(f"a message is longer than {bytes_max >> 10} KiB", "say it in fewer words")
+        raise UsageError(f"a message is longer than {bytes_max >> 10} KiB", "shorten it")
     return head + rest[first:]
 
 

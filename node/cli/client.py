@@ -1,6 +1,7 @@
 """The client's end of the control channel (`node.control`): ask the node on this machine.
 
-Only the standard library, so that `status` and `peers` answer at once: no trio, torch or msgspec.
+It imports only the standard library (not trio, torch or msgspec), so that `status` and `peers` answer
+quickly.
 """
 
 import contextlib
@@ -17,19 +18,20 @@ from node.storage.folder_lock import last_holder
 
 CONNECT_SECONDS_MAX = 5.0
 ANSWER_SECONDS_MAX = 10.0
-"""The time limit of commands that only read: a node answers them in milliseconds unless it is stopped."""
+"""Time limit for commands that only read. A node answers them within milliseconds unless it is stopped."""
 _LOOK_SECONDS = 0.01
-_START = "`peerloom`, or name its data folder: --data-dir DIR"
+_START = "start it with `peerloom`, or give its data folder: --data-dir DIR"
 
 Reply = dict[str, Any]
 
 
 class GoneAway(NoNode):
-    """The node ended, or hung up, before it answered: caught by `leave`, which expects that."""
+    """The node ended or disconnected before it answered. `leave` catches this error, because it expects
+    that."""
 
 
 class NodeRefused(PeerloomError):
-    """The node answered with an error; it says which exit code this is. `trace` is for --debug."""
+    """The node answered with an error, which includes the exit code. `trace` is for --debug."""
 
     def __init__(self, what: str, do: str | None, exit_code: int, trace: str) -> None:
         super().__init__(what, do)
@@ -44,21 +46,23 @@ def request(
     *,
     seconds: float | None = None,
 ) -> Iterator[Reply]:
-    """Ask the node that holds `data_dir`; yields `{"event": ...}` as they come, lastly `{"result": ...}`.
+    """Ask the node that holds `data_dir`. Yield `{"event": ...}` as events arrive, and finally `{"result":
+    ...}`.
 
-    Closing the iterator hangs up, which cancels the command in the node. `seconds` is how long one line may
-    take, None for as long as it likes.
+    Closing the iterator disconnects, which cancels the command in the node. `seconds` is the time limit for
+    each line; None means no limit.
 
     Raises:
         NoNode: no node holds this data folder, it is another user's, or it was silent for `seconds`.
-        GoneAway: it ended meanwhile.
+        GoneAway: the node ended meanwhile.
         NodeRefused: the node's own error, with its exit code.
     """
     line = json.dumps({"command": command, "arguments": dict(arguments or {})})
     with _connect(data_dir) as connection:
         connection.settimeout(seconds)
         try:
-            with contextlib.suppress(BrokenPipeError):  # refused before it was read: the answer says why
+            # the node refused before reading; its answer gives the reason
+            with contextlib.suppress(BrokenPipeError):
                 connection.sendall(line.encode() + b"\n")
             with connection.makefile("rb") as lines:
                 for answer in lines:
@@ -81,24 +85,26 @@ def ask(
     *,
     seconds: float | None = ANSWER_SECONDS_MAX,
 ) -> Any:
-    """The result of `request`; each event goes to `on_event`. Raises as `request` does."""
+    """Return the result of `request`. `on_event` is called with each event. Raises the same errors as
+    `request`."""
     for reply in request(data_dir, command, arguments, seconds=seconds):
         if "result" in reply:
             return reply["result"]
         if on_event is not None:
             on_event(reply["event"])
-    raise AssertionError("request ends with a result or raises")
+    raise AssertionError("request ended without a result")
 
 
 def peer_names(data_dir: Path) -> dict[str, str]:
-    """Return the names of this node and those that it knows, by their ids. Raises as `request` does."""
+    """Return the names of this node and the peers that it knows, by peer id. Raises the same errors as
+    `request`."""
     own = ask(data_dir, "status")
     rows = [own, *ask(data_dir, "peers")["peers"]]
     return {row["peer"]: row["name"] for row in rows if row["name"]}
 
 
 def is_running(data_dir: Path) -> bool:
-    """Return whether a node holds `data_dir` and listens, though it may be stopped or busy."""
+    """Return whether a node holds `data_dir` and listens. It may be stopped or busy."""
     try:
         _connect(data_dir, seconds=0.0).close()
     except _Stuck:
@@ -147,7 +153,7 @@ def _silence(data_dir: Path, seconds: float) -> tuple[str, str]:
     end = f"; to end it: kill {holder}" if holder else ""
     return (
         f"the node in {short_path(data_dir)} has not answered for {seconds:g} s",
-        f"is it stopped or very busy?{end}",
+        f"check whether it is stopped or very busy{end}",
     )
 
 
@@ -155,10 +161,12 @@ def _checked(answer: bytes) -> Reply:
     try:
         reply = json.loads(answer)
     except ValueError:
-        # The node writes only JSON, so this line was cut when the node ended.
+        # The node writes only JSON, so this line was cut off when the node ended.
         raise _gone() from None
     if not isinstance(reply, dict) or not reply.keys() & {"event", "result", "error"}:
-        raise PeerloomError("the node sent what this command does not know; are both of one version?")
+        raise PeerloomError(
+            "the node sent something that this command does not know: check that both have the same version"
+        )
     error = reply.get("error")
     if error is not None:
         raise NodeRefused(error["what"], error.get("do"), error["exit_code"], error.get("trace", ""))
@@ -166,7 +174,7 @@ def _checked(answer: bytes) -> Reply:
 
 
 def _gone() -> GoneAway:
-    return GoneAway("the node went away before it had answered", "look at its screen, then ask again")
+    return GoneAway("the node disconnected before it had answered", "look at its screen, then ask again")
 
 
 def _no_node(data_dir: Path, why: str = "") -> NoNode:

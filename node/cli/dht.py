@@ -1,4 +1,4 @@
-"""`peerloom dht`: the swarm's record table from the command line: get, put, find, stat."""
+"""`peerloom dht`: the swarm's record table on the command line: get, put, find, stat."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from node.quantities import read_bytes, read_duration, read_flops
 from node.text import counted
 
 ASK_SECONDS_MAX = 40.0
-"""A lookup of the node takes 30 s at most."""
+"""Time limit. The node's lookup takes at most 30 s."""
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -35,24 +35,27 @@ def get(
     context: typer.Context,
     key: Key,
     publisher: Annotated[
-        str, typer.Option("--publisher", metavar="PEER", help="Only this node's value.")
+        str, typer.Option("--publisher", metavar="PEER", help="Only the value of this node.")
     ] = "",
     subkey: Subkey = "",
     immutable: Immutable = False,
     is_raw: Annotated[
-        bool, typer.Option("--raw", help="The value's bytes as they are, for a file or a program.")
+        bool, typer.Option("--raw", help="Write the value's raw bytes, for a file or a program.")
     ] = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Print the newest value under a key, control characters escaped; exit 1 where there is none."""
+    """Print the newest value under a key, with control characters escaped; exit with 1 if there is none."""
     if is_raw and as_json:
-        raise UsageError("dht get: --raw and --json are two forms", "leave one of them out")
+        raise UsageError("dht get: --raw and --json are different forms", "leave out one of them")
     if immutable and (publisher or subkey):
         flag = "--publisher" if publisher else "--subkey"
         raise UsageError(
-            f"dht get: {flag} has no effect with --immutable: the hash names the value, whoever put it",
-            "leave one of them out",
+            (
+                f"dht get: {flag} has no effect with --immutable: the hash identifies the "
+                "value, whoever stored it"
+            ),
+            "leave out one of them",
         )
     arguments = {"key": key, "publisher": publisher, "subkey": subkey, "immutable": immutable}
     result = ask(find_data_dir(context, data_dir), "dht.get", arguments, seconds=ASK_SECONDS_MAX)
@@ -74,18 +77,20 @@ def get(
 @app.command()
 def put(
     context: typer.Context,
-    key: Annotated[str, typer.Argument(metavar="KEY", help="Its key; with --immutable leave it out.")],
-    value: Annotated[str, typer.Argument(metavar="VALUE", help="As text; - reads it from stdin.")] = "",
-    lifetime: Annotated[str, typer.Option("--ttl", metavar="1h", help="How long it lives.")] = "1h",
+    key: Annotated[str, typer.Argument(metavar="KEY", help="The key; leave it out with --immutable.")],
+    value: Annotated[
+        str, typer.Argument(metavar="VALUE", help=("The value as text; - reads it from stdin."))
+    ] = "",
+    lifetime: Annotated[str, typer.Option("--ttl", metavar="1h", help="How long the value is kept.")] = "1h",
     subkey: Subkey = "",
     immutable: Immutable = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Store a value under a key, as this node's; with --immutable under its own hash, which is printed."""
+    """Store this node's value under a key; with --immutable under its own hash, which is printed."""
     seconds = _read("--ttl", lifetime, read_duration)
     if immutable and subkey:
-        raise UsageError("dht put: --subkey has no effect with --immutable", "leave one of them out")
+        raise UsageError("dht put: --subkey has no effect with --immutable", "leave out one of them")
     if immutable and value:
         raise UsageError(
             f"dht put: with --immutable the key is the hash of the value, not {key[:40]!r}",
@@ -94,7 +99,7 @@ def put(
     if immutable:
         key, value = "-", key
     if not value:
-        raise UsageError("dht put: the value is missing", "`peerloom dht put KEY VALUE`")
+        raise UsageError("dht put: the value is missing", "give it: `peerloom dht put KEY VALUE`")
     data = sys.stdin.buffer.read() if value == "-" else value.encode()
     arguments = {
         "key": key,
@@ -116,14 +121,14 @@ def put(
 def find(
     context: typer.Context,
     device: Annotated[str, typer.Option("--device", metavar="cpu|cuda|mps", help="Kind of device.")] = "",
-    memory: Annotated[str, typer.Option("--memory", metavar="8GB", help="With at least so much.")] = "",
+    memory: Annotated[str, typer.Option("--memory", metavar="8GB", help="Offering at least this much.")] = "",
     speed: Annotated[
         str, typer.Option("--speed", metavar="50GFLOPS", help="Measured to compute at least this fast.")
     ] = "",
     near: Annotated[
-        str, typer.Option("--near", metavar="PLACE", help="Where it stands, as its owner says.")
+        str, typer.Option("--near", metavar="PLACE", help="Near this location, as owners state it.")
     ] = "",
-    count: Annotated[int, typer.Option("--count", metavar="N", help="At most so many.")] = 20,
+    count: Annotated[int, typer.Option("--count", metavar="N", help="Maximum number of nodes.")] = 20,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
@@ -145,11 +150,11 @@ def find(
 @app.command()
 def stat(
     context: typer.Context,
-    key: Annotated[str, typer.Argument(metavar="[KEY]", help="A key, to see who holds it.")] = "",
+    key: Annotated[str, typer.Argument(metavar="[KEY]", help="A key, to see how many nodes hold it.")] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show this node's part of the table, or how many nodes hold what is under a key."""
+    """Show this node's part of the table, or how many nodes hold the values under a key."""
     result = ask(find_data_dir(context, data_dir), "dht.stat", {"key": key}, seconds=ASK_SECONDS_MAX)
     if as_json:
         show_json({"schema": "peerloom.dht-stat/1"} | result)
@@ -167,9 +172,9 @@ def escaped(value: bytes) -> str:
 
 
 def found_lines(document: Mapping[str, Any]) -> list[str]:
-    """The screen of a `peerloom.dht-find/1` document."""
+    """Return the screen of a `peerloom.dht-find/1` document."""
     if not document["nodes"]:
-        return ["no node that answers offers that"]
+        return ["no answering node matches"]
     rows = [
         (
             short_id(node["peer"]),
@@ -186,7 +191,7 @@ def found_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def stat_lines(document: Mapping[str, Any]) -> list[str]:
-    """The screen of a `peerloom.dht-stat/1` document, of a key or of the node."""
+    """Return the screen of a `peerloom.dht-stat/1` document, of a key or of the node."""
     if "holders" in document:
         values, holders = document["values"], document["holders"]
         noun = "value" if values == 1 else "values"
@@ -195,15 +200,15 @@ def stat_lines(document: Mapping[str, Any]) -> list[str]:
         labelled("contacts", str(document["contacts"])),
         labelled("nodes", f"about {document['nodes_estimated']}"),
         labelled("records", f"{document['records']} held, {document['own_records']} own"),
-        labelled("short", f"{counted(document['records_short'], 'store')} kept by too few"),
+        labelled("short", f"{counted(document['records_short'], 'store')} kept by too few nodes"),
     ]
     if document["is_client"]:
-        lines.append(labelled("client", "others do not reach this node: it asks, and holds nothing"))
+        lines.append(labelled("client", "other nodes cannot reach this node: it can ask, but holds nothing"))
     return lines
 
 
 def _read(flag: str, text: str, read: Callable[[str], Any]) -> Any:
-    # imported here so that `dht get` starts faster, without the settings
+    # Imported here so that `dht get` starts faster.
     from node.config import read_setting
 
     return read_setting(flag, text, read) if text else 0

@@ -1,7 +1,7 @@
-"""From a command line to an exit code: every error becomes at most three lines on stderr.
+"""Runs a command line and returns its exit code: every error becomes at most three lines on stderr.
 
-For the commands of a node and of the simulator, which stands above it. typer parses; its errors are put into
-our form. Exit codes are those of `node.errors`.
+This is used by the commands of the node and of the simulator. typer parses the command line, and its errors
+are rewritten in our form. Exit codes are those of `node.errors`.
 """
 
 import errno
@@ -24,32 +24,32 @@ _SYSTEM = (*NO_ROOM, errno.EROFS)
 """Errors that are shown like a mistyped flag, wherever they are raised."""
 _NO_TEMPORARY = "No usable temporary directory"
 _NO_HOME_FOLDER = "Could not determine home directory."
-"""Python's messages for them (tempfile, pathlib)."""
+"""The messages with which Python (tempfile, pathlib) reports these errors."""
 
 
 Keys = Mapping[str, Callable[[], Mapping[str, str]]]
-"""For a command that reads a file: its keys in the form of flags, and the table of each."""
+"""For each command that reads a file: the file's keys written as flags, and the table of each key."""
 
 
 def dispatch(app: typer.Typer, arguments: Sequence[str], program: str, keys: Keys | None = None) -> int:
     """Run the command line; return the exit code. Raises nothing."""
-    # Removed before parsing, so that it works after any command and for parsing errors.
+    # Remove it before parsing, so that it works after any command, and for parsing errors.
     rest = [argument for argument in arguments if argument != DEBUG]
     debug = len(rest) < len(arguments)
     for stream in (sys.stdout, sys.stderr):
-        # A name in letters that the terminal cannot show must not fail the command.
+        # A name with characters that the terminal cannot show must not fail the command.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         code = app(rest, prog_name=program, standalone_mode=False)
     except KeyboardInterrupt:
         return EXIT_FORCED
-    except SystemExit as end:  # typer's own way out of a closed pipe
+    except SystemExit as end:  # typer exits like this if a pipe is closed
         return end.code if isinstance(end.code, int) else EXIT_UNEXPECTED
     except Exception as error:
         return _fail(error, program, keys or {}, debug=debug)
     except BaseExceptionGroup as group:
-        # While a node starts, Ctrl-C may come out of a nursery.
+        # While a node starts, Ctrl-C may be raised out of a nursery.
         if group.subgroup(KeyboardInterrupt) is None:
             raise
         return EXIT_FORCED
@@ -68,35 +68,35 @@ def _fail(error: Exception, program: str, keys: Keys, *, debug: bool) -> int:
 
 
 def _told(error: Exception, program: str, keys: Keys) -> PeerloomError:
-    """Return any error in a form with a remedy."""
+    """Return any error as one with a remedy."""
     if isinstance(error, PeerloomError):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         from node.services.torch_extra import NO_TORCH, torch_remedy
 
-        return UsageError(f"{NO_TORCH}, which this command computes with", torch_remedy())
+        return UsageError(f"{NO_TORCH}, and this command needs it", torch_remedy())
     if (found := shadow_behind(error)) is not None:
         return UsageError(shadow_text(*found), remedy())
     if hasattr(error, "format_message"):
-        # typer's errors of usage: only this method, not their module, is public.
+        # typer's usage errors are recognized by this method, because their module is not public.
         return _parsing_error(error, program, keys)
     if isinstance(error, OSError) and (error.errno in _SYSTEM or _NO_TEMPORARY in str(error)):
         return _system_error(error)
     if isinstance(error, RuntimeError) and str(error) == _NO_HOME_FOLDER:
         return UsageError(NO_HOME, "write the whole path, or set HOME")
     what = "; ".join((f"unexpected {type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
-    return PeerloomError(what, f"the same again with {DEBUG} shows where; please report it")
+    return PeerloomError(what, f"repeat the command with {DEBUG} to see where, and report it")
 
 
 def _system_error(error: OSError) -> UsageError:
-    """Return the error for a refusal of the system that a user can fix."""
+    """Return the error for a failed system call whose cause a user can fix."""
     reason = (error.strerror or str(error)).lower()
     if error.filename is None:
         return UsageError(
-            f"{reason}; the program could not write what it had to", "make room, or use another disk"
+            f"{reason}; the program could not write its files", "make room, or use another disk"
         )
     return UsageError(
-        f"{short_path(str(error.filename))}: {reason}", "make room there, or name another place"
+        f"{short_path(str(error.filename))}: {reason}", "free some space there, or choose another path"
     )
 
 
@@ -116,13 +116,14 @@ def _parsing_error(error: Any, program: str, keys: Keys) -> UsageError:
 
 
 def _commands_of(error: Any, message: str, context: Any) -> list[str]:
-    """Return the commands of a group that was typed alone, for which typer would print its whole help."""
+    """Return the commands of a group that was typed without one. typer would print the group's whole help."""
     is_alone = type(error).__name__ == "NoArgsIsHelpError" or message.startswith("Missing command")
     return list(context.command.list_commands(context)) if is_alone else []
 
 
 def _meant(option: str, command: Any, keys: Keys) -> str:
-    """Return `; did you mean --join?`, or the key of a file that the command reads, or nothing."""
+    """Return a hint for an unknown option: `; did you mean --join?`, or the key of a file that the command
+    reads, or ""."""
     parameters = command.params if command is not None else ()
     known = [flag for each in parameters for flag in (*each.opts, *each.secondary_opts)]
     if (near := nearest(option, known)) is not None:

@@ -12,15 +12,15 @@ def goal_text(goal: Mapping[str, Any]) -> str:
 
 
 def goal_lines(run: Mapping[str, Any]) -> list[str]:
-    """Return the line of `peerloom runs show` with the goal of a run and the pace of its last step."""
+    """Return the line of `peerloom runs show` with the goal of a run and the speed of its latest step."""
     if (goal := run.get("goal")) is None:
         return []
     return [f"  goal          {goal_text(goal).removeprefix('goal ')}{pace_text(run)}"]
 
 
 def pace_text(run: Mapping[str, Any]) -> str:
-    """Return how fast the last step of a run was, empty where the run is over."""
+    """Return how fast the latest step of a run was; empty if the run is over."""
     last = run.get("last_step")
     if not (last and last["seconds"]) or run["status"] in _OVER:
         return ""
-    return f"; the last step had {last['samples'] / last['seconds']:.3g}"
+    return f"; the latest step had {last['samples'] / last['seconds']:.3g}"

@@ -16,7 +16,7 @@ from node.invocation import command_span
 from node.suggest import nearest
 
 LINE_COLUMNS = 100
-"""A longer key has its text on the line above."""
+"""Maximum line length. If a key's line would be longer, its text goes on the line above."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ EXAMPLES: Mapping[str, RunExample] = {
         },
     ),
     "digits-local": RunExample(
-        "the same, where each member trains the whole model and averages: any may join, leave or die",
+        "the same, but each member trains the whole model and averages: members may join, leave or die",
         {
             "model": "simple-cnn",
             "data": "digits",
@@ -69,7 +69,7 @@ EXAMPLES: Mapping[str, RunExample] = {
         },
     ),
     "table": RunExample(
-        "a table, `my.csv`, with the column of labels named; what learns it is chosen",
+        "a table, `my.csv`, whose label column is given; the model for it is chosen automatically",
         {"data.source": "my.csv", "data.label": "label", "train.epochs": 20},
     ),
     "script": RunExample(
@@ -82,34 +82,34 @@ EXAMPLES: Mapping[str, RunExample] = {
 def init(
     what: Annotated[str, typer.Argument(metavar="run|node", help="Which file.")] = "run",
     like: Annotated[
-        str, typer.Option("--like", metavar="NAME", help="Begin as this one of `peerloom examples`.")
+        str, typer.Option("--like", metavar="NAME", help="Begin with this one of `peerloom examples`.")
     ] = "",
     out: Annotated[
-        str, typer.Option("--out", metavar="FILE", help="Where to; RUN.toml or node.toml here otherwise.")
+        str, typer.Option("--out", metavar="FILE", help="File to write; default: RUN.toml or node.toml here.")
     ] = "",
 ) -> None:
-    """Write a commented RUN.toml or node.toml: every key with its default and what it means."""
+    """Write a commented RUN.toml or node.toml: every key with its default and meaning."""
     if what not in ("run", "node"):
         raise UsageError(f"init {what}: want run or node")
     if what == "node" and like:
-        raise UsageError("--like: examples are of runs; node.toml has none")
+        raise UsageError("--like: only runs have examples, node.toml has none")
     path = Path(out or ("RUN.toml" if what == "run" else "node.toml"))
     lines = run_file(example(like or "digits")) if what == "run" else node_file()
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
     except FileExistsError:
-        raise UsageError(f"{path} exists, and is left as it is", "--out FILE writes another") from None
+        raise UsageError(f"{path} exists, and was not changed", "choose another file: --out FILE") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
     use = command_span("train", str(path)) if what == "run" else command_span("--config", str(path))
-    show([f"wrote {path}; every key is in it, most as a comment; use: {use}"])
+    show([f"wrote {path}, with every key, most as comments; use it: {use}"])
 
 
 def examples(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Print this one.")] = "",
 ) -> None:
-    """List runs to begin with, or print one of them."""
+    """List example runs, or print one of them."""
     if name:
         sys.stdout.write("\n".join(_short(example(name))) + "\n")
         return
@@ -119,11 +119,11 @@ def examples(
 
 
 def example(name: str) -> RunExample:
-    """Return the example of this name. Raises UsageError."""
+    """Return the example with this name. Raises UsageError."""
     if name not in EXAMPLES:
         near = nearest(name, list(EXAMPLES))
         raise UsageError(
-            f"no example is called {name}" + (f"; did you mean {near}?" if near else ""),
+            f"there is no example {name}" + (f"; did you mean {near}?" if near else ""),
             "`peerloom examples`",
         )
     return EXAMPLES[name]
@@ -132,14 +132,15 @@ def example(name: str) -> RunExample:
 def node_file() -> list[str]:
     """Return the lines of a node.toml that changes nothing."""
     return [
-        "# Settings of a node: `peerloom --config node.toml`. Flags and PEERLOOM_* win over this file.",
-        "# A line that begins with # shows a default; take the # away to change it.",
+        "# Settings of a node: `peerloom --config node.toml`. Flags and PEERLOOM_* override this file.",
+        "# A line that begins with # shows a default; remove the # to change it.",
         *_lines((key, default, text, False) for key, (default, text) in NODE_KEYS.items()),
     ]
 
 
 def run_file(chosen: RunExample) -> list[str]:
-    """Return the lines of a RUN.toml with every key: those of `chosen` set, all others as comments."""
+    """Return the lines of a RUN.toml with every key: the keys of `chosen` are set, all others are
+    comments."""
     from node.protocols.data_table import DataTable
     from node.protocols.run_file import RunFile
 
@@ -163,7 +164,7 @@ def _short(chosen: RunExample) -> list[str]:
 
 
 def _lines(rows: Iterator[tuple[str, str, str, bool]]) -> Iterator[str]:
-    """Write keys with their values and meanings, table after table."""
+    """Yield keys with their values and meanings, table by table."""
     before = ""
     for key, value, text, is_set in rows:
         table, _, name = key.rpartition(".")
@@ -180,7 +181,7 @@ def _lines(rows: Iterator[tuple[str, str, str, bool]]) -> Iterator[str]:
 
 
 def _flat(table: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Give each key of RUN.toml, with its default."""
+    """Yield each key of RUN.toml, with its default."""
     for name in table.__struct_fields__:
         value = getattr(table, name)
         if hasattr(value, "__struct_fields__"):

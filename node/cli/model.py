@@ -1,8 +1,9 @@
-"""`peerloom model`: capture a model into a file, show what is in one, verify one.
+"""`peerloom model`: capture a model into a file, show the contents of such a file, or verify it.
 
-A captured model is FILE.peerloom, the graph as it travels, and, if it has its own values, the safetensors
-file beside it. `show` needs neither torch nor the model's code. `capture` and `verify` load torch and run the
-code of the model that the user of this machine names: never code that came from elsewhere.
+A captured model is FILE.peerloom, which holds the graph in the form that is sent to peers. If the model has
+its own initial values, they are in a safetensors file in the same folder. `show` needs neither torch nor the
+model's code. `capture` and `verify` load torch and run the code of the model that the user names on the
+command line. They never run code from anywhere else.
 """
 
 import contextlib
@@ -34,9 +35,14 @@ app = typer.Typer(cls=CommandGroup, no_args_is_help=False, rich_markup_mode=None
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="A captured model, FILE.peerloom.")]
 Sample = Annotated[
-    str, typer.Option("--sample", metavar="3,32,32", help="A built-in model's sample, without the batch.")
+    str,
+    typer.Option(
+        "--sample", metavar="3,32,32", help=("Shape of a built-in model's sample, without the batch.")
+    ),
 ]
-Classes = Annotated[int, typer.Option("--classes", metavar="N", help="A built-in model's classes.")]
+Classes = Annotated[
+    int, typer.Option("--classes", metavar="N", help=("Number of classes of a built-in model."))
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=NUMBER", help="An option of the model's function, such as layers=4."),
@@ -53,9 +59,11 @@ def model() -> None:
 def capture(
     source: Annotated[
         str,
-        typer.Argument(metavar="PATH.py:FUNCTION|FOLDER|NAME", help="Yours, Hugging Face's, or built in."),
+        typer.Argument(
+            metavar="PATH.py:FUNCTION|FOLDER|NAME", help=("Your own, Hugging Face's, or a built-in one.")
+        ),
     ],
-    out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="Where to put it.")] = "",
+    out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="File to write it to.")] = "",
     split: Annotated[
         list[str] | None, typer.Option("--split", metavar="MODULE", help="Cut only before these modules.")
     ] = None,
@@ -67,11 +75,11 @@ def capture(
     classes: Classes = 0,
     settings: Settings = None,
     proof: Annotated[
-        bool, typer.Option("--proof/--no-proof", help="Compare it with the model before it is written.")
+        bool, typer.Option("--proof/--no-proof", help="Compare it with the model before writing it.")
     ] = True,
     explain: Annotated[
         bool,
-        typer.Option("--explain", help="Say what becomes of it, or all that is in the way; write nothing."),
+        typer.Option("--explain", help="Report the result, or every obstacle; write nothing."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -123,7 +131,7 @@ def _show_captured(captured: "Captured", proven: "Proof | None", target: Path, *
 
 
 def _target(out: str, source: str) -> Path:
-    """Return the file that a capture goes into. Raises UsageError."""
+    """Return the file to which a capture is written. Raises UsageError."""
     target = Path(out).expanduser() if out else Path(_stem(source) + GRAPH_SUFFIX)
     if target.suffix != GRAPH_SUFFIX:
         raise UsageError(f"--out {out}: want a name that ends in {GRAPH_SUFFIX}")
@@ -132,7 +140,7 @@ def _target(out: str, source: str) -> Path:
 
 
 def _capture(task: "Task", *, proof: bool) -> "tuple[Captured, Proof | None]":
-    """Capture a model, with a proof if it is wanted and the model has values. Raises CaptureRefused."""
+    """Capture a model, with a proof if requested and if the model has values. Raises CaptureRefused."""
     from partition.capture.models.model_spec import task_has_values
     from partition.capture.task import capture_task, captured_and_proved, check_admission
 
@@ -144,7 +152,7 @@ def _capture(task: "Task", *, proof: bool) -> "tuple[Captured, Proof | None]":
 
 
 def _explain(wanted: "_Wanted", *, as_json: bool) -> None:
-    """Show the result of a capture. Raises UsageError: it failed, with every reason."""
+    """Show what a capture would give. Raises UsageError if it fails, with every reason."""
     with _told():
         from partition.capture.explain import explain
 
@@ -169,14 +177,14 @@ def _explain(wanted: "_Wanted", *, as_json: bool) -> None:
 @app.command("show")
 def show_model(
     file: File,
-    svg: Annotated[str, typer.Option("--svg", metavar="OUT", help="Draw it into this file.")] = "",
+    svg: Annotated[str, typer.Option("--svg", metavar="OUT", help="Draw the model into this file.")] = "",
     batch: Batch = 0,
     stages: Annotated[
-        int, typer.Option("--stages", metavar="N", help="Show how as many equal machines would share it.")
+        int, typer.Option("--stages", metavar="N", help="Show how this many equal machines would share it.")
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is in a captured model: layers, costs, boundaries, entry points."""
+    """Show the contents of a captured model: layers, costs, boundaries, entry points."""
     from node.cli.model_summary import portrait, portrait_lines, read_graph
 
     if batch < 0 or stages < 0:
@@ -212,8 +220,8 @@ def verify(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check that a captured model is complete, may run on a peer, and, given the model's code, is
-    that model."""
+    """Check that a captured model is complete and may run on a peer; with the model's code, also check that
+    it is that model."""
     from node.cli.model_summary import read_graph, sizes_of
 
     path = Path(file).expanduser()
@@ -241,12 +249,12 @@ def verify(
         show(_verify_lines(document))
 
 
-# What a person names
+# The model named on the command line
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The model that the command line names, made on request."""
+    """The model that the command line names. It is made on request."""
 
     source: str
     sample: str
@@ -256,7 +264,8 @@ class _Wanted:
 
     @contextmanager
     def task(self) -> "Iterator[Task]":
-        """The model with its loss; parameters made meanwhile have the wanted type. Raises UsageError."""
+        """Yield the model with its loss. Parameters made inside this context have the requested type. Raises
+        UsageError."""
         from partition.capture import skeleton
         from partition.capture.hugging_face import folder_task, is_folder
         from partition.capture.models import BUILTIN
@@ -274,8 +283,8 @@ class _Wanted:
             if self.source not in BUILTIN:
                 known = sorted(BUILTIN)
                 raise UsageError(
-                    f"no model is called '{self.source[:80]}'{did_you_mean(self.source, known)}",
-                    f"{', '.join(known)}; PATH.py:FUNCTION; or a Hugging Face folder",
+                    f"there is no model '{self.source[:80]}'{did_you_mean(self.source, known)}",
+                    f"choose {', '.join(known)}, PATH.py:FUNCTION, or a Hugging Face folder",
                 )
             if not self.sample or self.classes < 1:
                 raise UsageError(
@@ -288,7 +297,8 @@ class _Wanted:
 
 
 def _check_free(target: Path) -> None:
-    """Raise UsageError if the file for the first values exists and is not this model's."""
+    """Raise UsageError if the file for the initial values already exists and does not belong to this
+    model."""
     from crypto.errors import RemoteProtocolError
     from node.cli.model_summary import read_graph
     from partition.model.safetensors_layout import check_file, file_header
@@ -302,7 +312,7 @@ def _check_free(target: Path) -> None:
         return
     except (UsageError, RemoteProtocolError):
         raise UsageError(
-            f"{values} is there already, and is not what belongs to {target}", "give another --out"
+            f"{values} already exists, and does not belong to {target}", "give another --out"
         ) from None
 
 
@@ -335,7 +345,8 @@ def _dtype_of(graph: "Graph") -> Literal["float32", "float64"]:
 
 @contextmanager
 def _told(where: str = "") -> Iterator[None]:
-    """Turn a file that is not a graph, or not the stated one, into an error of the command line."""
+    """Convert the error for a file that is not a graph, or not the stated one, into an error of the command
+    line."""
     from crypto.errors import RemoteProtocolError
     from partition.capture.errors import CaptureRefused
 
@@ -348,11 +359,11 @@ def _told(where: str = "") -> Iterator[None]:
         raise UsageError(f"{name}{error.strerror or error}") from error
 
 
-# What is verified
+# Verification
 
 
 def _check_values(path: Path, graph: "Graph") -> int:
-    """Check every stored range against its digest; return their bytes."""
+    """Check every stored range against its digest. Return the total size in bytes."""
     from partition.model.safetensors_layout import stored_parameters
 
     rows = stored_parameters(graph)
@@ -365,7 +376,7 @@ def _check_values(path: Path, graph: "Graph") -> int:
 
 
 def _admit(graph: "Graph", name: bytes, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Admit each layer as a separate stage, as every peer would."""
+    """Run the admission check of a peer on each layer, as a separate stage."""
     from partition.execute.admit import admit
     from partition.model.cut import cut_layers
     from partition.stage import StageSpecification
@@ -401,7 +412,7 @@ def _prove(task: "Task", graph: "Graph", name: bytes) -> "Proof":
     from partition.capture.task import capture_task
 
     show(["comparing it with the model"], sys.stderr)
-    # Capturing again also shows which outputs and draws of the model the graph leaves out.
+    # A new capture also shows which outputs and random draws of the model the graph leaves out.
     found: Provable = _Named(graph, name)
     with contextlib.suppress(CaptureRefused):
         again = capture_task(task, unproved=True)
@@ -419,8 +430,8 @@ def _prove(task: "Task", graph: "Graph", name: bytes) -> "Proof":
 
 
 def _other_values(task: "Task", graph: "Graph") -> int:
-    """Return how many stored tensors differ from the model's. They differ if a function draws new ones each
-    time."""
+    """Return how many stored tensors differ from the model's. They differ if the model's function draws new
+    values each time."""
     from crypto.errors import RemoteProtocolError
     from partition.capture.state_dict import bytes_of
     from partition.model.graph import StoredValues
@@ -453,8 +464,9 @@ def _proof_document(proof: "Proof | None") -> dict[str, Any] | None:
 
 def _proof_text(proof: "Proof") -> str:
     return (
-        f"computes what the model does: {proof.outputs} outputs and {proof.gradients} gradients, "
-        f"largest difference {proof.error:.1e} of {proof.tolerance:.0e} allowed"
+        f"computes the same as the model: {proof.outputs} outputs and "
+        f"{proof.gradients} gradients, largest difference {proof.error:.1e} of "
+        f"{proof.tolerance:.0e} allowed"
     )
 
 
@@ -476,7 +488,7 @@ def _verify_lines(document: dict[str, Any]) -> list[str]:
         ),
     ]
     if proof is None:
-        lines.append(labelled("proof", "not asked for; name the model's PATH.py:FUNCTION"))
+        lines.append(labelled("proof", "not requested; give the model's PATH.py:FUNCTION"))
     else:
         lines.append(
             labelled(
@@ -488,8 +500,6 @@ def _verify_lines(document: dict[str, Any]) -> list[str]:
         if proof["other_values"]:
             count = proof["other_values"]
             lines.append(
-                labelled(
-                    "", f"the file has other first values than this code makes, in {count} of its tensors"
-                )
+                labelled("", f"the file's initial values differ from this code's in {count} tensors")
             )
     return lines

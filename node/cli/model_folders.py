@@ -1,7 +1,7 @@
 """A run's result as a Hugging Face folder for `from_pretrained` of transformers.
 
-The weights go into safetensors files of at most 5 GB with an index, copied range by range; beside them lie
-the files of the model's original folder. The folder gets its name only when it is complete.
+The weights are copied range by range into safetensors files of at most 5 GB, with an index. The folder also
+gets the other files of the model's original folder. It gets its name only when it is complete.
 """
 
 import json
@@ -28,9 +28,9 @@ from node.content.model_folder import (
 from node.errors import UsageError
 
 SHARD_BYTES_MAX = 5_000_000_000
-"""The largest file that the hub takes; larger models are cut."""
+"""Maximum size of a file on the hub. Larger models are split."""
 HEADER_BYTES_MAX = 100_000_000
-"""safetensors' own bound."""
+"""Maximum size of a header, according to safetensors."""
 _CHUNK_BYTES = 1 << 24
 _ALIGNMENT = 8
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -40,30 +40,30 @@ Header = Mapping[str, Mapping[str, Any]]
 
 
 def is_folder_path(text: str) -> bool:
-    """Return whether a path means a folder: it ends in a slash, or is one."""
+    """Return whether a path means a folder: it ends in a slash, or a folder exists there."""
     return text.endswith(("/", os.sep)) or Path(text).expanduser().is_dir()
 
 
 def check_folder(out: str) -> Path:
-    """Return the absolute path for a new folder. Raises UsageError: something is there already, or cannot be
-    written."""
+    """Return the absolute path for a new folder. Raises UsageError if something exists there already, or the
+    folder cannot be written."""
     target = Path(out.rstrip(f"/{os.sep}") or out).expanduser().absolute()
     if not target.is_dir():
         return output_path(str(target))
     if any(target.iterdir()):
         raise UsageError(
-            f"--out {out}: is a folder, and not empty",
-            f"a new one: --out {target}-2{os.sep}; or a file in it",
+            f"--out {out}: is a folder that is not empty",
+            f"give a new folder, --out {target}-2{os.sep}, or a file in it",
         )
     output_path(str(target / "FILE"))
     return target
 
 
 def fetch_folder(data_dir: Path, run: str, out: str, model: str = "") -> dict[str, Any]:
-    """Write a run's result as a folder and report it on stderr; the files beside the weights are those that
-    the node keeps for it, or those of the folder `model`. Raises UsageError."""
+    """Write a run's result as a folder, and report it on stderr. The other files come from the node, which
+    keeps them for the run, or from the folder `model`. Raises UsageError."""
     if model and not is_model_folder(Path(model).expanduser()):
-        raise UsageError(f"--model {model}: no folder with a {CONFIG}")
+        raise UsageError(f"--model {model}: is not a folder with a {CONFIG}")
     with _made_whole(out) as (target, half):
         weights = half / ".weights"
         arguments = {"run": run, "out": str(weights)} | ({} if model else {"folder": str(half)})
@@ -82,8 +82,8 @@ def fetch_folder(data_dir: Path, run: str, out: str, model: str = "") -> dict[st
 def write_model_folder(
     weights: Path, folder: Path, words: Sequence[str] = (), *, shard_bytes_max: int = SHARD_BYTES_MAX
 ) -> list[str]:
-    """Put the weights of a safetensors file into a folder that holds the model's other files, and write their
-    type and the classes' `words` into its configuration; return the names of the weights' files. Raises
+    """Put the weights of a safetensors file into a folder that already has the model's other files. Write
+    their type and the classes' `words` into its configuration. Return the names of the weights' files. Raises
     UsageError."""
     try:
         with weights.open("rb") as file:
@@ -105,7 +105,7 @@ def write_model_folder(
 
 @contextmanager
 def _made_whole(out: str) -> Iterator[tuple[Path, Path]]:
-    """Yield a path, and a folder beside it that is renamed to it at the end."""
+    """Yield a path, and a temporary folder that is renamed to that path at the end."""
     target = check_folder(out)
     half = target.with_name(f".{target.name}.{os.getpid()}.half")
     try:
@@ -132,7 +132,7 @@ def _read_header(file: IO[bytes], path: Path) -> tuple[Header, int]:
 
 
 def _shards(header: Header, bytes_max: int) -> list[list[str]]:
-    """The names of tensors, file by file, in the order in which they lie."""
+    """Return the names of the tensors for each file, in the order of their data."""
     found: list[list[str]] = [[]]
     size = 0
     for name in sorted(header, key=lambda name: header[name]["data_offsets"][0]):

@@ -1,9 +1,9 @@
-"""A captured model as a picture: an SVG that needs nothing else, from a `peerloom/model/1` document.
+"""A captured model as a picture: a self-contained SVG, made from a `peerloom/model/1` document.
 
-From top to bottom the chain of layers. The wide bar is time (forward FLOPs), the thin one memory
-(parameters); between two layers stands what is sent if a plan cuts there. An arc on the right is a tensor
-that is carried past layers that do not use it, one on the left a weight that several layers share. Bands are
-stages.
+It shows the chain of layers from top to bottom. The wide bar is time (forward FLOPs), the thin bar is memory
+(parameters). The text between two layers says what is sent if a plan cuts there. An arc on the right is a
+tensor that is carried past layers that do not use it. An arc on the left is a weight that several layers
+share. Bands are stages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,13 @@ BAR = 14
 THIN = 5
 BAR_WIDTH = 360
 LETTER = 7.3
-"""The approximate width of a monospaced letter of 12 pixels."""
+"""Approximate width of a monospaced character at 12 pixels."""
 TEXT_WIDTH = 180
-"""Right of the bars: FLOPs and parameters of a layer."""
+"""Width of the text to the right of the bars: FLOPs and parameters of a layer."""
 ARC_STEP = 14
 ARCS_MAX = 8
-"""The most lanes of arcs side by side; further arcs share lanes, since more would be unreadable anyway."""
+"""Maximum number of lanes of arcs side by side. Further arcs share lanes, because more lanes would be
+unreadable anyway."""
 TOP = 76
 MARGIN = 16
 
@@ -42,7 +43,7 @@ text { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill
 
 
 def picture(document: Mapping[str, Any]) -> str:
-    """The SVG. The same document gives the same text."""
+    """Return the SVG. The same document always gives the same text."""
     layers = document["layers"]
     names = [short_name(layer["name"]) for layer in layers]
     tied = _sides([(tie["layers"][0], tie["layers"][-1]) for tie in document["tied"]])
@@ -157,7 +158,8 @@ def _bands(stages: Sequence[Mapping[str, Any]], width: float) -> list[str]:
 
 
 def _sides(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return each span with a lane in which it touches no other, while there are lanes; short ones inside."""
+    """Return each span with a lane in which it touches no other span, as long as there are enough lanes.
+    Short spans get the inner lanes."""
     taken: list[list[tuple[int, int]]] = []
     lanes: dict[int, int] = {}
     order = sorted(
@@ -183,7 +185,8 @@ def _arc_width(arcs: Sequence[tuple[int, int, int]]) -> float:
 
 
 def _arc(kind: str, x: float, side: int, first: int, last: int, lane: int, told: str) -> str:
-    """From layer to layer along a lane, with rounded corners; `side` is 1 to the right, -1 to the left."""
+    """Return an arc between two layers along a lane, with rounded corners. `side` is 1 for the right, -1 for
+    the left."""
     reach, bend = side * ARC_STEP * (lane + 1), side * 6
     start, end = _middle(first), _middle(last)
     return (

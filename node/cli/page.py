@@ -1,4 +1,4 @@
-"""`peerloom page`: the link to this node's page, with the token for its views and actions."""
+"""`peerloom page`: the link to this node's web page, with the token that its views and actions need."""
 
 import typer
 
@@ -9,7 +9,8 @@ from node.errors import PeerloomError
 
 
 def page(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """Show the link to the page of this node. Anybody with the link can see the page, and stop runs here."""
+    """Show the link to this node's web page. Anybody who has the link can see the page, and stop runs
+    here."""
     try:
         document = ask(find_data_dir(context, data_dir), "page")
     except NodeRefused as error:

@@ -1,4 +1,4 @@
-"""`peerloom peers`: the members this node knows, the lost ones with their reason."""
+"""`peerloom peers`: the members that this node knows, and lost members with the reason."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from node.text import counted, way_text
 
 
 def peers(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """List the members this node knows, the lost ones too."""
+    """List the members that this node knows, including lost ones."""
     document = ask(find_data_dir(context, data_dir), "peers")
     if as_json:
         show_json(document)
@@ -21,9 +21,9 @@ def peers(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = Fals
 
 
 def peers_lines(document: Mapping[str, Any]) -> list[str]:
-    """The screen of a `peerloom/peers/1` document."""
+    """Return the screen of a `peerloom/peers/1` document."""
     if not document["peers"]:
-        return ["no other member yet; the screen of the node says what to type on another machine"]
+        return ["no other member yet; the node's screen shows what to type on another machine"]
     header = ("NAME", "PEER", "STATUS", "SINCE", "ADDRESS")
     first, *rows = table(header, [_row(member) for member in document["peers"]])
     below = " " * (first.index("PEER"))
@@ -47,8 +47,8 @@ def _row(member: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _more(member: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    """Return the lines below a member's row: why it is not simply alive, the way to it, its offer, how it was
-    found."""
+    """Return the lines below a member's row: why it is not simply alive, how it is reached, its offer, and
+    how it was found."""
     way = _way(member.get("path"), names)
     why = _why(member["status"], member["reason"], member.get("degraded"))
     capacity, found = member["capacity"], member["found_through"]
@@ -58,16 +58,16 @@ def _more(member: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
 
 
 def _place(place: Mapping[str, Any] | None) -> str:
-    """Return a member's stated location, and the one that round trips suggest instead."""
+    """Return a member's stated location, and the location that round trips suggest instead."""
     if place is None or not (place["claimed"] or place["location"]):
         return ""
     if place["is_doubted"]:
-        return f", in {place['location'] or 'no known place'} by its round trips, not {place['claimed']}"
+        return f", in {place['location'] or 'an unknown location'} by its round trips, not {place['claimed']}"
     return f", in {place['location']}"
 
 
 def _way(path: Mapping[str, Any] | None, names: Mapping[str, str]) -> str:
-    """Return the way to a member that cannot simply be dialled, and its measured speed."""
+    """Return how a member is reached that cannot simply be dialled, and the measured speed."""
     if path is None or path["way"] == "direct":
         return ""
     relay = path["relay"] or ""
@@ -75,14 +75,14 @@ def _way(path: Mapping[str, Any] | None, names: Mapping[str, str]) -> str:
 
 
 def _why(status: str, reason: str, degraded: Mapping[str, Any] | None) -> str:
-    """Return why a member is not simply alive; empty if its status says all."""
+    """Return why a member is not simply alive; empty if its status says everything."""
     if degraded is not None:
         return f"{degraded['condition']}: {degraded['reason']}"
     return reason if reason != status else ""
 
 
 def _sparing(status: str, standing: Mapping[str, Any] | None) -> str:
-    """Return whether a member sends less because its link is metered or its battery low."""
+    """Return a note if a member sends less because its link is metered or its battery is low."""
     return ", sends less" if status == "alive" and standing is not None and standing["sends_less"] else ""
 
 

@@ -1,8 +1,8 @@
 """Text answers of a model from a Hugging Face folder: continuations of prompts, or classes of texts.
 
-The weights are a run's, the tokenizer and generation configuration the folder's. Prompts are read like the
-run's data (`node.content.fine_tuning`), in the fenced process: for a run on chats they are user messages, by
-the folder's template.
+The weights come from a run, the tokenizer and generation configuration from the folder. Prompts are read like
+the run's data (`node.content.fine_tuning`), in the fenced process. For a run that was trained on chats, they
+are user messages, rendered with the folder's template.
 """
 
 import csv
@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from node.errors import UsageError
 
-if TYPE_CHECKING:  # imported late: other commands load this file too, and must start fast
+if TYPE_CHECKING:  # imported late, because other commands load this file too and must start fast
     from node.content.model_folder import ModelFolder
     from node.content.reading import SourceReading
     from node.protocols.run_file import RunFile
 
 WRITTEN_MAX = 3
-"""The most samples of the run's own test part that are continued if no file is wanted."""
+"""Maximum number of samples of the run's own test part that are continued if no output file is requested."""
 BATCH = 8
 PROMPTS = "prompts.jsonl"
 
 
 @dataclass(frozen=True)
 class Writing:
-    """The user's settings of generation: `temperature` 0 takes the likeliest token."""
+    """The user's settings for generation. At `temperature` 0, the likeliest token is taken."""
 
     prompts: tuple[str, ...] = ()
     tokens: int = 0
@@ -39,7 +39,7 @@ class Writing:
 
 @dataclass
 class Answers:
-    """Prompts, the prediction for each, the truth where it is known, and the quality."""
+    """Prompts, the prediction for each, the truth if it is known, and the quality."""
 
     rows: list[tuple[str, str, str | None]] = field(default_factory=list)
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -84,15 +84,15 @@ def predict_words(
     is_new: bool,
     wants_all: bool,
 ) -> Answers:
-    """Return a model's continuations of the prompts of samples. `arrays` are new ones of `read_records`, or
-    the run's test part. Raises UsageError, CaptureRefused."""
+    """Return a model's continuations of the prompts of samples. `arrays` are new samples from `read_records`,
+    or the run's test part. Raises UsageError, CaptureRefused."""
     from node.cli.languages import language_of
     from node.content.tokens import Tokens
     from partition.capture.writing import Writer, judge_tokens
 
     language = language_of(run_file, path.parent, str(path))
     if language is None:
-        raise UsageError(f"{path}: there is no tokenizer that makes words of the model's tokens")
+        raise UsageError(f"{path}: there is no tokenizer to convert the model's tokens to words")
     known = Tokens(Path(language.tokenizer), model)
     writer = Writer(
         task,
@@ -116,7 +116,7 @@ def predict_words(
             break
         if model.is_own_length and model.kind == "causal" and len(prompt) >= model.length_max:
             raise UsageError(
-                f"a prompt has {len(prompt)} tokens; the model takes {model.length_max} with what it writes",
+                f"a prompt has {len(prompt)} tokens; prompt and answer together may have {model.length_max}",
                 "a shorter prompt",
             )
         predicted = known.decode(writer.write(prompt))
@@ -132,7 +132,7 @@ def predict_words(
 
 
 def write_prompts(folder: Path, prompts: Sequence[str], keys: Any, form: str) -> Path:
-    """Write prompts into a file of records like the run's training data; return its path."""
+    """Write prompts as records in the form of the run's training data; return the file's path."""
     path = folder / PROMPTS
     with path.open("w", encoding="utf-8") as file:
         for prompt in prompts:
@@ -150,7 +150,7 @@ def write_prompts(folder: Path, prompts: Sequence[str], keys: Any, form: str) ->
 def _prompts_and_answers(
     arrays: Mapping[str, Any], model: "ModelFolder"
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Return each sample's prompt and true answer in tokens; the answer is empty where none is known."""
+    """Yield each sample's prompt and true answer in tokens. The answer is empty if it is not known."""
     from partition.capture.writing import new_rows, sample_rows
 
     if model.kind == "sequences":

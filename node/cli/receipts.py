@@ -15,7 +15,7 @@ AMOUNTS = ("given_flops", "vouched_flops", "witnessed_flops", "averaged_flops")
 
 
 def receipts(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """List signed receipts of contribution, and the share that peers have here by them."""
+    """List the signed receipts of contributions, and the share of this node that each peer has earned."""
     document = ask(find_data_dir(context, data_dir), "receipts")
     if as_json:
         show_json(document)
@@ -24,11 +24,13 @@ def receipts(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = F
 
 
 def receipts_lines(document: Mapping[str, Any]) -> list[str]:
-    """The screen of a `peerloom/receipts/1` document."""
+    """Return the screen of a `peerloom/receipts/1` document."""
     rows = [_row("for others", row) for row in document["earned"]]
     rows += [_row("measured here", row) for row in document["issued"]]
     if not rows:
-        return ["no receipt yet: they come of runs in which this node works for others, or others for it"]
+        return [
+            ("no receipt yet: receipts come from runs in which this node works for others, or others for it")
+        ]
     first, *lines = table(("RECEIPT", "RUN", "PROVIDER", "WORK", "AT"), rows)
     below = " " * first.index("RUN")
     given = (*document["earned"], *document["issued"])
@@ -62,7 +64,7 @@ def _row(kind: str, row: Mapping[str, Any]) -> tuple[str, ...]:
 def _whose(row: Mapping[str, Any]) -> str:
     count = counted(row["microbatches"], "micro-batch", "micro-batches") + ", "
     what = count if row["kind"] == "compute" else ""
-    return f"{what}asked for by {short_id(row['requester'])}, measured by {short_id(row['measurer'])}"
+    return f"{what}requested by {short_id(row['requester'])}, measured by {short_id(row['measurer'])}"
 
 
 def _weight(row: Mapping[str, Any]) -> tuple[str, ...]:

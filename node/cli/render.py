@@ -1,8 +1,8 @@
 """The output of all commands: plain lines, coloured by rich on a terminal.
 
-A command builds lines of text; this file alone decides how they look. Lines contain texts of other peers
+A command builds lines of text, and only this file decides how they look. Lines contain texts of other peers
 (names, reasons), so unprintable characters are replaced: no peer can control our terminal. It imports only
-the standard library; rich is loaded only for a terminal.
+the standard library; rich is loaded only if there is a terminal.
 """
 
 import csv
@@ -25,12 +25,13 @@ from node.text import table as table
 
 _LABEL_WIDTH = 12
 WIDTH = 80
-"""The width for which tables are made, and that of a terminal of unknown width."""
+"""The width for which tables are made, also assumed for a terminal of unknown width."""
 WIDTH_MIN = 40
-"""In a narrower terminal folding leaves no room for words after a label."""
+"""Minimum width for folding. In a narrower terminal, folding leaves no room for words after a label."""
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 PASTED = ("  do: ", "  look: ", "  On another machine:", "  On this machine:")
-"""Lines with something to type. The terminal wraps these itself, so that they can be copied as one line."""
+"""Beginnings of lines that contain something to type. The terminal wraps these lines itself, so that they can
+be copied as one line."""
 DATA_HASH_LENGTH = 64
 """Hex digits of a BLAKE3 hash."""
 
@@ -46,7 +47,7 @@ _COLOURS = {"good": "green", "bad": "red", "doubt": "yellow", "dim": "dim"}
 
 
 def show(lines: Iterable[str], stream: TextIO | None = None) -> None:
-    """Write lines to `stream` (stdout): plain without a terminal or with NO_COLOR, else coloured."""
+    """Write lines to `stream` (stdout): plain if it is not a terminal or NO_COLOR is set, else coloured."""
     target = stream if stream is not None else sys.stdout
     given = list(lines)
     if target.isatty():
@@ -64,7 +65,8 @@ def show(lines: Iterable[str], stream: TextIO | None = None) -> None:
 
 
 def folded(line: str, width: int) -> list[str]:
-    """Return a line as a terminal of `width` columns shows it; commands stay whole and can be pasted."""
+    """Return a line folded for a terminal of `width` columns. Commands stay whole, so that they can be
+    pasted."""
     if line.startswith(PASTED):
         return [shown(line)]
     whole = SPAN.sub(lambda span: shown(span[0]).replace(" ", _NO_BREAK), line)
@@ -79,7 +81,7 @@ def progress(text: str) -> None:
 
 
 def show_json(document: Mapping[str, Any]) -> None:
-    """One document on stdout, one line."""
+    """Print one document on stdout, as one line."""
     text = json.dumps(document)
     if SPAN_BEGINS in text:
         text = json.dumps(shown_values(document))
@@ -88,15 +90,15 @@ def show_json(document: Mapping[str, Any]) -> None:
 
 
 def show_error(error: PeerloomError) -> None:
-    """An error on stderr, in its form."""
+    """Show an error on stderr."""
     show(error_lines(error), sys.stderr)
 
 
 def error_lines(error: PeerloomError) -> list[str]:
-    """`error: what`, then `  do: remedy`; never more than three lines."""
+    """Return `error: what`, then ` do: remedy`: at most three lines."""
     lines = [f"error: {' '.join(error.what.split())}"]
     if error.do is not None:
-        # A remedy in columns has its own label, as in "look: ... a second one: ...".
+        # A remedy in columns has a label of its own, as in "look: ... a second one: ...".
         lines.append("  " + (error.do if error.do.startswith("look: ") else f"do: {error.do}"))
     return lines
 
@@ -118,12 +120,12 @@ def _printable(line: str) -> str:
 
 
 def labelled(label: str, text: str) -> str:
-    """A line under a heading: `  listening   192.168.1.20:9747`."""
+    """Return a line under a heading: ` listening 192.168.1.20:9747`."""
     return f"  {label:<{_LABEL_WIDTH}}{text}"
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names in rows of metrics, the usual ones first."""
+    """Return the column names of rows of metrics, the usual ones first."""
     names = dict.fromkeys(name for row in rows for name in row)
     return sorted(names, key=lambda name: name not in METRICS_FIRST)
 
@@ -138,12 +140,12 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def short_id(peer: str) -> str:
-    """The last six letters of a peer id's text, `...kVa9Qz`."""
+    """Return the last six characters of a peer id, `...kVa9Qz`."""
     return "..." + peer[-6:]
 
 
 def short_address(text: str) -> str:
-    """A multiaddr as a person types it: `/ip4/10.0.0.5/tcp/9747` is `10.0.0.5:9747`."""
+    """Return a multiaddr as a person types it: `/ip4/10.0.0.5/tcp/9747` becomes `10.0.0.5:9747`."""
     parts = text.split("/")
     if len(parts) < 5 or parts[0]:
         return text
@@ -151,12 +153,12 @@ def short_address(text: str) -> str:
 
 
 def minute_text(at: str) -> str:
-    """An RFC 3339 time as a person reads it, in local time: `2026-11-28 15:07`."""
+    """Return an RFC 3339 time in local time: `2026-11-28 15:07`."""
     return f"{datetime.fromisoformat(at).astimezone():%Y-%m-%d %H:%M}"
 
 
 def flops_text(flops: float) -> str:
-    """An amount of computing, with its unit."""
+    """Return an amount of computing with its unit."""
     for unit, size in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
         if flops >= size:
             return f"{flops / size:.3g} {unit}"
@@ -164,7 +166,8 @@ def flops_text(flops: float) -> str:
 
 
 def data_text(data: str, reading: Mapping[str, Any] | None = None) -> str:
-    """Return the name of a data set: its own, that of the file which was read, or a prefix of its hash."""
+    """Return the name of a data set: its own name, the name of the file that was read, or a prefix of its
+    hash."""
     if len(data) < DATA_HASH_LENGTH:
         return data
     return Path(reading["source"]).name if reading and reading["source"] else f"data {data[:8]}"

@@ -1,8 +1,8 @@
 """`peerloom report`: one file for a bug report, without secrets.
 
-Versions, the status with its counters, members, the newest events and the end of `errors.log`. It never
-contains keys, tokens, the environment or any other file: this file lists its parts. It contains names and
-addresses of members, and says so. The checks of `doctor` are a command of their own.
+It contains versions, the status with its counters, members, the newest events and the end of `errors.log`. It
+never contains keys, tokens, the environment or any other file. It does contain names and addresses of
+members, and says so. The checks of `peerloom doctor` are not included.
 """
 
 import json
@@ -29,12 +29,12 @@ LOG_NAME = "errors.log"
 def report(
     context: typer.Context,
     out: Annotated[
-        str, typer.Option("--out", metavar="FILE", help="Where to put it.")
+        str, typer.Option("--out", metavar="FILE", help="File to write it to.")
     ] = "peerloom-report.zip",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Pack what helps with a bug report into one file: no keys, but names and addresses of members."""
+    """Write a file for a bug report: it has no keys, but names and addresses of members."""
     path, folder = output_path(out), find_data_dir(context, data_dir)
     parts = collect(folder)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -47,13 +47,13 @@ def report(
     show(
         [
             f"written to {path}, {bytes_text(path.stat().st_size)}: {', '.join(sorted(parts))}",
-            "It has no keys; it has names and addresses of members. Look through it before you hand it on.",
+            "It has no keys; it has names and addresses of members. Read it before you send it to anybody.",
         ]
     )
 
 
 def collect(folder: Path) -> dict[str, str]:
-    """Return the files of a report, by name. A node that does not answer is reported too."""
+    """Return the files of a report, by name. If the node does not answer, the report says so."""
     parts = {"versions.json": _json(_versions())}
     try:
         parts["status.json"] = _json(ask(folder, "status"))

@@ -1,7 +1,8 @@
 """Events as lines, on a node's screen and under `train --follow`.
 
-It works on event documents (`node.state_documents.event_document`), because a client gets only these over the
-control channel. It keeps only what a line needs from earlier events. `node.cli.run_lines` has those of runs.
+It works on event documents (`node.state_documents.event_document`), because a client receives only these over
+the control channel. From earlier events it keeps only what later lines need. `node.cli.run_lines` makes the
+lines of runs.
 """
 
 import os
@@ -24,15 +25,15 @@ from node.text import CLOCK_REMEDY, admit_text, clock_text, counted
 
 LIES = {
     "averaging-commitment": "two versions of what it sends",
-    "averaging-have": "two lists of what it got",
-    "averaging-seal": "two results of one round",
+    "averaging-have": "two lists of what it received",
+    "averaging-seal": "two results of the same round",
 }
 FOUND = {"beacon": "heard on the local network", "memory": "met before"}
 
 
 class EventScreen:
-    """Turns events, in their order, into lines. `seeds` is the number of addresses to join through, `names`
-    the names of peers that no event has named."""
+    """Turns a sequence of events into lines. `seeds` is the number of addresses to join through. `names` are
+    names of peers that are not in any event."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class EventScreen:
         self._reachable: bool | None = None
 
     def lines(self, event: Event) -> list[str]:
-        """Return the lines for one event; none for kinds that are not shown."""
+        """Return the lines for one event; an empty list for kinds that are not shown."""
         render = _RENDERERS.get(event["kind"])
         return render(self, event) if render is not None else self._runs.lines(event)
 
@@ -97,7 +98,7 @@ class EventScreen:
             key = "PEERLOOM_KEY_FILE=FILE " if event["is_private"] else ""
             lines.append(f"  On another machine:  {key}{elsewhere()} {join}")
         if not is_default_data_dir(Path(event["data_dir"]), self._environ):
-            # For a second terminal, which may be in another folder.
+            # Absolute, for a second terminal that may be in a different folder.
             status = command_span("status", "--data-dir", os.path.abspath(event["data_dir"]))
             lines.append(f"  On this machine:     {shown(status, program_from_anywhere)}")
         return lines
@@ -123,16 +124,16 @@ class EventScreen:
         return [at_clock(event, f"measured again: {now.split(maxsplit=1)[1]}"), *rest]
 
     def _fences_tried(self, event: Event) -> list[str]:
-        # Complete fences are the normal case and not shown.
+        # Complete fences are the normal case, which is not shown.
         self._fences = []
         if event["unfenced"]:
-            taken = "takes stages of others all the same" if event["is_allowed"] else "takes none of others"
+            taken = "takes stages of others anyway" if event["is_allowed"] else ("takes no stages of others")
             missing = "; ".join(event["unfenced"])
             self._fences = [labelled("fences", f"incomplete, {taken}: {missing}   (`peerloom doctor`)")]
         return self._fences if self._has_started else []
 
     def _join_tried(self, event: Event) -> list[str]:
-        # A node keeps trying; only a changed outcome is shown.
+        # A node keeps trying, so an outcome is shown only if it has changed.
         if self._outcomes.get(event["address"]) == event["outcome"]:
             return []
         self._outcomes[event["address"]] = event["outcome"]
@@ -144,7 +145,7 @@ class EventScreen:
         return [f"join  {event['outcome']:<10} {short_address(event['address'])}   {detail}"]
 
     def _reachability(self, event: Event) -> list[str]:
-        # Only a change is shown, and being reachable is the normal case.
+        # Only changes are shown, and being reachable is the normal case.
         before, self._reachable = self._reachable, event["reachable"]
         if event["reachable"] is False and before is not False:
             told = (
@@ -152,7 +153,7 @@ class EventScreen:
             )
             return [at_clock(event, f"{told}; `peerloom doctor`")]
         if event["reachable"] and before is False:
-            return [at_clock(event, "others reach this node now")]
+            return [at_clock(event, "others can reach this node now")]
         return []
 
     def _clock(self, event: Event) -> list[str]:
@@ -166,7 +167,8 @@ class EventScreen:
             return [at_clock(event, "datagrams get through to all peers again")]
         count, of = len(event["peers"]), event["of"]
         text = (
-            f"datagrams do not get through to {count} of {counted(of, 'peer')}: by stream; `peerloom doctor`"
+            f"datagrams do not get through to {count} of {counted(of, 'peer')}: streams "
+            "are used; `peerloom doctor`"
         )
         return [at_clock(event, text)]
 
@@ -213,7 +215,10 @@ class EventScreen:
     def _liar_proved(self, event: Event) -> list[str]:
         said = LIES[event["said"]]
         return [
-            at_clock(event, f"averaging {event['run']}: {self._name(event['peer'])} is out: it signed {said}")
+            at_clock(
+                event,
+                (f"averaging {event['run']}: {self._name(event['peer'])} is excluded: it signed {said}"),
+            )
         ]
 
     def _averaged(self, event: Event) -> list[str]:
@@ -224,7 +229,7 @@ class EventScreen:
         whose = f"{len(event['averaged'])} of {counted(event['members'], 'peer')}"
         line += f"ok {seconds_text(event['seconds'])}  {whose}  {moved}"
         if event.get("liars_max"):
-            line += f"  {event['aggregate']}, survives {event['liars_max']} of them lying"
+            line += f"  {event['aggregate']}, tolerates {event['liars_max']} of them lying"
         else:
             line += f"  {event.get('aggregate', 'mean')}"
         return [
@@ -246,14 +251,16 @@ class EventScreen:
         return [f"{line}  {with_us}"]
 
     def _offer_changed(self, event: Event) -> list[str]:
-        said = "serves others" if event["may_serve"] else f"serves no others now: {event['reason']}"
+        said = "serves others" if event["may_serve"] else f"does not serve others now: {event['reason']}"
         before, self._offer = self._offer, said
         lines = [at_clock(event, said)] if said != before else []
         if event["sends_less"]:
             lines.append(at_clock(event, f"sends less now: {event['sends_less']}"))
         if event["unread"]:
             rules = ", ".join(event["unread"])
-            lines.append(at_clock(event, f"this machine cannot measure, so does not keep: {rules}"))
+            lines.append(
+                at_clock(event, (f"this machine cannot measure these rules, so does not apply them: {rules}"))
+            )
         return lines
 
     def _configured(self, event: Event) -> list[str]:
@@ -275,7 +282,11 @@ class EventScreen:
 
     def _short(self, event: Event) -> list[str]:
         holders = counted(event["holders"], "node")
-        return [at_clock(event, f"record '{event['purpose']}' kept by {holders} of {event['wanted']} wanted")]
+        return [
+            at_clock(
+                event, (f"record '{event['purpose']}' is kept by {holders} of {event['wanted']} wanted nodes")
+            )
+        ]
 
     def _stopped(self, event: Event) -> list[str]:
         return [at_clock(event, "said goodbye")]
@@ -284,7 +295,7 @@ class EventScreen:
 def _service(_screen: EventScreen, event: Event) -> list[str]:
     name, stage = event["name"], event["stage"] + 1
     if not event["is_held"]:
-        return [at_clock(event, f"service {name}: stage {stage} is held here no more: {event['detail']}")]
+        return [at_clock(event, f"service {name}: stage {stage} is no longer held here: {event['detail']}")]
     ready = ", ".join(map(str, event["ready"]))
     return [
         at_clock(
@@ -295,8 +306,8 @@ def _service(_screen: EventScreen, event: Event) -> list[str]:
 
 def _answer_moved(screen: EventScreen, event: Event) -> list[str]:
     route = " -> ".join(map(screen._name, event["route"]))
-    note = "" if event.get("is_exact", True) else " (other bits: text may differ)"
-    return [at_clock(event, f"answer of {event['name']} goes on over {route}{note}: {event['reason']}")]
+    note = "" if event.get("is_exact", True) else " (a different bit class: the text may differ)"
+    return [at_clock(event, f"answer of {event['name']} continues over {route}{note}: {event['reason']}")]
 
 
 def _answer_ended(_screen: EventScreen, event: Event) -> list[str]:

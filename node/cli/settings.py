@@ -1,4 +1,4 @@
-"""`peerloom config`: the offer of the node on this machine; `config set` changes it at once.
+"""`peerloom config`: the offer of the node on this machine; `config set` changes it immediately.
 
 `config sign` and `config publish` set it for all nodes that follow a key (`node.following`).
 """
@@ -32,36 +32,49 @@ app = typer.Typer(
 def set_rule(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="memory, cores, slots, hours, upload, ...")],
-    value: Annotated[str, typer.Argument(metavar="VALUE", help="As in node.toml: 22:00-07:00, 10m, 30%.")],
+    value: Annotated[
+        str, typer.Argument(metavar="VALUE", help=("A value as in node.toml: 22:00-07:00, 10m, 30%."))
+    ],
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Change a rule by which this node serves others, at once and until it ends."""
+    """Change a rule by which this node serves others, immediately and until the node stops."""
     result = ask(find_data_dir(context, data_dir), "config.set", {"name": name, "value": value})
     if as_json:
         show_json({"schema": "peerloom/config/1", **result})
         return
     offer = result["offer"]
-    now = "serves others" if offer["may_serve"] else f"serves no others now: {offer['reason']}"
+    now = "serves others" if offer["may_serve"] else f"does not serve others now: {offer['reason']}"
     show([f"{result['name']} = {result['value'] or 'none'}; this machine {now}"])
     if name in SIZES:
         show([f"too small: {what}" for what in result["small"]])
     if offer["sends_less"]:
         show([f"sends less: {offer['sends_less']}"])
     if offer["unread"]:
-        show([f"this machine cannot measure, so does not keep: {', '.join(offer['unread'])}"])
+        show(
+            [
+                (
+                    "this machine cannot measure these rules, so does not apply them: "
+                    f"{', '.join(offer['unread'])}"
+                )
+            ]
+        )
 
 
 @app.command("sign")
 def sign(
     context: typer.Context,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="version = 3, name, [offer] and [resources].")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help=("The file: version = 3, name, [offer] and [resources]."))
+    ],
     out: Annotated[str, typer.Option("--out", metavar="FILE", help="Else FILE.signed.")] = "",
-    swarm: Annotated[str, typer.Option("--swarm", metavar="NAME", help="Else that of node.toml.")] = "",
+    swarm: Annotated[
+        str, typer.Option("--swarm", metavar="NAME", help=("Default: the one in node.toml."))
+    ] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Sign settings with this data folder's key, for nodes that follow it; no node needs to run."""
+    """Sign settings with this data folder's key, for nodes that follow it. The node need not run."""
     from crypto.facts import IdentitySigner
     from crypto.identity import SEED_BYTES, Identity
     from node import toml
@@ -76,7 +89,7 @@ def sign(
     settings = settings_in(wanted)
     seed = read_key(FolderStorage(folder), IDENTITY_NAME, SEED_BYTES) if folder.is_dir() else None
     if seed is None:
-        raise UsageError(f"no key in {short_path(folder)}", "start a node once, which makes one: `peerloom`")
+        raise UsageError(f"no key in {short_path(folder)}", "start a node once to make one: `peerloom`")
     given = {"config": (context.obj or {}).get("config"), "swarm": swarm or None}
     signed_for = resolve(given, os.environ).swarm.name
     signer = IdentitySigner(Identity(seed), signed_for)
@@ -99,11 +112,11 @@ def sign(
 @app.command("publish")
 def publish(
     context: typer.Context,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="What `config sign` has written.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The file that `config sign` wrote.")],
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Publish signed settings through the node on this machine, to all that follow their key."""
+    """Publish signed settings through the node on this machine, to all nodes that follow their key."""
     from node import toml
 
     text = toml.read_text(Path(file))
@@ -112,6 +125,13 @@ def publish(
         show_json({"schema": "peerloom/published/1", **found})
         return
     whose = found["name"] or short_id(found["key"])
-    show([f"version {found['version']} of {whose} is published; nodes that follow it take it in seconds"])
+    show(
+        [
+            (
+                f"version {found['version']} of {whose} is published; nodes that follow it "
+                "apply it within seconds"
+            )
+        ]
+    )
     if not found["is_stored"]:
-        show([f"it is stored again as more nodes come: {found['reason']}"])
+        show([f"it is stored again when more nodes join: {found['reason']}"])

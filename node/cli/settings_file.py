@@ -1,4 +1,4 @@
-"""The file of settings for many nodes that a person writes, and `peerloom config sign` signs."""
+"""The file of settings for many nodes. A person writes it, and `peerloom config sign` signs it."""
 
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from node.protocols.followed import SharedSetting
 
 
 class SharedSettings(msgspec.Struct, frozen=True):
-    """A file of settings for many nodes, as a person writes it: tables as in node.toml."""
+    """A file of settings for many nodes, as a person writes it, with tables as in node.toml."""
 
     version: Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
     name: Annotated[str, msgspec.Meta(max_length=40)] = ""
@@ -32,7 +32,7 @@ def settings_in(wanted: toml.Document[SharedSettings]) -> tuple[SharedSetting, .
         where = wanted.where(table, key)
         if rule.name not in FOLLOWABLE:
             raise UsageError(
-                f"{where}: {key} is each owner's own, and cannot be set for others",
+                f"{where}: each owner decides {key}, so it cannot be set for others",
                 f"these can: {', '.join(FOLLOWABLE)}",
             )
         texts = [str(each) for each in given] if isinstance(given, tuple) else [_text(given)]

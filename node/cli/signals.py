@@ -1,6 +1,7 @@
-"""Stopping a program that has started others: the first Ctrl-C ends it in order, the second at once.
+"""Stopping a program that has started others: the first Ctrl-C ends it in an orderly way, the second
+immediately.
 
-The signal only sets a flag that the program checks wherever it waits: an exception at an arbitrary point
+The signal only sets a flag, which the program checks wherever it waits. An exception at an arbitrary point
 could come between the start of a process and the record of it.
 """
 
@@ -14,7 +15,7 @@ from types import FrameType
 from node.errors import EXIT_FORCED
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, a service's stop, a closed terminal."""
+"""Signals for Ctrl-C, the stop of a service, and a closed terminal."""
 
 
 class Stopped(Exception):
@@ -22,20 +23,20 @@ class Stopped(Exception):
 
 
 class StopFlag:
-    """A flag that a signal sets while `heeded`; waiting code raises it as `Stopped`."""
+    """A flag that a signal sets inside `heeded`. Code that waits then raises `Stopped`."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
 
     def pause(self, seconds: float = 0.0) -> None:
-        """Wait. Raises Stopped when told to stop, at once."""
+        """Wait. Raises Stopped immediately when the flag is set."""
         if self._event.wait(seconds):
             raise Stopped
 
     @contextmanager
     def heeded(self, force: Callable[[], None]) -> Iterator[None]:
-        """Handle the signals inside this context; a second one calls `force` and ends this
-        process with 130."""
+        """Handle the signals inside this context. A second signal calls `force` and ends this process with
+        exit code 130."""
 
         def on_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's shape
             if self._event.is_set():

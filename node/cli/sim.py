@@ -1,6 +1,6 @@
-"""`peerloom sim`: the simulator's own command line, under this name too.
+"""`peerloom sim`: the simulator's own command line, also available under this name.
 
-The simulator stands above the node, so nothing here imports it: it is loaded by name on request.
+The simulator is a layer above the node, so nothing here may import it. It is loaded by name on request.
 """
 
 from importlib import import_module
@@ -12,7 +12,7 @@ from node.shadowing import remedy, shadow_of_ours, shadow_text
 
 COMMAND_LINE = "sim.cli"
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Passes every flag, --help too, to the simulator as it was typed."""
+"""Settings that pass every flag, even --help, to the simulator as it was typed."""
 
 
 def simulate(context: typer.Context) -> None:
@@ -24,5 +24,7 @@ def simulate(context: typer.Context) -> None:
             raise
         if (found := shadow_of_ours(("sim",))) is not None:
             raise UsageError(shadow_text(*found), remedy()) from None
-        raise UsageError("the simulator is not installed here", "install the whole of peerloom") from None
+        raise UsageError(
+            "the simulator is not installed here", ("install the complete peerloom package")
+        ) from None
     raise typer.Exit(command_line.call(context.args, context.command_path))

@@ -1,4 +1,4 @@
-"""`peerloom` without a command: start a node and show what happens to it."""
+"""`peerloom` without a command: start a node and show its events."""
 
 import os
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from node.invocation import program_from_anywhere, shown_values
 def start(flags: Mapping[str, Any], *, require_join: str | None, record: str | None, as_json: bool) -> int:
     """Run a node until it is stopped; return the exit code.
 
-    Raises PeerloomError. `record` is the file for its recording. `flags` are the rules of `node.config` by
+    Raises PeerloomError. `record` is the file for its recording. `flags` are the settings of `node.config` by
     name, as typed.
     """
     from node import config
@@ -28,7 +28,7 @@ def start(flags: Mapping[str, Any], *, require_join: str | None, record: str | N
 
     write_log(settings.data_dir)
 
-    # After the settings: a mistyped flag need not wait for torch.
+    # Imported after the settings are checked, so that the error for a mistyped flag need not wait for torch.
     from node import state_documents
     from node.process import main
 

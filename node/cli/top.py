@@ -1,6 +1,6 @@
-"""`peerloom top`: the page in a terminal, for machines without a browser.
+"""`peerloom top`: the contents of the web page in a terminal, for machines without a browser.
 
-It asks the node once a second, as `status` and `peers` do; the lines are made by one pure function.
+It asks the node once a second, like `status` and `peers`. One pure function makes the lines.
 """
 
 import shutil
@@ -34,7 +34,7 @@ EVENT_LINES_MAX = 8
 EVENTS_SECONDS = 600.0
 EVERY_SECONDS = 1.0
 EVERY_SECONDS_MIN = 0.2
-"""Shorter intervals cost the node more than a user can see."""
+"""Minimum interval. Shorter intervals cost the node more, and a user would not see a difference."""
 EVERY_SECONDS_MAX = 60.0
 BARS = " .:-=+*#%@"
 _OVER = ("done", "failed", "stopped")
@@ -44,20 +44,21 @@ _HOME_AND_CLEAR = "\x1b[H\x1b[J"
 def top(
     context: typer.Context,
     every: Annotated[
-        str | None, typer.Option(metavar="1s", help="How often to look, 200ms to 1m; each second by default.")
+        str | None,
+        typer.Option(metavar="1s", help=("How often to refresh, 200ms to 1m; default: every second.")),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Look once, as without a terminal.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show it once, as without a terminal.")] = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
     """Show the swarm, runs and newest events, refreshed until Ctrl-C."""
     if every is not None and (once or as_json):
-        raise UsageError("top: --every has no effect where it looks once", "leave --every out")
+        raise UsageError("top: --every has no effect if the screen is shown only once", "leave --every out")
     pause_seconds = EVERY_SECONDS
     if every is not None:
         from node.config import (
             read_setting,
-        )  # imported here so that other commands start faster, without the settings
+        )  # imported here so that other commands start faster
 
         pause_seconds = read_setting("--every", every, _read_pause)
     folder = find_data_dir(context, data_dir)
@@ -101,7 +102,7 @@ def top_lines(
     width: int,
     height: int,
 ) -> list[str]:
-    """The screen, at most `width` by `height`: this node, runs, members, events."""
+    """Return the screen, at most `width` by `height` characters: this node, runs, members, events."""
     counts = {
         name: sum(peer["status"] == name for peer in peers) for name in ("alive", "suspect", "dead", "left")
     }
@@ -148,8 +149,8 @@ def _run_lines(
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a curve of one line, in characters that every terminal has; the newest values, at
-    most `width`."""
+    """Return a curve as one line of characters that every terminal has, for at most the newest `width`
+    values."""
     shown = [value for value in values if value == value][-width:]
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     span = (high - low) or 1.0

@@ -1,6 +1,7 @@
 """Traces in common formats: a Chrome trace (Perfetto, chrome://tracing) and OTLP as JSON. Pure.
 
-Both are made from the document of the command `runs.trace`, whose spans are on one clock already.
+Both are made from the document of the command `runs.trace`. All its spans already have times of the same
+clock.
 """
 
 import json
@@ -71,18 +72,19 @@ def chrome_trace(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers_text(layers: list[tuple[int, int]]) -> str:
-    """Return the layers that a stage had in turn, "" if unknown."""
+    """Return the layers that a stage had over time, or "" if they are unknown."""
     texts = [f"{first + 1}-{last}" for first, last in dict.fromkeys(layers) if last]
     return f" (layers {', then '.join(texts)})" if texts else ""
 
 
 def _arrows(name: str, rows: list[dict[str, Any]], *, is_forward: bool) -> list[dict[str, Any]]:
-    """Yield arrows from each stage's pass of a micro-batch to that of the next stage; back for gradients."""
+    """Return arrows from each stage's pass of a micro-batch to the next stage's pass; in the other direction
+    for gradients."""
     ordered = sorted(rows, key=lambda row: (row["tid"] if is_forward else -row["tid"], row["ts"]))
     arrows = []
     for earlier, later in pairwise(ordered):
         if earlier["tid"] == later["tid"]:
-            continue  # the same stage again: a replay, which no frame of this one caused
+            continue  # the same stage again: a replay, which was not caused by a frame from it
         common = {"cat": "frame", "name": "frame", "id": f"{name}.{earlier['tid']}"}
         end = earlier["ts"] + earlier["dur"]
         arrows.append({**common, "ph": "s", "pid": earlier["pid"], "tid": earlier["tid"], "ts": end})
@@ -92,7 +94,7 @@ def _arrows(name: str, rows: list[dict[str, Any]], *, is_forward: bool) -> list[
 
 
 def otlp_trace(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as the body of a POST to an OTLP collector's `/v1/traces` (OTLP 1.x, JSON)."""
+    """Return the trace as the body of a POST to an OTLP collector's `/v1/traces` (OTLP 1.x, JSON)."""
     resources = []
     for peer in document["peers"]:
         spans = [_otlp_span(document["run"], peer["peer"], span) for span in peer["spans"]]
@@ -134,7 +136,7 @@ def _name(span: Mapping[str, Any]) -> str:
 
 
 def send_otlp(url: str, document: Mapping[str, Any]) -> None:
-    """POST a trace to a collector. Raises UsageError: the URL is invalid, or the collector refused it."""
+    """POST a trace to a collector. Raises UsageError if the URL is invalid, or the collector refused it."""
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"--otlp {url}: want a URL such as http://127.0.0.1:4318/v1/traces")
     request = urllib.request.Request(  # noqa: S310 - http and https alone, checked above

@@ -1,11 +1,12 @@
-"""`/peerloom/blobs/1`: blobs by hash, served to any peer that asks, and fetched from several peers at once.
+"""`/peerloom/blobs/1`: blobs by hash, served to any peer that asks, and fetched from several peers in
+parallel.
 
-A stream carries pipelined requests and their answers in the same order. A peer that knows a hash may have its
-blob: the protocol keeps no secrets, but reveals nothing to a peer that only guesses.
+A stream carries pipelined requests, and their answers in the same order. A peer that knows a hash may have
+its blob. So blobs are not secret, but a peer cannot learn about blobs whose hash it does not know.
 
-`fetch_all` takes from each holder as fast as it delivers: a quick holder takes the next blob. A holder that
-sends a wrong blob, hangs up or is silent is dropped, and its share goes to the others; a blob that is overdue
-is also requested from another holder, so that the last blobs do not wait for the slowest.
+`fetch_all` adapts to the speed of each holder: a fast holder is asked for the next blob sooner. If a holder
+sends a wrong blob, disconnects or is silent, it is dropped, and the other holders deliver its share. An
+overdue blob is also requested from another holder, so that the last blobs do not wait for the slowest one.
 """
 
 from collections import Counter, deque
@@ -29,31 +30,32 @@ BLOBS_PROTOCOL = "/peerloom/blobs/1"
 REQUEST_BYTES_MAX = 64
 REPLY_BYTES_MAX = 64
 UPLOADS_MAX = 32
-"""Streams served at once; each has one blob in memory."""
+"""Maximum number of streams served at the same time. Each has one blob in memory."""
 UPLOADS_PER_PEER_MAX = 4
-"""A fetch opens one stream; a node may have several fetches."""
+"""Maximum number of streams served to one peer. A fetch opens one stream, and a node may have several
+fetches."""
 IDLE_SECONDS_MAX = 60.0
-"""A stream without a request for this long is closed, so that another may have its place."""
+"""A stream without a request for this long is closed, so that another stream may have its place."""
 SEND_SECONDS_MAX = 60.0
-"""The time limit of one blob to a slow reader: 35 kB/s."""
+"""Time limit for sending one blob to a slow reader: 35 kB/s."""
 PATIENCE_SECONDS = 5.0
-"""How long a peer that requests or reads nothing keeps a place that another wants."""
+"""How long a peer that neither requests nor reads keeps a place that another peer wants."""
 BUSY_SECONDS_MAX = 5.0
-"""The time limit for sending the answer Busy."""
+"""Time limit for sending the answer Busy."""
 HOLDERS_MAX = 64
-"""Holders of one fetch; further ones are not tried."""
+"""Maximum number of holders tried in one fetch."""
 PARALLEL_MAX = 8
-"""Holders used by one fetch at once; each has a blob in memory."""
+"""Maximum number of holders used in parallel by one fetch. Each has a blob in memory."""
 IN_FLIGHT_MAX = 4
-"""Blobs requested from one holder and outstanding: 4 MiB cover 100 ms at 40 MB/s. A slow peer owes no
-more."""
+"""Maximum number of blobs requested from one holder and not yet delivered. 4 MiB cover 100 ms at 40 MB/s. A
+slow peer is asked for fewer."""
 OPEN_SECONDS_MAX = 10.0
 STALL_SECONDS_MAX = 30.0
-"""The time limit of one blob: a holder slower than 35 kB/s is useless."""
+"""Time limit for receiving one blob. A holder slower than 35 kB/s is useless."""
 HEDGE_SECONDS = 2.0
-"""A blob that one holder has owed for this long is also requested from another, idle one."""
+"""A blob that one holder has not delivered after this long is also requested from another, idle holder."""
 MISSES_MAX = 256
-"""Misses after which a holder that has delivered no blob yet is dropped."""
+"""Number of misses after which a holder that has not delivered any blob is dropped."""
 _CLOSE_SECONDS = 1.0
 
 T = TypeVar("T")
@@ -63,13 +65,14 @@ Refuse = Callable[[PeerId, RemoteProtocolError], None]
 
 
 class Want(msgspec.Struct, frozen=True, tag="want", array_like=True):
-    """Request for the blob with this hash. Answered by Found, Absent, or Busy and the end of the stream."""
+    """Requests the blob with this hash. The answer is Found, Absent, or Busy and the end of the stream."""
 
     name: Hash
 
 
 class Found(msgspec.Struct, frozen=True, tag="found", array_like=True):
-    """Answer: the next message has this many bytes. It goes separately, so that neither end copies it."""
+    """Answer: the next message is the blob, with this many bytes. The blob is a separate message so that
+    neither peer has to copy it."""
 
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=BLOB_BYTES_MAX)]
 
@@ -79,24 +82,24 @@ class BlobAbsent(msgspec.Struct, frozen=True, tag="absent", array_like=True):
 
 
 class Busy(msgspec.Struct, frozen=True, tag="busy", array_like=True):
-    """Answer: too many peers fetch at once."""
+    """Answer: too many peers are fetching now."""
 
 
 Reply = Found | BlobAbsent | Busy
 
 
 class BlobsMissing(Unreachable):
-    """Blobs that are not here and that no holder delivered: `missing` are their hashes."""
+    """Some blobs are not here, and no holder delivered them. `missing` are their hashes."""
 
     def __init__(self, missing: Sequence[bytes], reasons: str) -> None:
         what = f"blob {missing[0].hex()[:16]}" if len(missing) == 1 else f"{len(missing)} blobs"
-        super().__init__("unknown", f"{what} could not be had: {reasons}")
+        super().__init__("unknown", f"{what} could not be fetched: {reasons}")
         self.missing = tuple(missing)
 
 
 class BlobServer:
     """Serves this node's blobs to peers. `refuse` is called with peers that broke the protocol, `served` with
-    the bytes sent to each peer."""
+    the number of bytes sent to each peer."""
 
     def __init__(
         self,
@@ -121,7 +124,7 @@ class BlobServer:
         with self._permits.take(peer) as permit:
             if permit is None:
                 with suppress(StreamClosed), trio.move_on_after(BUSY_SECONDS_MAX):
-                    await stream.receive()  # a peer may miss an answer that comes before its question
+                    await stream.receive()  # an answer that is sent before its question may get lost
                     await stream.send(encode(Busy()))
                 return
             try:
@@ -142,7 +145,7 @@ class BlobServer:
             if data is not None:
                 await stream.send(data)
                 self._served(peer, len(data))
-            del data  # not to be kept while waiting for the next request
+            del data  # do not keep the blob in memory while waiting for the next request
 
 
 class Sink(Protocol):
@@ -152,11 +155,11 @@ class Sink(Protocol):
         """Return whether the blob need not be fetched."""
 
     async def take(self, name: bytes, data: bytes) -> bool:
-        """Keep a blob; return False if its hash differs. Raises OSError."""
+        """Keep a blob; return False if it does not have this hash. Raises OSError."""
 
 
 class BlobSink:
-    """Puts blobs into this node's storage, in the executor."""
+    """Stores blobs in this node's storage, in the executor."""
 
     def __init__(self, blobs: Blobs, executor: Executor) -> None:
         self._blobs = blobs
@@ -195,11 +198,12 @@ async def fetch_all(
 
 
 class _Dropped(Exception):
-    """This holder is asked for nothing more. The text is for a person."""
+    """The fetch drops this holder. The message is for a person."""
 
 
 class _Holder:
-    """One peer during one fetch: the blobs it may still be asked for, and those it owes, oldest first."""
+    """One peer during one fetch: the blobs for which it may still be asked, and the blobs requested from it,
+    oldest first."""
 
     def __init__(self, peer: PeerId, queue: Sequence[bytes]) -> None:
         self.peer = peer
@@ -209,7 +213,7 @@ class _Holder:
 
 
 class _Asked:
-    """A blob on its way: since when, and from which peers."""
+    """A requested blob: the time of the request, and the peers that were asked."""
 
     def __init__(self, since: float, peer: PeerId) -> None:
         self.since = since
@@ -217,7 +221,7 @@ class _Asked:
 
 
 class _Fetch:
-    """One `fetch_all`. Shared state only changes between two awaits."""
+    """One call of `fetch_all`. Shared state is only changed between two awaits."""
 
     def __init__(
         self, network: Network, sizes: Mapping[bytes, int], sink: Sink, refuse: Refuse, clock: Clock
@@ -228,7 +232,7 @@ class _Fetch:
         self._sink = sink
         self._refuse = refuse
         self._sizes = sizes
-        # Missing blobs, and the holders that reported each as absent.
+        # Missing blobs, and for each the holders that do not have it.
         self._open: dict[bytes, set[PeerId]] = {name: set() for name in sizes}
         self._asked: dict[bytes, _Asked] = {}
         self._active: list[_Holder] = []
@@ -248,15 +252,15 @@ class _Fetch:
             raise self._failure
         if self._open:
             raise BlobsMissing(
-                tuple(self._open), "; ".join(dict.fromkeys(self._reasons)) or "nobody is known to hold it"
+                tuple(self._open), "; ".join(dict.fromkeys(self._reasons)) or "no peer is known to hold it"
             )
 
     async def _take_from(self, peer: PeerId, slots: trio.CapacityLimiter, shares: int) -> None:
         async with slots:
             if not self._open:
                 return
-            # Each holder begins at another blob, so that they seldom meet and a holder of half the blobs is
-            # soon noticed.
+            # Each holder begins at a different blob, so that two holders seldom reach the same one, and a
+            # holder with only half of the blobs is soon noticed.
             names = list(self._open)
             begin = len(names) * (self._started % shares) // shares
             self._started += 1
@@ -302,8 +306,8 @@ class _Fetch:
             await _in_time(partial(stream.send, encode(Want(name))), STALL_SECONDS_MAX)
 
     def _next(self, holder: _Holder) -> bytes | None:
-        """Return the next blob for this holder: one that nobody was asked for, else one that another has owed
-        for long."""
+        """Return the next blob to request from this holder: one that was not requested yet, or else one that
+        another holder has not delivered for long."""
         now = self._clock.monotonic()
         while holder.queue:
             name = holder.queue.popleft()
@@ -325,7 +329,7 @@ class _Fetch:
         reply: Reply = decode(head, Reply, bytes_max=REPLY_BYTES_MAX)
         match reply:
             case Busy():
-                raise _Dropped("busy: too many fetch at once")
+                raise _Dropped("busy: too many peers are fetching")
             case BlobAbsent():
                 if name in self._open:
                     self._open[name].add(peer)
@@ -333,7 +337,7 @@ class _Fetch:
             case Found():
                 data = await _in_time(stream.receive, STALL_SECONDS_MAX)
                 if len(data) != reply.size_bytes:
-                    raise RemoteProtocolError("a blob of another size than announced")
+                    raise RemoteProtocolError("the blob's size differs from the announced size")
                 await self._on_found(name, peer, data)
         holder.owes.popleft()
         self._release(name, peer)
@@ -345,7 +349,7 @@ class _Fetch:
 
     async def _on_found(self, name: bytes, peer: PeerId, data: bytes) -> None:
         if name not in self._open:
-            return  # another was faster
+            return  # another holder was faster
         try:
             is_right = len(data) <= self._sizes[name] and await self._sink.take(name, data)
         except OSError as error:
@@ -353,13 +357,13 @@ class _Fetch:
             self._scope.cancel()
             raise _Dropped("no room for it here") from None
         if not is_right:
-            raise RemoteProtocolError("a blob that is not the one asked for")
+            raise RemoteProtocolError("a blob with a different hash than requested")
         self._open.pop(name, None)
         self.delivered[peer] += len(data)
 
     def _release(self, name: bytes, peer: PeerId) -> None:
-        """Record that `peer` no longer owes a blob; if nobody owes it and it is missing, any holder may be
-        asked again."""
+        """Record that a blob is no longer requested from `peer`. If the blob is missing and not requested
+        from any other holder, it may be requested again from any holder."""
         asked = self._asked.get(name)
         if asked is None:
             return

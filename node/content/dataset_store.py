@@ -1,10 +1,10 @@
-"""Data of runs on this node: the owner's is packed into shards, others' is fetched in pieces.
+"""Data of runs on this node: the owner's data is packed into shards, others' data is fetched in pieces.
 
-A person's own files are read once: a fenced process unpacks the arrays of an npz into a file that is mapped
-(`node.content.unpacking`), and they are packed into blobs (`node.content.shards`). Data from other nodes is
-never parsed: a manifest is decoded against its types, all else is numbers, verified by hash before they are
-read. A trainer fetches the shards dealt to it: first those whose lanes it feeds, then those it would feed
-next, so that a death loses no samples.
+The owner's own files are read once. A fenced process unpacks the arrays of an npz into a file that is
+memory-mapped (`node.content.unpacking`), and the arrays are packed into blobs (`node.content.shards`). Data
+from other nodes is never parsed: a manifest is decoded against its types, and everything else is plain
+numbers, verified by hash before they are read. A trainer first fetches the shards of the lanes it feeds. Then
+it fetches those of the lanes it would feed next, so that the death of another trainer loses no samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ from node.storage.blobs import HASH_BYTES, Blobs, NoRoom
 from partition.plan.assignment import LANES
 
 FETCHES_MAX = 4
-"""Data sets whose manifests are being fetched at once."""
+"""Maximum number of data sets whose manifests are being fetched."""
 URGENCY_NOW, URGENCY_NEXT = URGENCY_USUAL - 1, URGENCY_USUAL + 1
 
 Lanes = tuple[Sequence[int], Sequence[int]]
@@ -43,7 +43,7 @@ EVERYTHING: Lanes = (range(LANES), ())
 
 
 class _Supply:
-    """One data set of one run, while it arrives."""
+    """One data set of one run, while its samples arrive."""
 
     def __init__(
         self, held: "_Held", exchange: PieceExchange, holders: Callable[[], Sequence[PeerId]]
@@ -53,7 +53,7 @@ class _Supply:
         self._holders = holders
 
     async def ready(self, part: PartName, shards: Sequence[int], *, again: bool = False) -> None:
-        """Wait for shards of a part, all of them if none is named. Raises Unreachable."""
+        """Wait for shards of a part, or for all of its shards if `shards` is empty. Raises Unreachable."""
         found = self._held.manifest.part(part)
         if found is None:
             return
@@ -67,11 +67,11 @@ class _Supply:
 async def wait_for(
     exchange: PieceExchange, numbers: Sequence[int], holders: Callable[[], Sequence[PeerId]], urgency: int
 ) -> None:
-    """Wait for pieces. Raises Unreachable if nobody has them or there is no room."""
+    """Wait for pieces. Raises Unreachable if no peer has them, or there is no room."""
     try:
         await exchange.wait(numbers, holders, urgency)
     except OSError as error:
-        raise Unreachable("refused", f"no room for it: {error.strerror or error}") from None
+        raise Unreachable("refused", f"no room for the data: {error.strerror or error}") from None
 
 
 class _Held:
@@ -94,7 +94,7 @@ class _Held:
 
     @property
     def hashes(self) -> Hashes:
-        """Return the hashes of all pieces; empty for shards whose list is missing."""
+        """Return the hashes of all pieces. They are empty for shards whose list is missing."""
         found = [b""] * self.manifest.pieces
         for key, hashes in self.lists.items():
             first = self._first[key]
@@ -114,7 +114,7 @@ class _Held:
 
 
 class DataFiles:
-    """The data on this node, and how the rest is fetched."""
+    """The data on this node, and the means to fetch the rest."""
 
     def __init__(
         self,
@@ -127,7 +127,8 @@ class DataFiles:
         came: Callable[[bytes, PeerId, int], None] = lambda _data, _peer, _size: None,
         served: Callable[[PeerId, int], None] = lambda _peer, _size: None,
     ) -> None:
-        """`needed` returns the hashes of the data of active runs; for the rest see `DataExchange`."""
+        """`needed` returns the hashes of the data of active runs. For the other arguments see
+        `DataExchange`."""
         self._seams = seams
         self._blobs = blobs
         self._refuse = refuse
@@ -151,7 +152,7 @@ class DataFiles:
                 raise UsageError(f"{path}: the data has changed")
 
     async def learn(self, path: Path, *, window: int) -> Dataset:
-        """Read the owner's data and pack it: from then on it can be trained on and served. Raises
+        """Read the owner's data and pack it, so that this node can train on it and serve it. Raises
         UsageError."""
         run = self._seams.executor.run
         put = self._blobs.put
@@ -183,7 +184,7 @@ class DataFiles:
 
     def _keep_own(self, name: bytes) -> None:
         held = self._read_held(name)
-        assert held is not None, "what was packed is here"
+        assert held is not None, "packed data is missing"
         self.cache.keep(name.hex(), held.sizes, is_own=True)
 
     async def load(
@@ -191,20 +192,21 @@ class DataFiles:
     ) -> Dataset:
         """Return a run's data, from here or from other members.
 
-        With `lanes` it returns once the lists are here, and the samples of those lanes follow; otherwise all
-        data is here.
+        With `lanes`, this returns once the shards' lists are here, and the samples of those lanes arrive
+        later. Without `lanes`, it waits for all data.
 
         Raises:
-            UsageError: the digits are not installed. Unreachable: nobody has it, or there is no room.
+            UsageError: the data is the digits, which are not installed.
+            Unreachable: no peer has the data, or there is no room.
         """
         if manifest.data == datasets.DIGITS_NAME:
             return await self._seams.executor.run(datasets.load_digits)
         try:
             held = await self._hold(manifest.data, holders, lanes or EVERYTHING)
         except NoRoom as error:
-            raise Unreachable("refused", f"no room for it: {error}") from None
+            raise Unreachable("refused", f"no room for the data: {error}") from None
         except OSError as error:
-            raise Unreachable("refused", f"no room for it: {error.strerror or error}") from None
+            raise Unreachable("refused", f"no room for the data: {error.strerror or error}") from None
         exchange = self.exchange.open(held.name, held.hashes)
         supply = _Supply(held, exchange, lambda: holders)
         reader = ShardReader(held.manifest, held.lists, self._blobs.get)
@@ -234,7 +236,8 @@ class DataFiles:
         """Fetch the manifest and the lists, and make room for the pieces of `lanes`.
 
         Raises:
-            Unreachable: nobody delivers them. NoRoom, OSError.
+            Unreachable: no peer delivers them.
+            NoRoom, OSError: there is no room.
         """
         name = bytes.fromhex(digest)
         sink, network = BlobSink(self._blobs, self._seams.executor), self._seams.network
@@ -252,7 +255,7 @@ class DataFiles:
                 )
                 held = await self._seams.executor.run(partial(self._read_held, name))
                 if held is None:
-                    raise Unreachable("refused", "the delivered manifest of the run's data is malformed")
+                    raise Unreachable("refused", "the manifest received for the run's data is malformed")
                 lists = {}
                 for part, shard, _ in held.manifest.shards():
                     wanted = _shards_of(part, (*lanes[0], *lanes[1])) if part.name == "train" else [shard]
@@ -264,7 +267,7 @@ class DataFiles:
                     )
                 )
                 held = await self._seams.executor.run(partial(self._read_held, name))
-                assert held is not None, "its manifest was here"
+                assert held is not None, "the manifest has disappeared"
                 await self._seams.executor.run(partial(self.cache.keep, digest, held.sizes, is_own=False))
         await self._seams.executor.run(self.cache.sweep)
         return held
@@ -279,7 +282,7 @@ class DataFiles:
         return await self._seams.executor.run(partial(self._read_held, bytes.fromhex(digest)))
 
     def _read_held(self, name: bytes) -> _Held | None:
-        """Return a data set by its hash; None if its manifest is missing or malformed."""
+        """Return a data set by its hash, or None if its manifest is missing or malformed."""
         data = self._blobs.get(name)
         if data is None:
             return None

@@ -5,9 +5,10 @@
     await me.dht.put("weather", b"rain", subkey="berlin")           # one of this node's values under the key
     await me.dht.find(device="cuda", memory_bytes=8e9, flops_per_second=50e9, near="eu-west", count=20)
 
-`docs/dht.md` specifies the types of records on the wire, for other programs. A value that does not fit a
-record is kept here as a blob, and the record names its hash. Nobody owns a key: each node has its own value
-under it, or several by sub-keys, so a program that must rely on one names its publisher.
+`docs/dht.md` specifies the types of records on the wire, for other programs. A value that does not fit into a
+record is kept here as a blob, and the record holds the blob's hash. No node owns a key: each node has its own
+value under it, or several values by sub-keys. So a program that must rely on a particular value names its
+publisher.
 """
 
 from collections.abc import Iterable
@@ -37,15 +38,15 @@ USER_PURPOSE = "user"
 PROVIDER_PURPOSE = "provider"
 KEY_BYTES_MAX = 512
 FOUND_MAX = 256
-"""Nodes of one search."""
+"""Maximum number of nodes that one search returns."""
 SUBKEYS_MAX = 256
-"""Sub-keys of one node under one key: as many as it may have records."""
+"""Maximum number of sub-keys of one node under one key: as many as the node may have records."""
 _PLAIN, _BLOB, _ROWS, _ROWS_BLOB = b"\x00", b"\x01", b"\x02", b"\x03"
 _SIZE_BYTES = 8
 
 
 class SubkeyRow(msgspec.Struct, frozen=True, array_like=True):
-    """One value of a node that has several under a key. `expires` is in unix seconds."""
+    """One value of a node that has several under a key. `expires` is in Unix seconds."""
 
     subkey: Annotated[str, msgspec.Meta(max_length=KEY_BYTES_MAX)]
     value: bytes
@@ -61,8 +62,9 @@ class NotStored(PeerloomError):
 
 @dataclass(frozen=True)
 class DirectoryEntry:
-    """One node's value under a key. `expires` is in unix seconds; of two values of one publisher the higher
-    `sequence` is the newer. `publisher` is empty for an immutable value, `subkey` for a node's only value."""
+    """One node's value under a key. `expires` is in Unix seconds. Of two values of one publisher, the one
+    with the higher `sequence` is newer. `publisher` is empty for an immutable value, and `subkey` if the node
+    has only one value."""
 
     publisher: str
     value: bytes
@@ -73,7 +75,7 @@ class DirectoryEntry:
 
 @dataclass(frozen=True)
 class StoredEntry:
-    """The outcome of storing a value: its key in hexadecimal, how many nodes keep it, and how many were
+    """The result of storing a value: its key in hexadecimal, how many nodes keep it, and how many were
     wanted."""
 
     key: str
@@ -83,7 +85,8 @@ class StoredEntry:
 
 @dataclass(frozen=True)
 class FoundNode:
-    """A node by its advertised offer; `seconds` is how long it took to answer just now."""
+    """A node that matches a search, with its advertised offer. `seconds` is how long it took to answer just
+    now."""
 
     peer: str
     device: str
@@ -95,7 +98,7 @@ class FoundNode:
 
 
 class Directory:
-    """A node's interface to the DHT: `node.runtime.Node.dht`; in blocking form `node.sync(...).dht`."""
+    """A node's interface to the DHT: `node.runtime.Node.dht`, or in blocking form `node.sync(...).dht`."""
 
     def __init__(self, discovery: Discovery, seams: Seams, blobs: Blobs, peer: PeerId) -> None:
         self._discovery = discovery
@@ -106,15 +109,15 @@ class Directory:
         self._putting = trio.Lock()
 
     async def put(self, key: str, value: bytes, ttl_seconds: float = 3600.0, subkey: str = "") -> StoredEntry:
-        """Store this node's value under a key. It expires after `ttl_seconds`; until then its holders keep it
-        alive, and this node does while it runs.
+        """Store this node's value under a key. It expires after `ttl_seconds`. Until then its holders keep it
+        alive, and so does this node while it runs.
 
-        With a `subkey` it is stored beside this node's values of other sub-keys; without one it replaces
-        them.
+        With a `subkey`, the value is stored in addition to this node's values under other sub-keys. Without
+        one, it replaces them.
 
         Raises:
             NotStored: too few nodes keep it for others to rely on it.
-            UsageError: a key, value or time out of bounds.
+            UsageError: a key, value or time is out of bounds.
         """
         name = _name(key)
         _check(ttl_seconds)
@@ -135,14 +138,14 @@ class Directory:
         async with self._putting:
             wall = self._seams.swarm_clock.wall()
             known = self._rows.get(name)
-            if known is None:  # from an earlier life of this node
+            if known is None:  # written before this node was restarted
                 own = [entry for entry in await self.get_all(key) if entry.publisher == peer_text(self._peer)]
                 rows = [SubkeyRow(each.subkey, each.value[1:], int(each.expires)) for each in own]
                 known = {row.subkey: row for row in rows if row.subkey}
             row = SubkeyRow(subkey, value, ceil(wall + ttl_seconds))
             found = {each.subkey: each for each in known.values() if each.expires > wall} | {subkey: row}
             if len(found) > SUBKEYS_MAX:
-                raise UsageError(f"dht: {SUBKEYS_MAX} sub-keys of one node under one key at most")
+                raise UsageError(f"dht: a node may have at most {SUBKEYS_MAX} sub-keys under one key")
             packed = encode(tuple(found.values()))
             data = _ROWS + packed
             if len(data) > VALUE_BYTES_MAX:
@@ -153,22 +156,23 @@ class Directory:
         return _told(self._discovery.key(USER_PURPOSE, name), stored, self._seams)
 
     async def put_immutable(self, value: bytes, ttl_seconds: float = 3600.0) -> StoredEntry:
-        """Store a value of at most 900 bytes under its own hash, which every reader can check; nobody can
-        change it.
+        """Store a value of at most 900 bytes under its own hash. Every reader can verify the value, and
+        nobody can change it.
 
-        Raises NotStored or UsageError, as `put`.
+        Raises NotStored or UsageError, like `put`.
         """
         _check(ttl_seconds)
         if len(value) > VALUE_BYTES_MAX:
-            raise UsageError(f"dht: an immutable value has {len(value)} bytes; {VALUE_BYTES_MAX} at most")
+            raise UsageError(f"dht: an immutable value has {len(value)} bytes; at most {VALUE_BYTES_MAX}")
         stored = await self._discovery.publish_immutable(value, ttl_seconds)
         return _told(content_key(value), stored, self._seams)
 
     async def get(self, key: str, publisher: str = "", subkey: str = "") -> bytes | None:
-        """Return the newest value under a key and sub-key, of this publisher if one is named; None if there
-        is none.
+        """Return the newest value under a key and sub-key, or None if there is none. If `publisher` is given,
+        only its value counts.
 
-        Raises UsageError: a malformed publisher; PeerloomError: the value is a blob that nobody delivers.
+        Raises UsageError if the publisher is malformed; PeerloomError if the value is a blob that no peer
+        delivers.
         """
         wanted = peer_text(_peer(publisher)) if publisher else ""
         entries = [
@@ -182,7 +186,7 @@ class Directory:
         return await self._value(newest)
 
     async def get_all(self, key: str) -> list[DirectoryEntry]:
-        """Return every node's values under a key, by publisher. A value too large for a record is given as
+        """Return every node's values under a key, by publisher. For a value too large for a record, return
         its hash and length."""
         records = await self._discovery.find(USER_PURPOSE, _name(key), careful=True)
         found: list[DirectoryEntry] = []
@@ -192,7 +196,7 @@ class Directory:
         return found
 
     async def read_all(self, key: str, bytes_max: int) -> list[bytes]:
-        """Return the available values of all nodes under a key. Values of more than `bytes_max` are not
+        """Return the available values of all nodes under a key. Values of more than `bytes_max` bytes are not
         fetched, and values under sub-keys are left out."""
         found = []
         for record in self._live(await self._discovery.find(USER_PURPOSE, _name(key), careful=True)):
@@ -204,12 +208,12 @@ class Directory:
             try:
                 found.append(await self._value(entry))
             except PeerloomError:
-                continue  # its holders are gone, or it is malformed; the values of others remain
+                continue  # its holders are gone, or it is malformed; other nodes' values remain
         return found
 
     def _live(self, records: Iterable[Record]) -> list[Record]:
-        """Return the records that have not expired by the clock of the swarm. Holders keep records longer,
-        because their clocks may differ from the publisher's."""
+        """Return the records that have not expired according to the swarm's clock. Holders keep records
+        longer, because their clocks may differ from the publisher's."""
         wall = self._seams.swarm_clock.wall()
         return [record for record in records if record.expires > wall]
 
@@ -222,7 +226,7 @@ class Directory:
             packed = data if kind == _ROWS else await self._blob(entry.publisher, data)
             rows: tuple[SubkeyRow, ...] = decode(packed, Rows, bytes_max=BLOB_BYTES_MAX)
         except (PeerloomError, RemoteProtocolError):
-            return []  # malformed, or its publisher is gone; the values of others remain
+            return []  # malformed, or its publisher is gone; other nodes' values remain
         wall = self._seams.swarm_clock.wall()
         return [
             replace(entry, value=_PLAIN + row.value, expires=float(row.expires), subkey=row.subkey)
@@ -231,7 +235,7 @@ class Directory:
         ]
 
     async def get_immutable(self, key: str) -> bytes | None:
-        """Return an immutable value by its key in hexadecimal; None if nobody has it."""
+        """Return an immutable value by its key in hexadecimal, or None if no peer has it."""
         records = await self._discovery.find_key(_content_key(key), first=True)
         return next((each.value for each in self._live(records) if each.publisher == NOBODY), None)
 
@@ -258,20 +262,22 @@ class Directory:
         needs_slot: bool = False,
         flops_per_second: float = 0.0,
     ) -> tuple[FoundNode, ...]:
-        """Search the whole swarm for nodes with at least this memory and measured speed, the nearest first;
-        all of them answered.
+        """Search the whole swarm for nodes with at least this memory and measured speed. Return those that
+        answer, the nearest first.
 
-        Raises UsageError: a device that no node advertises, or a number out of bounds.
+        Raises UsageError for a device that no node advertises, or a number out of bounds.
         """
         if device and device not in DEVICES:
-            raise UsageError(f"dht: no device is called '{device}'; there are {', '.join(DEVICES)}")
+            raise UsageError(f"dht: there is no device '{device}'; choose one of {', '.join(DEVICES)}")
         if not 1 <= count <= FOUND_MAX or not 0 <= memory_bytes < 2**62 or not 0 <= flops_per_second < 1e18:
-            raise UsageError(f"dht: count is 1 to {FOUND_MAX}, memory_bytes and flops_per_second 0 or more")
+            raise UsageError(
+                f"dht: count must be 1 to {FOUND_MAX}, memory_bytes and flops_per_second 0 or more"
+            )
         query = Query(device, int(memory_bytes), near, count, needs_slot, flops_per_second)
         return tuple(_found(offer) for offer in await self._discovery.hunt(query))
 
     async def stat(self, key: str = "") -> dict[str, object]:
-        """Return statistics of this node's DHT, or how many nodes hold a key."""
+        """Return statistics of this node's DHT or, for a key, how many nodes hold it."""
         if not key:
             return self._discovery.document()
         records, holders = await self._discovery.holders(USER_PURPOSE, _name(key))
@@ -283,7 +289,7 @@ class Directory:
 
     async def _put_blob(self, key: str, value: bytes) -> bytes:
         if len(value) > BLOB_BYTES_MAX:
-            raise UsageError(f"dht: a value has {len(value)} bytes; {BLOB_BYTES_MAX} at most")
+            raise UsageError(f"dht: a value has {len(value)} bytes; at most {BLOB_BYTES_MAX}")
         digest = await self._seams.executor.run(partial(self._keep_blob, key, value))
         await self.provide(digest.hex())
         return digest + len(value).to_bytes(_SIZE_BYTES, "big")
@@ -299,7 +305,7 @@ class Directory:
         return await self._blob(entry.publisher, data) if kind == _BLOB else data
 
     async def _blob(self, publisher: str, data: bytes) -> bytes:
-        """Return the blob whose hash and length a record holds. Raises PeerloomError."""
+        """Fetch the blob whose hash and length a record holds. Raises PeerloomError."""
         digest, size = data[:HASH_BYTES], int.from_bytes(data[HASH_BYTES:], "big")
         if len(digest) != HASH_BYTES or not 0 < size <= BLOB_BYTES_MAX:
             raise PeerloomError("dht: the value under this key is malformed")
@@ -316,7 +322,7 @@ class Directory:
             )
         except Unreachable as error:
             raise PeerloomError(f"dht: no peer delivers the value: {error.detail}") from None
-        assert sink.data is not None, "a fetch without an error has brought it"
+        assert sink.data is not None, "the fetch succeeded without the blob"
         return sink.data
 
 
@@ -327,12 +333,12 @@ class _OneBlob:
         self.data = data
 
     def has(self, name: bytes) -> bool:
-        """Return whether it is here."""
+        """Return whether the blob has arrived."""
         del name
         return self.data is not None
 
     async def take(self, name: bytes, data: bytes) -> bool:
-        """Keep it if its hash is right."""
+        """Keep the blob if its hash is right."""
         if hash_of(data) != name:
             return False
         self.data = data
@@ -340,20 +346,20 @@ class _OneBlob:
 
 
 def _refuse(peer: PeerId, error: RemoteProtocolError) -> None:
-    """Do nothing: the fetch goes on with the next holder."""
+    """Do nothing: the fetch continues with the next holder."""
     del peer, error
 
 
 def _told(key: Key, stored: RecordStored, seams: Seams) -> StoredEntry:
     if stored.acknowledged < stored.wanted:
-        why = [f"{stored.acknowledged} nodes keep it, {stored.wanted} at least have to"]
+        why = [f"{stored.acknowledged} nodes keep it, at least {stored.wanted} are needed"]
         if stored.refusals:
             why.append("others say: " + ", ".join(stored.refusals))
         if skewed := skew_text(seams.clock, seams.swarm_clock):
             why.append(skewed)
         raise NotStored(
             f"dht: {'; '.join(why)}",
-            "is this node connected, and its clock right? look: `peerloom doctor`",
+            "check with `peerloom doctor` that this node is connected and its clock is right",
         )
     return StoredEntry(key.hex(), stored.acknowledged, stored.wanted)
 
@@ -384,7 +390,7 @@ def _name(key: str) -> bytes:
 
 def _check(ttl_seconds: float) -> None:
     if not isfinite(ttl_seconds) or not 1 <= ttl_seconds <= LIFETIME_SECONDS_MAX:
-        raise UsageError(f"dht: a value lives 1 second to {LIFETIME_SECONDS_MAX / 3600:g} hours")
+        raise UsageError(f"dht: ttl_seconds must be 1 second to {LIFETIME_SECONDS_MAX / 3600:g} hours")
 
 
 def _digest(name: str) -> bytes:
@@ -393,7 +399,7 @@ def _digest(name: str) -> bytes:
     except ValueError:
         digest = b""
     if not 0 < len(digest) <= KEY_BYTES_MAX:
-        raise UsageError(f"dht: '{name[:40]}' is no hash in hexadecimal")
+        raise UsageError(f"dht: '{name[:40]}' is not a hash in hexadecimal")
     return digest
 
 
@@ -408,4 +414,4 @@ def _peer(text: str) -> PeerId:
     try:
         return parse_peer(text)
     except ValueError as error:
-        raise UsageError(f"dht: '{text[:60]}' is no peer id: {error}") from None
+        raise UsageError(f"dht: '{text[:60]}' is not a peer id: {error}") from None

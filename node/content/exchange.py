@@ -1,7 +1,8 @@
-"""The shell of `gossip.pieces`: exchanges of data sets with other peers over streams, on this node's blobs.
+"""The shell of `gossip.pieces`: exchanges data sets with other peers over streams, using this node's blobs.
 
-One stream goes out to each peer, for all data sets: small messages first, then one piece at a time. The
-executor hashes and writes pieces that arrive. A complete data set is served to any peer that knows its hash.
+One outgoing stream per peer carries all data sets: small messages first, then one piece at a time. The
+executor hashes and writes the pieces that arrive. A complete data set is served to any peer that knows its
+hash.
 """
 
 from collections import deque
@@ -36,37 +37,38 @@ from node.waker import Waker
 
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=4)
 EXCHANGES_MAX = 16
-"""Data sets at once; the least recently used goes."""
+"""Maximum number of data sets exchanged at the same time; the least recently used one is closed."""
 LINKS_MAX = 64
-"""Peers with something on its way to them at once; a further one displaces a peer that reads nothing,
+"""Maximum number of peers to which something is on its way. One more displaces a peer that reads nothing,
 strangers first."""
 LINKS = Budget(LINKS_MAX, 1, LINKS_MAX // 2, 30.0)
-"""A peer that was sent a piece, or that this node asks, may read nothing for half a minute."""
+"""Link places. A peer to which a piece was sent, or that this node asks for pieces, keeps its place for half
+a minute without reading."""
 ROOM_SECONDS_MAX = 2.0
-"""How long a request waits for a link for its answer."""
+"""How long a request waits for a link on which it can be answered."""
 ROOM_LOOK_SECONDS = 0.1
 QUEUE_MAX = 4_096
-"""Small messages queued for one peer; a peer with more counts as lost."""
+"""Maximum number of small messages queued for one peer. A peer with more counts as lost."""
 OPEN_SECONDS_MAX = 10.0
 SEND_SECONDS_MAX = 120.0
-"""The time limit of one message of at most 256 KiB: 18 kbit/s."""
+"""Time limit for sending one message, which has at most 256 KiB: 18 kbit/s."""
 IDLE_SECONDS = 30.0
 """An idle stream is closed after this long."""
 MEET_SECONDS = 3.0
-"""The interval at which possible holders of missing pieces are asked again."""
+"""Seconds after which possible holders of missing pieces are asked again."""
 NO_SOURCE_SECONDS = 12.0
 """How long a missing piece may have no known holder."""
 STILL_SECONDS_MAX = 180.0
-"""How long no piece at all may arrive."""
+"""How long to wait if no pieces arrive at all."""
 _CLOSE_SECONDS = 1.0
 
 Refuse = Callable[[PeerId, RemoteProtocolError], None]
 Hashes = Sequence[bytes]
-"""The hashes of all pieces of a data set by number; empty for a shard whose list is missing."""
+"""The hashes of all pieces of a data set by number. A hash is empty if the list of its shard is missing."""
 
 
 class DataExchange:
-    """All exchanges of one node. `known` returns the hashes of a data set on this node, None if it is not
+    """All exchanges of one node. `known` returns the hashes of a data set on this node, or None if it is not
     here."""
 
     def __init__(
@@ -80,8 +82,9 @@ class DataExchange:
         came: Callable[[bytes, PeerId, int], None] = lambda _data, _peer, _size: None,
         served: Callable[[PeerId, int], None] = lambda _peer, _size: None,
     ) -> None:
-        """`start_task(task, *arguments)` runs a task beside the node's others. `came` is called with the
-        verified bytes of a data set that came from a peer, `served` with the bytes sent to one."""
+        """`start_task(task, *arguments)` runs a task concurrently with the node's other tasks. `came` is
+        called with the verified bytes of a data set that came from a peer, `served` with the bytes sent to a
+        peer."""
         self.came = came
         self.uploaded_bytes = 0
         self.downloaded_bytes = 0
@@ -97,7 +100,7 @@ class DataExchange:
         self._turn = trio.Lock()
 
     def serve(self) -> None:
-        """Answer peers from now on."""
+        """Start answering peers."""
         self._seams.network.handle(DATA_PROTOCOL, self._serve, STREAMS)
 
     def open(self, data: bytes, hashes: Hashes) -> "PieceExchange":
@@ -118,7 +121,7 @@ class DataExchange:
         return found
 
     def close(self, exchange: "PieceExchange") -> None:
-        """End participation in this exchange."""
+        """Close an exchange: this node no longer takes part in it."""
         if self._open.get(exchange.core.data) is exchange:
             del self._open[exchange.core.data]
         exchange.scope.cancel()
@@ -143,7 +146,7 @@ class DataExchange:
     async def _find(self, message: Message) -> "PieceExchange | None":
         exchange = self._open.get(message.data)
         if exchange is None and isinstance(message, PiecesHeld) and message.is_question:
-            async with self._turn:  # strangers' questions look at the disk one at a time
+            async with self._turn:  # disk checks for strangers run one at a time
                 hashes = await self._known(message.data)
                 if hashes is not None:
                     return self.open(message.data, hashes)
@@ -157,7 +160,7 @@ class DataExchange:
                 self._lost(peer)
                 continue
             if isinstance(message, PieceRequest) or (isinstance(message, PiecesHeld) and message.is_question):
-                self._places.credit(link)  # this node itself wants something
+                self._places.credit(link)  # this node itself wants something from the peer
             link.queue.append(message)
             link.more.set()
 
@@ -185,7 +188,7 @@ class DataExchange:
         return link
 
     async def _await_link(self, peer: PeerId) -> None:
-        """Wait briefly for a link to a peer; peers that read nothing make room for it."""
+        """Wait briefly for a link to a peer. Peers that read nothing make room for the link."""
         with trio.move_on_after(ROOM_SECONDS_MAX):
             while self._link(peer) is None:  # noqa: ASYNC110 - silence is found by looking
                 await trio.sleep(ROOM_LOOK_SECONDS)
@@ -253,15 +256,15 @@ class DataExchange:
     # For exchanges
 
     def refuse(self, dropped: PeerDropped) -> None:
-        """Count a peer that broke the protocol."""
+        """Record that a peer broke the protocol."""
         self._refuse(dropped.peer, RemoteProtocolError(dropped.reason))
 
     def start(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None:
-        """Run a task beside the node's others."""
+        """Run a task concurrently with the node's other tasks."""
         self._start_task(task, *arguments)
 
     async def run_disk(self, function: Callable[[], object]) -> object:
-        """Run disk access in the executor."""
+        """Call a function that accesses the disk, in the executor."""
         return await self._seams.executor.run(function)
 
     @property
@@ -286,7 +289,7 @@ class PieceExchange:
         self._failure: OSError | None = None
 
     def learn(self, hashes: Hashes) -> None:
-        """Add lists of further shards."""
+        """Add the lists of further shards."""
         for number, name in enumerate(hashes):
             if name and not self._hashes[number]:
                 self._hashes[number] = name
@@ -299,7 +302,7 @@ class PieceExchange:
             await self._waker.run(self.core, self.act)
 
     def act(self, sends: Sends) -> None:
-        """Carry out the core's orders."""
+        """Carry out what the core wants sent."""
         events = self.core.events[:]
         self.core.events.clear()
         for event in events:
@@ -339,7 +342,7 @@ class PieceExchange:
         return Piece(self.core.data, number, body) if isinstance(body, bytes) else None
 
     def on_uploaded(self, peer: PeerId, number: int, *, was_sent: bool) -> None:
-        """Record that a queued piece has gone out, or is not here."""
+        """Record that a queued piece was sent, or is missing here."""
         self.act(self.core.uploaded(self._clock.monotonic(), peer, number, was_sent=was_sent))
 
     def want(self, numbers: Sequence[int], urgency: int) -> None:
@@ -347,11 +350,11 @@ class PieceExchange:
         self.act(self.core.want(self._clock.monotonic(), numbers, urgency))
 
     def meet(self, peers: Sequence[PeerId]) -> None:
-        """Add peers that may have the data, or want it."""
+        """Add peers that may have the data, or may want it."""
         self.act(self.core.meet(self._clock.monotonic(), peers))
 
     def recheck(self, numbers: Sequence[int]) -> None:
-        """Check again for pieces that seem to be missing."""
+        """Check again whether pieces that seemed to be here are missing."""
         self.core.forget(
             [number for number in numbers if not self._owner.blobs.has(self._hashes[number] or b"")]
         )
@@ -362,7 +365,8 @@ class PieceExchange:
         """Wait for these pieces.
 
         Raises:
-            Unreachable: nobody has one of them, or none arrives. OSError: no room.
+            Unreachable: no peer has one of them, or none arrives.
+            OSError: there is no room.
         """
         self.waiters += 1
         try:
@@ -380,15 +384,17 @@ class PieceExchange:
                 if not self.core.is_sourceless(numbers):
                     sourceless_since = now
                 if now - sourceless_since > NO_SOURCE_SECONDS:
-                    raise Unreachable("unknown", "nobody who can be reached has all of the run's data")
+                    raise Unreachable("unknown", "no reachable peer has all of the run's data")
                 if now - max(began, self._arrived_at) > STILL_SECONDS_MAX:
-                    raise Unreachable("timeout", f"none of the run's data came in {STILL_SECONDS_MAX:.0f} s")
+                    raise Unreachable(
+                        "timeout", (f"none of the run's data arrived within {STILL_SECONDS_MAX:.0f} s")
+                    )
         finally:
             self.waiters -= 1
 
 
 class _Link:
-    """The queue for one peer. Small messages go before pieces."""
+    """The queue for one peer. Small messages are sent before pieces."""
 
     def __init__(self) -> None:
         self.queue: deque[Message] = deque()
@@ -399,7 +405,7 @@ class _Link:
         self.scope = trio.CancelScope()
         self.silence = Silence()
         self.is_spare = False
-        """Return whether it has nothing to send now."""
+        """Whether there is nothing to send now."""
 
     @property
     def silent_since(self) -> float:

@@ -1,8 +1,8 @@
 """Records for a language model as arrays of tokens: prompts with completions, chats, texts, labelled texts.
 
 `node.content.record_columns` finds which columns hold what. Samples are cut and padded at their ends to one
-length; the reading says how many were, and which tokens the loss counts. A label is the token one further on,
-or -100 where it does not count (as in all of transformers).
+length. The reading says how many were cut or padded, and which tokens the loss counts. The label of a token
+is the token that follows it, or -100 if it does not count (as in all of transformers).
 """
 
 from array import array
@@ -28,13 +28,13 @@ Arrays = dict[str, Array]
 
 IGNORED = -100
 WINDOW_STEP = 8
-"""A window that nobody chose is a multiple of this."""
+"""A window that the user did not set is a multiple of this."""
 RECORDS_MAX = 1 << 26
 
 
 @dataclass
 class TokenSample:
-    """Tokens, and for each whether it counts as an answer; or one label for all."""
+    """Tokens, and for each whether it counts as part of an answer; or one label for all tokens."""
 
     ids: list[int]
     counted: list[bool] = field(default_factory=list)
@@ -53,7 +53,7 @@ def read_records(
     reading: SourceReading,
     tell: Tell,
 ) -> Arrays:
-    """Return the arrays for a model of this kind from the records in a file. Raises UsageError, OSError."""
+    """Return the arrays for this kind of model from the records in a file. Raises UsageError, OSError."""
     records = records_of(path, keys, reading)
     first = next(records, None)
     if first is None:
@@ -101,18 +101,23 @@ class Encoder:
             self.chat()
         if keys.loss and roles.form == "text":
             raise UsageError(
-                f"{path}: loss says nothing of texts without prompts", "leave loss out of [data]"
+                f"{path}: loss does not apply to texts without prompts", "leave loss out of [data]"
             )
         if keys.loss == "last" and roles.form != "chat":
-            raise UsageError(f"{path}: loss: there is one completion each", 'loss = "answers", or "all"')
+            raise UsageError(
+                (f"{path}: loss: each record has only one completion"), 'set loss = "answers" or "all"'
+            )
 
     def chat(self) -> ChatTemplate:
-        """Return the folder's template. Raises UsageError if it has none."""
+        """Return the chat template of the model's folder. Raises UsageError if it has none."""
         if self.template is None:
             if not self.model.template:
                 raise UsageError(
-                    f"{self.path}: holds messages, and {self.model.path} has no chat template",
-                    "chat_template.jinja in the folder of the model, or columns of prompt and completion",
+                    f"{self.path}: holds messages, but {self.model.path} has no chat template",
+                    (
+                        "put chat_template.jinja into the folder of the model, or give columns "
+                        "of prompt and completion"
+                    ),
                 )
             self.template = ChatTemplate(self.model.template, self.model.path, self.model.special)
         return self.template
@@ -148,7 +153,7 @@ class Encoder:
                 raise
             raise unclear(
                 self.path,
-                f"record {number}: {error}, so which tokens are its answers is not clear",
+                f"record {number}: {error}, so it is not clear which tokens are its answers",
                 self.keys,
                 *([] if counted == "last" else [{"loss": "last"}]),
                 {"loss": "all"},
@@ -161,17 +166,17 @@ class Encoder:
 
     def _completion(self, record: Record, number: int) -> TokenSample:
         prompt = self._joined(record)
-        if not self.roles.target:  # the completion is to be predicted
+        if not self.roles.target:  # without a target, the completion is to be predicted
             if isinstance(prompt, list):
                 return self._rendered(checked_messages(prompt), number)
             if not isinstance(prompt, str):
-                raise ValueError("the prompt is no text")
+                raise ValueError("the prompt is not text")
             return self._prompt(prompt)
         completion = _field(record, self.roles.target)
         if isinstance(completion, list):  # both are messages, as in trl
             return self._rendered([*checked_messages(prompt), *checked_messages(completion)], number)
         if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise ValueError("prompt and completion are no texts")
+            raise ValueError("prompt and completion are not both texts")
         if self.model.kind == "sequences":
             return self._sequence(prompt, completion)
         whole = prompt + completion
@@ -191,7 +196,7 @@ class Encoder:
         if len(parts) == 1:
             return parts[0]
         if not all(part is None or isinstance(part, str) for part in parts):
-            raise ValueError("a prompt is no text")
+            raise ValueError("a prompt is not text")
         return "\n".join(part for part in parts if part)
 
     def _text(self, record: Record) -> TokenSample:
@@ -222,7 +227,7 @@ class Encoder:
         return TokenSample(ids, answer=answer, shown=f"{shown(prompt)} -> {shown(completion)}")
 
     def _counted(self, text: str, spans: Sequence[Span]) -> TokenSample:
-        """Return the tokens of a text; those with a letter in one of `spans` count."""
+        """Return the tokens of a text. Tokens with a character in one of `spans` count."""
         encoded = self.known.encode(text)
         counted = []
         is_split = False
@@ -234,13 +239,13 @@ class Encoder:
             is_split = is_split or (is_in and begin < spans[at][0])
             counted.append(is_in)
         self.straddling += is_split
-        if self.roles.form == "chat":  # the template writes the special tokens
+        if self.roles.form == "chat":  # here the template writes the special tokens
             return TokenSample(encoded.ids, counted)
         is_all = bool(spans) and spans[0][0] == 0
         return TokenSample([*self.before, *encoded.ids], [*[is_all] * len(self.before), *counted])
 
     def _end(self, sample: TokenSample) -> None:
-        """End an answer as the model should end it."""
+        """Add the ending that the model should write after an answer."""
         if self.end_id >= 0 and (not sample.ids or sample.ids[-1] != self.end_id):
             self.known.check([self.end_id])
             sample.ids.append(self.end_id)
@@ -253,11 +258,11 @@ def _field(record: Record, name: str) -> Any:
     return record[name]
 
 
-# All of them
+# All records
 
 
 class _Table:
-    """Samples as they arrive, then arrays of one length."""
+    """Collects samples as they arrive, then makes arrays of one length."""
 
     def __init__(
         self, path: Path, encoder: Encoder, keys: DataTable, schema: Schema, reading: SourceReading
@@ -282,7 +287,7 @@ class _Table:
         if odd := [each for each in extra if each.strip().lower() not in NOT_CONTENT]:
             raise unclear(
                 self._path,
-                f"record {number} has {some_names(odd)}, which the first has not",
+                f"record {number} has {some_names(odd)}, which the first record does not have",
                 self._keys,
                 {"ignore": [*(self._keys.ignore or ()), *odd]},
             )
@@ -301,7 +306,7 @@ class _Table:
             self._shown.append(sample.shown)
 
     def finish(self, window: int) -> Arrays:
-        """Return arrays of one window per sample. Raises UsageError if nothing is left to learn."""
+        """Return arrays with one window per sample. Raises UsageError if nothing is left to learn."""
         is_causal = self._roles.form != "labelled" and self._model.kind == "causal"
         longest = max(*self._lengths, *self._answer_lengths, 2) - is_causal
         if not window:
@@ -329,13 +334,14 @@ class _Table:
         notes.append(f"shorter ones are padded at the end with {token} ({pad}), which does not count")
         if self._encoder.straddling:
             notes.append(
-                f"in {self._encoder.straddling:,} records a token has letters of prompt and answer: it counts"
+                f"in {self._encoder.straddling:,} records a token has characters of "
+                "prompt and answer: it counts"
             )
         if self._encoder.template is not None and self._encoder.template.has_today:
             notes.append("the chat template writes today's date into each chat")
 
     def _pad_id(self) -> int:
-        if self._roles.form == "labelled":  # such a model finds the end of a text by it
+        if self._roles.form == "labelled":  # such a model finds the end of a text by its padding
             return max(0, self._model.pad_id)
         named = self._model.special.get("pad_token", "")
         found = self._known.id_of(named) if named else self._model.pad_id
@@ -357,13 +363,13 @@ class _Table:
         if self._encoder.is_new:
             if (most := max(self._lengths)) > window + 1:
                 raise UsageError(
-                    f"{self._path}: a prompt has {most:,} tokens, and the model takes {window:,} at most"
+                    f"{self._path}: a prompt has {most:,} tokens, but the model takes at most {window:,}"
                 )
             return self._new(window)
         if empty.all():
             raise UsageError(
                 f"{self._path}: no record has an answer within {window:,} tokens",
-                'a longer train.window, or loss = "all" in [data]',
+                'set a longer train.window, or loss = "all" in [data]',
             )
         if empty.any():
             self._reading.skipped.append(
@@ -374,7 +380,8 @@ class _Table:
         return {"x": x, "y": y}
 
     def _new(self, window: int) -> Arrays:
-        """Return samples to be predicted: the tokens of each, their number, and which are answers."""
+        """Return samples to be predicted: the tokens of each sample, their number, and which tokens are
+        answers."""
         rows = len(self._lengths)
         found: Arrays = {
             "ids": np.full((rows, window + 1), self._pad_id(), np.int32),
@@ -403,12 +410,12 @@ class _Table:
             end = (
                 f", and the end {shown(encoder.end or self._known.token_of(encoder.end_id))}"
                 if encoder.end_id >= 0
-                else "; no token of an end is known"
+                else "; no end token is known"
             )
-        return f"the tokens one further on; the loss counts {what}{end}: {counted:,} of {tokens:,}"
+        return f"the same tokens, shifted by one; the loss counts {what}{end}: {counted:,} of {tokens:,}"
 
     def _both(self, window: int) -> Arrays:
-        """Return arrays for models that see a whole text at once: classifiers and encoder-decoders."""
+        """Return arrays for models that see a whole text in one pass: classifiers and encoder-decoders."""
         pad = self._pad_id()
         inputs, mask = self._padded(self._ids, self._lengths, window, pad)
         found = {"input_ids": inputs, "attention_mask": mask}
@@ -439,7 +446,7 @@ class _Table:
         for row, length in enumerate(lengths):
             kept = min(length, window)
             found[row, :kept] = ids[place : place + kept]
-            # a cut text still ends as the tokenizer ends texts
+            # A cut text still gets the ending that the tokenizer puts after texts.
             if length > window and 0 < len(behind) < window:
                 found[row, window - len(behind) :] = behind
             mask[row, :kept] = 1
@@ -447,14 +454,14 @@ class _Table:
         return found, mask
 
     def _label_numbers(self) -> Array:
-        """Return the numbers of the labels by the words in the model's folder."""
+        """Return the numbers of the labels, according to the class names in the model's folder."""
         schema, model = self._schema, self._model
         different = set(self._labels)
         if not schema.words and not schema.label_kind and not self._keys.classes:
             numbers = {str(number) for number in range(model.classes)}
             if model.words and different <= set(model.words) and not different <= numbers:
                 schema.words[:] = model.words
-                schema.order = "words, numbered as the model's folder has them"
+                schema.order = "words, numbered as in the model's folder"
             elif different <= numbers:
                 schema.words[:] = model.words or [str(number) for number in range(model.classes)]
                 schema.order = "numbers of classes; their words are the model's"
@@ -463,7 +470,10 @@ class _Table:
             elif model.words and not all(map(str.isdecimal, different)):
                 raise unclear(
                     self._path,
-                    f"its labels are {some_names(sorted(different))}, the model's {some_names(model.words)}",
+                    (
+                        f"its labels are {some_names(sorted(different))}, but the model's are "
+                        f"{some_names(model.words)}"
+                    ),
                     self._keys,
                     {"classes": sorted(different)},
                 )
@@ -475,13 +485,15 @@ class _Table:
         if found.dtype.kind == "f" or count > model.classes:
             told = f"{count} classes" if found.dtype.kind != "f" else "amounts"
             raise UsageError(
-                f"{self._path}: the label {shown(self._roles.target)} has {told}, and the model in"
-                f" {model.path} tells {model.classes} apart",
-                f"num_labels={count} where the model is made and saved",
+                (
+                    f"{self._path}: the label {shown(self._roles.target)} has {told}, but the "
+                    f"model in {model.path} distinguishes {model.classes}"
+                ),
+                f"make and save the model with num_labels={count}",
             )
         schema.label, schema.why = (
             self._roles.target,
-            ("by the key `label`" if self._keys.label else "the column called so"),
+            ("by the key `label`" if self._keys.label else "the column with that name"),
         )
         return found
 
@@ -490,5 +502,5 @@ _FORMS: dict[Form, str] = {
     "chat": "messages by the folder's chat template",
     "completion": "prompt and completion",
     "text": "a text each",
-    "labelled": "a text each, with a label",
+    "labelled": "one text each, with a label",
 }

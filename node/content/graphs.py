@@ -1,8 +1,8 @@
-"""The graphs this node holds, by hash, and the files of their initial values.
+"""The graphs on this node, by hash, and the files of their initial values.
 
 A graph is fetched from any holder, checked before use, kept on disk, and kept decoded while it is in use.
-Initial values are fetched in ranges; each replica fetches those of its own parameters. All data is untrusted
-until its hash is verified.
+Initial values are fetched in ranges, and each replica fetches the values of its own parameters. All data is
+untrusted until its hash is verified.
 """
 
 import io
@@ -31,20 +31,21 @@ from partition.stage import Reload, StageSpecification
 from partition.stage_layout import parameter_layout
 
 GRAPHS_IN_MEMORY_MAX = 4
-"""Decoded graphs: a large one takes some hundred MB."""
+"""Maximum number of decoded graphs in memory. A large one takes some hundred MB."""
 FETCHES_MAX = 4
-"""Graphs being fetched at once; each is in memory."""
+"""Maximum number of graphs being fetched. Each is in memory during the fetch."""
 FETCH_SECONDS_MAX = 25.0
-"""The time limit of one graph from one holder; a lease waits for it."""
+"""Time limit for fetching one graph from one holder. A lease waits for it."""
 RANGE_SECONDS_MAX = 30.0
 FILL_SECONDS_MAX = 100.0
-"""The time limit of all initial values of a stage, including busy holders; a Start waits for it."""
+"""Time limit for fetching all initial values of a stage, including waits for busy holders. A Start waits for
+it."""
 RETRY_SECONDS = 0.5
 _LENGTH_BYTES = 8
 _INDEX_NAME = "models/index"
 
 Beside = Callable[[bytes, int, int], Awaitable[bytes | None]]
-"""Maps a graph's name, an offset among its initial values and a length to those bytes, or None."""
+"""Maps a graph's name, an offset among its initial values and a length to those bytes, or to None."""
 
 
 async def _nothing_beside(_graph: bytes, _offset: int, _length: int) -> None:
@@ -53,17 +54,17 @@ async def _nothing_beside(_graph: bytes, _offset: int, _length: int) -> None:
 
 @dataclass(frozen=True)
 class GraphSettings:
-    """The graphs of one node. Raises ValueError where the settings contradict each other."""
+    """The settings for graphs of one node. Raises ValueError if a setting is out of bounds."""
 
     graph_bytes_max: int = GRAPH_BYTES_MAX
-    """A longer graph is not fetched. At most what a graph may be at all. 64 MiB."""
+    """Maximum size of a fetched graph, up to the protocol's own limit. 64 MiB."""
 
     kept_max: int = 32
-    """Graphs on disk, with their initial values; the oldest goes, unless a run here needs it. At least 1.
-    32."""
+    """Maximum number of graphs on disk, with their initial values. The oldest is evicted, unless a run here
+    needs it. At least 1. 32."""
 
     range_bytes_max: int = RANGE_BYTES_MAX
-    """Initial values that are asked for at once. At most what a request may ask for. 16 MiB."""
+    """Maximum number of bytes of initial values in one request, up to the protocol's own limit. 16 MiB."""
 
     def __post_init__(self) -> None:
         bounds = (
@@ -77,7 +78,7 @@ class GraphSettings:
 
 
 class Models:
-    """The graphs on this node, and how others are fetched."""
+    """The graphs on this node, and the means to fetch others."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class Models:
         self._guests = guests
         self._settings = settings or GraphSettings()
         self.beside: Beside = _nothing_beside
-        """Values from other places on this node: the stages that it serves."""
+        """Finds initial values elsewhere on this node: in the stages that it serves."""
         self._decoded: OrderedDict[bytes, Graph] = OrderedDict()
         self._fetching: dict[bytes, trio.Lock] = {}
         self._index = trio.Lock()
@@ -101,17 +102,17 @@ class Models:
     # The requester's side
 
     async def learn(self, graph: Path, values: Path | None) -> tuple[bytes, Graph]:
-        """Take a captured graph and the file of its initial values from this machine; return the graph's hash
-        and the graph.
+        """Store a captured graph and the file of its initial values from this machine. Return the graph's
+        hash and the graph.
 
         Raises:
-            UsageError: it cannot be read, or no node would take it.
+            UsageError: the graph cannot be read, or no node would accept it.
         """
         name, decoded, beside = await self._seams.executor.run(partial(read_captured, graph, values))
         try:
             await self._keep(name, graph, beside)
         except OSError as error:
-            raise UsageError(f"{graph}: it could not be kept: {error.strerror or error}") from None
+            raise UsageError(f"{graph}: it could not be stored: {error.strerror or error}") from None
         self._remember(name, decoded)
         return name, decoded
 
@@ -121,7 +122,7 @@ class Models:
         """Return the graph with this hash, from here or from the first holder that delivers it.
 
         Raises:
-            Unreachable: nobody had it, or only wrong data.
+            Unreachable: no holder had it, or only wrong data.
         """
         if name in self._decoded:
             self._decoded.move_to_end(name)
@@ -145,7 +146,7 @@ class Models:
         try:
             graph = await self._seams.executor.run(partial(_decode, name, data), apart=True)
         except RemoteProtocolError:
-            return None  # damaged, or of an older version: it is fetched again
+            return None  # damaged, or from an older version, so it is fetched again
         self._remember(name, graph)
         return graph
 
@@ -175,16 +176,16 @@ class Models:
             else:
                 self._remember(name, graph)
                 return graph
-        detail = "; ".join(reasons) or "nobody is known to hold it"
-        raise Unreachable("unknown", f"the model's graph was not handed over: {detail}")
+        detail = "; ".join(reasons) or "no peer is known to hold it"
+        raise Unreachable("unknown", f"the model's graph could not be fetched: {detail}")
 
     async def read(self, name: bytes) -> bytes | None:
-        """Return a graph's bytes if they are here."""
+        """Return a graph's bytes, or None if it is not here."""
         return await self._seams.executor.run(partial(self._seams.storage.read, graph_name(name)))
 
     async def read_range(self, name: bytes, offset: int, length: int) -> bytes | None:
         """Return a part of a graph's initial values, at an offset from the beginning of their data; None if
-        not here."""
+        they are not here."""
         data = await self._seams.executor.run(partial(self._read_range, name, offset, length))
         return await self.beside(name, offset, length) if data is None else data
 
@@ -198,11 +199,11 @@ class Models:
         return data if len(data) == length else None
 
     async def open(self, name: bytes) -> FilePart | None:
-        """Return a graph's open file if it is here; the caller closes it."""
+        """Return a graph's open file, or None if it is not here. The caller closes the file."""
         return await self._seams.executor.run(lambda: whole(self._seams.storage.open(graph_name(name))))
 
     async def open_range(self, name: bytes, offset: int, length: int) -> FilePart | None:
-        """Like `read_range`, as a file part that the caller reads and closes."""
+        """Do the same as `read_range`, but return a part of a file, which the caller reads and closes."""
         part = await self._seams.executor.run(partial(self._open_range, name, offset, length))
         if part is not None:
             return part
@@ -224,10 +225,10 @@ class Models:
     # Initial values
 
     async def fill(self, stage: Stage, specification: StageSpecification, holders: Sequence[PeerId]) -> None:
-        """Put a stage's stored initial values into its arena, and have the stage load them.
+        """Write a stage's stored initial values into its arena, and make the stage load them.
 
         Raises:
-            StageFailed: they did not arrive in time, or do not match the graph.
+            StageFailed: the values did not arrive in time, or do not match the graph.
         """
         slots = [
             slot
@@ -249,7 +250,7 @@ class Models:
                     raise StageFailed(f"first values of {slot.name}: {error}") from None
             await stage.call(Reload())
             return
-        raise StageFailed("the first values did not come in time")
+        raise StageFailed("the initial values did not arrive in time")
 
     async def _fill(self, name: bytes, offset: int, part: memoryview, holders: Sequence[PeerId]) -> None:
         bytes_max = self._settings.range_bytes_max
@@ -258,12 +259,12 @@ class Models:
             data = await self.read_range(name, offset + begin, length)
             while data is None:
                 data = await self._fetch_range(FetchRange(name, offset + begin, length), holders)
-            # Writing megabytes into untouched pages does not belong on the event loop.
+            # Not on the event loop: writing megabytes into untouched pages takes too long.
             await self._seams.executor.run(partial(part.__setitem__, slice(begin, begin + length), data))
 
     async def _fetch_range(self, request: FetchRange, holders: Sequence[PeerId]) -> bytes | None:
-        """Fetch from the first holder that delivers; return None after a pause, because each may only be
-        busy."""
+        """Fetch from the first holder that delivers. If none does, return None after a pause, because the
+        holders may only be busy."""
         network = self._seams.network
         for peer in holders:
             if peer == network.peer:
@@ -320,7 +321,7 @@ def read_captured(path: Path, values: Path | None) -> tuple[bytes, Graph, Path |
     """Return the graph's hash, the graph, and the file of its initial values, if it has one.
 
     Raises:
-        UsageError: it cannot be read, or no node would take it.
+        UsageError: the graph cannot be read, or no node would accept it.
     """
     try:
         with path.open("rb") as file:
@@ -331,9 +332,9 @@ def read_captured(path: Path, values: Path | None) -> tuple[bytes, Graph, Path |
     try:
         graph = _decode(name, data)
     except RemoteProtocolError as error:
-        raise UsageError(f"{path}: no graph that can be trained: {error}") from None
+        raise UsageError(f"{path}: is not a trainable graph: {error}") from None
     if not stored_parameters(graph):
-        return name, graph, None  # a file beside it, such as a run's result, does not belong to it
+        return name, graph, None  # a neighbouring file, such as a run's result, does not belong to it
     beside = values or path.with_suffix(".safetensors")
     try:
         with beside.open("rb") as file:
@@ -341,7 +342,7 @@ def read_captured(path: Path, values: Path | None) -> tuple[bytes, Graph, Path |
     except (OSError, RemoteProtocolError) as error:
         reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
         raise UsageError(
-            f"{path}: its first values lie in a file beside it: {beside}: {reason}", "keep both together"
+            f"{path}: its initial values should be in {beside}: {reason}", "keep both together"
         ) from None
     return name, graph, beside
 
@@ -349,7 +350,7 @@ def read_captured(path: Path, values: Path | None) -> tuple[bytes, Graph, Path |
 def _decode(name: bytes, data: bytes) -> Graph:
     """Decode a consistent graph. Raises RemoteProtocolError."""
     if graph_hash(data) != name:
-        raise RemoteProtocolError("a graph with another hash than it was asked for by")
+        raise RemoteProtocolError("the graph does not have the requested hash")
     graph = decode_graph(data)
     check_graph(graph)
     return graph
@@ -364,7 +365,7 @@ def _read_index(data: bytes | None) -> list[bytes]:
 
 
 def graph_label(name: bytes) -> str:
-    """Return the label of a fetched graph among the guests."""
+    """Return the label of a fetched graph in the guests' accounting."""
     return f"graph {name.hex()}"
 
 

@@ -1,10 +1,10 @@
-"""The arrays of an npz file, read as untrusted bytes: entries and headers first, then the numbers.
+"""The arrays of an npz file, read as untrusted bytes: first the entries and headers, then the numbers.
 
 An npz is a zip of npy files (numpy.lib.format, NEP 1; APPNOTE.TXT of PKWARE). Its directory and short headers
-give and bound its size; only then the numbers are unpacked, outside the heap, into a mapped file. Nothing is
-unpickled.
+give its unpacked size, which is checked first. Only then are the numbers unpacked, outside the heap, into a
+mapped file. Nothing is unpickled.
 
-A stranger's file is read in a fenced process (`node.content.unpacking`).
+A file from a stranger is read in a fenced process (`node.content.unpacking`).
 """
 
 import mmap
@@ -27,16 +27,16 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/:@-]{0,255}\Z")
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+/:@-]{0,255}\Z")]
 
 ENTRIES_MAX = 64
-"""Arrays of one archive."""
+"""Maximum number of arrays in one archive."""
 DIMENSIONS_MAX = 8
 HEADER_LENGTH_MAX = 1_024
-"""The length of an npy header: numpy writes 128 bytes for numbers."""
+"""Maximum length of an npy header. For numbers, numpy writes 128 bytes."""
 ITEM_BYTES_MAX = 16
 UNPACKED_BYTES_MAX = 1 << 38
-"""The size of all arrays on disk."""
+"""Maximum size of all arrays on disk."""
 RATIO_MAX = 64
-"""How many times its archive's size the numbers may take. Images and texts shrink to a half or a tenth; data
-that shrinks more is almost constant, and better generated."""
+"""Maximum ratio of unpacked to archive size. Images and texts shrink to a half or a tenth. Data that shrinks
+more is almost constant, and should be generated instead."""
 RATIO_FREE_BYTES = 64 << 20
 """Bytes that any archive may unpack to, whatever its ratio."""
 CHUNK_BYTES = 1 << 20
@@ -45,7 +45,7 @@ _READABLE = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 class BadArchive(ValueError):
-    """An archive that is malformed or too large. The text is for a person."""
+    """An archive that is malformed or too large. The message is for a person."""
 
 
 class ArrayHeader(msgspec.Struct, frozen=True):
@@ -65,13 +65,14 @@ class ArrayHeader(msgspec.Struct, frozen=True):
 
 
 class Layouts(msgspec.Struct, frozen=True):
-    """The arrays of an archive by name. Unpacked, they lie in this order, each at a multiple of 64 bytes."""
+    """The arrays of an archive by name. In the unpacked file they are stored in this order, each at a
+    multiple of 64 bytes."""
 
     arrays: Annotated[dict[Name, ArrayHeader], msgspec.Meta(max_length=ENTRIES_MAX)]
 
     @property
     def begins(self) -> dict[str, int]:
-        """Return where each array begins."""
+        """Return the offset at which each array begins."""
         found, place = {}, 0
         for name, layout in self.arrays.items():
             found[name] = place
@@ -84,14 +85,14 @@ class Layouts(msgspec.Struct, frozen=True):
 
 
 def read_layouts(file: IO[bytes], *, same_count: bool = True) -> Layouts:
-    """Return the checked layout of an archive: all arrays have the same number of samples, unless not
-    `same_count`. Raises BadArchive."""
+    """Return the checked layout of an archive. If `same_count`, all arrays must have the same number of
+    samples. Raises BadArchive."""
     with _understood():
         archive_bytes = file.seek(0, 2)
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             if len(entries) > ENTRIES_MAX:
-                raise BadArchive(f"{len(entries)} arrays, at most {ENTRIES_MAX} are read")
+                raise BadArchive(f"{len(entries)} arrays; at most {ENTRIES_MAX} are read")
             names = [entry.filename.removesuffix(".npy") for entry in entries]
             if len(set(names)) != len(names) or not all(map(_NAME.match, names)):
                 raise BadArchive("arrays without a name of their own")
@@ -101,18 +102,19 @@ def read_layouts(file: IO[bytes], *, same_count: bool = True) -> Layouts:
 
 
 def check_layouts(layouts: Layouts, archive_bytes: int, *, same_count: bool = True) -> None:
-    """Raise BadArchive if arrays are not data, or take more room than an archive of this length may."""
+    """Raise BadArchive if arrays do not hold data, or take more room than is allowed for an archive of this
+    length."""
     if not layouts.arrays:
         raise BadArchive("want arrays x and y")
     for name, layout in layouts.arrays.items():
         try:
             kind = np.dtype(layout.dtype)
         except TypeError:
-            raise BadArchive("numbers of a type that is not known") from None
+            raise BadArchive("numbers of an unknown type") from None
         if kind.hasobject or kind.itemsize > ITEM_BYTES_MAX or kind.kind not in "biuf":
             raise BadArchive(f"want numbers in {name}")
         if any(not 0 <= side < 2**48 for side in layout.shape):
-            raise BadArchive("a side of an impossible length")
+            raise BadArchive("a dimension with an impossible length")
     counts = {layout.shape[:1] for layout in layouts.arrays.values()}
     if (
         (same_count and len(counts) != 1)
@@ -120,19 +122,20 @@ def check_layouts(layouts: Layouts, archive_bytes: int, *, same_count: bool = Tr
         or not all(layout.count for layout in layouts.arrays.values())
     ):
         shapes = ", ".join(f"{name} {layout.shape}" for name, layout in list(layouts.arrays.items())[:8])
-        raise BadArchive(f"want arrays of as many samples each (N, ...), got {shapes}")
+        raise BadArchive(f"want arrays with equal numbers of samples (N, ...), got {shapes}")
     size = layouts.unpacked_bytes
     if size > UNPACKED_BYTES_MAX:
-        raise BadArchive(f"{size} bytes of numbers, at most {UNPACKED_BYTES_MAX} are read")
+        raise BadArchive(f"{size} bytes of numbers; at most {UNPACKED_BYTES_MAX} are read")
     if size > max(RATIO_FREE_BYTES, RATIO_MAX * archive_bytes):
         raise BadArchive(
-            f"{size >> 20} MiB of numbers in a file of {archive_bytes >> 20}; at most {RATIO_MAX} times its"
-            " size is unpacked (numpy.savez does not compress)"
+            f"{size >> 20} MiB of numbers in a file of {archive_bytes >> 20} MiB; at "
+            f"most {RATIO_MAX} times its size is unpacked (numpy.savez does not "
+            "compress)"
         )
 
 
 def unpack(file: IO[bytes], layouts: Layouts, target: memoryview) -> None:
-    """Unpack the arrays into `target`, `unpacked_bytes` long. Raises BadArchive."""
+    """Unpack the arrays into `target`, which has `unpacked_bytes` bytes. Raises BadArchive."""
     with _understood(), zipfile.ZipFile(file) as archive:
         for name, begin in layouts.begins.items():
             place = begin
@@ -148,7 +151,7 @@ def unpack_into(file: IO[bytes], layouts: Layouts, out: IO[bytes]) -> None:
 
 
 def unpack_here(file: IO[bytes], out: IO[bytes], *, same_count: bool = True) -> Arrays:
-    """Return the arrays, unpacked in this process without a fence; `out` is an empty file. Raises
+    """Unpack the arrays in this process, without a fence, and return them. `out` is an empty file. Raises
     BadArchive."""
     layouts = read_layouts(file, same_count=same_count)
     out.truncate(layouts.unpacked_bytes)
@@ -157,7 +160,7 @@ def unpack_here(file: IO[bytes], out: IO[bytes], *, same_count: bool = True) -> 
 
 
 def map_arrays(layouts: Layouts, out: IO[bytes]) -> Arrays:
-    """Return the arrays of an unpacked file, read-only; they outlive `out`."""
+    """Return the arrays of an unpacked file, read-only. They remain valid after `out` is closed."""
     mapping = mmap.mmap(out.fileno(), layouts.unpacked_bytes, access=mmap.ACCESS_READ)
     return arrays_of(layouts, mapping)
 
@@ -185,7 +188,7 @@ def _read_layout(archive: zipfile.ZipFile, name: str) -> ArrayHeader:
     with archive.open(found[0]) as stream:
         layout, header_bytes = _read_header(stream)
     if header_bytes + layout.size_bytes != found[0].file_size:
-        raise BadArchive(f"{name} is not as long as its header says")
+        raise BadArchive(f"{name} does not have the length that its header gives")
     return layout
 
 
@@ -197,7 +200,7 @@ def _read_header(stream: IO[bytes]) -> tuple[ArrayHeader, int]:
     elif version == (2, 0):
         read = np.lib.format.read_array_header_2_0
     else:
-        raise BadArchive("an array of a version that is not known")
+        raise BadArchive("an array of an unknown version")
     shape, is_fortran, kind = read(stream, max_header_size=HEADER_LENGTH_MAX)
     if kind.hasobject or kind.subdtype or kind.names or len(shape) > DIMENSIONS_MAX:
         raise BadArchive("want plain numbers")
@@ -205,7 +208,7 @@ def _read_header(stream: IO[bytes]) -> tuple[ArrayHeader, int]:
 
 
 def _chunks(archive: zipfile.ZipFile, name: str, layout: ArrayHeader) -> Iterator[bytes]:
-    """Yield the numbers as stored, in whole elements."""
+    """Yield the stored numbers in chunks of whole elements."""
     with archive.open(f"{name}.npy") as stream:
         _read_header(stream)
         left, item_bytes = layout.size_bytes, np.dtype(layout.dtype).itemsize
@@ -215,13 +218,13 @@ def _chunks(archive: zipfile.ZipFile, name: str, layout: ArrayHeader) -> Iterato
                 raise BadArchive(f"{name} ends too early")
             left -= len(chunk)
             yield chunk
-        if stream.read(1):  # at the end the checksum is compared, too
-            raise BadArchive(f"{name} is longer than it says")
+        if stream.read(1):  # at the end, zipfile also compares the checksum
+            raise BadArchive(f"{name} is longer than its header says")
 
 
 @contextmanager
 def _understood() -> Iterator[None]:
-    """Convert the errors of zipfile, zlib and numpy for malformed archives to BadArchive."""
+    """Convert the errors that zipfile, zlib and numpy raise for malformed archives to BadArchive."""
     try:
         yield
     except BadArchive:

@@ -1,13 +1,15 @@
-"""The transfer format of a data set: a manifest, shards of samples, and pieces of 256 KiB by hash.
+"""The transfer format of a data set: a manifest, shards of samples, and pieces of 256 KiB, each identified by
+its hash.
 
-A shard is the concatenation of its samples, each the numbers of all columns in order, little-endian: nothing
-is parsed, and any sample can be read alone. A shard is a tree of two levels: its root is the hash of a list,
-the list holds the hashes of its pieces. The manifest names the roots, and its own hash names the data set; a
-run's manifest, which its requester signs, holds that. Lists and pieces are blobs (`node.storage.blobs`),
-compared with their hash whenever they are read.
+A shard is the concatenation of its samples. A sample is the numbers of all its columns in order,
+little-endian. So nothing needs parsing, and any sample can be read alone. A shard is a hash tree with two
+levels: its root is the hash of a list, and the list holds the hashes of the shard's pieces. The manifest
+holds the roots, and its own hash identifies the data set. That hash is part of a run's manifest, which the
+requester signs. Lists and pieces are blobs (`node.storage.blobs`), and are checked against their hash
+whenever they are read.
 
-Row r of a part lies in shard r % S as its row r // S: neighbouring rows of a person's file are dealt over all
-shards, so a file sorted by class makes no shard of one class. S is a power of two that divides
+Row r of a part is row r // S of shard r % S. Neighbouring rows of a user's file thus go to different shards,
+so a file sorted by class does not make shards with a single class. S is a power of two that divides
 `partition.plan.assignment.LANES`.
 """
 
@@ -31,12 +33,12 @@ Kind = Literal[
     "|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""numpy's names of the types of data."""
+"""The number types of data, by numpy's names."""
 
 SHARD_BYTES_MIN = 1 << 20
-"""A set smaller than twice this is one shard, and every trainer gets all of it."""
+"""A set smaller than twice this size is a single shard, and every trainer gets all of it."""
 SHARD_PIECES_MAX = BLOB_BYTES_MAX // HASH_BYTES
-"""One list is one blob."""
+"""Maximum number of pieces in a shard, because its list must fit into one blob."""
 COLUMNS_MAX = 64
 SAMPLE_BYTES_MAX = 1 << 30
 MANIFEST_BYTES_MAX = 64 * 1024
@@ -75,8 +77,9 @@ class DataPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DataManifest(msgspec.Struct, frozen=True, array_like=True):
-    """A data set. `window` is the number of bytes in a sample of text, 0 for other data; a text's one column
-    holds a window and the byte after it. `label_values` is the number of labels, if the form gives it."""
+    """A data set. `window` is the number of bytes in a sample of text, or 0 for other data; text has one
+    column, which holds a window and the byte after it. `label_values` is the number of different labels, if
+    the form of the data gives it."""
 
     columns: Annotated[tuple[SampleColumn, ...], msgspec.Meta(min_length=1, max_length=COLUMNS_MAX)]
     parts: Annotated[tuple[DataPart, ...], msgspec.Meta(min_length=2, max_length=len(PARTS))]
@@ -86,18 +89,18 @@ class DataManifest(msgspec.Struct, frozen=True, array_like=True):
     def __post_init__(self) -> None:
         names = [part.name for part in self.parts]
         if names != [name for name in PARTS if name in names] or {"train", "test"} - set(names):
-            raise ValueError("parts are train, perhaps validation, and test")
+            raise ValueError("parts are train, optionally validation, and test")
         if len({column.name for column in self.columns}) != len(self.columns):
-            raise ValueError("two columns of one name")
+            raise ValueError("two columns have the same name")
         if not 0 < self.sample_bytes <= SAMPLE_BYTES_MAX:
             raise ValueError("samples of an impossible size")
         for part in self.parts:
             if LANES % len(part.shards) or len(part.shards) > part.samples:
-                raise ValueError("shards that lanes cannot be dealt to")
+                raise ValueError("the shards cannot be dealt to lanes evenly")
             if self.pieces_of(part, 0) > SHARD_PIECES_MAX:
-                raise ValueError("a shard of too many pieces")
+                raise ValueError("a shard with too many pieces")
         if self.window and (len(self.columns) != 1 or self.columns[0].shape != (self.window + 1,)):
-            raise ValueError("text is one column of bytes")
+            raise ValueError("text must be one column of bytes")
         if self.pieces > PIECES_MAX:
             raise ValueError(f"more than {PIECES_MAX * PIECE_BYTES >> 30} GiB of samples")
 
@@ -112,7 +115,7 @@ class DataManifest(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def pieces(self) -> int:
-        """Return the number of pieces of all shards of all parts; they are numbered in this order."""
+        """Return the number of pieces of all shards of all parts. The pieces are numbered in this order."""
         return sum(self.pieces_of(part, shard) for part in self.parts for shard in range(len(part.shards)))
 
     @property
@@ -128,7 +131,7 @@ class DataManifest(msgspec.Struct, frozen=True, array_like=True):
         return next((part for part in self.parts if part.name == name), None)
 
     def shards(self) -> Iterator[tuple[DataPart, int, int]]:
-        """Yield every shard: its part, its number in it, and the number of its first piece."""
+        """Yield for every shard: its part, its number within the part, and the number of its first piece."""
         first = 0
         for part in self.parts:
             for shard in range(len(part.shards)):
@@ -143,20 +146,20 @@ class DataManifest(msgspec.Struct, frozen=True, array_like=True):
 
 
 def shard_count(samples: int, size_bytes: int) -> int:
-    """Return into how many shards a part of this many samples and bytes is cut."""
+    """Return the number of shards for a part with this many samples and bytes."""
     most = min(LANES, samples, max(1, size_bytes // SHARD_BYTES_MIN))
     return int(2 ** (most.bit_length() - 1))
 
 
 def hashes_of(listed: bytes, count: int) -> list[bytes]:
-    """Return the hashes in a shard's list, which must have `count`. Raises RemoteProtocolError."""
+    """Return the hashes in a shard's list, which must have `count` entries. Raises RemoteProtocolError."""
     if len(listed) != count * HASH_BYTES:
-        raise RemoteProtocolError("a list of another number of pieces than the manifest's")
+        raise RemoteProtocolError("a list with a different number of pieces than in the manifest")
     return [listed[start : start + HASH_BYTES] for start in range(0, len(listed), HASH_BYTES)]
 
 
 def kind_of(dtype: "np.dtype[Any]") -> Kind | None:
-    """Return the transfer type of numbers of this type, None if they cannot be sent."""
+    """Return the transfer type for numbers of this type, or None if they cannot be sent."""
     little = dtype.newbyteorder("<") if dtype.itemsize > 1 else dtype
     return next((kind for kind in KINDS if kind == little.str), None)
 
@@ -164,13 +167,15 @@ def kind_of(dtype: "np.dtype[Any]") -> Kind | None:
 def pack(
     parts: Mapping[PartName, Mapping[str, Array]], put: Put, *, window: int = 0, label_values: int = 0
 ) -> tuple[DataManifest, bytes]:
-    """Cut arrays by name, each (N, ...), into shards whose blobs are `put`; return the manifest and its hash.
+    """Cut arrays by name, each (N, ...), into shards and store their blobs with `put`. Return the manifest
+    and its hash.
 
-    Only some MiB are in memory at once, so the arrays may be mapped files. For text `parts` have x and y,
+    Only a few MiB are in memory at a time, so the arrays may be mapped files. For text, `parts` have x and y,
     which differ by y's last byte.
 
     Raises:
-        ValueError: a type of numbers that cannot be sent, or too many of them. OSError: as `put`.
+        ValueError: numbers of a type that cannot be sent, or too many of them.
+        OSError: as raised by `put`.
     """
     first = parts["train"]
     if window:
@@ -197,7 +202,7 @@ def pack(
 def _column(name: str, array: Array) -> SampleColumn:
     kind = kind_of(array.dtype)
     if kind is None:
-        raise ValueError(f"{name}: numbers of type {array.dtype} do not travel")
+        raise ValueError(f"{name}: numbers of type {array.dtype} cannot be sent")
     return SampleColumn(name, kind, tuple(map(int, array.shape[1:])))
 
 

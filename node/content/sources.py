@@ -150,7 +150,7 @@ def check_form(path: Path, keys: DataTable) -> None:
     suffix = path.suffix.lower()
     if suffix in _OTHER_FORMS and path.is_file():
         raise UsageError(
-            f"{path}: {suffix} files are not read; readable are {', '.join(sorted({*_TABLES, *_ARCHIVES}))}, a"
+            f"{path}: {suffix} files are not read; readable: {', '.join(sorted({*_TABLES, *_ARCHIVES}))}, a"
             " folder, or a text",
             _OTHER_FORMS[suffix] or 'or give a function that reads it: data = "FILE.py:FUNCTION"',
         )

@@ -1,9 +1,10 @@
 """A fenced process that reads an npz file, `python -m node.content.unpacking`, and its caller.
 
-It inherits two descriptors, the archive and an unnamed file for the numbers, and fences itself in
-(`node.stages.sandbox`) before it reads either: an archive that exploits zlib or numpy reaches no network, no
-other file, and little memory. It reports the archive's layout; the node checks that itself, makes room on the
-disk, and has the numbers written there. The node maps them and never parses a byte.
+The process inherits two descriptors, the archive and an unnamed file for the numbers. It fences itself in
+(`node.stages.sandbox`) before it reads either, so an archive that exploits zlib or numpy cannot reach the
+network or any other file, and gets little memory. The process reports the archive's layout. The node checks
+the layout itself, allocates the space on disk, and has the process write the numbers there. The node maps the
+numbers and never parses a byte.
 """
 
 import mmap
@@ -37,19 +38,20 @@ from node.stages.scratch import Scratch
 from node.storage.budget import ScratchBudget
 
 MEMORY_BYTES = 256 << 20
-"""On top of Python and numpy: a few chunks, and the directory of an archive that has nothing else."""
+"""Memory allowed in addition to Python and numpy: a few chunks, and the archive's directory, even if it fills
+the whole archive."""
 START_SECONDS = 30.0
-"""Python and numpy take a third of a second; a machine may be busy."""
+"""Time limit for the start. Python and numpy take a third of a second, but the machine may be busy."""
 SLOW_BYTES_PER_SECOND = 1e7
 """The rate of unpacking to a slow disk."""
 LINE_BYTES_MAX = 65_536
-"""The longest line that the process may say."""
+"""Maximum length of a line from the process."""
 _REASON_LENGTH_MAX = 200
 _ROOT = str(Path(__file__).parents[2])
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """A line of the process: its findings, or why it stops; empty at the end."""
+    """A line from the process: its findings, or the reason for a failure. Empty at the end."""
 
     layouts: Layouts | None = None
     refused: str = ""
@@ -63,7 +65,7 @@ async def unpack_fenced(
     They count in `budget` until the last view of them is gone.
 
     Raises:
-        BadArchive: it is malformed or too large, or no process can be fenced in.
+        BadArchive: the archive is malformed or too large, or no process can be fenced in.
         OSError: the disk is full, or the budget is spent.
     """
     archive_bytes = os.fstat(archive.fileno()).st_size
@@ -71,13 +73,14 @@ async def unpack_fenced(
     try:
         process = _start(archive, out, scratch.path, archive_bytes, allow_unfenced=allow_unfenced)
         try:
-            # A duplicate: an abandoned thread must not meet another file under a reused descriptor.
+            # A duplicate, because an abandoned thread must not write to a different file that reuses the
+            # descriptor.
             room = os.fdopen(os.dup(out.fileno()), "r+b", buffering=0)
             converse = partial(_converse, process, archive_bytes, room, budget)
             with trio.move_on_after(_seconds(archive_bytes)):
                 return arrays_of(*await trio.to_thread.run_sync(converse, abandon_on_cancel=True))
         finally:
-            process.kill()  # a task that still talks to it learns that it has ended
+            process.kill()  # a thread that still talks to the process then sees that it has ended
             process.wait()
         raise BadArchive("it took too long to read")
     finally:
@@ -115,7 +118,7 @@ def _converse(
     with room, process.stdin as to, process.stdout as come:
         layouts = _listen(come).layouts
         if layouts is None:
-            raise BadArchive("the process that reads it said nothing")
+            raise BadArchive("the process that reads it sent nothing")
         check_layouts(layouts, archive_bytes)
         mapping = _make_room(room, layouts.unpacked_bytes, budget)
         try:
@@ -128,13 +131,13 @@ def _converse(
 
 
 def _make_room(room: IO[bytes], size: int, budget: ScratchBudget | None) -> mmap.mmap:
-    """Return a map of an empty file that is extended to this length. Raises OSError."""
+    """Extend an empty file to this length and map it. Raises OSError."""
     if budget is not None:
         budget.take(size)
     try:
         if sys.platform == "linux":
-            # Real blocks, no hole: a full disk is an error here, but would kill a process that writes to the
-            # map.
+            # Allocate real blocks, without holes. A full disk raises an error here, but would kill a process
+            # that writes to the map.
             os.posix_fallocate(room.fileno(), 0, size)
         else:
             room.truncate(size)

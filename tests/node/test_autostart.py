@@ -207,7 +207,7 @@ def test_install_status_and_remove_go_through_systemd(tmp_path: Path) -> None:
         (("install",), "would start the node"),
         (("install", "--print", "--jion", "x"), "unknown flag --jion; did you mean --join?"),
         (("install", "--print", "--config", "none.toml"), "none.toml: no such file"),
-        (("install", "--print", "status"), "flags of a node are wanted, no command"),
+        (("install", "--print", "status"), "want flags of a node, not a command"),
     ],
 )
 def test_an_impossible_installation_is_refused_before_any_write(

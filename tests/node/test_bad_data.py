@@ -86,7 +86,7 @@ BAD: dict[str, tuple[str, bytes | Callable[[], bytes], str]] = {
     "csv: no label": ("d.csv", b"a,label\n1,1\n2,\n", "empty field"),
     "csv: a field without an end": ("d.csv", b'a,label\n"' + b"x" * 200_000 + b"\n", "d.csv"),
     "csv: bytes": ("d.csv", b"a,b\n\x00\x01,\x02\n", "d.csv"),
-    "csv: one name twice": ("d.csv", b"a,a,label\n1,2,3\n1,2,3\n", "two columns of one name"),
+    "csv: one name twice": ("d.csv", b"a,a,label\n1,2,3\n1,2,3\n", "two columns have the same name"),
     "safetensors: truncated": ("d.safetensors", GOOD_SAFETENSORS[:-4], "no safetensors"),
     "safetensors: a head without an end": ("d.safetensors", b"\xff" * 16, "no safetensors"),
     "safetensors: beyond the file": (

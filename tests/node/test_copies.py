@@ -318,7 +318,7 @@ def test_keeping_a_stage_without_holders_is_declined_and_freed() -> None:
         group.kill("b")
         reply = await ask(a.node.network, c.peer, Keep(of.run.id, 4, 1, state, (b.peer,)), seconds=200)
         assert isinstance(reply, Declined)
-        assert "could not be had" in reply.reason
+        assert "could not be fetched" in reply.reason
         assert c.blobs.labels() == []
 
     scenario("abc", test)
@@ -494,7 +494,7 @@ def test_a_liar_does_not_prevent_fetching_a_checkpoint() -> None:
         kept = await e.copies.fetch(of.run.text, None, [b.peer, c.peer, d.peer])
         assert kept.name == name
         # And with no other named checkpoint.
-        with pytest.raises(Unreachable, match=r"not a valid message|could not be had"):
+        with pytest.raises(Unreachable, match=r"not a valid message|could not be fetched"):
             await e.copies.fetch(of.run.text, 5, [b.peer])
         await c.copies.announce(of.run.text, CheckpointOffer(7, bytes(32)))
         await group.nodes["b"].discovery.publish(
@@ -530,7 +530,7 @@ def test_a_damaged_blob_is_fetched_again_when_it_is_needed(tmp_path: Path) -> No
         await c.checkpoints.export(kept, of.model.graph, out, [a.peer, b.peer])
         assert out.stat().st_size > sum(map(len, of.parameters))
         damage()
-        with pytest.raises(Unreachable, match="could not be had"):
+        with pytest.raises(Unreachable, match="could not be fetched"):
             await c.checkpoints.export(kept, of.model.graph, out, [])
 
     scenario("abc", test)

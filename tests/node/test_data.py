@@ -29,10 +29,10 @@ def test_a_folder_may_hold_whole_numbers_and_a_label_for_every_position(tmp_path
 @pytest.mark.parametrize(
     ("x", "y", "words"),
     [
-        (np.zeros((2, 3)), np.zeros(3, int), r"want arrays of as many samples each \(N, ...\)"),
+        (np.zeros((2, 3)), np.zeros(3, int), r"want arrays with equal numbers of samples \(N, ...\)"),
         (np.zeros((2, 3)), np.array(["a", "b"]), "want numbers in y"),
         (np.zeros((2, 3), complex), np.zeros(2, int), "want numbers in x"),
-        (np.zeros(()), np.zeros(2, int), r"want arrays of as many samples each"),
+        (np.zeros(()), np.zeros(2, int), r"want arrays with equal numbers of samples"),
     ],
 )
 def test_arrays_that_are_not_data_are_named(tmp_path: Path, x: Any, y: Any, words: str) -> None:

@@ -69,7 +69,7 @@ def test_init_overwrites_nothing(
     assert toml.load(tmp_path / "RUN.toml", RunFile).model == "simple-cnn"
     (tmp_path / "RUN.toml").write_text("mine")
     assert run(["init"]) == UsageError.exit_code
-    assert "exists, and is left as it is" in capsys.readouterr().err
+    assert "exists, and was not changed" in capsys.readouterr().err
     assert (tmp_path / "RUN.toml").read_text() == "mine"
     assert run(["examples", "digit"]) == UsageError.exit_code
     assert "did you mean digits?" in capsys.readouterr().err

@@ -531,10 +531,10 @@ def test_a_captured_file_without_its_initial_values_is_explained(tmp_path: Path)
 
         with captured(wanted, tmp_path / NAME, NAME) as files:
             arguments = {"text": "model = 'm.peerloom'", "path": str(tmp_path / NAME), "name": NAME, **files}
-            with pytest.raises(UsageError, match=r"beside it: .*m.safetensors"):
+            with pytest.raises(UsageError, match=r"should be in .*m.safetensors"):
                 await Commands(a).handlers["train"](arguments, emit)
             (tmp_path / "m.peerloom").write_bytes(b"something else")
-            with pytest.raises(UsageError, match="no graph that can be trained"):
+            with pytest.raises(UsageError, match="is not a trainable graph"):
                 await Commands(a).handlers["train"](arguments, emit)
 
     two_nodes(scenario)
