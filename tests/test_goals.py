@@ -45,7 +45,7 @@ def test_only_the_requester_learns_that_its_run_is_too_slow() -> None:
             assert [type(each) for each in group.events["b"]].count(RunGoalSet) == 0
             document = run_document(a.state.runs[run.text])
             for lines in (run_lines(document), runs_lines({"runs": [document]})):
-                assert any("100000 samples/s over 5 s; the last step had" in line for line in lines)
+                assert any("100000 samples/s over 5 s; the latest step had" in line for line in lines)
             # A changed goal applies from the next step on. Without a goal there is no alert.
             said = await Commands(a).revise(run.text, samples_per_second=50.0)
             assert said["goal"] == {"samples_per_second": 50.0, "seconds": 5}

@@ -309,7 +309,7 @@ def test_the_screen_of_a_node_is_as_recorded() -> None:
         lab-1  ...SUKPH5   new identity, kept in /data/lab-1
           listening   192.168.1.20:9747
           compute     cpu, 2 cores, 21.3 of 24.0 GB free, 118 GFLOP/s fp32 measured
-          fences      incomplete, takes none of others: files: no landlock   (python -m node doctor)
+          fences      incomplete, takes no stages of others: files: no landlock   (python -m node doctor)
           swarm       default; joining through 2 addresses
           On another machine:  python -m node --join 192.168.1.20:9747
           On this machine:     python -m node status --data-dir /data/lab-1
@@ -317,8 +317,8 @@ def test_the_screen_of_a_node_is_as_recorded() -> None:
           models at   https://192.168.1.20:9748/v1
         20:10:20   run fedcba98 ended with another result, efefefefefef, for ...2NASuq
         20:10:20   3 others could not reach this node: it takes none of their stages; python -m node doctor
-        20:10:20   others reach this node now
-        20:10:20   datagrams do not get through to 1 of 3 peers: by stream; python -m node doctor
+        20:10:20   others can reach this node now
+        20:10:20   datagrams do not get through to 1 of 3 peers: streams are used; python -m node doctor
         20:10:20   datagrams get through to all peers again
         20:10:20   another node has this node's identity, at 10.0.0.9:9747: it began later, and stops
         20:10:20   this machine's clock is 2 h 0 min behind the median of 5 peers: timedatectl set-ntp true
@@ -354,7 +354,7 @@ def test_the_screen_of_a_node_is_as_recorded() -> None:
         22:12:40   run 01234567 checkpoint of step 12: 4.2 MB on 3 peers
         accuracy 0.975 on 360 unseen samples
         22:13:19   run 01234567 done
-        22:13:18   serves no others now: on battery
+        22:13:18   does not serve others now: on battery
         22:13:18   run 01234567 is to train 400 samples/s over 60 s; an alert says where it does not
         22:13:18   settings of fleet, version 3: hours = 22:00-07:00, upload = 10Mbit/s
         22:13:18   settings that were skipped: cores (not allowed here)
@@ -362,17 +362,17 @@ def test_the_screen_of_a_node_is_as_recorded() -> None:
         22:13:19   run 01234567 goes on without this node
         22:13:19   averaging cifar: only peers that its owner invited take part; by mean
         22:13:19   averaging cifar: lab-2 takes part, 1 other peer
-        22:13:19   averaging cifar: lab-2 is out: it signed two results of one round
+        22:13:19   averaging cifar: lab-2 is excluded: it signed two results of the same round
         22:13:19   averaging cifar: caught up with step 40, 200.0 MB in 2.5 s
         averaging cifar  step    50  4096 samples  2048 samples/s  1 other peer
         22:13:19   averaging cifar  step 50  ok 1.8 s  2 of 2 peers  40.5 MB  mean
         22:13:19   averaging cifar: lab-2 is out (silent; 0 other peers)
         22:13:19   refused 100 times so far: malformed
-        22:13:19   record 'weights' kept by 1 node of 3 wanted
+        22:13:19   record 'weights' is kept by 1 node of 3 wanted nodes
         22:13:19   service gpt: stage 2 is here; 2, 1 of 2 answer by stage
-        22:13:19   answer of gpt goes on over lab-1 -> lab-2 (a different bit class: the text may differ): its stream broke
+        22:13:19   answer of gpt continues over lab-1 -> lab-2 (text may differ): its stream broke
         22:13:19   answer of gpt: length, 40 tokens, the first after 0.25 s, 12.3 a second
-        22:13:19   service gpt: stage 2 is held here no more: it leaves
+        22:13:19   service gpt: stage 2 is no longer held here: it leaves
         22:13:20   lab-2 left
         22:13:20   alert: the disk is nearly full
         22:13:20   said goodbye
@@ -436,7 +436,7 @@ def test_the_screen_of_peers_is_as_recorded() -> None:
     [
         ("eu-west", "eu-west", False, "118 GFLOP/s, in eu-west"),
         ("us-east", "eu-west", True, "118 GFLOP/s, in eu-west by its round trips, not us-east"),
-        ("us-east", "", True, "118 GFLOP/s, in no known place by its round trips, not us-east"),
+        ("us-east", "", True, "118 GFLOP/s, in an unknown location by its round trips, not us-east"),
         ("", "", False, "118 GFLOP/s"),
     ],
 )

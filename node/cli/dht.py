@@ -51,10 +51,8 @@ def get(
     if immutable and (publisher or subkey):
         flag = "--publisher" if publisher else "--subkey"
         raise UsageError(
-            (
-                f"dht get: {flag} has no effect with --immutable: the hash identifies the "
-                "value, whoever stored it"
-            ),
+            f"dht get: {flag} has no effect with --immutable: the hash identifies the "
+            "value, whoever stored it",
             "leave out one of them",
         )
     arguments = {"key": key, "publisher": publisher, "subkey": subkey, "immutable": immutable}
@@ -79,7 +77,7 @@ def put(
     context: typer.Context,
     key: Annotated[str, typer.Argument(metavar="KEY", help="The key; leave it out with --immutable.")],
     value: Annotated[
-        str, typer.Argument(metavar="VALUE", help=("The value as text; - reads it from stdin."))
+        str, typer.Argument(metavar="VALUE", help="The value as text; - reads it from stdin.")
     ] = "",
     lifetime: Annotated[str, typer.Option("--ttl", metavar="1h", help="How long the value is kept.")] = "1h",
     subkey: Subkey = "",

@@ -60,7 +60,7 @@ NODE_KEYS: Mapping[str, tuple[str, str]] = {
     "resources.allow_unfenced": ("false", "accept stages of others even if the system cannot fence them in"),
     "resources.calibrate": (
         "true",
-        ("measure how long operators take here, once per machine, while it is idle"),
+        "measure how long operators take here, once per machine, while it is idle",
     ),
     "resources.spare_process": ("true", "keep a process loaded for the next stage: 0.2 GB of memory"),
     "follow.key": ('""', "id of the key whose signed settings to follow, as `peerloom id` prints it"),
@@ -81,7 +81,7 @@ NODE_KEYS: Mapping[str, tuple[str, str]] = {
     "offer.battery_min": ('"0%"', "on battery with less charge than this, apply battery_low"),
     "offer.battery_low": (
         '"never"',
-        ("on low battery: never serve others, or send less, and be asked for less"),
+        "on low battery: never serve others, or send less, and be asked for less",
     ),
     "offer.metered": (
         '"no"',
@@ -95,12 +95,12 @@ NODE_KEYS: Mapping[str, tuple[str, str]] = {
     ),
     "offer.peer_sessions": (
         "16",
-        ("maximum number of sessions that one peer may have with the services held here"),
+        "maximum number of sessions that one peer may have with the services held here",
     ),
     "offer.peer_tokens": ("0", "maximum number of tokens computed for one peer per minute; 0: no limit"),
     "offer.peer_cache": (
         '"50%"',
-        ("maximum share of the memory for keys and values that one peer's sessions may take"),
+        "maximum share of the memory for keys and values that one peer's sessions may take",
     ),
     "web.address": (
         '"127.0.0.1:9748"',

@@ -37,11 +37,11 @@ File = Annotated[str, typer.Argument(metavar="FILE", help="A captured model, FIL
 Sample = Annotated[
     str,
     typer.Option(
-        "--sample", metavar="3,32,32", help=("Shape of a built-in model's sample, without the batch.")
+        "--sample", metavar="3,32,32", help="Shape of a built-in model's sample, without the batch."
     ),
 ]
 Classes = Annotated[
-    int, typer.Option("--classes", metavar="N", help=("Number of classes of a built-in model."))
+    int, typer.Option("--classes", metavar="N", help="Number of classes of a built-in model.")
 ]
 Settings = Annotated[
     list[str] | None,
@@ -60,7 +60,7 @@ def capture(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="PATH.py:FUNCTION|FOLDER|NAME", help=("Your own, Hugging Face's, or a built-in one.")
+            metavar="PATH.py:FUNCTION|FOLDER|NAME", help="Your own, Hugging Face's, or a built-in one."
         ),
     ],
     out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="File to write it to.")] = "",
@@ -220,8 +220,7 @@ def verify(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check that a captured model is complete and may run on a peer; with the model's code, also check that
-    it is that model."""
+    """Check that a captured model may run on a peer and, given the model's code, is that model."""
     from node.cli.model_summary import read_graph, sizes_of
 
     path = Path(file).expanduser()
@@ -264,8 +263,7 @@ class _Wanted:
 
     @contextmanager
     def task(self) -> "Iterator[Task]":
-        """Yield the model with its loss. Parameters made inside this context have the requested type. Raises
-        UsageError."""
+        """Yield the model with its loss; parameters made inside have the wanted type. Raises UsageError."""
         from partition.capture import skeleton
         from partition.capture.hugging_face import folder_task, is_folder
         from partition.capture.models import BUILTIN
@@ -283,7 +281,7 @@ class _Wanted:
             if self.source not in BUILTIN:
                 known = sorted(BUILTIN)
                 raise UsageError(
-                    f"there is no model '{self.source[:80]}'{did_you_mean(self.source, known)}",
+                    f"no model is called '{self.source[:80]}'{did_you_mean(self.source, known)}",
                     f"choose {', '.join(known)}, PATH.py:FUNCTION, or a Hugging Face folder",
                 )
             if not self.sample or self.classes < 1:
@@ -297,8 +295,7 @@ class _Wanted:
 
 
 def _check_free(target: Path) -> None:
-    """Raise UsageError if the file for the initial values already exists and does not belong to this
-    model."""
+    """Raise UsageError if the file for the initial values exists and belongs to another model."""
     from crypto.errors import RemoteProtocolError
     from node.cli.model_summary import read_graph
     from partition.model.safetensors_layout import check_file, file_header
@@ -345,8 +342,7 @@ def _dtype_of(graph: "Graph") -> Literal["float32", "float64"]:
 
 @contextmanager
 def _told(where: str = "") -> Iterator[None]:
-    """Convert the error for a file that is not a graph, or not the stated one, into an error of the command
-    line."""
+    """Convert errors about a file that is not a graph, or not the stated one, to UsageError."""
     from crypto.errors import RemoteProtocolError
     from partition.capture.errors import CaptureRefused
 
@@ -430,8 +426,7 @@ def _prove(task: "Task", graph: "Graph", name: bytes) -> "Proof":
 
 
 def _other_values(task: "Task", graph: "Graph") -> int:
-    """Return how many stored tensors differ from the model's. They differ if the model's function draws new
-    values each time."""
+    """Return how many stored tensors differ from the model's: some if its function draws new values."""
     from crypto.errors import RemoteProtocolError
     from partition.capture.state_dict import bytes_of
     from partition.model.graph import StoredValues
@@ -498,8 +493,6 @@ def _verify_lines(document: dict[str, Any]) -> list[str]:
             )
         )
         if proof["other_values"]:
-            count = proof["other_values"]
-            lines.append(
-                labelled("", f"the file's initial values differ from this code's in {count} tensors")
-            )
+            count = counted(proof["other_values"], "tensor")
+            lines.append(labelled("", f"the file's initial values differ from this code's in {count}"))
     return lines

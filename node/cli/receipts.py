@@ -29,7 +29,7 @@ def receipts_lines(document: Mapping[str, Any]) -> list[str]:
     rows += [_row("measured here", row) for row in document["issued"]]
     if not rows:
         return [
-            ("no receipt yet: receipts come from runs in which this node works for others, or others for it")
+            "no receipt yet: receipts come from runs in which this node works for others, or others for it"
         ]
     first, *lines = table(("RECEIPT", "RUN", "PROVIDER", "WORK", "AT"), rows)
     below = " " * first.index("RUN")

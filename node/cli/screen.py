@@ -127,7 +127,7 @@ class EventScreen:
         # Complete fences are the normal case, which is not shown.
         self._fences = []
         if event["unfenced"]:
-            taken = "takes stages of others anyway" if event["is_allowed"] else ("takes no stages of others")
+            taken = "takes stages of others anyway" if event["is_allowed"] else "takes no stages of others"
             missing = "; ".join(event["unfenced"])
             self._fences = [labelled("fences", f"incomplete, {taken}: {missing}   (`peerloom doctor`)")]
         return self._fences if self._has_started else []
@@ -217,7 +217,7 @@ class EventScreen:
         return [
             at_clock(
                 event,
-                (f"averaging {event['run']}: {self._name(event['peer'])} is excluded: it signed {said}"),
+                f"averaging {event['run']}: {self._name(event['peer'])} is excluded: it signed {said}",
             )
         ]
 
@@ -259,7 +259,7 @@ class EventScreen:
         if event["unread"]:
             rules = ", ".join(event["unread"])
             lines.append(
-                at_clock(event, (f"this machine cannot measure these rules, so does not apply them: {rules}"))
+                at_clock(event, f"this machine cannot measure these rules, so does not apply them: {rules}")
             )
         return lines
 
@@ -284,7 +284,7 @@ class EventScreen:
         holders = counted(event["holders"], "node")
         return [
             at_clock(
-                event, (f"record '{event['purpose']}' is kept by {holders} of {event['wanted']} wanted nodes")
+                event, f"record '{event['purpose']}' is kept by {holders} of {event['wanted']} wanted nodes"
             )
         ]
 
@@ -306,7 +306,7 @@ def _service(_screen: EventScreen, event: Event) -> list[str]:
 
 def _answer_moved(screen: EventScreen, event: Event) -> list[str]:
     route = " -> ".join(map(screen._name, event["route"]))
-    note = "" if event.get("is_exact", True) else " (a different bit class: the text may differ)"
+    note = "" if event.get("is_exact", True) else " (text may differ)"
     return [at_clock(event, f"answer of {event['name']} continues over {route}{note}: {event['reason']}")]
 
 

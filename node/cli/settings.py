@@ -33,7 +33,7 @@ def set_rule(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", help="memory, cores, slots, hours, upload, ...")],
     value: Annotated[
-        str, typer.Argument(metavar="VALUE", help=("A value as in node.toml: 22:00-07:00, 10m, 30%."))
+        str, typer.Argument(metavar="VALUE", help="A value as in node.toml: 22:00-07:00, 10m, 30%.")
     ],
     data_dir: DataDir = "",
     as_json: AsJson = False,
@@ -52,12 +52,7 @@ def set_rule(
         show([f"sends less: {offer['sends_less']}"])
     if offer["unread"]:
         show(
-            [
-                (
-                    "this machine cannot measure these rules, so does not apply them: "
-                    f"{', '.join(offer['unread'])}"
-                )
-            ]
+            [f"this machine cannot measure these rules, so does not apply them: {', '.join(offer['unread'])}"]
         )
 
 
@@ -65,11 +60,11 @@ def set_rule(
 def sign(
     context: typer.Context,
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help=("The file: version = 3, name, [offer] and [resources]."))
+        str, typer.Argument(metavar="FILE", help="The file: version = 3, name, [offer] and [resources].")
     ],
     out: Annotated[str, typer.Option("--out", metavar="FILE", help="Else FILE.signed.")] = "",
     swarm: Annotated[
-        str, typer.Option("--swarm", metavar="NAME", help=("Default: the one in node.toml."))
+        str, typer.Option("--swarm", metavar="NAME", help="Default: the one in node.toml.")
     ] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
@@ -126,12 +121,7 @@ def publish(
         return
     whose = found["name"] or short_id(found["key"])
     show(
-        [
-            (
-                f"version {found['version']} of {whose} is published; nodes that follow it "
-                "apply it within seconds"
-            )
-        ]
+        [f"version {found['version']} of {whose} is published; nodes that follow it apply it within seconds"]
     )
     if not found["is_stored"]:
         show([f"it is stored again when more nodes join: {found['reason']}"])

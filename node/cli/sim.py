@@ -25,6 +25,6 @@ def simulate(context: typer.Context) -> None:
         if (found := shadow_of_ours(("sim",))) is not None:
             raise UsageError(shadow_text(*found), remedy()) from None
         raise UsageError(
-            "the simulator is not installed here", ("install the complete peerloom package")
+            "the simulator is not installed here", "install the complete peerloom package"
         ) from None
     raise typer.Exit(command_line.call(context.args, context.command_path))

@@ -45,7 +45,7 @@ def top(
     context: typer.Context,
     every: Annotated[
         str | None,
-        typer.Option(metavar="1s", help=("How often to refresh, 200ms to 1m; default: every second.")),
+        typer.Option(metavar="1s", help="How often to refresh, 200ms to 1m; default: every second."),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Show it once, as without a terminal.")] = False,
     data_dir: DataDir = "",

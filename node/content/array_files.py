@@ -154,10 +154,8 @@ def _check_channels(path: Path, name: str, array: Array, keys: DataTable) -> Non
     if is_last and not keys.channels:
         raise unclear(
             path,
-            (
-                f"{name} holds samples of {' x '.join(map(str, shape))}: images with their "
-                "channels last, or first"
-            ),
+            f"{name} holds samples of {' x '.join(map(str, shape))}: images with their "
+            "channels last, or first",
             keys,
             {"channels": "last"},
             {"channels": "first"},
@@ -192,8 +190,6 @@ def check_numbers(path: Path, parts: Parts) -> None:
                 if odd.size:
                     raise UsageError(
                         f"{where} has the label {odd[0]}: classes are numbered from 0",
-                        (
-                            "number the classes from 0; or, if the labels are amounts, write "
-                            "them as floating-point numbers"
-                        ),
+                        "number the classes from 0; or, if the labels are amounts, write "
+                        "them as floating-point numbers",
                     )

@@ -365,10 +365,8 @@ class LabelColumn:
             odd = next((each for each in values if each.strip().lower() in MISSING), None)
             if odd is not None:
                 raise self._ask(
-                    (
-                        f"has {shown(odd)}: it may be a missing label, whose rows the file must "
-                        "leave out, or a class"
-                    ),
+                    f"has {shown(odd)}: it may be a missing label, whose rows the file must "
+                    "leave out, or a class",
                     {"classes": "words"},
                 )
             bare: dict[str, str] = {}
@@ -376,10 +374,8 @@ class LabelColumn:
                 other = bare.setdefault(alike(each), each)
                 if other != each:
                     raise self._ask(
-                        (
-                            f"has {shown(other)} and {shown(each)}, which look alike: they may be "
-                            "one class, to be corrected in the file, or two"
-                        ),
+                        f"has {shown(other)} and {shown(each)}, which look alike: they may be "
+                        "one class, to be corrected in the file, or two",
                         {"classes": "words"},
                     )
 
@@ -419,10 +415,8 @@ class LabelColumn:
             other = by_value.setdefault(float(each), each)
             if other != each or len(set(values)) != len(set(texts)):
                 raise self._ask(
-                    (
-                        f"has {shown(other)} and {shown(each)}: they may be one number, or the "
-                        "names of two classes"
-                    ),
+                    f"has {shown(other)} and {shown(each)}: they may be one number, or the "
+                    "names of two classes",
                     {"classes": "words"},
                     {"classes": "amounts"},
                 )
@@ -437,19 +431,15 @@ class LabelColumn:
             )
         if all(float(each).is_integer() for each in texts):
             raise self._ask(
-                (
-                    f"holds whole numbers written with a point, such as {shown(texts[0])}: "
-                    "they may be numbers of classes, or amounts"
-                ),
+                f"holds whole numbers written with a point, such as {shown(texts[0])}: "
+                "they may be numbers of classes, or amounts",
                 {"classes": "numbers"},
                 {"classes": "amounts"},
             )
         if self._count >= AMOUNTS_REPEAT * len(texts) > AMOUNTS_REPEAT and len(texts) <= _AMOUNT_CLASSES_MAX:
             raise self._ask(
-                (
-                    f"holds {len(texts)} different numbers such as {shown(texts[0])}: they "
-                    "may be names of classes, or amounts"
-                ),
+                f"holds {len(texts)} different numbers such as {shown(texts[0])}: they "
+                "may be names of classes, or amounts",
                 {"classes": "words"},
                 {"classes": "amounts"},
             )
@@ -462,10 +452,8 @@ class LabelColumn:
             raise self._ask(f"has the number {low}: it may be the name of a class, or an amount", *choices)
         if self._count > 1 and (low > 1 or high - low + 1 > len(numbers)):
             raise self._ask(
-                (
-                    f"has {len(numbers)} different numbers from {low} to {high}, which do not "
-                    "count up from 0 or 1: they may be numbers of classes, or amounts"
-                ),
+                f"has {len(numbers)} different numbers from {low} to {high}, which do not "
+                "count up from 0 or 1: they may be numbers of classes, or amounts",
                 {"classes": "numbers"},
                 {"classes": "amounts"},
             )

@@ -159,10 +159,8 @@ def _ragged(path: Path, number: int, row: list[str], width: int, separator: str)
     told = _SEPARATOR_NAMES.get(separator, f"'{separator}'")
     return UsageError(
         f"{path}: row {number} has {len(row)} fields, the first line {width} (separator {told})",
-        (
-            "write one line per sample, with as many fields as the first line; or set "
-            "another separator: `[data] separator`"
-        ),
+        "write one line per sample, with as many fields as the first line; or set "
+        "another separator: `[data] separator`",
     )
 
 
@@ -186,10 +184,8 @@ def _encoding(path: Path, head: bytes, keys: DataTable) -> tuple[str, bool]:
             return wanted.name, False
         if not wanted.name.startswith(mark.removesuffix("-sig")):
             raise UsageError(
-                (
-                    f"{path}: begins with the byte-order mark of {mark.removesuffix('-sig')}, "
-                    f"but encoding is {shown(keys.encoding)}"
-                ),
+                f"{path}: begins with the byte-order mark of {mark.removesuffix('-sig')}, "
+                f"but encoding is {shown(keys.encoding)}",
                 "leave encoding out",
             )
     if mark:
@@ -331,11 +327,9 @@ def _decimal(path: Path, rows: list[list[str]], keys: DataTable, separator: str)
         if separator == ";" and pointed and all(map(_POINT_THOUSANDS.match, pointed)):
             raise unclear(
                 path,
-                (
-                    f"{shown(pointed[0])} is {pointed[0]} or {pointed[0].replace('.', '')}: "
-                    "the point may be a decimal mark or a thousands separator, which the "
-                    "file must leave out"
-                ),
+                f"{shown(pointed[0])} is {pointed[0]} or {pointed[0].replace('.', '')}: "
+                "the point may be a decimal mark or a thousands separator, which the "
+                "file must leave out",
                 keys,
                 {"decimal": "."},
             )
@@ -352,11 +346,9 @@ def _decimal(path: Path, rows: list[list[str]], keys: DataTable, separator: str)
     if all(_THOUSANDS.match(field) for field in commas):
         raise unclear(
             path,
-            (
-                f"{shown(commas[0])} is {commas[0].replace(',', '.')} or "
-                f"{commas[0].replace(',', '')}: the comma may be a decimal mark or a "
-                "thousands separator, which the file must leave out"
-            ),
+            f"{shown(commas[0])} is {commas[0].replace(',', '.')} or "
+            f"{commas[0].replace(',', '')}: the comma may be a decimal mark or a "
+            "thousands separator, which the file must leave out",
             keys,
             {"decimal": ","},
         )

@@ -387,7 +387,7 @@ class PieceExchange:
                     raise Unreachable("unknown", "no reachable peer has all of the run's data")
                 if now - max(began, self._arrived_at) > STILL_SECONDS_MAX:
                     raise Unreachable(
-                        "timeout", (f"none of the run's data arrived within {STILL_SECONDS_MAX:.0f} s")
+                        "timeout", f"none of the run's data arrived within {STILL_SECONDS_MAX:.0f} s"
                     )
         finally:
             self.waiters -= 1

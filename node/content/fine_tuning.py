@@ -104,9 +104,7 @@ class Encoder:
                 f"{path}: loss does not apply to texts without prompts", "leave loss out of [data]"
             )
         if keys.loss == "last" and roles.form != "chat":
-            raise UsageError(
-                (f"{path}: loss: each record has only one completion"), 'set loss = "answers" or "all"'
-            )
+            raise UsageError(f"{path}: loss: there is one completion each", 'set loss = "answers" or "all"')
 
     def chat(self) -> ChatTemplate:
         """Return the chat template of the model's folder. Raises UsageError if it has none."""
@@ -114,10 +112,7 @@ class Encoder:
             if not self.model.template:
                 raise UsageError(
                     f"{self.path}: holds messages, but {self.model.path} has no chat template",
-                    (
-                        "put chat_template.jinja into the folder of the model, or give columns "
-                        "of prompt and completion"
-                    ),
+                    "put chat_template.jinja into the model's folder, or give columns prompt and completion",
                 )
             self.template = ChatTemplate(self.model.template, self.model.path, self.model.special)
         return self.template
@@ -334,8 +329,7 @@ class _Table:
         notes.append(f"shorter ones are padded at the end with {token} ({pad}), which does not count")
         if self._encoder.straddling:
             notes.append(
-                f"in {self._encoder.straddling:,} records a token has characters of "
-                "prompt and answer: it counts"
+                f"in {self._encoder.straddling:,} records a token spans prompt and answer: it counts"
             )
         if self._encoder.template is not None and self._encoder.template.has_today:
             notes.append("the chat template writes today's date into each chat")
@@ -380,8 +374,7 @@ class _Table:
         return {"x": x, "y": y}
 
     def _new(self, window: int) -> Arrays:
-        """Return samples to be predicted: the tokens of each sample, their number, and which tokens are
-        answers."""
+        """Return samples to be predicted: their tokens, the number of tokens, and which are answers."""
         rows = len(self._lengths)
         found: Arrays = {
             "ids": np.full((rows, window + 1), self._pad_id(), np.int32),
@@ -470,10 +463,7 @@ class _Table:
             elif model.words and not all(map(str.isdecimal, different)):
                 raise unclear(
                     self._path,
-                    (
-                        f"its labels are {some_names(sorted(different))}, but the model's are "
-                        f"{some_names(model.words)}"
-                    ),
+                    f"it has labels {some_names(sorted(different))}, the model {some_names(model.words)}",
                     self._keys,
                     {"classes": sorted(different)},
                 )
@@ -485,10 +475,8 @@ class _Table:
         if found.dtype.kind == "f" or count > model.classes:
             told = f"{count} classes" if found.dtype.kind != "f" else "amounts"
             raise UsageError(
-                (
-                    f"{self._path}: the label {shown(self._roles.target)} has {told}, but the "
-                    f"model in {model.path} distinguishes {model.classes}"
-                ),
+                f"{self._path}: the label {shown(self._roles.target)} has {told}, but the model in"
+                f" {model.path} distinguishes {model.classes}",
                 f"make and save the model with num_labels={count}",
             )
         schema.label, schema.why = (

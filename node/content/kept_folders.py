@@ -64,10 +64,8 @@ def write_kept_folder(storage: Storage, run: str, into: Path) -> None:
         files = {}
     if CONFIG not in files:
         raise UsageError(
-            (
-                f"run {run[:8]}: this node keeps no Hugging Face folder for it: its model "
-                "was not given as one, or another node requested the run"
-            ),
+            f"run {run[:8]}: this node keeps no Hugging Face folder for it: its model "
+            "was not given as one, or another node requested the run",
             "give --model FOLDER, the folder that was trained; or --out FILE for the weights alone",
         )
     for name in FOLDER_FILES:

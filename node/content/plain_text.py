@@ -39,16 +39,14 @@ def check_text(path: Path, keys: DataTable) -> None:
         if is_wide and len(head) > 3:
             raise unclear(
                 path,
-                ("this looks like UTF-16 text: save it as UTF-8, or set `form` to train on its raw bytes"),
+                "this looks like UTF-16 text: save it as UTF-8, or set `form` to train on its raw bytes",
                 keys,
                 {"form": "bytes"},
             )
         raise unclear(
             path,
-            (
-                f"not text: it has the byte {odd[0][0]:#04x}; {_BY_FUNCTION}, or set `form` "
-                "to train on its raw bytes"
-            ),
+            f"not text: it has the byte {odd[0][0]:#04x}; {_BY_FUNCTION}, or set `form` "
+            "to train on its raw bytes",
             keys,
             {"form": "bytes"},
         )

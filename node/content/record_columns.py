@@ -130,10 +130,8 @@ def _written(
     )
     raise unclear(
         path,
-        (
-            "it is not clear which columns hold prompt and completion, messages, or "
-            f"text: it has {some_names(left)}"
-        ),
+        "it is not clear which columns hold prompt and completion, messages, or "
+        f"text: it has {some_names(left)}",
         keys,
         *[*guesses[:1], *texts[:1]],
     )

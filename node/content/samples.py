@@ -56,7 +56,7 @@ def write_samples(source: Any, folder: Path, where: str, bytes_max: int = SAMPLE
         told = [", ".join(map(str, part.columns.values())) for part in (train, test)]
         if told[0] != told[1]:
             raise UsageError(
-                (f"{where}: training samples have {told[0]}, held-out samples {told[1]}"),
+                f"{where}: training samples have {told[0]}, held-out samples {told[1]}",
                 "pad or cut all to one shape",
             )
         for name, part in parts.items():
@@ -160,10 +160,8 @@ class _Part:
             column = self.columns[name]
             if array.shape != column.shape:
                 raise UsageError(
-                    (
-                        f"{self._where}: sample {self.count}: {name} has shape {array.shape}, "
-                        f"but in earlier samples {column.shape}"
-                    ),
+                    f"{self._where}: sample {self.count}: {name} has shape {array.shape}, "
+                    f"but in earlier samples {column.shape}",
                     "pad or cut all samples to one shape",
                 )
             if not np.can_cast(array.dtype, column.dtype, "same_kind"):

@@ -14,8 +14,7 @@ decides. The sources are:
     http(s)://, s3://, gs://    one of the files above (`node.content.buckets`)
 
 `[splits]` of RUN.toml takes validation and test samples from another source, or a share of the training
-samples. Without a test part, always the same fifth is held out. Equal sources make equal bytes, so they have
-the same hash.
+samples. Without a test part, always the same fifth is held out. Equal sources have equal hashes.
 """
 
 import re
@@ -80,8 +79,7 @@ _OTHER_FORMS = {
     **dict.fromkeys((".pt", ".pth", ".pkl", ".pickle", ".h5", ".hdf5", ".mat", ".feather", ".arrow"), ""),
     **dict.fromkeys((".orc", ".avro", ".sqlite", ".db", ".tfrecord", ".rds", ".rdata", ".pdf", ".docx"), ""),
 }
-"""Suffixes of files that are not text, although training on bytes would accept them as text; and how to make
-a readable file."""
+"""Suffixes of files that are not text, and for each how to make a readable file from it."""
 _TABLES = {".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
 
 
@@ -170,9 +168,8 @@ def convert(
     validation: str | float = "",
     keys: DataTable | None = None,
 ) -> SourceReading:
-    """Write `train.npz`, `test.npz`, `validation.npz` if there is such a part, and the reading into the
-    existing folder `folder`. The reading happens in this process; `node.content.fenced_reading` starts a
-    fenced one.
+    """Write `train.npz`, `test.npz`, `validation.npz` if there is one, and the reading into an existing
+    folder. The source is read in this process; `node.content.fenced_reading` starts a fenced one.
 
     Raises:
         UsageError: a file is missing, cannot be read or does not match; the error names it.
@@ -394,9 +391,7 @@ def hold_out(arrays: Arrays, share: float, where: str, part: str) -> tuple[Array
     whose samples are reordered. Raises UsageError if there are too few samples."""
     count = len(next(iter(arrays.values())))
     if count < SAMPLES_MIN:
-        raise UsageError(
-            f"{where}: {count} samples; at least {SAMPLES_MIN} are needed, one of them to hold out"
-        )
+        raise UsageError(f"{where}: {count} samples; want at least {SAMPLES_MIN}, one of them to hold out")
     seed = _VALIDATION_SEED if part == "validation" else _SPLIT_SEED
     order = np.random.default_rng(seed).permutation(count)
     held_out = max(1, int(count * share + 1e-9))
@@ -438,8 +433,7 @@ def _count(arrays: Arrays, path: Path) -> int:
 
 @contextmanager
 def downloaded(wish: SourceWish, folder: Path) -> Iterator[tuple[SourceWish, dict[str, str]]]:
-    """Yield the request with URLs replaced by downloaded files, and the names by which the user knows these
-    files. Raises UsageError."""
+    """Yield the request with URLs replaced by files, and the user's names of these. Raises UsageError."""
     names: dict[str, str] = {}
     with ExitStack() as stack:
 

@@ -106,7 +106,7 @@ class _Texts:
     def _render(self, asked: Render) -> TextAnswer:
         if self._template is None:
             raise UsageError(
-                "the model has no chat template", ("use `peerloom generate`, which takes plain text")
+                "the model has no chat template", "use `peerloom generate`, which takes plain text"
             )
         turns, tools = adapt_turns(asked.messages, self.facts.calls), asked.tools
         if "tools" not in self._template_text:

@@ -93,10 +93,8 @@ class Tokens:
         if self._model is None:
             raise UsageError(f"{self.path}: gives the id {highest:,}, which none of its tokens has")
         raise UsageError(
-            (
-                f"{self.path}: gives the id {highest:,} ({shown(self.token_of(highest))}), "
-                f"but the model in {self._model.path} has {self._rows:,} tokens"
-            ),
+            f"{self.path}: gives the id {highest:,} ({shown(self.token_of(highest))}), "
+            f"but the model in {self._model.path} has {self._rows:,} tokens",
             "use the model's own tokenizer; or call model.resize_token_embeddings and save the model again",
         )
 
@@ -131,7 +129,7 @@ def load_tokenizer(path: Path) -> Any:
         ) from None
     if not path.is_file():
         raise UsageError(
-            f"{path}: no such file", ("set tokenizer to a tokenizer.json of the package tokenizers")
+            f"{path}: no such file", "set tokenizer to a tokenizer.json of the package tokenizers"
         )
     if path.stat().st_size > TOKENIZER_BYTES_MAX:
         raise UsageError(f"{path}: more than {TOKENIZER_BYTES_MAX >> 20} MiB, so it is not a tokenizer.json")

@@ -122,48 +122,49 @@ class BlockingDirectory:
         self._of = of
 
     def put(self, key: str, value: bytes, ttl_seconds: float = 3600.0, subkey: str = "") -> StoredEntry:
-        """Store this node's value under a key. It expires after `ttl_seconds`; until then its holders keep it
-        alive, and this node does while it runs.
+        """Store this node's value under a key. It expires after `ttl_seconds`. Until then its holders keep it
+        alive, and so does this node while it runs.
 
-        With a `subkey` it is stored beside this node's values of other sub-keys; without one it replaces
-        them.
+        With a `subkey`, the value is stored in addition to this node's values under other sub-keys. Without
+        one, it replaces them.
 
         Raises:
             NotStored: too few nodes keep it for others to rely on it.
-            UsageError: a key, value or time out of bounds.
+            UsageError: a key, value or time is out of bounds.
         """
         return self._portal.run(self._of.put, key, value, ttl_seconds, subkey)
 
     def put_immutable(self, value: bytes, ttl_seconds: float = 3600.0) -> StoredEntry:
-        """Store a value of at most 900 bytes under its own hash, which every reader can check; nobody can
-        change it.
+        """Store a value of at most 900 bytes under its own hash. Every reader can verify the value, and
+        nobody can change it.
 
-        Raises NotStored or UsageError, as `put`.
+        Raises NotStored or UsageError, like `put`.
         """
         return self._portal.run(self._of.put_immutable, value, ttl_seconds)
 
     def get(self, key: str, publisher: str = "", subkey: str = "") -> bytes | None:
-        """Return the newest value under a key and sub-key, of this publisher if one is named; None if there
-        is none.
+        """Return the newest value under a key and sub-key, or None if there is none. If `publisher` is given,
+        only its value counts.
 
-        Raises UsageError: a malformed publisher; PeerloomError: the value is a blob that nobody delivers.
+        Raises UsageError if the publisher is malformed; PeerloomError if the value is a blob that no peer
+        delivers.
         """
         return self._portal.run(self._of.get, key, publisher, subkey)
 
     def get_all(self, key: str) -> list[DirectoryEntry]:
-        """Return every node's values under a key, by publisher. A value too large for a record is given as
+        """Return every node's values under a key, by publisher. For a value too large for a record, return
         its hash and length.
         """
         return self._portal.run(self._of.get_all, key)
 
     def read_all(self, key: str, bytes_max: int) -> list[bytes]:
-        """Return the available values of all nodes under a key. Values of more than `bytes_max` are not
+        """Return the available values of all nodes under a key. Values of more than `bytes_max` bytes are not
         fetched, and values under sub-keys are left out.
         """
         return self._portal.run(self._of.read_all, key, bytes_max)
 
     def get_immutable(self, key: str) -> bytes | None:
-        """Return an immutable value by its key in hexadecimal; None if nobody has it."""
+        """Return an immutable value by its key in hexadecimal, or None if no peer has it."""
         return self._portal.run(self._of.get_immutable, key)
 
     def provide(self, name: str) -> StoredEntry:
@@ -186,17 +187,17 @@ class BlockingDirectory:
         needs_slot: bool = False,
         flops_per_second: float = 0.0,
     ) -> tuple[FoundNode, ...]:
-        """Search the whole swarm for nodes with at least this memory and measured speed, the nearest first;
-        all of them answered.
+        """Search the whole swarm for nodes with at least this memory and measured speed. Return those that
+        answer, the nearest first.
 
-        Raises UsageError: a device that no node advertises, or a number out of bounds.
+        Raises UsageError for a device that no node advertises, or a number out of bounds.
         """
         return self._portal.run(
             self._of.find, device, memory_bytes, near, count, needs_slot, flops_per_second
         )
 
     def stat(self, key: str = "") -> dict[str, object]:
-        """Return statistics of this node's DHT, or how many nodes hold a key."""
+        """Return statistics of this node's DHT or, for a key, how many nodes hold it."""
         return self._portal.run(self._of.stat, key)
 
 

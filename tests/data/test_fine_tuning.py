@@ -119,7 +119,9 @@ def test_a_template_that_hides_answers_needs_a_decision() -> None:
     source = write_lines(Path("d.jsonl"), *[{"messages": CHAT}] * 2)
     with pytest.raises(UsageError) as caught:
         read_for(source, config={"template": hides})
-    assert "record 1: the chat template writes an answer otherwise once others follow it" in str(caught.value)
+    assert "record 1: the chat template writes an answer differently once others follow it" in str(
+        caught.value
+    )
     assert 'loss = "last"' in (caught.value.written[1] or "")
     assert learnt(read_for(source, config={"template": hides}, loss="last"))[0][1] == "so<|end|>\n"
 
@@ -160,7 +162,7 @@ def test_a_translation_model_reads_prompts_and_writes_completions() -> None:
         ([{"messages": CHAT, "text": "b"}], "", {}, "'messages' and 'text'", 'text = "text"'),
         ([{"messages": CHAT}], "", {"template": ""}, "has no chat template", "chat_template.jinja"),
         ([{"messages": [{"role": "user"}, 3]}], "", {}, "messages with role and content", ""),
-        ([{"prompt": 3, "completion": "b"}], "", {}, "record 1: prompt and completion are no texts", ""),
+        ([{"prompt": 3, "completion": "b"}], "", {}, "record 1: prompt and completion are not both", ""),
         ([{"prompt": "a", "completion": "b"}, ["a"]], "", {}, "is not a record", "one record per line"),
         ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "chosen": "b"}], "", {}, "'chosen'", "ignore"),
         ([{"text": "a", "stars": 1}], "BertForSequenceClassification", {}, "text and label", "stars"),
@@ -168,14 +170,14 @@ def test_a_translation_model_reads_prompts_and_writes_completions() -> None:
             [{"text": "a", "label": w} for w in ("u", "v")],
             "BertForSequenceClassification",
             {"id2label": {"0": "x", "1": "y"}},
-            "its labels are 'u', 'v', the model's 'x', 'y'",
+            "it has labels 'u', 'v', the model 'x', 'y'",
             "classes",
         ),
         (
             [{"text": "a", "label": w} for w in ("u", "v", "w")],
             "BertForSequenceClassification",
             {},
-            "3 classes, and the model in m tells 2 apart",
+            "3 classes, but the model in m distinguishes 2",
             "num_labels=3",
         ),
         ([{"text": "a"}], "BertForMaskedLM", {}, "records cannot be read for a model of this kind", "npz"),

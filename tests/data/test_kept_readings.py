@@ -34,7 +34,7 @@ def test_a_reading_is_kept_and_errors_name_the_users_file(tmp_path: Path) -> Non
             await run.result()
             with pytest.raises(UsageError) as caught:
                 await me.train(str(model), data=str(tmp_path / "long.npz"), steps=1)
-            assert f"{tmp_path}/long.npz: x: numbers of type float128 do not travel" in str(caught.value)
+            assert f"{tmp_path}/long.npz: x: numbers of type float128 cannot be sent" in str(caught.value)
 
     simulate(scenario)
 

@@ -24,10 +24,10 @@ MNIST = struct.pack(">IIII", 0x803, 4, 28, 28) + bytes(3136)
         ("housing.txt", COLUMNS.encode(), "rows of 4 fields (space between them)", 'form = "bytes"'),
         ("a.libsvm", SPARSE.encode(), "sparse rows", "load_svmlight_file"),
         ("iris.arff", WEKA.encode(), "ARFF", "csv"),
-        ("train-images.idx3-ubyte", MNIST, "no text: it has the byte 0x00", "FILE.py:FUNCTION"),
-        ("numbers.bin", np.arange(99, dtype=np.float32).tobytes(), "no text", 'form = "bytes"'),
+        ("train-images.idx3-ubyte", MNIST, "not text: it has the byte 0x00", "FILE.py:FUNCTION"),
+        ("numbers.bin", np.arange(99, dtype=np.float32).tobytes(), "not text", 'form = "bytes"'),
         ("wide.txt", ("hello " * 60).encode("utf-16"), "UTF-16", "save it as UTF-8"),
-        ("d.jsonl", b'{"a": 1}\n' * 30, "records cannot be read for", 'form = "bytes"'),
+        ("d.jsonl", b'{"a": 1}\n' * 30, "records are read for", 'form = "bytes"'),
     ],
 )
 def test_an_ambiguous_text_is_refused_until_a_key_decides(

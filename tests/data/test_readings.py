@@ -70,7 +70,7 @@ def test_errors_name_a_part_as_the_user_does(tmp_path: Path, capsys: Capture) ->
     )
     assert run(["data", "show", "d.npz"]) == 2
     error = capsys.readouterr().err
-    assert "d.npz: x of train is int8, of test float64" in error
+    assert "d.npz: x of train is int8, but of test float64" in error
     assert "train.npz" not in error
     assert "/tmp" not in error.replace(str(tmp_path), "")
 

@@ -183,12 +183,12 @@ def test_missing_blobs_are_named_and_the_others_arrive() -> None:
         one, two, three = [await group.add() for _ in range(3)]
         two.hold(data, *names[:4])
         three.hold(data, *names[2:8])
-        with pytest.raises(BlobsMissing, match="2 blobs could not be had") as error:
+        with pytest.raises(BlobsMissing, match="2 blobs could not be fetched") as error:
             await one.fetch(sizes_of(data), two, three)
         assert set(error.value.missing) == set(names[8:])
         assert isinstance(error.value, Unreachable)
         assert one.blobs.missing(names) == names[8:]
-        with pytest.raises(BlobsMissing, match="nobody is known"):
+        with pytest.raises(BlobsMissing, match="no peer is known"):
             await one.fetch(sizes_of(data))
 
     scenario(test)

@@ -113,7 +113,7 @@ async def test_nodes_with_wrong_clocks_store_and_find_records_and_report_it(tmp_
         (clock,) = steps.all
         assert (clock.outcome, clock.detail) == ("failed", expected)
         assert "timedatectl" in clock.remedy
-        wanted = "3 at least have to; this machine's clock is 2 h 0 min behind its peers'"
+        wanted = "at least 3 are needed; this machine's clock is 2 h 0 min behind its peers'"
         with pytest.raises(NotStored, match=wanted):
             _told(content_key(b""), RecordStored(1, 0, 0, wanted=3), slow.seams)
         # NTP corrects two clocks and an operator breaks another one, while all nodes run.

@@ -53,7 +53,7 @@ def test_one_array_instead_of_two_is_named(tmp_path: Path) -> None:
 def test_samples_of_two_shapes_are_named(tmp_path: Path) -> None:
     save(tmp_path, "train", np.zeros((2, 3)), np.zeros(2, int))
     save(tmp_path, "test", np.zeros((2, 4)), np.zeros(2, int))
-    with pytest.raises(UsageError, match=r"holds samples of \(3,\), of test.npz \(4,\)"):
+    with pytest.raises(UsageError, match=r"holds samples of \(3,\), but test.npz of \(4,\)"):
         load_folder(tmp_path)
 
 

@@ -224,7 +224,7 @@ def test_data_without_room_is_not_kept(tmp_path: Path) -> None:
         here = load_folder(tmp_path)
         await b.runs.data.keep(here.digest, tmp_path)
         blobs_of(a).guest_bytes_max = 100
-        with pytest.raises(Unreachable, match="no room for it"):
+        with pytest.raises(Unreachable, match="no room for the data"):
             await data_of(a).load(manifest(data=here.digest), [b.peer])
         assert data_of(a).cache.digests == ()
 

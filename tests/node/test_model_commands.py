@@ -135,7 +135,7 @@ def test_capture_overwrites_no_other_file(folder: Path, capsys: pytest.CaptureFi
     _, err = told(
         capsys, ["model", "capture", f"{folder}/own.py:net", "--no-proof", "-o", f"{folder}/run.peerloom"], 2
     )
-    assert "run.safetensors is there already" in err
+    assert "run.safetensors already exists" in err
     assert result.read_bytes() == b"weeks of training"
     for _ in range(2):
         told(
@@ -269,7 +269,7 @@ def test_other_values_of_the_same_model_are_reported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, _ = told(capsys, ["model", "verify", f"{folder}/own.peerloom", f"{folder}/own.py:other"])
-    assert out.endswith("the file has other first values than this code makes, in 1 of its tensors\n")
+    assert out.endswith("the file's initial values differ from this code's in 1 tensor\n")
 
 
 def test_show_loads_neither_trio_nor_torch_nor_numpy(folder: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_graph_with_another_hash_is_rejected() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         model, other = model_of(classifier(8)), model_of(classifier(9))
         b.seams.storage.write(graph_name(model.hash), other.data)
-        with pytest.raises(Unreachable, match="another hash"):
+        with pytest.raises(Unreachable, match="the requested hash"):
             await a.runs.models.get(model.hash, [b.peer])
         broken = msgspec.structs.replace(model.graph, operators=("aten.no_such_thing.default",))
         bad = model_of(broken)
@@ -264,7 +264,7 @@ def test_initial_values_are_fetched_in_ranges_and_checked() -> None:
         with pytest.raises(StageFailed, match="another digest"):
             await a.runs.models.fill(Arena(), specification, [b.peer])
         b.seams.storage.write(values_name(model.hash), model.values[:-1])
-        with pytest.raises(StageFailed, match="did not come in time"):
+        with pytest.raises(StageFailed, match="did not arrive in time"):
             await a.runs.models.fill(Arena(), specification, [b.peer])
 
     two_nodes(scenario, range_bytes_max=40)

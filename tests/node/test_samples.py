@@ -133,7 +133,7 @@ def broken() -> Iterator[tuple[int, int]]:
         ),
         ([(1, 1), (2, 2), (0.5, 3), (4, 4)], "sample 2: x is float32, before int64"),
         (broken(), "sample 1: KeyError: 'no such row'"),
-        ([("a text", 1), ("b", 2)], "sample 0: x is text, and no numbers"),
+        ([("a text", 1), ("b", 2)], "sample 0: x is text, which is not numeric"),
         ([(None, 1), (None, 2)], "sample 0: x is NoneType"),
         ([{"x": 1}, {"y": 1}, {"x": 1}], r"sample 1 has y, but earlier samples have x|sample 0 has y"),
         (Squares(1), "1 samples; at least 2"),

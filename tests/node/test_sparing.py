@@ -207,4 +207,6 @@ def test_a_node_on_a_metered_link_announces_it(nodes: list[Path]) -> None:
     while "sends less" not in said(nodes[0], "peers"):
         assert time.monotonic() < until, said(nodes[0], "peers")
     assert "sends       less: its link is metered" in said(nodes[1], "status")
-    assert "serves no others now: its link is metered" in said(nodes[1], "config", "set", "metered", "never")
+    assert "does not serve others now: its link is metered" in said(
+        nodes[1], "config", "set", "metered", "never"
+    )

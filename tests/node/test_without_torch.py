@@ -63,7 +63,7 @@ def test_a_node_without_torch_is_a_member_that_offers_no_stage(python: str, tmp_
             code, lines = said(python, tmp_path, "train", str(run), "--data-dir", str(folder))
             assert (code, lines) == (
                 2,
-                ["error: torch is not installed, which this command computes with", f"  do: {install}"],
+                ["error: torch is not installed, and this command needs it", f"  do: {install}"],
             )
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=SECONDS_MAX)
@@ -78,4 +78,4 @@ def test_capturing_in_another_process_gives_the_same_error(python: str, tmp_path
     peers.write_text('[[peers]]\nname = "a"\nmemory = "8GB"\nrate = "1TFLOPS"\n')
     code, lines = said(python, tmp_path, "plan", "simple-cnn", "--peers", str(peers))
     assert code == 2
-    assert lines[0] == "error: simple-cnn: torch is not installed, which this command computes with"
+    assert lines[0] == "error: simple-cnn: torch is not installed, and this command needs it"
