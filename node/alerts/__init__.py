@@ -1,2 +1,2 @@
-"""Alerts: conditions that need a person's attention, found in events and on this machine, and sent to the
-user's choice."""
+"""Alerts: conditions that need a person's attention, found in events and on this machine, and sent by the
+means that the user has chosen."""

@@ -1,7 +1,7 @@
-"""The rules of alerts: they find present problems from events and a few facts of this machine.
+"""The rules of alerts: they find present problems from events and a few facts about this machine.
 
-Pure. An alert is raised when its rule first holds and cleared when it no longer does; each has a kind, one of
-`KINDS`, and a subject (a run, or nothing). `node.alerts.service` sends alerts.
+Pure. An alert is raised when its rule first applies, and cleared when it no longer does. Each alert has a
+kind, one of `KINDS`, and a subject: a run, or nothing. `node.alerts.service` sends alerts.
 """
 
 import math
@@ -20,28 +20,32 @@ KINDS = (
 RUNS_WATCHED_MAX = 64
 LOSSES_AVERAGED = 20
 LOSS_RISE = 1.5
-"""A mean of the newest losses this many times the lowest mean so far is a rise and no noise."""
+"""The loss rises if the mean of its newest values is this many times its lowest mean so far. Less may be
+noise."""
 STEPS_REMEMBERED = 50
 STEPS_OF_GOAL_MAX = 4_096
-"""Steps by which a run's pace is judged: of a faster one the newest."""
+"""Maximum number of steps from which a run's pace is measured. If the run makes more in the goal's time, only
+the newest count."""
 SLOW_STEPS = 5
 SLOW_FACTOR = 3.0
-"""A run is slow after SLOW_STEPS steps in a row that each took over SLOW_FACTOR times the median before."""
+"""A run is slow after SLOW_STEPS steps in a row that each took over SLOW_FACTOR times the earlier median."""
 DEGRADED_SECONDS = 30.0
-"""A run that refills a stage is degraded for some seconds."""
+"""How long a run may be degraded before an alert: refilling a stage takes some seconds."""
 DISK_FREE_BYTES_MIN = 1 << 30
 DISK_FREE_SHARE_MIN = 0.03
 CLOCK_STEP_SECONDS_MAX = 2.0
-"""A wall clock that jumped by more against the monotonic one was set, and records may expire wrongly."""
+"""If the wall clock jumps by more than this, compared with the monotonic clock, it was set. Records may then
+expire at the wrong time."""
 CLOCK_TOLD_SECONDS = 600.0
 REFUSED_PER_MINUTE_MAX = 300
 IDENTITY_TOLD_SECONDS = 3_600.0
-"""Another node with this one's identity has stopped by then, unless it is started again and again."""
+"""How long the alert about another node with this identity lasts. That node has stopped by then, unless it is
+started repeatedly."""
 
 
 @dataclass(frozen=True)
 class Alert:
-    """A state that a person should know of. `level` is warn or bad; `about` a run's id or empty."""
+    """A condition that a person should know of. `level` is warn or bad; `about` is a run's id, or empty."""
 
     kind: str
     about: str
@@ -55,7 +59,7 @@ class Alert:
 
 @dataclass(frozen=True)
 class Facts:
-    """Figures of this machine: seconds of both clocks, the data folder's disk, refusals so far."""
+    """Figures of this machine: the seconds of both clocks, the data folder's disk, the refusals so far."""
 
     monotonic: float
     wall: float
@@ -75,12 +79,13 @@ class _Run:
     detail: str = ""
     goal: RunGoalSet | None = None
     trained: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=STEPS_OF_GOAL_MAX))
-    """When a step was committed, and its samples, from the one before the goal's time on."""
+    """For each step, when it was committed, and its samples. Begins with the step before the goal's time
+    span."""
     trains_since: float = math.inf
 
 
 class AlertRules:
-    """Folds events; `look` returns the present problems."""
+    """Collects the state from events; `look` returns the present problems."""
 
     def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
@@ -92,7 +97,7 @@ class AlertRules:
         self._errors: deque[tuple[float, int]] = deque(maxlen=64)
 
     def take(self, event: events.Event) -> None:
-        """Fold one event in."""
+        """Update the state from one event."""
         match event:
             case events.IdentityShared():
                 self._shared = event
@@ -105,7 +110,7 @@ class AlertRules:
             case events.RunChanged():
                 run = self._run(event.run)
                 if event.state in ("paused", "placing"):
-                    run.trains_since = math.inf  # it trains anew from its next step on
+                    run.trains_since = math.inf  # its training time counts from its next step
                 if run.status != event.state:
                     run.status, run.since = event.state, event.at
                 run.detail = event.reason
@@ -115,7 +120,7 @@ class AlertRules:
                 run.slow = 0
 
     def look(self, facts: Facts) -> dict[tuple[str, str], Alert]:
-        """All that is wrong now, by key."""
+        """Return all present problems, by key."""
         found = [alert for name, run in self._runs.items() for alert in _of_run(name, run, facts.wall)]
         found += self._of_clock(facts) + _of_disk(facts) + self._of_peers(facts) + self._of_identity(facts)
         return {alert.key: alert for alert in found}
@@ -129,7 +134,7 @@ class AlertRules:
     def _committed(self, run: _Run, event: events.StepCommitted) -> None:
         if len(run.seconds) >= SLOW_STEPS:
             run.slow = run.slow + 1 if event.seconds > SLOW_FACTOR * median(run.seconds) else 0
-        if run.slow == 0:  # slow steps must not become the usual pace while they are watched
+        if run.slow == 0:  # otherwise the slow steps would become the usual pace
             run.seconds.append(event.seconds)
         run.trained.append((event.at, event.samples))
         run.trains_since = min(run.trains_since, event.at)
@@ -193,7 +198,7 @@ def _of_run(name: str, run: _Run, wall: float) -> list[Alert]:
 
 
 def _below_goal(name: str, run: _Run, wall: float) -> list[Alert]:
-    """A run of this node's own that trains less than was wanted, over the time for which it was wanted."""
+    """Return an alert if a run of this node's own trains less than its goal, over the goal's time span."""
     goal = run.goal
     if (
         goal is None
@@ -202,7 +207,7 @@ def _below_goal(name: str, run: _Run, wall: float) -> list[Alert]:
     ):
         return []
     rows = [(at, samples) for at, samples in run.trained if at > wall - goal.seconds]
-    # If fewer steps are remembered, those give the pace.
+    # If the remembered steps do not cover the goal's time span, use the time that they cover.
     seconds = min(goal.seconds, wall - rows[0][0]) if len(rows) == STEPS_OF_GOAL_MAX else goal.seconds
     rate = sum(samples for _, samples in rows) / max(seconds, 1e-3)
     if rate >= goal.samples_per_second:

@@ -1,9 +1,9 @@
-"""Sends alerts: as events, and by a webhook or a command of the user's choice.
+"""Sends alerts: as events, and with a webhook or a command of the user's choice.
 
 The webhook gets one POST of JSON, `{"schema": "peerloom/alert/1", "kind", "about", "level", "text",
-"is_raised", "node"}`; the command is run without a shell, with the same in `PEERLOOM_ALERT_*` of its
-environment. Both may fail or hang, so they have a time limit and are then dropped. The text is the rules'
-own.
+"is_raised", "node"}`. The command is run without a shell and gets the same values in `PEERLOOM_ALERT_*` of
+its environment. Both may fail or hang, so they have a time limit and are then dropped. The text is written by
+the rules.
 """
 
 import json
@@ -28,7 +28,7 @@ from node.seams import Seams
 LOOK_SECONDS = 2.0
 TELLING_SECONDS_MAX = 10.0
 TELLINGS_MAX = 8
-"""Webhooks and commands under way; more alerts at once are only events."""
+"""Maximum number of webhooks and commands running at the same time. Further alerts are only events."""
 
 
 class AlertingNode(Protocol):
@@ -45,7 +45,7 @@ class AlertingNode(Protocol):
 
 
 class Alerts:
-    """Looks at the rules every two seconds, until cancelled."""
+    """Checks the rules every two seconds, until cancelled."""
 
     def __init__(self, node: AlertingNode, disk: Callable[[Path], tuple[int, int]] | None = None) -> None:
         self._node = node
@@ -111,7 +111,7 @@ class Alerts:
 
 
 def _disk(folder: Path) -> tuple[int, int]:
-    """Return free and total bytes; nothing if the system does not say."""
+    """Return free and total bytes, or zeros if the system does not report them."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -120,8 +120,8 @@ def _disk(folder: Path) -> tuple[int, int]:
 
 
 def _post(url: str, document: dict[str, object]) -> bool:
-    """POST a document; return whether it was accepted. Redirects are not followed: the URL is the user's own,
-    their target is not."""
+    """POST a document; return whether it was accepted. Redirects are not followed: the user chose the URL,
+    but not the target of a redirect."""
     request = urllib.request.Request(  # noqa: S310 - the configuration allows http and https alone
         url, json.dumps(document).encode(), {"content-type": "application/json"}, method="POST"
     )
@@ -135,7 +135,7 @@ def _post(url: str, document: dict[str, object]) -> bool:
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *arguments: object) -> None:
-        """Follow none."""
+        """Do not follow redirects."""
 
 
 async def _perform(command: tuple[str, ...], document: dict[str, object]) -> None:
@@ -150,4 +150,4 @@ async def _perform(command: tuple[str, ...], document: dict[str, object]) -> Non
             env={**os.environ, **said},
         )
     except OSError:
-        return  # there is no such program; the event has told of the alert all the same
+        return  # there is no such program; the event has still reported the alert

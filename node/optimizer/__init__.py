@@ -1,2 +1,3 @@
-"""The optimizer wrapper: a `torch.optim.Optimizer` that averages with peers. It is the only package of the
-node's own process that imports torch, in a user's script, and only when `me.optimizer(...)` is called."""
+"""The optimizer wrapper: a `torch.optim.Optimizer` that averages with peers. In the node's own process, this
+is the only package that imports torch. It does so only in a user's script, when `me.optimizer(...)` is
+called."""

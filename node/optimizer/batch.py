@@ -1,9 +1,9 @@
-"""Estimates how full the common batch is from members' claims, bounded by their earlier contributions.
+"""Estimates how full the common batch is, from members' claims bounded by their earlier contributions.
 
-A claim of samples costs nothing, and a batch that looks full is averaged. So a member counts while rounds
-wait for it (`node.averaging.expectations`), and for at most `GROWTH` times its weight in samples in the last
-round with it; before the first one, for at most a batch. Weights are bounded against their median, so a
-member at that bound may have contributed more than its weight shows.
+A claim of samples costs nothing, and a batch that looks full is averaged. So a member counts only while
+rounds wait for it (`node.averaging.expectations`), and for at most `GROWTH` times its weight in samples in
+the previous round with it. Before its first round it counts for at most one batch. Weights are bounded
+relative to their median, so a member at that bound may have contributed more than its weight shows.
 """
 
 from collections.abc import Mapping
@@ -15,19 +15,20 @@ from node.averaging.rounds import Round
 from node.optimizer.session import TrainingSession
 
 GROWTH = 2.0
-"""A member may gather this many times its contribution to the last round: batches of a fleet vary."""
+"""A member's batch may grow to this multiple of its contribution to the previous round, because its batches
+vary."""
 BOUNDED_SHARE = 0.99
-"""A share this near to the bound of weights counts as at the bound."""
+"""A weight at this share of the bound or above counts as at the bound."""
 
 
 class BatchSamples:
-    """One peer's count of the others' samples."""
+    """One peer's estimate of the others' samples."""
 
     def __init__(self) -> None:
         self._brought: dict[PeerId, int | None] = {}
 
     def completed(self, made: Round, samples: int, session: TrainingSession | None, weighting: str) -> None:
-        """Note a finished round and this peer's samples in it. Only a mean weighted by samples shows the
+        """Record a finished round and this peer's samples in it. Only a mean weighted by samples shows the
         others' samples."""
         shares = made.shares
         own = None if session is None else shares.get(session.peer)
@@ -39,7 +40,7 @@ class BatchSamples:
             self._brought[peer] = None if is_bounded else round(samples * share / own)
 
     def total(self, own: int, step: int, target: int, reports: Mapping[PeerId, Report]) -> int:
-        """Return the samples of all peers that this step waits for, this peer's `own` included."""
+        """Return the number of samples of all peers that this step waits for, including this peer's `own`."""
         return own + sum(
             report.samples.at_most(self._bound(peer, target))
             for peer, report in reports.items()

@@ -1,4 +1,4 @@
-"""The round of a target batch: a call of `step` waits for it, but not for longer than is reasonable."""
+"""The round of a target batch. A call of `step` waits for it, up to a reasonable limit."""
 
 import time
 from collections.abc import Callable
@@ -19,12 +19,12 @@ def await_round(
     share: Callable[[], None],
     is_passed: Callable[[], bool],
 ) -> Round | str:
-    """Return the round once it is over, or why it was given up: it took longer than `seconds_max`, or others
-    have made its step already.
+    """Return the round once it is complete, or why it was given up: it took longer than `seconds_max`, or the
+    others have already made its step.
 
-    `look_seconds` returns how long it may still look for a group, None while it does not look. `say` is
-    called with the seconds waited and what ends the wait. `share` hands out this peer's state, which others
-    may need to join the round. `is_passed` returns whether others have a state to take instead.
+    `look_seconds` returns how long the round may still search for a group, or None if it does not search now.
+    `say` is called with the seconds waited and what ends the wait. `share` hands out this peer's state, which
+    others may need to join the round. `is_passed` returns whether others have a state to take over instead.
     """
     begun = time.perf_counter()
     overtaken = Overtaken()

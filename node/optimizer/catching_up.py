@@ -1,4 +1,5 @@
-"""Catching up with a run: an optimizer's attempts to take the state of others, with pauses in between."""
+"""Catching up with a run: an optimizer's attempts to take over another peer's state, with pauses in
+between."""
 
 import time
 from collections.abc import Callable
@@ -10,20 +11,21 @@ from node.optimizer.session import TrainingSession
 from node.optimizer.takeover import Takeover
 
 STATE_WAIT_SECONDS = 1.0
-"""How long one call waits for a state of others, or for its first bytes when the optimizer is made; the next
-call waits on. A state takes as long as its holders' steps, whose duration this peer does not know."""
+"""How long one call waits for another peer's state, or, when the optimizer is made, for its first bytes. The
+next call continues to wait. A state arrives when its holder makes a step, and this peer does not know how
+long their steps take."""
 CATCH_UP_PAUSES = 2.0
-"""The training time before a third attempt to catch up, as a multiple of the duration of the failed ones. The
-second follows at once, and asks known peers (`Expectations.missed_state`)."""
+"""The training time before a third attempt to catch up, as a multiple of the duration of the failed attempts.
+The second attempt follows immediately, and asks known peers (`Expectations.missed_state`)."""
 CATCH_UP_PAUSES_NEW = 0.5
-"""The same for a member without progress: beside peers that never answer it has to train too."""
+"""The same for a member without progress. It must be able to train even among peers that never answer."""
 
 Say = Callable[[str, float, str], None]
-"""Called with the reason of a wait, its seconds, and what ends it."""
+"""Called with the reason for a wait, its duration in seconds, and what ends it."""
 
 
 class CatchUpAttempts:
-    """The attempts of one optimizer; `takeover` makes them, `position` has its progress."""
+    """The attempts of one optimizer. `takeover` makes them, and `position` knows the optimizer's progress."""
 
     def __init__(self, position: RunPosition, takeover: Takeover, local_steps: int | None) -> None:
         self._position = position
@@ -34,14 +36,14 @@ class CatchUpAttempts:
 
     @property
     def is_paused(self) -> bool:
-        """Whether no attempt was made yet."""
+        """Return whether the next attempt must still wait for a pause to end."""
         return time.perf_counter() < self._paused_until
 
     def attempt(
         self, session: TrainingSession, likely: LikelySteps, step: int, say: Say
     ) -> Snapshot | str | None:
-        """Put a state of a likely step in place of the own one, of `step`, and return it; or return why there
-        is none. None: it is still on its way, and the next call may return it."""
+        """Replace the own state, of `step`, by a state of a likely step, and return it; or return why there
+        is none. Return None if the state is still on its way; a later call may return it."""
         has_progress = self._position.has_progress(step)
 
         def may_wait(call_seconds: float, seconds: float) -> bool:
@@ -63,13 +65,14 @@ class CatchUpAttempts:
         return found
 
     def averaged(self) -> None:
-        """Note a round: the others train again. Where they fail once more the pause stays."""
+        """Record a successful round. If only one attempt has failed so far, the next one may follow
+        immediately."""
         if self._failed == 1:
             self._paused_until = 0.0
 
     def _may_wait(self, session: TrainingSession, call_seconds: float, seconds: float, say: Say) -> bool:
-        """Report what a call waits for; return whether it may wait on. With local steps a member trains
-        meanwhile."""
+        """Report what a call waits for; return whether it may continue to wait. With local steps, a member
+        trains meanwhile."""
         what, end = "the state of the run to arrive", "training with it begins then"
         if not session.is_receiving:
             what = f"the state of the run, from {session.view.peers} peers"

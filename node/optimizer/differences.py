@@ -1,7 +1,8 @@
-"""Names the difference in training that keeps a peer of the same run from averaging with this one.
+"""Names the difference in training that prevents a peer of the same run from averaging with this one.
 
 Peers send a hash of the tensors that they train and of their settings. It is compared with the hashes of
-likely alternatives, which differ in one thing; if none matches, it is only known that the peer differs.
+likely alternatives, each of which differs in one thing. If none matches, it is only known that the peer
+differs.
 """
 
 from collections import Counter
@@ -19,16 +20,18 @@ Rows = Sequence[Row]
 CODECS = ("float32", "bfloat16", "float16", "int8", "int4")
 CLASSES = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adafactor", "NAdam", "RAdam", "Muon")
 POWERS_MAX = 21
-"""Powers of two that are tried as the others' `target_batch_size`: to a million."""
+"""Number of powers of two that are tried as the others' `target_batch_size`: up to a million."""
 ALTERNATIVES_MAX = 60
-"""Alternatives, each a hash of all names and shapes: some 20 ms for 300 tensors."""
+"""Maximum number of alternatives. Each is a hash of all names and shapes; for 300 tensors they take some 20
+ms."""
 ROWS_MAX = 4_096
-"""The most tensors for which differences are named; beyond, it is only known that peers differ."""
+"""Maximum number of tensors for which differences are named. With more, it is only known that peers
+differ."""
 
 
 def kind_of(settings: Settings, classes: str) -> str:
-    """Return the settings that must agree besides the tensors: the way of training, and the optimizers'
-    classes."""
+    """Return the settings that must agree in addition to the tensors: the way of training, and the
+    optimizers' classes."""
     if settings.local_steps is not None:
         moments = " moments" if settings.average_moments else ""
         own = "" if settings.strategy == "average" else f" {settings.strategy}"
@@ -37,7 +40,7 @@ def kind_of(settings: Settings, classes: str) -> str:
 
 
 def classes_of(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """Return the classes of optimizers as peers compare them."""
+    """Return the classes of optimizers in the form that peers compare."""
     return ",".join(type(each).__name__ for each in optimizers)
 
 
@@ -53,7 +56,7 @@ class Differences:
         self._known: dict[bytes, str] = {}
 
     def moved_on(self, rows: Rows) -> None:
-        """Note that this peer's trained tensors have changed."""
+        """Record that this peer's trained tensors have changed."""
         self._earlier.append(rows)
         self._known = {}
 
@@ -102,7 +105,7 @@ class Differences:
 
 
 def _difference(theirs: Rows, own: Rows) -> str:
-    """Return how their trained tensors differ from our own, in words."""
+    """Describe how their trained tensors differ from this peer's."""
     names = {name for name, _, _ in theirs}, {name for name, _, _ in own}
     more = [name for name, _, _ in theirs if name not in names[1]]
     fewer = [name for name, _, _ in own if name not in names[0]]

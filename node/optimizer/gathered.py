@@ -14,7 +14,7 @@ from node.optimizer.trained import TrainedTensors
 
 
 class GatheredGradients:
-    """The gradients of one peer, of `samples` samples; those of others are estimated separately."""
+    """The gradients of this peer, from `samples` samples. The samples of other peers are estimated."""
 
     def __init__(self, trained: TrainedTensors) -> None:
         self._trained = trained
@@ -24,7 +24,7 @@ class GatheredGradients:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was added since the last step."""
+        """Return whether nothing was added since the previous step."""
         return self._sum is None
 
     def add(self, gradients: Sequence[torch.Tensor | None], samples: int) -> None:
@@ -43,14 +43,14 @@ class GatheredGradients:
         return mean
 
     def total(self, step: int, target: int, awaited: Mapping[PeerId, Report]) -> int:
-        """Return how many samples this peer and all at the same step have gathered."""
+        """Return the number of samples gathered by this peer and all peers at the same step."""
         return self._others.total(self.samples, step, target, awaited)
 
     def completed(self, made: Round, session: TrainingSession | None, weighting: str) -> None:
-        """Note the round that averaged the gradients."""
+        """Record the round that averaged the gradients."""
         self._others.completed(made, self.samples, session, weighting)
 
     def drop(self) -> int:
-        """Begin anew; return how many samples are dropped."""
+        """Discard the gradients; return how many samples are lost."""
         dropped, self._sum, self.samples = self.samples, None, 0
         return dropped

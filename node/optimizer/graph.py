@@ -1,11 +1,11 @@
-"""Finds the number of samples in a loss from its autograd graph: from shapes alone, nothing is unpacked.
+"""Finds the number of samples in a loss from the shapes in its autograd graph, without unpacking any tensor.
 
-The number is the first dimension of the tensor that the loss reduces to one number; if that is a reshaped
-tensor, as in `logits.view(-1, classes)`, of the tensor before. It counts only if every operation in which a
-parameter meets data agrees: its result has as many rows, or has them in the second dimension (time first), or
-has a multiple (flattened), and at least one has exactly as many. Results that are only broadcast over a
-batch, such as position embeddings, are ignored. If parts of a loss or its operations disagree, or the graph
-does not show a number, a text says so instead.
+The number is the first dimension of the tensor that the loss reduces to one number. If that tensor was
+reshaped, as in `logits.view(-1, classes)`, it is the first dimension of the tensor before. The number counts
+only if every operation in which a parameter meets data agrees. That means: its result has this many rows, or
+has them in the second dimension (time first), or has a multiple (flattened), and at least one has exactly
+this many. Results that are only broadcast over a batch, such as position embeddings, are ignored. If parts of
+a loss or its operations disagree, or the graph does not show a number, a text says so instead.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 NODES_MAX = 200_000
-"""Operations of one graph that are read: half a second. A larger graph gives no number."""
+"""Maximum number of operations read in one graph: half a second. A larger graph gives no number."""
 Shape = tuple[int, ...]
 Unknown = str
 """Why the number is not known."""
@@ -23,7 +23,7 @@ Unknown = str
 LEAF = "torch::autograd::AccumulateGrad"
 VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Alias", "Transpose", "Permute", "Unsqueeze", "Squeeze",
          "Expand", "Slice", "Select", "Clone", "ToCopy", "T")  # fmt: skip
-"""Operations that return the same numbers in another shape."""
+"""Operations that return the same values in a different shape."""
 RESHAPES = ("View", "UnsafeView", "ReshapeAlias")
 SELECTIONS = ("Index", "MaskedSelect", "Slice", "Gather")
 POINTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Pow", "Neg", "Clamp")
@@ -32,13 +32,14 @@ LOOKUPS = ("Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather")
 
 
 class LossReader:
-    """Reads one script's graphs; for a kind that was checked once it reads only the first nodes."""
+    """Reads one script's graphs. For a kind of graph that was already checked, it reads only the first
+    nodes."""
 
     def __init__(self) -> None:
         self._checked: set[tuple[str, ...]] = set()
 
     def samples(self, roots: Iterable[torch.Tensor]) -> int | Unknown:
-        """Return how many samples these losses are made of, or why that is not known."""
+        """Return how many samples these losses were computed from, or why that is not known."""
         losses = [root for root in roots if root.grad_fn is not None]
         if not all(hasattr(loss.grad_fn, "_input_metadata") for loss in losses):
             return f"the graphs of torch {torch.__version__} show no shapes"
@@ -101,7 +102,7 @@ def _children(node: Any) -> list[tuple[Any, Shape]]:
 
 
 def _reduced(losses: Iterable[torch.Tensor]) -> Iterator[tuple[Any, Shape]]:
-    """Yield the inputs that the losses reduce: the nearest results below them of more than one number."""
+    """Yield the inputs that the losses reduce: the nearest results below them with more than one value."""
     todo: list[tuple[Any, Shape]] = [(loss.grad_fn, tuple(loss.shape)) for loss in losses]
     seen = set()
     while todo:
@@ -116,7 +117,8 @@ def _reduced(losses: Iterable[torch.Tensor]) -> Iterator[tuple[Any, Shape]]:
 
 
 def _is_spread_of_parameter(node: Any, shape: Shape) -> bool:
-    """Return whether this is a parameter, elementwise: a penalty on weights, and no sample."""
+    """Return whether this is a parameter with only elementwise operations, that is, a penalty on weights and
+    not a sample."""
     while node.name() != LEAF:
         below = _children(node)
         if len(below) != 1 or prod(below[0][1]) != prod(shape) or _operation(node) in LOOKUPS:
@@ -126,8 +128,8 @@ def _is_spread_of_parameter(node: Any, shape: Shape) -> bool:
 
 
 def _rows(node: Any, shape: Shape, path: list[str]) -> int:
-    """Return the first dimension of this result, or of the tensor before flattening or selecting. Records the
-    operations on the way."""
+    """Return the first dimension of this result, or of the tensor before it was flattened or selected from.
+    `path` receives the operations on the way."""
     path.append(f"{node.name()}/{len(shape)}")
     if node.name() == LEAF:
         return shape[0]
@@ -146,7 +148,7 @@ def _rows(node: Any, shape: Shape, path: list[str]) -> int:
 
 
 def _contradiction(losses: Iterable[torch.Tensor], count: int) -> Unknown:
-    """Return why this number of samples contradicts the operations on parameters; empty if it does not."""
+    """Return how the operations on parameters contradict this number of samples, or "" if they do not."""
     order, parents = _walk([loss.grad_fn for loss in losses if loss.grad_fn is not None])
     if len(order) >= NODES_MAX:
         return f"the loss's graph has more than {NODES_MAX} operations"
@@ -212,7 +214,7 @@ def _is_spread(node: Any, shape: Shape, parents: dict[Any, list[Any]]) -> bool:
 
 
 def _walk(roots: Iterable[Any]) -> tuple[list[Any], dict[Any, list[Any]]]:
-    """Return all operations below these, each after its inputs, and the users of each."""
+    """Return all operations below the roots, each after its inputs, and the users of each operation."""
     order: list[Any] = []
     parents: dict[Any, list[Any]] = {}
     seen = set()

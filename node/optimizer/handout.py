@@ -1,4 +1,4 @@
-"""Copies of the state for peers that join late: decides when one is made, and its content."""
+"""Copies of the state for peers that join late: when a copy is made, and its content."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from node.optimizer.session import TrainingSession
 from node.optimizer.state import copy_state, outer_arrays
 
 COPY_PAUSES = 9.0
-"""The pause between copies, as a multiple of the last one's duration: peers that ask at each step cost a
-tenth of the time."""
+"""The pause between copies, as a multiple of the duration of the previous copy. So even if peers ask at each
+step, copies take at most a tenth of the time."""
 
 
 class Handout:
-    """Hands out the state of one optimizer. The training thread calls it while nothing changes a tensor."""
+    """Hands out the state of one optimizer. The training thread calls it while no tensor is being changed."""
 
     def __init__(
         self,
@@ -30,18 +30,19 @@ class Handout:
         self._layout = layout
         self._optimizers = optimizers
         self._counts = counts
-        # With a target batch, a peer with the state of an earlier step is behind at once.
+        # With a target batch, a peer that has the state of an earlier step is immediately behind.
         self._good_seconds = 0.0 if local_steps is None else SNAPSHOT_SECONDS
         self._next_at = 0.0
         self._is_left_behind = False
 
     def train(self, layout: Layout, counts: Mapping[str, torch.Tensor]) -> None:
-        """Use other trained tensors from now on."""
+        """From now on, use other trained tensors."""
         self._layout, self._counts = layout, counts
 
     def made_step(self, step: int, reports: Sequence[Report], members: int) -> None:
-        """Note the step after `step`, made with a round of this many members, itself included. Peers that
-        missed it, or have just come, need this state, and there may be no further step at which to copy it.
+        """Record the step after `step`, made with a round of this many members, including this one. Peers
+        that missed it, or have just joined, need this state, and there may be no later step at which to copy
+        it.
         """
         behind = sum(not report.has_state or report.step.equals(step) for report in reports)
         self._is_left_behind = behind >= members
@@ -49,7 +50,7 @@ class Handout:
     def share(
         self, session: TrainingSession, step: int, rounds: int, lineage: bytes, strategy: Strategy | None
     ) -> None:
-        """Make a copy if a peer waits for it, or was left behind by the last step."""
+        """Make a copy if a peer waits for it, or was left behind by the latest step."""
         is_wanted = self._is_left_behind or session.wants_state(step)
         if is_wanted and time.perf_counter() >= self._next_at:
             self._is_left_behind = False
@@ -58,7 +59,7 @@ class Handout:
     def share_first(
         self, session: TrainingSession, step: int, rounds: int, lineage: bytes, strategy: Strategy | None
     ) -> None:
-        """Copy the initial state of this peer, which is handed out until its first step."""
+        """Copy this peer's initial state, which is handed out until its first step."""
         self._make(session, step, rounds, lineage, strategy, 0.0)
 
     def _make(

@@ -1,8 +1,8 @@
-"""The reasons why a peer contributes nothing to its run: numbers that are not finite, and failed rounds in a
-row.
+"""The reasons why a peer contributes nothing to its run: values that are not finite, or several failed rounds
+in a row.
 
-A vector that is not finite would fail the round of the whole group, so it is not sent, and the status says so
-until a finite one is there.
+A vector that is not finite would make the round of the whole group fail. So it is not sent, and the status
+says so until the vector is finite again.
 """
 
 import time
@@ -15,12 +15,13 @@ from node.optimizer.layout import Layout
 from node.optimizer.trained import listed
 
 FAILURES_MIN = 2
-"""The number of failed rounds in a row that the status reports: a single one fails now and then."""
+"""Number of failed rounds in a row from which the status reports them, because a single round fails now and
+then."""
 ENDS = "a checkpoint that is loaded ends that, or this script started again, which takes the run's state"
 
 
 class Health:
-    """The faults of one peer, and since when. Times are of `time.monotonic`."""
+    """The faults of one peer, and since when they last. Times are of `time.monotonic`."""
 
     def __init__(self) -> None:
         self._sick = ""
@@ -32,7 +33,8 @@ class Health:
         self._error = ""
 
     def has_finite(self, layout: Layout, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether these gradients may be sent; remembers the place of a non-finite one."""
+        """Return whether these gradients may be sent. Remembers the names of gradients that are not
+        finite."""
         there = [gradient for gradient in gradients if gradient is not None]
         if not there or all(bool(norm.isfinite()) for norm in torch._foreach_norm(there)):
             return self._is_well()
@@ -41,7 +43,7 @@ class Health:
             for slot, gradient in zip(layout.slots, gradients, strict=True)
             if gradient is not None and not bool(gradient.isfinite().all())
         ]
-        if not names:  # a norm may overflow
+        if not names:  # each is finite, but their norm overflows
             return self._is_well()
         self._batches += 1
         own = [slot.name for slot in layout.slots if not bool(slot.tensor.isfinite().all())]
@@ -53,8 +55,8 @@ class Health:
         return False
 
     def is_finite(self, layout: Layout, vector: Vector) -> bool:
-        """Return whether these tensors, written into a vector, may be sent; remembers the place of a
-        non-finite one."""
+        """Return whether these tensors, written into a vector, may be sent. Remembers the names of tensors
+        that are not finite."""
         flat = torch.from_numpy(vector)
         if bool(flat.sum().isfinite()) or bool(flat.isfinite().all()):
             return self._is_well()
@@ -63,11 +65,11 @@ class Health:
         return False
 
     def averaged(self) -> None:
-        """Note that a round has succeeded here."""
+        """Record that a round has succeeded here."""
         self._failures = 0
 
     def failed(self, error: str) -> None:
-        """Note that a round has failed here."""
+        """Record that a round has failed here."""
         if not self._failures:
             self._failed_at = time.monotonic()
         self._failures += 1
@@ -81,8 +83,8 @@ class Health:
         return f"this peer brings nothing for {seconds:.0f} s: {self._sick}; {self._ends}"
 
     def failures(self) -> str:
-        """Return how many rounds in a row have failed, and the reason of the last one; empty for few
-        failures."""
+        """Return how many rounds in a row have failed, and the reason of the latest failure; empty if there
+        were few."""
         if self._failures < FAILURES_MIN:
             return ""
         seconds = time.monotonic() - self._failed_at

@@ -1,4 +1,5 @@
-"""The hyperparameters of a step of a target batch: equal at all peers, or their models drift apart.
+"""The hyperparameters of a step of a target batch. They must be equal at all peers, or their models drift
+apart.
 
 Each peer sends short hashes of them with its step, so that others can name the differences.
 """
@@ -12,15 +13,15 @@ from blake3 import blake3
 from gossip.roster import Report
 
 PART_BYTES = 4
-"""A hash of each kind of numbers: by chance two are equal once in four billion."""
+"""Length of the hash of each kind of hyperparameter. Two are equal by chance once in four billion."""
 MOMENTUM = frozenset({"momentum", "betas", "dampening", "nesterov", "alpha", "rho", "beta2_decay"})
 OWN = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "initial_lr", "param_names"})
-"""Keys that may differ between peers: they change how a step is computed, not its result."""
+"""Keys that may differ between peers, because they change how a step is computed but not its result."""
 KINDS = ("learning rate", "momentum", "weight_decay, eps or other number")
 
 
 def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> bytes:
-    """Return a hash of each kind of numbers in the groups, one after the other."""
+    """Return the concatenated hashes of each kind of hyperparameter in the groups."""
     parts: list[list[Any]] = [[], [], []]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -31,7 +32,7 @@ def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> bytes:
 
 
 def differences(own: bytes, step: int, reports: Iterable[Report], groups: Sequence[Mapping[str, Any]]) -> str:
-    """Name the differences of other peers in this step, by their hashes; empty if there are none."""
+    """Name the differences of other peers in this step, found by their hashes; empty if there are none."""
     counts = [0] * len(KINDS)
     for report in reports:
         if own and report.step.equals(step) and len(report.settings) == len(own):
@@ -48,7 +49,7 @@ def differences(own: bytes, step: int, reports: Iterable[Report], groups: Sequen
 
 
 def _plain(value: Any) -> Any:
-    """Return a value whose text is the same on every device: a tensor as its numbers."""
+    """Return a value whose text is the same on every device: for a tensor, its numbers."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""One or several optimizers of torch as one: groups, memory and state dictionaries, as torch has them.
+"""One or several optimizers of torch as one: groups, memory and state dictionaries in torch's form.
 
 Not here: a step of the run (`node.optimizer.wrapper`).
 """
@@ -19,11 +19,11 @@ class JoinedOptimizer(torch.optim.Optimizer):
         if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
             raise TypeError("want an optimizer of torch, or several")
         if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
-            raise TypeError("LBFGS computes the loss anew within a step; it cannot train with peers")
+            raise TypeError("LBFGS computes the loss again within a step; it cannot train with peers")
         if any(isinstance(each, torch.optim.SparseAdam) for each in optimizers):
-            raise TypeError("SparseAdam takes sparse gradients alone, which cannot be averaged; use Adam")
+            raise TypeError("SparseAdam accepts only sparse gradients, which cannot be averaged; use Adam")
         self._inner = tuple(optimizers)
-        # Without the base class's `__init__`, which would make its own groups: those of the wrapped
+        # Do not call the base class's `__init__`: it would make groups of its own, but those of the wrapped
         # optimizers are used.
         super().__setstate__({})
         self._warned_capturable_if_run_uncaptured = True
@@ -52,20 +52,20 @@ class JoinedOptimizer(torch.optim.Optimizer):
         return time.perf_counter() - begun
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer."""
+        """Zero gradients like the wrapped optimizer."""
         for inner in self._inner:
             inner.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer. Raises ValueError if there are several: it is unclear which
-        one gets it."""
+        """Add a group to the wrapped optimizer. Raises ValueError if there are several, because it is unclear
+        which one gets the group."""
         if len(self._inner) > 1:
             raise ValueError("several optimizers are wrapped: add the group to the one that is to train it")
         self._inner[0].add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the wrapped optimizer returns. Several are joined, with consecutive numbers of
-        parameters. Either loads into the plain optimizer."""
+        """Return the wrapped optimizer's state. The states of several are joined, with consecutive numbers of
+        parameters. Either form can be loaded into the plain optimizer."""
         joined: dict[str, Any] = {"state": {}, "param_groups": []}
         first = 0
         for inner in self._inner:

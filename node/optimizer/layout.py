@@ -1,7 +1,8 @@
-"""Tensors as one flat vector, and back: parameters, their gradients and floating buffers, in a fixed order.
+"""Tensors as one flat vector, and back: parameters, their gradients and floating-point buffers, in a fixed
+order.
 
-The vector is float32, or float64 if any tensor is; bfloat16 and float16 are exact in it. It has only trained
-tensors: a parameter that was frozen when the layout was made is neither sent nor stored.
+The vector is float32, or float64 if any tensor is; it represents bfloat16 and float16 exactly. It contains
+only trained tensors: a parameter that was frozen when the layout was made is neither sent nor stored.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """A tensor's place in the vector: items from `begin` to `end`."""
+    """The position of a tensor in the vector: items from `begin` to `end`."""
 
     name: str
     tensor: torch.Tensor
@@ -30,7 +31,7 @@ class Layout:
     """The order of some tensors in a flat vector."""
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raises TypeError for a tensor that no vector can hold: sparse, complex, integer."""
+        """Raises TypeError for a tensor that does not fit into a vector: sparse, complex, integer."""
         slots: list[TensorSlot] = []
         at = 0
         for name, tensor in named:
@@ -46,25 +47,25 @@ class Layout:
 
     @property
     def rows(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-        """The name, shape and type of each tensor, from which a signature is made."""
+        """Return name, shape and type of each tensor, from which a signature is made."""
         return tuple(
             (slot.name, tuple(slot.tensor.shape), str(slot.tensor.dtype).removeprefix("torch."))
             for slot in self.slots
         )
 
     def empty(self) -> Vector:
-        """Return a vector of the right size; its contents are undefined."""
+        """Return a vector of the right size, with undefined contents."""
         vector: Vector = np.empty(self.items, self.dtype)
         return vector
 
     def digest(self) -> bytes:
-        """Return the hash of the numbers: equal if two scripts began with the same seed."""
+        """Return the hash of the values. It is equal for two scripts that began with the same seed."""
         vector = self.empty()
         self.copy_out(vector)
         return blake3(vector.data.cast("B")).digest()
 
     def copy_out(self, out: Vector, tensors: Sequence[torch.Tensor | None] | None = None) -> None:
-        """Write the tensors, or others of the same shapes (None: zeros), into `out`."""
+        """Write the tensors, or the given ones of the same shapes (None: zeros), into `out`."""
         flat = torch.from_numpy(out)
         with torch.no_grad():
             for place, slot in enumerate(self.slots):
@@ -110,5 +111,5 @@ class Layout:
 
 
 def _readable(vector: Vector) -> torch.Tensor:
-    """Return a tensor over the vector's memory; torch warns of read-only memory."""
+    """Return a tensor over the vector's memory. Suppress torch's warning about read-only memory."""
     return torch.from_numpy(vector if vector.flags.writeable else vector.copy())

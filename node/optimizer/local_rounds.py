@@ -1,7 +1,7 @@
-"""The rounds of an optimizer with local steps: its tensors are copied and averaged in the background, and the
-difference is added to the tensors trained meanwhile.
+"""The rounds of an optimizer with local steps. Its tensors are copied and averaged in the background, and the
+difference is then added to the tensors, which were trained meanwhile.
 
-Not here: when a round is held, and with which state it may be (`node.optimizer.wrapper`).
+Not here: when a round is held, and with which state (`node.optimizer.wrapper`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ from node.optimizer.trained import TrainedTensors
 
 
 class LocalRounds:
-    """The rounds of one optimizer, one after the other. `strategy` computes the change of each; None adds the
-    difference from the mean."""
+    """The rounds of one optimizer, one after the other. `strategy` computes the change from each round;
+    without a strategy, the change is the difference from the mean."""
 
     def __init__(
         self, settings: Settings, trained: TrainedTensors, optimizers: Sequence[torch.optim.Optimizer]
@@ -40,7 +40,7 @@ class LocalRounds:
         self._samples_since_round = 0
 
     def start_afresh(self) -> None:
-        """Use other trained tensors from now on: a round of the previous ones is given up."""
+        """From now on, use other trained tensors. A round with the previous ones is given up."""
         self.sent = self._trained.tensors
         self._moments = []
         if self._pending is not None:
@@ -48,7 +48,8 @@ class LocalRounds:
             self._pending = None
 
     def begin_strategy(self, state: Mapping[str, Vector] | None = None) -> None:
-        """Begin the strategy with the present numbers, and with others' strategy state if there is one."""
+        """Begin the strategy with the present values, and with another peer's strategy state if there is
+        one."""
         lossy = self._settings.codec in ("int8", "int4")
         if self._settings.local_steps is None or (self._settings.strategy == "average" and not lossy):
             return
@@ -58,7 +59,7 @@ class LocalRounds:
         if state:
             try:
                 self.strategy.load(state)
-            except (KeyError, ValueError):  # the state of others is incomplete
+            except (KeyError, ValueError):  # the other peer's state is incomplete
                 self.strategy = self._make_strategy(vector)
 
     def stepped(self, samples: int) -> None:
@@ -69,25 +70,25 @@ class LocalRounds:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for the next round."""
+        """Return whether it is time for the next round."""
         return self._steps_since_round >= (self._settings.local_steps or 1)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a round has begun whose result is not used yet."""
+        """Return whether a round has begun whose result was not used yet."""
         return self._pending is not None
 
     @property
     def is_passed_over(self) -> bool:
-        """Whether a round is due with this step, apart from one under way."""
+        """Return whether a further round is due with this step while one is under way."""
         return self._steps_since_round % (self._settings.local_steps or 1) == 0
 
     def put_off(self) -> None:
-        """Count the steps to the next round from now on."""
+        """Restart the count of steps until the next round."""
         self._steps_since_round = 0
 
     def copy(self) -> Vector:
-        """Return the vector of a round that begins now, in the layout `sent`."""
+        """Return the vector for a round that begins now, in the layout `sent`."""
         self.sent = self._trained.tensors
         if self._settings.average_moments:
             self._moments = moments_of(self._trained.parameters, self._optimizers)
@@ -118,8 +119,8 @@ class LocalRounds:
             self._pending.cancel()
 
     def use_finished(self) -> Exchanged | str | None:
-        """Add the change of a finished round to the tensors; return its outcome, None if none has
-        finished."""
+        """Add the change from a finished round to the tensors. Return the round's outcome, or None if no
+        round has finished."""
         if self._pending is None or not self._pending.is_over:
             return None
         outcome, self._pending = self._pending.outcome(), None

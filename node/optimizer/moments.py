@@ -1,7 +1,7 @@
 """Moments of torch optimizers, as tensors that are averaged with the parameters.
 
-A moment is a floating tensor of its parameter's shape in an optimizer's state. The first step creates them;
-parameters that had no gradient yet have none, and zeros stand in for them.
+A moment is a floating-point tensor with its parameter's shape, in an optimizer's state. The first step
+creates it. Parameters without a gradient so far have none, and zeros are used instead.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def moments_of(
 
 
 def keep_above_zero(named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Correct moments that are squares and have become negative."""
+    """Set negative values to zero in moments that are squares."""
     with torch.no_grad():
         for name, tensor in named:
             if name.rpartition("/")[2] in SQUARES:

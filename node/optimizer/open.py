@@ -22,7 +22,7 @@ from node.text import admit_text
 log = logging.getLogger("peerloom")
 Optimizer = torch.optim.Optimizer
 Module = torch.nn.Module
-"""The names by which `node.library`, which does not import torch, types its method."""
+"""The names with which `node.library`, which does not import torch, types its method."""
 
 
 def open_optimizer(
@@ -32,7 +32,7 @@ def open_optimizer(
     join_seconds: float,
     **options: Any,
 ) -> PeerOptimizer:
-    """See `node.library.sync.SyncNode.optimizer`."""
+    """Make the optimizer; see `node.library.sync.SyncNode.optimizer`."""
     settings = Settings(**options)
     several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     wrapped = PeerOptimizer(several, model, settings)
@@ -54,7 +54,7 @@ def open_optimizer(
 
 
 def choose_rule(settings: Settings, *, is_private: bool) -> Aggregate:
-    """Return the rule of a run with these settings. Raises UsageError: it contradicts another of them."""
+    """Return the rule of a run with these settings. Raises UsageError if it contradicts another setting."""
     obstacle = obstacle_of(settings.strategy, settings.codec)
     if settings.group_size_max == 2:
         obstacle = obstacle or "in groups of two nobody can say which of them lies"
@@ -62,7 +62,7 @@ def choose_rule(settings: Settings, *, is_private: bool) -> Aggregate:
         obstacle = (
             obstacle or "average_moments=True: numbers cut one by one leave moments that never were one"
         )
-    if settings.aggregate != "mean" and settings.strategy not in NAMES:  # a user's own
+    if settings.aggregate != "mean" and settings.strategy not in NAMES:  # a user's own strategy
         own = strategy_maker(settings.strategy, settings.local_steps or 1, settings.codec)
         if own(np.zeros(1, np.float32)).mode == "exchange":
             obstacle = f"strategy {settings.strategy} exchanges vectors whole, and no rule compares those"

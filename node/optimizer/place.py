@@ -1,6 +1,7 @@
-"""This node's place in a run: it is taken once, and anew when the trained tensors change.
+"""This node's place in a run, that is, its membership. The place is taken once, and again when the trained
+tensors change.
 
-When a notebook's cell runs again, its optimizer takes over the place of the previous one.
+When a notebook's cell runs again, its optimizer takes over the place of the previous optimizer.
 """
 
 import logging
@@ -46,8 +47,9 @@ class RunPlace:
         self._give_up: Callable[[], Callable[[], None] | None] = lambda: None
 
     def take(self, rows: Rows, give_up: Callable[[], None]) -> TrainingSession:
-        """Take part with these tensors. `give_up`, a method, is called when another optimizer takes the place
-        over. Raises UsageError; ValueError where another one holds the place with other tensors."""
+        """Take part with these tensors. `give_up`, a bound method, is called when another optimizer takes
+        over the place. Raises UsageError, or ValueError if another optimizer holds the place with different
+        tensors."""
         earlier = _places.setdefault(self._portal, {}).get(self._run_id)
         if earlier is not None and earlier._is_held:
             earlier._yield_to(rows)
@@ -57,8 +59,8 @@ class RunPlace:
         return session
 
     def change(self, rows: Rows) -> TrainingSession:
-        """Take part with other tensors than before: for others this peer leaves, and comes back. Raises
-        UsageError, PortalClosed."""
+        """Take part with different tensors. Other peers see this peer leave and come back. Raises UsageError,
+        PortalClosed."""
         if self._session is not None:
             self._session.close()
         return self._enter(rows)
@@ -79,7 +81,7 @@ class RunPlace:
         return self._session
 
     def _yield_to(self, rows: Rows) -> None:
-        """Give this place up for another optimizer of this node."""
+        """Give this place up to another optimizer of this node."""
         assert self._session is not None
         give_up = self._give_up()
         if give_up is None:  # the optimizer was freed without being closed
@@ -87,9 +89,10 @@ class RunPlace:
             return
         if rows != self._rows:
             raise ValueError(
-                f"run {self._run_id!r}: an optimizer of this script takes part in it already, with other "
-                f"tensors ({len(self._rows)} there, {len(rows)} here). close() it first, as where a cell is "
-                "run again; or give this one another run_id, as where it trains another model"
+                f"run {self._run_id!r}: an optimizer of this script already takes part in "
+                f"it, with other tensors ({len(self._rows)} there, {len(rows)} here). "
+                "close() it first if a cell is run again; or give this one a different "
+                "run_id if it trains another model"
             )
         log.warning("run %r: this optimizer takes the place of the one that was made before", self._run_id)
         give_up()

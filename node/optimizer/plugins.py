@@ -1,12 +1,13 @@
-"""A user's own strategies and codecs, by entry point: `peerloom.strategies` and `peerloom.codecs`.
+"""A user's own strategies and codecs, found by entry point: `peerloom.strategies` and `peerloom.codecs`.
 
     [project.entry-points."peerloom.strategies"]
     mine = "my_package:MyStrategy"        # called as MyStrategy(theta, local_steps=..., codec=...)
     [project.entry-points."peerloom.codecs"]
     mine = "my_package:MyCodec"           # called as MyCodec(dtype), "float32" or "float64"
 
-They are loaded only in this process, by a name in its own script; peers cannot name any. All peers of
-a run need the same ones: the name is in the run's signature.
+They are loaded only in this process, and only by a name in the user's own script: peers cannot make them
+load. All peers of a run need the same strategy and codec, because their names are part of the run's
+signature.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ Make = Callable[[Vector], Strategy]
 
 
 def strategy_maker(name: str, local_steps: int, codec: str) -> Make:
-    """Return the factory of the strategy of this name for the initial numbers of training. Raises
+    """Return the factory that makes the strategy with this name from the initial values of training. Raises
     ValueError."""
     if name in NAMES:
         return lambda theta: make_strategy(name, theta, local_steps, codec)
@@ -34,7 +35,7 @@ def strategy_maker(name: str, local_steps: int, codec: str) -> Make:
 
 
 def own_codecs(name: str, dtype: str) -> dict[str, Codec]:
-    """Return a user's own codec by this name; nothing for a built-in one. Raises ValueError: there is
+    """Return a user's own codec with this name; empty for a built-in codec. Raises ValueError if there is
     none."""
     try:
         codec_of(name, dtype)

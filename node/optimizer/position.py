@@ -1,8 +1,9 @@
-"""The position of a run's other members, by the evidence, and the choice of a state to take over.
+"""The position of a run's other members according to the evidence, and the choice of a state to take over.
 
-Members' claims alone are no evidence (`gossip.claims`). A peer without a state joins at the median of the
-members. One that has made steps gives up its state only for one that two members confirm, or for that of the
-only other member, if the run can be that far by pace and time.
+Members' claims alone are no evidence (`gossip.claims`). A peer without a state joins at the median position
+of the members. A peer that has made steps gives up its own state only for a state that two members confirm.
+If there is only one other member, its state suffices, provided that the run can have come that far given its
+pace and time.
 """
 
 import time
@@ -23,22 +24,24 @@ from gossip.claims import (
 from gossip.roster import Report
 
 YOUNG_ROUNDS = 2
-"""With local steps, a peer that has made at most the steps of this many rounds, and averaged nothing, may
-have begun with the others, and takes their initial state."""
+"""With local steps, a peer that has not averaged yet and has made at most the steps of this many rounds may
+have begun together with the others. It then takes their initial state."""
 
 
 DISAGREED_MAX = 3
-"""Attempts of a newcomer to get a state that two members hold, before it accepts one of a single member: with
-steps of minutes, two copies may never be of the same step."""
+"""Number of attempts in which a newcomer asks for a state that two members hold, before it accepts one from a
+single member. If steps take minutes, two copies may never be of the same step."""
 UNDELIVERED_MAX = 64
-"""Initial states that are remembered as not delivered: more than the scripts that start in one second."""
+"""Maximum number of initial states that are remembered as not delivered: more than the scripts that start in
+one second."""
 
 
 class RunPosition:
-    """One peer's view of the others' progress. Wall-clock times: these advance while a laptop sleeps."""
+    """One peer's view of the others' progress. It uses wall-clock times, because these advance while a laptop
+    sleeps."""
 
     def __init__(self, local_steps: int | None) -> None:
-        """`local_steps` of a run that averages tensors, None if members step together."""
+        """`local_steps` is set for a run that averages tensors, and None if members step together."""
         self._local_steps = local_steps
         self._steps, self._rounds = CountEvidence(time.time()), CountEvidence(time.time())
         self._has_met = False
@@ -48,7 +51,7 @@ class RunPosition:
         """Lineages of step 0 whose holders did not deliver their state."""
         self.is_joined = False
         self.lacks_state = False
-        """Whether others are further, and have not delivered their state."""
+        """Whether others are further, but have not delivered their state."""
 
     def others(self, reports: Iterable[Report]) -> list[Report]:
         """Return the reports of the members that have a state."""
@@ -57,14 +60,14 @@ class RunPosition:
         return found
 
     def has_progress(self, step: int) -> bool:
-        """Return whether this peer, at `step`, would lose something if it took another's state."""
+        """Return whether this peer, at `step`, would lose progress if it took another peer's state."""
         return self.is_joined and not self.lacks_state and step > 0
 
     # What happens here
 
     def made_step(self, step: int, *, is_common: bool) -> None:
-        """Note a step of this peer. `is_common`: with others; if it never met any, it knows the run's
-        position too."""
+        """Record a step of this peer. `is_common`: it was made with others. If this peer never met any
+        others, it still knows the run's position."""
         if self._local_steps is None:
             self.lacks_state = False
         elif step > YOUNG_ROUNDS * self._local_steps:
@@ -72,15 +75,15 @@ class RunPosition:
         self._steps.made(time.time(), step, is_known=is_common or not self._has_met)
 
     def made_round(self, step: int, rounds: int) -> None:
-        """Note that this peer has averaged with others."""
+        """Record that this peer has averaged with others."""
         self._rounds.made(time.time(), rounds, is_known=True)
         if self._local_steps is not None:
             self._steps.accept(time.time(), step)
             self._is_young = self.lacks_state = False
 
     def missed(self, likely: LikelySteps) -> None:
-        """Note that a peer without progress could not get this state. If it is an initial one, another is as
-        good, and this peer's own remains possible."""
+        """Record that a peer without progress could not get this state. If it is an initial state, any other
+        initial state is as good, including this peer's own."""
         if likely.lineage is not None:
             self._undelivered[likely.lineage] = None
             if len(self._undelivered) > UNDELIVERED_MAX:
@@ -90,11 +93,11 @@ class RunPosition:
         self._failed += 1
 
     def awaits(self, likely: LikelySteps) -> None:
-        """Note that a state of others is being requested."""
+        """Record that another peer's state is being requested."""
         self.lacks_state = self.lacks_state or likely.lineage is None
 
     def moved(self, step: int, rounds: int) -> None:
-        """Note that this peer has taken a state of this step and number of rounds."""
+        """Record that this peer has taken over a state with this step and number of rounds."""
         self._steps.accept(time.time(), step)
         self._rounds.accept(time.time(), rounds)
         self._is_young = self.lacks_state = False
@@ -115,14 +118,15 @@ class RunPosition:
         return self._rounds.furthest(time.time(), rounds, [report.rounds for report in others]) > rounds
 
     def rounds_of(self, claimed: int, others: Iterable[Report]) -> int:
-        """Return the number of rounds of a state with this claim."""
+        """Return the number of rounds of a state for which a peer claims `claimed`."""
         return min(claimed, lower_median([report.rounds for report in others]) + SLACK_STEPS)
 
     def state_to_take(
         self, step: int, lineage: bytes, others: Sequence[Report], voices: Sequence[Report]
     ) -> LikelySteps | None:
-        """Return the state that a peer at `step` takes in place of its own; None if its own is right. If it
-        has progress, the `voices` among `others`, which may average with it, define the run's position."""
+        """Return the state that a peer at `step` should take over, or None if its own is right. If it has
+        progress, only the `voices` among `others`, which may average with it, determine the run's
+        position."""
         if not others:
             return None
         steps = [report.step for report in others]
@@ -152,13 +156,13 @@ class RunPosition:
         return None
 
     def local_state(self, others: Sequence[Report]) -> LikelySteps:
-        """Return the state that a peer takes if each makes its own steps."""
+        """Return the state that a peer should take over if each peer makes its own steps."""
         slack = SLACK_STEPS * (self._local_steps or 1)
         return newcomer_steps([report.step for report in others], slack, are_equal=False)
 
     def _is_beginning(self, others: Sequence[Report]) -> bool:
-        """Return whether the run still has only initial states: with a target batch nobody has made a step,
-        with local steps nobody has averaged."""
+        """Return whether the run still has only initial states: with a target batch no peer has made a step,
+        with local steps no peer has averaged."""
         if self._local_steps is None:
             return lower_median([report.step for report in others]) == 0
         beyond = YOUNG_ROUNDS * self._local_steps + 1
@@ -167,8 +171,8 @@ class RunPosition:
         )
 
     def _first_state(self, lineage: bytes, others: Sequence[Report]) -> LikelySteps | None:
-        """Return the initial state of a run, None if it is this peer's own. Its holders made a copy when they
-        joined, so it is available at once."""
+        """Return the initial state of a run, or None if it is this peer's own. Its holders made a copy when
+        they joined, so it is available immediately."""
         near = [report for report in others if self._local_steps is not None or report.step.equals(0)]
         found = [report.lineage for report in near if report.lineage not in self._undelivered]
         if not found:
@@ -180,14 +184,14 @@ class RunPosition:
         return LikelySteps(0, last, lineage=chosen)
 
     def _is_apart(self, step: int, lineage: bytes, others: Sequence[Report]) -> bool:
-        """Return whether others reached their position by other steps, and this peer should join them."""
+        """Return whether others reached their position by other steps, so this peer should join them."""
         if not self.is_joined or self.lacks_state:
             return any(report.lineage != lineage for report in others)
         voices = min(VOICES_MIN, len(others))
         if self._local_steps is None:
             near = [report for report in others if report.step.equals(step)]
         elif self._is_young:
-            # Others' local steps may differ, but the initial state must not.
+            # Others' local steps may differ, but the initial state must be the same.
             beyond = self._steps.count_max(time.time()) + 1
             near = [report for report in others if not report.step.reaches(beyond)]
         else:

@@ -1,9 +1,9 @@
-"""Counts the samples in the present gradients, at `backward` and not before.
+"""Counts the samples in the present gradients, during `backward`.
 
-A batch that never reaches `backward` does not count, nor does one whose gradients are dropped (`zero_grad`);
-each batch of an accumulation does. The number is the user's `batch_size`, or that of the loss's graph
-(`node.optimizer.graph`). `torch.autograd.backward`, through which every `backward` of torch goes, is hooked
-while any optimizer counts; model and tensors contain nothing of this.
+Each batch of an accumulation counts. A batch does not count if it never reaches `backward`, or if its
+gradients are discarded (`zero_grad`). The number is the user's `batch_size`, or is found in the loss's graph
+(`node.optimizer.graph`). While any optimizer counts, `torch.autograd.backward` is hooked, because every
+`backward` of torch calls it. Model and tensors are not changed.
 """
 
 import logging
@@ -20,42 +20,43 @@ from node.optimizer.graph import LossReader, reaches
 
 log = logging.getLogger("peerloom")
 NO_GRAPH = -1
-"""Torch's number of the running graph where none runs."""
+"""Torch's value for the number of the running graph if no graph is running."""
 HAND_MADE = "no backward() has put these gradients in place"
 
 _counters: "weakref.WeakSet[SampleCounter]" = weakref.WeakSet()
 _lock = threading.Lock()
 _plain = torch.autograd.backward
-"""Torch's own function; it is restored once no counter is left."""
+"""Torch's own function. It is restored when the last counter is gone."""
 
 
 class SampleCounter:
     """Counts the samples in the gradients of some parameters."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], batch_size: int | None = None) -> None:
-        """`batch_size`: the samples of each `backward`, instead of the graph's number."""
+        """`batch_size`: the number of samples of each `backward`, instead of the number found in the
+        graph."""
         self.parameters = parameters
         self._batch_size = batch_size
         self._reader = LossReader()
         self._has_warned = False
         self.last: int | None = None
-        """The samples of the last step with a known number."""
+        """The number of samples of the latest step whose number was known."""
         self.forget()
         with _lock:
             _counters.add(self)
             torch.autograd.backward = _watched
 
     def forget(self) -> None:
-        """Note that the gradients are dropped."""
+        """Record that the gradients are discarded."""
         self._samples = self._batches = 0
         self._unknown = ""
         self._seen: list[tuple[int, int] | None] = []
 
     def of_step(self, given: int | None, run: str, *, is_needed: bool) -> int:
-        """Return the samples of a step: the `given` number, or the counted ones; if unknown, as many as in
-        the last step.
+        """Return the number of samples of a step: the `given` number, or the counted one. If neither is
+        known, return the number of the previous step.
 
-        Raises ValueError: a number below 0, or none was ever known though one `is_needed`.
+        Raises ValueError if the number is below 0, or if it `is_needed` but was never known.
         """
         found = self.take()
         if given is not None:
@@ -69,8 +70,9 @@ class SampleCounter:
             return found
         elif self.last is None and is_needed:
             raise ValueError(
-                f"run {run!r}: how many samples this step has cannot be seen: {found}; say it at each step, "
-                "optimizer.step(samples=N), or once, me.optimizer(..., batch_size=N)"
+                f"run {run!r}: the number of samples in this step cannot be seen: {found}; "
+                "give it at each step, optimizer.step(samples=N), or once, "
+                "me.optimizer(..., batch_size=N)"
             )
         elif is_needed and not self._has_warned:
             self._has_warned = True
@@ -78,7 +80,8 @@ class SampleCounter:
         return self.last or 0
 
     def take(self) -> int | str:
-        """Return the samples since the last call, and begin anew; or why their number is not known."""
+        """Return the number of samples since the previous call, and begin a new count; or return why the
+        number is not known."""
         samples, batches, unknown = self._samples, self._batches, self._unknown
         self.forget()
         if unknown:
@@ -89,8 +92,8 @@ class SampleCounter:
 
     @contextmanager
     def watch(self, losses: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Count what these losses add to the gradients meanwhile. Unrelated gradients are not even read:
-        another thread may write them."""
+        """Inside this context, count the samples that these losses add to the gradients. Unrelated gradients
+        are not even read, because another thread may write them."""
         if not reaches(losses, self.parameters):
             yield
             return
@@ -100,7 +103,7 @@ class SampleCounter:
         yield
         after = self._marks()
         if after == before:
-            return  # torch was given other inputs=
+            return  # torch was called with other inputs=
         self._seen = after
         self._batches += 1
         found = self._batch_size or self._reader.samples(losses)
@@ -110,14 +113,15 @@ class SampleCounter:
             self._samples += found
 
     def _marks(self) -> list[tuple[int, int] | None]:
-        """Return marks that tell one state of the gradients from another without reading their numbers."""
+        """Return marks that distinguish two states of the gradients without reading their values."""
         return [
             None if (gradient := parameter.grad) is None else (id(gradient), gradient._version)
             for parameter in self.parameters
         ]
 
     def _is_dropped(self) -> bool:
-        """Return whether the counted gradients are gone: the model's own `zero_grad` is not hooked."""
+        """Return whether the counted gradients are gone. The model's own `zero_grad` is not hooked, so this
+        must be checked."""
         gradients = [parameter.grad for parameter in self.parameters]
         if all(gradient is None for gradient in gradients):
             return True
@@ -128,14 +132,14 @@ class SampleCounter:
 
 @wraps(_plain)
 def _watched(tensors: Any, *arguments: Any, **options: Any) -> None:
-    """Replaces `torch.autograd.backward`, and informs all counters."""
+    """Replace `torch.autograd.backward`, and inform all counters."""
     losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     with _lock:
         counters = list(_counters)
         if not counters and torch.autograd.backward is _watched:
             torch.autograd.backward = _plain
     is_within = torch._C._current_graph_task_id() != NO_GRAPH
-    if is_within:  # recomputed activations: a part of the running backward pass
+    if is_within:  # recomputed activations are a part of the running backward pass
         counters = []
     with ExitStack() as stack:
         seen = [each for each in losses if isinstance(each, torch.Tensor)]

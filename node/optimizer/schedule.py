@@ -1,8 +1,8 @@
 """Learning rate schedulers as functions of the run's global step, whichever peer made that step.
 
-Schedulers of torch remember the previous step, and some the present learning rate. So they run on stand-ins
-of the optimizers, with their groups but without parameters; the results are written to the real groups. A
-step back, as when a peer takes over an earlier state, begins anew on fresh stand-ins.
+Torch's schedulers remember the previous step, and some the present learning rate. So they run on stand-ins of
+the optimizers, which have the same groups but no parameters, and the results are written to the real groups.
+If the step goes back (when a peer takes over an earlier state), they begin again on new stand-ins.
 """
 
 import inspect
@@ -24,15 +24,15 @@ from torch.optim.lr_scheduler import (
 
 log = logging.getLogger("peerloom")
 CHAINED_MAX = 20_000
-"""The most steps, times parameter groups, that a scheduler advances at once: some 0.1 s. Beyond that it
-jumps, if its learning rate has a closed form; else it advances by this many at each step until it has caught
-up."""
+"""Maximum number of steps, times parameter groups, that a scheduler advances in one call: some 0.1 s. For
+more steps, it jumps if its learning rate has a closed form. Otherwise it advances by this many at each step
+until it has caught up."""
 CLOSED = (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
-"""Schedulers of torch that compute a learning rate from the step's number alone, without declaring it."""
+"""Torch's schedulers that compute a learning rate from the step number alone, but do not declare it."""
 
 
 class GlobalScheduler:
-    """One scheduler of the run's global step. Calling `step` is not needed, and does nothing."""
+    """One scheduler that follows the run's global step. Calling `step` is not needed, and does nothing."""
 
     def __init__(self, make: Any, options: dict[str, Any]) -> None:
         self._make = make
@@ -44,11 +44,11 @@ class GlobalScheduler:
 
     @property
     def last_epoch(self) -> int:
-        """The step that the learning rates belong to."""
+        """Return the step that the learning rates belong to."""
         return self._steps[0]
 
     def get_last_lr(self) -> list[float]:
-        """The learning rates of all parameter groups."""
+        """Return the learning rates of all parameter groups."""
         return [float(rate) for scheduler in self._schedulers for rate in scheduler.get_last_lr()]
 
     def step(self, epoch: int | None = None) -> None:
@@ -59,11 +59,11 @@ class GlobalScheduler:
         return {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the step that all follows from is in the optimizer's state."""
+        """Do nothing: everything follows from the step in the optimizer's state."""
 
     def begin(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Make the schedulers for these optimizers, at step 0. Raises TypeError for one that does not depend
-        on the step."""
+        """Make the schedulers for these optimizers, at step 0. Raises TypeError for a scheduler that does not
+        depend on the step alone."""
         self._is_over = False
         self._schedulers, self._steps = [], [0] * len(optimizers)
         for optimizer in optimizers:
@@ -73,7 +73,7 @@ class GlobalScheduler:
             self._schedulers.append(made)
 
     def advance(self, step: int) -> None:
-        """Advance to a step; a failing scheduler stays at its step, and the log says so."""
+        """Advance to a step. A scheduler that fails stays at its step, and this is logged."""
         if self._is_over:
             return
         for number, scheduler in enumerate(self._schedulers):
@@ -84,7 +84,8 @@ class GlobalScheduler:
                 for _ in range(min(step - self._steps[number], most)):
                     scheduler.step()
                     self._steps[number] += 1
-            except Exception as error:  # of torch, as beyond the steps of OneCycleLR, or of a person's lambda
+            # torch's, such as beyond the steps of OneCycleLR, or a user's lambda's
+            except Exception as error:
                 self._is_over = True
                 text = "run's step %d: %s goes no further, its last learning rate stays: %s: %s"
                 log.warning(text, step, self.name, type(error).__name__, error)
@@ -100,12 +101,12 @@ class Schedules:
         self._first: list[list[dict[str, Any]]] = []
         self._doubles: list[torch.optim.Optimizer] = []
         self._followed: set[str] = set()
-        """Keys that schedulers have changed: learning rates, and momentum where one cycles it."""
+        """Keys that schedulers have changed: learning rates, and momentum if a scheduler cycles it."""
         self._step = 0
 
     def add(self, make: Any, options: dict[str, Any]) -> GlobalScheduler:
         """Return `make(optimizer, **options)` as a function of the step. Raises TypeError or ValueError if
-        that is impossible, and its own errors."""
+        that is impossible, and any error of `make`."""
         if not self._schedulers:
             self._first = [[_values(group) for group in each.param_groups] for each in self._optimizers]
         added = GlobalScheduler(make, options)
@@ -115,7 +116,7 @@ class Schedules:
             for scheduler in tried._schedulers:
                 try:
                     scheduler.step()
-                except Exception as error:  # any error of a scheduler that is not torch's
+                except Exception as error:  # a user's own scheduler may raise anything
                     raise ValueError(f"{tried.name} does not follow the run's step: {error}") from error
         self._schedulers.append(added)
         self._begin()
@@ -123,7 +124,7 @@ class Schedules:
         return added
 
     def move_to(self, step: int) -> None:
-        """Bring the learning rates to a global step. Takes no longer for a step that is far away."""
+        """Set the learning rates for a global step. A step that is far away does not take longer."""
         if not self._schedulers:
             self._step = step
             return
@@ -136,7 +137,7 @@ class Schedules:
         self._write()
 
     def _stand_ins(self) -> list[torch.optim.Optimizer]:
-        """Optimizers with the groups of the wrapped ones, as these were before any scheduler."""
+        """Return optimizers with the groups of the wrapped ones, as they were before any scheduler."""
         return [
             torch.optim.Optimizer(
                 [{**_values(group), "params": [torch.zeros(1)]} for group in groups], dict(each.defaults)
@@ -151,7 +152,7 @@ class Schedules:
                 scheduler.begin(self._doubles)
 
     def _write(self) -> None:
-        """Copy the schedulers' changes of the stand-ins to the groups."""
+        """Copy the changes that the schedulers made to the stand-ins into the real groups."""
         for optimizer, double, firsts in zip(self._optimizers, self._doubles, self._first, strict=True):
             # A group that was added later has no schedule.
             for group, made, first in zip(optimizer.param_groups, double.param_groups, firsts, strict=False):
@@ -167,7 +168,7 @@ class Schedules:
 
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:
-    """A group without its parameters, with the learning rate that it had before any schedule."""
+    """Return a group without its parameters, with the learning rate that it had before any schedule."""
     values = {
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -186,7 +187,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _refuse_metrics(scheduler: Any) -> None:
-    """Raises TypeError for a scheduler whose step takes more than the step's number."""
+    """Raise TypeError for a scheduler whose `step` needs more than the step number."""
     name = type(scheduler).__name__
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(f"{name} is no scheduler of torch")
@@ -223,5 +224,5 @@ def _is_closed(scheduler: Any) -> bool:
 
 
 def _without_warnings() -> "warnings.catch_warnings[None]":
-    """Others may have made the previous step: torch would warn of a missing step of this process."""
+    """Suppress torch's warning about a missing step: other peers may have made the previous step."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -1,7 +1,7 @@
-"""A training thread's view of its part in a run: every call returns at once, and none raises.
+"""A training thread's view of its part in a run: every call returns immediately, and none raises.
 
-The training loop runs in one thread, the node's event loop in another (`node.portal`). The second executes
-the first's requests, and the first reads the outcome between two steps.
+The training loop runs in one thread and the node's event loop in another (`node.portal`). The node's thread
+carries out the training thread's requests, and the training thread reads the results between two steps.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ from node.portal import LoopCall, Portal, PortalClosed
 T = TypeVar("T")
 
 CLOSED = "closed"
-"""The error of a session that was closed on purpose."""
+"""The error text of a session that was closed on purpose."""
 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A finished round, and its change to the sent vector; None for no change."""
+    """A finished round, and the change that it makes to the sent vector; None if it makes none."""
 
     round: Round
     difference: Vector | None
@@ -49,33 +49,33 @@ class TrainingSession:
 
     @property
     def error(self) -> str:
-        """Why this session has stopped; empty while it works."""
+        """Return why this session has stopped; empty while it works."""
         return self._error or self._run.ended
 
     @property
     def peer(self) -> PeerId:
-        """This peer."""
+        """Return this peer's id."""
         return self._run.peer
 
     @property
     def view(self) -> RosterView:
-        """The run's participants, and how far each has got."""
+        """Return the run's participants and their progress."""
         return RosterView() if self.error else self._run.view
 
     @property
     def status(self) -> str:
-        """The activity of the node for this run now, as text."""
+        """Return what the node does for this run now, as text."""
         return self.error or self._run.status
 
     @property
     def look_seconds(self) -> float | None:
-        """The limit of the search for a round's group, from the round's beginning; leaving a search costs
-        others nothing. None while there is no search."""
+        """Return the time limit of the search for a round's group, counted from the round's beginning, or
+        None if there is no search now. Leaving a search costs other peers nothing."""
         return self._run.look_seconds
 
     @property
     def is_receiving(self) -> bool:
-        """Return whether a state of others is on its way here."""
+        """Return whether another peer's state is on its way here."""
         return self._run.states.is_receiving
 
     def wants_state(self, step: int) -> bool:
@@ -83,7 +83,7 @@ class TrainingSession:
         return self._run.states.wants_state(step) and not self.error
 
     def refuse_in_child(self) -> None:
-        """Raises ForkedChild: this is a forked child of the process that trains."""
+        """Raise ForkedChild if this is a forked child of the training process."""
         if self.error != CLOSED:
             self._portal.refuse_in_child()
 
@@ -97,7 +97,7 @@ class TrainingSession:
         has_state: bool,
         settings: bytes = b"",
     ) -> None:
-        """Report this peer's progress, and the settings of its last step."""
+        """Report this peer's progress, and the settings of its latest step."""
         said = partial(
             self._run.tell,
             step=step,
@@ -110,7 +110,7 @@ class TrainingSession:
         self._post(said)
 
     def average(self, vector: Vector, weight: float, wanted: RoundWish) -> "Pending[Round]":
-        """Begin a round. The vector must not change before it is over."""
+        """Begin a round. The vector must not change until the round is over."""
         return Pending(self._begin(self._run.average, vector, weight, wanted), self._portal)
 
     def exchange(
@@ -124,8 +124,8 @@ class TrainingSession:
     ) -> "Pending[Exchanged]":
         """Begin a round in the background; its result is written into the vector's memory.
 
-        `strategy` None is the plain mean; `stale_steps` counts the local steps since now; `damping` is the
-        share of the result that is taken.
+        Without a `strategy`, the result is the plain mean. `stale_steps` counts the local steps since now.
+        `damping` is the share of the result that is taken.
         """
         begin = self._begin(self._exchange, vector, weight, wanted, strategy, stale_steps, damping)
         return Pending(begin, self._portal)
@@ -156,7 +156,7 @@ class TrainingSession:
         return Exchanged(made, await compute(partial(np.subtract, taken, vector, out=vector)), taken)
 
     def stepped(self, step: int, samples: int) -> None:
-        """Report a global step on screens."""
+        """Report a global step, for screens."""
         self._post(partial(self._run.stepped, step, samples))
 
     def fetch(
@@ -167,8 +167,8 @@ class TrainingSession:
         check: Callable[[Snapshot], str],
         passed_over: frozenset[PeerId] = frozenset(),
     ) -> "Pending[Snapshot]":
-        """Begin to fetch the run's state, of a likely step, except from excluded peers; `check` returns a
-        state's fault, in another thread."""
+        """Begin to fetch the run's state, of a likely step, from any peers except those `passed_over`.
+        `check` runs in another thread and returns a state's fault."""
         fetch = partial(
             self._run.states.fetch,
             likely.first,
@@ -187,7 +187,8 @@ class TrainingSession:
         arrays: dict[str, tuple[str, tuple[int, ...], Array]],
         good_seconds: float = SNAPSHOT_SECONDS,
     ) -> None:
-        """Hand out this state, an immutable copy, to late peers, for a time after its step is over."""
+        """Hand out this state, an immutable copy, to late peers. Continue for `good_seconds` after its step
+        is over."""
         self._begin(partial(self._offer, step, rounds, lineage, arrays, good_seconds))
 
     async def _offer(
@@ -209,7 +210,7 @@ class TrainingSession:
         self._error = CLOSED
 
     def _post(self, function: Callable[[], object]) -> None:
-        """Run this in the node's thread, in the order of the calls."""
+        """Call a function in the node's thread. Calls keep their order."""
         if self.error:
             return
         try:
@@ -228,7 +229,7 @@ class TrainingSession:
 
 
 class Pending(Generic[T]):
-    """A call under way in the node's thread. `poll` returns whether it is over; it never raises."""
+    """A call in the node's thread. `poll` returns whether it has finished; it never raises."""
 
     def __init__(self, call: "LoopCall[T] | None", portal: Portal[Any]) -> None:
         self._call = call
@@ -239,13 +240,13 @@ class Pending(Generic[T]):
         return self._call is None or self._call.future.done()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a limited time; return whether it is over."""
+        """Wait up to `seconds`; return whether the call has finished."""
         if self._call is not None:
             futures.wait([self._call.future], seconds)
         return self.is_over
 
     def outcome(self) -> T | str:
-        """Return the outcome, once it is over, or the reason of the failure."""
+        """Return the result of the finished call, or the reason for its failure."""
         if self._call is None:
             return "the node has ended"
         try:

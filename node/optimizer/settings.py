@@ -1,4 +1,4 @@
-"""A training run's settings, statistics, and names of tensors."""
+"""A training run's settings and statistics, and the names of tensors."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,28 +14,28 @@ from node.averaging.rounds import Round
 class Settings:
     """The settings of a run. Exactly one of `target_batch_size` (samples) and `local_steps` is given.
 
-    `codec`: how numbers are sent: float32, bfloat16, float16, int8, int4. `weighting`: by samples, or all
-    equal. `window_seconds`: how long a round waits for peers that are not ready; `round_seconds_max`: how
-    long a step waits for a round. `batch_size`: the samples of each `backward` of this peer, instead of the
-    number from the loss's graph (`node.optimizer.samples`). `only_sends`: this peer is behind a slow uplink
-    and reduces nothing for others. `clip_grad_norm`: of the mean gradient.
+    `codec`: how values are sent: float32, bfloat16, float16, int8, int4. `weighting`: by samples, or equal
+    for all. `window_seconds`: how long a round waits for peers that are not ready. `round_seconds_max`: how
+    long a step waits for a round. `batch_size`: the number of samples in each `backward` of this peer,
+    instead of the number from the loss's graph (`node.optimizer.samples`). `only_sends`: this peer has a slow
+    uplink and reduces nothing for others. `clip_grad_norm`: limit for the norm of the mean gradient.
 
-    `aggregate`: "mean", or a rule by which some peers may lie, such as "nnm-trimmed-mean", which "auto" is in
-    a swarm without a key; in one with a key it is the mean (docs/averaging.md, "Rules").
+    `aggregate`: "mean", or a rule that tolerates some lying peers, such as "nnm-trimmed-mean". "auto" means
+    that rule in a swarm without a key, and the mean in a swarm with a key (docs/averaging.md, "Rules").
 
-    `admit` decides who takes part: "open", all that know the run's name; "invited", peers that its owner
-    invited; "vouched", also those that these invited. The owner is the peer without an `invitation`
-    (`node.api.surface.Surface.invite`). With one of the latter "auto" is the mean.
+    `admit` decides who takes part: "open", all peers that know the run's name; "invited", peers that its
+    owner invited; "vouched", also peers that these invited. The owner is the peer without an `invitation`
+    (`node.api.surface.Surface.invite`). With "invited" or "vouched", "auto" means the mean.
 
     With local steps, `strategy` defines the effect of a round: average, gossip (in pairs), diloco, noloco,
     sparseloco, asynchronous, or a user's own (`node.optimizer.plugins`). `average_moments` also averages the
     optimizer's moments, which strategies with outer steps leave alone. `damping`: the share of a round's mean
-    that this peer takes, w <- (1 - damping) w + damping mean; a round that a script holds at once gives all
-    of it. Peers may differ in it.
+    that this peer takes, w <- (1 - damping) w + damping mean. A round that the script requests itself
+    (`average_now`) ignores it. `damping` may differ between peers.
 
-    `own_loss` returns the loss of the present model, on fixed data of this peer's own. It is called before
-    and after a state of others is put in place, without gradients, and changes nothing. A state whose loss is
-    not finite, or worse than `node.averaging.loss_bound.loss_max`, is refused.
+    `own_loss` returns the loss of the present model on fixed data of this peer's own. It is called before and
+    after another peer's state is put in place, without gradients, and must change nothing. A state is refused
+    if its loss is not finite, or worse than `node.averaging.loss_bound.loss_max`.
     """
 
     run_id: str
@@ -81,12 +81,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Stats:
-    """This peer's position and statistics. Times in seconds, of this process.
+    """This peer's position and statistics. Times are in seconds, since this process started.
 
-    `samples`: gathered here for the next global step, `step_samples`: of the last call of `step`.
-    `total_samples`: by all peers at the same step. `last_round`: the newest finished round here, `last_error`
-    why it averaged nothing. `blocked_seconds`: how long `step` has worked or waited for the run, beside the
-    wrapped optimizer; `waited_seconds`: how long of that for peers that were not ready.
+    `samples` were gathered here for the next global step; `step_samples` are those of the latest call of
+    `step`. `total_samples` were gathered by all peers at the same step. `last_round` is the newest finished
+    round here, and `last_error` says why it averaged nothing. `blocked_seconds`: how long `step` has worked
+    or waited for the run, in addition to the wrapped optimizer. `waited_seconds`: the part of it spent
+    waiting for peers that were not ready.
     """
 
     global_step: int = 0
@@ -109,8 +110,8 @@ class Stats:
 def names_of(
     optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module | None, *, is_thawed: bool = False
 ) -> list[tuple[str, torch.Tensor]]:
-    """The trained parameters in the order of their groups, with the model's names or numbers of their own;
-    `is_thawed`: frozen ones too."""
+    """Return the trained parameters in the order of their groups, named as in the model or by numbers. If
+    `is_thawed`, include frozen ones."""
     known: Mapping[int, str] = (
         {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
     )
@@ -120,7 +121,7 @@ def names_of(
         for at, group in enumerate(inner.param_groups):
             for place, parameter in enumerate(group["params"]):
                 if id(parameter) in seen:
-                    raise ValueError("two of the optimizers train one parameter")
+                    raise ValueError("two of the optimizers train the same parameter")
                 seen.add(id(parameter))
                 if parameter.requires_grad or is_thawed:
                     found.append((known.get(id(parameter), f"{number}.{at}.{place}"), parameter))

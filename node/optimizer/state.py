@@ -1,8 +1,9 @@
-"""A training state as named arrays, and back: parameters, buffers, and what the optimizers remember.
+"""A training state as named arrays, and back: parameters, buffers, and the optimizers' memory (such as
+moments).
 
-It has only trained tensors: frozen parameters are neither sent nor stored. Peers' data is written into
-existing tensors of equal shape and type, so only an optimizer's own memory grows by it, bounded by a few
-tensors for each parameter.
+It contains only trained tensors: frozen parameters are neither sent nor stored. Peers' data is written into
+existing tensors of equal shape and type. So it can only enlarge an optimizer's memory, which is limited to a
+few tensors for each parameter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from node.averaging.snapshot import Array, ArrayRow, Snapshot, is_finite
 from node.optimizer.layout import Layout
 
 MEMORIES_MAX = 16
-"""Tensors that an optimizer remembers of one parameter: AMSGrad has four."""
+"""Maximum number of tensors that an optimizer remembers for one parameter. AMSGrad has four."""
 KEY_LENGTH_MAX = 64
 TYPES: dict[str, torch.dtype] = {
     "float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64,
@@ -29,7 +30,7 @@ Arrays = dict[str, tuple[str, tuple[int, ...], Array]]
 def copy_state(
     layout: Layout, optimizers: Sequence[torch.optim.Optimizer], counts: Mapping[str, torch.Tensor]
 ) -> Arrays:
-    """Copy the state: `counts` are integer buffers, copied unchanged."""
+    """Copy the state. `counts` are integer buffers, which are copied unchanged."""
     found: Arrays = {}
     for slot in layout.slots:
         found[f"tensor/{slot.name}"] = _copied(slot.tensor)
@@ -44,15 +45,15 @@ def copy_state(
 
 
 def check_state(snapshot: Snapshot, layout: Layout, counts: Mapping[str, torch.Tensor]) -> str:
-    """Return why a state of others cannot replace this one; empty if it can. Reads every number: call it in
-    the executor."""
+    """Return why another peer's state cannot replace this one, or "" if it can. Reads every value, so call it
+    in the executor."""
     arrays = snapshot.arrays()
     for slot in layout.slots:
         row = arrays.get(f"tensor/{slot.name}", (None,))[0]
         if row is None or row.shape != tuple(slot.tensor.shape) or row.dtype != NAMES[slot.tensor.dtype]:
             return f"the state of others has no such {slot.name}"
         data = arrays[f"tensor/{slot.name}"][1]
-        # A buffer such as a mask may hold infinities, the same ones here.
+        # A buffer such as a mask may hold infinities if the buffer here holds the same ones.
         if not is_finite(row.dtype, data) and not np.array_equal(data, _copied(slot.tensor)[2]):
             return f"the state of others is not finite in {slot.name}"
     for name, tensor in counts.items():
@@ -107,7 +108,7 @@ def put_state(
         for name, (row, data) in arrays.items():
             if name.startswith(prefix) and "/" not in (key := name.removeprefix(prefix)):
                 before = known.get(key)
-                # Counters such as Adam's `step` stay on the CPU, as torch has them.
+                # Counters such as Adam's `step` stay on the CPU, where torch puts them.
                 device = before.device if isinstance(before, torch.Tensor) else slot.tensor.device
                 memory[key] = _tensor(row, data).to("cpu" if not row.shape and before is None else device)
         if memory:
@@ -115,7 +116,7 @@ def put_state(
 
 
 def outer_arrays(outer: Mapping[str, Vector]) -> Arrays:
-    """Return a copy of the vectors that a strategy hands to late joiners, as part of a state."""
+    """Return a copy of the vectors that a strategy gives to late joiners, as part of a state."""
     return {
         f"outer/{name}": (str(vector.dtype), (vector.size,), vector.copy().view(np.uint8))
         for name, vector in outer.items()
@@ -123,7 +124,7 @@ def outer_arrays(outer: Mapping[str, Vector]) -> Arrays:
 
 
 def outer_of(snapshot: Snapshot, layout: Layout) -> dict[str, Vector]:
-    """Return the vectors of others' strategy that fit this model."""
+    """Return the vectors of another peer's strategy that fit this model."""
     return {
         name.removeprefix("outer/"): data.view(layout.dtype).copy()
         for name, (row, data) in snapshot.arrays().items()
@@ -132,8 +133,8 @@ def outer_of(snapshot: Snapshot, layout: Layout) -> dict[str, Vector]:
 
 
 def _may_remember(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
-    """Return whether an optimizer may remember a tensor of this shape: a number, or the parameter's shape
-    with some dimensions reduced to one, as Adafactor's."""
+    """Return whether an optimizer may remember a tensor of this shape: a single number, or the parameter's
+    shape with some dimensions reduced to one, as Adafactor does."""
     is_like = len(shape) == len(parameter) and all(
         own in (1, theirs) for own, theirs in zip(shape, parameter, strict=True)
     )
@@ -141,7 +142,7 @@ def _may_remember(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
 
 
 def size_of(layout: Layout) -> int:
-    """Return the most bytes of the state of this model and any optimizer of torch's."""
+    """Return the maximum size in bytes of the state of this model with any optimizer of torch."""
     own = sum(slot.tensor.numel() * slot.tensor.element_size() for slot in layout.slots)
     return 8 * own + len(layout.slots) * MEMORIES_MAX * 64 + (1 << 20)
 

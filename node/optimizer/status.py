@@ -1,4 +1,4 @@
-"""A status as one sentence: a peer's activity or wait, its duration, and what ends it."""
+"""A status as one sentence: what a peer does or waits for, for how long, and what ends that."""
 
 import re
 import time
@@ -12,7 +12,7 @@ LASTING = (
     (re.compile("nothing was averaged"), "the next round tries again"),
     (re.compile(r"step \d+: this step has no gradients"), "the next backward() ends that"),
 )
-"""Lasting states, by the beginning of their text, and what ends each."""
+"""Lasting states, recognized by the beginning of their text, and what ends each."""
 
 
 class StatusLine:

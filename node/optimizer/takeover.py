@@ -1,7 +1,7 @@
-"""Takes over a state of others: fetches, checks and tests it on own data, and puts it in place.
+"""Takes over the state of another peer: fetches it, checks it, tests it on own data, and puts it in place.
 
-The test needs the user's `own_loss`. A state that is worse than the own one by more than a bound is refused,
-and the next one is tried.
+The test needs the user's `own_loss`. A state whose loss is worse than the own state's by more than a bound is
+refused, and the next state is tried.
 
 Not here: when a peer takes over a state, and of which step (`node.optimizer.position`).
 """
@@ -21,9 +21,9 @@ from node.optimizer.session import Pending, TrainingSession
 from node.optimizer.state import check_state, put_state, size_of
 
 STATE_SECONDS_MAX = 600.0
-"""The time limit of one attempt to catch up; a state of many gigabytes over a slow link takes minutes."""
+"""Time limit for one attempt to catch up. A state of many gigabytes takes minutes over a slow link."""
 TRIED_MAX = 4
-"""States tried in one attempt, each by a call of `own_loss`."""
+"""Maximum number of states tried in one attempt. Each needs a call of `own_loss`."""
 POLL_SECONDS = 0.02
 
 
@@ -37,7 +37,7 @@ class Takeover:
         counts: Mapping[str, torch.Tensor],
         own_loss: Callable[[], float] | None,
     ) -> None:
-        """Call `own_loss` for the first values; raises its errors."""
+        """Call `own_loss` for the initial values. Raises its errors."""
         self._layout = layout
         self._optimizers = optimizers
         self._counts = counts
@@ -46,23 +46,24 @@ class Takeover:
         self._pending: Pending[Snapshot] | None = None
         self._begun = 0.0
         self.lasted_seconds = 0.0
-        """How long the last attempt took, over all calls."""
+        """How long the latest attempt took, over all calls."""
         self._refused: set[PeerId] = set()
         self._tries = 0
         self._fault = ""
         self.refused_count = 0
-        """The number of states refused for their loss."""
+        """The number of states refused because of their loss."""
 
     def train(self, layout: Layout, counts: Mapping[str, torch.Tensor]) -> None:
-        """Use other trained tensors from now on."""
+        """From now on, use other trained tensors."""
         self._layout, self._counts = layout, counts
 
     def take(
         self, session: TrainingSession, likely: LikelySteps, may_wait: Callable[[float, float], bool]
     ) -> Snapshot | str | None:
-        """Replace the own state by one of a likely step and return it; or return why there is none, and keep
-        the own one. None: it is still on its way, and the next call may return it. `may_wait` is called
-        repeatedly with the seconds of this call so far, and since the state was first requested."""
+        """Replace the own state by a state of a likely step, and return it. If there is none, keep the own
+        state and return the reason. Return None if the state is still on its way; a later call may return it.
+        `may_wait` is called repeatedly with the seconds since this call began, and since the state was first
+        requested."""
         called = time.perf_counter()
         check = partial(check_state, layout=self._layout, counts=self._counts)
         while True:
@@ -74,7 +75,7 @@ class Takeover:
             while not self._pending.is_over:
                 now = time.perf_counter()
                 if now - self._begun > STATE_SECONDS_MAX:
-                    return self._give_up("no state came in time")
+                    return self._give_up("no state arrived in time")
                 if not may_wait(now - called, now - self._begun):
                     return None
                 self._pending.wait(POLL_SECONDS)
@@ -87,7 +88,7 @@ class Takeover:
                 return found
             try:
                 self._fault = self._try(found)
-            except Exception as error:  # any error of a user's function
+            except Exception as error:  # a user's function may raise anything
                 self._end()
                 return f"own_loss failed, so no state was taken: {type(error).__name__}: {error}"
             if not self._fault:
@@ -117,8 +118,7 @@ class Takeover:
         self._refused, self._tries, self._fault = set(), 0, ""
 
     def _try(self, found: Snapshot) -> str:
-        """Put a state in place if its loss is within the bound; return the reason of a refusal,
-        else empty."""
+        """Put a state in place if its loss is within the bound. Return the reason for a refusal, or ""."""
         own = _Kept(self._layout, self._optimizers, self._counts)
         loss, limit = float("nan"), loss_max(self._first, self._loss())
         try:
@@ -138,7 +138,7 @@ class Takeover:
 
 
 class _Kept:
-    """A copy of the own state while another is tested."""
+    """A copy of the own state while another one is tested."""
 
     def __init__(
         self,
@@ -148,7 +148,8 @@ class _Kept:
     ) -> None:
         tensors = [*(slot.tensor for slot in layout.slots), *counts.values()]
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        # Tensors in an optimizer's memory are replaced by those of others, not written to.
+        # References suffice: a taken state replaces the tensors in an optimizer's memory, and does not write
+        # into them.
         self._memories = [
             (
                 each,

@@ -34,8 +34,8 @@ class TrackedOptimizer(JoinedOptimizer):
 
     @property
     def status(self) -> str:
-        """Return one sentence: what this peer does in its run or waits for, for how long, and
-        what ends that."""
+        """Return one sentence: what this peer does in its run or waits for, for how long, and what ends
+        that."""
         reports = [] if self._session is None else self._session.view.reports
         drift = differences(self._used, self.global_step, reports, self.param_groups)
         parts = [self._health.sickness() or self._line.sentence(), self._health.failures(), drift]
@@ -51,13 +51,13 @@ class TrackedOptimizer(JoinedOptimizer):
 
     @property
     def _others(self) -> list[Report]:
-        """The reports of the other members that have a state."""
+        """Return the reports of the other members that have a state."""
         assert self._session is not None
         return self._position.others(self._session.view.reports)
 
     @property
     def _voices(self) -> list[Report]:
-        """Return the reports of peers that average with this one, or may."""
+        """Return the reports of peers that average with this one, or could."""
         assert self._session is not None
         return self._position.others(self._session.view.voices)
 
@@ -76,7 +76,7 @@ class TrackedOptimizer(JoinedOptimizer):
         return f"alone in run {self.settings.run_id!r}{self._unlike()}"
 
     def _unlike(self) -> str:
-        """Name the differences of other peers under this run's name."""
+        """Name the differences of other peers that use this run's name."""
         strays = self._trained.strays()
         signatures = () if self._session is None else self._session.view.stranger_signatures
         texts = [] if self._differences is None else self._differences.texts(signatures)
@@ -86,7 +86,8 @@ class TrackedOptimizer(JoinedOptimizer):
         self._stats = Stats(**{**vars(self._stats), **changed})
 
     def _quietly(self, part: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Run a part that concerns the run; if it fails by a bug or a full disk, training goes on."""
+        """Call a function that only concerns the run. If it fails, because of a bug or a full disk, training
+        goes on."""
         try:
             return part(*arguments, **options)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The tensors that a script trains now: checked before every step, since scripts freeze and thaw
+"""The tensors that a script trains now. They are checked before every step, because scripts freeze and thaw
 parameters."""
 
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from node.optimizer.layout import Layout
 from node.optimizer.settings import names_of
 
 NAMES_MAX = 4
-"""The most tensors that a line names; it counts the rest."""
+"""Maximum number of tensors that a line names; the rest are counted."""
 Mark = tuple[int, bool, tuple[int, ...], torch.dtype]
 
 
 class TrainedTensors:
-    """The trained parameters and the buffers beside them, as of the last check."""
+    """The trained parameters, and the model's buffers, as of the latest check."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None) -> None:
         """Raises TypeError for tensors that cannot be averaged, ValueError if none is trained."""
@@ -22,7 +22,8 @@ class TrainedTensors:
         self._model = model
         self._marks: list[Mark] = []
         self.parameters = self.tensors = Layout([])
-        """The trained parameters; the same with the floating buffers of the model."""
+        """`parameters` are the trained parameters; `tensors` are these and the floating-point buffers of the
+        model."""
         self._floating: list[tuple[str, torch.Tensor]] = []
         self.counts: dict[str, torch.Tensor] = {}
         """Integer buffers, which are not averaged."""
@@ -32,7 +33,7 @@ class TrainedTensors:
 
     @property
     def all_parameters(self) -> list[torch.Tensor]:
-        """The parameters of all groups, frozen ones too."""
+        """Return the parameters of all groups, including frozen ones."""
         return [
             parameter
             for each in self._optimizers
@@ -42,12 +43,12 @@ class TrainedTensors:
 
     @property
     def thawed(self) -> Layout:
-        """The tensors that would be averaged if nothing in the groups were frozen."""
+        """Return the tensors that would be averaged if nothing in the groups were frozen."""
         return Layout([*names_of(self._optimizers, self._model, is_thawed=True), *self._floating])
 
     @property
     def numbered(self) -> Layout:
-        """The tensors that would be averaged without `model`, under numbers for names."""
+        """Return the tensors that would be averaged without `model`, with numbers as names."""
         return Layout(names_of(self._optimizers, None))
 
     def gradients(self) -> list[torch.Tensor | None]:
@@ -59,7 +60,8 @@ class TrainedTensors:
         return found
 
     def look(self) -> str:
-        """Check again. Return the changes, with names; empty if nothing has changed, or all is frozen now."""
+        """Check the tensors again. Return the changes, with names; empty if nothing has changed, or
+        everything is frozen now."""
         if self._marked() == self._marks:
             return ""
         old = self.parameters, self.tensors
@@ -79,14 +81,15 @@ class TrainedTensors:
         return ", ".join(said) or "trains other tensors in the place of those before"
 
     def strays(self) -> str:
-        """Name trained parameters that the model no longer has, for instance after a layer was replaced."""
+        """Name trained parameters that the model no longer has, for example after a layer was replaced."""
         if self._model is None:
             return ""
         known = {id(parameter) for parameter in self._model.parameters()}
         names = [slot.name for slot in self.parameters.slots if id(slot.tensor) not in known]
-        if not names or len(names) == len(self.parameters.slots):  # all: it is another model, or a wrapper's
+        # if all are missing, it is a different model, or a wrapper's
+        if not names or len(names) == len(self.parameters.slots):
             return ""
-        return f"{listed(names)} are in the optimizer and no longer in the model: make it anew"
+        return f"{listed(names)} are in the optimizer but no longer in the model: make the optimizer again"
 
     def _marked(self) -> list[Mark]:
         return [(id(each), each.requires_grad, tuple(each.shape), each.dtype) for each in self.all_parameters]
@@ -102,6 +105,6 @@ class TrainedTensors:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return some names for a line."""
+    """Return the first few names for a line, and the number of the rest."""
     more = len(names) - NAMES_MAX
     return ", ".join(names[:NAMES_MAX]) + (f" and {more} more" if more > 0 else "")

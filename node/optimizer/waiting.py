@@ -1,5 +1,5 @@
-"""Reports how long a call waits for others: in `status` at once, in the log once it takes long. Decides when
-to give up such a wait.
+"""Reports how long a call waits for others: in `status` immediately, and in the log if it takes long. It also
+decides when to give up such a wait.
 
 The training loop blocks in such a call, so only another thread can read `status` meanwhile.
 """
@@ -9,12 +9,12 @@ import time
 
 log = logging.getLogger("peerloom")
 LOGGED_SECONDS_MIN = 1.0
-"""Shorter waits are shown only in `status`: steps of a small model take less than a millisecond."""
+"""Shorter waits are shown only in `status`. Steps of a small model take less than a millisecond."""
 PAUSE_SECONDS = 10.0
-"""The interval of one optimizer's log lines: it may wait at each step."""
+"""Minimum interval between one optimizer's log lines, because it may wait at each step."""
 PASSED_SECONDS = 2.0
-"""How long an exchange goes on after others report its step: its result may be on its way, and their state,
-which would be fetched instead, is larger."""
+"""How long an exchange continues after others report its step. Its result may be on its way, and the
+alternative, fetching the others' state, is a larger transfer."""
 
 
 class Waits:
@@ -25,8 +25,8 @@ class Waits:
         self._logged_at = 0.0
 
     def said(self, where: str, what: str, seconds: float, end: str, step_seconds: float) -> str:
-        """Return the status of a call that waits for `what`, and log it if the wait exceeds a step; `end`
-        says what would end it."""
+        """Return the status of a call that waits for `what`, and log it if the wait exceeds a step. `end`
+        says what would end the wait."""
         status = f"{where}: waiting for {seconds:.1f} s for {what}; {end}"
         now = time.perf_counter()
         if seconds > max(LOGGED_SECONDS_MIN, step_seconds) and now >= self._logged_at:
@@ -42,8 +42,8 @@ class Overtaken:
         self._since: float | None = None
 
     def ends_round(self, waited: float, is_passed: bool, *, is_looking: bool) -> bool:
-        """Return whether to give up the round after this wait. `is_passed`: the others have made its step.
-        Then no peer joins its group, but an exchange may be about to end."""
+        """Return whether to give up the round after this wait. If `is_passed`, the others have made its step.
+        Then no peer will join its group, but an exchange may be about to end."""
         if not is_passed:
             self._since = None
             return False

@@ -1,4 +1,5 @@
-"""The wish of an optimizer for each round: its group, how long it waits for peers, and the codecs."""
+"""The parameters that an optimizer requests for each round: its group, how long it waits for peers, and the
+codecs."""
 
 from collections.abc import Mapping
 
@@ -9,10 +10,11 @@ from node.averaging.rounds import RoundWish
 from node.optimizer.settings import Settings
 
 WINDOW_STEPS = 3.0
-"""A round waits for peers as long as this many steps take here, or `window_seconds` if that is longer."""
+"""A round waits for peers for the duration of this many steps here, or for `window_seconds` if that is
+longer."""
 SILENT_SECONDS = 3.0
-"""How long a round of a target batch waits for any peer beyond its window. A peer that is not ready by then
-is busy otherwise, and takes the step over later."""
+"""How much longer than its window a round of a target batch waits for any peer. A peer that is not ready by
+then is busy, and takes the step over later."""
 
 
 def round_wish(
@@ -22,8 +24,8 @@ def round_wish(
     codecs: Mapping[str, Codec],
     strategy: Strategy | None,
 ) -> RoundWish:
-    """Return the wish for the round of a global step; without a number, for the next of local steps. A step
-    takes `step_seconds` here; `codecs` are a person's own."""
+    """Return the wish for the round of a global step, or, if there is no step number, for the next round with
+    local steps. `step_seconds` is how long a step takes here; `codecs` are a user's own."""
     window = max(settings.window_seconds, WINDOW_STEPS * step_seconds)
     patience = window + SILENT_SECONDS if number is not None else max(10 * window, 120.0)
     grouping = None if strategy is None else strategy.grouping

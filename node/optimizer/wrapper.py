@@ -1,18 +1,21 @@
-"""`me.optimizer(...)`: an optimizer of torch that trains with peers, and otherwise is the optimizer it wraps.
+"""`me.optimizer(...)`: an optimizer of torch that trains with peers, and otherwise behaves like the optimizer
+it wraps.
 
     optimizer = me.optimizer(torch.optim.AdamW(model.parameters()), run_id="cifar", target_batch_size=4096)
     optimizer = me.optimizer(torch.optim.AdamW(model.parameters()), run_id="cifar", local_steps=50)
 
-With a target batch, gradients gather over all peers until it is full; then all make the same step with their
-mean, weighted by samples. With local steps, each peer trains by itself. Every `local_steps` its tensors are
-averaged with those of a group, in the background: `step` only copies them and, later, adds the difference.
+With a target batch, gradients gather over all peers until the batch is full. Then all peers make the same
+step with the mean gradient, weighted by samples. With local steps, each peer trains by itself. Every
+`local_steps` steps its tensors are averaged with those of a group, in the background: `step` only copies the
+tensors and, later, adds the difference.
 
-Alone in its run it does, bit for bit, what the wrapped optimizer does (with a target batch: where one batch
-fills it). Peers, rounds and states can fail; training goes on, and `status` says why. Programming errors
-raise where they are made: a sparse gradient, a first step that does not show how many samples it has.
+A peer that is alone in its run gets bit for bit the results of the wrapped optimizer (with a target batch: if
+one batch fills it). Peers, rounds and states can fail; training goes on, and `status` says why. Programming
+errors are raised where they are made: a sparse gradient, or a first step that does not show how many samples
+it has.
 
 `clip_grad_norm_` before `step` clips this peer's own gradient; `clip_grad_norm=` clips the mean of a target
-batch. A `GradScaler` unscales before `step` and skips batches that are not finite: they do not count.
+batch. A `GradScaler` unscales before `step` and skips batches that are not finite, which then do not count.
 """
 
 import logging
@@ -58,11 +61,11 @@ from node.text import counted
 log = logging.getLogger("peerloom")
 POLL_SECONDS = 0.02
 TOLD_SECONDS = 1.0
-"""The time within which peers have reported whether a round succeeded."""
+"""Time within which peers have reported whether a round succeeded."""
 
 
 class PeerOptimizer(TrackedOptimizer):
-    """See the module.
+    """An optimizer that trains with peers; see the module.
 
     Made by `node.sync(...).optimizer(...)`. Long because its two ways to step share counting, averaging and
     catching up.
@@ -71,7 +74,7 @@ class PeerOptimizer(TrackedOptimizer):
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None, settings: Settings
     ) -> None:
-        """Raises TypeError or ValueError for optimizers that cannot be wrapped, or share a parameter."""
+        """Raises TypeError or ValueError for optimizers that cannot be wrapped, or that share a parameter."""
         super().__init__(optimizers)
         self.settings = settings
         self._trained = TrainedTensors(self._inner, model)
@@ -107,12 +110,11 @@ class PeerOptimizer(TrackedOptimizer):
         self._counter.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the wrapped optimizer returns, with the global step beside it under `peerloom`."""
+        """Return the wrapped optimizer's state, plus the global step under the key `peerloom`."""
         return {**super().state_dict(), "peerloom": {"global_step": self.global_step}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class or of the plain optimizer. The run's newer state wins, once it is
-        joined."""
+        """Load a state of this class or of the plain optimizer. A run's newer state replaces it later."""
         super().load_state_dict(state_dict)
         step = int(state_dict.get("peerloom", {}).get("global_step", 0))
         if step > self.global_step:
@@ -123,9 +125,9 @@ class PeerOptimizer(TrackedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None, samples: int | None = None) -> Any:
         """Make a step, or a part of one.
 
-        `samples`: the samples of the gradients, if they cannot be counted. A closure is called once, first,
-        and its result is returned. Raises ValueError at the first step without a number of samples. Raises
-        ForkedChild in a forked child of the training process.
+        `samples`: the number of samples in the gradients, if they cannot be counted. A closure is called
+        once, before the step, and its result is returned. Raises ValueError at the first step if the number
+        of samples is unknown, and ForkedChild in a forked child of the training process.
         """
         self._refuse_in_child()
         loss = None
@@ -150,7 +152,7 @@ class PeerOptimizer(TrackedOptimizer):
 
     @property
     def stats(self) -> Stats:
-        """The statistics of this peer and its run."""
+        """Return the statistics of this peer and its run."""
         if self._session is not None:
             view = self._session.view
             self._update(peers=view.peers, total_samples=self._total_samples())
@@ -159,12 +161,12 @@ class PeerOptimizer(TrackedOptimizer):
 
     def scheduler(self, make: Any, **options: Any) -> GlobalScheduler:
         """Return `make(optimizer, **options)`, a learning rate scheduler of torch, as a function of the run's
-        global step: a peer that joins late, or misses a round, has the learning rate of the others. `make` is
-        given a stand-in of the optimizer. Raises TypeError or ValueError for one that is no such function."""
+        global step, so a peer that joins late has the same learning rate as the others. `make` gets a
+        stand-in of the optimizer. Raises TypeError or ValueError if it does not depend on the step alone."""
         return self._schedules.add(make, options)
 
     def finish(self, timeout_seconds: float = 60.0) -> bool:
-        """Wait for a round that is under way, and use its result; return whether none is left.
+        """Wait for the current round, and use its result. Return False if it is still running.
 
         Raises ForkedChild.
         """
@@ -175,10 +177,10 @@ class PeerOptimizer(TrackedOptimizer):
         return not self._local.is_under_way
 
     def average_now(self, timeout_seconds: float = 60.0) -> bool:
-        """With local steps: hold a round now, regardless of the count, and take its whole result, regardless
-        of `damping`; return whether it averaged.
+        """With local steps: hold a round now, regardless of the step count, and take its whole result,
+        regardless of `damping`. Return whether it averaged.
 
-        A round that still looks for a group is given up for it. Raises ForkedChild.
+        A current round that still searches for a group is given up first. Raises ForkedChild.
         """
         self._refuse_in_child()
         if not self.finish(0.0):
@@ -192,7 +194,7 @@ class PeerOptimizer(TrackedOptimizer):
         return self._stats.rounds > rounds
 
     def close(self) -> None:
-        """Leave the run; the optimizer goes on as the plain one."""
+        """Leave the run. The optimizer then behaves like the plain one."""
         self._takeover.cancel()
         if self._session is not None:
             self._session.close()
@@ -206,23 +208,22 @@ class PeerOptimizer(TrackedOptimizer):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The averaged tensors, by name, shape and type: equal at all peers that average together."""
+        """Return name, shape and type of the averaged tensors: equal at all peers that average together."""
         return self._trained.tensors.rows
 
     def join(self, session: TrainingSession, place: RunPlace, rule: Aggregate) -> None:
-        """Take part with this session. A run that has begun first hands over its state."""
+        """Take part with this session. If the run has already begun, take over its state first."""
         self._place = place
         self._differences = Differences(self.settings, classes_of(self._inner), rule, self._trained)
         self._enter(session)
 
     def give_up(self) -> None:
-        """Stop, since another optimizer of this script replaces this one."""
+        """Stop, because another optimizer of this script replaces this one."""
         self.close()
         self._status = "left the run: another optimizer of this script has taken its place"
 
     def _look_at_tensors(self) -> None:
-        """Continue with the tensors that are trained now, if they have changed, and with the peers that train
-        the same."""
+        """If other tensors are trained now, continue with these, and with the peers that train the same."""
         rows = self.rows
         changed = self._trained.look()
         if not changed:
@@ -249,20 +250,20 @@ class PeerOptimizer(TrackedOptimizer):
         self._position.is_joined = True
         self._quietly(self._tell)
         self._quietly(self._local.begin_strategy)
-        # For those that begin at the same time: this script may load its data for minutes before its first
-        # step. The copy is made before there are gradients, so that no more memory is taken than later.
+        # For peers that begin at the same time: this script may load its data for minutes before its first
+        # step. The copy is made before there are gradients, so it does not raise the peak of memory.
         self._quietly(self._share, is_first=True)
         if self._status == "joining":
             self._status = self._alone_or_not()
 
     def _state_to_take(self) -> LikelySteps | None:
-        """Return the state of others that this peer takes now; None for none."""
+        """Return the state of other peers that this peer takes over now, or None."""
         if self._session is None or self._catching_up.is_paused:
             return None
         return self._position.state_to_take(self.global_step, self._lineage, self._others, self._voices)
 
     def _catch_up_if_behind(self) -> bool:
-        """Load the state of others if they are further or took other steps. Return whether this peer is
+        """Load the state of other peers if they are further or took other steps. Return whether this peer is
         behind: the state was loaded, or is on its way."""
         likely = self._state_to_take()
         if likely is None:
@@ -292,7 +293,7 @@ class PeerOptimizer(TrackedOptimizer):
             rounds=rounds,
         )
         self._schedules.move_to(self.global_step)
-        self._used = b""  # others made that step
+        self._used = b""  # other peers made that step
         self._status = f"caught up with step {self.global_step}"
         return True
 
@@ -302,7 +303,7 @@ class PeerOptimizer(TrackedOptimizer):
     # Local steps
 
     def _step_local(self, samples: int) -> float:
-        """Make the wrapped step, and a round now and then; return how long the wrapped one took."""
+        """Make the wrapped step, and begin or finish a round if due. Return how long the wrapped step took."""
         self._quietly(self._use_finished)
         seconds = self._step_wrapped()
         self.global_step += 1
@@ -327,7 +328,7 @@ class PeerOptimizer(TrackedOptimizer):
         is_behind = self._catch_up_if_behind()
         needs_all = self.settings.strategy in EVERY_ROUND
         if not is_behind and needs_all and self._position.has_missed_round(self._stats.rounds, self._others):
-            # Others held a round in which this peer's strategy should have taken part.
+            # Others held a round in which this peer should have taken part according to its strategy.
             is_behind = self._catch_up(self._position.local_state(self._others))
         if is_behind:
             return
@@ -352,18 +353,18 @@ class PeerOptimizer(TrackedOptimizer):
     # A target batch
 
     def _step_target(self, samples: int) -> float:
-        """Gather, and step once the common batch is full; return how long the wrapped step took."""
+        """Gather, and step once the common batch is full. Return how long the wrapped step took."""
         target = self.settings.target_batch_size or 1
         gradients = self._trained.gradients()
         if self._session is not None and self._quietly(self._catch_up_if_behind):
-            # The gradients belong to a replaced state.
+            # These gradients belong to a state that has been replaced.
             self._update(samples_dropped=self._stats.samples_dropped + samples)
             return 0.0
         if not samples and not self._gathered.samples:
             self._status = f"step {self.global_step}: this step has no gradients, so it adds none"
             return 0.0
         if self._is_alone and self._gathered.is_empty and samples >= target:
-            # Nothing to gather: the gradients stay as autograd left them, to the bit.
+            # Nothing to gather, so the gradients stay bit for bit as autograd left them.
             return self._make_step(None, samples)
         if not self._health.has_finite(self._trained.parameters, gradients):
             dropped = self._stats.samples_dropped + samples
@@ -377,7 +378,7 @@ class PeerOptimizer(TrackedOptimizer):
         return self._average_gradients(target)
 
     def _average_gradients(self, target: int) -> float:
-        """Hold the round of this global step; return the time of the wrapped step, 0 if it was not made."""
+        """Hold the round of this global step. Return how long the wrapped step took, 0 if it failed."""
         samples, mean = self._gathered.samples, self._gathered.mean()
         made: Round | str = "this peer is alone"
         if not self._is_alone:
@@ -392,11 +393,11 @@ class PeerOptimizer(TrackedOptimizer):
         if self._is_alone or ("nobody else was ready" in error and samples >= target):
             return self._make_step(mean, samples)
         self._await_others()
-        return 0.0  # the accumulated gradients are kept for the next attempt
+        return 0.0  # keep the accumulated gradients for the next attempt
 
     def _await_others(self) -> None:
-        """Handle a round that failed here. If the others made the step, this peer takes it over; else all try
-        again. Their reports take a moment."""
+        """Handle a round that failed here. If the others made the step, this peer takes it over; otherwise
+        all try again. It takes a moment until their reports arrive."""
         begun = time.perf_counter()
         while self._session is not None and time.perf_counter() - begun < TOLD_SECONDS:
             if self._state_to_take() is not None:
@@ -406,7 +407,7 @@ class PeerOptimizer(TrackedOptimizer):
             time.sleep(POLL_SECONDS)
 
     def _hold_round(self, mean: Vector, samples: int) -> Round | str:
-        """Wait for this step's round, but not for longer than is reasonable."""
+        """Wait for this step's round, up to a reasonable limit."""
         session, where = self._session, f"step {self.global_step}"
         assert session is not None
         self._tell()
@@ -425,8 +426,8 @@ class PeerOptimizer(TrackedOptimizer):
         return made
 
     def _make_step(self, mean: Vector | None, samples: int, digest: bytes = b"") -> float:
-        """Step with this mean gradient, None for the present gradients. `digest` is the round's; a step made
-        alone has none, and leads to a unique state."""
+        """Step with this mean gradient; None means the present gradients. `digest` is the round's. A step
+        made without a round has none, and leads to a unique state."""
         if mean is not None:
             for slot, gradient in zip(
                 self._trained.parameters.slots, self._trained.parameters.views(mean), strict=True
@@ -455,15 +456,15 @@ class PeerOptimizer(TrackedOptimizer):
 
     @property
     def _is_alone(self) -> bool:
-        """Return whether no other peer at this position has a state: newcomers do not take part in rounds
-        yet."""
+        """Return whether no other peer at this position has a state. Newcomers without a state do not take
+        part in rounds yet."""
         return self._session is None or self._position.is_alone(self._others)
 
     def _wanted(self, number: int | None) -> RoundWish:
         return round_wish(self.settings, number, self._step_seconds, self._codecs, self._local.strategy)
 
     def _total_samples(self) -> int:
-        """Return the samples that this peer and all at the same step have gathered."""
+        """Return the number of samples gathered by this peer and all peers at the same step."""
         awaited = self._session.view.awaited if self._session else {}
         return self._gathered.total(self.global_step, self.settings.target_batch_size or 0, awaited)
 
@@ -493,7 +494,7 @@ class PeerOptimizer(TrackedOptimizer):
             )
 
     def _share(self, *, is_first: bool = False) -> None:
-        """Copy the state if a peer waits for it, and when this peer joins."""
+        """Copy the state if a peer waits for it, or if this peer is just joining."""
         if self._session is not None and not self._position.lacks_state:
             share = self._handout.share_first if is_first else self._handout.share
             share(self._session, self.global_step, self._stats.rounds, self._lineage, self._local.strategy)

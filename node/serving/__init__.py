@@ -1,1 +1,1 @@
-"""Services: models that are split over peers and answer. The driver of `partition.serve`."""
+"""Services: models that are split over peers and answer requests. This package drives `partition.serve`."""

@@ -1,4 +1,5 @@
-"""This node's interface to services for users and programs: serve a model, answer, list, end.
+"""This node's interface to services, for users and programs: serve a model, get answers, list services, end
+one.
 
 Prompts and answers only pass through: no event, log, recording or report contains them.
 """
@@ -41,14 +42,16 @@ from partition.model.head import head_input, hidden_width
 from partition.model.serving import count_words, is_whole
 
 CONTEXT_USUAL = 1_024
-"""The default tokens of a session: the maximum of the built-in models."""
+"""Default number of tokens of a session: the maximum of the built-in models."""
 THREADS_USUAL = 4
-"""The most threads of a service, if its publisher has as many. Stages of one bit class compute with exactly
-the service's number, so a larger one excludes smaller machines; and decoding waits for memory, not cores."""
+"""Maximum number of threads of a service, if its publisher has as many. Stages of one bit class compute with
+exactly the service's number of threads, so a larger number excludes smaller machines. Decoding is limited by
+memory, not by cores."""
 HIDDEN_NUMBERS_MAX = 1 << 27
-"""Hidden states of one prompt: half a GiB of float32, or 32,768 tokens of 4,096 numbers each."""
+"""Maximum number of values in the hidden states of one prompt: half a GiB of float32, or 32,768 tokens of
+4,096 values each."""
 BYTES = 256
-"""The vocabulary of a model of text byte by byte."""
+"""Vocabulary size of a byte model."""
 PRIVACY = (
     "whoever holds a stage of a service can read what is asked and answered; "
     "serve it on nodes that you know, where that matters"
@@ -58,7 +61,7 @@ _TOLD_NAME = "serving/told"
 
 @dataclass(frozen=True)
 class ServeWish:
-    """How a model is to be served; `stages` 0 leaves the cut to the planner."""
+    """How a model is to be served. With `stages` 0, the planner decides how to split it."""
 
     name: str = ""
     stages: int = 0
@@ -66,13 +69,14 @@ class ServeWish:
     context: int = 0
     stops: tuple[int, ...] = ()
     text: str = ""
-    """The folder, or the tokenizer.json, for its text."""
+    """The folder, or the tokenizer.json, that turns text into the model's tokens."""
     peers: tuple[str, ...] = ()
-    """The peers that may hold it besides this node, by name or id; "invited" are the owner's listed peers."""
+    """The peers that may hold the service in addition to this node, by name or id. "invited" means the peers
+    that the owner lists."""
 
 
 class Asking:
-    """One node's face of services."""
+    """One node's interface to services."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -80,8 +84,8 @@ class Asking:
     # Serving a model
 
     async def serve(self, model: str, wish: ServeWish) -> dict[str, Any]:
-        """Publish a captured model (FILE.peerloom) or a run's weights (its id); return its document once it
-        answers. Raises UsageError: it cannot be served; RunFailed: it has no place."""
+        """Publish a captured model (FILE.peerloom) or a run's weights (its id). Return the service's document
+        once it answers. Raises UsageError if it cannot be served; RunFailed if no node has room for it."""
         if not 1 <= wish.replicas <= REPLICAS_MAX:
             raise UsageError(f"--replicas {wish.replicas}: want 1 to {REPLICAS_MAX}")
         async with self._files(model) as files:
@@ -126,22 +130,22 @@ class Asking:
                 holders=holders,
                 vector=vector,
             )
-            # Structs check their bounds when they are decoded.
+            # A struct checks its bounds only when it is decoded.
             data = msgspec.msgpack.encode(manifest)
             msgspec.msgpack.decode(data, type=ServiceManifest)
         except (ValueError, msgspec.ValidationError) as error:
-            raise UsageError(f"{wish.name}: no service can be called or made so: {error}") from None
+            raise UsageError(f"{wish.name}: no service can have this name or form: {error}") from None
         if len(data) > MANIFEST_BYTES_MAX:
             raise UsageError(
                 f"{wish.name}: its manifest has {len(data)} bytes, at most {MANIFEST_BYTES_MAX}",
-                "a shorter name, fewer stages, or fewer peers",
+                "use a shorter name, fewer stages, or fewer peers",
             )
         service = await serving.published.begin(manifest, peers)
         await serving.published.await_ready(service)
         return await self.document(service) | {"is_split": len(ranges) > 1, "was_asked": bool(wish.stages)}
 
     def _holders(self, peers: Sequence[str]) -> tuple[bytes, ...]:
-        """Return the manifest's entry of the peers that may hold a service; none if all may. Raises
+        """Return the manifest's list of peers that may hold a service; empty if all may. Raises
         UsageError."""
         if not peers:
             return ()
@@ -151,12 +155,12 @@ class Asking:
         return tuple(map(holder_name, found))
 
     async def _learn(self, files: ServedFiles, wish: ServeWish) -> tuple[bytes, Graph]:
-        """Store a captured model's serving graph and its values on this node, once it is proved. Raises
+        """Prove a captured model's serving graph, and store the graph and its values on this node. Raises
         UsageError."""
         serving, context = self._serving, wish.context or CONTEXT_USUAL
         name, decoded = await serving.models.learn(files.graph, files.values)
         served = await serving.seams.executor.run(partial(served_graph, decoded, wish.name, context))
-        # Proved by the stored copy: the file may have changed.
+        # Prove the stored copy, because the file may have changed.
         if (held := await serving.models.read(name)) is None:
             raise UsageError(f"{files.graph}: it could not be kept")
         machine = serving.machine
@@ -172,8 +176,8 @@ class Asking:
             return await serving.models.learn(path, files.values)
 
     async def _text(self, wish: ServeWish, vocabulary: int) -> tuple[bytes, TextFacts] | None:
-        """Store the model's text files on this node, if there are any. Raises UsageError: they are not this
-        model's."""
+        """Store the model's text files on this node, if there are any. Raises UsageError if they do not fit
+        this model."""
         if not wish.text:
             return None
         found = await self._serving.texts.keep(Path(wish.text))
@@ -197,10 +201,10 @@ class Asking:
             "name": service.manifest.name,
         }
 
-    # What there is
+    # Listing
 
     async def services(self) -> dict[str, Any]:
-        """Return the services that answer; one that cannot is not among them."""
+        """Return the services that answer now."""
         rows = []
         for service in await self._serving.finder.all():
             document = await self.document(service)
@@ -209,7 +213,7 @@ class Asking:
         return {"schema": "peerloom/services/1", "services": rows}
 
     async def document(self, service: Service) -> dict[str, Any]:
-        """Return the known state of a service: its stages, and the members that answer for each."""
+        """Return what is known of a service: its stages, and the members that answer for each."""
         routes = await self._serving.routes(service)
         manifest = service.manifest
         usage = self._serving.finder.usage(service.id)
@@ -253,8 +257,8 @@ class Asking:
 
     @asynccontextmanager
     async def answering(self, name: str, question: Question) -> AsyncIterator["AnswerStream"]:
-        """Yield an answer, which ends with the context. Raises UsageError: no such service, or an invalid
-        request; RunFailed: it cannot answer."""
+        """Yield an answer, which ends with the context. Raises UsageError if there is no such service, or the
+        request is invalid; RunFailed if the service cannot answer."""
         serving = self._serving
         service = await serving.finder.find(name)
         async with AsyncExitStack() as stack:
@@ -268,8 +272,9 @@ class Asking:
             yield AnswerStream(service, generation, pieces if question.is_text else None, asked.forgotten)
 
     async def hidden(self, name: str, question: Question) -> Array:
-        """Return the final hidden states of a prompt, float32 or float64 [tokens, width]: the input of the
-        model's head. Raises UsageError: no such service, or an invalid request; RunFailed: it cannot answer.
+        """Return the final hidden states of a prompt, float32 or float64 [tokens, width]. They are the input
+        of the model's head. Raises UsageError if there is no such service, or the request is invalid;
+        RunFailed if the service cannot answer.
         """
         serving = self._serving
         service = await serving.finder.find(name)
@@ -285,7 +290,7 @@ class Asking:
             wish = replace(asked.wish, is_hidden=True, tokens_max=1)
             made = await stack.enter_async_context(serving.answer(service, wish, width))
             async for _ in made:
-                raise AssertionError("a token where hidden states were asked for")
+                raise AssertionError("received a token instead of hidden states")
             if made.hidden is None:  # a member wrongly claimed that the prompt is too long
                 reason = "no finish" if made.finish is None else made.finish.reason
                 raise RunFailed(
@@ -313,8 +318,8 @@ class Asking:
 
     @asynccontextmanager
     async def reading(self, service: Service, purpose: str = "") -> AsyncIterator[FencedText]:
-        """Yield the text codec of a service, from files that its members have too; each purpose has its own
-        process. Raises UsageError, RunFailed."""
+        """Yield the text codec of a service, made from files that its members have too. Each purpose has its
+        own process. Raises UsageError, RunFailed."""
         serving = self._serving
         await serving.finder.routes(service)
         holders = [*serving.finder.members(service.id), service.publisher]
@@ -337,7 +342,7 @@ class Asking:
         }
 
     async def first_use(self) -> str:
-        """Return the notice for the first question of this node; empty later."""
+        """Return the privacy notice if this is the first question of this node; empty later."""
         storage, executor = self._serving.seams.storage, self._serving.seams.executor
         if await executor.run(partial(storage.read, _TOLD_NAME)) is not None:
             return ""
@@ -346,7 +351,7 @@ class Asking:
 
 
 class AnswerStream:
-    """The pieces of one answer: text if the prompt was text, else tokens."""
+    """The pieces of one answer: text if the prompt was text, otherwise tokens."""
 
     def __init__(
         self, service: Service, generation: Generation, text: TextPieces | None, forgotten: int = 0
@@ -361,7 +366,7 @@ class AnswerStream:
         return self
 
     async def __anext__(self) -> str | int:
-        """Return the next piece. Raises RunFailed: the answer cannot go on."""
+        """Return the next piece. Raises RunFailed if the answer cannot continue."""
         with _told_of_tokenizer(self.service):
             return await self._next()
 
@@ -406,7 +411,7 @@ class AnswerStream:
 
 @contextmanager
 def _told_of_tokenizer(service: Service) -> Iterator[None]:
-    """Raise RunFailed if the tokenizer process of a service is gone."""
+    """Inside this context, raise RunFailed if the tokenizer process of a service is gone."""
     try:
         yield
     except TextLost as error:
@@ -415,12 +420,12 @@ def _told_of_tokenizer(service: Service) -> Iterator[None]:
 
 
 def sizes_of(graph: Graph) -> tuple[int, int]:
-    """Return the vocabulary of a model and the length of its vectors: 0 for a language model, whose rows are
-    scores of its tokens. Raises UsageError."""
+    """Return the vocabulary size of a model and the length of its vectors. The length is 0 for a language
+    model, whose output rows are scores of its tokens. Raises UsageError."""
     entry = graph.entries[0]
     side = graph.types[entry.types[entry.outputs[0]]].shape[-1]
     if not isinstance(side, int):
-        raise UsageError("the model's logits have no last side that is fixed")
+        raise UsageError("the last dimension of the model's logits is not fixed")
     if not is_whole(graph, entry):
         return side, 0
     try:

@@ -1,7 +1,7 @@
-"""Finds services and the members that answer for their stages; the DHT names the members.
+"""Finds services and the members that answer for their stages. The members' peer ids come from the DHT.
 
-Only the publisher's signature of a service is believed. Each member states what it holds itself; a member
-that only others name, and that does not answer, is left out.
+A service is believed only with its publisher's signature. Each member states itself what it holds. A member
+that is only named by others, and does not answer, is left out.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,16 +36,18 @@ Held = tuple[PeerId, int]
 """A member, and a stage that it holds."""
 
 ASKED_MAX = 16
-"""The most members of one service that are queried."""
+"""Maximum number of members of one service that are queried."""
 ANSWER_SECONDS_MAX = 1.0
-"""A member that takes longer is left out: it would be as slow for each token."""
+"""Time limit for a member's answer. A slower member is left out, because it would be as slow for each
+token."""
 KNOWN_MAX = 64
-"""The most services whose members this node remembers; the oldest is dropped."""
+"""Maximum number of services whose members this node remembers; the oldest is forgotten."""
 
 
 @dataclass(frozen=True)
 class CacheUse:
-    """Tokens whose keys and values a member keeps, and its room for them; 0 if it states none."""
+    """The number of tokens whose keys and values a member keeps, and the number for which it has room; 0 if
+    it does not state them."""
 
     tokens: int
     tokens_max: int
@@ -76,17 +78,17 @@ class FinderOwner(Protocol):
 
 
 class Finder:
-    """One node's."""
+    """Finds services and members for one node."""
 
     def __init__(self, owner: FinderOwner) -> None:
         self._owner = owner
         self._members: dict[bytes, dict[PeerId, None]] = {}
         self._usage: dict[bytes, dict[Held, CacheUse]] = {}
-        """The members' last statements, for the services whose members are known."""
+        """The members' latest statements, for the services whose members are known."""
         self._loading: dict[bytes, frozenset[int]] = {}
 
     def usage(self, service: bytes) -> Mapping["Held", "CacheUse"]:
-        """Return the memory that members of a service, this node included, have stated."""
+        """Return the use of memory that members of a service, including this node, have stated."""
         found = dict(self._usage.get(service, {}))
         for each, listing in self._owner.hosting.own():
             if each.id == service:
@@ -95,7 +97,7 @@ class Finder:
         return found
 
     def note(self, service: Service, members: Sequence[PeerId]) -> None:
-        """Note members of a service, confirmed or reported by others."""
+        """Record members of a service, confirmed or reported by others."""
         known = self._members.pop(service.id, {})
         self._members[service.id] = dict.fromkeys([*members, *known][:ASKED_MAX])
         while len(self._members) > KNOWN_MAX:
@@ -105,7 +107,7 @@ class Finder:
             self._loading.pop(oldest, None)
 
     def loading(self, service: bytes) -> frozenset[int]:
-        """Return the stages that a member was loading when members were asked last."""
+        """Return the stages that some member was loading when the members were last asked."""
         return self._loading.get(service, frozenset())
 
     def members(self, service: bytes) -> list[PeerId]:
@@ -113,7 +115,7 @@ class Finder:
         return list(self._members.get(service, {}))
 
     async def find(self, name: str) -> Service:
-        """Return the service of this name, or with this id. Raises UsageError: there is none, or several."""
+        """Return the service with this name or id. Raises UsageError if there is none, or more than one."""
         found = {each.id: each for each, _ in self._owner.hosting.own()}
         found = {key: each for key, each in found.items() if name in (each.manifest.name, each.text)}
         if not found:
@@ -151,7 +153,7 @@ class Finder:
         return services
 
     async def routes(self, service: Service) -> Routes:
-        """Return the members that answer for each stage now; a stage without any is absent."""
+        """Return the members that answer for each stage now. A stage without any is absent."""
         routes = await self._ask_members(service)
         if len(routes) < service.manifest.stages:
             await self._recorded(NAMED_PURPOSE, service.manifest.name.encode())
@@ -170,7 +172,7 @@ class Finder:
         loading = {row.stage for listing in own.values() for row in listing.rows if not row.is_ready}
         for stage, peers in enumerate(owner.hosting.ready_of(service.id)):
             said |= {(peer, stage): own.get(stage) if peer == me else None for peer in peers}
-            # Members state their bit class themselves.
+            # Only the members themselves state their bit class.
             self.note(service, [peer for peer in peers if peer != me])
 
         async def ask(peer: PeerId) -> None:
@@ -190,7 +192,7 @@ class Finder:
                 else:
                     loading.add(row.stage)
 
-        # Members that others name are queried too: two rounds reach all of them.
+        # Members that are named by other members are queried too: two rounds reach all of them.
         for _ in range(2):
             new = [peer for peer in self.members(service.id) if peer not in asked][:ASKED_MAX]
             asked |= set(new)
@@ -217,7 +219,7 @@ class Finder:
         routes: Routes = {}
         for (peer, stage), told in said.items():
             if not service.manifest.may_hold(peer):
-                continue  # it calls itself a member
+                continue  # it claims to be a member itself
             seconds = 0.0 if peer == me else owner.round_trip_seconds(peer)
             row = StageReplica(peer, 0, seconds, links=_after(links, peer))
             if told is not None:
@@ -228,7 +230,7 @@ class Finder:
         return routes
 
     async def _listings(self, peer: PeerId, service: Service) -> list[Listing]:
-        """Return a member's statement about a service, once for each stage that it holds."""
+        """Return a member's statements about a service, one for each stage that it holds."""
         reply: Reply | None = None
         with trio.move_on_after(ANSWER_SECONDS_MAX), suppress(Unreachable):
             reply = await self._owner.hosting.recruiter.ask(peer, Find(service.id))

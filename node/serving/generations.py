@@ -1,4 +1,5 @@
-"""Drives the door of this node: its generations by services, each an iterator over tokens."""
+"""Drives this node's door, that is, the core that asks services: each generation is an iterator over
+tokens."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
@@ -38,7 +39,7 @@ from partition.serve.door import (
 from partition.serve.messages import Sends
 
 NEWEST_MAX = 64
-"""The most services whose newest answer is remembered."""
+"""Maximum number of services whose newest answer is remembered."""
 
 
 class DoorOwner(Protocol):
@@ -59,7 +60,7 @@ class DoorOwner(Protocol):
 
 @dataclass(frozen=True)
 class Token:
-    """One token that a generation has brought."""
+    """One token of a generation."""
 
     token: int
     logprob: float
@@ -71,28 +72,29 @@ def _not_masked(_allowed: Array) -> None:
 
 
 class Generation:
-    """A running generation. `finish` says how it ended, once it has."""
+    """A running generation. `finish` is set when it has ended, and says how."""
 
     def __init__(self, service: Service, now: float, prompt_tokens: int) -> None:
         self.service = service
         self.prompt_tokens = prompt_tokens
         self.route: tuple[PeerId, ...] = ()
         self.is_following = False
-        """Whether it began without a route because another generation reads their common beginning."""
+        """Whether it began without a route, because another generation is already reading their common
+        beginning."""
         self.moves = 0
         self.lost = ""
-        """Why it left its last route."""
+        """Why it left its previous route."""
         self.is_exact = True
-        """Whether every move was to machines of the bit classes that it came from."""
+        """Whether every move was to machines of the same bit classes as before."""
         self.shared = 0
-        """The first tokens of its prompt that were not read again."""
+        """Number of first tokens of its prompt that did not have to be read again."""
         self.count = 0
         self.began_at = now
         self.first_at: float | None = None
         self.newest_at: float | None = None
         self.finish: GenerationOver | None = None
         self.permit: Callable[[Array], None] = _not_masked
-        """Set the tokens that may come next, if the wish has a rule."""
+        """Sets the tokens that may come next, if the wish has a rule."""
         self.vector: Array | None = None
         """The answer of an encoder."""
         self.hidden: Array | None = None
@@ -115,7 +117,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> Token:
-        """Return the next token as it comes. Raises RunFailed: the generation cannot go on."""
+        """Return the next token when it arrives. Raises RunFailed if the generation cannot continue."""
         try:
             return await self._receive.receive()
         except trio.EndOfChannel:
@@ -130,7 +132,7 @@ class Generation:
 
 
 class Generations:
-    """All of one node."""
+    """All generations of one node."""
 
     def __init__(self, owner: DoorOwner, me: PeerId) -> None:
         self.door = Door(me, owner.seams.entropy)
@@ -139,7 +141,7 @@ class Generations:
         self._going: dict[int, Generation] = {}
         self._services: dict[bytes, Service] = {}
         self.newest: dict[bytes, GenerationEnded] = {}
-        """The figures of a service's newest answer here, for `services`."""
+        """The figures of the newest answer of each service here, for `services`."""
         self.watch: Callable[[str, float], None] = lambda _name, _seconds: None
         """Called with a service's name and the seconds between two tokens of an answer."""
 
@@ -147,13 +149,11 @@ class Generations:
     async def generating(
         self, service: Service, wish: GenerationWish, width: int = 0
     ) -> AsyncIterator[Generation]:
-        """Yield a generation, which ends with the context; then every stage forgets it. `width` is that of
-        hidden states, if requested. Raises RunFailed: too many at once."""
+        """Yield a generation, which ends with the context; every stage then forgets it. `width` is the width
+        of the hidden states, if they are requested. Raises RunFailed if there are too many generations."""
         owner, clock = self._owner, self._owner.seams.clock
         if self.door.generations >= GENERATIONS_MAX:
-            raise RunFailed(
-                f"{GENERATIONS_MAX} answers are being given to this node already", "wait for some"
-            )
+            raise RunFailed(f"this node is already receiving {GENERATIONS_MAX} answers", "wait for some")
         manifest = service.manifest
         row = width or manifest.vector or manifest.vocabulary
         shape = Shape(service.id, manifest.stages, row, manifest.context)
@@ -164,7 +164,7 @@ class Generations:
         number, sends = self.door.begin(clock.monotonic(), shape, wish)
         found.is_following = self.door.is_following(number)
         self._going[number] = found
-        self._services[service.id] = service  # its last answer may have ended meanwhile
+        self._services[service.id] = service  # the service's previous answer may have ended meanwhile
         if wish.is_masked:
             found.permit = partial(self._permit, number)
         self._learn_links(service)
@@ -200,7 +200,7 @@ class Generations:
         self._owner.start_task(self._owner.learn, members)
 
     def act(self) -> None:
-        """Execute the core's actions."""
+        """Carry out the core's actions."""
         now = self._owner.seams.clock.monotonic()
         events, self.door.events = self.door.events, []
         for event in events:
@@ -247,7 +247,7 @@ class Generations:
         if found is None:
             return
         found.route = event.route
-        if found.first_at is None:  # a move before the first token reads the prompt once more
+        if found.first_at is None:  # if it moves before the first token, it reads the prompt again
             found.shared = min(event.shared, found.prompt_tokens)
         if not event.lost:
             return

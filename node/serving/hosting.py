@@ -1,9 +1,10 @@
-"""The stages of services that this node holds: taken on, loaded, kept at their number, let go.
+"""The stages of services that this node holds: accepted, loaded, kept at the wished number of replicas,
+released.
 
-A stage takes a slot as a run's does, and the owner's rules say whose it may be. A further stage of the same
-service takes a slot of its own or, if none is free, the memory that the first stage leaves of its slot;
-stages of one slot compute in turn. `partition.serve.upkeep` handles what members tell each other;
-`node.serving.recruiting` finds and asks a node for a missing stage.
+A stage takes a slot like a run's stage does, and the owner's rules say whose stages are accepted. A further
+stage of the same service takes a slot of its own. If no slot is free, it takes the memory that the first
+stage leaves in its slot; stages in the same slot compute one at a time. `partition.serve.upkeep` handles the
+messages between members. `node.serving.recruiting` finds a node for a missing stage and asks it.
 """
 
 from collections import deque
@@ -55,12 +56,13 @@ from partition.serve.upkeep import Recruit, Relieved, RosterChanged, ServiceUpke
 
 LOOK_SECONDS = 0.1
 IDLE_LOOK_SECONDS = 1.0
-"""How often an idle stage is probed, since answers would fail to move to one whose process has ended. As
-often as members tell each other."""
+"""How often an idle stage is probed, because an answer could not move to a stage whose process has ended.
+Members exchange messages at the same interval."""
 BACKOFF_COUNT_MAX = 256
-"""The most ended stages that are remembered: far more than a node holds at once, each some hundred bytes."""
+"""Maximum number of ended stages that are remembered: far more than a node holds at a time, some hundred
+bytes each."""
 GONE_RECORD_SECONDS = 1.0
-"""How long the record that replaces a left service's record in the DHT lives."""
+"""Lifetime of the record that replaces the DHT record of a service that this node has left."""
 
 
 class HostingOwner(Protocol):
@@ -94,7 +96,7 @@ class HostingOwner(Protocol):
 
 
 class ServiceMembership:
-    """One stage of a service that this node holds. `beside` is another one whose slot it shares."""
+    """One stage of a service that this node holds. `beside` is another such stage whose slot it shares."""
 
     def __init__(
         self,
@@ -114,18 +116,19 @@ class ServiceMembership:
         """The name under which its slot is taken."""
         self.machine = machine
         self.turn: trio.Lock = trio.Lock() if beside is None else beside.turn
-        """Stages that share a slot compute one at a time: the owner gave it so many threads."""
+        """Stages that share a slot compute one at a time, because the owner gave the slot a fixed number of
+        threads."""
         self.stage: HeldStage | None = None
         self.scope = trio.CancelScope()
         self.ready = trio.Event()
         self.ready_since: float | None = None
         self.pace = StagePace()
         self.asked: deque[ProviderEvent] = deque()
-        """The work that the stage is asked for, in this order."""
+        """The queue of work for the stage."""
         self.is_working = False
         self.roster: tuple[tuple[PeerId, ...], ...] = ()
         self.offering: frozenset[PeerId] = frozenset()
-        """Nodes that had a free slot when a stage was last offered, but did not take it."""
+        """Nodes that had a free slot when a stage was last offered, but did not accept it."""
         now = owner.seams.clock.monotonic()
         manifest = service.manifest
         self.upkeep = ServiceUpkeep(
@@ -135,26 +138,27 @@ class ServiceMembership:
 
 
 class ServiceHost:
-    """All of one node."""
+    """All service stages of one node."""
 
     def __init__(self, owner: HostingOwner) -> None:
         self._owner = owner
         self.members: dict[tuple[bytes, int], ServiceMembership] = {}
-        """By the service and the number of the stage."""
+        """The stages here, by service and stage number."""
         self._backoff: StageBackoff[tuple[bytes, int]] = StageBackoff(BACKOFF_COUNT_MAX)
         self.recruiter = StageRecruiter(owner, self.take)
         self.is_leaving = False
-        """Whether this node is leaving, and takes no stage again."""
+        """Whether this node is leaving, and accepts no further stages."""
 
     def of(self, service: bytes) -> list[ServiceMembership]:
         """Return the stages of a service that are here, the permanent one first."""
         found = [member for member in self.members.values() if member.service.id == service]
         return sorted(found, key=lambda member: member.upkeep.is_stopgap)
 
-    # Taking a stage on
+    # Accepting a stage
 
     def take(self, service: Service, number: int, rows: Sequence[ServiceRow], asker: PeerId) -> str | None:
-        """Begin to load a stage for `asker`; return a refusal, None if it is begun."""
+        """Begin to load a stage for `asker`. Return the reason for a refusal, or None if loading has
+        begun."""
         owner = self._owner
         if number >= service.manifest.stages:
             return "the service has no such stage"
@@ -166,7 +170,7 @@ class ServiceHost:
         if self.is_leaving:
             return "the node leaves"
         if (service.id, number) in self.members:
-            owner.act()  # what was introduced is told to the others
+            owner.act()  # tell the other members about the new one
             return None
         reason = further_refusal(cores, number, asker, is_owner=is_owner) if here else None
         if reason is not None or (reason := self._refusal(service, number)) is not None:
@@ -180,28 +184,30 @@ class ServiceHost:
             member = ServiceMembership(owner, service, number, rows, slot=service.id, machine=owner.machine)
         self.members[service.id, number] = member
         owner.receipts.begun(service.id)
-        owner.expect_stage()  # its process loads while the graph travels
+        owner.expect_stage()  # its process loads while the graph is fetched
         owner.start_task(self._hold, member)
-        owner.act()  # the others hear of it while it loads
+        owner.act()  # the other members learn of it while it loads
         return None
 
     def _refusal(self, service: Service, number: int) -> str | None:
-        """Return why this node takes no stage of a service, or not this one; None if it may."""
+        """Return why this node does not accept a stage of this service, or not this stage; None if it
+        does."""
         owner = self._owner
         if not service.manifest.may_hold(owner.signer.peer):
             return "the service is restricted to other peers"
         if (reason := owner.accepts(service)) is not None:
             return reason
         if rest := self._backoff.rest_left(owner.seams.clock.monotonic(), (service.id, number)):
-            return f"the stage ended here too often lately: again in {seconds_text(rest)}"
+            return f"the stage ended here too often lately: try again in {seconds_text(rest)}"
         if service.manifest.threads > owner.machine.threads:
-            return f"it computes with {service.manifest.threads} threads, a slot here has fewer"
+            return f"it computes with {service.manifest.threads} threads, but a slot here has fewer"
         return None
 
     def _further(
         self, service: Service, number: int, rows: Sequence[ServiceRow], here: Sequence[ServiceMembership]
     ) -> ServiceMembership | str:
-        """Return the membership for a stage beside others of the same service, or why it has no place."""
+        """Return the membership for a further stage of a service that is already here, or why there is no
+        room for it."""
         owner = self._owner
         own = blake3(service.id + number.to_bytes(2)).digest()
         if owner.slots.is_free_for(own):
@@ -211,17 +217,17 @@ class ServiceHost:
         beside = here[0]
         sharers = [each for each in here if each.slot == beside.slot]
         if any(each.stage is None for each in sharers):
-            return "the stage that is here is being loaded"
+            return "another stage of the service is still being loaded here"
         needed = sum(each.stage.needed_bytes for each in sharers if each.stage is not None)
         if (left := owner.machine.memory_bytes - needed) <= 0:
-            return "no memory is left beside the stage that is here"
+            return "the stage that is here leaves no memory for another one"
         return ServiceMembership(
             owner, service, number, rows, slot=beside.slot, beside=beside, is_stopgap=True,
             machine=replace(owner.machine, memory_bytes=left),
         )  # fmt: skip
 
     async def _hold(self, member: ServiceMembership) -> None:
-        """Load a stage and answer with it, until it is dropped or its process ends."""
+        """Load a stage and answer with it, until it is released or its process ends."""
         owner, service = self._owner, member.service
         with member.scope:
             try:
@@ -250,13 +256,14 @@ class ServiceHost:
         owner.act()
         if manifest.text == "tokenizer":
             owner.start_task(self._keep_text, member)
-        # Needed when another node has to hold it: the machines of each bit class.
+        # These measurements (the machines of each bit class) are needed when another node must take over the
+        # stage.
         owner.start_task(owner.learn, [each.peer for each in owner.offers()])
         owner.start_task(self._watch, member)
         await self._advertise(service, encode(service.fact), None)
 
     async def _watch(self, member: ServiceMembership) -> None:
-        """Drop a stage whose process ends while it is idle."""
+        """Release a stage whose process ends while it is idle."""
         try:
             while (stage := member.stage) is not None and self._has(member):
                 if not member.is_working:
@@ -270,13 +277,14 @@ class ServiceHost:
         return self.members.get((member.service.id, member.number)) is member
 
     async def _keep_text(self, member: ServiceMembership) -> None:
-        """Keep the service's tokenizer too: doors fetch it from members when the publisher is gone."""
+        """Keep the service's tokenizer too, because doors fetch it from members when the publisher is
+        gone."""
         with suppress(Unreachable):
             await self._owner.texts.bring(member.service, self.holders(member))
 
     def holders(self, member: ServiceMembership) -> list[PeerId]:
-        """Return the peers that may have a stage's parts: its members, those of the same stage first, and the
-        publisher."""
+        """Return the peers that may have a stage's parts: first the members with the same stage, then the
+        other members and the publisher."""
         rows = sorted(member.upkeep.rows(), key=lambda row: row.stage != member.number)
         me = self._owner.signer.peer
         others = [row for each in self.of(member.service.id) for row in each.upkeep.rows()]
@@ -290,7 +298,7 @@ class ServiceHost:
             await discovery.publish_for(ALL_PURPOSE, service.id[:0], value, seconds)
 
     async def let_go(self, member: ServiceMembership, code: CloseCode, reason: str) -> None:
-        """Stop serving a stage, and tell doors and members."""
+        """Stop serving a stage, and inform doors and members."""
         owner, service = self._owner, member.service
         if not self._has(member):
             return
@@ -322,14 +330,15 @@ class ServiceHost:
             owner.start_task(self._advertise, service, b"", GONE_RECORD_SECONDS)
 
     async def leave(self) -> None:
-        """Drop all stages, after their sessions have moved elsewhere."""
+        """Release all stages, after their sessions have moved elsewhere."""
         self.is_leaving = True
         async with trio.open_nursery() as nursery:
             for member in list(self.members.values()):
                 nursery.start_soon(self._hand_over, member)
 
     async def _hand_over(self, member: ServiceMembership) -> None:
-        """Drop a stage; if its sessions would have to wait, only after another node answers for it."""
+        """Release a stage. If its sessions would have to wait, first wait until another node answers for
+        it."""
         owner, service, number = self._owner, member.service, member.number
         if owner.provider.sessions_of(service.id) and not self._has_other(member):
             with trio.move_on_after(LEAVE_SECONDS_MAX):
@@ -350,7 +359,7 @@ class ServiceHost:
         """Return whether another member answers for the same stage."""
         return has_other(member.roster, member.number, self._owner.signer.peer)
 
-    # What members say
+    # Messages from members
 
     @property
     def upkeeps(self) -> list[ServiceUpkeep]:
@@ -358,7 +367,7 @@ class ServiceHost:
         return [member.upkeep for member in self.members.values()]
 
     deadline = inf
-    """It has no deadline of its own: it wakes with any other core."""
+    """No deadline of its own: it wakes together with any other core."""
 
     def wake(self, now: float) -> Sends:
         """Tell waiting members about new offers, before their own cores wake."""
@@ -371,7 +380,7 @@ class ServiceHost:
         return frozenset(each.peer for each in self._owner.offers() if each.has_slot)
 
     def receive(self, now: float, sender: PeerId, message: Roll) -> Sends:
-        """Take a member's message; it is ignored for a service that is not here."""
+        """Handle a member's message. A message about a service that is not here is ignored."""
         members = self.of(message.service)
         return [send for member in members for send in member.upkeep.receive(now, sender, message)]
 
@@ -383,7 +392,7 @@ class ServiceHost:
         return any(row.peer == peer for member in self.members.values() for row in member.upkeep.rows())
 
     def act(self) -> None:
-        """Execute the cores' actions."""
+        """Carry out the cores' actions."""
         owner = self._owner
         for member in list(self.members.values()):
             events, member.upkeep.events = member.upkeep.events, []
@@ -420,14 +429,14 @@ class ServiceHost:
             member.upkeep.recruited(self._owner.seams.clock.monotonic(), wanted.stage, found)
             self._owner.act()
 
-    # What others are told
+    # Statements to others
 
     def own(self) -> list[tuple[Service, Listing]]:
-        """Return the services that this node is a member of, once for each stage."""
+        """Return the services of which this node is a member, one entry for each stage."""
         return [(member.service, self.listing(member)) for member in self.members.values()]
 
     def ready_of(self, service: bytes) -> tuple[tuple[PeerId, ...], ...]:
-        """Return the members that answer for each stage, as this member knows it."""
+        """Return the members that answer for each stage, as far as this node knows."""
         members = self.of(service)
         return members[0].roster if members else ()
 
@@ -448,5 +457,5 @@ class ServiceHost:
 
 
 def declined(reason: object) -> Declined:
-    """Return a refusal, shortened to its limit."""
+    """Return a refusal, shortened to the maximum length."""
     return Declined(str(reason)[:REASON_LENGTH_MAX])

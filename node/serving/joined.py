@@ -1,4 +1,4 @@
-"""The wiring of services into a node: they share the slots and models of its runs."""
+"""The wiring of services into a node: services share the slots and models of the node's runs."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from node.state import State
 from partition.serve.bounds import NO_BOUNDS, PeerBounds
 
 INVITED = "invited"
-"""The word for all peers that this node's owner lists."""
+"""The word that stands for all peers that this node's owner lists."""
 
 
 class ServingNode(Protocol):
@@ -40,16 +40,16 @@ class ServingNode(Protocol):
 
 
 def named_peers(node: ServingNode, texts: Sequence[str]) -> list[PeerId]:
-    """Return the members with this name or end of an id; `invited` are those that the owner lists. Raises
-    UsageError."""
+    """Return the members with these names or ends of ids; `invited` stands for those that the owner lists.
+    Raises UsageError."""
     found: list[PeerId] = []
     for text in texts:
         if text == INVITED:
             found += node.provider.rules.peers
             if not node.provider.rules.peers:
                 raise UsageError(
-                    "--peers invited: this node lists no peers that it knows",
-                    "list them: peers = [...] under [offer] in node.toml; or --peers NAME,NAME",
+                    "--peers invited: this node knows none of the peers that it lists",
+                    "list them: peers = [...] under [offer] in node.toml; or give --peers NAME,NAME",
                 )
             continue
         known = [
@@ -58,14 +58,14 @@ def named_peers(node: ServingNode, texts: Sequence[str]) -> list[PeerId]:
             if text and (member.name == text or peer_text(peer).endswith(text.removeprefix("...")))
         ]
         if len(known) != 1:
-            told = f"{len(known)} members are called so" if known else "no member is called so"
+            told = f"{len(known)} members have that name" if known else "no member has that name"
             raise UsageError(f"--peers {text}: {told}", "look: `peerloom peers`")
         found += known
     return found
 
 
 def peer_bounds(node: ServingNode, peer: PeerId) -> PeerBounds:
-    """Return a peer's limits for services here; this node's own owner has none."""
+    """Return a peer's limits for services here. This node's own owner has no limits."""
     if peer == node.peer:
         return NO_BOUNDS
     rules = node.provider.rules
@@ -73,7 +73,7 @@ def peer_bounds(node: ServingNode, peer: PeerId) -> PeerBounds:
 
 
 def make_serving(node: ServingNode) -> Serving:
-    """Make the service of services, and count its stages among those with a slot of this node."""
+    """Make the `Serving` object of a node, and count its stages among those that have a slot of this node."""
     runs = node.runs
     serving = Serving(
         node.seams,

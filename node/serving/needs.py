@@ -1,4 +1,5 @@
-"""The interfaces that serving needs of its node: its view of the swarm, and this machine as it serves."""
+"""The interfaces that serving needs from its node: the node's view of the swarm, and this machine's resources
+for serving."""
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from partition.serve.bounds import PeerBounds
 
 @dataclass(frozen=True)
 class ServingSwarm:
-    """The node's view of the swarm: `live` are the members believed alive, `named` those of some names, which
-    raises UsageError, `offers` what they offer. `knowledge` is what was measured of them, `learn` looks up
-    more. `refuse` counts a peer's violations."""
+    """The node's view of the swarm. `live` are the members believed alive. `named` returns members by name,
+    and raises UsageError. `offers` are what members offer. `knowledge` holds measurements of them, and
+    `learn` looks up more. `refuse` counts a peer's violations of the protocol."""
 
     discovery: Discovery
     live: Callable[[], Collection[PeerId]]
@@ -33,9 +34,9 @@ class ServingSwarm:
 
 @dataclass(frozen=True)
 class ServingMachine:
-    """This machine as its owner gives it to services: `machine` describes one slot, `accepts` returns why a
-    service is not taken, `bounds_of` what a peer may have here. `expect_stage` has a process loaded for a
-    stage, `publish` emits an event."""
+    """This machine as its owner offers it to services. `machine` describes one slot. `accepts` returns why a
+    service is not accepted. `bounds_of` returns a peer's limits here. `expect_stage` loads a process in
+    advance for a stage. `publish` emits an event."""
 
     slots: LeaseSlots
     machine: Callable[[], Machine]

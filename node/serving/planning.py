@@ -1,5 +1,5 @@
-"""The planner's cut of a model for serving: the fewest milliseconds a token, and, if that costs little,
-machines of whose kind another one is free.
+"""The planner's split of a model for serving: the split with the fewest milliseconds per token. If the cost
+is low, it prefers machines for which another machine of the same kind is free.
 """
 
 from collections import Counter
@@ -25,19 +25,20 @@ from partition.plan.rates import assumed, equivalent_rate
 from partition.plan.solver import solve
 
 READ_TOKENS = 128
-"""A chunk of a prompt, as doors send it."""
+"""Number of tokens in a chunk of a prompt, as doors send it."""
 KIND_COST_MAX = 1.25
-"""How many times as long a token may take if each stage is then on a machine of whose kind another is free:
-when the machine dies, answers continue on the other with the same bits."""
+"""How many times as long a token may take if each stage is then on a machine for which another of the same
+kind is free. When the machine dies, answers continue on the other machine with the same bits."""
 KINDS_TRIED_MAX = 8
-"""The most kinds of machines, the most numerous first, that are planned for: each is one more solution."""
+"""Maximum number of kinds of machines for which plans are made, the most frequent kinds first. Each kind
+needs one more solution."""
 READ_TOKENS_A_TOKEN = 4
-"""Tokens of the prompt for each token of the answer, in the answer for which plans are made. Reading a token
-in a chunk costs less than making one, by each peer's measurements."""
+"""Number of tokens in the prompt for each token of the answer, in the typical answer for which plans are
+made. According to each peer's measurements, reading a token in a chunk costs less than generating one."""
 
 
 def served_graph(graph: Graph, name: str, context: int) -> Graph:
-    """Return the serving graph of a model that was captured for training or serving. Raises UsageError: it
+    """Return the serving graph of a model that was captured for training or serving. Raises UsageError if it
     cannot be served."""
     kind = graph.entries[0].name
     if kind == SERVE:
@@ -51,8 +52,8 @@ def served_graph(graph: Graph, name: str, context: int) -> Graph:
 
 
 def _together(graph: Graph) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of layers between which no stage may begin: what crosses there is not one
-    row a token."""
+    """Return the pairs of layers between which no stage may begin, because the tensors that cross there do
+    not have one row per token."""
     entry = graph.entries[0]
     found = []
     for position, values in enumerate(crossings(graph, entry.boundaries), 1):
@@ -66,12 +67,12 @@ def _together(graph: Graph) -> tuple[tuple[int, int], ...]:
 
 
 def _sample_length(graph: Graph) -> int:
-    """Return the sequence length for which a model was captured: its number of positions. Raises ValueError:
-    it takes no sequences."""
+    """Return the sequence length for which a model was captured, that is, its number of positions. Raises
+    ValueError if it does not take sequences."""
     entry = graph.entries[0]
     shape = graph.types[entry.inputs[0].type].shape
     if len(shape) != 2:
-        raise ValueError("it takes no sequences of tokens")
+        raise ValueError("it does not take sequences of tokens")
     if isinstance(shape[1], int):
         return shape[1]
     return evaluate(graph.expressions, [symbol.maximum for symbol in graph.symbols])[shape[1].row]
@@ -80,9 +81,10 @@ def _sample_length(graph: Graph) -> int:
 def plan_service(
     graph: Graph, offers: Sequence[Offer], stages: int, knowledge: Knowledge = NOTHING
 ) -> tuple[list[tuple[int, int]], list[PeerId]]:
-    """Return the layers of each stage and the best peer for it, by the measured speed of peers and links.
-    With `stages` 0 the model is cut only if that is quicker, or if it fits no peer. Machines with a free one
-    of their kind beside them are preferred, up to `KIND_COST_MAX`. Raises RunFailed: nothing fits."""
+    """Return the layers of each stage and the best peer for it, given the measured speed of peers and links.
+    With `stages` 0, the model is split only if that is faster, or if it fits no single peer. Machines for
+    which another of the same kind is free are preferred, up to a cost of `KIND_COST_MAX`. Raises RunFailed if
+    nothing fits."""
     context = graph.symbols[2].maximum
     decode = layer_operations(graph, (1, 1, context))
     read = layer_operations(graph, (READ_TOKENS, 1, context))
@@ -107,19 +109,19 @@ def plan_service(
 
 
 _Placed = tuple[int, list[tuple[int, int]], list[PeerId]]
-"""The time of a token, the layers of each stage, and who holds it."""
+"""The time per token, the layers of each stage, and the peer that holds each stage."""
 
 
 def _solve(problem: Problem) -> _Placed:
-    """Raise Infeasible where nothing fits."""
+    """Solve a placement problem. Raises Infeasible if nothing fits."""
     split = solve(problem)
     names = sorted(each.name for each in problem.peers)
     return split.score, list(split.ranges), [PeerId(bytes.fromhex(names[group[0]])) for group in split.groups]
 
 
 def _with_spares(problem: Problem, found: _Placed, kinds: Mapping[PeerId, MachineKind]) -> _Placed:
-    """Return the quickest split among machines of one kind that leaves a spare one, if it is not much slower
-    than the found split; else the found one."""
+    """Return the fastest split among machines of one kind that leaves one of them free, if it is not much
+    slower than the found split; otherwise the found split."""
     counts = Counter(kinds.values())
 
     def has_spares(peers: Sequence[PeerId]) -> bool:
@@ -144,8 +146,8 @@ def _with_spares(problem: Problem, found: _Placed, kinds: Mapping[PeerId, Machin
 def _cost(
     offer: Offer, decode: Sequence[Operations], read: Sequence[Operations], knowledge: Knowledge
 ) -> PeerCost:
-    """Return a layer's time on a peer for a token of a usual answer: for the token itself, and its part of
-    the prompt."""
+    """Return a layer's time on a peer for each token of a typical answer: the time for the token itself plus
+    its share of the prompt."""
     rate = whole_rate(knowledge.flops_per_second(offer.peer, whole_rate(offer.flops_per_second)))
     if (calibration := knowledge.calibrations.get(offer.peer)) is None:
         device = assumed(rate)

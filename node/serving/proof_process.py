@@ -1,10 +1,10 @@
 """The proof that a captured model gives the same answers when it is served: `python -m
 node.serving.proof_process`.
 
-A node runs it for everything that it publishes, on its stored bytes, so no service has an unproved model. It
-needs torch, so it is a separate process, fenced like a stage's. `partition.capture.serving_proof` says what
-is compared, and the cost. For a folder of transformers `serve` compares with the model itself beforehand,
-since the graph does not contain it.
+A node runs the proof for everything that it publishes, on the stored bytes, so no service has an unproved
+model. The proof needs torch, so it runs in a separate process, which is fenced like a stage's.
+`partition.capture.serving_proof` describes what is compared, and the cost. For a transformers folder, `serve`
+first compares the graph with the original model, because the graph does not contain that model.
 """
 
 import gc
@@ -27,7 +27,7 @@ from partition.model.check import check_graph
 from partition.model.graph import GRAPH_BYTES_MAX, decode_graph
 
 MEMORY_BYTES_MIN = 1 << 30
-"""The least memory that the proof may take: the largest parameters of a small model, and torch."""
+"""The proof may always use this much memory: enough for torch and the largest parameters of a small model."""
 SAID_BYTES_MAX = 65_536
 MIXES_DO = (
     "have nothing but causal attention mix tokens: scaled_dot_product_attention(..., is_causal=True) "
@@ -45,7 +45,7 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """The findings; `refused` is empty if the model may be served."""
+    """The result of the proof. `refused` is empty if the model may be served."""
 
     refused: str = ""
     do: str = ""
@@ -55,11 +55,12 @@ async def prove_served(name: str, data: bytes, context: int, *, threads: int, me
     """Prove that a captured graph, served in sessions of `context` tokens, gives the logits of its model.
 
     Raises:
-        UsageError: it does not; errors call it `name`. RunFailed: the proof could not be computed.
+        UsageError: it does not; errors call the model `name`.
+        RunFailed: the proof could not be computed.
     """
     if not has_torch():
         raise UsageError(
-            f"{name}: {NO_TORCH}, by which a model is proved before it is served", torch_remedy()
+            f"{name}: {NO_TORCH}, and the proof of a model before it is served needs it", torch_remedy()
         )
     memory = max(memory_bytes, MEMORY_BYTES_MIN)
     asked = msgspec.json.encode(_Asked(name, context, threads, memory, os.getpid()))
@@ -70,7 +71,7 @@ async def prove_served(name: str, data: bytes, context: int, *, threads: int, me
             [sys.executable, "-P", "-m", "node.serving.proof_process"], cwd=scratch.path, env=environment
         )
         try:
-            # A client that hangs up cancels this, and with it the process.
+            # A client that disconnects cancels this task, and with it the process.
             with suppress(trio.BrokenResourceError):
                 await process.send(asked + b"\n" + data)
                 await process.end_input()
@@ -80,15 +81,17 @@ async def prove_served(name: str, data: bytes, context: int, *, threads: int, me
         finally:
             await process.aclose()
     except OSError as error:
-        raise RunFailed(f"{name}: the proof before it is served cannot be started: {error}") from None
+        raise RunFailed(f"{name}: the proof before serving it cannot be started: {error}") from None
     finally:
         await trio.to_thread.run_sync(scratch.remove)
     try:
         said = msgspec.json.decode(answer, type=_Said)
     except msgspec.MsgspecError:
         raise RunFailed(
-            f"{name}: the proof before it is served ended with status {process.status}: perhaps it needs"
-            f" more memory than {memory >> 20} MiB",
+            (
+                f"{name}: the proof before serving it ended with status {process.status}: "
+                f"it may need more memory than {memory >> 20} MiB"
+            ),
             "give the node more: --memory",
         ) from None
     if said.refused:
@@ -109,7 +112,7 @@ def main() -> None:
     gc.freeze()
     sandbox.enter(
         scratch=os.getcwd(), device="cpu", memory_bytes=asked.memory_bytes, allow_unfenced=True
-    )  # the user's own graph: a missing fence must not prevent the proof
+    )  # the graph is the user's own, so a missing fence must not prevent the proof
     prepare_process(asked.threads)
     try:
         captured = decode_graph(sys.stdin.buffer.read(GRAPH_BYTES_MAX))
@@ -120,7 +123,7 @@ def main() -> None:
     except CaptureRefused as error:
         said = _Said(f"{asked.name}: this model cannot be served: {error}", MIXES_DO)
     except RemoteProtocolError as error:
-        said = _Said(f"{asked.name}: no graph that can be served: {error}")
+        said = _Said(f"{asked.name}: is not a graph that can be served: {error}")
     except UsageError as error:
         what, do = error.written
         said = _Said(what, do or "")

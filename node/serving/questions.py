@@ -95,7 +95,7 @@ async def make_door_wish(
 def split_prompt(
     prompt: str | Sequence[int] | Sequence[Mapping[str, str]],
 ) -> tuple[str | Sequence[int], tuple[dict[str, str], ...]]:
-    """Return a prompt as a text or tokens, and the messages of a chat: one of them is empty."""
+    """Return a prompt as text or tokens, and the messages of a chat. One of the two is empty."""
     if isinstance(prompt, str):
         return prompt, ()
     messages = tuple(dict(each) for each in prompt if isinstance(each, Mapping))
@@ -109,7 +109,7 @@ def check_question(question: Question) -> None:
     if len(question.stops) > STOPS_MAX or any(
         not 0 < len(stop) <= STOP_LENGTH_MAX for stop in question.stops
     ):
-        raise UsageError(f"--stop: want at most {STOPS_MAX} texts of 1 to {STOP_LENGTH_MAX} letters")
+        raise UsageError(f"--stop: want at most {STOPS_MAX} texts of 1 to {STOP_LENGTH_MAX} characters")
     if len(question.messages) > MESSAGES_MAX:
         raise UsageError(f"chat: {len(question.messages):,} messages; at most {MESSAGES_MAX:,}")
     for message in question.messages:
@@ -121,8 +121,8 @@ async def _prompt(manifest: ServiceManifest, question: Question, text: FencedTex
     if question.messages:
         if text is None or not text.facts.has_template:
             raise UsageError(
-                f"{manifest.name} has no chat template, by which a conversation becomes one text",
-                "`peerloom generate` goes on from a text as it is",
+                f"{manifest.name} has no chat template to turn a conversation into text",
+                "use `peerloom generate`, which continues plain text",
             )
         return await _rendered(manifest, question.messages, text)
     if not isinstance(question.prompt, str):
@@ -131,7 +131,7 @@ async def _prompt(manifest: ServiceManifest, question: Question, text: FencedTex
         return Prompt(tuple(await text.encode(question.prompt)))
     if manifest.text != "bytes":
         raise UsageError(
-            f"{manifest.name} takes tokens, and no text of its own",
+            f"{manifest.name} takes tokens, because it has no tokenizer",
             "give the tokenizer.json of its model: --tokenizer FILE",
         )
     return Prompt(tuple(question.prompt.encode("utf-8", "replace")))
@@ -140,14 +140,15 @@ async def _prompt(manifest: ServiceManifest, question: Question, text: FencedTex
 async def _rendered(
     manifest: ServiceManifest, messages: Sequence[dict[str, str]], text: FencedText
 ) -> Prompt:
-    """Return the tokens of a chat, without its oldest messages if it is too long for the model. Bisection
-    finds the messages to leave out: rendering a long chat anew for each would take minutes."""
+    """Return the tokens of a chat, without its oldest messages if it is too long for the model. The
+    messages to leave out are found by bisection, because rendering a long chat for every candidate would
+    take minutes."""
     head = [each for each in messages[:1] if each["role"] == SYSTEM]
     rest = list(messages[len(head) :])
     tokens = await text.render([*head, *rest])
     if len(tokens) < manifest.context or len(rest) <= 1:
         return Prompt(tuple(tokens))
-    # A question and its answer are left out together: templates need alternating turns.
+    # Leave out a question together with its answer, because templates need alternating turns.
     cuts = [*range(2, len(rest), 2), *([len(rest) - 1] if len(rest) % 2 == 0 else [])]
     low, high, found = 0, len(cuts) - 1, dict[int, list[int]]()
     while low < high:
@@ -174,4 +175,4 @@ def make_sampling(question: Question, facts: TextFacts | None, entropy: Callable
     try:
         return msgspec.convert(fields, Sampling)
     except msgspec.ValidationError as error:
-        raise UsageError(f"sampling: {error}", "`peerloom generate --help` has the ranges") from None
+        raise UsageError(f"sampling: {error}", "see the ranges: `peerloom generate --help`") from None

@@ -1,7 +1,9 @@
-"""Finds nodes for the stages of services, and asks them; sends all other requests to members too.
+"""Finds nodes for the stages of services and asks them to hold these; also sends all other requests to
+members.
 
-It chooses the node on which a token takes least time, by its speed and its measured links to the members of
-the stages before and after. Machines of the kind that holds the stage already come before all others.
+It chooses the node on which a token takes the least time, given the node's speed and its measured links to
+the members of the neighbouring stages. Machines of the same kind as the stage's present holders come before
+all others.
 """
 
 from collections import Counter
@@ -29,13 +31,13 @@ from partition.plan.observed import Knowledge
 from partition.serve.messages import ServiceRow
 
 ASK_SECONDS_MAX = 5.0
-"""The time for a node to accept or refuse a stage: it has nothing to fetch before."""
+"""Time limit for a node to accept or refuse a stage. It need not fetch anything before it answers."""
 TOKEN_FLOPS = 1e9
-"""The approximate work of a stage for a token, to weigh nodes against the links to them."""
+"""Approximate work of a stage per token, for weighing the speed of nodes against their links."""
 
 MachineKind = tuple[str, str]
-"""A processor and a build of torch. A stage determines its bits once it is loaded; equal kinds with equal
-threads, which the service sets, have the same bits."""
+"""A processor and a build of torch. Machines of the same kind with the same number of threads, which the
+service sets, compute the same bits. The actual bit class is known only once a stage is loaded."""
 
 
 class RecruiterOwner(Protocol):
@@ -50,11 +52,11 @@ class RecruiterOwner(Protocol):
 
 
 Take = Callable[[Service, int, Sequence[ServiceRow], PeerId], str | None]
-"""Has this node itself hold a stage, as `Hosting.take` does."""
+"""Makes this node itself hold a stage, like `ServiceHost.take`."""
 
 
 class StageRecruiter:
-    """That of one node."""
+    """Recruits nodes for the services of one node."""
 
     def __init__(self, owner: RecruiterOwner, take: Take) -> None:
         self._owner = owner
@@ -69,9 +71,10 @@ class StageRecruiter:
         first: PeerId | None = None,
         kind: MachineKind | None = None,
     ) -> tuple[PeerId | None, str]:
-        """Place a stage on a node outside `taken`, `first` if it can; return the node, or why none takes it.
-        Machines like the holders of the stage, or of the neighbouring stages, or of `kind` if there are none,
-        come first: they compute the same bits, so that answers that move there stay the same."""
+        """Place a stage on a node outside `taken`, preferably on `first`. Return the node, or why no node
+        accepts it. Machines of the same kind come first, because they compute the same bits, so answers that
+        move there stay the same. The kind is that of the stage's holders, otherwise of the service's members,
+        otherwise `kind`."""
         owner = self._owner
         offers = [
             each
@@ -90,7 +93,7 @@ class StageRecruiter:
 
         def rank(offer: Offer) -> tuple[object, ...]:
             is_other = usual is not None and kinds.get(offer.peer) != usual
-            # The time of a token there and on the way; among equals the node with most memory.
+            # The time per token on this node and on its links; among equals, the node with the most memory.
             return (
                 offer.peer != first,
                 is_other,
@@ -109,7 +112,7 @@ class StageRecruiter:
         return None, "; ".join(dict.fromkeys(reasons)) or "no node offers a free slot"
 
     def usual_kind(self, rows: Sequence[ServiceRow]) -> MachineKind | None:
-        """Return the most frequent kind of machine among a stage's holders; None if unknown."""
+        """Return the most frequent kind of machine among a stage's holders, or None if it is unknown."""
         return usual_kind(rows, -1, self._kinds())
 
     def _kinds(self) -> dict[PeerId, MachineKind]:
@@ -120,7 +123,8 @@ class StageRecruiter:
     async def ask_to_host(
         self, peer: PeerId, service: Service, number: int, rows: Sequence[ServiceRow]
     ) -> str | None:
-        """Ask one node, which may be this one, to hold a stage; return its refusal, if any."""
+        """Ask one node, which may be this one, to hold a stage. Return the reason for its refusal, if it
+        refuses."""
         if peer == self._owner.signer.peer:
             return self._take(service, number, rows, peer)
         try:
@@ -129,7 +133,7 @@ class StageRecruiter:
             return error.detail
         if isinstance(reply, Done):
             return None
-        return reply.reason if isinstance(reply, Declined) else "not what was asked for"
+        return reply.reason if isinstance(reply, Declined) else "its answer does not fit the request"
 
     async def ask(self, peer: PeerId, request: Request) -> Reply:
         """Send one request. Raises Unreachable."""
@@ -150,7 +154,8 @@ class StageRecruiter:
     async def double_up(
         self, service: Service, number: int, rows: Sequence[ServiceRow], members: Iterable[PeerId]
     ) -> PeerId | None:
-        """Let one of these members hold a stage beside its own; return the member, None if none can."""
+        """Let one of these members hold another stage in addition to its own. Return the member, or None if
+        none can."""
         free = {each.peer for each in self._owner.offers() if each.has_slot}
         for peer in sorted(dict.fromkeys(members), key=lambda peer: peer not in free):
             if await self.ask_to_host(peer, service, number, rows) is None:
@@ -159,7 +164,7 @@ class StageRecruiter:
 
 
 def kind_of(knowledge: Knowledge, peer: PeerId) -> MachineKind | None:
-    """Return the kind of a peer's machine; None if it was not calibrated."""
+    """Return the kind of a peer's machine, or None if it was not calibrated."""
     row = knowledge.calibrations.get(peer)
     return None if row is None else (row.hardware, row.torch)
 
@@ -167,8 +172,8 @@ def kind_of(knowledge: Knowledge, peer: PeerId) -> MachineKind | None:
 def usual_kind(
     rows: Sequence[ServiceRow], number: int, kinds: Mapping[PeerId, MachineKind]
 ) -> MachineKind | None:
-    """Return the most frequent kind of machine among a stage's holders; if none of these is known, among the
-    service's members; None if that is unknown too."""
+    """Return the most frequent kind of machine among a stage's holders. If none of their kinds is known,
+    return the most frequent kind among the service's members, or None if that is unknown too."""
     for among in ([row for row in rows if row.stage == number], rows):
         known = Counter(kinds[PeerId(row.peer)] for row in among if row.peer in kinds)
         if known:

@@ -3,7 +3,8 @@
     await serving.published.begin(manifest)          publish a service, and place its stages
     async with serving.answer(service, wish) as it   tokens of a service, wherever it is held
 
-The rules are cores (`partition.serve`): a door, a provider, and for each service the upkeep of its replicas.
+The logic is in cores (`partition.serve`): a door, which asks services; a provider, which computes; and for
+each service the upkeep of its replicas.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Iterable
@@ -70,9 +71,9 @@ RunFiles = Callable[[str], AbstractAsyncContextManager[ServedFiles]]
 
 
 class Serving:
-    """The service of services.
+    """Everything about services on one node.
 
-    `run` owns its tasks; `send` puts messages on their way.
+    `run` owns its tasks; `send` queues messages for sending.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Serving:
         self.receipts = receipts
         self.answered: Callable[[bytes, MeasuredWork, PeerId, tuple[int, int], int], None] = receipts.answered
         self.run_files: RunFiles = _no_runs
-        """The files of a run's weights, by its id."""
+        """Returns the files of a run's weights, by the run's id."""
         self.provider = seams.part(SessionProvider)(
             source_of=self._source_of, weight_of=receipts.weight, bounds_of=host.bounds_of
         )
@@ -120,14 +121,14 @@ class Serving:
         self._cores = CoreGroup(self._timed)
         self._waker = Waker(seams.clock, lambda: self._cores.deadline)
         self._over: dict[bytes, None] = {}
-        """Services that were ended, the latest last."""
+        """Services that were ended, the latest at the end."""
         self.finder = Finder(self)
         self.published = PublishedServices(self)
         self.texts = Texts(self, blobs, signer.peer)
         models.beside = self._values_served
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled; then end every stage this node holds."""
+        """Serve until cancelled. Then end every stage that this node holds."""
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -137,7 +138,7 @@ class Serving:
                 task_status.started()
                 await trio.sleep_forever()
         finally:
-            self._nursery = None  # streams that break from now on begin nothing
+            self._nursery = None  # from now on, a stream that breaks starts no task
             with trio.CancelScope(shield=True):
                 await self.texts.aclose()
                 for member in self.hosting.members.values():
@@ -145,7 +146,7 @@ class Serving:
                         await member.stage.aclose()
 
     def start_task(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None:
-        """Run a task beside the node's others."""
+        """Run a task concurrently with the node's other tasks."""
         if self._nursery is None:
             return
 
@@ -157,11 +158,11 @@ class Serving:
 
     @property
     def machine(self) -> Machine:
-        """Return a slot's resources for a stage that is opened now."""
+        """Return the resources of a slot, for a stage that is opened now."""
         return self._machine()
 
     async def _values_served(self, graph: bytes, offset: int, length: int) -> bytes | None:
-        """Return values of a graph from a stage that serves it here."""
+        """Return values of a graph from a stage that is served here."""
         for member in list(self.hosting.members.values()):
             is_here = member.service.manifest.graph == graph and member.ready.is_set()
             if is_here and member.stage is not None:
@@ -171,12 +172,12 @@ class Serving:
         return None
 
     def round_trip_seconds(self, peer: PeerId) -> float:
-        """Return the round trip to a peer, 0 if it was not measured."""
+        """Return the round trip time to a peer, or 0 if it was not measured."""
         return self._round_trip_seconds(peer) or 0.0
 
     def link_seconds(self, peers: Collection[PeerId]) -> dict[tuple[PeerId, PeerId], float]:
-        """Return the time of a message between two of these peers, for known pairs: measured by them, or by
-        this node to one of them."""
+        """Return the time of a message between two of these peers, for pairs with a known time: measured by
+        one of them, or by this node to one of them."""
         me = self.signer.peer
         found = {}
         if len(peers) <= LINKED_PEERS_MAX:
@@ -187,11 +188,11 @@ class Serving:
         return found
 
     def hosted(self) -> dict[bytes, bytes]:
-        """Return the services and further stages with a slot here, and the graph of each."""
+        """Return the services and further stages that have a slot here, with their graphs."""
         return {member.slot: member.service.manifest.graph for member in self.hosting.members.values()}
 
     async def leave(self) -> None:
-        """Drop all stages, after their sessions have moved elsewhere."""
+        """Release all stages, after their sessions have moved elsewhere."""
         self.published.leave()
         await self.hosting.leave()
 
@@ -240,18 +241,18 @@ class Serving:
         return self.provider.receive(now, sender, Carried(replace(work, tensors=()), arrays))
 
     def _lost(self, peer: PeerId) -> None:
-        """A stream from or to this peer ended, or cannot be opened."""
+        """Handle a peer to or from which a stream ended, or could not be opened."""
         now = self.seams.clock.monotonic()
         self.provider.lost(peer)
         self.send([*self.generations.door.lost(now, peer), *self.hosting.lost(now, peer)])
         self.act()
 
-    # What the cores want
+    # Actions of the cores
 
     def act(self) -> None:
-        """Execute the cores' actions, and recompute their deadlines."""
+        """Carry out the cores' actions, and recompute their deadlines."""
         events = self.provider.events[:]
-        self.provider.events.clear()  # in place: its parts hold the same list
+        self.provider.events.clear()  # in place, because the provider's parts hold the same list
         for event in events:
             if (member := self.hosting.members.get((event.service, event.stage))) is not None:
                 member.asked.append(event)
@@ -275,7 +276,7 @@ class Serving:
         return (self.provider, self.generations.door, self.hosting, *self.hosting.upkeeps)
 
     async def _work(self, member: ServiceMembership) -> None:
-        """Let a stage do its queued work in order, until nothing is left."""
+        """Let a stage do its queued work in order, until the queue is empty."""
         try:
             while member.asked and member.stage is not None:
                 await self._do(member, member.stage, member.asked.popleft())
@@ -285,7 +286,7 @@ class Serving:
             member.is_working = False
 
     async def _do(self, member: ServiceMembership, stage: HeldStage, asked: ProviderEvent) -> None:
-        """Do one piece of a stage's work. Raises StageFailed: its process is gone."""
+        """Do one item of a stage's work. Raises StageFailed if its process is gone."""
         match asked:
             case ComputeBatch():
                 async with member.turn:
@@ -343,13 +344,13 @@ class Serving:
                 return self.stopped(request.stop)
 
     def stopped(self, stop: Fact) -> wire.Reply:
-        """Drop a service that its publisher has ended. Raises RemoteProtocolError."""
+        """Release a service that its publisher has ended. Raises RemoteProtocolError."""
         name, author = wire.check_stop(self.signer, stop)
         members = self.hosting.of(name)
         if not members:
             return wire.Done()
         if author != members[0].service.publisher:
-            raise RemoteProtocolError("the end of a service by somebody else than its publisher")
+            raise RemoteProtocolError("only a service's publisher can end it")
         self._over[name] = None
         while len(self._over) > wire.ENDED_MAX:
             del self._over[next(iter(self._over))]
@@ -357,14 +358,14 @@ class Serving:
             self.start_task(self.hosting.let_go, member, "leaving", "its publisher ended the service")
         return wire.Done()
 
-    # What this node wants
+    # Requests of this node
 
     async def routes(self, service: Service) -> Routes:
-        """Return the members that answer for each stage of a service now; a stage without any is absent."""
+        """Return the members that answer for each stage of a service now. A stage without any is absent."""
         return await self.finder.routes(service)
 
     def loading(self, service: Service) -> frozenset[int]:
-        """Return the stages that a member was loading when members were asked last."""
+        """Return the stages that some member was loading when the members were last asked."""
         return self.finder.loading(service.id)
 
     def answer(

@@ -1,4 +1,4 @@
-"""The files of a model to be served, from any source."""
+"""The files of a model to be served, from any kind of source."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ GRAPH_SUFFIX, VALUES_SUFFIX = ".peerloom", ".safetensors"
 @dataclass(frozen=True)
 class ServedFiles:
     """A captured graph, the file of its values if there is one, the service's default name, and the folder or
-    tokenizer for its text. `run` and `step` are its run and checkpoint."""
+    tokenizer for its text. `run` and `step` identify the run and checkpoint, if it is from one."""
 
     graph: Path
     values: Path | None
@@ -23,14 +23,14 @@ class ServedFiles:
 
 
 def is_run(model: str) -> bool:
-    """Return whether a text means a run, by its id or a prefix, and not a file."""
+    """Return whether a text means a run, by its id or a prefix of it, and not a file."""
     return re.fullmatch(r"[0-9a-f]{4,16}", model) is not None and not Path(model).exists()
 
 
 def captured_files(model: str) -> ServedFiles:
-    """Return the files of a FILE.peerloom. Raises UsageError: there is no such file."""
+    """Return the files of a FILE.peerloom. Raises UsageError if there is no such file."""
     path = Path(model).expanduser()
-    how = "a captured FILE.peerloom, a model's folder, or a RUN: docs/serving.md"
+    how = "give a captured FILE.peerloom, a model's folder, or a RUN: docs/serving.md"
     if path.suffix != GRAPH_SUFFIX:
         raise UsageError(f"{model}: want a FILE{GRAPH_SUFFIX}", how)
     if not path.is_file():
@@ -40,5 +40,5 @@ def captured_files(model: str) -> ServedFiles:
 
 
 def service_name(text: str) -> str:
-    """Return a text as a valid name of a service."""
+    """Convert a text to a valid name of a service."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-") or "model"

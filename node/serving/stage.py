@@ -1,4 +1,4 @@
-"""One stage of a service in its process: loads it, and computes the batches of the provider's core."""
+"""One stage of a service, in its process: loading it, and computing the batches of the provider's core."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,25 +29,26 @@ from partition.serve.turns import BATCH_TOKENS_MAX
 from partition.stage_layout import parameter_layout, payload_bytes_max
 
 CACHE_SHARE = 0.5
-"""The share of a slot's memory for keys and values; the rest is for parameters and computing."""
+"""Share of a slot's memory for keys and values. The rest is for parameters and computing."""
 OF_UNITS = (1, 2)
-"""Inputs of the entry point `serve` for the positions of tokens and the wanted rows."""
+"""The inputs of the entry point `serve` for the positions of tokens and the wanted rows."""
 TOKENS = Size(0)
-"""The dimension of a tensor that is the number of tokens in a batch."""
+"""The tensor dimension that is the number of tokens in a batch."""
 SPARE_TOKENS = 128
-"""Places of a session's last page that may stay empty."""
+"""Maximum number of places in a session's last page that stay empty."""
 READING_PAUSE = 4
-"""After unpacking a weight, the process serves only its sessions for this many times the time that took."""
+"""After unpacking a weight, the process serves only its sessions for this multiple of the time that the
+unpacking took."""
 NOBODY = bytes(SESSION_BYTES)
-"""A session that nobody has."""
+"""A session id that is never used."""
 SHORT_BYTES = 64 << 10
-"""The most bytes of tensors joined on the event loop: a decoded token of each of many sessions."""
+"""Maximum number of bytes of tensors joined on the event loop: a decoded token of each of many sessions."""
 
 Outcome = list[tuple[Answer | None, tuple[Typed, ...]]]
 
 
 class BatchRefused(Exception):
-    """The stage refused a batch, and goes on. `session` is that of the refused unit, if known."""
+    """The stage refused a batch, but continues. `session` is the session of the refused unit, if known."""
 
     def __init__(self, code: CloseCode, reason: str, session: bytes = b"") -> None:
         super().__init__(reason)
@@ -56,7 +57,7 @@ class BatchRefused(Exception):
 
 
 def specification(service: Service, graph: Graph, number: int, machine: Machine) -> api.StageSpecification:
-    """Return the specification for the stage's process. Raises RemoteProtocolError: such a stage is
+    """Return the specification for the stage's process. Raises RemoteProtocolError if such a stage is
     impossible."""
     manifest = service.manifest
     if not any(entry.name == SERVE for entry in graph.entries):
@@ -76,7 +77,7 @@ def specification(service: Service, graph: Graph, number: int, machine: Machine)
             ),
         )
     except ValueError as error:
-        raise RemoteProtocolError(f"a service that does not fit its model: {error}") from None
+        raise RemoteProtocolError(f"the service does not fit its model: {error}") from None
 
 
 def token_bytes(graph: StageGraph) -> int:
@@ -88,12 +89,12 @@ def token_bytes(graph: StageGraph) -> int:
 
 
 def sessions_bytes(graph: StageGraph, manifest: ServiceManifest) -> int:
-    """Return the bytes of keys and values of all sessions that a stage may have at once."""
+    """Return the maximum number of bytes of keys and values of all sessions that a stage may have."""
     return token_bytes(graph) * SESSIONS_MAX * (manifest.context + SPARE_TOKENS)
 
 
 class HeldStage:
-    """A stage that answers. `open` makes one; `aclose` must be called in the end."""
+    """A stage that answers. `open` makes one; `aclose` must be called at the end."""
 
     def __init__(
         self, service: Service, number: int, wanted: api.StageSpecification, stage: Stage, clock: Clock
@@ -105,10 +106,10 @@ class HeldStage:
         self.bits = b""
         """The bit class of its process: see `partition.execute.bit_class`."""
         self.needed_bytes = wanted.memory_bytes_max
-        """The most memory that it needs, of what it was given."""
+        """Maximum memory that it needs of the memory it was given."""
         self._stage = stage
         self._packed: frozenset[int] = frozenset()
-        """Rows whose values only the process has."""
+        """Rows of the parameter table whose values only the process has."""
         self._reading = trio.Lock()
         entry = wanted.graph.entry(SERVE)
         self._given = _boundary_forms(wanted.graph, entry.inputs)
@@ -126,8 +127,8 @@ class HeldStage:
         holders: Callable[[], Sequence[PeerId]],
         me: PeerId,
     ) -> "HeldStage":
-        """Bring the graph, start the process, and fill it with the stage's weights, from here or from
-        holders. Raises StageFailed: it says why not."""
+        """Fetch the graph, start the process, and fill it with the stage's weights, from here or from
+        holders. Raises StageFailed with the reason."""
         machine = replace(machine, allow_unfenced=machine.allow_unfenced or service.publisher == me)
         try:
             graph = await models.get(service.manifest.graph, holders())
@@ -157,7 +158,7 @@ class HeldStage:
 
     @property
     def tokens_max(self) -> int:
-        """How many tokens of all sessions it has room for; 0 if it keeps none."""
+        """Return the number of tokens of all sessions for which it has room; 0 if it keeps none."""
         each = token_bytes(self.specification.graph)
         return self.specification.cache_bytes // each if each else 0
 
@@ -166,8 +167,8 @@ class HeldStage:
         return self.number == self.service.manifest.stages - 1
 
     async def read_stored(self, offset: int, length: int, executor: Executor) -> bytes | None:
-        """Return a range of the values beside the graph, for the next replica, from the arena or, if they are
-        packed, from the process. None: they are another stage's."""
+        """Return a range of the graph's stored values, for the next replica. It comes from the arena or, if
+        the values are packed, from the process. Return None if the values belong to another stage."""
         for slot in parameter_layout(self.specification):
             source = slot.parameter.source
             if isinstance(source, StoredValues) and source.offset <= offset < source.offset + source.length:
@@ -185,38 +186,40 @@ class HeldStage:
         return None
 
     async def _read_packed(self, asked: api.ReadValues) -> bytes | None:
-        """Return a packed weight, unpacked by the process. Raises StageFailed."""
+        """Let the process unpack a packed weight, and return it. Raises StageFailed."""
         async with self._reading:
-            # A cancelled call would end the process, and a peer can cancel this one.
+            # Shielded, because a cancelled call would end the process, and a peer can cancel this call.
             with trio.CancelScope(shield=True):
                 begun = self._clock.monotonic()
                 found = await self._stage.call(asked)
                 took = self._clock.monotonic() - begun
-            # Each requested weight is unpacked while sessions wait, so requests are paced.
+            # Sessions wait while a requested weight is unpacked, so pause between requests.
             await trio.sleep(READING_PAUSE * took)
         if not isinstance(found, api.ValuesRead) or len(found.data) != asked.length:
             return None
         return found.data
 
     def check(self, work: UnitWork, arrays: Sequence[Typed]) -> None:
-        """Raise RemoteProtocolError if a unit is invalid for this stage: one that its process refuses would
-        spoil the batch for all doors."""
+        """Raise RemoteProtocolError if a unit is invalid for this stage. If its process had to refuse the
+        unit, the whole batch would fail for all doors."""
         if work.is_hidden and not self._has_hidden:
-            raise RemoteProtocolError("hidden states of a model whose logits are not made of any")
+            raise RemoteProtocolError(
+                "hidden states were requested, but the model's logits are not made from any"
+            )
         if self.number == 0:
             tensors.check_ids(work, arrays, self.service.manifest.vocabulary)
         else:
             tensors.check_boundary(work, arrays, self._given)
 
     async def compute(self, asked: ComputeBatch, executor: Executor) -> Outcome:
-        """Return the results of a batch, a row for each unit. Raises Refusal, or StageFailed: the process is
+        """Return the results of a batch, one row per unit. Raises Refusal, or StageFailed if the process is
         gone."""
         hidden = [unit for unit in asked.units if unit.work.is_hidden and self.is_last]
         others = [unit for unit in asked.units if unit not in hidden]
         if not (hidden and others):
             return await self._compute(asked, executor)
         found: dict[bytes, tuple[Answer | None, tuple[Typed, ...]]] = {}
-        # computing the first part twice after a refusal of the second changes nothing
+        # If the second part is refused, computing the first part twice changes nothing.
         for part in (others, hidden):
             outcome = await self._compute(replace(asked, units=tuple(part)), executor)
             found |= {unit.session: row for unit, row in zip(part, outcome, strict=True)}
@@ -240,18 +243,18 @@ class HeldStage:
             await self.try_process()
             raise BatchRefused("failed", str(error)) from None
         if not isinstance(served, api.Served):
-            raise StageFailed("the stage's process answered what it was not asked")
+            raise StageFailed("the stage's process gave an unrequested answer")
         works = [unit.work for unit in asked.units]
         bytes_max = payload_bytes_max(self.specification)
         split = partial(_split, served, works, bytes_max, self._sent, is_last=self.is_last)
         try:
             return split() if not self.is_last and size <= SHORT_BYTES else await executor.run(split)
         except (ValueError, RemoteProtocolError) as error:
-            raise StageFailed(f"the stage's process answered nonsense: {error}") from None
+            raise StageFailed(f"the stage's process gave an invalid answer: {error}") from None
 
     async def fork(self, session: bytes, base: bytes, tokens: int) -> None:
-        """Let the process begin a session with the first tokens of another. If it refuses, it refuses that
-        session's first unit too. Raises StageFailed: it is gone."""
+        """Let the process begin a session with the first tokens of another session. If it refuses, it also
+        refuses the new session's first unit. Raises StageFailed if the process is gone."""
         try:
             await self._stage.call(api.CopySession(session, base, tokens))
         except SessionRefused:
@@ -264,7 +267,7 @@ class HeldStage:
         await self.forget(NOBODY)
 
     async def forget(self, session: bytes) -> None:
-        """Have the process forget a session. Raises StageFailed: it is gone."""
+        """Let the process forget a session. Raises StageFailed if the process is gone."""
         await self._stage.call(api.EndSession(session))
 
     async def aclose(self) -> None:
@@ -273,17 +276,20 @@ class HeldStage:
 
 
 def _boundary_forms(graph: StageGraph, numbers: Sequence[int]) -> tuple[tensors.BoundaryForm, ...]:
-    """Return the tensors that cross a boundary; every stage derives positions and wanted rows from the units
-    itself. Raises RemoteProtocolError, as `boundary_form`."""
+    """Return the tensors that cross a boundary. Positions and wanted rows are not among them, because every
+    stage derives these from the units. Raises RemoteProtocolError, as `boundary_form`."""
     types = dict(graph.entry(SERVE).types)
     return tuple(boundary_form(graph.types[types[number]]) for number in numbers if number not in OF_UNITS)
 
 
 def boundary_form(kind: TensorType) -> tensors.BoundaryForm:
-    """Return a tensor of a boundary. Raises RemoteProtocolError: it is not one row a token."""
+    """Return the form of a tensor that crosses a boundary. Raises RemoteProtocolError if it does not have one
+    row per token."""
     axes = [axis for axis, side in enumerate(kind.shape) if side == TOKENS]
     if len(axes) != 1 or any(isinstance(side, Size) and side != TOKENS for side in kind.shape):
-        raise RemoteProtocolError("the model cannot be cut there to be served: not by tokens")
+        raise RemoteProtocolError(
+            "the model cannot be split there for serving: a tensor does not have one row per token"
+        )
     return tensors.BoundaryForm(
         kind.dtype, tuple(side if isinstance(side, int) else 0 for side in kind.shape), axes[0]
     )

@@ -1,7 +1,8 @@
-"""The streams between nodes that serve: messages of sessions each way, and tensors from partners alone.
+"""The streams between nodes that serve: messages of sessions in both directions, and tensors, from partners
+only.
 
-All messages between two nodes go by one stream each way (`node.pipeline.links`), whose end is noticed at
-once: then the peer is lost, until it opens another.
+All messages between two nodes use one stream in each direction (`node.pipeline.links`). When that stream
+ends, the peer counts as lost until it opens another.
 """
 
 from collections import Counter
@@ -30,22 +31,25 @@ from partition.serve.messages import (
 )
 
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=4)
-"""One stream each way; another while a broken one is not yet noticed."""
+"""Limits of streams: one in each direction, and further ones while a broken stream has not been noticed
+yet."""
 PAYLOAD_BYTES_MAX = 64 << 20
-"""One unit takes no more: 512 tokens at 32,768 float32 numbers each. Without a session none."""
+"""Maximum size of a payload. The largest unit is 512 tokens of 32,768 float32 values each. Messages without a
+session have no payload."""
 QUEUE_BYTES_MAX = 128 << 20
-"""Bytes that may wait for one peer: two of the largest units, or a hundred usual ones. A peer that does not
-read them is lost, with its sessions; otherwise a peer that sends requests and never reads would fill this
-machine's memory."""
+"""Maximum number of bytes queued for one peer: two of the largest units, or a hundred usual ones. A peer that
+does not read them is lost, with its sessions. Otherwise a peer that sends requests and never reads would fill
+this machine's memory."""
 PARTNER_SECONDS = 60.0
-"""How long a peer may send tensors after its last session here ended: some are still on their way."""
+"""How long a peer may still send tensors after its last session here ended, because some are still on their
+way."""
 IDLE_SECONDS_MAX = 120.0
-"""A stream that is silent for this long is closed: members and doors send something each second."""
+"""A stream that is silent for this long is closed. Members and doors send something every second."""
 NO_PAYLOAD = memoryview(b"")
 
 
 class ServingStreams:
-    """This node's streams of serving. `run` owns them."""
+    """This node's serving streams. `run` owns them."""
 
     def __init__(
         self,
@@ -57,10 +61,10 @@ class ServingStreams:
         note_former: Callable[[PeerId], None],
         refuse: Callable[[PeerId, RemoteProtocolError], None],
     ) -> None:
-        """`receive` takes each message with its arrival and its payload, and may raise RemoteProtocolError;
-        `lost` is told of a peer whose stream ended, or cannot be opened. A peer is a partner while this node
-        `is_working_with` it, in a session or for a service; `note_former` is told of one that speaks the
-        version before."""
+        """`receive` is called with each message, its arrival time and its payload, and may raise
+        RemoteProtocolError. `lost` is called with a peer whose stream ended, or cannot be opened. A peer is a
+        partner while this node `is_working_with` it, in a session or for a service. `note_former` is called
+        with a peer that uses the previous version of the protocol."""
         self._seams = seams
         self._receive = receive
         self._told_lost = lost
@@ -79,18 +83,18 @@ class ServingStreams:
             former=FormerVersion(SERVE_PROTOCOL_FORMER, _as_former, note_former),
         )
         self._open: Counter[PeerId] = Counter()
-        """How many streams of each peer are read."""
+        """The number of streams being read from each peer."""
         self._partners: dict[PeerId, float] = {}
-        """Until when a peer may send tensors."""
+        """The time until which each peer may send tensors."""
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep streams until cancelled."""
+        """Maintain the streams until cancelled."""
         self._seams.network.handle(SERVE_PROTOCOL, self._serve, STREAMS)
         self._seams.network.handle(SERVE_PROTOCOL_FORMER, self._serve, STREAMS)
         await self._links.run(task_status)
 
     def send(self, sends: Sends) -> None:
-        """Put messages on their way."""
+        """Queue messages for sending."""
         for peer, message in sends:
             if isinstance(message, Carried):
                 told = replace(message.message, tensors=tensor_headers(message.arrays))
@@ -99,8 +103,8 @@ class ServingStreams:
                 self._links.send(peer, encode(message))
 
     async def _serve(self, stream: Stream) -> None:
-        """Receive from a peer until its stream ends: then the peer is lost until it opens another. A stream
-        that moves to a better path has its successor by then."""
+        """Receive from a peer until its stream ends. The peer is then lost until it opens another stream. If
+        a stream moves to a better path, its successor is already open by then."""
         self._open[stream.peer] += 1
         is_moved = False
         try:
@@ -118,12 +122,12 @@ class ServingStreams:
             pass
         finally:
             self._open[stream.peer] -= 1
-            self._open += Counter()  # drops those that have none
+            self._open += Counter()  # removes peers without streams
             if not is_moved:
                 self._lost(stream.peer)
 
     def _is_partner(self, peer: PeerId) -> bool:
-        """Return whether a peer may send tensors: it works, or worked a moment ago, with this node."""
+        """Return whether a peer may send tensors, because it works with this node or did so a moment ago."""
         now = self._seams.clock.monotonic()
         if self._is_working_with(peer):
             self._partners = {each: until for each, until in self._partners.items() if until > now}
@@ -131,11 +135,11 @@ class ServingStreams:
         return self._partners.get(peer, now) > now
 
     async def _deliver(self, sender: PeerId, data: bytes, payload: memoryview = NO_PAYLOAD) -> None:
-        """Take one message; an invalid one is counted against its sender."""
+        """Deliver one message. An invalid message is counted against its sender."""
         try:
             message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
             if payload and not isinstance(message, UnitWork | Answer):
-                raise RemoteProtocolError(f"{len(payload)} bytes beside a message that has none")
+                raise RemoteProtocolError(f"{len(payload)} bytes after a message that has no payload")
             self._receive(self._seams.clock.monotonic(), sender, message, payload)
         except RemoteProtocolError as error:
             self._refuse(sender, error)

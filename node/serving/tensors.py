@@ -1,7 +1,7 @@
 """Tensors of units on the wire and in a batch: checking, joining and splitting them, and turning logits into
 answers.
 
-Long ones must not run on the event loop: the caller decides where.
+Long tensors must not be processed on the event loop; the caller decides where.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from partition.serve.selection import best_logits
 
 
 def tensor_headers(arrays: Sequence[Typed]) -> tuple[TensorHeader, ...]:
-    """Return a message's headers of the tensors that follow it."""
+    """Return a message's headers for the tensors that follow it."""
     return tuple(
         TensorHeader(dtype, tuple(array.shape))  # type: ignore[arg-type]  # no boundary is complex
         for dtype, array in arrays
@@ -27,12 +27,12 @@ def tensor_headers(arrays: Sequence[Typed]) -> tuple[TensorHeader, ...]:
 
 
 def tensor_bytes(arrays: Sequence[Typed]) -> list[memoryview]:
-    """Return the bytes that follow, without a copy if they are contiguous."""
+    """Return the bytes of tensors that follow a message, without a copy if they are contiguous."""
     return [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for _, array in arrays]
 
 
 def read_tensors(headers: Sequence[TensorHeader], data: memoryview) -> tuple[Typed, ...]:
-    """Return received tensors as views of `data`. Raises RemoteProtocolError: the lengths differ."""
+    """Return received tensors as views of `data`. Raises RemoteProtocolError if the lengths differ."""
     check_length(headers, "raw", len(data))
     found: list[Typed] = []
     begin = 0
@@ -46,7 +46,8 @@ def read_tensors(headers: Sequence[TensorHeader], data: memoryview) -> tuple[Typ
 
 
 def check_ids(work: UnitWork, arrays: Sequence[Typed], vocabulary: int) -> None:
-    """Raise RemoteProtocolError if a unit of a first stage does not have this many valid tokens."""
+    """Raise RemoteProtocolError if a unit for a first stage does not have the stated number of valid
+    tokens."""
     if len(arrays) != 1 or arrays[0][0] != "int64" or arrays[0][1].shape != (work.tokens,):
         raise RemoteProtocolError("a unit without its token ids")
     ids = arrays[0][1]
@@ -56,28 +57,29 @@ def check_ids(work: UnitWork, arrays: Sequence[Typed], vocabulary: int) -> None:
 
 @dataclass(frozen=True)
 class BoundaryForm:
-    """A tensor of a boundary: its type, its shape, and the axis of the tokens, whose length varies."""
+    """The form of a tensor that crosses a boundary: its type, its shape, and the axis of the tokens, whose
+    length varies."""
 
     dtype: DataType
     sides: tuple[int, ...]
     axis: int
 
     def shape(self, tokens: int) -> tuple[int, ...]:
-        """Return its shape for a number of tokens."""
+        """Return the tensor's shape for a number of tokens."""
         return tuple(tokens if axis == self.axis else side for axis, side in enumerate(self.sides))
 
 
 def check_boundary(work: UnitWork, arrays: Sequence[Typed], form: Sequence[BoundaryForm]) -> None:
-    """Raise RemoteProtocolError if a unit does not fit a boundary."""
+    """Raise RemoteProtocolError if a unit's tensors do not fit a boundary."""
     wanted = [(each.dtype, each.shape(work.tokens)) for each in form]
     if [(dtype, array.shape) for dtype, array in arrays] != wanted:
-        raise RemoteProtocolError("a unit with other tensors than its boundary has")
+        raise RemoteProtocolError("a unit with different tensors than its boundary has")
     if any(array.dtype.kind == "f" and not np.isfinite(array).all() for _, array in arrays):
         raise RemoteProtocolError("a unit with numbers that are not finite")
 
 
 def join(units: Sequence[Sequence[Typed]], form: Sequence[BoundaryForm]) -> list[Typed]:
-    """Return the tensors of several units as those of one batch."""
+    """Join the tensors of several units into one batch."""
     if len(units) == 1:
         return list(units[0])
     return [
@@ -89,7 +91,8 @@ def join(units: Sequence[Sequence[Typed]], form: Sequence[BoundaryForm]) -> list
 def split(
     arrays: Sequence[Typed], form: Sequence[BoundaryForm], counts: Sequence[int]
 ) -> list[tuple[Typed, ...]]:
-    """Return the tokens of each unit. Raises ValueError: the batch has others."""
+    """Split the tensors of a batch into those of each unit. Raises ValueError if the batch does not have
+    these tensors."""
     if [array.shape for _, array in arrays] != [each.shape(sum(counts)) for each in form]:
         raise ValueError("a stage that answers other tensors than it was asked for")
     found, begin = [], 0
@@ -106,8 +109,8 @@ def split(
 
 
 def answer(work: UnitWork, logits: Array | None) -> tuple[Answer, tuple[Typed, ...]]:
-    """Return the answer to a unit of the last stage: for each row the best logits, or all of them, or its
-    hidden state, as requested."""
+    """Return the answer to a unit of the last stage. As requested, it has for each row the best logits, all
+    logits, or the hidden state."""
     if logits is None or not work.wanted:
         return Answer(work.session, work.number), ()
     dtype = "float64" if logits.dtype == np.float64 else "float32"

@@ -1,8 +1,9 @@
-"""The text of services: files that members keep, doors fetch, and a fenced process reads.
+"""The text of services: the tokenizer files that members keep, doors fetch, and a fenced process reads.
 
-A publisher puts the files of its model (`node.content.text_files`) among its blobs, and every member of the
-service keeps them, so they outlive the publisher. A door fetches them by their hash at the first question,
-and keeps one fenced process for each of its latest services.
+A publisher stores the files of its model (`node.content.text_files`) among its blobs. Every member of the
+service keeps them too, so they remain available when the publisher is gone. A door (a node that asks the
+service) fetches them by their hash at its first question, and keeps one fenced process for each of its latest
+services.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -27,13 +28,13 @@ from node.storage.blobs import Blobs, NoRoom
 from partition.serve.text import TextStream, decode_bytes
 
 KEPT_MAX = 16
-"""The most services whose files a node keeps; the least recently used is dropped."""
+"""Maximum number of services whose files a node keeps; the least recently used are dropped."""
 READERS_MAX = 3
-"""Fenced processes that are kept, each of 60 MB and its tokenizer's memory."""
+"""Number of fenced processes that are kept. Each takes 60 MB and its tokenizer's memory."""
 READERS_USED_MAX = 16
-"""The most while answers use all of them: 1 GB and the memory of sixteen tokenizers."""
+"""Maximum number of processes while answers use all of them: 1 GB and the memory of sixteen tokenizers."""
 IDLE_SECONDS = 60.0
-"""How long an idle process is kept: the next question of a chat comes soon."""
+"""How long an idle process is kept, because the next question of a chat usually follows soon."""
 FETCH_SECONDS_MAX = 60.0
 _PIN = "service-text"
 
@@ -51,7 +52,7 @@ class TextsOwner(Protocol):
 
 
 class _Reader:
-    """A process, and its users."""
+    """A process and the number of its users."""
 
     def __init__(self, text: FencedText) -> None:
         self.text = text
@@ -72,14 +73,14 @@ class Texts:
         self._streams = 0
 
     async def keep(self, path: Path) -> tuple[bytes, TextFacts] | None:
-        """Store the files of a model's folder, or of a tokenizer.json; return their hash and content. None:
-        the folder has no tokenizer. Raises UsageError: they cannot be read."""
+        """Store the files of a model's folder, or of a tokenizer.json. Return their hash and facts, or None
+        if the folder has no tokenizer. Raises UsageError if they cannot be read."""
         executor = self._owner.seams.executor
         data = await executor.run(partial(text_files.collect, path))
         if not data:
             return None
         try:
-            text = await FencedText.open(data, allow_unfenced=True)  # a person's own
+            text = await FencedText.open(data, allow_unfenced=True)  # these are the user's own files
         except (TextLost, RemoteProtocolError) as error:
             raise UsageError(f"{path}: its tokenizer cannot be read: {error}") from None
         facts = text.facts
@@ -94,13 +95,15 @@ class Texts:
         try:
             name = await executor.run(put)
         except OSError as error:
-            raise UsageError(f"{path}: its tokenizer could not be kept: {error.strerror or error}") from None
+            raise UsageError(
+                f"{path}: its tokenizer could not be stored: {error.strerror or error}"
+            ) from None
         await self._note(name)
         return name, facts
 
     async def bring(self, service: Service, holders: Sequence[PeerId]) -> bytes:
-        """Return the files of a service's text, from here or from `holders`, and keep them. Raises
-        Unreachable: no holder delivers them."""
+        """Return the text files of a service, from here or from `holders`, and keep them. Raises Unreachable
+        if no holder delivers them."""
         name = service.manifest.tokenizer
         seams, executor = self._owner.seams, self._owner.seams.executor
         sink, refuse = BlobSink(self._blobs, executor), self._owner.refuse
@@ -115,7 +118,7 @@ class Texts:
                     await fetch(listed.sizes)
                 data = await executor.run(partial(self._read, name, listed))
         except trio.TooSlowError:
-            raise Unreachable("timeout", f"it did not come within {FETCH_SECONDS_MAX:.0f} s") from None
+            raise Unreachable("timeout", f"it did not arrive within {FETCH_SECONDS_MAX:.0f} s") from None
         except OSError as error:
             raise Unreachable("refused", f"no room for it: {error.strerror or error}") from None
         except (NoRoom, RemoteProtocolError) as error:
@@ -150,8 +153,8 @@ class Texts:
     async def reading(
         self, service: Service, holders: Sequence[PeerId], *, purpose: str = ""
     ) -> AsyncIterator[FencedText]:
-        """Yield a process that reads and writes a service's text; each purpose has its own process. Raises
-        UsageError: the files cannot be read here; RunFailed: no holder delivers them."""
+        """Yield a process that reads and writes a service's text. Each purpose has its own process. Raises
+        UsageError if the files cannot be read here; RunFailed if no holder delivers them."""
         called = service.manifest.name
         name = service.manifest.tokenizer + purpose.encode()
         try:
@@ -192,9 +195,9 @@ class Texts:
         return _Reader(await FencedText.open(data, allow_unfenced=allow))
 
     async def _make_room(self) -> None:
-        """End the least used idle process if there are too many.
+        """If there are too many processes, end the least recently used idle one.
 
-        Raises RunFailed: all are in use, and there are too many.
+        Raises RunFailed if there are too many and all are in use.
         """
         idle = [name for name, each in self._readers.items() if not each.users]
         while len(self._readers) >= READERS_MAX and idle:
@@ -215,14 +218,14 @@ class Texts:
     async def pieces(
         self, text: FencedText | None, stops: Sequence[str], *, is_marked: bool = False
     ) -> AsyncIterator["TextPieces"]:
-        """Yield the decoder of one answer's tokens; None if they are bytes. With `is_marked` its text
-        contains the special tokens that mark calls and reasoning."""
+        """Yield the decoder of one answer's tokens. Without `text`, the tokens are bytes. With `is_marked`,
+        the text includes the special tokens that mark calls and reasoning."""
         found = TextPieces(text, self.next_stream(), stops, is_marked=is_marked)
         try:
             yield found
         finally:
             with suppress(TextLost, UsageError):
-                await found.finish()  # the process forgets it
+                await found.finish()  # makes the process forget the answer
 
     def next_stream(self) -> int:
         """Return a number that is unique among the answers in a process."""
@@ -237,8 +240,8 @@ class Texts:
 
 
 class TextPieces:
-    """The text of one answer, piece by piece. With stops it is over (`is_stopped`) before the first of
-    them."""
+    """The text of one answer, piece by piece. If it contains a stop text, it ends (`is_stopped`) before the
+    first one."""
 
     def __init__(
         self, text: FencedText | None, number: int, stops: Sequence[str], *, is_marked: bool = False
@@ -253,11 +256,11 @@ class TextPieces:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the answer is over."""
+        """Return whether the answer is complete."""
         return bool(self.stopped_by)
 
     async def push(self, token: int) -> str:
-        """Return what a token adds. Raises TextLost, UsageError."""
+        """Return the text that a token adds. Raises TextLost, UsageError."""
         if self._fenced is None:
             piece = self._bytes.push(token)
             self.stopped_by = self._bytes.stopped_by
@@ -268,7 +271,7 @@ class TextPieces:
         return piece
 
     async def finish(self) -> str:
-        """Return what was held back. Raises TextLost, UsageError."""
+        """Return the remaining text that was held back. Raises TextLost, UsageError."""
         if self._is_over:
             return ""
         self._is_over = True
