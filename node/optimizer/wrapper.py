@@ -303,7 +303,7 @@ class PeerOptimizer(TrackedOptimizer):
     # Local steps
 
     def _step_local(self, samples: int) -> float:
-        """Make the wrapped step, and begin or finish a round if due. Return how long the wrapped step took."""
+        """Make the wrapped step, and perhaps begin or use a round. Return how long the step took."""
         self._quietly(self._use_finished)
         seconds = self._step_wrapped()
         self.global_step += 1
