@@ -1,7 +1,8 @@
-"""Images as arrays, for `node.content.sources`: a folder for each class, and CIFAR-10's binary version.
+"""Images as arrays, for `node.content.sources`: a folder for each class, or CIFAR-10's binary version.
 
-Pillow reads them, with conversions that the reading states. Folders are read as documented for torchvision's
-`ImageFolder` and Keras' `image_dataset_from_directory`: classes in the order of their names.
+Pillow reads the images, with conversions that the reading states. Folders are read as documented for
+torchvision's `ImageFolder` and Keras' `image_dataset_from_directory`: classes are in the order of their
+names.
 """
 
 import os
@@ -30,7 +31,7 @@ _SAMPLE_SUFFIXES = frozenset(
     (".avif", ".dcm", ".dng", ".heic", ".heif", ".jp2", ".nii", ".npy", ".psd", ".svg", ".cr2", ".nef",
      ".wav", ".mp3", ".flac", ".ogg", ".m4a", ".mp4", ".avi", ".mov", ".mkv")
 )  # fmt: skip
-"""Files that are samples to their owner: none is skipped silently beside images."""
+"""Suffixes of files that their owner considers samples. None of them is skipped silently among images."""
 IMAGE_PIXELS_MAX = 1 << 24
 _PART_NAMES: dict[PartName, tuple[str, ...]] = {
     "train": ("train", "training"),
@@ -39,7 +40,7 @@ _PART_NAMES: dict[PartName, tuple[str, ...]] = {
 }
 _PART_TOKENS = frozenset(word for words in _PART_NAMES.values() for word in words)
 _NO_CLASSES = frozenset({"annotations", "image", "images", "imgs", "labels", "mask", "masks"})
-"""Folders of data sets whose labels lie elsewhere; such names are hardly classes."""
+"""Folder names of data sets whose labels are stored elsewhere. They are hardly names of classes."""
 _PROGRAMS_OWN = ("__MACOSX", "__pycache__", "lost+found", "System Volume Information", "$RECYCLE.BIN")
 _FILES_OF_SYSTEMS = ("Thumbs.db", "desktop.ini")
 _ORIENTATION = 0x0112
@@ -63,8 +64,8 @@ def read_images(
     needs_labels: bool = True,
     tell: Tell,
 ) -> Parts:
-    """Read images as float32 (N, 3, H, W) from 0 to 1. `words` are the classes in the order of their numbers;
-    if empty, it is filled in. Raises UsageError."""
+    """Read images as float32 (N, 3, H, W) from 0 to 1. `words` are the names of the classes in the order of
+    their numbers; if it is empty, it is filled in. Raises UsageError."""
     reading.form = "folders of images, a class each"
     for table in ("metadata.csv", "metadata.jsonl", "metadata.parquet", "labels.csv"):
         if (folder / table).exists():
@@ -117,7 +118,7 @@ def read_images(
 
 
 def _parts(folder: Path, reading: SourceReading) -> dict[PartName, Path]:
-    """Return the folders of parts, by the names that torchvision's, fastai's and Hugging Face's readers
+    """Return the folders of parts, found by the names that torchvision's, fastai's and Hugging Face's readers
     know."""
     parts: dict[PartName, Path] = {}
     for name, words in _PART_NAMES.items():
@@ -145,7 +146,7 @@ def _parts(folder: Path, reading: SourceReading) -> dict[PartName, Path]:
 
 
 def _classes_in(folder: Path, keys: DataTable, reading: SourceReading) -> list[str]:
-    """Return the names of the class folders; hidden ones are left out, and the reading says so."""
+    """Return the names of the class folders. Hidden folders are left out, and the reading says so."""
     found = []
     for each in sorted(folder.iterdir()):
         if not each.is_dir():
@@ -199,14 +200,14 @@ def _check_classes(
 
 
 def _holds_folders_alone(folder: Path) -> bool:
-    """Return whether a folder holds several folders and no image."""
+    """Return whether a folder contains several folders but no image."""
     within = [each for each in folder.iterdir() if not _is_hidden(each.name)]
     has_image = any(each.suffix.lower() in IMAGE_SUFFIXES for each in within if not each.is_dir())
     return not has_image and sum(each.is_dir() for each in within) > 1
 
 
 def _state_strays(folders: Sequence[Path], reading: SourceReading) -> None:
-    """State which images lie beside the class folders, in none of them."""
+    """State in the reading which images are outside all class folders."""
     strays = [
         each.name
         for folder in dict.fromkeys(folders)
@@ -223,7 +224,8 @@ def _is_hidden(name: str) -> bool:
 
 
 def _check_numbered(folder: Path, words: list[str], keys: DataTable, reading: SourceReading) -> None:
-    """State that folders named by numbers get other class numbers where 10 sorts before 2."""
+    """State in the reading if folders that are named by numbers get other class numbers, because 10 sorts
+    before 2."""
     if all(word.isdecimal() for word in words) and [int(word) for word in words] != list(range(len(words))):
         reading.notes.append("the folders are called by numbers, which are not those of their classes")
         counted = sorted(words, key=int)
@@ -245,7 +247,7 @@ def _labelled(files: Sequence[Sequence[Path]], reading: SourceReading, tell: Tel
 
 
 def _images_in(folder: Path, reading: SourceReading) -> list[Path]:
-    """Return all images under a folder, including subfolders (as torchvision reads them), ordered by path."""
+    """Return all images in a folder and its subfolders, as torchvision reads them, ordered by path."""
     found: list[Path] = []
     others: dict[str, int] = {}
     deeper = 0
@@ -279,7 +281,7 @@ def _images_in(folder: Path, reading: SourceReading) -> list[Path]:
 
 
 class _Conversions:
-    """The images converted in each way; one line for each way."""
+    """Collects the images converted in each way, and makes one line for each way."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -337,7 +339,7 @@ def _read_pixels(paths: Sequence[Path], reading: SourceReading, tell: Tell) -> A
 
 
 def _pixels(image: Any, path: Path, ways: _Conversions) -> Array:
-    """Return one image as (3, H, W) from 0 to 1 by a stated conversion. Raises UsageError if there is
+    """Return one image as (3, H, W) from 0 to 1, with a stated conversion. Raises UsageError if there is
     none."""
     if getattr(image, "n_frames", 1) > 1:
         ways.note("several frames, of which the first is read")
@@ -377,8 +379,8 @@ def _scaled(pixels: Array) -> Array:
 
 
 def read_cifar(folder: Path, words: list[str], reading: SourceReading) -> Parts:
-    """Read CIFAR-10's binary version: for each sample a byte of label, then 3,072 bytes of pixels, C first.
-    `words` are as in `read_images`. Raises UsageError."""
+    """Read CIFAR-10's binary version. Each sample is one byte of label and 3,072 bytes of pixels, channels
+    first. `words` is used as in `read_images`. Raises UsageError."""
     batches = sorted(folder.glob("data_batch_*.bin"))
     if not batches:
         raise UsageError(f"{folder}: {_CIFAR_TEST} is there and no data_batch_1.bin")

@@ -1,7 +1,7 @@
 """The bytes of each token of a tokenizer, derived from its decoder.
 
-A text of many tokens may be cut anywhere, so a token need not be whole letters. Special tokens stand for no
-text.
+A text of many tokens may be cut anywhere, so a token need not consist of whole characters. Special tokens
+stand for no text.
 """
 
 import json
@@ -11,12 +11,12 @@ from typing import Any
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """The form in which SentencePiece tokenizers name a token of one byte."""
 _SPACE = "\u2581"
-"""The letter that they write for a space."""
+"""The character that SentencePiece tokenizers write for a space."""
 _WORD_PIECE = "##"
 
 
 def byte_letters() -> dict[str, int]:
-    """Return the byte of each letter of a byte-level tokenizer: GPT-2's table."""
+    """Return the byte for each character of a byte-level tokenizer, as in GPT-2's table."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     found = {chr(each): each for each in shown}
     hidden = [each for each in range(256) if each not in set(shown)]
@@ -30,7 +30,7 @@ def special_ids(known: Any) -> dict[int, str]:
 
 
 def token_bytes(known: Any, count: int) -> list[bytes]:
-    """Return the bytes of the tokens 0 to `count` - 1; empty for special ones and unused ids."""
+    """Return the bytes of the tokens 0 to `count` - 1. They are empty for special tokens and unused ids."""
     kinds = _decoders(known)
     letters = byte_letters()
     added = known.get_added_tokens_decoder()

@@ -1,1 +1,2 @@
-"""`peerloom demo`: five real nodes, a training, a death, a result; one file per part of it."""
+"""`peerloom demo`: five real nodes, a training run, a killed node, a result. Each part of it has its own
+file."""

@@ -1,8 +1,9 @@
-"""The end of a demo: a model split over two nodes answers, one of them is killed, and the text goes on.
+"""The end of a demo: a model split over two nodes answers, one of the nodes is killed, and the text
+continues.
 
 The model was trained by this software (`words/RUN.toml`) and knows some paragraphs of Python's documentation
-by heart, byte by byte. Nothing is staged: the service is published, found and asked as `peerloom serve` and
-`generate` do it.
+by heart, byte by byte. Nothing is staged: the service is published, found and asked in the same way as by
+`peerloom serve` and `generate`.
 """
 
 import threading
@@ -23,9 +24,9 @@ WORDS = Path(__file__).with_name("words") / "words.peerloom"
 SERVICE = "words"
 PROMPT = "Deletion of a name"
 TOKENS = 220
-"""The model's context is 256 bytes, prompt included."""
+"""Length of the answer. The model's context is 256 bytes, including the prompt."""
 KILL_AFTER = 60
-"""Bytes of the answer at the kill: the middle of a sentence."""
+"""Number of bytes of the answer after which a node is killed: in the middle of a sentence."""
 SECONDS_MAX = 120.0
 """Time limit for a service to start, or for one token. Processes load torch, which takes long on a busy
 machine."""
@@ -35,7 +36,7 @@ _LABEL = "asking a model split over two nodes"
 
 @dataclass
 class Answered:
-    """An answer: its text, its peers, and the cost of the kill."""
+    """An answer: its text, the nodes that gave it, and the cost of the kill."""
 
     text: str = ""
     said_before: str = ""
@@ -63,7 +64,7 @@ class Answered:
         }
 
     def lines(self, width: int = 76) -> list[str]:
-        """Return the answer as a person sees it, with the place where the node was killed."""
+        """Return the answer as lines for a person, marking the position at which the node was killed."""
         from textwrap import wrap
 
         shown = f"{self.said_before}[{self.victim} is killed]{self.text[len(self.said_before) :]}"
@@ -71,7 +72,7 @@ class Answered:
 
 
 class SplitAnswer:
-    """The split answer of a demo. Raises PeerloomError, or Stopped."""
+    """The part of a demo in which a split model answers. Raises PeerloomError, or Stopped."""
 
     def __init__(self, swarm: SwarmProcesses, screen: DemoScreen, pause: Callable[[float], None]) -> None:
         self._swarm = swarm
@@ -80,7 +81,7 @@ class SplitAnswer:
         self.found = Answered()
 
     def play(self, door: str) -> Answered:
-        """Publish the service at node `door`, ask it there, and kill another of its nodes."""
+        """Publish the service at node `door`, ask it there, and kill a different one of its nodes."""
         found, folder = self.found, self._swarm.nodes[door].data_dir
         self._screen.update(LINE, _LABEL, "loading its stages...")
         document = self._serve(folder)
@@ -101,7 +102,7 @@ class SplitAnswer:
         return found
 
     def _serve(self, folder: Path) -> dict[str, Any]:
-        """Publish the service. A thread waits for it, so that Ctrl-C works meanwhile."""
+        """Publish the service. The call runs in a thread, so that Ctrl-C works meanwhile."""
         arguments = {"model": str(WORDS), "wish": {"name": SERVICE, "stages": 2}}
         outcome: SimpleQueue[dict[str, Any] | PeerloomError] = SimpleQueue()
 
@@ -120,7 +121,7 @@ class SplitAnswer:
         return found
 
     def _ask(self, folder: Path, victim: str) -> None:
-        """Ask the service to continue the prompt; kill the node `victim`, if any, during the answer."""
+        """Ask the service to continue the prompt. If `victim` is given, kill that node during the answer."""
         found = self.found
         question = {"prompt": PROMPT, "tokens_max": TOKENS, "temperature": 0.0, "stops": ["\n"]}
         arguments = {"service": SERVICE, "question": question}

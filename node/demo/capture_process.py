@@ -1,7 +1,7 @@
-"""The demo's model, captured in a process of its own while the nodes start.
+"""The demo's model, captured in a separate process while the nodes start.
 
-Only the demo starts this process; `peerloom train` captures in its own process. The demo never loads torch
-itself, so that Ctrl-C stops it at once.
+Only the demo starts this process; `peerloom train` captures in its own process. The demo itself never loads
+torch, so that Ctrl-C stops it immediately.
 """
 
 import contextlib
@@ -16,7 +16,8 @@ from pathlib import Path
 from node.errors import PeerloomError, RunFailed
 
 CAPTURE_SECONDS_MAX = 120.0
-"""Time limit to import torch and trace a small model: some seconds, half a minute on a busy machine."""
+"""Time limit for importing torch and tracing a small model. It takes some seconds, or half a minute on a busy
+machine."""
 
 
 class Capturing:
@@ -40,9 +41,9 @@ class Capturing:
         )
 
     def wait(self, pause: Callable[[], None]) -> dict[str, str]:
-        """Wait, and return what the node needs to know of the run. Raises RunFailed, or what `pause`
-        raises."""
-        assert self._process is not None, "to be started first"
+        """Wait for the process; return the arguments about the run that the node needs. Raises RunFailed, or
+        what `pause` raises."""
+        assert self._process is not None, "the process was not started"
         until = time.monotonic() + CAPTURE_SECONDS_MAX
         while self._process.poll() is None:
             pause()
@@ -60,7 +61,7 @@ class Capturing:
         }
 
     def close(self) -> None:
-        """End the process if it still runs. Raises nothing; may be called again, and from a signal
+        """End the process if it still runs. Raises nothing. May be called more than once, and from a signal
         handler."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,7 +1,7 @@
-"""`peerloom demo`: a swarm on this machine trains a model, loses a replica, and goes on.
+"""`peerloom demo`: a swarm on this machine trains a model, loses a replica, and continues.
 
-The command checks before, cleans up after, and writes the results. `node.demo.scenario` runs the demo itself.
-Synchronous; neither trio nor torch is loaded here.
+This command checks first, cleans up at the end, and writes the results; `node.demo.scenario` runs the demo
+itself. It is synchronous and loads neither trio nor torch.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from node.paths import short_path
 
 LINGER_SECONDS = 0.2
 _OF_A_DEMO = re.compile(rb"# What `[^`]+ demo` trained")
-"""Opening of every run file that a demo wrote, by which it is recognized."""
+"""The beginning of every run file that a demo writes, by which it is recognized."""
 STEPS_MIN, STEPS_MAX = 10, 100_000
 
 RESULT_NAME = "result.json"
@@ -43,7 +43,7 @@ WEIGHTS_NAME = "model.safetensors"
 
 
 def demo(
-    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Where the results go.")] = "demo-out",
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder for the results.")] = "demo-out",
     keep: Annotated[bool, typer.Option("--keep", help="Keep the nodes' output, in DIR/logs.")] = False,
     steps: Annotated[int, typer.Option("--steps", min=STEPS_MIN, max=STEPS_MAX, hidden=True)] = STEPS,
     as_json: AsJson = False,
@@ -94,10 +94,11 @@ def _prepare(folder: Path, steps: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not _is_of_a_demo(run_file):
             raise UsageError(
-                f"--out {folder}: it holds what is not a demo's", "an empty folder, or a new one"
+                f"--out {folder}: it contains files that are not a demo's",
+                "choose an empty folder, or a new one",
             )
         for name in (RESULT_NAME, PICTURE_NAME, WEIGHTS_NAME):
-            (folder / name).unlink(missing_ok=True)  # a demo that fails must not leave an older one's result
+            (folder / name).unlink(missing_ok=True)  # a failed demo must not leave an older demo's result
         run_file.write_text(run_text(run_file, steps))
     except OSError as error:
         raise UsageError(f"--out {folder}: {(error.strerror or str(error)).lower()}") from None
@@ -118,8 +119,8 @@ def _is_of_a_demo(run_file: Path) -> bool:
 def _play(
     story: Story, folder: Path, stream: Any, *, keep: bool, begun: float
 ) -> tuple[dict[str, Any], Answered, float]:
-    """Play the demo and always clean up. Return where the weights are, the answer, and the seconds from
-    `begun` to the end.
+    """Play the demo, and clean up in any case. Return the path of the weights, the answer, and the seconds
+    from `begun` to the end.
 
     Raises:
         Stopped: by Ctrl-C.
@@ -127,7 +128,8 @@ def _play(
     """
     stop, screen = StopFlag(), DemoScreen(stream)
     nodes_folder = Path(tempfile.mkdtemp(prefix="peerloom-demo-"))
-    # The run file gives the number of stages; calibrating five nodes would only delay the demo.
+    # Not calibrated: the run file gives the number of stages, so calibrating five nodes would only delay the
+    # demo.
     swarm = SwarmProcesses(
         nodes_folder, f"demo-{secrets.token_hex(4)}", stop.pause, with_page=PAGE_NODE, calibrate=False
     )
@@ -155,7 +157,7 @@ def _play(
             return weights, answered, seconds
         except Stopped:
             screen.close()
-            show(["stopping... (Ctrl-C again: at once)"], sys.stderr)
+            show(["stopping... (Ctrl-C again: immediately)"], sys.stderr)
             raise
         finally:
             screen.close()
@@ -176,8 +178,8 @@ def _linger(address: str, screen: DemoScreen, stop: StopFlag) -> None:
 
 
 def _draw(story: Story, path: Path) -> str | None:
-    """Return the picture's path, None where it cannot be drawn here."""
-    assert story.victim is not None, "a run that was fetched has lost a replica"
+    """Draw the picture. Return its path, or None if it cannot be drawn here."""
+    assert story.victim is not None, "the story has no lost replica"
     from node.demo.loss_plot import draw
 
     try:

@@ -1,8 +1,8 @@
 """Several nodes of one swarm as processes of this machine: started, asked, killed, and never left behind.
 
-Each node is a process group of its own, so that Ctrl-C reaches only the starter, and a node dies together
-with its stage. Each holds the other end of a pipe (`node.child_node`), so that it ends even when the starter
-is killed. Synchronous, standard library only.
+Each node is a process group of its own. So Ctrl-C reaches only the starter, and a node dies together with its
+stage. Each node holds one end of a pipe whose other end the starter holds (`node.child_node`), so that it
+ends even if the starter is killed. Synchronous, standard library only.
 """
 
 import contextlib
@@ -30,19 +30,19 @@ START_SECONDS_MAX = 60.0
 ENDING_SECONDS_MAX = 10.0
 """Time limit for all nodes to leave; those that still run are then killed."""
 LOOK_SECONDS = 0.03
-"""Polling interval where no event announces a change."""
+"""Polling interval for changes that no event announces."""
 LAST_LINES = 8
-"""Lines of a node's output that are shown when it fails."""
+"""Number of lines of a node's output that are shown when it fails."""
 _REAP_SECONDS_MAX = 2.0
 """Time limit for a killed process to end; only a stuck kernel call takes longer."""
 _SOURCE_ROOT = str(Path(__file__).parents[2])
 
 _UNFENCED = {f"{ENVIRONMENT_PREFIX}ALLOW_UNFENCED": "true"}
-"""Settings of every node. The nodes compute only what this user asks for, so they run without a sandbox on
-systems that lack one."""
+"""Settings of every node. The nodes compute only what this user requests, so they also run without a sandbox
+on systems that lack one."""
 
 Pause = Callable[[float], None]
-"""A function that waits for some seconds, and raises once the user stops."""
+"""A function that waits for some seconds, and raises when the user stops."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Neighbour:
 
 
 class NodeEnded(PeerloomError):
-    """A node ended unasked, or did not start. `lines` is the end of its output."""
+    """A node ended unexpectedly, or did not start. `lines` is the end of its output."""
 
     def __init__(self, what: str, lines: Sequence[str]) -> None:
         super().__init__(what)
@@ -65,11 +65,11 @@ class NodeEnded(PeerloomError):
 
 
 class SwarmProcesses:
-    """The nodes of one swarm, below `folder`. Always call `close` in the end.
+    """The nodes of one swarm, below `folder`. Always call `close` at the end.
 
-    The preset `host` notices a killed process in a second or two, at the price of five probes a second. It
-    does not declare a process dead that a busy machine halts for 3 s. Nodes need not `calibrate`, which takes
-    a core for some seconds a node, where their plan does not matter.
+    The preset `host` notices a killed process within a second or two, at the price of five probes per second.
+    It does not declare a process dead if a busy machine halts it for 3 s. Set `calibrate` only if the nodes'
+    plan matters, because calibration takes a core for some seconds per node.
     """
 
     def __init__(
@@ -93,9 +93,10 @@ class SwarmProcesses:
         self._ended: set[str] = set()
 
     def launch(self, names: Sequence[str], settings: Mapping[str, str] | None = None) -> None:
-        """Start a process for each name. They load their modules in parallel, then wait for `start`.
+        """Start a process for each name. The processes load their modules in parallel, then wait for `start`.
         `settings` are added to their environment. A killed node may be launched again."""
-        # A killed process cannot clean up: its temporary files are removed with this folder.
+        # A killed process cannot clean up. Its temporary files are here, so they are removed with this
+        # folder.
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
         for name in names:
@@ -117,21 +118,22 @@ class SwarmProcesses:
                 )
 
     def start(self, name: str, join: str | None, flags: Sequence[str] = ()) -> Neighbour:
-        """Make a launched process a node that joins through the address `join`; return once it answers.
+        """Make a launched process a node that joins through the address `join`. Return once it answers.
         `flags` are added to its command line.
 
         Raises:
             NodeEnded: it ended, or did not answer in time.
         """
         data_dir = self.folder / name
-        # Discovery is off: another demo on this machine must not join this swarm.
+        # Discovery is off, because another demo on this machine must not join this swarm.
         arguments = ["--data-dir", str(data_dir), "--listen", f"{HOST}:0", "--no-lan", "--name", name]
         arguments += ["--web", f"{HOST}:0" if name == self._with_page else "off"]
         arguments += ["--swarm", self._swarm, "--preset", self._preset, "--device", "cpu", "--cores", "1"]
         arguments += [*(["--join", join] if join is not None else []), *flags]
         process = self._processes[name]
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended: reported below with its output
+        # the process ended, which is reported below with its output
+        with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(arguments).encode() + b"\n")
             process.stdin.flush()
         until = time.monotonic() + START_SECONDS_MAX
@@ -155,13 +157,13 @@ class SwarmProcesses:
         return str(document["link"])
 
     def check(self) -> None:
-        """Raise NodeEnded if a node ended that was neither killed nor asked to leave."""
+        """Raise NodeEnded if a node has ended without being killed or asked to leave."""
         for name, process in self._processes.items():
             if name not in self._ended and process.poll() is not None:
                 raise self._failure(name, _epitaph(process.returncode))
 
     def kill(self, name: str) -> float:
-        """Send SIGKILL to a node and its stage, like a power cut; return the unix time in seconds."""
+        """Send SIGKILL to a node and its stage, like a power cut. Return the Unix time in seconds."""
         self._ended.add(name)
         at = time.time()
         process = self.nodes[name].process
@@ -170,7 +172,7 @@ class SwarmProcesses:
         return at
 
     def leave(self, name: str) -> None:
-        """Let one node leave; return once its process has ended. Raises PeerloomError."""
+        """Let one node leave. Return once its process has ended. Raises PeerloomError."""
         self._ended.add(name)
         process = self.nodes[name].process
         process.terminate()
@@ -185,7 +187,7 @@ class SwarmProcesses:
 
     def close(self) -> None:
         """Let all running nodes leave, and kill those that do not end. Raises nothing."""
-        # Use a signal, which means leave, and not the control channel: a hung node must not hang us.
+        # Use a signal, which makes a node leave, and not the control channel: a hung node must not block us.
         running = [process for process in self._processes.values() if process.poll() is None]
         for process in running:
             process.terminate()
@@ -197,12 +199,12 @@ class SwarmProcesses:
         self.kill_all()
 
     def kill_all(self) -> None:
-        """End every process at once. May be called again, and from a signal handler."""
+        """End every process immediately. May be called more than once, and from a signal handler."""
         for process in list(self._processes.values()):
             if process.poll() is None:
                 _end_group(process)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    # Without a limit this waits forever for a lock that the interrupted code holds.
+                    # Without a limit, this could wait forever for a lock that the interrupted code holds.
                     process.wait(_REAP_SECONDS_MAX)
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
@@ -219,7 +221,7 @@ class SwarmProcesses:
             shutil.copy(self.log(name), folder / f"{name}.log")
 
     def _status(self, data_dir: Path) -> dict[str, Any] | None:
-        """Return the status of a node, None while it is not up."""
+        """Return the status of a node, or None if it is not up yet."""
         if is_running(data_dir):
             with contextlib.suppress(NoNode):
                 document: dict[str, Any] = ask(data_dir, "status")
@@ -232,8 +234,8 @@ class SwarmProcesses:
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
-    """Send SIGKILL to the rest of a process's group; right after its end no other group has its number
-    yet."""
+    """Send SIGKILL to the rest of a process's group. Right after the process has ended, no other group has
+    its number yet."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 

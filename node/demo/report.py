@@ -1,6 +1,6 @@
 """Collects the events of a demo and derives `result.json` from them. Pure.
 
-It has no clock: all times are wall clock times at the trainer's node or at the kill, on one machine.
+It has no clock. All times are wall-clock times of one machine, taken at the trainer's node or at the kill.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ Event = Mapping[str, Any]
 
 ACCURACY_MIN = 0.97
 PREFERRED_VICTIM = "c"
-"""Preferred victim: in the middle of the chain of joins, so visibly not a leaf."""
+"""The node to kill, if possible. It is in the middle of the chain of joins, so visibly not a leaf."""
 KILL_AT = 0.4
 """Share of the steps after which a replica is killed."""
 
@@ -28,9 +28,9 @@ class Victim:
 
 
 def choose_victim(plan: Event, names: Mapping[str, str]) -> Victim | None:
-    """Return a replica that is not the trainer and whose stage has another; `names` by peer id.
+    """Return a replica that is not the trainer and whose stage has another replica. `names` are by peer id.
 
-    None where the plan has no such replica: then any kill would end the run.
+    Return None if the plan has no such replica, because any kill would then end the run.
     """
     victims = [
         Victim(names[peer], peer, stage)
@@ -42,7 +42,7 @@ def choose_victim(plan: Event, names: Mapping[str, str]) -> Victim | None:
 
 
 class Story:
-    """The story of one run from its events in order; `result` summarizes it."""
+    """The story of one run, collected from its events in order. `result` summarizes it."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -74,41 +74,41 @@ class Story:
                 self.ended = event
 
     def killed(self, victim: Victim, at_seconds: float) -> None:
-        """Note that the victim was killed at `at_seconds` (unix)."""
+        """Record that the victim was killed at `at_seconds` (Unix time)."""
         self.victim, self.killed_at = victim, at_seconds
 
     @property
     def is_time_to_kill(self) -> bool:
-        """Whether enough steps are done and no node was killed yet."""
+        """Return whether enough steps are done and no node was killed yet."""
         return self.victim is None and len(self.committed) >= max(1, round(self.steps * KILL_AT))
 
     @property
     def has_recovered(self) -> bool:
-        """Whether a step was committed without the victim."""
+        """Return whether a step was committed without the victim."""
         return self.dropped is not None and len(self.committed) > self._committed_when_dropped
 
     @property
     def losses(self) -> list[float]:
-        """The mean loss of each committed step."""
+        """Return the mean loss of each committed step."""
         return [event["loss"] for event in self.committed]
 
     @property
     def steps_before_kill(self) -> int:
-        """The number of steps committed before the kill; all steps without a kill."""
+        """Return the number of steps committed before the kill, or of all steps if there was no kill."""
         if self.killed_at is None:
             return len(self.committed)
         return sum(event["at_seconds"] <= self.killed_at for event in self.committed)
 
     @property
     def detected_seconds(self) -> float | None:
-        """Seconds from the kill to its detection by SWIM at the trainer's node."""
+        """Return the seconds from the kill to its detection by SWIM at the trainer's node."""
         if self.lost is None or self.killed_at is None:
             return None
         return float(self.lost["at_seconds"]) - self.killed_at
 
     @property
     def failover_seconds(self) -> float | None:
-        """Seconds from the last step before the victim was dropped to the next step."""
+        """Return the seconds from the last step before the victim was dropped to the next step."""
         if not self.has_recovered or not self._committed_when_dropped:
             return None
         before, after = self.committed[self._committed_when_dropped - 1 : self._committed_when_dropped + 1]
@@ -116,7 +116,7 @@ class Story:
 
     @property
     def train_seconds(self) -> float:
-        """Seconds from the feeding of the first step to the commit of the last."""
+        """Return the seconds from the feeding of the first step to the commit of the last."""
         if not self.committed:
             return 0.0
         first, last = self.committed[0], self.committed[-1]
@@ -124,7 +124,7 @@ class Story:
 
     @property
     def missing(self) -> str | None:
-        """Return what the demo failed to show; None if nothing is missing."""
+        """Return what the demo failed to show, or None."""
         if len(self.committed) != self.steps:
             return f"{len(self.committed)} of {counted(self.steps, 'step was', 'steps were')} committed"
         if [event["step"] for event in self.committed] != list(range(self.steps)):
@@ -139,7 +139,8 @@ class Story:
         return None
 
     def result(self) -> dict[str, Any]:
-        """Return `result.json` without the shell's values (files, total time); schema `peerloom/demo/1`."""
+        """Return `result.json` without the values that only the command knows (files, total time); schema
+        `peerloom/demo/1`."""
         stages = self.plan["stages"] if self.plan else []
         peers = {peer for replicas in stages for peer in replicas} | (
             {self.plan["trainer"]} if self.plan else set()

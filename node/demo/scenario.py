@@ -1,7 +1,7 @@
-"""The scenario of a demo, line by line: it starts the nodes, trains, kills one, fetches the result.
+"""The scenario of a demo, line by line: start the nodes, train, kill a node, fetch the result.
 
 Nothing is staged: the nodes are ordinary processes (`node.demo.processes`), asked over their control channels
-as `peerloom train` does. This file only starts, watches and kills.
+like by `peerloom train`. This file only starts, watches and kills.
 """
 
 import threading
@@ -24,12 +24,13 @@ from node.invocation import command_span, shown
 
 NAMES = ("a", "b", "c", "d", "e")
 PAGE_NODE = "d"
-"""The node whose page shows the demo. The starter leaves, and other nodes are likelier to be killed."""
+"""The node whose page shows the demo. The starter leaves, and the other nodes are more likely to be
+killed."""
 STARTER = "e"
-"""The node that asks for the run, and so trains it; the other four compute its stages."""
+"""The node that requests the run, and so is its trainer. The other four compute its stages."""
 MODEL = "simple-cnn"
 STEPS = 300
-"""Steps of 128 samples: about 27 times through the 1,437 digits."""
+"""Number of steps of 128 samples: about 27 passes over the 1,437 digits."""
 RUN_FILE = """\
 # What `peerloom demo` trained. By hand: {train}
 model = "{model}"
@@ -47,10 +48,10 @@ seed = 27
 stages = 2
 replicas = 2
 """
-"""The seed fixes first parameters, order of samples and dropout. The order of sums is left to chance, and the
-kill changes it. The seed is the best of three by accuracy, so the accuracy is slightly flattered."""
+"""The seed fixes the initial parameters, the order of samples and dropout. The order of sums is not fixed,
+and the kill changes it. The seed is the best of three by accuracy, so the accuracy is slightly flattered."""
 MEETING_SECONDS_MAX = 30.0
-"""Time limit for every node to learn of every other; gossip takes a second."""
+"""Time limit until every node knows every other; gossip takes a second."""
 PLACING_SECONDS_MAX = 150.0
 """Time limit for the first step: four processes load torch, which takes long on a busy machine."""
 STEP_SECONDS_MAX = 60.0
@@ -60,13 +61,13 @@ _TRAINING = "training on digits"
 
 
 def run_text(path: Path, steps: int) -> str:
-    """Return the text of the RUN.toml that will lie at `path`."""
+    """Return the text of the RUN.toml that will be written to `path`."""
     train = shown(command_span("train", str(path)))
     return RUN_FILE.format(train=train, model=MODEL, steps=steps)
 
 
 class Play:
-    """One demo. Call the methods in their order; each raises PeerloomError, or Stopped."""
+    """One demo. Call the methods in order. Each raises PeerloomError, or Stopped."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class Play:
         self._has_told_of_recovery = False
 
     def start_nodes(self) -> None:
-        """Start five nodes, each joined through the one before it; return once all know all."""
+        """Start five nodes; each joins through the previous one. Return once all know each other."""
         label, begun = f"starting {len(NAMES)} nodes on 127.0.0.1", time.monotonic()
         self._capturing.start()
         self._screen.update(1, label, "...")
@@ -108,7 +109,7 @@ class Play:
 
     @property
     def page(self) -> str:
-        """The link to the page of this demo; empty where its node has no page, or has ended."""
+        """Return the link to the page of this demo; empty if its node has no page, or has ended."""
         if self._story.victim is not None and self._story.victim.name == PAGE_NODE:
             return ""
         return self._swarm.page(PAGE_NODE) if self._swarm.status(PAGE_NODE).get("page") else ""
@@ -117,7 +118,7 @@ class Play:
         """Submit the run to the starter, follow it to its end, and kill a replica on the way."""
         self._screen.update(2, f"planning {MODEL}", "capturing the model...")
         arguments = self._capturing.wait(lambda: self._stop.pause(_TICK_SECONDS))
-        # The run's own stream begins at its placement and has no membership events.
+        # The run's own stream of events only begins at its placement, and has no membership events.
         self._listen("events", {}, lambda event: event["kind"] in ("RunPlanned", "MemberLost"))
         self._listen("train", arguments, lambda _: True)
         self._heard = time.monotonic()
@@ -131,8 +132,8 @@ class Play:
             raise RunFailed(f"the run did not survive: {self._story.ended['detail']}")
 
     def fetch(self, out: Path) -> dict[str, Any]:
-        """Fetch and check the weights from another node, after the starter has left; return where they
-        are."""
+        """Fetch and check the weights from another node, after the starter has left. Return their path and
+        figures."""
         story = self._story
         assert story.plan is not None
         assert story.ended is not None
@@ -157,7 +158,7 @@ class Play:
     # Events
 
     def _listen(self, command: str, arguments: dict[str, Any], wanted: Callable[[Event], bool]) -> None:
-        """Put the starter's events into the inbox, by a thread that ends with its node."""
+        """Put the starter's events into the inbox, in a thread that ends with the starter."""
         folder = self._swarm.nodes[STARTER].data_dir
 
         def listen() -> None:
@@ -166,14 +167,14 @@ class Play:
                     if "event" in reply and wanted(reply["event"]):
                         self._inbox.put(reply["event"])
             except GoneAway:
-                return  # the check of its process reports this better
+                return  # the check of the node's process reports this better
             except PeerloomError as error:
                 self._inbox.put(error)
 
         threading.Thread(target=listen, daemon=True).start()
 
     def _next_event(self) -> Event | None:
-        """Return the next event, None after a moment without one."""
+        """Return the next event, or None after a short time without one."""
         self._stop.pause()
         try:
             item = self._inbox.get(timeout=_TICK_SECONDS)
@@ -198,11 +199,11 @@ class Play:
         if time.monotonic() - self._heard > limit:
             raise RunFailed(
                 f"the run did not survive: no step for {limit:.0f} s, after {done} of {self._story.steps}",
-                "the same with --keep keeps the nodes' output",
+                "repeat it with --keep to keep the nodes' output",
             )
 
     def _kill(self) -> None:
-        assert self._story.plan is not None, "steps come after the plan"
+        assert self._story.plan is not None, "a step came before the plan"
         names = {node.peer: node.name for node in self._swarm.nodes.values()}
         victim = choose_victim(self._story.plan, names)
         if victim is None:
@@ -251,14 +252,14 @@ class Play:
 
 
 def _check(path: Path, digest: str, graph: Path) -> int:
-    """Return the number of values in the weights. Raises RunFailed unless all are there with the run's final
-    hash."""
+    """Return the number of values in the weights. Raises RunFailed if some are missing, or the hash is not
+    the run's final hash."""
     from blake3 import blake3
 
     from partition.model.graph import decode_graph
     from partition.model.sizes import shape_of
 
     if blake3(path.read_bytes()).hexdigest() != digest:
-        raise RunFailed(f"{path} is not what the run ended with: its hash is another")
+        raise RunFailed(f"{path} is not the run's result: its hash differs")
     parameters = decode_graph(graph.read_bytes()).parameters
     return check_weights(path, {name: shape_of(row.type, ()) for row in parameters for name in row.names})

@@ -1,4 +1,5 @@
-"""The six lines of a demo: redrawn in place on a terminal, printed once done elsewhere."""
+"""The six lines of a demo. On a terminal they are redrawn in place; otherwise each is printed once when it is
+complete."""
 
 import os
 from typing import Any, TextIO
@@ -12,7 +13,7 @@ _REFRESHES_PER_SECOND = 8
 
 
 class DemoScreen:
-    """The lines by `number` (from 1), each with a label and a growing text. Call `close` in the end."""
+    """The lines by `number` (from 1), each with a label and a text that grows. Call `close` at the end."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -31,14 +32,14 @@ class DemoScreen:
             self._live.start()
 
     def link(self, address: str) -> None:
-        """Show the link to the page below the six lines, as long as they change."""
+        """Show the link to the page below the six lines while these change."""
         self._footer = f"    watch: {address}"
         self._refresh()
         if self._live is None:
             show([self._footer], self._stream)
 
     def update(self, number: int, label: str, text: str) -> None:
-        """Show a line's present state; only on a terminal."""
+        """Show a line's present state; on a terminal only."""
         self._lines[number] = line_text(number, label, text)
         self._refresh()
 
@@ -49,12 +50,13 @@ class DemoScreen:
             show(folded(self._lines[number], WIDTH), self._stream)
 
     def also(self, label: str, text: str) -> None:
-        """Print an extra line between the six; not on a terminal, where the six change in place."""
+        """Print an extra line among the six. On a terminal it is left out, because the six lines change in
+        place."""
         if self._live is None:
             show(folded(f"    {label:<{_LABEL_WIDTH}}{text}", WIDTH), self._stream)
 
     def close(self) -> None:
-        """Leave the lines on the screen as they are now. May be called again."""
+        """Leave the lines on the screen as they are now. May be called more than once."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -70,19 +72,19 @@ class DemoScreen:
 
 
 def line_text(number: int, label: str, text: str) -> str:
-    """`3/6 training on digits                    loss 2.31 ######### 0.18`."""
+    """Return a line such as `3/6 training on digits loss 2.31 ######### 0.18`."""
     return f"{number}/{LINES} {label:<{_LABEL_WIDTH}}{text}".rstrip()
 
 
 def loss_text(first: float, last: float, *, done: int, steps: int) -> str:
-    """`loss 2.31 ####..... 0.74`: the bar is the share of the steps that are done."""
+    """Return `loss 2.31 ####..... 0.74`. The bar shows the share of steps that are done."""
     filled = _BAR_WIDTH * done // max(1, steps)
     digits = 2 if last >= 0.1 else 3
     return f"loss {first:.2f} {'#' * filled}{'.' * (_BAR_WIDTH - filled)} {last:.{digits}f}"
 
 
 def pace_text(done: int, steps: int, seconds: float) -> str:
-    """`step 66 of 165, 9.1/s, 11 s left` after `done` steps in `seconds`."""
+    """Return `step 66 of 165, 9.1/s, 11 s left`, given `done` steps in `seconds`."""
     rate = done / seconds if seconds > 0 else 0.0
     left = f", {(steps - done) / rate:.0f} s left" if rate else ""
     return f"step {done} of {steps}, {rate:.1f}/s{left}"

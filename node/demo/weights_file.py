@@ -1,6 +1,7 @@
-"""Whether a safetensors file holds all of a model, by its header alone (the safetensors format's README).
+"""A check that a safetensors file contains all of a model, by its header alone (the safetensors format's
+README).
 
-Only the standard library: the point is that the file can be read by somebody who has nothing of ours.
+It uses only the standard library, to show that the file can be read without any of our code.
 """
 
 import json
@@ -19,10 +20,10 @@ _ITEM_BYTES = {"F32": 4, "F64": 8}
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Name of tensor to `{"dtype", "shape", "data_offsets"}`, checked against the file's size.
+    """Return `{"dtype", "shape", "data_offsets"}` for each tensor's name, checked against the file's size.
 
     Raises:
-        RunFailed: it is no safetensors file, or not a whole one.
+        RunFailed: it is not a safetensors file, or not a complete one.
     """
     with open(path, "rb") as file:
         start = file.read(_LENGTH.size)
@@ -33,17 +34,18 @@ def read_header(path: Path) -> dict[str, Any]:
         header.pop("__metadata__", None)
         end = max((row["data_offsets"][1] for row in header.values()), default=0)
     except (ValueError, AttributeError, TypeError, KeyError, IndexError):
-        raise RunFailed(f"{path} is no safetensors file") from None
+        raise RunFailed(f"{path} is not a safetensors file") from None
     if path.stat().st_size != _LENGTH.size + length + end:
-        raise RunFailed(f"{path} is not whole: its header speaks of {end} bytes of numbers")
+        raise RunFailed(f"{path} is not complete: according to its header it has {end} bytes of values")
     return header
 
 
 def check_weights(path: Path, expected: Mapping[str, tuple[int, ...]]) -> int:
-    """The number of parameter values in the file, where it holds just the `expected` names and shapes.
+    """Return the number of parameter values in the file, which must contain exactly the `expected` names and
+    shapes.
 
     Raises:
-        RunFailed: with what is missing or does not fit.
+        RunFailed: with the missing or unexpected tensors.
     """
     header = read_header(path)
     if missing := sorted(set(expected) - set(header)):

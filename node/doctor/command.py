@@ -11,21 +11,21 @@ from node.cli.render import show, show_json
 from node.errors import CheckFailed
 from node.text import counted
 
-if TYPE_CHECKING:  # the command line loads this file with every command
+if TYPE_CHECKING:  # the command line loads this file for every command
     from node.doctor.steps import Steps
 
 
 def doctor(
     context: typer.Context,
     address: Annotated[
-        str | None, typer.Argument(metavar="[ADDR]", help="Look at the way there too.")
+        str | None, typer.Argument(metavar="[ADDR]", help="Also check the connection to this node.")
     ] = None,
     data_dir: DataDir = "",
     listen: Annotated[
-        list[str] | None, typer.Option(metavar="ADDR", help="As the node would listen.")
+        list[str] | None, typer.Option(metavar="ADDR", help="Address to listen on, as for the node.")
     ] = None,
     swarm: Annotated[str | None, typer.Option(metavar="NAME", help="The swarm of the node.")] = None,
-    no_lan: Annotated[bool, typer.Option("--no-lan", help="Leave the local network alone.")] = False,
+    no_lan: Annotated[bool, typer.Option("--no-lan", help="Do not use the local network.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check what works on this machine, and from here to ADDR. Exit code 6 if a check failed."""
@@ -58,7 +58,7 @@ def doctor(
                 each.short for each in settings.listen.addresses
             )
 
-        # An unreadable config leaves nothing to check.
+        # If the config cannot be read, nothing else can be checked.
         if not await steps.check("config", read):
             return
         scene = Scene(settings)
@@ -85,7 +85,7 @@ def checks_document(steps: "Steps") -> dict[str, Any]:
 
 
 def step_lines(step: Mapping[str, Any]) -> list[str]:
-    """The lines of one step of a `peerloom/doctor/1` document."""
+    """Return the lines for one step of a `peerloom/doctor/1` document."""
     lines = [f"{step['outcome']:<8} {step['name']:<20} {step['detail']}"]
     if step["remedy"]:
         lines.append(f"  do: {step['remedy']}")
@@ -93,7 +93,7 @@ def step_lines(step: Mapping[str, Any]) -> list[str]:
 
 
 def conclusion(count: int, failed: int, is_here_only: bool) -> str:
-    """The last line."""
+    """Return the last line of the report."""
     if failed:
         return f"{failed} of {counted(count, 'check')} failed"
     more = "; to look at the way to another node: `peerloom doctor ADDR`" if is_here_only else ""

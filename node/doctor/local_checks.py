@@ -1,4 +1,4 @@
-"""Checks of this machine: the data folder, keys, clock, ports, both families, UDP, the local network, the
+"""Checks of this machine: the data folder, keys, clock, ports, IPv4 and IPv6, UDP, the local network, the
 compute devices."""
 
 import importlib.metadata
@@ -43,20 +43,22 @@ _now = RealClock().monotonic
 _NO_NODE = "no node runs here"
 
 DISK_FREE_BYTES_MIN = 2**30
-"""Blobs and checkpoints of a small model; below it a node starts, and does not keep them for long."""
+"""Free disk space for blobs and checkpoints of a small model. With less, a node starts but does not keep them
+for long."""
 MEMORY_FREE_BYTES_MIN = 2**30
 CLOCK_SECONDS_MIN = 1_750_000_000
-"""The middle of 2025: a machine that shows less has lost its battery."""
+"""The middle of 2025. A machine with an earlier time has probably lost its clock battery."""
 CLOCK_SECONDS_MAX = 4_102_444_800
 """The year 2100."""
 CLOCK_APART_SECONDS_MAX = 60.0
-"""Between this machine and the file system of its data folder, which may be another machine's."""
+"""Maximum difference between the clocks of this machine and of its data folder's file system, which may be on
+another machine."""
 ANSWER_SECONDS = 3.0
 NAMED_MAX = 4
-"""Peers that are not reached directly, named in one line of the report; the others are counted."""
+"""Maximum number of peers without a direct path that one line of the report names; the others are counted."""
 DATAGRAM_BYTES = 1_232
 MULTICAST_SECONDS = 1.0
-"""For packets to come back over every interface of this machine."""
+"""How long to wait for packets to come back over every interface of this machine."""
 
 
 class FaultFound(PeerloomError):
@@ -67,7 +69,8 @@ class FaultFound(PeerloomError):
 
 @dataclass
 class Scene:
-    """The findings so far. `status` and `peers` are those of the node that holds the data folder, if any."""
+    """The findings so far. `status` and `peers` are those of the node that holds the data folder, if there is
+    one."""
 
     config: Config
     beacon_port: int = BEACON_PORT
@@ -75,7 +78,8 @@ class Scene:
     peers: dict[str, Any] | None = None
     ports: dict[Address, int] = field(default_factory=dict)
     echo_seconds: float = 1.0
-    """After this a datagram to another node is taken for lost, and sent once more."""
+    """A datagram to another node that is not answered after this long counts as lost, and is sent once
+    more."""
     try_fences: Callable[[str], Fenced] = try_fences
     """Finds the fences of a process that computes on this device."""
 
@@ -84,7 +88,7 @@ class Scene:
         return self.config.data_dir
 
     def keys(self) -> tuple[bytes, ...]:
-        """Return the keys of the swarm; none if they are unreadable, which was already reported."""
+        """Return the keys of the swarm; empty if they are unreadable, which an earlier check has reported."""
         try:
             key_file = self.config.swarm.key_file
             return () if key_file is None else load_swarm_keys(key_file)
@@ -93,7 +97,7 @@ class Scene:
 
 
 async def look_here(steps: Steps, scene: Scene) -> None:
-    """All of it."""
+    """Run all checks of this machine."""
     await steps.check("data folder", partial(in_thread, partial(_folder, scene.folder)))
     await steps.check("lock", partial(_lock, scene))
     await steps.check("identity", partial(in_thread, partial(_identity, scene)))
@@ -139,7 +143,7 @@ def _folder(folder: Path) -> str:
 
 @contextmanager
 def _probe(folder: Path) -> Iterator[int]:
-    """A new file in the data folder, gone afterwards. Nothing that lies there already is written to."""
+    """Yield a new file in the data folder, and remove it at the end. Existing files are not written to."""
     path = folder / f"doctor-{os.getpid()}-{os.urandom(4).hex()}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -179,8 +183,8 @@ def _identity(scene: Scene) -> str:
 
 
 def own_peer(folder: Path) -> PeerId | None:
-    """Return the peer whose keys are in the folder, None if it has none yet. Raises UsageError: unusable
-    ones."""
+    """Return the peer whose keys are in the folder, or None if there are none yet. Raises UsageError if they
+    are unusable."""
     if not folder.is_dir():
         return None
     storage = FolderStorage(folder)
@@ -216,8 +220,8 @@ def _clock(scene: Scene) -> str:
 
 
 async def _port(scene: Scene, address: Address) -> str:
-    """Check a port: free, or this node's own; if others have it the node takes the next, which is worth
-    knowing."""
+    """Check that a port is free, or is this node's own. If another program has it, report the next free port,
+    which the node would use."""
     if scene.status is not None:
         held = [text for text in scene.status["addresses"] if text.endswith(f":{address.port}")]
         if held or address.port == 0:
@@ -225,7 +229,7 @@ async def _port(scene: Scene, address: Address) -> str:
             return "held by this node"
         told = ", ".join(scene.status["addresses"]) or "addresses of its link alone"
         raise Skipped(f"the node of this data folder was started elsewhere: {told}")
-    # All together, as the node does: both families take the same port.
+    # Bind all together, as the node does, so that IPv4 and IPv6 get the same port.
     places = [(each.host, each.port) for each in scene.config.listen.addresses]
     every = await bind_all(places)
     for each in every:
@@ -259,7 +263,7 @@ async def _addresses(scene: Scene) -> str:
 
 
 async def _family(host: str) -> str:
-    """A connection to ourselves."""
+    """Connect to this machine itself over this address family."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with ExitStack() as stack:
         try:
@@ -297,7 +301,7 @@ async def _udp() -> str:
 
 
 async def _reachable(scene: Scene) -> str:
-    """Whether other nodes get through to the running one, as they have said."""
+    """Report whether other nodes can reach the running one, according to them."""
     await trio.lowlevel.checkpoint()
     found = None if scene.status is None else scene.status.get("reachability")
     if scene.status is None:
@@ -317,7 +321,7 @@ async def _reachable(scene: Scene) -> str:
 
 
 async def _router(scene: Scene) -> str:
-    """Return the running node's findings about its router."""
+    """Return what the running node has found out about its router."""
     await trio.lowlevel.checkpoint()
     found = None if scene.status is None else scene.status.get("reachability")
     texts = [] if found is None else [text for text in (found["mapping"], found["nat"]) if text]
@@ -327,7 +331,7 @@ async def _router(scene: Scene) -> str:
 
 
 async def _paths(scene: Scene) -> str:
-    """Return the running node's way to each of its peers, and what would make it direct."""
+    """Return how the running node reaches each of its peers, and what would make indirect paths direct."""
     await trio.lowlevel.checkpoint()
     if scene.status is None or scene.peers is None:
         raise Skipped(_NO_NODE)
@@ -357,7 +361,7 @@ def _own_ports(status: Mapping[str, Any]) -> list[int]:
 
 
 async def _datagrams(scene: Scene) -> str:
-    """Whether datagrams of the running node get through to its peers."""
+    """Report whether datagrams of the running node get through to its peers."""
     await trio.lowlevel.checkpoint()
     if scene.status is None:
         raise Skipped(_NO_NODE)
@@ -374,7 +378,7 @@ async def _datagrams(scene: Scene) -> str:
 
 
 async def _local(scene: Scene) -> str:
-    """A packet of ours comes back over every interface that it should go out by."""
+    """Check that a packet comes back over every interface on which beacons are sent."""
     if not scene.config.join.lan:
         raise Skipped("turned off: --no-lan, or [join] lan = false")
     places = [(address.host, address.port) for address in scene.config.listen.addresses]
@@ -383,7 +387,7 @@ async def _local(scene: Scene) -> str:
         raise Skipped("no interface to speak on")
     remedy = f"let UDP to {GROUP_4} and {GROUP_6}, port {scene.beacon_port}, through; or --no-lan"
     local = Multicast(places, Counter(), port=scene.beacon_port)
-    # To nodes that hear it, it is a beacon of another swarm.
+    # Nodes that receive this packet take it for a beacon of another swarm.
     packet, heard = os.urandom(64), 0
     async with trio.open_nursery() as nursery:
         await nursery.start(local.run)

@@ -1,7 +1,7 @@
-"""Checks of the way between this machine and one other: name, connection, handshake, identity, datagrams and
-their size, latency, and dial-back.
+"""Checks of the path between this machine and another one: name, connection, handshake, identity, datagrams
+and their size, latency, and dial-back.
 
-It uses a fresh identity, so that a running node's state is not disturbed.
+They use a fresh identity, so that a running node's state is not disturbed.
 """
 
 import os
@@ -58,7 +58,7 @@ class RemoteChecks:
 
 
 async def look_there(steps: Steps, scene: Scene, address: Address) -> None:
-    """All of it."""
+    """Run all checks of one address."""
     visit = RemoteChecks(address, scene, _stranger(scene))
     await steps.check("name", partial(_name, visit))
     await steps.check("connect", partial(_connect, visit))
@@ -75,7 +75,8 @@ async def look_there(steps: Steps, scene: Scene, address: Address) -> None:
 
 
 def _stranger(scene: Scene) -> RealNetwork:
-    """A peer of its own; at the node's ports, so that these are dialled back, unless a node is there."""
+    """Return a network with a fresh identity. It uses the node's own ports, unless a node holds them, so that
+    these ports are dialled back."""
     listen = scene.config.listen
     ports = {} if scene.status is not None else scene.ports
     places = [(address.host, ports.get(address, 0)) for address in listen.addresses]
@@ -220,7 +221,8 @@ async def _expect_datagrams(visit: RemoteChecks) -> None:
 
 
 async def _echo(visit: RemoteChecks, filling_bytes: int) -> float | None:
-    """Return the seconds of one round trip; None without an answer. Messages by a stream do not count."""
+    """Return the seconds of one round trip, or None if there is no answer. Messages that arrive by stream do
+    not count."""
     peer, network = visit.met(), visit.network
     inbox = network.inbox(PROTOCOL)
     for _ in range(ECHO_ATTEMPTS):
@@ -238,13 +240,13 @@ async def _echo(visit: RemoteChecks, filling_bytes: int) -> float | None:
 
 
 def _streams(network: RealNetwork) -> int:
-    """Return how many messages have gone or come by a stream: too long for a datagram, or none can be
-    used."""
+    """Return how many messages were sent or received by stream, because they were too long for a datagram or
+    datagrams cannot be used."""
     return sum(network.counters.get(name, 0) for name in ("messages_by_stream", "streams_served"))
 
 
 def _number(data: bytes) -> int | None:
-    """Return the number of an echo that has come back."""
+    """Return the number in an echo that has come back, or None."""
     try:
         echo: Echo = decode(data, Echo, bytes_max=MESSAGE_BYTES_MAX)
     except RemoteProtocolError:
@@ -253,7 +255,7 @@ def _number(data: bytes) -> int | None:
 
 
 def _filling_bytes() -> int:
-    """So that the whole datagram is as long as one may be."""
+    """Return the number of filling bytes that makes a whole datagram as long as it may be."""
     room = payload_bytes_max(PROTOCOL)
     return room - (len(encode(Echo(True, 2**8, bytes(room)))) - room)
 
@@ -261,7 +263,7 @@ def _filling_bytes() -> int:
 async def _dial_back(visit: RemoteChecks) -> str:
     peer = visit.met()
     if visit.scene.status is not None:
-        # The running node holds its ports, and has asked others itself.
+        # The running node holds its ports, and has asked other nodes itself.
         found = visit.scene.status.get("reachability")
         text = "nobody was asked yet" if found is None else reachable_text(found)
         if found is not None and found["reachable"] is False and not found.get("relays"):

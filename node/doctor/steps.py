@@ -1,4 +1,4 @@
-"""Runs one check after the other, each with a deadline and a remedy. The checks are in `local_checks` and
+"""Runs checks one after the other, each with a time limit and a remedy. The checks are in `local_checks` and
 `remote_checks`."""
 
 import time
@@ -12,14 +12,15 @@ from node.errors import PeerloomError
 
 T = TypeVar("T")
 STEP_SECONDS = 8.0
-"""For one check. A healthy machine needs milliseconds; whoever waits longer has found what is wrong."""
+"""Time limit for one check. On a healthy machine it takes milliseconds, so a check that takes longer has
+found a fault."""
 
 Outcome = Literal["ok", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
 class CheckStep:
-    """The outcome of one check. `remedy` is the advice for a failure."""
+    """The outcome of one check. `remedy` is advice for a failure."""
 
     name: str
     outcome: Outcome
@@ -29,7 +30,7 @@ class CheckStep:
 
     @property
     def document(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the step in the form for `--json`."""
         return {
             "name": self.name,
             "outcome": self.outcome,
@@ -40,11 +41,11 @@ class CheckStep:
 
 
 class Skipped(Exception):
-    """This check does not apply here; the text says why."""
+    """The check does not apply here; the message says why."""
 
 
 class Steps:
-    """Runs checks and keeps their outcomes; `report` is called with each at once."""
+    """Runs checks and keeps their outcomes. `report` is called with each outcome immediately."""
 
     def __init__(self, report: Callable[[CheckStep], None]) -> None:
         self._report = report
@@ -57,11 +58,11 @@ class Steps:
     async def check(
         self, name: str, look: Callable[[], Awaitable[str]], *, seconds: float = STEP_SECONDS
     ) -> bool:
-        """Run a check and return whether it passed: `look` returns a text for success, and raises `Skipped`,
+        """Run a check and return whether it passed. `look` returns a text if it passes. It raises `Skipped`,
         or PeerloomError or OSError for a failure."""
         begun = time.monotonic()
         outcome: Outcome = "failed"
-        detail, remedy = f"no end within {seconds:g} s", "the same again shows whether it lasts"
+        detail, remedy = f"no end within {seconds:g} s", "repeat the command to see whether it lasts"
         with trio.move_on_after(seconds):
             try:
                 outcome, detail, remedy = "ok", await look(), ""
@@ -78,5 +79,5 @@ class Steps:
 
 
 async def in_thread(look: Callable[[], T]) -> T:
-    """Run a blocking function in a thread: a hanging disk is given up too."""
+    """Run a blocking function in a thread, so that the time limit also applies to a hanging disk."""
     return await trio.to_thread.run_sync(look, abandon_on_cancel=True)

@@ -1,1 +1,2 @@
-"""The formats in which model families write tool calls and reasoning, and how these are read. Pure."""
+"""The formats in which model families write tool calls and reasoning, and the reading of these formats.
+Pure."""

@@ -1,4 +1,5 @@
-"""The parts that an answer is read as: text, reasoning, and calls of tools (`node.content.calls.reading`)."""
+"""The parts into which an answer is separated: text, reasoning, and tool calls
+(`node.content.calls.reading`)."""
 
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ class ReasoningPart:
 
 @dataclass(frozen=True)
 class CallBegun:
-    """A call, numbered from 0, of this tool begins."""
+    """A call of this tool begins. Calls are numbered from 0."""
 
     number: int
     name: str
@@ -44,18 +45,19 @@ Part = TextPart | ReasoningPart | CallBegun | CallArguments | CallOver
 
 
 class AnswerParts:
-    """The parts of one answer that were read and not taken yet. Calls are numbered as they begin."""
+    """The parts of one answer that were read but not taken yet. Calls are numbered in the order in which they
+    begin."""
 
     def __init__(self) -> None:
         self.calls = 0
-        """Complete calls."""
+        """Number of complete calls."""
         self.number = 0
-        """The number of the call that is read now, or of the next one."""
+        """The number of the call that is being read, or else of the next call."""
         self._is_in_call = False
         self._parts: list[Part] = []
 
     def take(self) -> list[Part]:
-        """Return the parts, neighbours of one kind as one."""
+        """Return and remove the parts; neighbouring parts of the same kind are joined."""
         parts, self._parts = self._parts, []
         joined: list[Part] = []
         for part in parts:
@@ -95,6 +97,7 @@ class AnswerParts:
         self.calls += 1
 
     def leave(self) -> None:
-        """Count the call that has begun, even if it is malformed: the next call has another number."""
+        """Count a call that has begun even if it is malformed, so that the next call has a different
+        number."""
         self.number += self._is_in_call
         self._is_in_call = False

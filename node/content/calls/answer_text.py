@@ -1,6 +1,6 @@
-"""The text of an answer as a reader goes over it: what is left to read, and what is held back.
+"""The text of an answer during reading: the unread text, and the text that is held back.
 
-Text comes in pieces, so a step of reading is a generator that waits (`yield`) where it needs more.
+Text arrives in pieces, so a step of reading is a generator that waits (`yield`) if it needs more.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -11,37 +11,38 @@ SPACE = " \t\r\n"
 
 
 class AnswerText:
-    """One answer's text. After `hold`, dropped text is held back until it is known whether a call begins."""
+    """The text of one answer. After `hold`, consumed text is also saved until it is clear whether a tool call
+    begins there."""
 
     def __init__(self) -> None:
         self.rest = ""
-        """Text that has come and is not read yet."""
+        """Text that has arrived but was not read yet."""
         self.is_last = False
-        """No more text follows."""
+        """Whether no more text follows."""
         self.space = ""
-        """White space before the newest mark, not reported yet."""
+        """White space before the newest mark that was not reported yet."""
         self._held = ""
         self._is_holding = False
 
     def hold(self, text: str) -> None:
-        """Hold back this text, and all that is dropped from here on."""
+        """Save this text, and all text that is consumed from now on."""
         self._held, self._is_holding = text, True
 
     def take_held(self) -> str:
-        """Return the text that was held back, and hold back no more."""
+        """Return the saved text, and save no more."""
         held, self._held, self._is_holding = self._held, "", False
         return held
 
     def drop(self, count: int) -> str:
-        """Return the next letters, which are read now."""
+        """Consume and return the next `count` characters."""
         taken, self.rest = self.rest[:count], self.rest[count:]
         if self._is_holding:
             self._held += taken
         return taken
 
     def until(self, marks: Sequence[str], tell: Callable[[str], None], *, is_stripped: bool = True) -> Found:
-        """Report the text before the first of some marks; drop and return the mark, "" if none comes. White
-        space before a mark is dropped."""
+        """Report the text before the first of some marks; consume and return the mark, or "" if none comes.
+        White space before a mark is not reported."""
         while True:
             places = [(place, mark) for mark in marks if (place := self.rest.find(mark)) >= 0]
             if places:
@@ -61,7 +62,7 @@ class AnswerText:
             yield
 
     def skip_space(self) -> Steps:
-        """Drop white space."""
+        """Consume white space."""
         while True:
             self.drop(len(self.rest) - len(self.rest.lstrip(SPACE)))
             if self.rest or self.is_last:
@@ -69,7 +70,7 @@ class AnswerText:
             yield
 
     def next_is(self, *marks: str) -> Found:
-        """Drop and return the one of some marks that comes next; "" if none does."""
+        """If one of the marks comes next, consume and return it; otherwise return ""."""
         while not self.is_last and any(mark.startswith(self.rest) and mark != self.rest for mark in marks):
             yield
         for mark in sorted(marks, key=len, reverse=True):
@@ -79,14 +80,14 @@ class AnswerText:
         return ""
 
     def taken_until(self, marks: Sequence[str]) -> Generator[None, None, tuple[str, str]]:
-        """Return the text before the first of some marks, and the mark; drop both."""
+        """Consume and return the text before the first of some marks, and the mark."""
         told: list[str] = []
         mark = yield from self.until(marks, told.append, is_stripped=False)
         return "".join(told), mark
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Return how many letters at the end of a text may begin a mark."""
+    """Return how many characters at the end of a text may be the beginning of a mark."""
     return next(
         (size for size in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:size])), 0
     )

@@ -1,6 +1,6 @@
-"""The formats of tool calls and reasoning by model family, detected by marks in the chat template.
+"""The formats of tool calls and reasoning of each model family, detected by marks in the chat template.
 
-A template without tools of its own gets them described in a system message, in the format of Hermes
+If a template does not support tools, they are described in a system message, in the format of Hermes
 (NousResearch/Hermes-Function-Calling), which most open models have seen.
 """
 
@@ -11,8 +11,8 @@ from typing import Any, Literal
 from blake3 import blake3
 
 CallFormat = Literal["", "hermes", "llama", "mistral", "deepseek", "granite", "gemma", "harmony", "json"]
-"""`json`: only an object or a list of objects with name and arguments; the form that a model without a format
-of its own is held to where it must call. Empty: unknown."""
+"""The name of a format; empty if it is unknown. `json` is only an object, or a list of objects, with name and
+arguments. A model without a format of its own must use it if it has to call."""
 
 DEEPSEEK = {
     name: f"<\uff5ctool▁{name}\uff5c>"
@@ -23,7 +23,7 @@ GEMMA = (
     ("<start_function_call>", "<end_function_call>", "<escape>"),
     ("<|tool_call>", "<tool_call|>", '<|"|>'),
 )
-"""The marks around a call, and around texts in it: FunctionGemma's, and Gemma 4's."""
+"""The marks around a call, and around texts in it: first FunctionGemma's, then Gemma 4's."""
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
 """The marks around the reasoning before an answer."""
 
@@ -41,9 +41,9 @@ KEPT = frozenset(
     + [*DEEPSEEK.values(), *HARMONY, *(mark for row in (*GEMMA, *REASONING) for mark in row)]
     + ["</tool_call>", "[ARGS]", "[CALL_ID]"]
 )
-"""Special tokens that are part of these formats; all others are removed from a text."""
+"""Special tokens that are part of these formats. All other special tokens are removed from a text."""
 _MISTRAL_ID_LENGTH = 9
-"""Mistral's templates refuse calls with ids of other lengths."""
+"""Length of call ids. Mistral's templates refuse calls with ids of other lengths."""
 _HERMES_TOOLS = """You may call one or more functions to assist with the user query.
 
 You are provided with function signatures within <tools></tools> XML tags:
@@ -60,7 +60,7 @@ XML tags:
 
 def detect_calls(template: str, has_token: Callable[[str], bool]) -> CallFormat:
     """Return the format of calls that a chat template asks for. `has_token` returns whether the tokenizer
-    knows a token: Llama's templates do not name the token that begins a call."""
+    knows a token, because Llama's templates do not contain the token that begins a call."""
     for mark, found in _MARKS:
         if mark in template:
             return found
@@ -70,7 +70,7 @@ def detect_calls(template: str, has_token: Callable[[str], bool]) -> CallFormat:
 
 
 def detect_reasoning(template: str, has_token: Callable[[str], bool]) -> int:
-    """Return which row of `REASONING` a model writes, or -1."""
+    """Return the row of `REASONING` that a model writes, or -1."""
     for number, (begin, end) in enumerate(REASONING):
         if end in template or (has_token(begin) and has_token(end)):
             return number
@@ -78,7 +78,7 @@ def detect_reasoning(template: str, has_token: Callable[[str], bool]) -> int:
 
 
 def adapt_turns(turns: Sequence[Mapping[str, Any]], calls: CallFormat) -> list[dict[str, Any]]:
-    """Return turns adapted to a family's templates."""
+    """Return turns adapted to the templates of a family."""
     found = []
     for turn in turns:
         turn = dict(turn)
@@ -87,7 +87,7 @@ def adapt_turns(turns: Sequence[Mapping[str, Any]], calls: CallFormat) -> list[d
                 turn["tool_call_id"] = _mistral_id(turn["tool_call_id"])
             if "tool_calls" in turn:
                 turn["tool_calls"] = [call | {"id": _mistral_id(call["id"])} for call in turn["tool_calls"]]
-        if "reasoning_content" in turn:  # the key that GPT-OSS' templates use
+        if "reasoning_content" in turn:  # the key that GPT-OSS's templates use
             turn["thinking"] = turn["reasoning_content"]
         found.append(turn)
     return found
@@ -96,7 +96,8 @@ def adapt_turns(turns: Sequence[Mapping[str, Any]], calls: CallFormat) -> list[d
 def describe_tools(
     turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return turns for a template without tools: the available tools, calls and results become text."""
+    """Return turns for a template that does not support tools: the available tools, calls and results become
+    text."""
     found: list[dict[str, Any]] = []
     for turn in turns:
         content = str(turn.get("content") or "")

@@ -1,6 +1,6 @@
 """Arguments as Gemma writes them: objects with bare keys, and texts between special marks.
 
-A model writes them, so they may be malformed: each letter is read a bounded number of times.
+A model writes them, so they may be malformed. Each character is read a bounded number of times.
 """
 
 import json
@@ -29,14 +29,14 @@ def gemma_arguments(text: str, quote: str) -> dict[str, Any] | None:
 
 
 def _skip(text: str, at: int) -> int:
-    """Return where white space ends."""
+    """Return the position at which white space ends."""
     match = _SPACE.match(text, at)
     assert match is not None
     return match.end()
 
 
 def _value(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
-    """Return the value that begins at a place, and where it ends."""
+    """Return the value that begins at a position, and the position at which it ends."""
     at = _skip(text, at)
     if depth > DEPTH_MAX or at == len(text):
         raise _Unclear
@@ -78,7 +78,7 @@ def _list(text: str, at: int, quote: str, depth: int) -> tuple[list[Any], int]:
 
 
 def _after(text: str, at: int, end: str) -> int:
-    """Return where the next element begins, or the end."""
+    """Return the position at which the next element begins, or the end."""
     at = _skip(text, at)
     if text.startswith(",", at):
         return at + 1

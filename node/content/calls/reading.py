@@ -20,11 +20,11 @@ from node.content.calls.scanning import NAME_LENGTH_MAX, CallObject
 Tools = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each tool's parameters, by its name."""
 CALLS_MAX = 128
-"""Calls of one answer; further ones are text."""
+"""Maximum number of calls in one answer; further calls are treated as text."""
 
 
 class AnswerReader:
-    """Reads one answer. Without `tools` it reads no calls."""
+    """Reads one answer. Without `tools`, calls are treated as text."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class AnswerReader:
         return self._output.take()
 
     def finish(self) -> list[Part]:
-        """Return the text held back; no more text follows."""
+        """Return the text that was held back. No more text may follow."""
         self._text.is_last = True
         for _ in self._steps:
             pass
@@ -76,7 +76,7 @@ class AnswerReader:
         self._output.begin(name)
 
     def _release(self) -> None:
-        """Report the held text: it is not a call."""
+        """Report the saved text as text, because it is not a call."""
         self._output.say(self._text.take_held())
 
     # The answer
@@ -150,7 +150,7 @@ class AnswerReader:
                 yield from self._gemma(mark)
 
     def _object(self) -> Generator[None, None, bool]:
-        """Read one call as an object; text that turns out not to be one is reported as text."""
+        """Read one call as an object. If it turns out not to be a call, report it as text."""
         found, is_begun = CallObject(), False
         while True:
             self._text.drop(found.take(self._text.rest))
@@ -170,7 +170,7 @@ class AnswerReader:
         return False
 
     def _listed(self) -> Generator[None, None, bool]:
-        """Read a list of calls, or one."""
+        """Read a list of calls, or a single call."""
         yield from self._text.skip_space()
         if not (yield from self._text.next_is("[")):
             return (yield from self._object())
@@ -184,7 +184,7 @@ class AnswerReader:
         return False
 
     def _bare_calls(self) -> Steps:
-        """Read calls without marks, separated by `;`: Llama's."""
+        """Read calls without marks, separated by `;`, as Llama writes them."""
         while True:
             while not self._text.is_last and not self._text.rest.strip(SPACE):
                 yield
@@ -201,7 +201,7 @@ class AnswerReader:
             yield from self._text.next_is(";", ",")
 
     def _marked(self) -> Steps:
-        """Read a call between marks: Hermes' object, or Qwen's and GLM's elements."""
+        """Read a call between marks: an object (Hermes), or elements (Qwen and GLM)."""
         yield from self._text.skip_space()
         if self._text.rest.startswith(("{", "[")):
             if (yield from self._listed()):
@@ -334,7 +334,8 @@ class AnswerReader:
         yield from self._text.skip_space()
 
     def _harmony(self) -> Steps:
-        """Read messages whose headers name a channel and, for a call, its recipient: GPT-OSS'."""
+        """Read messages whose headers give a channel and, for a call, its recipient, as GPT-OSS writes
+        them."""
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
         while True:
             self._is_reasoning = False
@@ -363,7 +364,8 @@ class AnswerReader:
 
 
 def typed(text: str, schema: Mapping[str, Any], key: str) -> object:
-    """Return a value that was written as text: as text if its schema says so, else parsed as JSON."""
+    """Return a value that was written as text: unchanged if its schema says it is text, otherwise parsed as
+    JSON."""
     properties = schema.get("properties")
     said = properties.get(key) if isinstance(properties, Mapping) else None
     if isinstance(said, Mapping) and said.get("type") == "string":

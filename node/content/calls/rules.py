@@ -2,8 +2,8 @@
 grammar, tool calls in the format of the model's family, or free text with such calls. Reasoning may come
 first.
 
-Grammars are not compiled here but behind a fence (`node.content.masks`). Schemas are never fetched: a `$ref`
-that leaves its own schema is refused there.
+Grammars are compiled behind a fence (`node.content.masks`), not here. Schemas are never fetched: a `$ref` to
+another schema is refused there.
 """
 
 import json
@@ -18,10 +18,12 @@ from node.content.calls.formats import DEEPSEEK, REASONING, CallFormat
 from node.content.calls.scanning import NAME_LENGTH_MAX
 
 RULE_LENGTH_MAX = 1 << 18
-"""Letters of a schema, an expression or a grammar; large ones of real APIs have some 50,000."""
+"""Maximum number of characters of a schema, an expression or a grammar. Large ones of real APIs have some
+50,000."""
 TOOLS_MAX = 512
 WHITE_SPACE = r"[ \n]{1,32}"
-"""Between the parts of JSON: a model that is allowed endless white space sometimes writes it."""
+"""White space allowed between the parts of JSON. It is limited because some models would otherwise write it
+endlessly."""
 SCHEMA_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
 _TEXT = r"/(.|\n)*/"
 
@@ -33,7 +35,7 @@ _OPENINGS: dict[CallFormat, tuple[str, ...]] = {
     "deepseek": (DEEPSEEK["calls▁begin"],),
     "granite": ("<|tool_call|>", "<tool_call>"),
 }
-"""The marks that begin calls; a model is held to the first one."""
+"""The marks that begin calls. A model must use the first one."""
 
 
 class RuleTool(msgspec.Struct, frozen=True):
@@ -44,9 +46,9 @@ class RuleTool(msgspec.Struct, frozen=True):
 
 
 class AnswerRule(msgspec.Struct, frozen=True):
-    """A rule for one answer. `text` is the schema, the expression or the grammar (Lark as llguidance reads
-    it, or GBNF), or a list of choices. With `tools` beside another kind the answer may consist of calls
-    instead; with the kind "text" calls may follow any text."""
+    """A rule for one answer. `text` is the schema, the expression, the grammar (Lark as llguidance reads it,
+    or GBNF), or a list of choices. With `tools` in addition to another kind, the answer may consist of calls
+    instead. With the kind "text", calls may follow any text."""
 
     kind: RuleKind
     text: Annotated[str, msgspec.Meta(max_length=RULE_LENGTH_MAX)] = ""
@@ -62,21 +64,22 @@ class AnswerRule(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ModelMarks:
-    """Facts about a model's tokenizer and template: the id of a special token (-1 if there is none of that
-    name), and whether the template contains a text."""
+    """Facts about a model's tokenizer and template: the id of a special token (-1 if no token has that name),
+    and whether the template contains a text."""
 
     special: Callable[[str], int]
     template: str = ""
 
 
 def written_calls(calls: CallFormat) -> CallFormat:
-    """Return the format in which a model is held to calls: some families' own formats are not JSON."""
+    """Return the format that a model must use for calls. It may differ from its family's own, because some of
+    these are not JSON."""
     return "json" if calls in ("", "gemma") else calls
 
 
 def held_calls(rule: AnswerRule, calls: CallFormat) -> CallFormat | None:
-    """Return the format of calls in an answer of a model with the format `calls` under a rule; None where the
-    rule does not hold it to one: a call after free text needs its family's marks, and JSON."""
+    """Return the format of calls that a rule enforces in the answer of a model with the format `calls`.
+    Return None if it enforces none: a call after free text needs its family's marks, and JSON."""
     if rule.kind == "text":
         return calls if calls in _OPENINGS or calls == "harmony" else None
     return written_calls(calls) if rule.tools else calls
@@ -148,7 +151,7 @@ def _quoted(text: str) -> str:
 
 
 def _mark(mark: str, marks: ModelMarks) -> str:
-    """Return a mark as its token, or as its letters."""
+    """Return a mark as its token, or else as its characters."""
     number = marks.special(mark)
     return _quoted(mark) if number < 0 else f"<[{number}]>"
 
@@ -203,13 +206,14 @@ def _opening(rule: AnswerRule, marks: ModelMarks, begin: str) -> list[str]:
 
 
 def _plain(calls: CallFormat) -> str:
-    """Return the expression of text in which no call begins."""
+    """Return the expression for text in which no call begins."""
     begun = [f"~/(.|\\n)*{_escaped(mark)}(.|\\n)*/" for mark in _OPENINGS[calls]]
     return " & ".join([f"/{_before(calls)}/", *begun])
 
 
 def _before(calls: CallFormat) -> str:
-    """Return the expression of text before a mark: Llama's calls need no mark at the beginning."""
+    """Return the expression for text before a mark. Llama's calls need no mark at the beginning of the
+    answer."""
     return r"[ \t\r\n]*([^{ \t\r\n](.|\n)*)?" if calls == "llama" else r"(.|\n)*"
 
 
@@ -243,8 +247,8 @@ def _call(number: int, name: str, rule: AnswerRule, marks: ModelMarks) -> str:
 
 
 def _around(rule: AnswerRule, marks: ModelMarks) -> tuple[str, str, str]:
-    """Return the text that begins all calls, the text between two (empty: only one call), and the text that
-    ends them."""
+    """Return the text that begins all calls, the text between two calls (empty: only one call is possible),
+    and the text that ends them."""
     match rule.calls:
         case "hermes":
             begin, end = _mark("<tool_call>", marks), _mark("</tool_call>", marks)

@@ -1,4 +1,4 @@
-"""JSON that arrives in parts: one object with the name and arguments of a call."""
+"""JSON that arrives in pieces: one object with the name and arguments of a call."""
 
 import json
 from enum import Enum, auto
@@ -6,7 +6,7 @@ from enum import Enum, auto
 NAME_KEYS = frozenset({"name", "function"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 OTHER_KEYS = frozenset({"type", "id", "call_id", "index"})
-"""Further keys that some models write."""
+"""Additional keys that some models write."""
 NAME_LENGTH_MAX = 256
 _SPACE = " \t\r\n"
 
@@ -22,7 +22,7 @@ class _At(Enum):
 
 
 class ValueEnd:
-    """Finds the end of a JSON value: `take` returns whether a letter still belongs to it."""
+    """Finds the end of a JSON value. `take` returns whether a character still belongs to the value."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -32,7 +32,7 @@ class ValueEnd:
         self._is_begun = False
 
     def take(self, letter: str) -> bool:
-        """Read the next letter; return False if the value ended with the letter before."""
+        """Read the next character; return False if the value ended with the previous one."""
         if self._in_string:
             if self._is_escaped:
                 self._is_escaped = False
@@ -57,15 +57,15 @@ class ValueEnd:
 
 
 class CallObject:
-    """One call as an object. `take` reads on; `new_arguments` are the letters of the arguments since the last
-    time they were read, once the name is known."""
+    """One call as an object. `take` reads more text. `new_arguments` are the characters of the arguments that
+    arrived since they were last read; they are reported once the name is known."""
 
     def __init__(self, name: str = "") -> None:
-        """With a `name` the text contains only the arguments."""
+        """With a `name`, the text contains only the arguments."""
         self.name = name
         self.is_over = False
         self.is_broken = False
-        """Whether it is not a call: its keys or its form differ."""
+        """Whether the text is not a call, because its keys or its form differ."""
         self._is_alone = bool(name)
         self._at = _At.VALUE if name else _At.BEGIN
         self._value = ValueEnd()
@@ -76,7 +76,7 @@ class CallObject:
 
     @property
     def is_begun(self) -> bool:
-        """Return whether the call's name is known: its arguments have begun, or it is over."""
+        """Return whether the call's name is known and its arguments have begun, or the call is complete."""
         return bool(self.name) and (self._has_arguments or self.is_over)
 
     def new_arguments(self) -> str:
@@ -85,7 +85,7 @@ class CallObject:
         return found
 
     def take(self, text: str) -> int:
-        """Read more text; return how many letters belong to the object."""
+        """Read more text; return how many of its characters belong to the object."""
         for place, letter in enumerate(text):
             if self.is_over or self.is_broken:
                 return place
@@ -127,7 +127,7 @@ class CallObject:
         return self._key in ARGUMENT_KEYS
 
     def _take_value(self, letter: str) -> bool:
-        """Read a letter of a key or a value; return False if it comes after it."""
+        """Read a character of a key or a value; return False if the character comes after it."""
         belongs = self._value.take(letter)
         if belongs:
             if self._streams and self._has_arguments:
