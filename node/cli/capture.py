@@ -1,7 +1,7 @@
 """Capture the `model` of a RUN.toml into a graph in a folder, before `train` asks the node.
 
-It is the only part of a run that needs torch in the command's own process, for built-in models and for a
-user's own factory; a FILE.peerloom is already captured and only named.
+Only this part of a run needs torch in the command's own process, for built-in models and for a user's own
+factory. A FILE.peerloom is already captured, so only its path is passed on.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,19 +30,20 @@ from partition.model.groups import with_groups
 
 Load = Callable[[], datasets.Dataset]
 DATA_SEED = 20
-"""The seed for random draws of a user's own data, such as augmentations, so that they repeat."""
+"""Seed for random draws in a user's own data, such as augmentations, so that they are repeatable."""
 LOOKED_AT_BYTES_MAX = 1 << 30
-"""The largest arrays, of those that a run takes unchanged, that are unpacked once more to be described."""
+"""Maximum size of arrays that a run uses unchanged for which they are also unpacked here, in order to
+describe them."""
 _GRAPH_NAME = f"model{GRAPH_SUFFIX}"
 
 
 def prepare_data(
     run_file: RunFile, base: Path, folder: Path, name: str, tell: Tell = lambda _: None
 ) -> SourceReading | None:
-    """Turn the data of a run into arrays in `folder`, and return its reading; None if a run takes this form
-    unchanged.
+    """Convert the data of a run to arrays in `folder`, and return its reading. Return None if a run reads
+    this form unchanged.
 
-    `base` is the folder of RUN.toml, which errors call `name`. Raises UsageError.
+    `base` is the folder of RUN.toml; errors call the file `name`. Raises UsageError.
     """
     splits, source, keys = run_file.splits, run_file.source, run_file.data_keys
     language = language_of(run_file, base, name)
@@ -51,14 +52,14 @@ def prepare_data(
         check_form(base / Path(source).expanduser(), keys)
     if splits != SplitsTable() and not is_converted:
         raise UsageError(
-            f"{name}: splits: {source} is dealt into parts by itself",
-            "a pair of data sets from the function; or a table, arrays, or a folder of images",
+            f"{name}: splits: {source} determines its parts itself",
+            "return a pair of data sets from the function; or use a table, arrays, or a folder of images",
         )
     as_bytes = DataTable(source, form="bytes")
     if keys not in (DataTable(source), as_bytes) and not is_converted:
         raise UsageError(
-            f"{name}: data: {source} is read in one way only",
-            f'data = "{source}", and no other key of [data]',
+            f"{name}: data: {source} can be read in only one way",
+            f'set data = "{source}", and no other key of [data]',
         )
     if ".py:" in source:
         _run_own_data(str(base / Path(source).expanduser()), folder, f"{name}: data")
@@ -80,20 +81,19 @@ def prepare_data(
 
 
 def loading(run_file: RunFile, base: Path, tell: Tell = lambda _: None) -> Load:
-    """Return a reader of a run's data that reads at its first call."""
+    """Return a function that reads a run's data when it is first called."""
     window = run_file.train.window or WINDOW
     return cache(partial(datasets.load, run_file.source, base, window=window, tell=tell))
 
 
 def reading_as_is(run_file: RunFile, base: Path, load: Load) -> SourceReading:
-    """Return the reading of data that a run takes unchanged: a text, arrays, the digits. Raises
-    UsageError."""
+    """Return the reading of data that a run uses unchanged: a text, arrays, the digits. Raises UsageError."""
     path = datasets.path_of(run_file.source, base)
     if path.is_dir() and sum(each.stat().st_size for each in path.glob("*.npz")) > LOOKED_AT_BYTES_MAX:
-        return SourceReading(run_file.source, "arrays of numbers, too many to look through")
+        return SourceReading(run_file.source, "arrays of numbers, too large to examine")
     dataset = load()
     form = f"text, its bytes in windows of {dataset.window}" if dataset.window else "arrays of numbers"
-    reading = SourceReading(run_file.source, form, "the bytes one further on" if dataset.window else "")
+    reading = SourceReading(run_file.source, form, "the same bytes, shifted by one" if dataset.window else "")
     describe(reading, dataset.parts)
     return reading
 
@@ -129,13 +129,14 @@ def _run_own_data(reference: str, folder: Path, where: str) -> None:
 
 @contextmanager
 def captured(run_file: RunFile, path: Path, name: str, load: Load | None = None) -> Iterator[dict[str, str]]:
-    """Yield the files of a run's graph and first values, as arguments for the node, while it takes them.
+    """Yield the files of a run's graph and initial values, as arguments for the node. The files exist only
+    inside this context.
 
-    Other paths are relative to `path`, that of RUN.toml; errors call it `name`. `load` reads its data, for
-    other users of it too.
+    Other paths are relative to `path`, the path of RUN.toml; errors call the file `name`. `load` reads its
+    data, and shares the result with other users.
 
     Raises:
-        UsageError: no such model, or one that cannot be captured.
+        UsageError: there is no such model, or it cannot be captured.
     """
     if run_file.model.endswith(GRAPH_SUFFIX):
         graph = path.parent / Path(run_file.model).expanduser()
@@ -177,7 +178,7 @@ def capture_to(graph: Path, run_file: RunFile, path: Path, name: str, load: Load
     """Capture a built-in model, a Hugging Face folder, or a function's model into the file `graph`.
 
     Raises:
-        UsageError: no such model, or one that cannot be captured.
+        UsageError: there is no such model, or it cannot be captured.
     """
     from partition.capture import CaptureRefused
     from partition.capture.models import BUILTIN
@@ -225,15 +226,15 @@ def _sample_and_classes(run_file: RunFile, base: Path, load: Load) -> tuple[tupl
     reading = read_reading(datasets.path_of(run_file.source, base))
     if reading is not None and reading.vocabulary:
         return dataset.sample_shape, reading.vocabulary
-    words = reading.words if reading is not None else []  # the last classes may have no sample
+    words = reading.words if reading is not None else []  # some classes may have no sample
     return dataset.sample_shape, max(dataset.classes, len(words))
 
 
 @contextmanager
 def captured_to_serve(model: str) -> Iterator[str]:
-    """Yield the file of a graph to be served, while the node takes and proves it: `model` itself, or the
-    graph captured from a folder of transformers. Raises UsageError: it cannot be captured, or its answers
-    differ from its model's."""
+    """Yield the file of a graph to be served, while the node stores and proves it: `model` itself, or the
+    graph captured from a transformers folder. Raises UsageError if the folder cannot be captured, or the
+    graph's answers differ from the model's."""
     path = Path(model).expanduser().absolute()
     if not is_model_folder(path):
         yield str(path)

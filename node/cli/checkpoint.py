@@ -1,6 +1,6 @@
 """`peerloom checkpoint`: a run's checkpoints on this machine: list, save, export, fetch.
 
-Without a running node `list` and `export` use only its data folder; with one they also find and fetch other
+Without a running node, `list` and `export` use only its data folder. With one, they also find and fetch other
 peers' checkpoints.
 """
 
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from node.checkpoints.store import CheckpointStore
 
 LIST_SECONDS_MAX = 60.0
-"""The time limit while the node asks others for copies."""
+"""Time limit while the node asks other nodes for copies."""
 _WIDTH = 8
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=False, rich_markup_mode=None)
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or how it begins.")]
-Step = Annotated[int | None, typer.Option("--step", metavar="N", help="That of this step; else the newest.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.")]
+Step = Annotated[
+    int | None, typer.Option("--step", metavar="N", help="The step of the checkpoint; default: the newest.")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -58,7 +60,7 @@ def list_checkpoints(context: typer.Context, data_dir: DataDir = "", as_json: As
 
 @app.command()
 def save(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """Have a run that is going on make a checkpoint after its next step."""
+    """Let an active run make a checkpoint after its next step."""
     result = ask(find_data_dir(context, data_dir), "checkpoint.save", {"run": run}, seconds=None)
     if as_json or context.obj["as_json"]:
         show_json({"schema": "peerloom.checkpoint-save/1"} | result)
@@ -70,9 +72,7 @@ def save(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJs
 def export(
     context: typer.Context,
     run: Run,
-    out: Annotated[
-        str, typer.Option("--out", metavar=f"FILE{VALUES_SUFFIX}", help="Where to put the model.")
-    ],
+    out: Annotated[str, typer.Option("--out", metavar=f"FILE{VALUES_SUFFIX}", help="File for the model.")],
     step: Step = None,
     data_dir: DataDir = "",
     as_json: AsJson = False,
@@ -96,13 +96,13 @@ def fetch(
     context: typer.Context,
     run: Run,
     source: Annotated[
-        list[str] | None, typer.Option("--from", metavar="PEER", help="From these members only.")
+        list[str] | None, typer.Option("--from", metavar="PEER", help="Fetch only from these members.")
     ] = None,
     step: Step = None,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Bring a run's checkpoint to this machine from the peers that keep it."""
+    """Fetch a run's checkpoint to this machine from the peers that keep it."""
     arguments = {"run": run, "step": step, "from": source or []}
     found = ask(find_data_dir(context, data_dir), "checkpoint.fetch", arguments, seconds=None)
     if as_json or context.obj["as_json"]:
@@ -113,9 +113,9 @@ def fetch(
 
 
 def checkpoint_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The screen of a list of checkpoint documents."""
+    """Return the screen of a list of checkpoint documents."""
     if not found:
-        return ["no checkpoint here; bring one: `peerloom checkpoint fetch RUN`"]
+        return ["no checkpoint here; fetch one: `peerloom checkpoint fetch RUN`"]
     return table(("RUN", "MODEL", "STEP", "SIZE", "HERE", "COPIES", "MADE"), [_row(each) for each in found])
 
 
@@ -139,7 +139,9 @@ def _store(folder: Path) -> "CheckpointStore":
     from node.storage.folder import FolderStorage
 
     if not folder.is_dir():
-        raise UsageError(f"data folder {short_path(folder)}: no such folder", "name another: --data-dir DIR")
+        raise UsageError(
+            f"data folder {short_path(folder)}: no such folder", "give another one: --data-dir DIR"
+        )
     storage = FolderStorage(folder)
     return CheckpointStore(storage, Blobs(storage))
 
@@ -155,7 +157,7 @@ def _export_offline(folder: Path, run: str, step: int | None, path: Path) -> dic
     kept = store.find(name, step)
     if kept is None:
         raise checkpoint_not_found(name, step)
-    start = "start the node, which brings it: `peerloom`, then this again"
+    start = "start the node, which fetches it (`peerloom`), then repeat this"
     if not kept.is_whole:
         stages = ", ".join(str(stage + 1) for stage in kept.stages_here) or "none"
         count = len(kept.checkpoint.stages)

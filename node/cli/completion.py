@@ -1,8 +1,8 @@
 """`completion SHELL`: a script with which a shell completes commands and flags of peerloom.
 
-It is static, generated from the commands themselves: pressing Tab starts no process of ours. Where no command
-can follow, and after a flag that takes a value, the shell completes files. Sources: bash(1) "Programmable
-Completion", zshcompsys(1), fish's complete(1).
+The script is static and generated from the commands themselves, so pressing Tab starts no process of ours. If
+no command can follow, and after a flag that takes a value, the shell completes files. Sources: bash(1)
+"Programmable Completion", zshcompsys(1), fish's complete(1).
 """
 
 import sys
@@ -17,7 +17,7 @@ from node.suggest import did_you_mean
 
 PROGRAM = "peerloom"
 STARTS_NODES = (f"{PROGRAM} autostart install",)
-"""Commands that also take the flags of a node."""
+"""Commands that also accept the flags of a node."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ def completion(
     context: typer.Context,
     shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="For this shell.")],
 ) -> None:
-    """Print a script that has a shell complete commands and flags; a shell's start file evaluates it."""
+    """Print a script with which a shell completes commands and flags. The shell's start file must evaluate
+    it."""
     if shell not in SCRIPTS:
         raise UsageError(f"completion {shell}{did_you_mean(shell, list(SCRIPTS))}", ", ".join(SCRIPTS))
     tree = dict(_tree(PROGRAM, context.find_root().command))
@@ -114,10 +115,9 @@ def _fish(tree: Mapping[str, Words]) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """Return a text in single quotes: a path for any shell, or help, whose own quotes are
-    escaped, for fish."""
+    """Return a text in single quotes: a path for any shell; or help for fish, with its quotes escaped."""
     return "'" + text.replace("\\", "").replace("`", "").replace("'", "\\'") + "'"
 
 
 SCRIPTS = {"bash": _bash, "zsh": _zsh, "fish": _fish}
-"""The writer of each shell's script."""
+"""The function that writes each shell's script."""

@@ -1,6 +1,6 @@
-"""`peerloom data show SOURCE`: show the reading of a source before training on it.
+"""`peerloom data show SOURCE`: show how a source would be read, before training on it.
 
-It is the reading that `train` prints first. The flags are keys of `[data]` in RUN.toml.
+It shows the reading that `train` prints first. The flags are keys of `[data]` in RUN.toml.
 """
 
 from pathlib import Path
@@ -31,9 +31,9 @@ def show_source(
     ],
     label: Annotated[str, typer.Option("--label", metavar="COL", help="The column of labels.")] = "",
     feature: Annotated[
-        Names, typer.Option("--feature", "--features", metavar="COL", help="Learn from this column.")
+        Names, typer.Option("--feature", "--features", metavar="COL", help="A column to learn from.")
     ] = None,
-    ignore: Annotated[Names, typer.Option("--ignore", metavar="COL", help="Leave this column out.")] = None,
+    ignore: Annotated[Names, typer.Option("--ignore", metavar="COL", help="A column to leave out.")] = None,
     separator: Annotated[str, typer.Option("--separator", metavar="C", help="Between fields.")] = "",
     decimal: Annotated[str, typer.Option("--decimal", metavar=".|,", help="The mark of decimals.")] = "",
     encoding: Annotated[str, typer.Option("--encoding", metavar="NAME", help="Such as cp1252.")] = "",
@@ -44,10 +44,13 @@ def show_source(
         str, typer.Option("--classes", metavar="words|numbers|amounts|A,B", help="What labels are.")
     ] = "",
     channels: Annotated[
-        str, typer.Option("--channels", metavar="first|last", help="Where pictures in arrays have theirs.")
+        str,
+        typer.Option(
+            "--channels", metavar="first|last", help="Position of the channels of images in arrays."
+        ),
     ] = "",
     prompt: Annotated[
-        Names, typer.Option("--prompt", metavar="COL", help="The column of prompts, of records.")
+        Names, typer.Option("--prompt", metavar="COL", help="The column of prompts in records.")
     ] = None,
     completion: Annotated[str, typer.Option("--completion", metavar="COL", help="That of completions.")] = "",
     messages: Annotated[str, typer.Option("--messages", metavar="COL", help="That of chats.")] = "",
@@ -56,10 +59,10 @@ def show_source(
         str, typer.Option("--loss", metavar="answers|last|all", help="Which tokens the loss counts.")
     ] = "",
     form: Annotated[
-        str, typer.Option("--form", metavar="bytes|table", help="What a file is that may be both.")
+        str, typer.Option("--form", metavar="bytes|table", help="Form of a file that may be either.")
     ] = "",
     model: Annotated[
-        str, typer.Option("--model", metavar="FOLDER", help="A Hugging Face folder that learns from it.")
+        str, typer.Option("--model", metavar="FOLDER", help="The Hugging Face folder to train.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -86,7 +89,7 @@ def show_source(
 
 
 def _read_classes(text: str) -> str | list[str]:
-    """Return the kind of labels that a flag names, or the classes that it lists."""
+    """Return the kind of labels that a flag gives, or the classes that it lists."""
     if text in ("words", "numbers", "amounts"):
         return text
     return [name for name in text.split(",") if name]
@@ -102,7 +105,7 @@ def _show_reading(reading: Any, *, as_json: bool) -> None:
 
 
 def read_source(source: str, keys: dict[str, Any], model: str = "") -> Any:
-    """Read a source for a model, or the data of a RUN.toml, with further keys of `[data]`. Raises
+    """Read a source for a model, or the data of a RUN.toml, with additional keys of `[data]`. Raises
     UsageError."""
     import msgspec
 

@@ -1,4 +1,4 @@
-"""Pieces of the lines about events: their time of day, and peers by their names."""
+"""Parts of the lines about events: the time of day, and peers by name."""
 
 import time
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ def at_clock(event: Event, text: str) -> str:
 
 
 def name_and_id(names: Mapping[str, str], peer: str) -> str:
-    """Return how screens call a peer: its name, where it has one, and its short id."""
+    """Return a peer as shown on screens: its name, if it has one, and its short id."""
     name = names.get(peer)
     return f"{name} {short_id(peer)}" if name else short_id(peer)
 
 
 def with_names(text: str, names: Mapping[str, str]) -> str:
-    """Return a text that names peers by short id with the name beside each, where there is one."""
+    """Return a text that contains short ids, with the peer's name added to each, if it has one."""
     for peer in names:
         text = text.replace(short_id(peer), name_and_id(names, peer))
     return text

@@ -1,4 +1,4 @@
-"""`peerloom events`: past and coming events of the node on this machine."""
+"""`peerloom events`: past and future events of the node on this machine."""
 
 import time
 from typing import Annotated, Any
@@ -14,10 +14,14 @@ from node.suggest import did_you_mean
 
 def events(
     context: typer.Context,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on with what happens.")] = False,
-    since: Annotated[str, typer.Option("--since", metavar="10m", help="Only what is not older.")] = "",
+    follow: Annotated[bool, typer.Option("--follow", help="Also show events as they happen.")] = False,
+    since: Annotated[
+        str, typer.Option("--since", metavar="10m", help="Only events since this long ago.")
+    ] = "",
     kind: Annotated[list[str] | None, typer.Option(metavar="KIND", help="Only these kinds.")] = None,
-    text: Annotated[str, typer.Option("--find", metavar="TEXT", help="Only those that hold this.")] = "",
+    text: Annotated[
+        str, typer.Option("--find", metavar="TEXT", help="Only events that contain this text.")
+    ] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
@@ -34,7 +38,7 @@ def events(
 
 
 def _kinds(given: list[str]) -> list[str]:
-    """The names of kinds as typed, in any case. Raises UsageError."""
+    """Return the names of the given kinds, which may be typed in any case. Raises UsageError."""
     from node.errors import UsageError
     from node.event_kinds import EVENT_KINDS
 

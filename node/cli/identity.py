@@ -1,4 +1,4 @@
-"""`peerloom id`: the identity of this node, whether it runs or not."""
+"""`peerloom id`: the identity of this node, whether or not it runs."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from node.paths import short_path
 
 
 def identity(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """Show this node's peer id, name and key file; it need not run."""
+    """Show this node's peer id, name and key file. The node need not run."""
     from crypto.identity import SEED_BYTES, Identity, peer_text
     from node.config import resolve
     from node.storage.folder import IDENTITY_NAME, FolderStorage
@@ -27,7 +27,7 @@ def identity(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = F
         seed = read_key(storage, IDENTITY_NAME, SEED_BYTES)
     if seed is None:
         raise UsageError(
-            f"no identity in {short_path(folder)} yet", "start it once, which makes one: `peerloom`"
+            f"no identity in {short_path(folder)} yet", "start the node once to make one: `peerloom`"
         )
     document: dict[str, Any] = {
         "schema": "peerloom/id/1",
@@ -37,13 +37,15 @@ def identity(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = F
         "running": False,
     }
     if is_running(folder):
-        # A node that has just ended is not an error: the files then give the answer.
+        # A node that has just ended is not an error. The files then give the answer.
         with contextlib.suppress(NoNode):
             document |= {"name": ask(folder, "status")["name"], "running": True}
     if as_json:
         show_json(document)
         return
-    key_file = f"{short_path(document['key_file'])} (keep it secret; a copy of it is this node)"
+    key_file = (
+        f"{short_path(document['key_file'])} (keep it secret: anybody with a copy can act as this node)"
+    )
     show(
         [
             document["peer"],

@@ -1,4 +1,4 @@
-"""`peerloom keys`: keys by which programs ask models through this node's HTTP door."""
+"""`peerloom keys`: keys with which programs may ask models through this node's HTTP API."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -23,12 +23,12 @@ def new(
     context: typer.Context,
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="What the key is for.")] = "",
     in_flight: Annotated[
-        int, typer.Option("--in-flight", metavar="N", help="Requests at once; more wait.")
+        int, typer.Option("--in-flight", metavar="N", help="Maximum number of requests at a time; more wait.")
     ] = 16,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Make a key. It is shown this once: the node keeps a hash of it."""
+    """Make a key. It is shown only once, because the node keeps only a hash of it."""
     document = _ask(context, data_dir, "keys.new", {"name": name, "in_flight": in_flight})
     if as_json:
         show_json(document)
@@ -38,7 +38,7 @@ def new(
 
 @app.command("list")
 def list_keys(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """List the keys, without what they are."""
+    """List the keys, without their secrets."""
     document = _ask(context, data_dir, "keys.list", {})
     if as_json:
         show_json(document)
@@ -54,16 +54,16 @@ def list_keys(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = 
 @app.command("revoke")
 def revoke(
     context: typer.Context,
-    key: Annotated[str, typer.Argument(metavar="KEY", help="Its id, or its name.")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="The key's id or name.")],
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Let a key open nothing any more; answers that were begun go on."""
+    """Revoke a key. Answers that have begun continue."""
     document = _ask(context, data_dir, "keys.revoke", {"key": key})
     if as_json:
         show_json(document)
     else:
-        show([f"key {document['id']} opens nothing any more"])
+        show([f"key {document['id']} is revoked"])
 
 
 def _ask(context: typer.Context, data_dir: str, command: str, arguments: dict[str, Any]) -> Any:

@@ -1,8 +1,8 @@
-"""The tokenizer of a RUN.toml's text, and the tokens in a sample.
+"""The tokenizer of a RUN.toml's text, and the number of tokens in a sample.
 
-A Hugging Face folder uses its own tokenizer, unless the key `tokenizer` names another; such a model never
-learns bytes. `train.window` is the length of a sample, else `length` of `[options]`, else the model's maximum
-(for records, the length of the longest).
+A Hugging Face folder uses its own tokenizer, unless the key `tokenizer` gives another; such a model never
+learns bytes. The length of a sample is `train.window`, otherwise `length` of `[options]`, otherwise the
+model's maximum (for records, the length of the longest one).
 """
 
 from pathlib import Path
@@ -19,10 +19,10 @@ from node.protocols.run_file import RunFile
 from node.runs.manifest_builder import WINDOW
 
 LENGTH = "length"
-"""The option of a folder's model for the tokens in a sample."""
+"""The option of a folder's model that sets the number of tokens in a sample."""
 _ARRAYS = (".npz", ".safetensors")
 _BYTE_VOCABULARY_MAX = 512
-"""A model of bytes knows 256 and some special tokens."""
+"""Maximum vocabulary of a byte model: 256 bytes and some special tokens."""
 _SAVE_TOKENIZER = (
     'AutoTokenizer.from_pretrained("FOLDER").save_pretrained("FOLDER") of transformers writes it'
 )
@@ -35,7 +35,8 @@ def model_folder_of(run_file: RunFile, base: Path) -> ModelFolder | None:
 
 
 def length_of(run_file: RunFile, name: str) -> int:
-    """Return the tokens in a sample by the run's settings; 0 if they do not say. Raises UsageError."""
+    """Return the number of tokens in a sample according to the run's settings, or 0 if they do not set it.
+    Raises UsageError."""
     window, length = run_file.train.window, run_file.options.get(LENGTH, 0)
     length = length if isinstance(length, int) else 0
     if window and length and window != length:
@@ -47,17 +48,17 @@ def length_of(run_file: RunFile, name: str) -> int:
 
 
 def language_of(run_file: RunFile, base: Path, name: str) -> Language | None:
-    """Return the tokenizer of the run's data; None if it is not text, or if bytes are learnt. Raises
-    UsageError: it is ambiguous, or does not fit the model."""
+    """Return the tokenizer of the run's data, or None if the data is not text, or is learnt as bytes. Raises
+    UsageError if the tokenizer is ambiguous, or does not fit the model."""
     source, keys = run_file.source, run_file.data_keys
     suffix = Path(source).suffix.lower()
     path = base / Path(source).expanduser()
     model = model_folder_of(run_file, base)
     is_text = source != DIGITS_NAME and ".py:" not in source and suffix not in _ARRAYS
     if not is_text or keys.form == "table" or path.is_dir():
-        if run_file.tokenizer and ".py:" not in source:  # for a function `check_keys` reports it
+        if run_file.tokenizer and ".py:" not in source:  # for a function, `check_keys` reports it
             raise UsageError(
-                f"{name}: tokenizer: has no effect on {source}, which is no text", "leave tokenizer out"
+                f"{name}: tokenizer: has no effect on {source}, which is not text", "leave tokenizer out"
             )
         return None
     if model is None or not model.is_of_text:
@@ -84,7 +85,7 @@ def language_of(run_file: RunFile, base: Path, name: str) -> Language | None:
     is_of_records = suffix in SUFFIXES and (path.is_file() or source.startswith(SCHEMES))
     if not run_file.tokenizer and not model.tokenizer.is_file():
         if not is_of_records and model.vocabulary <= _BYTE_VOCABULARY_MAX:
-            return None  # a model of bytes
+            return None  # a byte model
         what = f"the model in {model.path} knows {model.vocabulary:,} tokens, and there is no tokenizer.json"
         if is_of_records:
             raise UsageError(f"{name}: {what}", _SAVE_TOKENIZER)
@@ -96,8 +97,8 @@ def language_of(run_file: RunFile, base: Path, name: str) -> Language | None:
 
 
 def sample_length(run_file: RunFile, base: Path, name: str) -> int:
-    """Return the tokens in the samples of existing arrays or text: the length for which a folder's model is
-    captured. 0 if the data has no tokens. Raises UsageError."""
+    """Return the number of tokens in the samples of existing arrays or text, which is the length for which a
+    folder's model is captured. Return 0 if the data has no tokens. Raises UsageError."""
     asked = length_of(run_file, name)
     path = base / Path(run_file.source).expanduser()
     if not (path / "train.npz").is_file():
@@ -106,7 +107,7 @@ def sample_length(run_file: RunFile, base: Path, name: str) -> int:
         with (path / "train.npz").open("rb") as file:
             arrays = read_layouts(file).arrays
     except (BadArchive, OSError):
-        return asked  # errors in it are reported when it is read
+        return asked  # errors in the data are reported when it is read
     shapes = [arrays[each].shape[1:] for each in ("input_ids", "x") if each in arrays]
     found = shapes[0][0] if shapes and len(shapes[0]) == 1 else 0
     if found and asked and found != asked:

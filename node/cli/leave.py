@@ -1,4 +1,4 @@
-"""`peerloom leave`: the node on this machine says goodbye to its swarm and ends."""
+"""`peerloom leave`: the node on this machine says goodbye to its swarm, and ends."""
 
 import contextlib
 import sys
@@ -13,24 +13,24 @@ from node.cli.render import short_id, show, show_json
 from node.errors import PeerloomError
 
 ENDING_SECONDS_MAX = 15.0
-"""A node forces its own end before that (`node.process.END_SECONDS_MAX`)."""
+"""Time limit. A node forces its own end earlier (`node.process.END_SECONDS_MAX`)."""
 _LOOK_SECONDS = 0.05
 
 
 def leave(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """Let the node say goodbye and end; returns when it has."""
+    """Let the node say goodbye and end; return when it has ended."""
     folder = find_data_dir(context, data_dir)
     document = ask(folder, "status")
     until = time.monotonic() + ENDING_SECONDS_MAX
     show(["leaving..."], sys.stderr)
     answer: dict[str, Any] = {"runs": []}
-    with contextlib.suppress(GoneAway):  # it may end before its answer arrives
+    with contextlib.suppress(GoneAway):  # the node may end before its answer arrives
         answer = ask(folder, "leave", seconds=ENDING_SECONDS_MAX)
     while is_running(folder):
         if time.monotonic() > until:
             raise PeerloomError(
                 f"the node has not ended in {ENDING_SECONDS_MAX:.0f} s",
-                "look at its screen; Ctrl-C twice there",
+                "look at its screen, or press Ctrl-C twice there",
             )
         time.sleep(_LOOK_SECONDS)
     if as_json:

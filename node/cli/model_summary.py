@@ -1,6 +1,6 @@
-"""A summary of a captured model: a document of its graph, and the lines of its screen. No torch.
+"""A summary of a captured model: a document made from its graph, and the lines of its screen. No torch.
 
-Everything is computed from the graph: no tensor is made, and the file of first values is not opened.
+Everything is computed from the graph: no tensor is made, and the file of initial values is not opened.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,17 +41,17 @@ from partition.plan.problem import Constraints, Infeasible, Link, Problem, unifo
 
 SCHEMA = "peerloom/model/1"
 EXAMPLE = PeerResources(flops_per_second=50_000_000_000, memory_bytes=1 << 60)
-"""The machine of which `--stages` assumes several: a laptop's processor with unlimited memory."""
+"""The machine that `--stages` assumes for each stage: a laptop's processor with unlimited memory."""
 EXAMPLE_LINK_BYTES_PER_SECOND = 125_000_000
 BAR_WIDTH = 16
 NAME_WIDTH_MAX = 44
 
 
 def read_graph(file: Path) -> tuple[Graph, bytes]:
-    """A captured model, decoded and checked, and its hash.
+    """Read and check a captured model. Return its graph and its hash.
 
     Raises:
-        UsageError: no such file, or not a model.
+        UsageError: no such file, or it is not a model.
     """
     try:
         with file.open("rb") as opened:
@@ -69,8 +69,8 @@ def read_graph(file: Path) -> tuple[Graph, bytes]:
 
 
 def sizes_of(graph: Graph, batch: int) -> tuple[int, ...]:
-    """Return the values of symbols for which a graph is shown; a batch of 0 is chosen here. Raises
-    UsageError."""
+    """Return the values of symbolic sizes for which a graph is shown. If `batch` is 0, it is chosen here.
+    Raises UsageError."""
     sizes = reference_sizes(graph)
     if batch:
         sizes = (batch, *sizes[1:])
@@ -82,11 +82,11 @@ def sizes_of(graph: Graph, batch: int) -> tuple[int, ...]:
 
 
 def portrait(file: Path, graph: Graph, name: bytes, *, batch: int = 0, stages: int = 0) -> dict[str, Any]:
-    """The `peerloom/model/1` document of a checked graph.
+    """Return the `peerloom/model/1` document of a checked graph.
 
     Raises:
-        UsageError: sizes that are out of bounds or do not fit.
-        RunFailed: more stages than there are layers.
+        UsageError: sizes are out of bounds or do not fit.
+        RunFailed: there are more stages than layers.
     """
     sizes = sizes_of(graph, batch)
     entry = graph.entries[0]
@@ -177,7 +177,7 @@ def _layers(graph: Graph, costs: Sequence[LayerCost], sent: Sequence[Sequence[in
 
 
 def _skips(sent: Sequence[Sequence[int]], work: EntryWork) -> list[dict[str, Any]]:
-    """Values that cross more than one boundary in a row: made in `first`, last used in `last`."""
+    """Return the values that cross more than one boundary in a row: made in `first`, last used in `last`."""
     found = []
     begun: dict[int, int] = {}
     for boundary, values in enumerate((*sent, ())):
@@ -191,7 +191,7 @@ def _skips(sent: Sequence[Sequence[int]], work: EntryWork) -> list[dict[str, Any
 
 
 def _tied(graph: Graph) -> list[dict[str, Any]]:
-    """Parameters that more than one layer uses."""
+    """Return the parameters that more than one layer uses."""
     ends = (*graph.entries[0].boundaries, len(graph.entries[0].nodes))
     layers: dict[int, list[int]] = {}
     layer = 0
@@ -256,7 +256,7 @@ def _stages(graph: Graph, name: bytes, costs: Sequence[LayerCost], stages: int) 
 
 
 def count_text(count: float, unit: str = "") -> str:
-    """`1.3 G`, in powers of ten; whole below a thousand."""
+    """Return `1.3 G`, in powers of ten; a whole number below a thousand."""
     for prefix in ("", "k", "M", "G", "T"):
         if count < 1000:
             number = f"{count:.0f}" if not prefix else f"{count:.1f}"
@@ -266,12 +266,12 @@ def count_text(count: float, unit: str = "") -> str:
 
 
 def short_name(name: str) -> str:
-    """The end of a long module path, which is what tells modules apart."""
+    """Return the end of a long module path, which is the part that distinguishes modules."""
     return name if len(name) <= NAME_WIDTH_MAX else "..." + name[3 - NAME_WIDTH_MAX :]
 
 
 def portrait_lines(document: Mapping[str, Any]) -> list[str]:
-    """The screen of a `peerloom/model/1` document."""
+    """Return the screen of a `peerloom/model/1` document."""
     parameters = document["parameters"]
     values = document["values_bytes"]
     values_text = (
@@ -357,8 +357,8 @@ def _layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _stage_lines(stages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the stages' lines; `<` marks the pipeline's slowest part: a stage's computing, or
-    its sending."""
+    """Return the stages' lines. `<` marks the slowest part of the pipeline: the computing or the sending of
+    one stage."""
     longest = max(stage["seconds"] for stage in stages) or 1.0
     slowest = max(max(stage["seconds"], stage["transfer_seconds"]) for stage in stages)
     rows = [

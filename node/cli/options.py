@@ -1,4 +1,4 @@
-"""Options that commands have in common: the data folder they talk about, `--json`, the help of a group."""
+"""Options that several commands share: the data folder, `--json`, the help of a group."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from node.paths import ENVIRONMENT_PREFIX, default_data_dir, expand
 GRAPH_SUFFIX = ".peerloom"
 """The suffix of a captured model's file."""
 VALUES_SUFFIX = ".safetensors"
-"""The suffix of the file of its first values, beside it."""
+"""The suffix of the file of its initial values, in the same folder."""
 DataDir = Annotated[str, typer.Option("--data-dir", metavar="DIR", help="The node's data folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")]
 
@@ -20,7 +20,7 @@ _SUMMARY_MAX = 1_000
 
 
 class CommandGroup(TyperGroup):
-    """A group whose help has each command's whole summary. typer cuts it in mid-sentence."""
+    """A group whose help shows each command's whole summary, which typer would cut in mid-sentence."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         found = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
@@ -34,14 +34,15 @@ class CommandGroup(TyperGroup):
 
 
 def find_data_dir(context: typer.Context, flag: str) -> Path:
-    """`status --data-dir X`, `--data-dir X status`, PEERLOOM_DATA_DIR, the config file, the default."""
+    """Return the data folder: from `status --data-dir X`, `--data-dir X status`, PEERLOOM_DATA_DIR, the
+    config file, or the default, in this order."""
     before: dict[str, Any] = context.obj or {}
     given = flag or before.get("data_dir") or os.environ.get(f"{ENVIRONMENT_PREFIX}DATA_DIR")
     if given:
         return expand(given)
     config_file = before.get("config") or os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG")
     if config_file:
-        from node.config import resolve  # only here: a client without a config file starts faster
+        from node.config import resolve  # imported here so that a client without a config file starts faster
 
         return resolve({"config": config_file}, os.environ).data_dir
     return default_data_dir(os.environ)

@@ -1,5 +1,5 @@
-"""`peerloom plan MODEL`: predict the holders of stages and the speed of a run, with reasons, before anything
-runs."""
+"""`peerloom plan MODEL`: predict which peers would hold which stages and how fast the run would be, with
+reasons, before anything runs."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ from node.cli.outputs import output_path
 from node.cli.render import show, show_json
 from node.errors import UsageError
 
-if TYPE_CHECKING:  # the command line loads this file with every command
+if TYPE_CHECKING:  # the command line loads this file for every command
     from node.planning.peers import Peers
     from node.planning.report import PlanReport
 
@@ -28,44 +28,49 @@ def plan(
     model: Model,
     peers: Annotated[
         str,
-        typer.Option("--peers", metavar="FILE|live", help="Peers and links, or this node's swarm."),
+        typer.Option("--peers", metavar="FILE|live", help="File of peers and links, or this node's swarm."),
     ] = "live",
     objective: Annotated[
-        str, typer.Option("--objective", metavar="throughput|latency|energy", help="What is to be best.")
+        str, typer.Option("--objective", metavar="throughput|latency|energy", help="The goal of the plan.")
     ] = "throughput",
     batch: Annotated[int, typer.Option("--batch", metavar="N", help="Samples in a step.")] = 64,
     microbatch: Annotated[int, typer.Option("--microbatch", metavar="N", help="Samples at once.")] = 0,
     optimizer: Annotated[str, typer.Option("--optimizer", metavar="adam|adamw|sgd|momentum")] = "adam",
-    stages: Annotated[int, typer.Option("--stages", metavar="N", help="As many, not what is best.")] = 0,
+    stages: Annotated[
+        int, typer.Option("--stages", metavar="N", help="Number of stages; default: the best.")
+    ] = 0,
     replicas: Annotated[int, typer.Option("--replicas", metavar="N", help="Of each stage.")] = 0,
     pipeline: Annotated[str, typer.Option("--pipeline", metavar="1f1b|gpipe")] = "1f1b",
-    explain: Annotated[bool, typer.Option("--explain", help="Say why, and draw the step.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Give reasons, and draw the step.")] = False,
     what_if: Annotated[
         str,
         typer.Option("--what-if", metavar="lose=A,add=8GB@50GFLOPS@100Mbit", help="With other peers."),
     ] = "",
-    place: Annotated[str, typer.Option("--place", metavar="LOCATION", help="Only with peers there.")] = "",
+    place: Annotated[
+        str, typer.Option("--place", metavar="LOCATION", help="Only with peers in this location.")
+    ] = "",
     devices: Annotated[
-        str, typer.Option("--devices", metavar="cuda,mps,cpu", help="On the first of these that are enough.")
+        str,
+        typer.Option("--devices", metavar="cuda,mps,cpu", help="Use the first of these kinds that suffices."),
     ] = "",
     replicas_min: Annotated[
-        int, typer.Option("--replicas-min", metavar="N", help="Of each stage, at least.")
+        int, typer.Option("--replicas-min", metavar="N", help="Minimum number of replicas of each stage.")
     ] = 1,
     goal: Annotated[
-        float, typer.Option("--goal", metavar="N", help="Samples a second: say whether it reaches them.")
+        float, typer.Option("--goal", metavar="N", help="Samples/s: report whether the plan reaches them.")
     ] = 0.0,
     together: Annotated[
         list[str] | None,
         typer.Option("--together", metavar="A,B", help="Layers or modules that stay in one stage."),
     ] = None,
     keep_tied: Annotated[
-        bool, typer.Option("--keep-tied", help="Layers that use one weight stay in one stage.")
+        bool, typer.Option("--keep-tied", help="Keep layers that share a weight in one stage.")
     ] = False,
-    svg: Annotated[str, typer.Option("--svg", metavar="FILE", help="Draw it into this file.")] = "",
+    svg: Annotated[str, typer.Option("--svg", metavar="FILE", help="Draw the plan into this file.")] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show who would hold which layers of a model, how fast that would be, and why."""
+    """Show which peers would hold which layers of a model, how fast that would be, and why."""
     from node.cli.train import read_devices
     from node.planning.peers import in_place
     from node.planning.request import graph_of, plan_over, wishes, with_together
@@ -94,7 +99,7 @@ def _offered(peers: str, context: typer.Context, data_dir: str) -> "Peers":
 
 
 def _show_plan(report: "PlanReport", svg: str, *, explain: bool, as_json: bool) -> None:
-    """Draw a plan into a file if one is named, and show it. Raises UsageError."""
+    """Show a plan, and draw it into a file if one is given. Raises UsageError."""
     from node.planning.report import plan_document
     from node.planning.screen import plan_lines
 

@@ -1,7 +1,7 @@
 """`peerloom predict RUN.toml --run RUN`: predictions of a trained model, compared with the truth.
 
-All of it happens in this command's process: it builds the model that RUN.toml names (the user's own code, on
-their own machine), loads the run's weights, and computes. No data leaves the machine.
+All of it happens in this command's process. It builds the model that RUN.toml names (the user's own code, on
+the user's own machine), loads the run's weights, and computes. No data leaves the machine.
 """
 
 import csv
@@ -21,38 +21,47 @@ from node.cli.render import progress, show, show_json
 from node.errors import UsageError
 from node.text import counted
 
-if TYPE_CHECKING:  # the command line loads this file with every command
+if TYPE_CHECKING:  # the command line loads this file for every command
     from node.content.model_folder import ModelFolder
     from node.protocols.run_file import RunFile
 
 BATCH = 64
 COLUMNS_MAX = 64
-"""The columns for the outputs of a sample in a CSV file; more go into an .npz."""
+"""Maximum number of outputs of a sample in a CSV file, one per column. More must go into an .npz."""
 
 
 def predict(
     context: typer.Context,
     run_file: Annotated[str, typer.Argument(metavar="RUN.toml", help="What was trained.")],
-    run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run whose weights to take.")] = "",
-    weights: Annotated[str, typer.Option("--weights", metavar="FILE", help="Or a file of them.")] = "",
+    run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run whose weights to use.")] = "",
+    weights: Annotated[str, typer.Option("--weights", metavar="FILE", help="Or a file of weights.")] = "",
     data: Annotated[
-        str, typer.Option("--data", metavar="SOURCE", help="New samples; else the run's test samples.")
+        str, typer.Option("--data", metavar="SOURCE", help="New samples; default: the run's test samples.")
     ] = "",
     out: Annotated[
         str, typer.Option("--out", metavar="FILE", help="FILE.npz or FILE.csv of predictions.")
     ] = "",
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="What a model of text is to answer.")
+        list[str] | None,
+        typer.Option("--prompt", metavar="TEXT", help="A prompt for a text model to answer."),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=0, help="Write at most so many.")] = 0,
+    tokens: Annotated[int, typer.Option("--tokens", min=0, help="Maximum number of tokens to write.")] = 0,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0, max=10, help="0: the likeliest token each time.")
+        float, typer.Option("--temperature", min=0, max=10, help="0: always the likeliest token.")
     ] = 0.0,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Draw from so many; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option("--top-p", min=0.01, max=1, help="Draw from this share.")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Draw from this many tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            "--top-p", min=0.01, max=1, help="Draw from the likeliest tokens with this total share."
+        ),
+    ] = 1.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is drawn.")] = 0,
     picture: Annotated[
-        str, typer.Option("--picture", metavar="FILE.svg", help="Confusion matrix and samples.")
+        str,
+        typer.Option(
+            "--picture", metavar="FILE.svg", help="Draw the confusion matrix and samples into this file."
+        ),
     ] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
@@ -85,8 +94,8 @@ def predict(
 
 
 def _fetch_weights(home: Path, run: str, out: str) -> Mapping[str, Any] | None:
-    """Have this machine's node write a run's weights into a file; return how the run's data was read, where
-    that is known."""
+    """Let this machine's node write a run's weights into a file. Return how the run's data was read, if that
+    is known."""
     from node.cli.client import ask
 
     ask(home, "runs.fetch", {"run": run, "out": out}, seconds=None)
@@ -97,9 +106,11 @@ def _fetch_weights(home: Path, run: str, out: str) -> Mapping[str, Any] | None:
 def _finish_predictions(
     found: "Predictions", written: Mapping[str, Path], prompts: Sequence[str], *, as_json: bool
 ) -> None:
-    """Show what a model predicted, and put it into files. Raises UsageError."""
+    """Show what a model predicted, and write it into files. Raises UsageError."""
     if "out" in written and written["out"].suffix == ".jsonl":
-        raise UsageError(f"--out {written['out']}: this model writes no text", "--out FILE.csv or FILE.npz")
+        raise UsageError(
+            (f"--out {written['out']}: this model does not write text"), "use --out FILE.csv or FILE.npz"
+        )
     if "out" in written:
         write_predictions(written["out"], found)
     if "picture" in written:
@@ -137,7 +148,7 @@ def _outputs(out: str, picture: str) -> dict[str, Path]:
         name: output_path(text, f"--{name}") for name, text in (("out", out), ("picture", picture)) if text
     }
     if "out" in written and written["out"].suffix not in (".npz", ".csv", ".jsonl"):
-        raise UsageError(f"--out {out}: want FILE.npz or FILE.csv; of a model of text, FILE.jsonl or .csv")
+        raise UsageError(f"--out {out}: want FILE.npz or FILE.csv; for a text model, FILE.jsonl or .csv")
     if "picture" in written and written["picture"].suffix != ".svg":
         raise UsageError(f"--picture {picture}: want FILE.svg")
     return written
@@ -147,16 +158,18 @@ def _check_writing(writing: Writing, data: str) -> None:
     if (writing.top_k or writing.top_p < 1 or writing.seed) and not writing.temperature:
         raise UsageError("--top-k, --top-p and --seed: nothing is drawn", "--temperature 0.7, for example")
     if writing.prompts and data:
-        raise UsageError("--prompt and --data: give one of the two")
+        raise UsageError("--prompt and --data: give only one of them")
 
 
 def _finish_answers(found: Answers, written: Mapping[str, Path], *, as_json: bool) -> None:
     """Show a model's texts, and write them into a file. Raises UsageError."""
     if "picture" in written:
-        raise UsageError("--picture: a model that writes has no confusion matrix", "--out FILE.jsonl")
+        raise UsageError("--picture: a text model has no confusion matrix", "--out FILE.jsonl")
     if "out" in written:
         if written["out"].suffix == ".npz":
-            raise UsageError(f"--out {written['out']}: words are no arrays", "--out FILE.jsonl or FILE.csv")
+            raise UsageError(
+                (f"--out {written['out']}: words are not arrays"), "use --out FILE.jsonl or FILE.csv"
+            )
         write_answers(written["out"], found)
     if as_json:
         rows = [{"prompt": prompt, "predicted": said, "truth": true} for prompt, said, true in found.rows]
@@ -171,8 +184,8 @@ def _finish_answers(found: Answers, written: Mapping[str, Path], *, as_json: boo
 
 @dataclass(frozen=True)
 class Predictions:
-    """Outputs (N, ...), the predictions from them, and their quality; `words` are the classes' names, if
-    known."""
+    """Outputs (N, ...), the predictions made from them, and their quality. `words` are the names of the
+    classes, if known."""
 
     outputs: Any
     predicted: Any
@@ -193,9 +206,9 @@ def run_model(
     *,
     wants_all: bool = False,
 ) -> "Predictions | Answers":
-    """Predict for the samples of `data`, or of the run in the RUN.toml at `path` if it is empty; or answer
-    prompts by a language model. `kept` is the reading of the run's data, if this machine's node has it.
-    Raises UsageError."""
+    """Predict for the samples of `data`, or if it is empty, for those of the run in the RUN.toml at `path`;
+    or answer prompts with a language model. `kept` is the reading of the run's data, if this machine's node
+    has it. Raises UsageError."""
     import numpy as np
     import safetensors
     import safetensors.numpy
@@ -242,8 +255,9 @@ def run_model(
 
 
 def _model_of(path: Path, writing: Writing) -> "tuple[RunFile, ModelFolder | None]":
-    """Return the RUN.toml at `path`, its model named from here, and the Hugging Face folder that the model
-    is, if it is one. Raises UsageError: nothing can be predicted by it, or not in words."""
+    """Return the RUN.toml at `path`, with its model relative to the present folder, and the model's Hugging
+    Face folder, if it is one. Raises UsageError if the model cannot predict, or cannot answer in words
+    although that is requested."""
     from msgspec.structs import replace
 
     from node.api.task_defaults import read_run
@@ -266,7 +280,7 @@ def _model_of(path: Path, writing: Writing) -> "tuple[RunFile, ModelFolder | Non
         writing != Writing(writing.prompts) and not (model and _writes(model))
     ):
         raise UsageError(
-            f"{path}: model: {run_file.model} takes no text",
+            f"{path}: model: {run_file.model} does not take text",
             "leave out --prompt, --tokens and --temperature: they are for the model of a Hugging Face folder",
         )
     return run_file, model
@@ -341,14 +355,17 @@ def _samples(
 
 
 def _agreed(kept: Any, now: Any, name: str) -> Any:
-    """Return the reading by which a run was trained. Raises UsageError: its data has changed since."""
+    """Return the reading with which a run was trained. Raises UsageError if its data has changed since."""
     if kept is None:
         return now
     for key, called in (("words", "classes"), ("features", "features")):
         if getattr(kept, key) != getattr(now, key):
             raise UsageError(
                 f"{name}: data: the {called} of {now.source} are not those that the run was trained on",
-                "the data as it was when the run was started; how it was read then: `peerloom runs show RUN`",
+                (
+                    "use the data as it was when the run was started; see how it was read "
+                    "then: `peerloom runs show RUN`"
+                ),
             )
     return kept
 

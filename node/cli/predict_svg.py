@@ -1,5 +1,5 @@
-"""A picture of predictions as SVG, without a drawing library: a confusion matrix, samples with predicted and
-true labels, or predicted numbers against true ones."""
+"""A picture of predictions as SVG, made without a drawing library: a confusion matrix, samples with predicted
+and true labels, or predicted values against true values."""
 
 import base64
 import struct
@@ -27,8 +27,8 @@ def picture(
     truth: Array | None,
     words: list[str],
 ) -> str:
-    """Return the parts of the picture, one below the other. `inputs` are the model's, each (N, ...); it draws
-    evenly spread samples, since data is often sorted by class."""
+    """Return the picture, with its parts one below the other. `inputs` are the model's, each (N, ...). Evenly
+    spread samples are drawn, because data is often sorted by class."""
     parts = []
     if confusion is not None and len(confusion) <= CLASSES_SHOWN_MAX:
         parts.append(_matrix(confusion, words))
@@ -82,7 +82,7 @@ def _matrix(confusion: Array, words: list[str]) -> tuple[str, int, int]:
 
 
 def _images(x: Array) -> Array | None:
-    """Return samples as bytes (N, H, W, 3), if they can be seen as images."""
+    """Return samples as bytes (N, H, W, 3) if they can be shown as images."""
     if x.ndim == 4 and x.shape[1] in (1, 3) and min(x.shape[2:]) >= 4:
         pixels = x.transpose(0, 2, 3, 1).astype(np.float64)
     elif x.ndim == 3 and min(x.shape[1:]) >= 4:
@@ -129,7 +129,7 @@ def _scatter(predicted: Array, truth: Array) -> tuple[str, int, int]:
 
 
 def png(pixels: Array) -> bytes:
-    """Bytes (H, W, 3) as a PNG."""
+    """Return bytes (H, W, 3) as a PNG."""
     height, width, _ = pixels.shape
     rows = b"".join(b"\0" + row.tobytes() for row in np.ascontiguousarray(pixels))
 

@@ -1,4 +1,4 @@
-"""Events of runs as lines: what `node.cli.screen` shows of a run from its plan to its end."""
+"""Events of runs as lines: the part of `node.cli.screen` for a run, from its plan to its end."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -10,14 +10,16 @@ from node.cli.render import bytes_text, data_text, seconds_text, short_id
 from node.text import counted, cover_text, layers_text
 
 FIRST_STEPS = 5
-"""Up to this step every step is shown, then every STEPS_APART-th, so that the curve stays readable."""
+"""Up to this step, every step is shown. After it, only every STEPS_APART-th is shown, so that the curve stays
+readable."""
 PACE_STEPS = 20
-"""The time left follows the mean of this many steps, so that one slow step does not dominate."""
+"""The remaining time is estimated from the mean of this many steps, so that one slow step does not
+dominate."""
 STEPS_APART = 10
 
 
 def rate_text(step: Mapping[str, Any]) -> str:
-    """Return the rate of a committed step: in samples, and in tokens if the loss counts those."""
+    """Return the rate of a committed step in samples, and in tokens if the loss counts tokens."""
     if step["seconds"] <= 0:
         return "0 samples/s"
     text = f"{step['samples'] / step['seconds']:.0f} samples/s"
@@ -27,7 +29,7 @@ def rate_text(step: Mapping[str, Any]) -> str:
 
 
 class RunLines:
-    """Turns the events of runs, in their order, into lines. `names` is what peers are called."""
+    """Turns a sequence of events of runs into lines. `names` are the names of peers."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
@@ -37,7 +39,8 @@ class RunLines:
         self._counts_tokens: set[str] = set()
 
     def lines(self, event: Event) -> list[str]:
-        """Return the lines for one event; none for kinds that are not shown, or not of a run."""
+        """Return the lines for one event; an empty list if its kind is not shown, or it is not about a
+        run."""
         render = _RENDERERS.get(event["kind"])
         return render(self, event) if render is not None else []
 
@@ -82,7 +85,7 @@ class RunLines:
         return [at_clock(event, f"run {event['run'][:8]} covered: {with_names(said, self._names)}")]
 
     def _risk(self, event: Event) -> str:
-        """State the effect of one machine's death if the others could not form a majority."""
+        """Describe what happens if one machine dies and the others cannot form a majority."""
         names = " or ".join(self._name(peer) for peer in event["pauses_without"])
         if {*event["trainers"], *(peer for row in event["stages"] for peer in row)} <= {event["trainer"]}:
             return f"nobody else takes part: while {names} is down, the run waits"
@@ -90,7 +93,7 @@ class RunLines:
 
     def _changed(self, event: Event) -> list[str]:
         if event["state"] == "running" and not event["is_note"]:
-            return []  # the plan says more
+            return []  # the plan's own event says more
         reason = with_names(event["reason"], self._names)
         return [at_clock(event, f"run {event['run'][:8]} {event['state']}{': ' if reason else ''}{reason}")]
 

@@ -37,13 +37,14 @@ from node.text import counted, cover_text, layers_text
 
 TRACE_SECONDS_MAX = 30.0
 AUDIT_SECONDS_MAX = 600.0
-"""The time limit: a checkpoint may have to be fetched, and each stage needs a process of its own."""
+"""Time limit for an audit. A checkpoint may have to be fetched, and each stage needs a process of its own."""
 STOP_SECONDS_MAX = 30.0
-"""On a busy machine a stage's process takes seconds to end; members are waited for five."""
+"""Time limit for stopping. On a busy machine a stage's process takes seconds to end; the node waits five
+seconds for members."""
 SHOW_SECONDS_MAX = 15.0
-"""Members of a run that this node is not in are asked."""
+"""Time limit for showing a run. If this node does not take part in it, its members are asked."""
 POLL_SECONDS = 2.0
-"""How often members are asked while a user watches."""
+"""How often members are asked while a user watches a run."""
 _OVER = ("done", "failed", "stopped")
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=False, rich_markup_mode=None)
@@ -60,7 +61,7 @@ def runs(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False
 
 @app.command("list")
 def list_runs(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """List the runs this node knows."""
+    """List the runs that this node knows."""
     folder = find_data_dir(context, data_dir)
     document = {"schema": "peerloom/runs/1", "runs": ask(folder, "status")["runs"]}
     if as_json or context.obj["as_json"]:
@@ -72,10 +73,10 @@ def list_runs(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = 
 @app.command()
 def fetch(
     context: typer.Context,
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or how it begins.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.")],
     out: Annotated[
         str,
-        typer.Option("--out", metavar="FILE|FOLDER/", help="Where to put the weights, or the whole model."),
+        typer.Option("--out", metavar="FILE|FOLDER/", help="File for the weights, or folder for the model."),
     ],
     model: Annotated[
         str, typer.Option("--model", metavar="FOLDER", help="The Hugging Face folder that was trained.")
@@ -83,7 +84,8 @@ def fetch(
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Fetch a run's weights (safetensors) from any peer that keeps them, or a model's folder with them."""
+    """Fetch a run's weights (safetensors) from any peer that keeps them, or write a model folder with
+    them."""
     document = fetch_weights(find_data_dir(context, data_dir), run, out, model)
     if as_json or context.obj["as_json"]:
         show_json(document)
@@ -92,12 +94,12 @@ def fetch(
 @app.command()
 def audit(
     context: typer.Context,
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or how it begins.")],
-    step: Annotated[int, typer.Option("--step", min=-1, help="-1: that of the newest checkpoint.")] = -1,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.")],
+    step: Annotated[int, typer.Option("--step", min=-1, help="-1: the step of the newest checkpoint.")] = -1,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Compute signed frames of a committed step again, and say which are right."""
+    """Recompute signed frames of a committed step, and report which are right."""
     arguments = {"run": run, "step": step}
     document = ask(find_data_dir(context, data_dir), "runs.audit", arguments, seconds=AUDIT_SECONDS_MAX)
     if as_json or context.obj["as_json"]:
@@ -114,14 +116,20 @@ def audit(
 @app.command()
 def trace(
     context: typer.Context,
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or how it begins.")],
-    out: Annotated[str, typer.Option("--out", metavar="FILE", help="A Chrome trace, for Perfetto.")] = "",
-    otlp: Annotated[str, typer.Option("--otlp", metavar="URL", help="An OTLP collector's /v1/traces.")] = "",
-    steps: Annotated[int, typer.Option("--steps", min=1, max=1_024, help="How many, the newest.")] = 4,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.")],
+    out: Annotated[
+        str, typer.Option("--out", metavar="FILE", help="File for a Chrome trace, for Perfetto.")
+    ] = "",
+    otlp: Annotated[
+        str, typer.Option("--otlp", metavar="URL", help="URL of an OTLP collector's /v1/traces.")
+    ] = "",
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, max=1_024, help="Number of steps, the newest ones.")
+    ] = 4,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Collect what all machines of a run computed when, in its newest steps."""
+    """Collect what each machine of a run computed when, for its newest steps."""
     path = output_path(out) if out else None
     arguments = {"run": run, "steps": steps}
     document = ask(find_data_dir(context, data_dir), "runs.trace", arguments, seconds=TRACE_SECONDS_MAX)
@@ -146,12 +154,12 @@ def trace(
         show([f"written to {path}; open it in https://ui.perfetto.dev or chrome://tracing"])
 
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or how it begins.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.")]
 
 
 @app.command()
 def stop(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """Stop a run that this node asked for, for all its members."""
+    """Stop a run that this node requested, for all its members."""
     folder = find_data_dir(context, data_dir)
     try:
         result = ask(folder, "runs.stop", {"run": run}, seconds=STOP_SECONDS_MAX)
@@ -167,7 +175,7 @@ def stop(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJs
 
 @app.command()
 def drop(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """Leave a run of another node, at once and for good; its others go on without this one."""
+    """Leave another node's run immediately and for good; its other members go on without this node."""
     result = ask(find_data_dir(context, data_dir), "runs.drop", {"run": run}, seconds=STOP_SECONDS_MAX)
     if as_json or context.obj["as_json"]:
         show_json({"schema": "peerloom/drop/1", **result})
@@ -185,13 +193,16 @@ def invite(
         str, typer.Argument(metavar="NAME", help="The name of an averaging run of this node's own.")
     ],
     peer: Peer,
-    valid: Annotated[str, typer.Option("--valid", metavar="7d", help="How long it is valid.")] = "7d",
-    admit: Annotated[str, typer.Option("--admit", help="invited or vouched, as the scripts say.")] = "",
+    valid: Annotated[
+        str, typer.Option("--valid", metavar="7d", help="How long the invitation is valid.")
+    ] = "7d",
+    admit: Annotated[str, typer.Option("--admit", help="invited or vouched, as in the scripts.")] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Print the text by which one peer may take part in an averaging run (invitation= in its script)."""
-    from node.config import read_setting  # only here: the other commands start faster without the settings
+    """Print an invitation, a text with which one peer may take part in an averaging run (invitation= in its
+    script)."""
+    from node.config import read_setting  # imported here so that other commands start faster
 
     hours = read_setting("--valid", valid, read_duration) / 3600
     arguments = {"run": run, "peer": peer, "hours": hours, "admit": admit}
@@ -212,7 +223,7 @@ def revoke(
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Revoke a peer's admission to a run of this node's own: it is excluded from the next round on."""
+    """Revoke a peer's admission to a run of this node: it is excluded from the next round on."""
     result = ask(find_data_dir(context, data_dir), "runs.revoke", {"run": run, "peer": peer})
     if as_json or context.obj["as_json"]:
         show_json({"schema": "peerloom/revocation/1", **result})
@@ -223,7 +234,7 @@ def revoke(
 
 @app.command("show")
 def show_run(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """Show a run's state: as this node knows it, or else as its members report it."""
+    """Show a run's state: as this node knows it, or otherwise as its members report it."""
     document = ask(find_data_dir(context, data_dir), "runs.show", {"run": run}, seconds=SHOW_SECONDS_MAX)
     if as_json or context.obj["as_json"]:
         show_json({"schema": "peerloom/run/1", **document})
@@ -233,13 +244,13 @@ def show_run(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: 
 
 @app.command()
 def log(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """Show what has happened to a run, as far as this node still remembers."""
+    """Show the events of a run that this node still remembers."""
     _events(find_data_dir(context, data_dir), run, as_json=as_json or context.obj["as_json"], follow=False)
 
 
 @app.command()
 def watch(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """Follow a run to its end; Ctrl-C stops watching, never the run."""
+    """Follow a run to its end. Ctrl-C stops watching, but not the run."""
     _events(find_data_dir(context, data_dir), run, as_json=as_json or context.obj["as_json"], follow=True)
 
 
@@ -264,8 +275,8 @@ def _events(data_dir: Path, run: str, *, as_json: bool, follow: bool) -> None:
 
 
 def _poll(data_dir: Path, document: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
-    """Show the members' reports while a run goes on without this node, which receives none of its events;
-    return its state at the end, or once this node takes part."""
+    """Show the members' reports while a run goes on without this node, which receives none of its events.
+    Return the run's state at its end, or once this node takes part."""
     shown = None
     if not as_json and document["status"] not in _OVER:
         show(["this node takes no part in the run, so its members are asked"], sys.stderr)
@@ -289,9 +300,9 @@ def metrics(
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show what was measured of a run, a row a step."""
+    """Show the measurements of a run, one row per step."""
     if as_csv and (as_json or context.obj["as_json"]):
-        raise UsageError("runs metrics: --csv and --json are two forms", "leave one of them out")
+        raise UsageError("runs metrics: --csv and --json are different forms", "leave out one of them")
     document = ask(find_data_dir(context, data_dir), "runs.metrics", {"run": run})
     if as_json or context.obj["as_json"]:
         show_json({"schema": "peerloom/metrics/1", **document})
@@ -309,7 +320,7 @@ def _number_text(value: Any) -> str:
 
 @app.command()
 def pause(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """Pause a run of this node's own on all members after this step, with a checkpoint."""
+    """Pause a run of this node after the current step, on all members, with a checkpoint."""
     _revise(context, data_dir, {"run": run, "is_paused": True}, as_json=as_json)
 
 
@@ -324,22 +335,22 @@ def revise(
     context: typer.Context,
     run: Run,
     learning_rate: Annotated[
-        float | None, typer.Option("--learning-rate", help="From the next step on.")
+        float | None, typer.Option("--learning-rate", help="Learning rate from the next step on.")
     ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="Where the run ends.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Step at which the run ends.")] = None,
     priority: Annotated[
-        int | None, typer.Option("--priority", help="0 (last) to 9 (first) of your own runs; 5 is usual.")
+        int | None, typer.Option("--priority", help="0 (last) to 9 (first) among your own runs; usually 5.")
     ] = None,
     goal: Annotated[
-        float | None, typer.Option("--goal", help="Samples a second below which you are told; 0: none.")
+        float | None, typer.Option("--goal", help="Alert you below this many samples/s; 0: never.")
     ] = None,
     goal_seconds: Annotated[
-        int | None, typer.Option("--goal-seconds", help="Over how long it must be so slow before that.")
+        int | None, typer.Option("--goal-seconds", help="How long the run must be slower before an alert.")
     ] = None,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Change a run of this node's own while it goes on, on all its members alike."""
+    """Change a run of this node while it runs, for all its members."""
     changes: dict[str, Any] = {"learning_rate": learning_rate, "steps": steps, "priority": priority}
     changes |= {"samples_per_second": goal, "goal_seconds": goal_seconds}
     _revise(context, data_dir, {"run": run, **changes}, as_json=as_json)
@@ -359,7 +370,7 @@ def _revise(context: typer.Context, data_dir: str, arguments: dict[str, Any], *,
 
 
 def _told(result: Mapping[str, Any]) -> str:
-    left = f"; {result['left']} have still to hear of it" if result["left"] else ""
+    left = f"; {result['left']} members do not know it yet" if result["left"] else ""
     return counted(result["told"], "other member knows", "other members know") + left
 
 
@@ -377,7 +388,7 @@ def fetch_weights(data_dir: Path, run: str, out: str, model: str = "") -> dict[s
 
 
 def runs_lines(document: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})) -> list[str]:
-    """The screen of a `peerloom/runs/1` document; `names` are of peers."""
+    """Return the screen of a `peerloom/runs/1` document; `names` are names of peers."""
     if not document["runs"]:
         return ["no run yet; start one: `peerloom train RUN.toml`"]
     header = ("RUN", "MODEL", "STATUS", "STEP", "LOSS", "ACCURACY", "RESULT")
@@ -410,7 +421,7 @@ def _more(run: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
 
 
 def _since_text(run: Mapping[str, Any]) -> str:
-    """Return since when a running run has its state; nothing for a finished one."""
+    """Return since when a running run has its state; empty for a finished run."""
     if run.get("detail") or not run.get("reason_since"):
         return ""
     at = datetime.fromisoformat(run["reason_since"]).astimezone()
@@ -418,7 +429,8 @@ def _since_text(run: Mapping[str, Any]) -> str:
 
 
 def reading_lines(document: Mapping[str, Any] | None) -> list[str]:
-    """Return the reading of a run's data, as `data show` prints it; nothing if it is not known here."""
+    """Return the lines of the reading of a run's data, as `data show` prints it; empty if it is not known
+    here."""
     if document is None:
         return []
     import msgspec
@@ -429,7 +441,7 @@ def reading_lines(document: Mapping[str, Any] | None) -> list[str]:
 
 
 def run_lines(run: Mapping[str, Any]) -> list[str]:
-    """The screen of a `peerloom/run/1` document: one run."""
+    """Return the screen of a `peerloom/run/1` document: one run."""
     names = {row["peer"]: row["name"] for row in run.get("waits_for", ())} | run.get("names", {})
     called = partial(name_and_id, names)
     lines = [run_text(run), f"  asked for by  {called(run['requester'])}"]
@@ -485,7 +497,7 @@ def _other_text(weights: str) -> str:
 
 
 def run_text(run: Mapping[str, Any]) -> str:
-    """A run in one line, for other screens."""
+    """Return a run in one line, for other screens."""
     loss = f"  loss {run['loss']:.4f}" if run["loss"] is not None else ""
     place = step_text(run)
     place = "steps not followed here" if place == "-" else f"step {place}"
@@ -494,7 +506,8 @@ def run_text(run: Mapping[str, Any]) -> str:
 
 
 def step_text(run: Mapping[str, Any]) -> str:
-    """Return a run's progress, `12 of 200`; `-` if it is done and this node, having left, knows no step."""
+    """Return a run's progress, `12 of 200`. Return `-` if the run is done but this node left it and does not
+    know its steps."""
     if run["status"] == "done" and not run["step"]:
         return "-"
     return f"{run['step']} of {run['steps']}"

@@ -17,13 +17,16 @@ from node.serving.sources import is_run
 from node.text import counted
 
 Temperature = Annotated[
-    float | None, typer.Option("--temperature", metavar="T", help="0 takes the likeliest token each time.")
+    float | None, typer.Option("--temperature", metavar="T", help="0: always the likeliest token.")
 ]
-TopK = Annotated[int | None, typer.Option("--top-k", metavar="N", help="Of so many; 0: of all.")]
-TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="Of those with this share.")]
+TopK = Annotated[int | None, typer.Option("--top-k", metavar="N", help="Draw from this many tokens; 0: all.")]
+TopP = Annotated[
+    float | None,
+    typer.Option("--top-p", metavar="P", help="Draw from the likeliest tokens with this total share."),
+]
 MinP = Annotated[
     float | None,
-    typer.Option("--min-p", metavar="P", help="Of those with this part of the likeliest's share."),
+    typer.Option("--min-p", metavar="P", help="Only tokens with this fraction of the likeliest's share."),
 ]
 
 
@@ -33,25 +36,27 @@ def serve(
         str,
         typer.Argument(metavar="MODEL", help="A captured FILE.peerloom, a model's folder, or a run's id."),
     ],
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="What the service is called.")] = "",
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the service.")] = "",
     replicas: Annotated[
         int,
-        typer.Option("--replicas", metavar="N", help="Nodes that hold each stage; members maintain it."),
+        typer.Option("--replicas", metavar="N", help="Number of nodes that hold each stage."),
     ] = 1,
     stages: Annotated[
         int,
-        typer.Option("--stages", metavar="N", help="Split it into so many; by default only if it must."),
+        typer.Option("--stages", metavar="N", help="Number of stages; default: split only if necessary."),
     ] = 0,
     context_tokens: Annotated[
-        int, typer.Option("--context", metavar="N", help="Tokens of a session at most.")
+        int, typer.Option("--context", metavar="N", help="Maximum number of tokens of a session.")
     ] = 0,
     tokenizer: Annotated[
         str,
-        typer.Option("--tokenizer", metavar="FILE", help="Its tokenizer.json, where MODEL is a file."),
+        typer.Option("--tokenizer", metavar="FILE", help="The tokenizer.json, if MODEL is a file."),
     ] = "",
     peers: Annotated[
         str,
-        typer.Option("--peers", metavar="NAME,...", help="Only these may hold it; invited: those listed."),
+        typer.Option(
+            "--peers", metavar="NAME,...", help="Peers that may hold it; invited: your listed peers."
+        ),
     ] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
@@ -63,12 +68,12 @@ def serve(
         wish |= {"peers": [each.strip() for each in peers.split(",") if each.strip()]}
     if tokenizer or is_model_folder(Path(model).expanduser()):
         wish |= {"text": str(Path(tokenizer or model).expanduser().absolute())}
-    ask(folder, "status")  # checked first: capturing takes seconds, and is useless without a node
+    ask(folder, "status")  # check first, because capturing takes seconds and is useless without a node
     found: dict[str, Any]
     if is_run(model):
         found = ask(folder, "serve", {"model": model, "wish": wish}, seconds=None)
     else:
-        # Imported late: `generate` and `services` do not need it, and start faster.
+        # Imported here so that `generate` and `services` start faster.
         from node.cli.capture import captured_to_serve
 
         with captured_to_serve(model) as path:
@@ -81,26 +86,28 @@ def serve(
 
 def generate(
     context: typer.Context,
-    service: Annotated[str, typer.Argument(metavar="SERVICE", help="Its name, or its id.")],
+    service: Annotated[str, typer.Argument(metavar="SERVICE", help="The service's name or id.")],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")],
-    tokens_max: Annotated[int, typer.Option("--max-tokens", metavar="N", help="So many at most.")] = 256,
+    tokens_max: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", help="Maximum length of the answer.")
+    ] = 256,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
-    seed: Annotated[str, typer.Option("--seed", metavar="N", help="Draw the same again.")] = "",
+    seed: Annotated[str, typer.Option("--seed", metavar="N", help="Seed that makes draws repeatable.")] = "",
     stop: Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this.")] = None,
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", metavar="FILE", help="The tokenizer.json of the service's model.")
     ] = "",
     exact: Annotated[
         bool,
-        typer.Option("--exact", help="End instead of going on with machines of another bit class."),
+        typer.Option("--exact", help="End rather than continue on another bit class."),
     ] = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Let a service continue a prompt, and show its answer as it comes."""
+    """Let a service continue a prompt, and show its answer as it arrives."""
     folder = find_data_dir(context, data_dir)
     text = sys.stdin.read() if prompt == "-" else prompt
     question: dict[str, Any] = {
@@ -164,7 +171,7 @@ def services(
 
 
 def served_lines(document: Mapping[str, Any]) -> list[str]:
-    """Return the lines that say how a model was cut."""
+    """Return the lines that say how a model was split."""
     name, count = document["name"], len(document["stages"])
     if count == 1:
         return [f"{name} fits one peer, so it is not split (--stages N splits it)"]
@@ -173,8 +180,8 @@ def served_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def service_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    """Return the lines of a service: the peers that answer for its stages, their load, and its
-    last answer."""
+    """Return the lines of a service: the peers that answer for its stages, their load, and the figures of the
+    latest answer."""
     head = f"{document['name']}  {document['service']}  up to {document['context']:,} tokens"
     if document.get("run"):
         head += f"  run {document['run'][:8]} at step {document['step']}"
@@ -233,7 +240,7 @@ def answer_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list[
 
 
 def write_piece(text: str) -> None:
-    """Write a piece of an answer, escaped: a stranger's model must not control the terminal."""
+    """Write a piece of an answer, escaped, because another peer's model must not control the terminal."""
     from crypto.encoding import clean_text
 
     sys.stdout.write("".join(letter if letter in "\n\t" else clean_text(letter) for letter in text))

@@ -22,7 +22,7 @@ from node.counter_names import TRAFFIC
 from node.text import bytes_text, clock_text, counted, open_ports_text
 
 TRAFFIC_SHOWN = ("datagrams_sent", "datagrams_received", "streams_opened", "streams_served")
-"""The most counters on this screen; `--json` and `/metrics` have all."""
+"""The counters on this screen; `--json` and `/metrics` have all."""
 BROKEN = (
     "broken",
     "cut_short",
@@ -37,11 +37,13 @@ BROKEN = (
     "timed_out",
     "vanished",
 )
-"""Words in the names of counters of losses by a network or a peer; all others count refusals."""
+"""Words in the names of counters that count losses by a network or a peer. All other such counters count
+refusals."""
 _CIRCUIT = "/p2p-circuit"
-"""As `crypto.contact.CIRCUIT`, whose import would slow down this command."""
+"""The value of `crypto.contact.CIRCUIT`. Importing it would slow down this command."""
 RUNS_SHOWN_MAX = 16
-"""The most runs on this screen, the newest; `runs` lists all known ones, those of earlier lives too."""
+"""Maximum number of runs on this screen, the newest first. `runs` lists all known runs, including those from
+before a restart."""
 
 
 def status(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
@@ -54,7 +56,7 @@ def status(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = Fal
 
 
 def status_lines(document: Mapping[str, Any]) -> list[str]:
-    """The screen of a `peerloom/status/1` document."""
+    """Return the screen of a `peerloom/status/1` document."""
     up = seconds_text(document["up_seconds"])
     private = ", private" if document.get("is_private") else ""
     lines = [
@@ -85,7 +87,7 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     if (given := document.get("contribution")) and (given["earned_receipts"] or given["issued_receipts"]):
         lines.append(labelled("contributed", contribution_text(given)))
     for join in document["joins"]:
-        # A remembered peer that is away does not matter while others are there.
+        # A remembered peer that is away does not matter while other peers are alive.
         is_stale = join.get("found_by") == "memory" and alive
         if join["outcome"] != "ok" and not is_stale:
             lines.append(
@@ -102,7 +104,7 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def offer_lines(document: Mapping[str, Any] | None) -> list[str]:
-    """Return the lines for `offer` in a status document: whether it serves nobody else, or sends less."""
+    """Return the lines for `offer` in a status document: whether the node serves no others, or sends less."""
     if document is None:
         return []
     lines = [] if document["may_serve"] else [labelled("serves", f"nobody else: {document['reason']}")]
@@ -144,7 +146,7 @@ def fence_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def reach_lines(document: Mapping[str, Any], own: Sequence[str]) -> list[str]:
-    """Return the lines about others' ability to reach the `own` addresses."""
+    """Return the lines that say whether others can reach the `own` addresses."""
     found = document.get("reachability")
     if found is None:
         return []
@@ -186,8 +188,8 @@ def table_text(document: Mapping[str, Any]) -> str:
 
 
 def contribution_text(document: Mapping[str, Any]) -> str:
-    """Return the text for `contribution` in a status document: work of this node for others, and theirs for
-    it."""
+    """Return the text for `contribution` in a status document: this node's work for others, and their work
+    for it."""
     text = "nothing for others yet"
     if document["earned_receipts"]:
         text = f"{flops_text(document['earned_flops'])} for others"

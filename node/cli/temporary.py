@@ -1,6 +1,7 @@
-"""A folder that is removed with its command; one that SIGKILL left is removed by the next command.
+"""A folder that is removed together with its command. If SIGKILL ends the command, the next command removes
+the folder.
 
-As for a stage's process (`node.stages.scratch`), a held lock shows that its owner is alive.
+As for a stage's process (`node.stages.scratch`), a held lock shows that the folder's owner is alive.
 """
 
 import signal
@@ -17,7 +18,8 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def command_folder() -> Iterator[Path]:
-    """Yield an empty folder of this process; SIGTERM and SIGHUP end the command only after it is removed."""
+    """Yield an empty folder of this process. SIGTERM and SIGHUP end the command only after the folder is
+    removed."""
     remove_forgotten()
     scratch = Scratch(prefix=COMMAND_PREFIX)
     is_main = threading.current_thread() is threading.main_thread()

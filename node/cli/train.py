@@ -1,4 +1,4 @@
-"""`peerloom train RUN.toml`: capture a model, hand the run to this machine's node, and watch it."""
+"""`peerloom train RUN.toml`: capture a model, submit the run to this machine's node, and watch it."""
 
 import sys
 from collections.abc import Iterator
@@ -27,34 +27,38 @@ COMMON = "common"
 
 def train(
     context: typer.Context,
-    run_file: Annotated[str, typer.Argument(metavar="RUN.toml", help="What to train on what, and how.")],
+    run_file: Annotated[str, typer.Argument(metavar="RUN.toml", help="The file that describes the run.")],
     out: Annotated[
-        str, typer.Option("--out", metavar="FILE|FOLDER/", help="Put the result there at the end.")
+        str, typer.Option("--out", metavar="FILE|FOLDER/", help="Write the result there at the end.")
     ] = "",
     follow: Annotated[
-        bool, typer.Option("--follow/--detach", help="Watch until it ends, or only hand it over.")
+        bool, typer.Option("--follow/--detach", help="Watch until it ends, or only submit it.")
     ] = True,
     wait: Annotated[
-        str, typer.Option("--wait", metavar="10m", help="Wait so long for peers that the run lacks.")
+        str, typer.Option("--wait", metavar="10m", help="How long to wait for peers that the run needs.")
     ] = "",
     devices: Annotated[
         str,
-        typer.Option("--devices", metavar="cuda,mps,cpu", help="Place it on the first of these; or common."),
+        typer.Option(
+            "--devices",
+            metavar="cuda,mps,cpu",
+            help="Place it on the first of these that suffices; or common.",
+        ),
     ] = "",
     prepare: Annotated[str, typer.Option("--prepare", metavar="PATH", hidden=True)] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Start a run of training in the swarm of this node."""
+    """Start a training run in the swarm of this node."""
     if out and not follow:
         raise UsageError(
-            "--out needs the end of the run, and --detach does not wait for it",
-            "leave --detach away, or later: `peerloom runs fetch RUN --out FILE`",
+            "--out needs the end of the run, but --detach does not wait for it",
+            "leave out --detach, or fetch the result later: `peerloom runs fetch RUN --out FILE`",
         )
     if out:
         check_folder(out) if is_folder_path(out) else output_path(
             out
-        )  # checked now instead of after the training
+        )  # checked before the training instead of after it
     if prepare:
         _hold_prepared(Path(run_file), Path(prepare))
         return
@@ -63,7 +67,7 @@ def train(
     path = Path(run_file).expanduser()
     order = [COMMON] if devices == COMMON else read_devices(devices)
     wanted = _read_run(path, run_file, order)
-    # Checked first: capturing takes seconds, and is useless without a node.
+    # Ask the node first, because capturing takes seconds and is useless without a node.
     screen = EventScreen(names=peer_names(folder))
     begun: list[str] = []
 
@@ -87,8 +91,7 @@ def train(
 
 
 def keys_as_flags() -> dict[str, str]:
-    """Return the keys of RUN.toml in the form of flags, and the table of each, for hints about mistyped
-    flags."""
+    """Return the keys of RUN.toml written as flags, and the table of each, for hints about mistyped flags."""
     from node.protocols.data_table import DataTable
     from node.protocols.run_file import PlanTable, RunFile, SplitsTable, TrainTable
 
@@ -116,9 +119,9 @@ def unwatched(run: str, out: str) -> list[str]:
 
 
 def _hold_prepared(file: Path, path: Path) -> None:
-    """Capture and convert what a checked run in `file` names, as if the file lay at `path`; print the
-    location of the results, and keep them until this process's input ends. For a node's page and a program's
-    `me.train`."""
+    """Capture and convert what a checked run in `file` names, as if the file were at `path`. Print the
+    location of the results, and keep them until this process's input ends. Used by a node's page and a
+    program's `me.train`."""
     import msgspec
 
     from node.protocols.run_file import RunFile
@@ -138,8 +141,8 @@ def read_devices(text: str) -> list[str]:
 
 
 def _read_run(path: Path, name: str, devices: list[str]) -> "RunFile":
-    """Read a run's file, with this order of devices in place of its own. Raises UsageError."""
-    # Imported late, here and below: other commands do not need it, and start faster.
+    """Read a run's file. `devices` replace the file's own. Raises UsageError."""
+    # Imported here (and below) so that other commands start faster.
     from msgspec.structs import replace
 
     from node.api.task_defaults import read_run
@@ -162,11 +165,11 @@ def _seconds(wait: str) -> float:
 def handed_over(
     run_file: "RunFile", path: Path, name: str, *, shows: bool = False
 ) -> Iterator[dict[str, object]]:
-    """Return the request for a checked run whose file lies at `path`, which errors call `name`. With
-    `shows` it says on stderr how the data was read.
+    """Yield the request for a checked run whose file is at `path`; errors call the file `name`. With `shows`,
+    report on stderr how the data was read.
 
     Raises:
-        UsageError: a model that cannot be captured, or data that cannot be read.
+        UsageError: the model cannot be captured, or the data cannot be read.
     """
     import msgspec
     from msgspec.structs import replace
@@ -184,7 +187,7 @@ def handed_over(
             run_file = replace(run_file, data=str(folder))
             found = {"data": str(folder)}
         load = loading(run_file, path.parent)
-        if shows and source != DIGITS_NAME:  # the digits, which need no reading
+        if shows and source != DIGITS_NAME:  # the digits need no reading
             stated = reading if reading is not None else reading_as_is(run_file, path.parent, load)
             show(stated.lines(), sys.stderr)
         names = data_names(str(folder), source) if found else {}
@@ -211,7 +214,8 @@ def _finish(folder: Path, result: dict[str, Any], out: str, *, follow: bool, as_
 
 
 def _not_written(error: PeerloomError, run: str) -> PeerloomError:
-    """Return an error for a finished run whose kept result was not written: how to get it."""
+    """Return the error for a finished run whose result could not be written to the file. It says how to get
+    the result."""
     found = PeerloomError(
         f"run {run[:8]} is done and its weights are kept, but not written: {error.what}",
         f"`peerloom runs fetch {run} --out FILE`",
