@@ -218,7 +218,9 @@ def test_an_output_folder_with_other_files_is_not_touched(
 ) -> None:
     (tmp_path / "RUN.toml").write_text('model = "mine"')
     assert run(["demo", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --out {tmp_path}: it contains files that are not a demo's")
+    assert capsys.readouterr().err.startswith(
+        f"error: --out {tmp_path}: it contains files that are not a demo's"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["RUN.toml"]
 
 

@@ -39,8 +39,7 @@ TRACE_SECONDS_MAX = 30.0
 AUDIT_SECONDS_MAX = 600.0
 """Time limit for an audit. A checkpoint may have to be fetched, and each stage needs a process of its own."""
 STOP_SECONDS_MAX = 30.0
-"""Time limit for stopping. On a busy machine a stage's process takes seconds to end; the node waits five
-seconds for members."""
+"""Time limit for stopping. On a busy machine a stage's process takes seconds to end."""
 SHOW_SECONDS_MAX = 15.0
 """Time limit for showing a run. If this node does not take part in it, its members are asked."""
 POLL_SECONDS = 2.0
@@ -84,8 +83,7 @@ def fetch(
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Fetch a run's weights (safetensors) from any peer that keeps them, or write a model folder with
-    them."""
+    """Fetch a run's weights (safetensors) from any peer that keeps them, or write a whole model folder."""
     document = fetch_weights(find_data_dir(context, data_dir), run, out, model)
     if as_json or context.obj["as_json"]:
         show_json(document)
@@ -117,15 +115,9 @@ def audit(
 def trace(
     context: typer.Context,
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, or its beginning.")],
-    out: Annotated[
-        str, typer.Option("--out", metavar="FILE", help="File for a Chrome trace, for Perfetto.")
-    ] = "",
-    otlp: Annotated[
-        str, typer.Option("--otlp", metavar="URL", help="URL of an OTLP collector's /v1/traces.")
-    ] = "",
-    steps: Annotated[
-        int, typer.Option("--steps", min=1, max=1_024, help="Number of steps, the newest ones.")
-    ] = 4,
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="A Chrome trace, for Perfetto.")] = "",
+    otlp: Annotated[str, typer.Option("--otlp", metavar="URL", help="An OTLP collector's /v1/traces.")] = "",
+    steps: Annotated[int, typer.Option("--steps", min=1, max=1_024, help="Number of newest steps.")] = 4,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
@@ -193,15 +185,12 @@ def invite(
         str, typer.Argument(metavar="NAME", help="The name of an averaging run of this node's own.")
     ],
     peer: Peer,
-    valid: Annotated[
-        str, typer.Option("--valid", metavar="7d", help="How long the invitation is valid.")
-    ] = "7d",
+    valid: Annotated[str, typer.Option("--valid", metavar="7d", help="How long it is valid.")] = "7d",
     admit: Annotated[str, typer.Option("--admit", help="invited or vouched, as in the scripts.")] = "",
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Print an invitation, a text with which one peer may take part in an averaging run (invitation= in its
-    script)."""
+    """Print an invitation for one peer to an averaging run (invitation= in the peer's script)."""
     from node.config import read_setting  # imported here so that other commands start faster
 
     hours = read_setting("--valid", valid, read_duration) / 3600
@@ -429,8 +418,7 @@ def _since_text(run: Mapping[str, Any]) -> str:
 
 
 def reading_lines(document: Mapping[str, Any] | None) -> list[str]:
-    """Return the lines of the reading of a run's data, as `data show` prints it; empty if it is not known
-    here."""
+    """Return the reading of a run's data, as `data show` prints it; empty if it is not known here."""
     if document is None:
         return []
     import msgspec
@@ -506,8 +494,7 @@ def run_text(run: Mapping[str, Any]) -> str:
 
 
 def step_text(run: Mapping[str, Any]) -> str:
-    """Return a run's progress, `12 of 200`. Return `-` if the run is done but this node left it and does not
-    know its steps."""
+    """Return a run's progress, `12 of 200`; `-` if it is done, but this node has left it before."""
     if run["status"] == "done" and not run["step"]:
         return "-"
     return f"{run['step']} of {run['steps']}"
