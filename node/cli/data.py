@@ -44,17 +44,14 @@ def show_source(
         str, typer.Option("--classes", metavar="words|numbers|amounts|A,B", help="What labels are.")
     ] = "",
     channels: Annotated[
-        str,
-        typer.Option(
-            "--channels", metavar="first|last", help="Position of the channels of images in arrays."
-        ),
+        str, typer.Option("--channels", metavar="first|last", help="Position of image channels in arrays.")
     ] = "",
     prompt: Annotated[
         Names, typer.Option("--prompt", metavar="COL", help="The column of prompts in records.")
     ] = None,
-    completion: Annotated[str, typer.Option("--completion", metavar="COL", help="That of completions.")] = "",
-    messages: Annotated[str, typer.Option("--messages", metavar="COL", help="That of chats.")] = "",
-    text: Annotated[str, typer.Option("--text", metavar="COL", help="That of texts.")] = "",
+    completion: Annotated[str, typer.Option("--completion", metavar="COL", help="The completions.")] = "",
+    messages: Annotated[str, typer.Option("--messages", metavar="COL", help="The column of chats.")] = "",
+    text: Annotated[str, typer.Option("--text", metavar="COL", help="The column of texts.")] = "",
     loss: Annotated[
         str, typer.Option("--loss", metavar="answers|last|all", help="Which tokens the loss counts.")
     ] = "",

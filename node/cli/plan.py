@@ -34,24 +34,19 @@ def plan(
         str, typer.Option("--objective", metavar="throughput|latency|energy", help="The goal of the plan.")
     ] = "throughput",
     batch: Annotated[int, typer.Option("--batch", metavar="N", help="Samples in a step.")] = 64,
-    microbatch: Annotated[int, typer.Option("--microbatch", metavar="N", help="Samples at once.")] = 0,
+    microbatch: Annotated[int, typer.Option("--microbatch", metavar="N", help="Samples in a frame.")] = 0,
     optimizer: Annotated[str, typer.Option("--optimizer", metavar="adam|adamw|sgd|momentum")] = "adam",
-    stages: Annotated[
-        int, typer.Option("--stages", metavar="N", help="Number of stages; default: the best.")
-    ] = 0,
-    replicas: Annotated[int, typer.Option("--replicas", metavar="N", help="Of each stage.")] = 0,
+    stages: Annotated[int, typer.Option("--stages", metavar="N", help="Exactly this many.")] = 0,
+    replicas: Annotated[int, typer.Option("--replicas", metavar="N", help="Of each stage, exactly.")] = 0,
     pipeline: Annotated[str, typer.Option("--pipeline", metavar="1f1b|gpipe")] = "1f1b",
     explain: Annotated[bool, typer.Option("--explain", help="Give reasons, and draw the step.")] = False,
     what_if: Annotated[
         str,
         typer.Option("--what-if", metavar="lose=A,add=8GB@50GFLOPS@100Mbit", help="With other peers."),
     ] = "",
-    place: Annotated[
-        str, typer.Option("--place", metavar="LOCATION", help="Only with peers in this location.")
-    ] = "",
+    place: Annotated[str, typer.Option("--place", metavar="LOCATION", help="Only with peers there.")] = "",
     devices: Annotated[
-        str,
-        typer.Option("--devices", metavar="cuda,mps,cpu", help="Use the first of these kinds that suffices."),
+        str, typer.Option("--devices", metavar="cuda,mps,cpu", help="Use the first kind that suffices.")
     ] = "",
     replicas_min: Annotated[
         int, typer.Option("--replicas-min", metavar="N", help="Minimum number of replicas of each stage.")

@@ -51,10 +51,7 @@ def predict(
     ] = 0.0,
     top_k: Annotated[int, typer.Option("--top-k", min=0, help="Draw from this many tokens; 0: all.")] = 0,
     top_p: Annotated[
-        float,
-        typer.Option(
-            "--top-p", min=0.01, max=1, help="Draw from the likeliest tokens with this total share."
-        ),
+        float, typer.Option("--top-p", min=0.01, max=1, help="Draw from the likeliest with this total share.")
     ] = 1.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is drawn.")] = 0,
     picture: Annotated[

@@ -101,8 +101,7 @@ def generate(
         str, typer.Option("--tokenizer", metavar="FILE", help="The tokenizer.json of the service's model.")
     ] = "",
     exact: Annotated[
-        bool,
-        typer.Option("--exact", help="End rather than continue on another bit class."),
+        bool, typer.Option("--exact", help="End rather than continue on another bit class.")
     ] = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,

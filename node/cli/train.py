@@ -39,11 +39,7 @@ def train(
     ] = "",
     devices: Annotated[
         str,
-        typer.Option(
-            "--devices",
-            metavar="cuda,mps,cpu",
-            help="Place it on the first of these that suffices; or common.",
-        ),
+        typer.Option("--devices", metavar="cuda,mps,cpu", help="The first kind that suffices; or common."),
     ] = "",
     prepare: Annotated[str, typer.Option("--prepare", metavar="PATH", hidden=True)] = "",
     data_dir: DataDir = "",

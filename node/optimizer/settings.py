@@ -31,7 +31,7 @@ class Settings:
     sparseloco, asynchronous, or a user's own (`node.optimizer.plugins`). `average_moments` also averages the
     optimizer's moments, which strategies with outer steps leave alone. `damping`: the share of a round's mean
     that this peer takes, w <- (1 - damping) w + damping mean. A round that the script requests itself
-    (`average_now`) ignores it. `damping` may differ between peers.
+    ignores it. `damping` may differ between peers.
 
     `own_loss` returns the loss of the present model on fixed data of this peer's own. It is called before and
     after another peer's state is put in place, without gradients, and must change nothing. A state is refused
