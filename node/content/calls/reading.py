@@ -1,10 +1,10 @@
 """A streaming reader of answers: it separates text, reasoning and tool calls.
 
     reader = AnswerReader("hermes", reasoning=0, is_reasoning=False, tools={"look": {...}})
-    parts = reader.push("<tool_call>\\n{\\"name\\"")      what can be told by now
-    parts = reader.finish()                             the rest; what was no call after all is text
+    parts = reader.push("<tool_call>\\n{\\"name\\"")      the parts that are certain by now
+    parts = reader.finish()                             the rest; an unfinished call becomes text
 
-It is one pass over the text: a generator that waits (`yield`) where it needs more.
+It reads the text in one pass, with a generator that waits (`yield`) if it needs more.
 """
 
 import json
