@@ -131,7 +131,7 @@ async def _prompt(manifest: ServiceManifest, question: Question, text: FencedTex
         return Prompt(tuple(await text.encode(question.prompt)))
     if manifest.text != "bytes":
         raise UsageError(
-            f"{manifest.name} takes tokens, because it has no tokenizer",
+            f"{manifest.name} takes tokens, and no text of its own",
             "give the tokenizer.json of its model: --tokenizer FILE",
         )
     return Prompt(tuple(question.prompt.encode("utf-8", "replace")))
