@@ -99,7 +99,7 @@ class AveragingView:
     failed: int = 0
     last: averaging_events.AveragingEnded | None = None
     admit: str = "open"
-    """Who may take part: open (anybody), invited or vouched."""
+    """The rule for admission: open (anybody), invited or vouched."""
 
 
 @dataclass(frozen=True)

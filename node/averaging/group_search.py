@@ -76,7 +76,7 @@ class GroupSearch:
         self.walk = GridWalk(key, self._peer)
         """This peer's walk over the grid, which is used if not all participants fit into one group."""
         self.status = ""
-        """What the present search waits for, as a text for people; empty if there is no search."""
+        """The reason why the present search waits, as a text for people; empty if there is no search."""
         self.looked_seconds = 0.0
         """The seconds of the present round spent on finished searches for groups."""
         self.look_seconds: float | None = None

@@ -107,7 +107,7 @@ class Participation:
 
     @property
     def status(self) -> str:
-        """What the present round waits for, in one line; empty if there is no round."""
+        """The reason why the present round waits, in one line; empty if there is no round."""
         return self._search.status or self._status
 
     @property
