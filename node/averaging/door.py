@@ -27,7 +27,7 @@ class TicketGate:
 
     @property
     def admit(self) -> str:
-        """The rule for admission: peers invited by the requester, or also peers that invited peers vouch for."""
+        """The rule for admission: "invited", or "vouched" if invited peers may vouch for others."""
         return "invited" if self.admission.chain_max == 1 else "vouched"
 
     def seen(self, peer: PeerId) -> None:
