@@ -73,7 +73,7 @@ REPORT = (
                     "Python is too old, the error names the command that installs it."
                 ),
                 "tests/node/test_buckets.py::"
-                "test_a_missing_package_for_a_bucket_is_named_with_its_installation",
+                "test_a_missing_package_for_a_bucket_is_reported_with_its_installation",
             ),
             alternative(
                 "A slow machine is late and does not fail: here its process stood still for two seconds."
@@ -92,7 +92,7 @@ REPORT = (
                     "again."
                 ),
                 "tests/node/test_blocked_datagrams.py::"
-                "test_nodes_without_udp_join_stay_alive_and_find_records",
+                "test_nodes_without_udp_join_stay_members_and_find_records",
             ),
             alternative("If the port is taken, `--port` moves on to the next free one, and says so."),
         ),

@@ -1,6 +1,4 @@
-"""Bad input of each loader gives the requester one clear error that names the file, before any
-peer computes.
-"""
+"""Bad input of each loader gives the requester one clear error with the file name, before any peer computes."""
 
 import io
 import struct
@@ -47,7 +45,7 @@ def compressed(data: bytes) -> bytes:
 
 GOOD_SAFETENSORS = safetensors.numpy.save({"x": X, "y": Y})
 
-# Each case has the file's name, its content (or a function that makes it), and words of the error.
+# Each case: the file's name, its content (or a function that makes it), and part of the error.
 BAD: dict[str, tuple[str, bytes | Callable[[], bytes], str]] = {
     "npz: truncated": ("d.npz", npz(x=X, y=Y)[:-200], "not an archive"),
     "npz: not one": ("d.npz", b"hello", "not an archive"),
@@ -120,7 +118,7 @@ BAD: dict[str, tuple[str, bytes | Callable[[], bytes], str]] = {
 
 
 def place(folder: Path, name: str, data: bytes) -> Path:
-    """Put the bad file where its loader finds it, and return the value for RUN.toml."""
+    """Put the bad file where its loader looks for it, and return the value for RUN.toml."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
@@ -134,7 +132,7 @@ def place(folder: Path, name: str, data: bytes) -> Path:
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_file_is_one_error_with_its_name(case: str, tmp_path: Path) -> None:
+def test_a_bad_file_gives_one_error_with_its_name(case: str, tmp_path: Path) -> None:
     name, held, words = BAD[case]
     data = held() if callable(held) else held
     source, out = place(tmp_path / "in", name, data), tmp_path / "out"
@@ -148,7 +146,7 @@ def test_a_bad_file_is_one_error_with_its_name(case: str, tmp_path: Path) -> Non
     assert not list(out.glob("*.npz"))
 
 
-def test_a_parquet_file_that_is_damaged_or_swells_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_or_hugely_compressed_parquet_file_is_refused(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     zeros = pyarrow.array(np.zeros(1_000_000))
@@ -171,7 +169,7 @@ def test_a_missing_file_is_reported_with_its_path(data: str, tmp_path: Path) -> 
         convert(data, tmp_path, tmp_path)
 
 
-def test_samples_that_are_not_finite_or_not_numeric_are_named(tmp_path: Path) -> None:
+def test_samples_that_are_not_finite_or_not_numeric_are_reported(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="sample 0: x is text"):
         write_samples([("a", 2), ("a", 3)], tmp_path, "d.py:f")
 
@@ -200,7 +198,7 @@ def parts_of(folder: Path) -> dict[str, int]:
     ],
     ids=str,
 )
-def test_splits_are_read_from_where_they_are_named(
+def test_splits_are_read_from_the_sources_given_for_them(
     splits: dict[str, Any], expected: dict[str, int], tmp_path: Path
 ) -> None:
     for name, rows in (("train.csv", 100), ("test.csv", 7), ("val.csv", 5)):
@@ -211,7 +209,7 @@ def test_splits_are_read_from_where_they_are_named(
     assert parts_of(out) == expected
 
 
-def test_words_get_the_same_numbers_in_all_parts(tmp_path: Path) -> None:
+def test_words_get_the_same_label_numbers_in_all_splits(tmp_path: Path) -> None:
     table(tmp_path / "train.csv", 9, "abc")
     table(tmp_path / "test.csv", 4, "cb")
     out = tmp_path / "out"
@@ -260,7 +258,7 @@ def run_toml(table: str, key: str, value: str) -> str:
 @pytest.mark.parametrize(("table", "key"), KEYS, ids=str)
 @pytest.mark.parametrize("value", ["{a = [1]}", "2020-01-01", '"\\u0000"', "-7", "1e400", "nan"], ids=str)
 def test_each_key_of_a_run_rejects_impossible_values(table: str, key: str, value: str) -> None:
-    """A value is either valid for the key, or an error that names file, line and key."""
+    """A value is either valid for its key, or gives an error that names the file, the line and the key."""
     reason = ""
     try:
         parse(run_toml(table, key, value), RunFile, name="RUN.toml")
@@ -274,6 +272,6 @@ def test_each_key_of_a_run_rejects_impossible_values(table: str, key: str, value
         assert (kind is str and value.startswith('"')) or key == "options" or kind is tuple
 
 
-def test_an_unknown_key_of_a_table_of_samples_is_refused() -> None:
+def test_an_unknown_key_in_a_table_of_samples_is_refused() -> None:
     with pytest.raises(UsageError, match="valdation"):
         parse('model = "mlp"\n[splits]\nvaldation = "a.csv"\n', RunFile, name="RUN.toml")

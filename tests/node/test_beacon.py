@@ -1,4 +1,5 @@
-"""Beacons of the local network: the core in virtual time, the sockets on loopback, whole nodes simulated."""
+"""Beacons on the local network: the core in virtual time, the sockets on loopback, and simulated whole
+nodes."""
 
 import os
 from collections import Counter
@@ -57,7 +58,8 @@ def said(number: int, *, asks: bool = False, host: str = HOST) -> bytes:
 
 
 def settled(number: int = 0) -> tuple[Beacons, Counter[str], float]:
-    """Return a core that has asked its questions, and the time of its next beacon."""
+    """Return a core that has sent all its questions, its counters, and a time two seconds after the last
+    question."""
     core, counters = beacons(number)
     now = 0.0
     for _ in range(4):
@@ -67,7 +69,7 @@ def settled(number: int = 0) -> tuple[Beacons, Counter[str], float]:
     return core, counters, now + 2
 
 
-def test_a_newcomer_asks_a_few_times_and_then_speaks_rarely() -> None:
+def test_a_newcomer_asks_a_few_times_and_then_rarely_sends_beacons() -> None:
     core, _, _ = settled()
     previous = 7.0
     opener = seal()
@@ -81,7 +83,7 @@ def test_a_newcomer_asks_a_few_times_and_then_speaks_rarely() -> None:
         previous = now
 
 
-def test_a_node_in_another_network_asks_like_a_newcomer() -> None:
+def test_a_node_that_moves_to_a_new_network_asks_like_a_newcomer() -> None:
     own = [make_address("192.168.1.1", 9747)]
     core = Beacons(peer(1), seal(), Random(1), Counter(), lambda: own, 0.0)
     while (now := core.deadline) < 10:
@@ -95,7 +97,7 @@ def test_a_node_in_another_network_asks_like_a_newcomer() -> None:
         assert beacon.asks
 
 
-def test_a_question_is_answered_at_once_unless_others_have_answered() -> None:
+def test_a_question_is_soon_answered_unless_others_already_did() -> None:
     core, _, now = settled()
     core.receive(now, HOST, said(1, asks=True))
     assert now < core.deadline < now + 0.5
@@ -133,7 +135,7 @@ def by_link(number: int, *texts: str) -> bytes:
     return seal().seal(Beacon(False, peer(number), texts))
 
 
-def test_an_own_beacon_is_ignored_unless_its_source_differs() -> None:
+def test_an_own_beacon_is_ignored_unless_it_shows_a_new_address() -> None:
     core, _ = beacons(20)
     core.wake(now := core.deadline)
     core.receive(now, HOST, said(20))
@@ -146,7 +148,7 @@ def test_link_local_addresses_use_the_packets_source_and_come_last() -> None:
     core, _, now = settled()
     texts = (f"/ip6/{HERE}/tcp/9747", "/ip4/10.0.0.7/tcp/9747", "/ip6zone/eth7/ip6/fe80::7/tcp/1")
     core.receive(now, "fe80::5%eth0", by_link(1, *texts))
-    # Only this address counts on this link, whatever address and zone the packet names.
+    # Only the packet's source address is valid on this link, whatever address and zone the packet names.
     assert [[address.short for address in event.addresses] for event in core.events] == [
         ["10.0.0.7:9747", "[fe80::5%eth0]:9747", "[fe80::5%eth0]:1"]
     ]
@@ -155,7 +157,7 @@ def test_link_local_addresses_use_the_packets_source_and_come_last() -> None:
     assert len(core.events) == 1
 
 
-def test_a_neighbour_heard_by_two_families_is_reported_once() -> None:
+def test_a_neighbour_heard_over_ipv4_and_ipv6_is_reported_once() -> None:
     core, _, now = settled()
     texts = (f"/ip4/{HOST}/tcp/9747", f"/ip6/{HERE}/tcp/9747")
     for _ in range(5):
@@ -167,7 +169,7 @@ def test_a_neighbour_heard_by_two_families_is_reported_once() -> None:
     assert len(core.events) == 3
 
 
-def test_only_a_node_that_listens_on_a_link_announces_it() -> None:
+def test_a_node_is_announced_only_on_links_where_it_listens() -> None:
     def told(*hosts: str) -> list[int]:
         addresses = Multicast([(host, port) for port, host in enumerate(hosts, start=1)], Counter()).addresses
         return [address.port for address in addresses if address.host == HERE]
@@ -176,7 +178,7 @@ def test_only_a_node_that_listens_on_a_link_announces_it() -> None:
     assert told("0.0.0.0", "::", "fe80::1%eth0") == [2, 3]
 
 
-def test_a_packet_from_afar_cannot_make_a_node_dial_itself() -> None:
+def test_a_packet_from_elsewhere_cannot_make_a_node_dial_itself() -> None:
     core, _, now = settled()
     core.receive(now, HOST, said(1, host="127.0.0.1"))
     assert core.events == []
@@ -184,14 +186,14 @@ def test_a_packet_from_afar_cannot_make_a_node_dial_itself() -> None:
     assert len(core.events) == 1
 
 
-def test_an_outsider_of_a_private_swarm_is_not_heard_and_learns_nothing() -> None:
+def test_beacons_of_a_private_swarm_tell_an_outsider_nothing() -> None:
     private = Swarm("test", (b"k" * 32,))
     packet = seal(private).seal(Beacon(True, peer(1), (f"/ip4/{HOST}/tcp/9747",)))
     again = seal(private).seal(Beacon(True, peer(1), (f"/ip4/{HOST}/tcp/9747",)))
     core, counters, now = settled()
     core.receive(now, HOST, packet)
     assert (core.events, counters["beacons_of_others"]) == ([], 1)
-    # No byte repeats between packets, so they reveal neither a common swarm nor a common peer.
+    # No byte sequence repeats between the packets, so they reveal neither a common swarm nor a common peer.
     assert not any(packet[at : at + 4] in again for at in range(len(packet) - 4))
     rotated = seal(Swarm("test", (b"n" * 32, b"k" * 32)))
     assert rotated.open(packet) == Beacon(True, peer(1), (f"/ip4/{HOST}/tcp/9747",))

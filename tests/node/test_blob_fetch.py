@@ -1,7 +1,7 @@
-"""Blobs fetched from several peers: shared work, and peers that die midway, lie, stall, refuse or send
-garbage.
+"""Blobs are fetched from several peers: the peers share the work, and some of them die midway, lie, stall,
+refuse or send garbage.
 
-Most tests use virtual time and the simulated network; the last repeats the scenario over real sockets.
+Most tests use virtual time and the simulated network; the last one repeats the scenario over real sockets.
 """
 
 import os
@@ -56,7 +56,7 @@ def sizes_of(data: Data) -> dict[bytes, int]:
 
 @dataclass
 class Peer:
-    """One simulated node with blobs; it records which peers it rejected."""
+    """A simulated node with blobs that records which peers it rejected."""
 
     seams: Seams
     blobs: Blobs
@@ -85,7 +85,7 @@ class Peer:
 
 
 class Group:
-    """Peers of one simulation."""
+    """The peers of one simulation."""
 
     def __init__(self, nursery: trio.Nursery, medium: SimNetworkFabric) -> None:
         self.medium = medium
@@ -93,7 +93,7 @@ class Group:
         self._nursery = nursery
 
     async def add(self, handler: Handler | None = None) -> Peer:
-        """A peer that serves its blobs, or answers by `handler` instead."""
+        """Add a peer that serves its blobs, or that answers with `handler` instead."""
         name = PeerId(bytes([len(self.peers) + 1]) * 32)
         seams = simulated_seams(self.medium, name, 1, MemoryStorage())
         peer = Peer(seams, Blobs(seams.storage))
@@ -129,7 +129,7 @@ async def asked(stream: Stream) -> bytes:
     return want.name
 
 
-def test_all_holders_share_the_work_and_blobs_kept_here_are_not_fetched() -> None:
+def test_all_holders_share_the_work_and_local_blobs_are_not_fetched() -> None:
     async def test(group: Group) -> None:
         data = some_blobs(90)
         one = await group.add()
@@ -156,13 +156,14 @@ def test_requests_are_pipelined() -> None:
         holder.hold(data)
         began = trio.current_time()
         await one.fetch(sizes_of(data), holder)
-        # A round trip takes 50 ms: four for the handshake, and at most ten rounds of four requests.
+        # A round trip takes 50 ms. The handshake takes four of them, and the requests, four at a time, at
+        # most ten.
         assert trio.current_time() - began <= 0.2 + 0.1 * (40 / protocol.IN_FLIGHT_MAX) + 0.01
 
     scenario(test)
 
 
-def test_holders_of_different_parts_make_up_the_whole() -> None:
+def test_holders_of_different_blobs_complete_each_other() -> None:
     async def test(group: Group) -> None:
         data = some_blobs(60)
         names = list(data)
@@ -176,7 +177,7 @@ def test_holders_of_different_parts_make_up_the_whole() -> None:
     scenario(test)
 
 
-def test_missing_blobs_are_named_and_the_others_arrive() -> None:
+def test_missing_blobs_are_named_and_all_others_arrive() -> None:
     async def test(group: Group) -> None:
         data = some_blobs(10)
         names = list(data)
@@ -194,7 +195,7 @@ def test_missing_blobs_are_named_and_the_others_arrive() -> None:
     scenario(test)
 
 
-def test_a_peer_that_lacks_everything_is_not_asked_for_every_blob() -> None:
+def test_a_peer_that_has_no_blob_is_asked_only_a_few_times() -> None:
     async def test(group: Group) -> None:
         questions = 0
 
@@ -214,7 +215,7 @@ def test_a_peer_that_lacks_everything_is_not_asked_for_every_blob() -> None:
     scenario(test)
 
 
-def test_the_others_fetch_the_share_of_a_holder_that_dies_midway() -> None:
+def test_other_holders_take_over_the_share_of_one_that_dies() -> None:
     async def test(group: Group) -> None:
         data = some_blobs(200)
         one = await group.add()
@@ -264,7 +265,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_holder_that_sends_other_bytes_is_dropped_counted_and_replaced(lie: str) -> None:
+def test_a_holder_that_sends_wrong_bytes_is_counted_and_replaced(lie: str) -> None:
     async def test(group: Group) -> None:
         data = some_blobs(20)
         one, good = await group.add(), await group.add()
@@ -292,7 +293,7 @@ def test_a_blob_longer_than_announced_is_refused() -> None:
     scenario(test)
 
 
-def test_blobs_of_a_silent_holder_are_soon_requested_elsewhere() -> None:
+def test_blobs_of_a_silent_holder_are_soon_requested_from_another() -> None:
     async def test(group: Group) -> None:
         async def silent(stream: Stream) -> None:
             await trio.sleep_forever()
@@ -304,18 +305,18 @@ def test_blobs_of_a_silent_holder_are_soon_requested_elsewhere() -> None:
         await one.fetch(sizes_of(data), bad, good)
         assert one.blobs.missing(data) == []
         assert trio.current_time() - began < 2 * protocol.HEDGE_SECONDS, (
-            "no fetch waits until the holder is given up"
+            "the fetch waited until the silent holder was given up"
         )
         began = trio.current_time()
         with pytest.raises(BlobsMissing, match="no answer in 30 s"):
             await one.fetch({bytes(32): 1}, bad)
         assert trio.current_time() - began < protocol.STALL_SECONDS_MAX + 1
-        assert one.refused == [], "a slow holder is not rejected"
+        assert one.refused == [], "the slow holder was reported as a liar"
 
     scenario(test)
 
 
-def test_a_blob_that_arrives_twice_is_harmless() -> None:
+def test_a_blob_that_arrives_twice_does_no_harm() -> None:
     async def test(group: Group) -> None:
         data = some_blobs(9)
 
@@ -335,7 +336,7 @@ def test_a_blob_that_arrives_twice_is_harmless() -> None:
     scenario(test)
 
 
-def test_holders_that_refuse_or_are_absent_are_skipped() -> None:
+def test_holders_that_refuse_or_are_unreachable_are_skipped() -> None:
     async def test(group: Group) -> None:
         async def busy(stream: Stream) -> None:
             await asked(stream)
@@ -358,7 +359,7 @@ def test_holders_that_refuse_or_are_absent_are_skipped() -> None:
     scenario(test)
 
 
-def test_a_fetch_asks_few_holders_at_once_and_reserves_the_rest() -> None:
+def test_a_fetch_asks_few_holders_at_a_time_and_reserves_others() -> None:
     async def test(group: Group) -> None:
         open_now = most = 0
 
@@ -384,7 +385,7 @@ def test_a_fetch_asks_few_holders_at_once_and_reserves_the_rest() -> None:
     scenario(test)
 
 
-def test_a_full_disk_ends_the_fetch_with_its_error() -> None:
+def test_a_full_disk_ends_the_fetch_with_the_disks_error() -> None:
     class Full(MemoryStorage):
         def write_soon(self, name: str, data: bytes | memoryview) -> None:
             raise OSError("no space left")
@@ -420,7 +421,7 @@ def test_a_damaged_blob_counts_as_missing_and_the_stream_continues() -> None:
 
 
 @pytest.mark.parametrize("request_bytes", [b"", b"\xff", encode(Want(b"short")), bytes(65)])
-def test_a_stranger_that_sends_garbage_is_counted_and_cut_off(request_bytes: bytes) -> None:
+def test_a_client_that_sends_garbage_is_counted_and_disconnected(request_bytes: bytes) -> None:
     async def test(group: Group) -> None:
         one, two = await group.add(), await group.add()
         stream = await one.seams.network.open(two.id, BLOBS_PROTOCOL)
@@ -432,7 +433,7 @@ def test_a_stranger_that_sends_garbage_is_counted_and_cut_off(request_bytes: byt
     scenario(test)
 
 
-def test_streams_are_bounded_per_peer_and_in_all_and_idle_ones_end() -> None:
+def test_streams_are_limited_per_peer_and_overall_and_idle_ones_end() -> None:
     async def test(group: Group) -> None:
         server = await group.add()
         name = server.blobs.put(b"x")
@@ -451,15 +452,16 @@ def test_streams_are_bounded_per_peer_and_in_all_and_idle_ones_end() -> None:
         served: set[PeerId] = set()
 
         async def ask_also(client: Peer) -> None:
-            with suppress(StreamClosed):  # the client at the other address has fewer streams
+            with suppress(StreamClosed):  # clients that share an address get fewer streams
                 if (await ask(client))[1] == Found(1):
                     served.add(client.id)
 
-        async with trio.open_nursery() as nursery:  # at once, so that no timeout ends a stream meanwhile
+        # all together, so that no time-out ends a stream meanwhile
+        async with trio.open_nursery() as nursery:
             for client in clients[1:]:
                 for _ in range(protocol.UPLOADS_PER_PEER_MAX):
                     nursery.start_soon(ask_also, client)
-        assert served == {client.id for client in clients[1:]}, "each client has some streams, none has all"
+        assert served == {client.id for client in clients[1:]}, "a client got no stream at all"
         await trio.sleep(protocol.IDLE_SECONDS_MAX + 1)
         with pytest.raises(StreamClosed):
             await first[0][0].receive()
@@ -468,7 +470,7 @@ def test_streams_are_bounded_per_peer_and_in_all_and_idle_ones_end() -> None:
     scenario(test)
 
 
-def test_idle_streams_make_room_for_a_client_that_requests() -> None:
+def test_idle_streams_make_room_for_a_client_with_a_request() -> None:
     async def test(group: Group) -> None:
         server = await group.add()
         name = server.blobs.put(b"x")
@@ -484,7 +486,7 @@ def test_idle_streams_make_room_for_a_client_that_requests() -> None:
     scenario(test)
 
 
-def test_a_peer_that_never_reads_loses_its_place() -> None:
+def test_a_peer_that_never_reads_loses_its_streams() -> None:
     async def test(group: Group) -> None:
         server, slow = [await group.add() for _ in range(2)]
         name = server.blobs.put(bytes(BLOB_BYTES_MAX))

@@ -1,5 +1,5 @@
-"""Blobs by hash: damage is found, pins survive, unreferenced blobs are removed, guests keep to
-their budget.
+"""Blobs stored by their hash: damage is detected, pinned blobs stay, unreferenced blobs are removed, and
+guests (blobs of other peers' runs) stay within their budget.
 """
 
 import os
@@ -34,7 +34,7 @@ def sizes(*blobs: bytes) -> dict[bytes, int]:
     return {hash_of(data): len(data) for data in blobs}
 
 
-def test_a_blob_is_known_by_its_hash_and_outlives_a_restart(storage: Storage) -> None:
+def test_a_blob_is_found_by_its_hash_and_survives_a_restart(storage: Storage) -> None:
     blobs = Blobs(storage)
     name = blobs.put(b"one")
     assert name == hash_of(b"one") == blobs.put(memoryview(b"one"))
@@ -51,14 +51,14 @@ def test_a_damaged_file_counts_as_missing_and_may_be_stored_again(storage: Stora
     blobs = Blobs(storage)
     name = blobs.put(b"something")
     storage.write(file_of(name), b"somethinG")
-    assert blobs.has(name), "the damage is not detected before a read"
+    assert blobs.has(name), "the damage was detected without reading the blob"
     assert blobs.get(name) is None
     assert not blobs.has(name)
     assert storage.read(file_of(name)) is None
     assert blobs.take(name, b"something")
     assert blobs.get(name) == b"something"
     storage.delete(file_of(name))
-    assert blobs.get(name) is None, "another process has removed it"
+    assert blobs.get(name) is None, "a blob that another process removed was still read"
 
 
 def test_a_fetched_blob_is_stored_only_under_its_own_hash(storage: Storage) -> None:
@@ -70,7 +70,7 @@ def test_a_fetched_blob_is_stored_only_under_its_own_hash(storage: Storage) -> N
     assert storage.sizes("blobs") == {}
 
 
-def test_files_that_are_no_blobs_are_left_alone(tmp_path: Path) -> None:
+def test_files_that_are_not_blobs_are_left_alone(tmp_path: Path) -> None:
     store = FolderStorage(tmp_path)
     name = Blobs(store).put(b"one")
     for other in ("blobs/x", "blobs/ab/" + "0" * 64, f"blobs/00/{'zz' * 32}"):
@@ -83,7 +83,7 @@ def test_files_that_are_no_blobs_are_left_alone(tmp_path: Path) -> None:
     assert len(store.sizes("blobs")) == 3
 
 
-def test_unpinned_blobs_are_swept(storage: Storage) -> None:
+def test_a_sweep_removes_unpinned_blobs(storage: Storage) -> None:
     blobs = Blobs(storage)
     kept, gone, both = (blobs.put(data) for data in (b"kept", b"gone", b"both"))
     blobs.pin("a/1", sizes(b"kept", b"both"))
@@ -109,7 +109,7 @@ def test_a_pin_protects_blobs_that_arrive_later(storage: Storage) -> None:
     assert Blobs(storage).has(name)
 
 
-def test_nothing_is_swept_during_a_hold(storage: Storage) -> None:
+def test_no_blob_is_swept_while_blobs_are_held(storage: Storage) -> None:
     blobs = Blobs(storage)
     blobs.put(b"found again")
     with blobs.hold():
@@ -120,26 +120,26 @@ def test_nothing_is_swept_during_a_hold(storage: Storage) -> None:
     assert blobs.get(name) == b"found again"
 
 
-def test_guests_have_a_budget_that_our_own_pins_do_not_touch(storage: Storage) -> None:
+def test_guests_have_a_budget_apart_from_our_own_pins(storage: Storage) -> None:
     blobs = Blobs(storage, guest_bytes_max=10)
     blobs.pin("guest/1", sizes(b"123456"), is_guest=True)
     with pytest.raises(NoRoom, match="11 bytes for others, at most 10"):
         blobs.pin("guest/2", sizes(b"abcde"), is_guest=True)
     assert blobs.labels() == ["guest/1"]
     blobs.pin("guest/2", sizes(b"123456", b"abcd"), is_guest=True)
-    assert blobs.guest_bytes == 10, "a blob in two pins counts once"
+    assert blobs.guest_bytes == 10, "a blob in two pins was counted twice"
     blobs.pin("mine", sizes(b"123456", b"x" * 100))
-    assert blobs.guest_bytes == 4, "blobs that our own pins hold do not count against the guest"
+    assert blobs.guest_bytes == 4, "a blob that one of our own pins holds counts against the guest budget"
     blobs.pin("guest/3", sizes(b"zzzzzz"), is_guest=True)
     with pytest.raises(NoRoom):
         blobs.pin("guest/3", sizes(b"zzzzzzz"), is_guest=True)
-    assert blobs.pinned("guest/3") == tuple(sizes(b"zzzzzz")), "its former pin still holds"
+    assert blobs.pinned("guest/3") == tuple(sizes(b"zzzzzz")), "a failed pin replaced the former one"
     assert Blobs(storage).guest_bytes == blobs.guest_bytes
     blobs.unpin("mine")
-    assert blobs.guest_bytes == 16, "blobs that we released count against the guest again"
+    assert blobs.guest_bytes == 16, "blobs that we released do not count against the guest budget again"
 
 
-def test_guests_have_a_bounded_number_of_pins_of_any_size(storage: Storage) -> None:
+def test_guests_have_a_limited_number_of_pins_of_any_size(storage: Storage) -> None:
     blobs = Blobs(storage, guest_pins_max=2)
     blobs.pin("mine", {})
     blobs.pin("guest/1", {}, is_guest=True)
@@ -151,7 +151,7 @@ def test_guests_have_a_bounded_number_of_pins_of_any_size(storage: Storage) -> N
 
 
 class FillingStorage(FolderStorage):
-    """A folder on a disk that becomes full."""
+    """A storage folder on a disk that becomes full."""
 
     is_full = False
 
@@ -161,7 +161,7 @@ class FillingStorage(FolderStorage):
         super()._sync(path, flags)
 
 
-def test_a_pin_that_cannot_be_written_does_not_exist(tmp_path: Path) -> None:
+def test_a_pin_that_cannot_be_written_is_not_listed(tmp_path: Path) -> None:
     storage = FillingStorage(tmp_path)
     blobs = Blobs(storage)
     name = blobs.put(b"one")
@@ -182,7 +182,7 @@ def test_a_damaged_pin_counts_as_missing(storage: Storage) -> None:
 
 
 class SyncedStorage(FolderStorage):
-    """A folder that notes what is made durable in it."""
+    """A storage folder that records which paths were synced to the disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -193,7 +193,7 @@ class SyncedStorage(FolderStorage):
         super()._sync(path, flags)
 
 
-def test_blobs_are_synced_together_when_they_are_pinned(tmp_path: Path) -> None:
+def test_blobs_are_synced_together_at_the_time_they_are_pinned(tmp_path: Path) -> None:
     storage = SyncedStorage(tmp_path)
     blobs, synced = Blobs(storage), storage.synced
     names = [blobs.put(bytes([number])) for number in range(20)]
@@ -202,14 +202,14 @@ def test_blobs_are_synced_together_when_they_are_pinned(tmp_path: Path) -> None:
     files = [place for place in synced if len(place) > 64]
     assert sorted(files) == sorted(map(file_of, names))
     assert {"blobs", ".", f"blobs/{names[0].hex()[:2]}"} <= set(synced), (
-        "a new folder is a new entry in its parent"
+        "a new folder was not synced in its parent folder"
     )
     synced.clear()
     blobs.sync(names)
-    assert synced == [], "synced blobs are not synced again"
+    assert synced == [], "blobs that were synced already were synced again"
 
 
-def test_several_threads_may_put_one_blob_at_once(tmp_path: Path) -> None:
+def test_several_threads_may_put_one_blob_simultaneously(tmp_path: Path) -> None:
     blobs = Blobs(FolderStorage(tmp_path))
     data = os.urandom(100_000)
     barrier, failures = Barrier(8), []
@@ -231,14 +231,14 @@ def test_several_threads_may_put_one_blob_at_once(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=20))
-def test_a_stored_blob_is_read_back(several: list[bytes]) -> None:
+def test_a_stored_blob_can_be_read_back(several: list[bytes]) -> None:
     storage = MemoryStorage()
     names = [Blobs(storage).put(data) for data in several]
     assert [Blobs(storage).get(name) for name in names] == several
 
 
 class PinsAndSweeps(RuleBasedStateMachine):
-    """Compare pins with a model: a dictionary of labels to sets."""
+    """Compares pins with a model: a dictionary from labels to sets of blobs."""
 
     def __init__(self) -> None:
         super().__init__()

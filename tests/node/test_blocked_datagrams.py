@@ -1,4 +1,4 @@
-"""Two machines whose firewalls drop UDP and let TCP through: whole nodes, as processes in namespaces."""
+"""Two machines whose firewalls discard UDP but let TCP through: whole nodes, as processes in namespaces."""
 
 import os
 import time
@@ -19,7 +19,7 @@ from node.transport.datagram_paths import KNOCK_SECONDS
 from tests.node.namespaces import Machine, two_machines
 
 pause = time.sleep
-"""Real processes take real time."""
+"""Time limit of a test: real processes run in real time."""
 PORT = 9747
 TROUBLE = ("MemberSuspected", "MemberLost", "MemberDegraded")
 
@@ -32,7 +32,7 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 
 @contextmanager
 def running(machine: Machine, folder: Path, *arguments: str) -> Iterator[Path]:
-    """A node on that machine; yields its data folder once it answers."""
+    """Run a node on a machine, and yield its data folder once the node answers."""
     data = folder / machine.name
     usual = ["--listen", f"{machine.host_4}:{PORT}", "--no-lan", "--web", "off", "--observer"]
     with machine.start("node", "--json", "--data-dir", str(data), *usual, *arguments) as process:
@@ -58,9 +58,9 @@ def wait(holds: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 def block(*machines: Machine) -> None:
-    """Drop each datagram to these machines without an answer, as a firewall does."""
+    """Discard each datagram to these machines without an answer, as a firewall does."""
     for machine in machines:
-        # The first rule matches packets for the machine itself: move that rule behind.
+        # The rule for packets to the machine itself comes first (0). Move it behind the new rule.
         machine.ip("rule", "add", "pref", "20", "lookup", "local")
         machine.ip("rule", "add", "pref", "10", "iif", "cable", "ipproto", "udp", "blackhole")
         machine.ip("rule", "delete", "pref", "0")
@@ -92,7 +92,7 @@ def doctor(data: Path) -> list[CheckStep]:
     return steps.all
 
 
-def test_nodes_without_udp_join_stay_alive_and_find_records(
+def test_nodes_without_udp_join_stay_members_and_find_records(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
     one, other = machines
@@ -104,8 +104,10 @@ def test_nodes_without_udp_join_stay_alive_and_find_records(
         assert [events(data, *TROUBLE) for data in (a, b)] == [[], []]
 
 
-@pytest.mark.skipif(os.environ.get("PEERLOOM_PROCESSES") != "1", reason="half a minute: PEERLOOM_PROCESSES=1")
-def test_nobody_is_suspected_when_a_firewall_starts_and_stops_dropping_udp(
+@pytest.mark.skipif(
+    os.environ.get("PEERLOOM_PROCESSES") != "1", reason=("takes half a minute: set PEERLOOM_PROCESSES=1")
+)
+def test_no_peer_is_suspected_when_udp_is_blocked_and_unblocked(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
     one, other = machines

@@ -1,4 +1,4 @@
-"""Links whose remote process dies, over real sockets: its host refuses the next connection, which proves the
+"""Links whose remote process dies, over real sockets. Its host refuses the next connection, which proves the
 death.
 """
 
@@ -9,7 +9,7 @@ from node.seams import RealClock, Stream
 from tests.node.nets import BULK, acquaint, make_network, running, until
 
 
-async def test_a_refused_connection_reveals_a_dead_peer_without_any_datagram() -> None:
+async def test_a_refused_connection_proves_a_dead_peer_without_datagrams() -> None:
     heard: list[bytes] = []
     alice, bob = make_network("a"), make_network("b")
 

@@ -1,5 +1,5 @@
-"""Data in a bucket, read by the provider's package from a real S3 server on this machine (`pip install
-peerloom[oracle]`). Without that package the error says how to install it.
+"""Data in a bucket, read with the provider's package from a real S3 server on this machine (`pip install
+peerloom[oracle]`). Without that package an error says how to install it.
 """
 
 import os
@@ -17,12 +17,12 @@ from tests.source import ROOT
 TABLE = b"width,height,label\n" + b"0.5,0.25,1\n0.1,0.2,0\n" * 10
 
 
-def test_a_missing_package_for_a_bucket_is_named_with_its_installation(
+def test_a_missing_package_for_a_bucket_is_reported_with_its_installation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("fsspec")
     for url, package in (("s3://sets/table.csv", "s3fs"), ("gs://sets/table.csv", "gcsfs")):
-        monkeypatch.setitem(sys.modules, package, None)  # as an import of a missing module finds it
+        monkeypatch.setitem(sys.modules, package, None)  # as Python does for the import of a missing module
         assert run(["data", "show", url]) == UsageError.exit_code
         said = capsys.readouterr().err
         assert f"{url}: the package {package}, which reads {url[:5]}, is not installed" in said
@@ -45,7 +45,8 @@ def test_an_unknown_url_scheme_is_refused_with_the_known_ones(
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment for commands that use an S3 server whose bucket `sets` has a table."""
+    """Start an S3 server whose bucket `sets` has a table, and yield the environment for commands that read
+    from it."""
     moto = pytest.importorskip("moto.server")
     boto3 = pytest.importorskip("boto3")
     pytest.importorskip("s3fs")

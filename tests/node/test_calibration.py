@@ -1,4 +1,5 @@
-"""Measuring operators on this machine: once, stored for the machine, and harmless where it is impossible."""
+"""Measuring the speed of operators on this machine: done once, stored for the machine, and harmless if it is
+impossible."""
 
 import fcntl
 import os
@@ -48,31 +49,31 @@ WAITING_SECONDS = 60
 HURRIED = MeasuringProcesses(
     CalibrationSettings(measure_seconds=0.005, share_seconds=0.005, process_seconds_max=0.01)
 )
-"""A process that does not end soon."""
+"""A measurement whose process does not end within its time limit."""
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of this test's measurements."""
+    """Return the folder for the measurements of this file's tests."""
     return tmp_path_factory.mktemp("cache")
 
 
 @contextmanager
 def on_one_core() -> Iterator[MeasuringProcesses]:
-    """All measuring processes share one core: each of two gets half of it, whatever the load of
-    the machine.
+    """Yield measuring processes that all share one core: each of two processes gets half of it, whatever the
+    load of the machine.
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
-        # Nice processes would wait for long beside other tests.
+        # Processes with a positive niceness would wait for a long time while other tests run.
         yield MeasuringProcesses(CalibrationSettings(measure_seconds=2.0, niceness=0))
     finally:
         os.sched_setaffinity(0, before)
 
 
 class Known(MeasuringProcesses):
-    """Measuring processes with a known result."""
+    """Measuring processes that return a known result."""
 
     def __init__(self, found: Callable[[], Calibration]) -> None:
         super().__init__()
@@ -87,8 +88,8 @@ class Known(MeasuringProcesses):
 
 @pytest.fixture(scope="module")
 def alone(cache: Path) -> Calibration:
-    """Return the calibration of one process that measures alone, briefly."""
-    held = np.ones(100_000_000)  # memory of this process does not belong to the stage
+    """Return the calibration that one short process measures while no other measures."""
+    held = np.ones(100_000_000)  # memory of this process must not count as the stage's
     with on_one_core() as processes:
         found = calibrate(HERE, cache, processes=processes)
     assert found is not None
@@ -96,31 +97,34 @@ def alone(cache: Path) -> Calibration:
     return found
 
 
-def test_every_class_is_measured_once_and_stored(alone: Calibration, cache: Path) -> None:
+def test_every_operator_class_is_measured_and_stored(alone: Calibration, cache: Path) -> None:
     assert {row.kind for row in alone.kinds} == set(KINDS)
     assert alone.flops_per_second > 10**8
     assert 1 <= alone.share_permille <= 1000
     assert alone.baseline_bytes > 50 << 20
     assert alone.device == "cpu"
-    assert 50 < alone.node_nanoseconds[0] / 1_000 < 50_000, "microseconds of the node for a micro-batch"
+    assert 50 < alone.node_nanoseconds[0] / 1_000 < 50_000, "implausible time of the node per micro-batch"
     assert alone.node_step_nanoseconds < 50_000_000
     kept = decode_calibration((cache / HERE.key).read_bytes())
     assert (kept.kinds, kept.node) == (alone.kinds, alone.node)
-    assert len(encode_calibration(alone)) <= 900, "the costs do not fit a record"
+    assert len(encode_calibration(alone)) <= 900, "the calibration does not fit a record"
 
 
 @pytest.mark.skipif(
-    os.environ.get("PEERLOOM_PROCESSES") != "1", reason="three processes measure: PEERLOOM_PROCESSES=1"
+    os.environ.get("PEERLOOM_PROCESSES") != "1",
+    reason=("runs three measuring processes: set PEERLOOM_PROCESSES=1"),
 )
-def test_several_slots_are_measured_busy_and_stored_separately(alone: Calibration, cache: Path) -> None:
+def test_several_slots_are_measured_while_busy_and_stored_separately(alone: Calibration, cache: Path) -> None:
     with on_one_core() as processes:
         beside = calibrate(CalibrationWish("cpu", "float32", 1, slots=2), cache, processes=processes)
     assert beside is not None
     assert slowdown(alone, beside) > 1.2
-    assert len({path.name for path in cache.iterdir()}) == 3, "two measurements and the lock"
+    assert len({path.name for path in cache.iterdir()}) == 3, (
+        "the cache does not hold two measurements and the lock"
+    )
 
 
-def test_only_the_share_is_measured_again(alone: Calibration) -> None:
+def test_a_short_measurement_yields_only_the_share(alone: Calibration) -> None:
     found = MeasuringProcesses().measure_now(HERE, 0.0, MeasuringTurn())
     assert found is not None
     assert (found.kinds, found.hardware) == ((), alone.hardware)
@@ -139,7 +143,7 @@ def test_a_stored_calibration_is_reused_except_for_its_share(
     assert corrected(capacity(), found).flops_per_second == found.flops_per_second
 
 
-def test_power_is_measured_if_the_hardware_counts_energy(
+def test_power_is_measured_if_the_hardware_has_energy_counters(
     tmp_path: Path,
 ) -> None:
     now, joules = [0.0], [0.0]
@@ -166,7 +170,7 @@ def test_power_is_measured_if_the_hardware_counts_energy(
     assert other == REFERENCE
 
 
-def test_the_first_guess_stays_where_measuring_is_impossible(
+def test_the_initial_estimate_stays_if_measuring_is_impossible(
     tmp_path: Path,
 ) -> None:
     assert calibrate(HERE, tmp_path, processes=HURRIED) is None
@@ -174,7 +178,7 @@ def test_the_first_guess_stays_where_measuring_is_impossible(
     assert calibrate(HERE, tmp_path / "file" / "folder") is None
 
 
-def test_a_node_that_ends_leaves_no_measuring_process(
+def test_a_node_that_stops_leaves_no_measuring_process(
     tmp_path: Path,
 ) -> None:
     turn = MeasuringTurn()
@@ -191,7 +195,7 @@ def test_a_node_that_ends_leaves_no_measuring_process(
     assert [path.name for path in tmp_path.iterdir()] == ["calibration.lock"]
 
 
-def test_a_node_that_ends_does_not_wait_for_a_measuring_process(tmp_path: Path) -> None:
+def test_a_node_that_stops_does_not_wait_for_a_measuring_process(tmp_path: Path) -> None:
     turn = MeasuringTurn()
     found: list[Calibration | None] = []
     with (tmp_path / "calibration.lock").open("w") as lock:
@@ -204,7 +208,7 @@ def test_a_node_that_ends_does_not_wait_for_a_measuring_process(tmp_path: Path) 
         assert found == [None]
 
 
-def test_a_measurement_is_repeated_after_its_node_has_computed(
+def test_a_measurement_interrupted_by_computation_is_repeated(
     tmp_path: Path,
 ) -> None:
     turn = MeasuringTurn(quiet_seconds=0.2)
@@ -233,7 +237,7 @@ def test_a_measurement_is_repeated_after_its_node_has_computed(
         _until(lambda: started[0].returncode is not None)
         assert started[0].returncode == -signal.SIGKILL
         with (tmp_path / "calibration.lock").open("w") as lock:
-            # Other nodes of the machine may measure meanwhile.
+            # Meanwhile other nodes of the machine may measure.
             _until(lambda: _is_locked_by(lock))
         assert (len(started), found) == (1, [])
         ended_at.append(time.monotonic())
@@ -262,29 +266,29 @@ def _is_locked_by(lock: IO[str]) -> bool:
     return True
 
 
-def test_a_failed_measurement_of_the_nodes_own_work_adds_nothing() -> None:
+def test_a_failed_measurement_of_the_nodes_own_work_adds_no_cost() -> None:
     assert HURRIED.with_own_work(REFERENCE, MeasuringTurn()) == REFERENCE
 
 
-def test_a_damaged_file_is_measured_again(tmp_path: Path) -> None:
+def test_a_damaged_calibration_file_is_measured_again(tmp_path: Path) -> None:
     (tmp_path / HERE.key).write_bytes(b"\x93damaged")
     assert calibrate(HERE, tmp_path, processes=Known(lambda: REFERENCE)) == REFERENCE
     assert decode_calibration((tmp_path / HERE.key).read_bytes()) == REFERENCE
 
 
-def test_other_threads_and_devices_have_their_own_calibrations() -> None:
+def test_each_thread_count_and_device_has_its_own_calibration() -> None:
     keys = {
         CalibrationWish(device, "float32", threads).key for device in ("cpu", "cuda:0") for threads in (1, 2)
     }
     assert len(keys) == 4
 
 
-def test_the_cache_is_in_the_users_cache_folder() -> None:
+def test_the_cache_folder_is_inside_the_users_cache_folder() -> None:
     assert cache_folder({"XDG_CACHE_HOME": "/x"}, Path("/y")) == Path("/x/peerloom")
     assert cache_folder({"XDG_CACHE_HOME": "x"}, Path("/y")) == Path.home() / ".cache" / "peerloom"
 
 
-def test_memory_of_the_cpu_device_is_that_of_the_machine() -> None:
+def test_memory_of_the_cpu_device_is_the_machines_memory() -> None:
     total, free = device_memory("cpu")
     assert 0 < free <= total
 
@@ -294,12 +298,12 @@ def capacity() -> Capacity:
 
 
 def paced(picoseconds: int, share_permille: int = 1000) -> Calibration:
-    """A device whose operator calls take this long and nothing else."""
+    """Return a calibration in which each operator call takes this long and nothing else takes time."""
     rows = tuple(KindPace(row.kind, OperatorPace(picoseconds, 0, 0), row.backward) for row in REFERENCE.kinds)
     return msgspec.structs.replace(REFERENCE, kinds=rows, share_permille=share_permille)
 
 
-def test_a_busy_slots_cost_is_a_ratio_of_equal_work() -> None:
+def test_the_slowdown_of_a_busy_slot_compares_equal_work() -> None:
     assert slowdown(paced(100), paced(100)) == pytest.approx(1.0)
     assert slowdown(paced(100), paced(150)) == pytest.approx(1.5)
     assert slowdown(paced(100), paced(100, share_permille=500)) == pytest.approx(2.0)
@@ -308,7 +312,7 @@ def test_a_busy_slots_cost_is_a_ratio_of_equal_work() -> None:
     assert slowdown(unlike, paced(100)) == 1.0
 
 
-def test_all_slots_offer_the_rate_measured_on_one() -> None:
+def test_each_slot_offers_the_rate_measured_on_one() -> None:
     whole = corrected(capacity(), REFERENCE, 2)
     provider = Provider(Config(offer=Offering(slots=2)), SimClock())
     assert provider.of_a_slot(whole).flops_per_second == REFERENCE.flops_per_second

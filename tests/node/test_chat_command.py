@@ -1,4 +1,4 @@
-"""The terminal's chat: a failed answer loses nothing, and each command works."""
+"""The chat in the terminal: a failed answer loses nothing, and each command works."""
 
 import json
 import sys
@@ -26,14 +26,15 @@ TOLD: dict[str, Any] = {
 
 
 class Node:
-    """A node's control socket: it answers with the number of the question, or fails where told to."""
+    """A node's control socket. It answers with the number of the question, or fails where the test asks for
+    it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.asked: list[list[dict[str, str]]] = []
         self.failures: dict[int, PeerloomError] = {}
         self.is_away = False
-        """Wait until a client asks for the services."""
+        """Whether questions fail; reset once a client asks for the services."""
         self.is_up = threading.Event()
         self._handlers = {
             "services.text": self._text,

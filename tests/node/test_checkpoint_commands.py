@@ -1,4 +1,4 @@
-"""`checkpoint list|save|export|fetch`: from a data folder alone, and through a node."""
+"""`checkpoint list|save|export|fetch`, on a data folder alone and through a node."""
 
 import json
 import os
@@ -37,7 +37,7 @@ Printed = pytest.CaptureFixture[str]
 
 
 async def a_folder(path: Path) -> Saved:
-    """A data folder with two checkpoints of a run and its graph, and no node."""
+    """Return a data folder with two checkpoints of a run and the run's graph, but no node."""
     storage, of = FolderStorage(path), saved("gpt")
     checkpoints = checkpoints_in(storage)
     for step in (3, 4):
@@ -49,7 +49,7 @@ async def a_folder(path: Path) -> Saved:
 # Without a node
 
 
-async def test_a_data_folder_lists_its_checkpoints(tmp_path: Path, capsys: Printed) -> None:
+async def test_checkpoints_are_listed_from_a_data_folder(tmp_path: Path, capsys: Printed) -> None:
     of = await a_folder(tmp_path / "data")
     assert run(["checkpoint", "list", "--data-dir", "data", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -114,7 +114,7 @@ async def test_an_impossible_export_is_refused_with_a_remedy(tmp_path: Path, cap
     assert os.listdir(tmp_path) == ["data"]
 
 
-def test_an_empty_folder_says_how_to_fill_it(tmp_path: Path, capsys: Printed) -> None:
+def test_an_empty_data_folder_gets_a_remedy(tmp_path: Path, capsys: Printed) -> None:
     (tmp_path / "data").mkdir()
     assert run(["checkpoint", "--data-dir", "data"]) == 0
     assert "python -m node checkpoint fetch RUN" in capsys.readouterr().out
@@ -123,7 +123,7 @@ def test_an_empty_folder_says_how_to_fill_it(tmp_path: Path, capsys: Printed) ->
 # With a node
 
 
-async def test_a_running_node_is_asked(tmp_path: Path, capsys: Printed) -> None:
+async def test_commands_ask_a_running_node(tmp_path: Path, capsys: Printed) -> None:
     asked: list[dict[str, Any]] = []
     found = {
         "run": "ab" * 8, "model": "gpt", "step": 4, "steps": 5, "samples": 9, "size_bytes": 1000, "stages": 2,
@@ -186,7 +186,7 @@ def commands(several: Keepers, name: str) -> Handlers:
     return handler
 
 
-def test_a_node_lists_fetches_and_exports_what_others_keep(tmp_path: Path) -> None:
+def test_a_node_lists_fetches_and_exports_checkpoints_of_others(tmp_path: Path) -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         of = run_by(a)
@@ -230,7 +230,7 @@ def test_an_export_fetches_stages_that_the_node_lacks(tmp_path: Path) -> None:
     scenario("abc", test)
 
 
-def test_members_are_named_by_name_or_id_and_wrong_ones_are_explained() -> None:
+def test_members_are_named_by_name_or_id_and_errors_are_explained() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b = (several[name] for name in "ab")
         of = run_by(a)

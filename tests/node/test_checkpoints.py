@@ -1,4 +1,4 @@
-"""Checkpoints: equal state gives equal bytes, unchanged parts cost nothing, hostile input is refused."""
+"""Checkpoints: equal states give equal bytes, unchanged parts cost nothing, and hostile input is refused."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -76,7 +76,7 @@ async def save(checkpoints: Checkpoints, of: Saved, step: int = 4, *, is_guest: 
 
 
 class Shelf(dict[bytes, bytes]):
-    """Blobs in a dictionary."""
+    """Stores blobs in a dictionary."""
 
     def put(self, data: memoryview) -> bytes:
         name = hash_of(data)
@@ -88,7 +88,7 @@ arenas = st.binary(max_size=5 * SMALL_CHUNK_BYTES)
 
 
 @given(arenas, arenas)
-def test_a_state_is_restored_unchanged(parameters: bytes, moments: bytes) -> None:
+def test_a_state_is_restored_without_change(parameters: bytes, moments: bytes) -> None:
     shelf = Shelf()
     part = cut_state(memoryview(parameters), memoryview(moments), shelf.put)
     assert part.digest == blake3(parameters).digest()
@@ -122,7 +122,7 @@ def test_unchanged_parts_of_a_state_have_the_same_chunks() -> None:
     assert len(shelf) == 11
 
 
-def test_a_state_is_restored_only_whole_into_fitting_arenas() -> None:
+def test_a_state_is_restored_only_as_a_whole_and_into_fitting_arenas() -> None:
     shelf = Shelf()
     part = cut_state(memoryview(bytes(range(200))), memoryview(b""), shelf.put)
     with pytest.raises(
@@ -153,7 +153,7 @@ async def signed(storage: Storage) -> tuple[Saved, bytes]:
     return of, data
 
 
-async def test_a_checkpoint_names_its_run_and_content() -> None:
+async def test_a_checkpoint_states_its_run_and_content() -> None:
     of, data = await signed(MemoryStorage())
     author, run, checkpoint = form.check_checkpoint(signer("z"), data)
     assert (author, run) == (signer().peer, of.run)
@@ -222,7 +222,7 @@ async def test_a_checkpoint_that_no_correct_peer_makes_is_refused(name: str) -> 
         form.check_checkpoint(signer(), spoil(checkpoint))
 
 
-async def test_a_checkpoint_has_one_encoding() -> None:
+async def test_a_checkpoint_has_exactly_one_encoding() -> None:
     _, data = await signed(MemoryStorage())
     fact = msgspec.msgpack.decode(data)
     padded = msgspec.msgpack.encode([*fact, None])
@@ -236,7 +236,7 @@ async def test_a_checkpoint_has_one_encoding() -> None:
 
 
 @given(st.binary(max_size=300), st.integers(0, 299), st.integers(1, 255))
-def test_bytes_that_are_no_checkpoint_are_refused(noise: bytes, place: int, change: int) -> None:
+def test_bytes_that_are_not_a_checkpoint_are_refused(noise: bytes, place: int, change: int) -> None:
     for decode in (form.decode_part, lambda data: form.check_checkpoint(signer(), data)):
         with pytest.raises(RemoteProtocolError):
             decode(noise)
@@ -244,17 +244,19 @@ def test_bytes_that_are_no_checkpoint_are_refused(noise: bytes, place: int, chan
     place %= len(part)
     part[place] ^= change
     with suppress(RemoteProtocolError):
-        assert form.encode_part(form.decode_part(bytes(part))) == part, "hashes may have any value"
+        assert form.encode_part(form.decode_part(bytes(part))) == part, (
+            "a changed list of chunks was accepted but encodes differently"
+        )
 
 
-def test_a_list_of_chunks_has_the_count_that_its_bytes_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_chunks_must_have_the_count_that_its_bytes_need(monkeypatch: pytest.MonkeyPatch) -> None:
     for parameters, hashes in ((64, b""), (64, bytes(64)), (0, bytes(32)), (VECTOR_BYTES_MAX + 1, b"")):
         body = encode([parameters, 0, bytes(32), hashes, b""])
         with pytest.raises(RemoteProtocolError, match=r"more or fewer|Expected `int`"):
             form.decode_part(body)
 
 
-def test_the_largest_checkpoint_fits_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_checkpoint_fits_the_size_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form, "CHUNK_BYTES", 1 << 20)
     count = VECTOR_BYTES_MAX >> 20
     part = form.StatePart(
@@ -283,7 +285,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return FolderStorage(tmp_path / "data") if request.param == "folder" else MemoryStorage()
 
 
-async def test_the_newest_checkpoints_stay_and_the_others_are_removed(storage: Storage) -> None:
+async def test_only_the_newest_checkpoints_are_kept(storage: Storage) -> None:
     checkpoints, of = checkpoints_in(storage), saved()
     names = []
     for step in (1, 2, 3):
@@ -336,7 +338,7 @@ async def test_a_stage_is_restored_from_a_data_folder(storage: Storage) -> None:
         assert (parameters, moments) == (of.parameters[number], of.moments[number])
 
 
-async def test_a_restart_drops_unfinished_checkpoints_and_repairs_pins(
+async def test_a_restart_removes_unfinished_checkpoints_and_repairs_pins(
     storage: Storage,
 ) -> None:
     of = saved()
@@ -360,7 +362,7 @@ async def test_a_restart_drops_unfinished_checkpoints_and_repairs_pins(
     assert store.recover() == 0
 
 
-async def test_a_bad_entry_for_an_absent_stage_prevents_no_start(
+async def test_a_bad_entry_for_a_missing_stage_does_not_prevent_a_start(
     storage: Storage,
 ) -> None:
     checkpoints, of = checkpoints_in(storage), saved()
@@ -378,7 +380,7 @@ async def test_a_bad_entry_for_an_absent_stage_prevents_no_start(
     assert found.stages_here == (0,)
 
 
-async def test_another_runs_state_beyond_the_budget_is_not_kept(storage: Storage) -> None:
+async def test_a_state_of_another_peers_run_over_the_budget_is_not_kept(storage: Storage) -> None:
     checkpoints, of = checkpoints_in(storage, guest_bytes_max=1_000), saved()
     with pytest.raises(NoRoom):
         await save(checkpoints, of, is_guest=True)
@@ -387,7 +389,7 @@ async def test_another_runs_state_beyond_the_budget_is_not_kept(storage: Storage
     assert storage.sizes("blobs") == {}
 
 
-async def test_stages_of_another_plan_are_a_local_mistake() -> None:
+async def test_sealing_stages_of_a_different_plan_is_a_local_error() -> None:
     checkpoints, of, other = checkpoints_in(MemoryStorage()), saved(), saved(stages=3)
     await save(checkpoints, of)
     kept = checkpoints.store.find(of.run.text)
@@ -398,7 +400,7 @@ async def test_stages_of_another_plan_are_a_local_mistake() -> None:
         )
 
 
-async def test_other_files_in_the_checkpoints_folder_are_skipped(storage: Storage) -> None:
+async def test_other_files_in_the_checkpoints_folder_are_ignored(storage: Storage) -> None:
     checkpoints, of = checkpoints_in(storage), saved()
     await save(checkpoints, of)
     run = of.run.text
@@ -422,7 +424,7 @@ def exported(of: Saved, storage: Storage, step: int) -> bytes:
 
 
 def joined(of: Saved) -> bytes:
-    """Return the file that a trainer writes at the end of a run from the exported stages."""
+    """Return the file that a trainer would write from the exported stages at the end of a run."""
     parts = [
         export_file(memoryview(arena), parameter_layout(specification), graph.constants)
         for arena, specification, graph in zip(of.parameters, of.specifications, of.graphs, strict=True)
@@ -432,7 +434,7 @@ def joined(of: Saved) -> bytes:
 
 @pytest.mark.parametrize("name", ["residual", "gpt", "gpt2", "unet", "lstm"])
 @pytest.mark.parametrize("stages", [1, 2, 3])
-async def test_an_exported_checkpoint_equals_the_finished_runs_file(name: str, stages: int) -> None:
+async def test_an_exported_checkpoint_equals_the_file_of_the_finished_run(name: str, stages: int) -> None:
     torch.set_num_threads(1)
     storage, of = MemoryStorage(), saved(name, stages, steps=4)
     await save(checkpoints_in(storage), of, 4)
@@ -447,7 +449,7 @@ async def test_an_exported_checkpoint_equals_the_finished_runs_file(name: str, s
         assert int(tensors[key]) == 4 * of.run.manifest.microbatches
 
 
-async def test_an_export_reads_in_small_pieces_and_leaves_no_partial_file(tmp_path: Path) -> None:
+async def test_a_failed_export_leaves_the_earlier_file_and_no_partial_one(tmp_path: Path) -> None:
     storage = FolderStorage(tmp_path / "data")
     checkpoints, of = checkpoints_in(storage), saved()
     await save(checkpoints, of)
@@ -464,7 +466,7 @@ async def test_an_export_reads_in_small_pieces_and_leaves_no_partial_file(tmp_pa
     storage.write(f"blobs/{victim.hex()[:2]}/{victim.hex()}", b"damaged")
     with pytest.raises(BlobsMissing):
         await checkpoints.export(kept, graph, out, [])
-    assert out.read_bytes() == whole, "the earlier file stays"
+    assert out.read_bytes() == whole, "the failed export changed the earlier file"
     assert os.listdir(tmp_path) in (["data", out.name], [out.name, "data"])
     again = store.find(of.run.text)
     assert again is not None

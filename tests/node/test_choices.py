@@ -1,4 +1,5 @@
-"""The planner chooses the settings left open in RUN.toml, gives reasons, and decides the same everywhere."""
+"""The planner chooses the settings that RUN.toml leaves open and gives its reasons. All nodes choose the
+same."""
 
 import os
 import subprocess
@@ -45,7 +46,7 @@ def asked(*, stages: int = 0, replicas: int = 0, batch: int = 64, **train: Any) 
     )
 
 
-def test_only_open_settings_are_chosen(graph: Graph) -> None:
+def test_only_settings_left_open_are_chosen(graph: Graph) -> None:
     wanted = asked(microbatch="auto", frames="int8", mode="exact", recompute=False)
     assert has_open(wanted)
     found, reasons = choose(wanted, graph, (), peers(2))
@@ -57,7 +58,7 @@ def test_only_open_settings_are_chosen(graph: Graph) -> None:
     assert found == changed(wanted, train=found.train)
 
 
-def test_frames_are_compressed_on_slow_links_and_exact_on_fast_ones(graph: Graph) -> None:
+def test_frames_are_compressed_on_slow_links_but_exact_on_fast_ones(graph: Graph) -> None:
     for link, expected in ((Link(125_000_000, 100_000), "exact"), (Link(125_000, 100_000), "bfloat16")):
         wanted = asked(frames="auto", stages=2, replicas=1)
         found, reasons = choose(wanted, graph, (), peers(2, link=link))
@@ -65,7 +66,7 @@ def test_frames_are_compressed_on_slow_links_and_exact_on_fast_ones(graph: Graph
         assert any(f"frames {expected}" in reason for reason in reasons)
 
 
-def test_local_steps_are_chosen_where_sums_of_gradients_cost_far_more(graph: Graph) -> None:
+def test_local_steps_are_chosen_if_summing_gradients_costs_far_more(graph: Graph) -> None:
     slow = Link(2_500_000, 5_000_000)
     for link, expected in ((Link(12_500_000_000, 10_000), "exact"), (slow, "local")):
         found, reasons = choose(asked(mode="auto", local_steps=1_000), graph, (), peers(4, link=link))
@@ -75,7 +76,7 @@ def test_local_steps_are_chosen_where_sums_of_gradients_cost_far_more(graph: Gra
     assert found.train.mode == "exact"
 
 
-def test_recomputation_is_chosen_only_where_nothing_else_fits(graph: Graph) -> None:
+def test_recomputation_is_chosen_only_if_nothing_else_fits(graph: Graph) -> None:
     wanted = asked(recompute="auto", batch=16_384, microbatch=2_048, stages=2, replicas=1)
     assert choose(wanted, graph, (), peers(2))[0].train.recompute is False
     outcomes: list[bool | str | None] = []
@@ -88,11 +89,11 @@ def test_recomputation_is_chosen_only_where_nothing_else_fits(graph: Graph) -> N
         outcomes.append(found.train.recompute)
         if found.train.recompute:
             assert any(reason.startswith("recomputing") for reason in reasons)
-    # More memory makes the choice cheaper.
+    # With more memory the planner never goes back to a costlier choice.
     assert list(dict.fromkeys(outcomes)) == [None, True, False]
 
 
-def test_the_choice_ignores_hash_seeds_and_the_order_of_peers(graph: Graph) -> None:
+def test_the_choice_does_not_depend_on_hash_seeds_or_peer_order(graph: Graph) -> None:
     wanted = asked(microbatch="auto", frames="auto", mode="auto", recompute="auto")
     unequal = tuple(
         replace(peer, calibration=assumed((number + 1) * 10**10), link=Link((number + 1) * 10**6, 10**6))
@@ -131,7 +132,7 @@ def test_a_manifest_requires_all_settings(graph: Graph) -> None:
         make_manifest(asked(microbatch="auto"), graph, bytes(32), None, name="RUN.toml", created=0)  # type: ignore[arg-type]  # refused before data is looked at
 
 
-def test_a_run_takes_the_chosen_settings_and_explains_them(tmp_path: Path) -> None:
+def test_a_run_uses_the_chosen_settings_and_explains_them(tmp_path: Path) -> None:
     model = simple_cnn("float32")
     file = tmp_path / "model.peerloom"
     file.write_bytes(model.data)

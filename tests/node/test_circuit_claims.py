@@ -1,5 +1,5 @@
-"""Circuits that a peer claims are dialled as rarely as its other claimed addresses, and cannot
-flood a host.
+"""Circuits (addresses behind a relay) that a peer claims are dialled as rarely as its other claimed
+addresses, so they cannot be used to flood a host.
 """
 
 import socket
@@ -24,7 +24,7 @@ NAMED = make_address("relay.example", 9747, RELAY).through(None)
 
 
 class CountedCircuits:
-    """Paths through no relay; counts the requests for each circuit."""
+    """Paths without any relay; counts the requests for each circuit."""
 
     def __init__(self) -> None:
         self.requests: Counter[Address] = Counter()

@@ -1,4 +1,4 @@
-"""The two ends of a circuit: its cost to open, and the behaviour that an end rejects."""
+"""The two ends of a circuit through a relay: the cost to open it, and the behaviour that an end rejects."""
 
 import os
 from collections import Counter
@@ -27,7 +27,7 @@ def rests_at(network: RealNetwork, relay: RealNetwork) -> bool:
     return any(connection.path is None for connection in of_relay)
 
 
-async def test_a_circuit_reuses_a_spare_connection_at_the_relay() -> None:
+async def test_a_circuit_uses_a_spare_connection_at_the_relay() -> None:
     async with behind_a_relay() as world:
         await until(lambda: bool(world.hidden.circuits) and rests_at(world.hidden, world.relay))
         await world.guest.identify(world.relay.addresses[0])
@@ -36,12 +36,12 @@ async def test_a_circuit_reuses_a_spare_connection_at_the_relay() -> None:
         assert await ask(world.guest, world.hidden.peer) == b"there?"
         after = [network.counters["connections_used_again"] for network in (world.hidden, world.guest)]
         assert [later - earlier for earlier, later in zip(before, after, strict=True)] == [1, 1]
-        # The next circuit finds a spare connection too.
+        # A spare connection is ready for the next circuit too.
         await until(lambda: rests_at(world.hidden, world.relay))
 
 
 @pytest.mark.parametrize("flaw", ["half", "two", "nonsense"])
-def test_an_invalid_flight_gets_no_answer(flaw: str) -> None:
+def test_an_invalid_first_flight_gets_no_answer(flaw: str) -> None:
     hidden, guest = make_network("h"), make_network("g")
     whole = guest.credentials.handshake(initiator=True, expected=hidden.peer).start()
     flight = {"half": whole[: len(whole) // 2], "two": 2 * whole, "nonsense": os.urandom(300)}[flaw]
@@ -50,7 +50,7 @@ def test_an_invalid_flight_gets_no_answer(flaw: str) -> None:
     assert CircuitEnd.taking(hidden.credentials, guest.peer, bytes(16), whole).request
 
 
-def test_addresses_of_unknown_relays_at_one_host_are_dialled_seldom() -> None:
+def test_addresses_of_unknown_relays_at_one_host_are_dialled_rarely() -> None:
     book = AddressBook()
     relays = [Identity(number.to_bytes(32, "big")).peer for number in range(1, 4 * int(HOST_TRIES_BURST))]
     dialled = [
@@ -77,7 +77,7 @@ class HangingNetwork:
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
-async def test_a_relay_that_floods_has_one_connection_prepared(is_announced: bool) -> None:
+async def test_a_flood_from_a_relay_opens_at_most_one_connection(is_announced: bool) -> None:
     hidden, relay = make_network("h"), make_network("r")
     counters, network = Counter[str](), HangingNetwork(hidden)
 

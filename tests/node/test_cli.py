@@ -1,4 +1,4 @@
-"""The command line: exit codes, errors of at most three lines, JSON, and modules that stay unimported."""
+"""The command line: exit codes, errors of at most three lines, JSON, and which modules are not imported."""
 
 import json
 import os
@@ -45,7 +45,7 @@ STATE = apply(
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Isolate tests from the real home folder, variables and colours."""
+    """Keep the real home folder, environment variables and colours away from the tests."""
     for name in [name for name in os.environ if name.startswith(("PEERLOOM_", "XDG_DATA"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -143,7 +143,7 @@ BAD_INPUT = [
     ("runs fetch abcd --out x", 3, "no node runs on this machine"),
     ("train run.toml", 3, "no node runs on this machine"),
     ("train range.toml", 2, "range.toml:1: unknown key 'resources'"),
-    # Bad input is refused before a node is asked and before seconds of work.
+    # Bad input is refused before a node is asked and before any work of several seconds.
     ("train range.toml --out nowhere/w", 2, "--out nowhere/w: no folder "),
     ("train range.toml --out /", 2, "--out /: is a folder"),
     ("train range.toml --out /proc/w", 2, "--out /proc/w: cannot be written"),
@@ -156,7 +156,7 @@ BAD_INPUT = [
 
 
 @pytest.mark.parametrize(("line", "exit_code", "message"), BAD_INPUT)
-def test_bad_input_is_reported_in_three_lines_with_its_exit_code(
+def test_bad_input_is_reported_in_at_most_three_lines(
     line: str, exit_code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.toml").write_text("[join]\nseed = ['10.0.0.5:9747']\n")
@@ -181,7 +181,7 @@ def test_a_bad_environment_variable_is_reported(
     assert capsys.readouterr().err == "error: PEERLOOM_LISTEN: 0.0.0.0:70000: port must be 1-65535\n"
 
 
-def test_a_used_data_folder_and_a_readable_key_file_are_reported(
+def test_a_data_folder_in_use_and_a_readable_key_file_are_reported(
     tmp_path: Path, runtime: Runtime, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def main(config: Config, **_: object) -> int:
@@ -206,7 +206,7 @@ def test_a_used_data_folder_and_a_readable_key_file_are_reported(
     ]
 
 
-def test_start_passes_the_config_and_returns_the_exit_code(
+def test_start_passes_the_config_and_returns_the_nodes_exit_code(
     runtime: Runtime, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[Any] = []
@@ -236,7 +236,7 @@ def test_start_passes_the_config_and_returns_the_exit_code(
     assert (event["peer"], event["at"]) == (peer_text(PEER), "2023-11-14T22:13:20.000Z")
 
 
-def test_errors_from_a_nursery_keep_their_exit_code(
+def test_errors_raised_in_a_nursery_keep_their_exit_code(
     runtime: Runtime, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def late(*_: object, **__: object) -> int:
@@ -276,7 +276,7 @@ async def test_status_and_peers_print_their_documents(
         assert json.loads(capsys.readouterr().out) == {"schema": "peerloom/runs/1", "runs": []}
 
 
-async def test_the_data_folder_is_found_through_environment_and_config_file(
+async def test_the_data_folder_is_found_by_environment_or_config_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "node.toml").write_text("data_dir = 'data'\n")
@@ -307,7 +307,7 @@ async def test_train_states_how_it_reads_its_data_or_asks(
         assert len(lines) == 2
 
 
-async def test_train_follows_and_fetches_the_weights(
+async def test_train_follows_its_run_and_fetches_the_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "digits.peerloom").write_bytes(b"for the node to read")
@@ -334,7 +334,7 @@ async def test_train_follows_and_fetches_the_weights(
 async def test_train_and_runs_list_show_peer_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`train` receives no event that names a peer which joined earlier."""
+    """No event that `train` receives names a peer that joined earlier."""
     asked = RunAccepted(at=1.0, run="ab" * 8, model="cnn", data="digits", steps=4, requester=PEER)
     state = apply(STATE, asked)
 
@@ -354,7 +354,7 @@ async def test_train_and_runs_list_show_peer_names(
         assert f"lab-1 {short_id(peer_text(PEER))}" in capsys.readouterr().out
 
 
-async def test_an_unwritable_result_is_kept_and_its_command_named(
+async def test_an_unwritable_result_is_kept_and_the_error_names_the_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def fetch(arguments: dict[str, Any], emit: Emit) -> object:
@@ -369,7 +369,7 @@ async def test_an_unwritable_result_is_kept_and_its_command_named(
         assert said[-1] == f"  do: python -m node runs fetch {'ab' * 8} --out FILE"
 
 
-async def test_leave_returns_when_the_node_has_ended(
+async def test_leave_returns_once_the_node_has_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def leave(_: dict[str, Any], emit: Emit) -> object:
@@ -412,7 +412,7 @@ async def test_client_commands_load_neither_trio_nor_torch(tmp_path: Path) -> No
             assert json.loads(done.stdout)["schema"] == f"peerloom/{command}/1"
 
 
-async def test_the_program_ends_with_the_exit_code(tmp_path: Path) -> None:
+async def test_the_process_ends_with_the_commands_exit_code(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
     done = await trio.run_process(
         [sys.executable, "-m", "node", "status", "--data-dir", str(tmp_path)],
@@ -433,7 +433,7 @@ def test_help_and_version_exit_without_an_error(capsys: pytest.CaptureFixture[st
 
 
 def test_capacity_may_be_known_before_the_node_has_started() -> None:
-    # The screen must not depend on the runtime's order of the first two events.
+    # The screen must not depend on the order of the first two events, which the runtime may choose.
     from node.cli.screen import EventScreen
 
     capacity = CapacityMeasured(

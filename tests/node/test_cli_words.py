@@ -1,4 +1,4 @@
-"""Messages of commands in unusual cases: interrupted, given the wrong file, or without a reason."""
+"""Messages of commands in unusual cases: when they are interrupted, get the wrong file, or lack a reason."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ RUN = "9272200099369bd1"
 CAPACITY = {"device": "cpu", "memory_free_bytes": 4e9, "memory_total_bytes": 8e9, "flops_per_second": 0.0}
 
 
-def test_stopping_to_watch_names_the_commands_to_continue() -> None:
+def test_interrupting_a_watch_names_the_commands_that_resume_it() -> None:
     assert unwatched(RUN, "") == ["stopped watching; the run goes on: `peerloom runs watch 92722000`"]
     assert unwatched(RUN, "my weights") == [
         "stopped watching; the run goes on: `peerloom runs watch 92722000`",
@@ -25,12 +25,12 @@ def test_stopping_to_watch_names_the_commands_to_continue() -> None:
     ]
 
 
-def test_stopping_before_acceptance_claims_no_running_run() -> None:
+def test_an_interrupt_before_a_run_began_does_not_claim_that_it_runs() -> None:
     (said,) = unwatched("", "file")
     assert "before the run began" in said
 
 
-def test_data_read_on_this_machine_is_named_by_its_file() -> None:
+def test_data_read_from_this_machine_is_named_by_its_file() -> None:
     assert data_text("digits") == "digits"
     assert data_text("b4" * 32) == "data b4b4b4b4"
     assert data_text("b4" * 32, {"source": "tables/iris.csv"}) == "iris.csv"
@@ -48,12 +48,12 @@ def test_cores_are_written_in_singular_and_plural(cores: int, said: str) -> None
     assert said in capacity_text({**CAPACITY, "cores": cores, "location": ""})
 
 
-def test_planning_a_run_file_asks_for_its_model() -> None:
+def test_planning_with_a_run_file_asks_for_its_model() -> None:
     with pytest.raises(UsageError, match=r"examples/digits\.toml: a run, not a model"):
         graph_of("examples/digits.toml")
 
 
-def test_a_run_file_given_as_a_model_names_its_model(tmp_path: Path) -> None:
+def test_a_run_file_given_in_place_of_a_model_names_its_model(tmp_path: Path) -> None:
     (tmp_path / "RUN.toml").write_text('model = "my_model.py:build"\n')
     with pytest.raises(UsageError) as caught:
         graph_of(str(tmp_path / "RUN.toml"))
@@ -83,7 +83,7 @@ def test_the_time_of_a_state_is_shown_with_its_reason() -> None:
     assert re.search(r"why           alone since step 40 \(since \d\d:\d\d:\d\d\)", shown)
 
 
-def test_a_machine_that_sends_less_shows_the_reason() -> None:
+def test_a_machine_that_sends_less_says_why() -> None:
     told = {"kind": "OfferChanged", "at_seconds": 0.0, "may_serve": True, "reason": "", "unread": []}
     lines = EventScreen().lines({**told, "sends_less": "its link is metered"})
     assert [line[11:] for line in lines] == ["serves others", "sends less now: its link is metered"]

@@ -1,4 +1,4 @@
-"""Clocks that are hours off: whole nodes on real sockets, some with a wrong time."""
+"""Clocks that are hours off: whole nodes on real sockets, some of which have the wrong time."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -44,7 +44,7 @@ from tests.node.simulated import simulated_node
 
 HOURS = 3_600.0
 TODAY = 1_800_000_000.0
-"""A plausible time; the clocks of these tests are some seconds ahead of it."""
+"""A plausible time in Unix seconds; the clocks of these tests are some seconds ahead of it."""
 
 
 class WrongClock(RealClock):
@@ -71,7 +71,7 @@ def settings(folder: Path, name: str, join: str = "") -> config.Config:
 
 @asynccontextmanager
 async def nodes(folder: Path, **clocks: WrongClock) -> AsyncIterator[dict[str, Node]]:
-    """A node for each clock; all know each other."""
+    """Yield a node for each clock; all nodes know each other."""
     async with AsyncExitStack() as stack:
         found: dict[str, Node] = {}
         for name, clock in clocks.items():
@@ -84,7 +84,7 @@ async def nodes(folder: Path, **clocks: WrongClock) -> AsyncIterator[dict[str, N
 
 
 def skew(me: Node) -> float:
-    """Return by how many hours a node reports its clock to be ahead."""
+    """Return by how many hours a node reports its clock to be ahead; negative if behind."""
     found = me.state.clock
     return 0.0 if found is None else round(found.seconds / HOURS, 2)
 
@@ -99,7 +99,8 @@ async def test_nodes_with_wrong_clocks_store_and_find_records_and_report_it(tmp_
     ahead, behind, right = WrongClock(2 * HOURS), WrongClock(-2 * HOURS), WrongClock(0)
     async with nodes(tmp_path, a=right, fast=ahead, slow=behind) as found:
         a, fast, slow = found["a"], found["fast"], found["slow"]
-        # One peer's report alone puts node a two hours off; both reports put it right.
+        # With the report of only one peer, node a seems two hours off. With both peers' reports, its clock is
+        # found right.
         await until(lambda: (skew(a), skew(fast), skew(slow)) == (0.0, 2.0, -2.0))
         for writer, reader in ((fast, a), (slow, a), (a, fast), (a, slow), (slow, fast)):
             key = f"{writer.config.name}-{reader.config.name}"
@@ -116,7 +117,7 @@ async def test_nodes_with_wrong_clocks_store_and_find_records_and_report_it(tmp_
         wanted = "at least 3 are needed; this machine's clock is 2 h 0 min behind its peers'"
         with pytest.raises(NotStored, match=wanted):
             _told(content_key(b""), RecordStored(1, 0, 0, wanted=3), slow.seams)
-        # NTP corrects two clocks and an operator breaks another one, while all nodes run.
+        # While all nodes run, NTP corrects two clocks and an operator breaks another one.
         ahead.seconds = behind.seconds = 0.0
         right.seconds = 3 * HOURS
         await until(lambda: (skew(a), skew(fast), skew(slow)) == (3.0, 0.0, 0.0))
@@ -126,7 +127,7 @@ async def test_nodes_with_wrong_clocks_store_and_find_records_and_report_it(tmp_
         assert await slow.dht.get("fast-a", publisher=a.id) == b"again"
 
 
-def test_two_nodes_report_differing_clocks_and_still_find_records() -> None:
+def test_two_nodes_with_different_clocks_still_find_records() -> None:
     medium = SimNetworkFabric(SimLinks(NetworkModel(), 1))
 
     async def scenario() -> None:
@@ -160,12 +161,13 @@ def heard(*ahead: float, now: float = 0.0, place: str | None = None) -> PeerCloc
 
 
 def ahead(clocks: PeerClocks, own: float, others: int, now: float = 0.0) -> float | None:
-    """How far the swarm's time is ahead of TODAY, for a machine whose clock is this far ahead of it."""
+    """Return how far the swarm's time is ahead of TODAY, according to a machine whose own clock is `own`
+    seconds ahead of TODAY; None if unknown."""
     found = clocks.swarm(now, TODAY + own, others)
     return None if found is None else found - TODAY
 
 
-def test_few_peers_prove_nothing_unless_they_are_all() -> None:
+def test_few_peers_prove_nothing_unless_there_are_no_others() -> None:
     assert ahead(PeerClocks(), 0.0, 0) is None
     assert ahead(heard(5.0), 5.0, 2) is None
     assert ahead(heard(5.0), 9.0, 1) == 5.0
@@ -173,7 +175,7 @@ def test_few_peers_prove_nothing_unless_they_are_all() -> None:
     assert ahead(heard(5.0, 5.0, 5.0), 9_000.0, 6, KEPT_SECONDS + 1) is None
 
 
-def test_the_clock_is_corrected_after_hearing_half_of_the_members() -> None:
+def test_the_clock_is_corrected_once_half_of_the_members_were_heard() -> None:
     for others, least in ((7, 4), (60, 30), (500, QUORUM_MAX)):
         assert ahead(heard(*[5.0] * (least - 1)), 9_000.0, others) is None
         assert ahead(heard(*[5.0] * least), 9_000.0, others) == 5.0
@@ -184,7 +186,7 @@ def test_the_clock_is_corrected_after_hearing_half_of_the_members() -> None:
     liars=st.lists(st.floats(-5e7, 8e8), max_size=PEERS_KEPT_MAX),
     order=st.randoms(use_true_random=False),
 )
-def test_a_minority_cannot_move_the_time_beyond_honest_clocks(
+def test_a_minority_cannot_move_the_time_beyond_the_honest_clocks(
     honest: list[float], liars: list[float], order: Random
 ) -> None:
     clocks = [*honest, *liars[: len(honest) - 1]]
@@ -205,7 +207,7 @@ def test_all_members_of_a_swarm_agree_on_one_time(clocks: list[float]) -> None:
     assert max(times) - min(times) <= 0.002
 
 
-def test_one_other_member_moves_the_time_by_a_day_at_most() -> None:
+def test_the_only_other_member_moves_the_time_by_a_day_at_most() -> None:
     day = PAIR_SKEW_SECONDS_MAX
     assert ahead(heard(-day / 2), 0.0, 1) == -day / 2
     assert ahead(heard(day / 2), 0.0, 1) == 0.0
@@ -217,19 +219,19 @@ def test_one_other_member_moves_the_time_by_a_day_at_most() -> None:
     assert looked.wall() == FakeClock().wall()
 
 
-def test_times_outside_the_life_of_this_release_are_refused() -> None:
+def test_times_before_this_release_or_far_in_the_future_are_refused() -> None:
     clocks = PeerClocks()
     for number, wall in enumerate((0.0, RELEASED_SECONDS - 1, PLAUSIBLE_SECONDS_MAX + 1, 2.0**53 / 1000)):
         clocks.learn(0.0, peer(number), int(wall * 1000), 0.0)
     assert len(clocks) == 0
 
 
-def test_a_machine_without_a_clock_follows_its_first_peers() -> None:
+def test_a_machine_whose_clock_starts_at_zero_follows_its_first_peers() -> None:
     assert heard(5.0).swarm(0.0, 0.0, 1) == TODAY + 5
     assert heard(5.0, 6.0, 7.0).swarm(0.0, 0.0, 500) == TODAY + 6
 
 
-def test_many_ids_on_one_host_weigh_no_more_than_a_few_clocks() -> None:
+def test_many_ids_on_one_host_count_no_more_than_a_few_clocks() -> None:
     clocks = heard(*[1e8] * 300, place="203.0.113.7")
     for number in range(300, 300 + PLACE_WEIGHT_MAX):
         clocks.learn(0.0, peer(number), int(TODAY * 1000), 0.0, f"198.51.100.{number}")
@@ -242,7 +244,7 @@ def test_clocks_of_departed_members_do_not_count() -> None:
     assert clocks.peers(0.0) == []
 
 
-def test_clocks_of_any_number_of_peers_take_bounded_memory() -> None:
+def test_memory_for_the_clocks_of_peers_is_bounded() -> None:
     clocks = heard(*range(PEERS_KEPT_MAX + 100))
     assert len(clocks) == PEERS_KEPT_MAX
     clocks.learn(0.0, peer(1), int(TODAY * 1000), 11.0)
@@ -251,7 +253,7 @@ def test_clocks_of_any_number_of_peers_take_bounded_memory() -> None:
 
 
 class FakeClock:
-    """Both clocks, set by a test."""
+    """A monotonic and a wall clock that a test sets."""
 
     def __init__(self) -> None:
         self.now, self.ahead = 1_000.0, TODAY + 5_000.0
@@ -263,7 +265,7 @@ class FakeClock:
         return self.now + self.ahead
 
 
-def test_a_machine_that_slept_distrusts_old_reports_of_its_peers() -> None:
+def test_a_machine_that_slept_ignores_its_peers_older_reports() -> None:
     clock, clocks = FakeClock(), heard(5_000.0, 5_000.0, 5_000.0, now=1_000.0)
     looked = SwarmClock(clock, lambda: clocks, lambda: 3)
     assert looked.look() is None
@@ -273,7 +275,7 @@ def test_a_machine_that_slept_distrusts_old_reports_of_its_peers() -> None:
     for number in range(3):
         clocks.learn(clock.now, peer(number), int(clock.wall() * 1000), 0.0)
     assert looked.look() is None
-    clock.ahead += HOURS  # then an operator sets it
+    clock.ahead += HOURS  # this time an operator sets the clock
     assert looked.look() is None
     for number in range(3):
         clocks.learn(clock.now, peer(number), int((clock.wall() - HOURS) * 1000), 0.0)
@@ -282,7 +284,7 @@ def test_a_machine_that_slept_distrusts_old_reports_of_its_peers() -> None:
     assert told.peers == 3
     assert told.seconds == pytest.approx(HOURS)
     assert looked.wall() == pytest.approx(clock.wall() - HOURS)
-    assert looked.look() is None, "the correction was reported"
+    assert looked.look() is None, "the same correction was reported twice"
     clock.ahead -= HOURS - SKEW_SECONDS / 2
     for number in range(3):
         clocks.learn(clock.now, peer(number), int((clock.wall() - SKEW_SECONDS / 2) * 1000), 0.0)

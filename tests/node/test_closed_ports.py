@@ -1,4 +1,4 @@
-"""A host reports that a port is closed: the right peer is marked, and no other packet is lost."""
+"""A host reports that a port is closed: the peer at that port is marked, and no other packet is lost."""
 
 import socket
 import sys
@@ -10,7 +10,7 @@ import trio
 from crypto.contact import Address
 from node.transport.sockets import UdpSockets, address_of
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of it")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports closed ports")
 
 
 def bound(host: str = "127.0.0.1") -> socket.socket:

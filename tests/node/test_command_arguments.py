@@ -1,4 +1,5 @@
-"""A client with wrong arguments gets an error about them that does not show the node's code."""
+"""A client that sends wrong arguments gets an error about them, and the error does not show the node's
+code."""
 
 from typing import Any
 
@@ -29,11 +30,11 @@ WRONG: dict[tuple[str, str], list[Any]] = {
 }
 
 GIVEN = {"serve": {"model": "m"}, "generate": {"service": "s"}}
-"""The other arguments of a command, all valid."""
+"""The other arguments of a command, all of them valid."""
 
 
 async def ignore(value: object) -> None:
-    """Discard progress."""
+    """Discard a progress report."""
 
 
 def test_a_wrong_argument_of_a_command_is_a_usage_error() -> None:

@@ -17,7 +17,7 @@ COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
 _peerloom
 printf '%s\\n' "${COMPREPLY[@]}"
 """
-"""Follow bash's steps after Tab (bash(1), "Programmable Completion")."""
+"""Return what bash would offer after Tab, by its own steps (bash(1), "Programmable Completion")."""
 TRIED_BY_FISH = 'source $argv[1]; complete -C (string join -- " " $argv[2..-1])'
 
 
@@ -61,7 +61,7 @@ def test_bash_completes_files_after_a_flag_with_a_value(
     assert "complete -o default" in path.read_text()
 
 
-def test_zsh_reads_its_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_zsh_reads_the_completion_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if shutil.which("zsh") is None:
         pytest.skip("no zsh")
     path = script("zsh", tmp_path, capsys)

@@ -1,4 +1,4 @@
-"""Strict TOML, and the merging of flags, environment, file and defaults."""
+"""Strict TOML, and how flags, the environment, a file and defaults are merged into one config."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -53,7 +53,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("text", "message"), FAULTS)
-def test_an_error_in_a_file_names_line_key_value_and_bounds(text: str, message: str) -> None:
+def test_an_error_in_a_file_names_line_key_value_and_limits(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         toml.parse(text, Outer, name="f.toml")
     assert caught.value.what.startswith(message)
@@ -101,7 +101,7 @@ _VALUES = st.sampled_from(
     st.lists(st.tuples(_KEYS, _VALUES), max_size=6, unique_by=lambda pair: pair[0].strip("\"'")),
     st.booleans(),
 )
-def test_every_key_knows_its_line(pairs: list[tuple[str, str]], windows: bool) -> None:
+def test_the_line_of_every_key_is_known(pairs: list[tuple[str, str]], windows: bool) -> None:
     text, expected = "[table] # t = 1\n", {}
     for key, value in pairs:
         expected[key.strip("\"'")] = text.count("\n") + 1
@@ -110,7 +110,7 @@ def test_every_key_knows_its_line(pairs: list[tuple[str, str]], windows: bool) -
     assert {path[1]: line for path, line in lines.items() if len(path) == 2} == expected
 
 
-def test_a_config_without_any_input_is_complete() -> None:
+def test_a_config_without_any_input_has_all_values() -> None:
     config = resolve({}, {})
     assert config.join.seeds == ()
     listen = [str(address) for address in config.listen.addresses]
@@ -129,7 +129,7 @@ def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> No
     assert config.resources.cores == 3
 
 
-def test_seeds_of_all_sources_are_tried_once_each(tmp_path: Path) -> None:
+def test_seeds_from_all_sources_are_tried_once_each(tmp_path: Path) -> None:
     (tmp_path / "seeds.txt").write_text("# ours\n10.0.0.3:1 # old\n\n10.0.0.1:1\n")
     file = tmp_path / "node.toml"
     file.write_text("join = {seeds = ['10.0.0.2:1'], seed_files = ['seeds.txt'], remember = false}\n")
@@ -191,27 +191,27 @@ def test_unrelated_variables_are_ignored() -> None:
     resolve({}, {"PEERLOOM_SERVICE_HOST": "10.1.1.1", "PEERLOOM_PORT": "tcp://10.1.1.1:9747"})
 
 
-def test_amounts_and_times_are_read_with_their_units() -> None:
+def test_amounts_and_durations_are_read_with_their_units() -> None:
     assert read_memory("12GB") == Memory(bytes=12_000_000_000)
     assert read_memory("1.5 GiB").of(10**12) == 1_610_612_736
     assert read_memory("80%").of(1000) == 800
     assert Memory(bytes=10**12).of(5) == 5
 
 
-def test_listening_accepts_any_free_port_and_joining_does_not() -> None:
+def test_port_zero_is_allowed_for_listening_but_not_for_joining() -> None:
     for text in ("127.0.0.1:0", "[::1]:0", "/ip4/127.0.0.1/tcp/0"):
         assert read_listen(text).port == 0
         with pytest.raises(ValueError, match="port must be"):
             parse_address(text)
 
 
-def test_an_explicit_port_does_not_move() -> None:
+def test_a_port_given_with_listen_is_never_replaced() -> None:
     assert resolve({}, {}).listen.may_move
     assert not resolve({"listen": ["127.0.0.1:9747"]}, {}).listen.may_move
     assert not resolve({}, {"PEERLOOM_LISTEN": "127.0.0.1:9747"}).listen.may_move
 
 
-def test_a_port_alone_listens_on_all_addresses_and_may_move() -> None:
+def test_a_port_given_alone_listens_on_all_addresses_and_may_change() -> None:
     found = resolve({"port": "9901"}, {"PEERLOOM_LISTEN": "127.0.0.1:9747"}).listen
     assert {address.port for address in found.addresses} == {9901}
     assert {address.host for address in found.addresses} == {"0.0.0.0", "::"}
@@ -221,7 +221,7 @@ def test_a_port_alone_listens_on_all_addresses_and_may_move() -> None:
             resolve({"port": wrong}, {})
 
 
-def test_a_node_may_listen_at_several_addresses_and_announce_names(tmp_path: Path) -> None:
+def test_a_node_may_listen_at_several_addresses_and_announce_hosts(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text("listen = {addresses = ['0.0.0.0:1', '[::]:1'], announce = ['lab.example:2']}\n")
     listen = Config.load(file).listen
@@ -247,7 +247,7 @@ def test_local_discovery_is_on_by_default(tmp_path: Path) -> None:
     assert not resolve({"lan": False}, {"PEERLOOM_LAN": "true"}).join.lan
 
 
-def test_equally_near_words_are_ordered_alphabetically() -> None:
+def test_equally_similar_words_are_ordered_alphabetically() -> None:
     assert nearest("--jion", ["--json", "--join"]) == "--join"
     assert nearest("--JSON", ["--json", "--join"]) == "--json"
     assert nearest("zebra", ["--json", "--join"]) is None

@@ -42,7 +42,7 @@ TALK = "/peerloom/talk/1"
 
 @pytest.fixture(autouse=True)
 def _contained(_bugs_come_out: None) -> Iterator[None]:
-    """Contain failures as in production, and reset the counters afterwards."""
+    """Contain failures as in production, and reset their counters afterwards."""
     failures.clear()
     with strictness(is_strict=False):
         yield
@@ -54,7 +54,7 @@ def lose() -> None:
 
 
 class Records(logging.Handler):
-    """The logged records."""
+    """A log handler that keeps the records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ class Records(logging.Handler):
 
 @pytest.fixture
 def records() -> Iterator[Records]:
-    """Collect the log records of this test alone: handlers of earlier tests may write to files
-    that are gone.
+    """Collect the log records of this test alone, because handlers of earlier tests may write to files that
+    no longer exist.
     """
     handler, before = Records(), log.handlers
     log.handlers = [handler]
@@ -86,20 +86,20 @@ def test_an_unexpected_exception_is_counted_and_logged_with_its_traceback(record
     assert "somewhere" in record.getMessage()
 
 
-def test_an_endlessly_repeated_failure_does_not_fill_the_log(records: Records) -> None:
+def test_a_failure_that_repeats_endlessly_does_not_fill_the_log(records: Records) -> None:
     for _ in range(1_000):
         note(ValueError("again"), "somewhere")
     assert failures["somewhere"] == 1_000
     assert len(records.found) == LOGGED_MAX + 2
 
 
-def test_strict_mode_raises_a_bug_unchanged() -> None:
+def test_strict_mode_raises_an_exception_unchanged() -> None:
     with strictness(is_strict=True), pytest.raises(KeyError), contain("somewhere"):
         lose()
     assert not failures
 
 
-async def test_cancellation_passes_through_beside_a_failure() -> None:
+async def test_cancellation_passes_through_together_with_a_failure() -> None:
     async def fail() -> None:
         lose()
 
@@ -133,7 +133,7 @@ def test_keyboard_interrupt_is_never_contained() -> None:
     assert failures == {"somewhere": 1}
 
 
-def test_the_log_has_the_traceback_and_the_screen_one_line(
+def test_the_log_gets_the_traceback_and_the_screen_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     handlers, propagate = log.handlers, log.propagate
@@ -175,7 +175,7 @@ async def test_a_failing_handler_resets_only_its_own_stream(world: World) -> Non
         await stream.send(b"fail")
         with pytest.raises(StreamClosed) as closed:
             await stream.receive()
-        assert type(closed.value) is StreamClosed, "reset, not closed in order"
+        assert type(closed.value) is StreamClosed, "the failed stream was closed in order instead of reset"
         await until(lambda: bob.counters["streams_failed"] == 1)
         await other.send(b"work")
         assert await other.receive() == b"fine"
@@ -183,7 +183,7 @@ async def test_a_failing_handler_resets_only_its_own_stream(world: World) -> Non
 
 
 class FailingCore:
-    """A node's SWIM core that fails on every message and wake-up while it `is_broken`."""
+    """A SWIM core that fails on every message and wake-up while it `is_broken`."""
 
     def __init__(self, node: Node, *, at: Literal["receive", "wake"]) -> None:
         driver = node.membership._driver
@@ -226,7 +226,7 @@ def test_a_core_that_fails_on_one_message_handles_the_next() -> None:
     simulate(scenario)
 
 
-def test_a_core_whose_deadline_fails_is_not_woken_in_a_busy_loop() -> None:
+def test_a_core_whose_deadline_fails_does_not_cause_a_busy_loop() -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             core = FailingCore(group.nodes["a"], at="wake")
@@ -236,7 +236,7 @@ def test_a_core_whose_deadline_fails_is_not_woken_in_a_busy_loop() -> None:
     simulate(scenario)
 
 
-def test_a_failing_screen_never_affects_a_protocol() -> None:
+def test_a_failing_screen_does_not_affect_protocols() -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             for node in group.nodes.values():
@@ -319,7 +319,7 @@ def test_a_failing_cleanup_still_frees_the_run() -> None:
     simulate(scenario)
 
 
-def test_a_failed_part_of_the_node_restarts_with_growing_pauses() -> None:
+def test_a_failed_part_of_the_node_restarts_after_growing_pauses() -> None:
     begun: list[float] = []
 
     async def fail() -> None:
@@ -364,7 +364,7 @@ def test_a_full_disk_prevents_neither_operation_nor_a_clean_exit() -> None:
             node = group.nodes["a"]
 
             disk.is_full = True
-            # The list of remembered peers changes when one dies, so it is written again.
+            # When a peer dies, the list of remembered peers changes, so the node writes it again.
             group.kill(min("cd", key=lambda name: group.nodes[name].peer))
             await trio.sleep(300)
             run = prepare(group.nodes["b"], manifest(stages=1, replicas=3, steps=2))
@@ -391,14 +391,14 @@ def test_a_requesters_full_disk_ends_its_run_with_a_reason() -> None:
             run = prepare(node, manifest(stages=1, replicas=2, steps=40))
             await submit_and_step(node, run)
             disk.is_full = True
-            group.kill("a")  # the next vote must be persisted, on a full disk
+            group.kill("a")  # the next vote must be written to the full disk
             with trio.fail_after(120):
                 while run.id in node.runs.members:  # noqa: ASYNC110 - virtual time
                     await trio.sleep(0.1)
             (ended,) = (event for event in group.events["c"] if isinstance(event, RunEnded))
             assert ended.outcome == "failed"
             assert "the disk of this node is full" in ended.detail
-            assert node.state.members, "the node keeps running"
+            assert node.state.members, "the node stopped"
 
     simulate(scenario)
 
@@ -476,7 +476,7 @@ def test_a_failure_while_reporting_the_end_still_frees_the_run() -> None:
     simulate(scenario)
 
 
-def test_times_outside_the_calendar_are_still_shown() -> None:
+def test_times_outside_the_calendar_can_be_shown() -> None:
     assert rfc3339(2**53 / 1000).startswith("9999-12-31")
     assert rfc3339(float("nan"))
     assert rfc3339(-1e300).startswith("1970")

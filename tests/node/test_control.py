@@ -1,4 +1,4 @@
-"""The control channel: a real server under trio, the real client in a thread."""
+"""The control channel: a real server under trio, and the real client in a thread."""
 
 import json
 import os
@@ -65,7 +65,7 @@ HANDLERS: dict[str, CommandHandler] = {
 
 @asynccontextmanager
 async def serving(folder: Path, handlers: dict[str, CommandHandler] = HANDLERS) -> AsyncIterator[Path]:
-    """The socket of a server in `folder`."""
+    """Run a server in `folder`, and yield the path of its socket."""
     async with trio.open_nursery() as nursery:
         await nursery.start(ControlServer(handlers, folder).run)
         yield folder / CONTROL_NAME
@@ -77,7 +77,7 @@ async def in_thread(function: Any, *arguments: Any) -> Any:
 
 
 async def raw(path: Path, data: bytes) -> bytes:
-    """Return everything that the node answers to these bytes until it hangs up."""
+    """Send these bytes, and return everything that the node sends until it hangs up."""
     answer = b""
     async with await trio.open_unix_socket(path) as stream:
         try:
@@ -101,7 +101,7 @@ async def test_a_client_gets_the_events_and_then_the_result(tmp_path: Path) -> N
         assert await in_thread(ask, tmp_path, "echo") == {}
 
 
-async def test_errors_keep_their_text_and_exit_code(tmp_path: Path) -> None:
+async def test_errors_reach_the_client_with_their_text_and_exit_code(tmp_path: Path) -> None:
     async with serving(tmp_path):
         for command, what, do, exit_code in (
             ("run_failed", "no peers", "add one", 5),
@@ -114,7 +114,7 @@ async def test_errors_keep_their_text_and_exit_code(tmp_path: Path) -> None:
             assert (caught.value.what, caught.value.do, caught.value.exit_code) == (what, do, exit_code)
         with pytest.raises(NodeRefused, match="TypeError"):
             await in_thread(ask, tmp_path, "unspeakable")
-        assert await in_thread(ask, tmp_path, "echo") == {}  # and the node still runs
+        assert await in_thread(ask, tmp_path, "echo") == {}  # the node still runs
 
 
 async def test_the_socket_is_private_and_removed_with_the_node(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ print(connection.makefile().readline())
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="root alone becomes another user")
-async def test_another_user_is_refused_even_where_the_modes_let_it_in(tmp_path: Path) -> None:
-    with TemporaryDirectory() as open_folder:  # pytest's own are closed above
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="only root can become another user")
+async def test_another_user_is_refused_even_if_the_file_modes_allow_access(tmp_path: Path) -> None:
+    with TemporaryDirectory() as open_folder:  # pytest's own folders are closed to others
         folder = Path(open_folder)
         async with serving(folder) as path:
 
@@ -158,7 +158,7 @@ async def test_another_user_is_refused_even_where_the_modes_let_it_in(tmp_path: 
             assert b"belongs to another user" in (await ask_as_nobody()).stdout
 
 
-async def test_silent_connections_block_nobody_and_end_soon(tmp_path: Path) -> None:
+async def test_silent_connections_block_no_client_and_soon_end(tmp_path: Path) -> None:
     async with serving(tmp_path) as path, AsyncExitStack() as stack:
         crowd = [
             await stack.enter_async_context(await trio.open_unix_socket(path)) for _ in range(2 * WAITING_MAX)
@@ -170,7 +170,7 @@ async def test_silent_connections_block_nobody_and_end_soon(tmp_path: Path) -> N
                 assert await stream.receive_some(1) == b""
 
 
-async def test_endless_commands_are_bounded_and_the_next_one_is_refused(tmp_path: Path) -> None:
+async def test_endless_commands_are_limited_in_number(tmp_path: Path) -> None:
     begun: list[object] = []
 
     async def endless(arguments: dict[str, Any], emit: Emit) -> object:
@@ -191,7 +191,7 @@ async def test_endless_commands_are_bounded_and_the_next_one_is_refused(tmp_path
         assert await in_thread(ask, tmp_path, "echo") == {}
 
 
-async def test_a_socket_that_a_killed_node_left_is_replaced(tmp_path: Path) -> None:
+async def test_a_socket_left_by_a_killed_node_is_replaced(tmp_path: Path) -> None:
     left = socket.socket(socket.AF_UNIX)
     left.bind(str(tmp_path / CONTROL_NAME))
     left.listen()
@@ -204,7 +204,7 @@ async def test_a_socket_that_a_killed_node_left_is_replaced(tmp_path: Path) -> N
         assert await in_thread(ask, tmp_path, "echo") == {}
 
 
-async def test_a_folder_with_a_long_path_has_a_socket_too(tmp_path: Path) -> None:
+async def test_a_data_folder_with_a_long_path_gets_a_socket_too(tmp_path: Path) -> None:
     folder = tmp_path.joinpath(*["x" * 60] * 4)
     folder.mkdir(parents=True)
     before = set(os.listdir(tempfile.gettempdir()))
@@ -285,7 +285,7 @@ async def test_a_client_that_does_not_read_blocks_only_its_own_command(tmp_path:
         assert await in_thread(ask, tmp_path, "echo") == {}
 
 
-async def test_a_client_reports_that_its_node_ended_during_a_command(tmp_path: Path) -> None:
+async def test_a_client_is_told_if_its_node_stops_during_a_command(tmp_path: Path) -> None:
     async def dying(_: dict[str, Any], emit: Emit) -> object:
         stop.cancel()
         await trio.sleep_forever()
@@ -297,7 +297,7 @@ async def test_a_client_reports_that_its_node_ended_during_a_command(tmp_path: P
                 await in_thread(ask, tmp_path, "dying")
 
 
-async def test_a_client_waits_a_bounded_time_for_a_silent_node(tmp_path: Path) -> None:
+async def test_a_client_waits_only_a_limited_time_for_a_silent_node(tmp_path: Path) -> None:
     async def silent(_: dict[str, Any], emit: Emit) -> object:
         await trio.sleep_forever()
 
@@ -306,8 +306,8 @@ async def test_a_client_waits_a_bounded_time_for_a_silent_node(tmp_path: Path) -
             await trio.to_thread.run_sync(lambda: ask(tmp_path, "status", seconds=0.1))
 
 
-async def test_a_client_reports_a_node_that_accepts_no_connection(tmp_path: Path) -> None:
-    """A stopped process: the kernel queues a few connections for it, and then no more."""
+async def test_a_client_reports_a_node_that_accepts_no_connections(tmp_path: Path) -> None:
+    """The node's process is stopped: the kernel queues a few connections for it, and then no more."""
     (tmp_path / LOCK_NAME).write_text("4121")
     with ExitStack() as stack:
         stopped = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -322,7 +322,7 @@ async def test_a_client_reports_a_node_that_accepts_no_connection(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["nothing", "a file", "no folder"])
-def test_a_client_reports_that_no_node_runs(tmp_path: Path, kind: str) -> None:
+def test_a_client_reports_that_no_node_is_running(tmp_path: Path, kind: str) -> None:
     folder = tmp_path
     if kind == "a file":
         (tmp_path / CONTROL_NAME).write_text("")

@@ -1,6 +1,7 @@
-"""Copies of checkpoints: the choice of keepers, the transfer, and runs that outlive all who trained them.
+"""Copies of checkpoints: how the peers that keep them (keepers) are chosen, the transfer, and runs that
+outlive all members that trained them.
 
-Whole nodes on simulated seams, with the real DHT.
+Whole nodes in simulation, with the real DHT.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -58,7 +59,7 @@ rosters = peers(st.sets(st.integers(0, 40), max_size=20))
 
 
 @given(st.binary(min_size=32, max_size=32), st.integers(0, 63), rosters, rosters)
-def test_a_stage_has_enough_keepers_beyond_its_replicas(
+def test_a_stage_gets_enough_keepers_in_addition_to_its_replicas(
     run: bytes, stage: int, roster: list[PeerId], replicas: list[PeerId]
 ) -> None:
     chosen = checkpoint_holders(run, stage, roster, replicas)
@@ -70,14 +71,14 @@ def test_a_stage_has_enough_keepers_beyond_its_replicas(
 
 
 @given(st.binary(min_size=32, max_size=32), rosters.filter(lambda roster: len(roster) > COPIES))
-def test_a_departing_keepers_share_goes_to_one_other(run: bytes, roster: list[PeerId]) -> None:
+def test_the_share_of_a_departing_keeper_goes_to_one_peer(run: bytes, roster: list[PeerId]) -> None:
     chosen = checkpoint_holders(run, 0, roster, [])
     for gone in roster:
         left = checkpoint_holders(run, 0, [peer for peer in roster if peer != gone], [])
         assert set(chosen) - {gone} <= set(left)
 
 
-def test_stages_are_distributed_over_the_roster() -> None:
+def test_stages_are_spread_over_the_roster() -> None:
     roster = [PeerId(bytes([number]) * 32) for number in range(12)]
     counts = [
         sum(peer in checkpoint_holders(bytes(32), stage, roster, []) for stage in range(64))
@@ -92,7 +93,7 @@ def test_stages_are_distributed_over_the_roster() -> None:
 
 @dataclass
 class Keeper:
-    """A node's parts for keeping checkpoints, assembled as in a node and replacing the node's own."""
+    """A node's parts for keeping checkpoints, assembled as in a node. They replace the node's own parts."""
 
     node: Node
     guest_bytes_max: int = 1 << 30
@@ -167,7 +168,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_by(keeper: Keeper, name: str = "gpt") -> Saved:
-    """A run that this node requests, with its model stored here."""
+    """Return a run that this node requests, with its model stored on the node."""
     of = saved(name)
     of.run = make_run(keeper.node.signer, of.run.manifest)
     of.model.put(keeper.node)
@@ -182,7 +183,8 @@ async def keep_all(
     holders: list[PeerId],
     wanted: list[list[PeerId]],
 ) -> tuple[list[PeerId], ...]:
-    """Have stage i kept by `wanted[i]`, who bring it from `holders[i]`, as `a` asks: who has it."""
+    """Have `a` ask the peers `wanted[i]` to keep stage i, which they fetch from `holders[i]`. Return the
+    peers that then have each stage."""
     have: tuple[list[PeerId], ...] = tuple([] for _ in states)
 
     async def go_through(peer: PeerId) -> None:
@@ -200,7 +202,8 @@ async def keep_all(
 
 
 async def name_all(a: Keeper, of: Saved, step: int, name: bytes, peers: list[PeerId]) -> list[PeerId]:
-    """Have peers take the name of a checkpoint sealed at `a`, and tell the DHT: who has taken it."""
+    """Send the name of a checkpoint that `a` sealed to these peers, and announce it in the DHT. Return the
+    peers that accepted the name."""
     request = Conclude(of.run.id, step, name)
     taken = [
         peer
@@ -212,7 +215,8 @@ async def name_all(a: Keeper, of: Saved, step: int, name: bytes, peers: list[Pee
 
 
 async def spread(a: Keeper, b: Keeper, of: Saved, others: list[Keeper], step: int = 4) -> bytes:
-    """Stage 0 has a replica at `a`, the committer, and stage 1 at `b`; `others` keep copies of all stages."""
+    """Make a checkpoint of `a`, the committer with stage 0, and `b` with stage 1, and have `others` keep
+    copies of both stages. Return its name."""
     states = [await a.snapshot(of, 0, step), await b.snapshot(of, 1, step)]
     wanted = [[other.peer for other in others]] * 2
     have = await keep_all(a, of, step, states, [a.peer, b.peer], wanted)
@@ -261,7 +265,7 @@ def test_a_second_checkpoint_copies_only_changed_chunks() -> None:
         of.parameters[1][0] ^= 1
         await spread(a, b, of, [a, c], step=4)
         new = c.node.seams.storage.sizes("blobs").keys() - before.keys()
-        assert len(new) == 3, "one chunk, the list of its stage, and the manifest"
+        assert len(new) == 3, "more was copied than one chunk, its stage's list of chunks, and the manifest"
         assert a.whole(of.run)
         assert [step for step, _ in c.checkpoints.store.steps(of.run.text)] == [3, 4]
         assert a.refused == b.refused == c.refused == []
@@ -269,7 +273,7 @@ def test_a_second_checkpoint_copies_only_changed_chunks() -> None:
     scenario("abc", test)
 
 
-def test_a_keeper_without_room_reports_it_and_keeps_nothing() -> None:
+def test_a_keeper_without_room_says_so_and_keeps_nothing() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         c.blobs.guest_bytes_max = 1_000
@@ -292,7 +296,7 @@ def test_a_keeper_without_room_reports_it_and_keeps_nothing() -> None:
     scenario("abc", test)
 
 
-def test_a_keeper_that_dies_midway_costs_one_copy() -> None:
+def test_a_keeper_that_dies_midway_costs_only_its_copy() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c, d = (several[name] for name in "abcd")
         of = run_by(a)
@@ -310,7 +314,7 @@ def test_a_keeper_that_dies_midway_costs_one_copy() -> None:
     scenario("abcd", test)
 
 
-def test_keeping_a_stage_without_holders_is_declined_and_freed() -> None:
+def test_a_stage_that_no_peer_hands_out_is_declined_and_not_kept() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         of = run_by(a)
@@ -324,7 +328,7 @@ def test_keeping_a_stage_without_holders_is_declined_and_freed() -> None:
     scenario("abc", test)
 
 
-def test_a_replica_that_lies_about_its_state_gets_no_copies() -> None:
+def test_a_replica_that_misreports_its_state_gets_no_copies() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         of = run_by(a)
@@ -333,12 +337,12 @@ def test_a_replica_that_lies_about_its_state_gets_no_copies() -> None:
         wanted = [[a.peer, c.peer]] * 2
         have = await keep_all(a, of, 4, [states[0], lie], [a.peer, b.peer], wanted)
         assert [sorted(each) for each in have] == [sorted(wanted[0]), []]
-        assert c.refused == [], "the peer that passed it on could not know that it was false"
+        assert c.refused == [], "a peer was blamed for a false digest that it only passed on"
 
     scenario("abc", test)
 
 
-def test_strangers_cannot_make_a_node_keep_anything() -> None:
+def test_peers_outside_a_run_cannot_make_a_node_keep_anything() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         of = run_by(a)
@@ -347,7 +351,7 @@ def test_strangers_cannot_make_a_node_keep_anything() -> None:
         keep = Keep(of.run.id, 4, 0, states[0])
         assert await ask(a.node.network, c.peer, keep, seconds=30) == Declined("only b may")
         assert await ask(b.node.network, c.peer, Keep(of.run.id, 4, 1, states[1]), seconds=30) == Done()
-        # A name signed by a cannot claim the copy that was kept for b.
+        # A name that a signed does not give access to the copy that was kept for b.
         await b.checkpoints.bring_stage(of.run.id, 4, 0, states[0], [a.peer], is_guest=False)
         name = await a.seal(of, states)
         conclude = Conclude(of.run.id, 4, name, (a.peer,))
@@ -358,7 +362,7 @@ def test_strangers_cannot_make_a_node_keep_anything() -> None:
     scenario("abc", test)
 
 
-def test_named_checkpoints_are_not_evicted_by_later_ones() -> None:
+def test_named_checkpoints_are_not_displaced_by_later_ones() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         of = run_by(a)
@@ -374,13 +378,13 @@ def test_named_checkpoints_are_not_evicted_by_later_ones() -> None:
         for request in (other, older):
             assert isinstance(await ask(network, c.peer, request, seconds=30), Declined)
         assert c.whole(of.run)
-        # Not yet named: the first copy stays until it is named or the node restarts.
+        # Step 5 has no name yet. The first copy stays until it gets a name or the node restarts.
         assert await ask(network, c.peer, Keep(of.run.id, 5, 0, states[0], (a.peer,)), seconds=30) == Done()
         replied = await ask(network, c.peer, Keep(of.run.id, 5, 0, states[1], (b.peer,)), seconds=30)
         assert replied == Declined("a different state of this step is kept here")
         with pytest.raises(Unreachable, match="no answer"):
             await ask(network, c.peer, Conclude(of.run.id, 5, name, (a.peer,)), seconds=30)
-        assert c.refused == [b.peer], "the name belongs to another step"
+        assert c.refused == [b.peer], "the peer that sent the name of a different step was not refused"
         await c.copies.start()
         assert not [label for label in c.blobs.labels() if f"/{of.run.text}/5/" in label]
         assert c.whole(of.run)
@@ -388,7 +392,7 @@ def test_named_checkpoints_are_not_evicted_by_later_ones() -> None:
     scenario("abc", test)
 
 
-def test_a_conclusion_that_does_not_match_is_refused() -> None:
+def test_a_conclusion_that_does_not_match_the_copies_is_refused() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         of = run_by(a)
@@ -442,7 +446,7 @@ def test_malformed_requests_are_counted_and_not_answered(data: bytes) -> None:
     scenario("ab", test)
 
 
-def test_concurrent_requests_are_bounded() -> None:
+def test_the_number_of_concurrent_requests_is_limited() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b = several["a"], several["b"]
         streams = [
@@ -456,7 +460,7 @@ def test_concurrent_requests_are_bounded() -> None:
         await streams[0].send(encode(Which("0" * 16)))
         assert decode(await streams[0].receive(), protocol.Reply, bytes_max=1_000) == Here(())
         await trio.sleep(protocol.REQUEST_SECONDS_MAX + 1)
-        assert len(b.copies._permits) == 0, "a stream without a request loses its place"
+        assert len(b.copies._permits) == 0, "a stream without a request still has its permit"
 
     scenario("ab", test)
 
@@ -464,7 +468,7 @@ def test_concurrent_requests_are_bounded() -> None:
 # Fetching
 
 
-def test_a_checkpoint_is_fetched_by_step_or_the_newest() -> None:
+def test_a_checkpoint_is_fetched_by_its_step_or_as_the_newest() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c, d = (several[name] for name in "abcd")
         of = run_by(a)
@@ -488,7 +492,7 @@ def test_a_liar_does_not_prevent_fetching_a_checkpoint() -> None:
         a, b, c, d, e = (several[name] for name in "abcde")
         of = run_by(a)
         name = await spread(a, b, of, [c, d])
-        # b claims a later checkpoint, whose name is an invented blob.
+        # b claims a later checkpoint, but its name belongs to an arbitrary blob.
         made_up = b.blobs.put(b"made up")
         b.node.seams.storage.write(f"runs/{of.run.text}/checkpoints/5", made_up)
         kept = await e.copies.fetch(of.run.text, None, [b.peer, c.peer, d.peer])
@@ -507,7 +511,7 @@ def test_a_liar_does_not_prevent_fetching_a_checkpoint() -> None:
     scenario("abcde", test)
 
 
-def test_a_damaged_blob_is_fetched_again_when_it_is_needed(tmp_path: Path) -> None:
+def test_a_damaged_blob_is_fetched_again_before_it_is_used(tmp_path: Path) -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         of = run_by(a)
@@ -536,7 +540,7 @@ def test_a_damaged_blob_is_fetched_again_when_it_is_needed(tmp_path: Path) -> No
     scenario("abc", test)
 
 
-def test_a_message_stays_below_its_bound() -> None:
+def test_every_message_stays_below_its_size_limit() -> None:
     top = 2**53
     state = StageState(2**16 - 2, 2**16 - 1, bytes(32), 1 << 20, 1 << 34, 1 << 35, bytes(32))
     keep = Keep(bytes(32), top, 63, state, (bytes(32),) * protocol.HOLDERS_MAX)

@@ -1,4 +1,4 @@
-"""The process around a node: its settings before it serves anything."""
+"""The process around a node: its settings before the node serves anything."""
 
 import os
 import signal
@@ -10,7 +10,8 @@ from node.errors import EXIT_FORCED
 from tests.source import ROOT
 
 COLLECTED_MAX = 2_000
-"""Objects that a full collection scans. Imports make over 60,000, which would stop an event loop for 40 ms.
+"""Maximum number of objects that a full garbage collection may scan. Imports make over 60,000 objects; to
+scan them would stop an event loop for 40 ms.
 """
 
 
@@ -28,7 +29,7 @@ def test_garbage_collection_does_not_scan_imported_objects() -> None:
     assert int(printed.stdout) <= COLLECTED_MAX
 
 
-def test_a_second_signal_ends_a_node_that_is_leaving(tmp_path: Path) -> None:
+def test_a_second_signal_kills_a_node_that_is_leaving(tmp_path: Path) -> None:
     program = f"""
 import pathlib, trio
 from node import config, process

@@ -1,4 +1,4 @@
-"""Values that a model cannot accept are named by file, sample and value before a run is planned."""
+"""Values that a model cannot accept are reported with file, sample and value before a run is planned."""
 
 import re
 from pathlib import Path
@@ -24,8 +24,8 @@ from tests.stack import simple_cnn, simulate, swarm
 
 
 def tokens(rows: int, head: int) -> Graph:
-    """Return a model with an embedding of this many rows and a head of this many classes; labels for every
-    position are reshaped.
+    """Return a model with an embedding of `rows` rows and `head` classes. It reshapes the labels, one for
+    every position.
     """
     build = GraphBuilder("tokens", "float32")
     batch = build.symbol("batch", 1, 64)
@@ -43,7 +43,7 @@ def check(graph: Graph, data: Dataset) -> None:
     check_values(graph, data, bind_data(graph, data, 2, NAME), NAME, "folder")
 
 
-def test_a_bad_value_is_named_by_its_number_before_shuffling(tmp_path: Path) -> None:
+def test_a_bad_value_is_reported_by_its_number_before_shuffling(tmp_path: Path) -> None:
     x = np.arange(12, dtype=np.float32).reshape(6, 2)
     for wrong in range(len(x)):
         y = np.arange(6) % 3
@@ -62,7 +62,7 @@ def data(x: Any, y: Any, test_x: Any = None, test_y: Any = None) -> Dataset:
     return labelled("0" * 64, (x, y), held_out)
 
 
-def test_the_ranges_of_labels_and_inputs_follow_from_the_graph() -> None:
+def test_the_allowed_ranges_of_labels_and_inputs_follow_from_the_graph() -> None:
     graph = tokens(50, 7)
     found = bounds(graph, graph.entries[0], (2,))
     assert {port: (row.count, row.ignored) for port, row in found.items()} == {0: (50, None), 1: (7, 1)}
@@ -75,7 +75,7 @@ def test_the_built_in_data_fits_the_built_in_model() -> None:
     check(simple_cnn().graph, load_digits())
 
 
-def test_a_label_out_of_range_is_named() -> None:
+def test_a_label_out_of_range_is_reported() -> None:
     y = np.zeros(9, np.int64)
     y[5] = 3
     with pytest.raises(UsageError, match=r"folder/train.npz: y of sample 5 is 3; the model takes 0 to 2"):
@@ -85,7 +85,7 @@ def test_a_label_out_of_range_is_named() -> None:
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(np.nan, "float32"), (-np.inf, "float32"), (1e300, "float32")])
-def test_a_number_that_is_not_finite_in_the_models_type_is_named(value: float, dtype: DataType) -> None:
+def test_a_value_not_finite_in_the_models_type_is_reported(value: float, dtype: DataType) -> None:
     x = np.zeros((9, 2, 4))
     x[7, 1, 2] = value
     words = re.escape(f"train.npz: x of sample 7 at [1, 2] is {value}; want finite")
@@ -93,13 +93,13 @@ def test_a_number_that_is_not_finite_in_the_models_type_is_named(value: float, d
         check(classifier(2, 4, dtype=dtype), data(x, np.zeros(9, np.int64)))
 
 
-def test_held_out_numbers_of_another_type_are_named() -> None:
+def test_held_out_values_of_a_different_type_are_reported() -> None:
     graph, whole = tokens(50, 7), np.zeros((4, 4), np.int64)
     with pytest.raises(UsageError, match=r"test.npz: x are float64; the model takes int64"):
         check(graph, data(whole, whole, test_x=whole + 0.5))
 
 
-def test_tokens_without_an_embedding_are_named_ignored_labels_not() -> None:
+def test_tokens_without_an_embedding_are_reported_but_not_ignored_labels() -> None:
     x, y = np.zeros((9, 4), np.int64), np.ones((9, 4), np.int64)
     check(tokens(50, 1), data(x, y))
     x[3, 1] = 50
@@ -107,7 +107,7 @@ def test_tokens_without_an_embedding_are_named_ignored_labels_not() -> None:
         check(tokens(50, 1), data(x, y))
 
 
-def test_a_byte_without_an_embedding_is_named(tmp_path: Path) -> None:
+def test_a_byte_without_an_embedding_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"a" * 70 + b"\xff" + b"a" * 30)
     text = load_text(path, window=4)

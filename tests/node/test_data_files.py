@@ -1,4 +1,5 @@
-"""Data of a run on its way from other members: verified piece by piece, resumed, and within the quota."""
+"""A run's data on its way from other members: it is verified piece by piece, resumed after an interruption,
+and kept within the quota."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -56,7 +57,7 @@ def same(found: Dataset, expected: Dataset) -> None:
             np.testing.assert_array_equal(found.parts[part][name][:], array)
 
 
-def test_data_arrives_whole_and_is_kept(tmp_path: Path) -> None:
+def test_data_arrives_whole_and_stays_on_the_disk(tmp_path: Path) -> None:
     async def test(group: Swarm) -> None:
         a, b = group.nodes["a"], group.nodes["b"]
         save(tmp_path)
@@ -64,14 +65,14 @@ def test_data_arrives_whole_and_is_kept(tmp_path: Path) -> None:
         await b.runs.data.keep(here.digest, tmp_path)
         same(await data_of(a).load(manifest(data=here.digest), [b.peer]), here)
         assert blobs_of(a).guest_bytes > 0
-        assert blobs_of(b).guest_bytes == 0  # the one of its own sends
+        assert blobs_of(b).guest_bytes == 0  # b sends the data from its own folder
         group.kill("b")
         same(await data_of(a).load(manifest(data=here.digest), []), here)
 
     nodes("ab", test)
 
 
-def test_text_travels_with_its_window(tmp_path: Path) -> None:
+def test_a_text_travels_together_with_its_window(tmp_path: Path) -> None:
     async def test(group: Swarm) -> None:
         a, b = group.nodes["a"], group.nodes["b"]
         (tmp_path / "text").write_bytes(bytes(range(256)) * 9)
@@ -84,8 +85,8 @@ def test_text_travels_with_its_window(tmp_path: Path) -> None:
     nodes("ab", test)
 
 
-def test_several_members_share_pieces_and_the_source_may_die(tmp_path: Path) -> None:
-    """Three members fetch; the only source is killed once it has sent one copy's worth of bytes."""
+def test_members_exchange_pieces_so_the_source_may_die(tmp_path: Path) -> None:
+    """Three members fetch. The only source is killed once it has sent as many bytes as one copy needs."""
 
     async def test(group: Swarm) -> None:
         save(tmp_path, count=3_000, width=500)  # 12 MB, 46 pieces
@@ -116,7 +117,7 @@ def test_several_members_share_pieces_and_the_source_may_die(tmp_path: Path) -> 
     nodes("abcd", test)
 
 
-def test_a_trainer_fetches_the_shards_of_its_work_and_the_next_ones(tmp_path: Path) -> None:
+def test_a_trainer_fetches_the_shards_of_its_lanes_and_reserve_lanes(tmp_path: Path) -> None:
     async def test(group: Swarm) -> None:
         a, b = group.nodes["a"], group.nodes["b"]
         save(tmp_path, count=8_000, width=512)  # 33 MB: 16 shards
@@ -157,7 +158,7 @@ def test_a_broken_fetch_resumes_from_the_disk(tmp_path: Path) -> None:
             first.exchange.close(exchange)
         assert had < 9 << 20
         same(await first.load(manifest(data=here.digest), [a.peer]), here)
-        assert first.exchange.downloaded_bytes < 13 << 20  # of 12.0 MB: no piece came twice
+        assert first.exchange.downloaded_bytes < 13 << 20  # of 12.0 MB, so no piece came twice
 
     nodes("ab", test)
 
@@ -166,7 +167,7 @@ def _raise(*_: object) -> None:
     raise AssertionError("a peer was refused")
 
 
-def test_a_lying_holder_is_refused_and_the_data_comes_from_another(tmp_path: Path) -> None:
+def test_a_lying_holder_is_refused_and_the_data_fetched_elsewhere(tmp_path: Path) -> None:
     async def test(group: Swarm) -> None:
         a, b, c = (group.nodes[name] for name in "abc")
         save(tmp_path, count=1_000, width=500)
@@ -231,7 +232,7 @@ def test_data_without_room_is_not_kept(tmp_path: Path) -> None:
     nodes("ab", test)
 
 
-def test_the_least_recently_used_set_is_evicted(tmp_path: Path) -> None:
+def test_the_least_recently_used_data_set_is_evicted(tmp_path: Path) -> None:
     async def test(group: Swarm) -> None:
         a, b = group.nodes["a"], group.nodes["b"]
         digests = []
@@ -271,7 +272,7 @@ class _NoNetwork:
 
 
 @pytest.mark.parametrize("trainers", [1, 2, 3, 5, 16])
-def test_every_lane_is_fed_by_one_trainer_with_a_second_in_reserve(trainers: int) -> None:
+def test_every_lane_has_one_trainer_and_a_second_in_reserve(trainers: int) -> None:
     peers = [bytes([number]) * 38 for number in range(trainers)]
     dealt = [lanes_of(peers, peer) for peer in peers]
     assert sorted(lane for own, _ in dealt for lane in own) == list(range(LANES))
@@ -279,8 +280,8 @@ def test_every_lane_is_fed_by_one_trainer_with_a_second_in_reserve(trainers: int
     assert seconds == (list(range(LANES)) if trainers > 1 else [])
 
 
-def test_the_run_ends_well_on_its_data_after_the_requester_dies(tmp_path: Path) -> None:
-    """Two trainers share data of many shards: after the first dies, the second takes all shards."""
+def test_training_data_survives_the_death_of_the_requester(tmp_path: Path) -> None:
+    """Two trainers share data of many shards. After the first dies, the second takes over all shards."""
     digits = load_digits()
     x, y = digits.train["x"], digits.train["y"]
     np.savez(tmp_path / "train.npz", x=np.repeat(x, 6, 0), y=np.repeat(y, 6, 0))  # 4.4 MB: 4 shards

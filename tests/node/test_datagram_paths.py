@@ -1,4 +1,4 @@
-"""Peers that no datagram reaches are reached by streams, and datagrams are retried later."""
+"""Peers that no datagram reaches are reached by streams, and datagrams are tried again later."""
 
 from math import inf
 
@@ -14,10 +14,10 @@ from node.transport.datagram_paths import (
 PEER = PeerId(bytes(32))
 
 
-def test_answers_briefly_use_the_channel_of_the_question() -> None:
+def test_for_a_while_answers_use_the_channel_of_the_question() -> None:
     paths = DatagramPaths()
     paths.asked(PEER, 10.0, 9.0)
-    assert not paths.is_by_stream(PEER, 10.0), "a datagram came a second ago"
+    assert not paths.is_by_stream(PEER, 10.0), "a stream was chosen although a datagram came a second ago"
     assert paths.has_asked(PEER)
     paths.asked(PEER, 10.0, -inf)
     assert paths.is_by_stream(PEER, 10.0 + ANSWER_SECONDS)
@@ -25,11 +25,11 @@ def test_answers_briefly_use_the_channel_of_the_question() -> None:
     assert paths.blocked == ()
 
 
-def test_a_peer_without_datagrams_is_tried_once_a_minute() -> None:
+def test_a_peer_without_datagrams_is_tried_by_datagram_each_minute() -> None:
     paths = DatagramPaths()
     paths.unanswered(PEER, 0.0)
     assert paths.is_by_stream(PEER, 1e6)
-    assert list(paths.blocked) == [], "no message has used a stream yet"
+    assert list(paths.blocked) == [], "a peer was listed although no message has used a stream yet"
     paths.streamed(PEER)
     assert list(paths.blocked) == [PEER]
     knocks = [now for now in range(1, 200) if paths.knocks(PEER, now)]
@@ -39,7 +39,7 @@ def test_a_peer_without_datagrams_is_tried_once_a_minute() -> None:
     assert len(paths) == 0
 
 
-def test_a_peer_that_streams_do_not_reach_either_keeps_datagrams() -> None:
+def test_a_peer_that_streams_cannot_reach_keeps_datagrams() -> None:
     paths = DatagramPaths()
     paths.unanswered(PEER, 0.0)
     paths.streamed(PEER)
@@ -51,7 +51,7 @@ def test_a_peer_that_streams_do_not_reach_either_keeps_datagrams() -> None:
     assert paths.is_by_stream(PEER, 5.0 + DOUBT_SECONDS)
 
 
-def test_memory_of_paths_is_bounded() -> None:
+def test_memory_for_the_paths_of_peers_is_bounded() -> None:
     paths = DatagramPaths()
     for number in range(PEERS_MAX + 10):
         paths.asked(PeerId(number.to_bytes(32, "big")), 0.0, -inf)

@@ -1,4 +1,5 @@
-"""A requester is warned of a deadline that cannot be met, when its run is planned and while it trains."""
+"""A requester is warned of a deadline that cannot be met, both when its run is planned and while it
+trains."""
 
 import trio
 
@@ -7,18 +8,20 @@ from node.placement.deadline import DeadlineWatch, late_text
 from tests.stack import manifest, prepare, simulate, swarm
 
 
-def test_a_late_run_warns_once_and_reports_recovery() -> None:
+def test_a_late_run_is_warned_of_once_and_its_recovery_reported() -> None:
     watch = DeadlineWatch()
     told = [watch.moved(10.0 * step, step, 100, 900.0 - 10.0 * step) for step in range(6)]
     assert told[:3] == [None] * 3
     assert told[3] is not None
     assert "cannot be met: at the pace of its steps it takes about 16 min more" in told[3]
-    assert told[4:] == [None, None], "one warning"
-    assert watch.moved(60.0, 6, 50, 840.0) == "", "a run with fewer steps is in time"
+    assert told[4:] == [None, None], "the same delay was warned of twice"
+    assert watch.moved(60.0, 6, 50, 840.0) == "", (
+        "a run shortened enough to be in time did not clear the warning"
+    )
     assert late_text(100.0, 99.0, by="") == ""
 
 
-def test_a_requester_is_warned_of_a_missed_deadline_twice() -> None:
+def test_a_requester_is_warned_when_planning_and_while_training() -> None:
     async def scenario() -> None:
         async with swarm("abc", preset="lan", stage_seconds=3.0) as group:
             await trio.sleep(5)

@@ -1,4 +1,4 @@
-"""`peerloom dht`: the requests that its arguments make, and its output."""
+"""`peerloom dht`: the requests that it makes from its arguments, and its output."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ RUNNER = CliRunner()
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Record the requests to a node that stores everything and returns one value."""
+    """Answer as a node that stores everything and always returns one value; record the requests."""
     seen: list[dict[str, Any]] = []
 
     def ask(_place: Path, name: str, arguments: dict[str, Any], *, seconds: float) -> dict[str, Any]:
@@ -43,17 +43,17 @@ def test_an_immutable_value_needs_no_key_and_its_hash_is_printed(
     assert (bytes.fromhex(asked[0]["value"]), asked[0]["immutable"]) == (b"for ever", True)
 
 
-def test_put_without_a_value_makes_no_request(asked: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_put_without_any_value_makes_no_request(asked: list[dict[str, Any]], tmp_path: Path) -> None:
     assert call(tmp_path, "put", "name").exit_code != 0
     assert asked == []
 
 
-def test_get_writes_the_raw_value_into_a_pipe_on_request(asked: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_get_can_write_the_raw_value_into_a_pipe(asked: list[dict[str, Any]], tmp_path: Path) -> None:
     assert call(tmp_path, "get", "name", "--raw").stdout_bytes == b"\x00\xff"
     assert [each["name"] for each in asked] == ["dht.get"]
 
 
-def test_get_shows_an_escaped_value_by_default(asked: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_get_shows_a_value_escaped_by_default(asked: list[dict[str, Any]], tmp_path: Path) -> None:
     assert call(tmp_path, "get", "name").stdout == "\\x00\\xff\n"
     assert call(tmp_path, "get", "name", "--raw", "--json").exit_code != 0
     assert dht.escaped("\x1b[2Jgrün\u202e\n".encode()) == "\\x1b[2Jgrün\\u202e\n"

@@ -1,4 +1,5 @@
-"""The DHT for programs. Whole nodes in virtual time: values, blobs, providers, searches, restarts."""
+"""The DHT as programs see it: values, blobs, providers, searches, and restarts. Whole nodes in virtual
+time."""
 
 import pytest
 import trio
@@ -33,7 +34,7 @@ def test_a_value_is_found_by_every_node_and_the_newest_wins() -> None:
     simulate(scenario)
 
 
-def test_a_value_too_large_for_a_record_travels_as_a_blob() -> None:
+def test_a_value_too_large_for_a_record_is_stored_as_a_blob() -> None:
     async def scenario() -> None:
         async with swarm("abc", preset="lan") as group:
             await trio.sleep(5)
@@ -102,7 +103,7 @@ def test_a_search_orders_nodes_by_measured_round_trips() -> None:
             for near, names in (("", "bcdefgh"), ("eu-west", "bdfh")):
                 wanted = sorted(names, key=trip)
                 assert wanted != sorted(wanted, key=lambda name: group.nodes[name].id), (
-                    "the order depends on more than ids"
+                    "the order by round trip equals the order by id, so the test proves nothing"
                 )
                 found = await asker.dht.find(near=near)
                 assert [node.peer for node in found] == [group.nodes[name].id for name in wanted]
@@ -118,7 +119,7 @@ def test_a_search_orders_nodes_by_measured_round_trips() -> None:
     simulate(scenario)
 
 
-def test_a_value_that_no_other_node_keeps_is_reported_as_lost() -> None:
+def test_a_value_that_no_other_node_keeps_is_reported() -> None:
     async def scenario() -> None:
         async with swarm("abcd") as group:
             await trio.sleep(5)
@@ -135,7 +136,7 @@ def test_a_value_that_no_other_node_keeps_is_reported_as_lost() -> None:
     simulate(scenario)
 
 
-def test_every_record_is_found_after_all_nodes_restart() -> None:
+def test_every_record_is_found_after_all_nodes_restarted() -> None:
     async def scenario() -> None:
         async with swarm("abcd", preset="lan") as group:
             await trio.sleep(5)
@@ -152,7 +153,7 @@ def test_every_record_is_found_after_all_nodes_restart() -> None:
     simulate(scenario)
 
 
-def test_commands_agree_with_the_library() -> None:
+def test_commands_and_library_give_the_same_results() -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             await trio.sleep(20)
@@ -181,7 +182,7 @@ def test_commands_agree_with_the_library() -> None:
 
 
 async def ignore(_: object) -> None:
-    """Progress is not watched."""
+    """Discard a progress report."""
 
 
 def test_a_run_is_placed_on_nodes_found_by_their_offers() -> None:

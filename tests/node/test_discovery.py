@@ -1,4 +1,4 @@
-"""A node's records in the DHT, and how others find them. Whole nodes in virtual time."""
+"""A node's records in the DHT, and how other nodes find them. Whole nodes in virtual time."""
 
 import sqlite3
 from pathlib import Path
@@ -15,7 +15,7 @@ from node.services.metadata import encode_metadata, read_metadata
 from tests.stack import Swarm, manifest, simulate, swarm, train
 
 
-def test_every_node_finds_what_every_other_published_signed_by_its_owner() -> None:
+def test_every_node_finds_the_signed_records_of_all_others() -> None:
     async def scenario() -> None:
         async with swarm("abcd", preset="lan") as group:
             await trio.sleep(5)
@@ -33,7 +33,7 @@ def test_every_node_finds_what_every_other_published_signed_by_its_owner() -> No
     simulate(scenario)
 
 
-def test_records_are_stored_and_counted_by_other_nodes() -> None:
+def test_records_are_stored_on_other_nodes_and_counted() -> None:
     async def scenario() -> None:
         async with swarm("abc") as group:
             await trio.sleep(5)
@@ -46,7 +46,7 @@ def test_records_are_stored_and_counted_by_other_nodes() -> None:
     simulate(scenario)
 
 
-def test_a_node_that_ends_closes_its_file_of_records() -> None:
+def test_a_node_that_stops_closes_its_file_of_records() -> None:
     async def scenario() -> None:
         async with swarm("a") as group:
             file = group.nodes["a"].discovery._file
@@ -57,7 +57,7 @@ def test_a_node_that_ends_closes_its_file_of_records() -> None:
     simulate(scenario)
 
 
-def test_the_routing_table_knows_which_peers_membership_watches() -> None:
+def test_the_routing_table_knows_the_peers_that_membership_watches() -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             await trio.sleep(5)
@@ -97,4 +97,4 @@ def keeps(group: Swarm, name: str, run: Run) -> bool:
 
 
 async def ignore(_: object) -> None:
-    """Progress is not watched."""
+    """Discard a progress report."""

@@ -1,4 +1,5 @@
-"""`doctor`: every check passes on a sound machine; a failing check says what is wrong and what to do."""
+"""`doctor`: every check passes on a sound machine, and a failing check says what is wrong and what to do
+about it."""
 
 import json
 import os
@@ -44,7 +45,7 @@ def scene(tmp_path: Path, *, announce: tuple[Address, ...] = (), swarm: str = SW
 
 @asynccontextmanager
 async def somebody(*, echoes: bool = True) -> AsyncIterator[RealNetwork]:
-    """A node that serves dial-backs and echoes."""
+    """Run a node that answers dial-backs and echoes."""
     network = make_network("s")
     async with running(network), trio.open_nursery() as nursery:
         if echoes:
@@ -72,7 +73,7 @@ def outcomes(steps: dict[str, CheckStep]) -> dict[str, str]:
 # --- this machine ----------------------------------------------------------------------------------
 
 
-async def test_on_a_sound_machine_nothing_fails(tmp_path: Path) -> None:
+async def test_every_check_passes_on_a_sound_machine(tmp_path: Path) -> None:
     found = await here(scene(tmp_path))
     assert [step for step in found.values() if step.outcome == "failed"] == []
     assert not (tmp_path / "data").exists()  # the check does not change the folder
@@ -82,7 +83,7 @@ async def test_on_a_sound_machine_nothing_fails(tmp_path: Path) -> None:
     assert list((tmp_path / "data").iterdir()) == []
 
 
-async def test_a_data_folder_that_is_a_file_is_reported_with_the_remedy(tmp_path: Path) -> None:
+async def test_a_data_folder_that_is_a_file_is_reported_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("")
     found = await here(scene(tmp_path))
     assert found["data folder"].outcome == "failed"
@@ -100,7 +101,7 @@ async def test_a_missing_fence_is_reported_with_the_setting_that_waives_it(tmp_p
     assert "allow_unfenced" in found["fences"].remedy
 
 
-async def test_keys_that_others_may_read_are_found(tmp_path: Path) -> None:
+async def test_keys_that_other_users_may_read_are_found(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for name in ("identity.key", "static.key"):
@@ -142,7 +143,7 @@ async def test_a_lock_held_by_an_unresponsive_process_is_reported(tmp_path: Path
     assert f"process {holder.pid} holds it" in found["lock"].detail
 
 
-async def test_a_port_used_by_another_program_is_named_with_the_next_one(tmp_path: Path) -> None:
+async def test_a_port_used_by_another_program_is_reported_with_the_next_one(tmp_path: Path) -> None:
     looked = scene(tmp_path)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -175,7 +176,7 @@ async def test_each_path_to_a_peer_is_shown_with_a_remedy(tmp_path: Path) -> Non
     assert "--announce" not in steps.all[-1].document["detail"]
 
 
-async def test_a_check_that_does_not_end_is_cancelled() -> None:
+async def test_a_check_that_takes_too_long_is_cancelled() -> None:
     steps = Steps(lambda _: None)
 
     async def hang() -> str:
@@ -208,14 +209,14 @@ async def test_all_checks_of_a_sound_node_pass(tmp_path: Path) -> None:
         assert "127.0.0.1" in found["name"].detail
 
 
-async def test_a_peer_with_another_id_is_named_with_the_expected_one(tmp_path: Path) -> None:
+async def test_a_peer_with_a_different_id_is_reported_with_the_expected_one(tmp_path: Path) -> None:
     async with somebody() as node:
         found = await there(scene(tmp_path), node.addresses[0].of(make_network("x").peer))
     assert found["peer id"].outcome == "failed"
     assert found["peer id"].detail.count("...") == 2
 
 
-async def test_checks_are_skipped_where_nothing_listens(tmp_path: Path) -> None:
+async def test_later_checks_are_skipped_if_nothing_listens(tmp_path: Path) -> None:
     found = await there(scene(tmp_path), unused_address())
     assert found["connect"].outcome == "failed"
     assert "nothing listens" in found["connect"].detail
@@ -223,7 +224,7 @@ async def test_checks_are_skipped_where_nothing_listens(tmp_path: Path) -> None:
     assert [found[name].outcome for name in later] == ["skipped"] * len(later)
 
 
-async def test_a_node_of_another_swarm_fails_the_handshake(tmp_path: Path) -> None:
+async def test_a_node_of_a_different_swarm_fails_the_handshake(tmp_path: Path) -> None:
     async with somebody() as node:
         found = await there(scene(tmp_path, swarm="other"), node.addresses[0].of(None))
     assert found["connect"].outcome == "ok"
@@ -231,13 +232,13 @@ async def test_a_node_of_another_swarm_fails_the_handshake(tmp_path: Path) -> No
     assert "swarm 'other'" in found["handshake"].remedy
 
 
-async def test_lost_datagrams_and_closed_ports_are_found(
+async def test_lost_datagrams_and_closed_ports_are_detected(
     tmp_path: Path,
 ) -> None:
     closed = unused_address()
     async with somebody(echoes=False) as node:
         ReachService(node, RealClock(), counters=Counter())
-        node.inbox("/peerloom/reach/1")  # receives them, and answers nothing
+        node.inbox("/peerloom/reach/1")  # receives datagrams but answers none
         found = await there(scene(tmp_path, announce=(closed,), echo_seconds=0.1), node.addresses[0])
     assert found["datagram"].outcome == "failed"
     assert "UDP port" in found["datagram"].remedy
@@ -245,7 +246,7 @@ async def test_lost_datagrams_and_closed_ports_are_found(
     assert f"{closed.short} (refused)" in found["dial back"].detail
 
 
-async def test_an_older_node_without_dial_back_passes(
+async def test_an_older_node_without_dial_back_passes_the_checks(
     tmp_path: Path,
 ) -> None:
     async with somebody(echoes=False) as node:
@@ -257,7 +258,7 @@ async def test_an_older_node_without_dial_back_passes(
 # --- the command -------------------------------------------------------------------------------------
 
 
-def test_the_command_ends_with_6_if_a_check_failed(
+def test_the_command_exits_with_6_if_a_check_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--listen", "127.0.0.1:0", "--no-lan", "--data-dir", str(tmp_path / "data")]

@@ -1,4 +1,4 @@
-"""Bounded places for connections before they are authenticated: admission and eviction."""
+"""Limited slots for connections that are not yet authenticated: admission and eviction."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ HOSTS = ["10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2", "::ffff:10.0.0.1"
 
 
 @given(st.lists(st.tuples(st.sampled_from(HOSTS), st.integers(0, 5))))
-def test_the_source_with_most_places_loses_its_oldest(steps: list[tuple[str, int]]) -> None:
+def test_the_source_with_most_slots_loses_its_oldest_connection(steps: list[tuple[str, int]]) -> None:
     doorway = HalfOpenQueue[int](places_max=4)
     standing: list[tuple[int, bytes]] = []
     for number, (host, leaving) in enumerate(steps):
@@ -25,13 +25,14 @@ def test_the_source_with_most_places_loses_its_oldest(steps: list[tuple[str, int
             assert crowds[entry[1]] == max(crowds.values())
             assert entry == next(other for other in standing if other[1] == entry[1])
             standing.remove(entry)
-            doorway.leave(*entry)  # the evicted connection learns of it later, and releases again
+            # the evicted connection learns of it later and releases its slot a second time
+            doorway.leave(*entry)
         standing.append((number, source))
         if leaving < len(standing):
             doorway.leave(*standing.pop(leaving))
         assert len(doorway) == len(standing) <= 4
 
 
-def test_addresses_of_one_household_are_one_source() -> None:
+def test_addresses_of_one_home_network_count_as_one_source() -> None:
     sources = [prefix_of(host) for host in HOSTS]
     assert [sources.index(source) for source in sources] == [0, 1, 2, 2, 0, 5]

@@ -27,9 +27,9 @@ def zone(root: Path, name: str, microjoules: int) -> None:
     (folder / "max_energy_range_uj").write_text("10000000\n")
 
 
-def test_joules_are_counted_from_the_start_and_over_the_wrap(tmp_path: Path) -> None:
+def test_joules_are_counted_from_the_start_and_across_a_counter_wrap(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", 9_000_000)
-    zone(tmp_path, "intel-rapl:0:0", 4_000_000)  # the cores, whose counter is part of the package's
+    zone(tmp_path, "intel-rapl:0:0", 4_000_000)  # the counter of the cores, which is part of the package's
     meter = EnergyMeter(tmp_path)
     zone(tmp_path, "intel-rapl:0", 9_500_000)
     assert meter.read() == pytest.approx({"cpu:0": 0.5})
@@ -37,20 +37,20 @@ def test_joules_are_counted_from_the_start_and_over_the_wrap(tmp_path: Path) -> 
     assert meter.read() == pytest.approx({"cpu:0": 2.0})
 
 
-def test_a_machine_without_counters_has_no_figure(tmp_path: Path) -> None:
+def test_a_machine_without_energy_counters_reports_no_energy(tmp_path: Path) -> None:
     assert EnergyMeter(tmp_path).read() == {}
     zone(tmp_path, "intel-rapl:0", 1)
     (tmp_path / POWERCAP / "intel-rapl:0" / "energy_uj").write_text("no number")
     assert EnergyMeter(tmp_path).read() == {}
 
 
-def test_a_log_gives_the_energy_of_recorded_spans_only(tmp_path: Path) -> None:
+def test_a_log_knows_the_energy_only_of_the_time_that_it_covers(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", 1_000_000)
     log = EnergyLog(lambda: EnergyMeter(tmp_path))
     assert log.sample(100.0)
     zone(tmp_path, "intel-rapl:0", 3_000_000)
     assert log.sample(101.0)
-    assert log.sample(100.5), "a clock that is set back does no harm"
+    assert log.sample(100.5), "a clock that was set back broke the log"
     zone(tmp_path, "intel-rapl:0", 3_500_000)
     assert log.sample(103.0)
     assert log.joules(100.0, 103.0) == pytest.approx(2.5)
@@ -59,19 +59,20 @@ def test_a_log_gives_the_energy_of_recorded_spans_only(tmp_path: Path) -> None:
     assert log.joules(102.0, 104.0) is None
 
 
-def test_a_log_covers_all_of_a_long_run_with_fewer_samples(tmp_path: Path) -> None:
+def test_a_log_covers_a_long_run_by_keeping_fewer_samples(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", 0)
     log = EnergyLog(lambda: EnergyMeter(tmp_path), samples_max=30)
     at = 0.0
     for number in range(32):
-        zone(tmp_path, "intel-rapl:0", number % 10 * 1_000_000)  # a joule a sample; wraps at ten
+        # one joule per sample; the counter wraps at ten
+        zone(tmp_path, "intel-rapl:0", number % 10 * 1_000_000)
         log.sample(at)
         at += log.interval_seconds
     assert log.interval_seconds == 2.0
     assert log.joules(0.0, 30.0) == pytest.approx(30.0)
 
 
-def test_a_machine_without_counters_is_asked_once(tmp_path: Path) -> None:
+def test_a_machine_without_counters_is_sampled_only_once(tmp_path: Path) -> None:
     log = EnergyLog(lambda: EnergyMeter(tmp_path))
     asked: list[int] = []
 
@@ -84,14 +85,14 @@ def test_a_machine_without_counters_is_asked_once(tmp_path: Path) -> None:
             await keep_log(log, SimClock(), SimExecutor(), is_wanted)
 
     run_virtually(scenario)
-    assert len(asked) == 3, "both times no run was active"
+    assert len(asked) == 3, "sampling did not begin with the first active run, or did not end"
     assert log.joules(0.0, 1.0) is None
 
 
-def test_cards_count_millijoules_and_silent_ones_are_skipped(
+def test_gpus_count_millijoules_and_those_without_a_counter_are_skipped(
     tmp_path: Path,
 ) -> None:
-    """NVIDIA's library at its boundary: this machine may have no card."""
+    """NVIDIA's library is replaced, because this machine may have no card."""
     used = {"first": 5_000, "third": 7_000}
 
     def energy(card: str) -> int:
@@ -112,11 +113,13 @@ def test_cards_count_millijoules_and_silent_ones_are_skipped(
     used |= {"first": 6_500, "third": 7_500}
     zone(tmp_path, "intel-rapl:0", 4_000_000)
     log.sample(1.0)
-    assert log.joules(0.0, 1.0) == pytest.approx(1.5 + 0.5 + 3.0), "the sum of cards and processor"
+    assert log.joules(0.0, 1.0) == pytest.approx(1.5 + 0.5 + 3.0), (
+        "the energy is not the sum of the cards and the processor"
+    )
     assert EnergyMeter(tmp_path, cards).read().keys() == {"cpu:0", "gpu:0", "gpu:2"}
 
 
-def test_rows_of_metrics_have_the_joules_of_their_step_where_known(tmp_path: Path) -> None:
+def test_rows_of_metrics_have_the_joules_of_their_step_if_known(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", 0)
     log = EnergyLog(lambda: EnergyMeter(tmp_path))
     log.sample(10.0)
@@ -128,14 +131,14 @@ def test_rows_of_metrics_have_the_joules_of_their_step_where_known(tmp_path: Pat
         for step, at in enumerate((11.0, 13.5))
     ]
     first, second = metric_rows(view, seen, log.joules)
-    assert "joules" not in first, "the step began before the log"
+    assert "joules" not in first, "a step that began before the log has joules"
     assert second["joules"] == pytest.approx(4.0)
 
 
-def test_rows_of_steps_hold_the_joules_since_the_last_row(
+def test_rows_of_steps_hold_the_joules_since_the_previous_row(
     tmp_path: Path,
 ) -> None:
-    """As in local mode: each joule that a machine used for its steps belongs to a row."""
+    """As in local mode, each joule that a machine used for its steps belongs to exactly one row."""
     zone(tmp_path, "intel-rapl:0", 0)
     log = EnergyLog(lambda: EnergyMeter(tmp_path))
     for second in range(21):
@@ -151,7 +154,7 @@ def test_rows_of_steps_hold_the_joules_since_the_last_row(
 
 
 def test_a_run_in_local_mode_reports_this_machines_energy(tmp_path: Path) -> None:
-    """A whole node on a machine that draws 4 W."""
+    """Run a whole node on a machine that draws 4 W."""
     zone(tmp_path, "intel-rapl:0", 0)
     log, rows = EnergyLog(lambda: EnergyMeter(tmp_path)), list[dict[str, float]]()
 

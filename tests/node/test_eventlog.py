@@ -1,4 +1,5 @@
-"""The log of events: one line each, filtered by level and area, rotated, readable by this user only."""
+"""The log of events: one line for each event, filtered by level and area, rotated, and readable only by this
+user."""
 
 import json
 import stat
@@ -54,11 +55,11 @@ def test_each_event_is_one_line_of_text(tmp_path: Path) -> None:
         ("off", []),
     ],
 )
-def test_areas_have_levels(tmp_path: Path, levels: str, kinds: list[str]) -> None:
+def test_each_area_may_have_its_own_level(tmp_path: Path, levels: str, kinds: list[str]) -> None:
     assert [json.loads(line)["kind"] for line in written(tmp_path, "json", levels)] == kinds
 
 
-def test_the_log_is_rotated(tmp_path: Path) -> None:
+def test_the_log_file_is_rotated(tmp_path: Path) -> None:
     log = EventLog(tmp_path, "json", read_levels(""), bytes_max=4_000)
     for _ in range(200):
         log.write(event_document(joined(1)))
@@ -73,6 +74,6 @@ def test_every_kind_of_event_has_an_area() -> None:
 
 
 @pytest.mark.parametrize("text", ["loud", "swarm=loud", "moon=info", "=info="])
-def test_levels_that_do_not_exist_are_refused(text: str) -> None:
+def test_unknown_levels_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         config.resolve({"log_levels": text}, {})

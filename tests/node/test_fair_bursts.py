@@ -1,6 +1,7 @@
-"""A greedy requester gets no more of many free providers than an honest one, in virtual time.
+"""A greedy requester gets no more of many free providers than an honest one. Virtual time.
 
-PEERLOOM_TURNS_SEEDS plays a hundred honest runs on twenty providers with this many seeds.
+PEERLOOM_TURNS_SEEDS is the number of seeds for the long test, in which honest requesters submit a hundred
+runs to twenty providers.
 """
 
 import os
@@ -27,10 +28,10 @@ from tests.stack import simulate, swarm
 SEEDS = int(os.environ.get("PEERLOOM_TURNS_SEEDS", "0"))
 FIRST_SEED = int(os.environ.get("PEERLOOM_TURNS_FIRST_SEED", "0"))
 SHARE_MAX = 1.1
-"""The goal: within a tenth of the share of one honest requester."""
+"""Maximum share of a greedy requester: at most a tenth more than the share of one honest requester."""
 LOTS_OFF = 0.2
-"""One play of a hundred runs differs by this much from the mean of many (a standard deviation), because lots
-decide between equals.
+"""Standard deviation of the share between plays of a hundred runs. Lots decide between equals, so the share
+varies.
 """
 SMALL: dict[str, Any] = {"providers": 8, "honest": 5, "runs": 6, "outstanding": 8}
 PROVIDERS = "efghij"
@@ -52,13 +53,13 @@ def test_the_first_requester_exceeds_its_share_without_a_contest() -> None:
         {"has_fresh_keys": False},
         {"has_fresh_keys": True, "are_seniors": False, "network": b"net"},
     ],
-    ids=["new keys beside seniors", "one new key", "new keys of one network"],
+    ids=["new keys among seniors", "one new key", "new keys of one network"],
 )
 def test_a_newcomer_that_asks_first_gets_no_more_than_its_share(changes: dict[str, Any]) -> None:
     assert mean_share(2, **SMALL, **changes) <= SHARE_MAX
 
 
-@pytest.mark.skipif(not SEEDS, reason="a quarter of a minute a seed: PEERLOOM_TURNS_SEEDS=10")
+@pytest.mark.skipif(not SEEDS, reason="takes a quarter of a minute a seed: set PEERLOOM_TURNS_SEEDS=10")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -67,12 +68,13 @@ def test_a_newcomer_that_asks_first_gets_no_more_than_its_share(changes: dict[st
         {"are_seniors": False},
         {"has_fresh_keys": True, "are_seniors": False, "network": b"net"},
     ],
-    ids=["new keys beside seniors", "an old key", "a key among new ones", "new keys of one network"],
+    ids=["new keys among seniors", "an old key", "a key among new ones", "new keys of one network"],
 )
-def test_a_greedy_requester_of_a_hundred_runs_gets_its_share(changes: dict[str, Any]) -> None:
-    """It wants more runs than the others, and exceeds their mean once some of them are satisfied. So the test
-    compares its share with two others: the share of an honest requester that wants as much (in the same
-    place, where the lots between equals are the same), and its max-min share at each moment.
+def test_a_greedy_requester_among_a_hundred_runs_gets_only_its_share(changes: dict[str, Any]) -> None:
+    """The greedy requester wants more runs than the others, so it exceeds their mean once some of them are
+    satisfied. Therefore the test compares its share with two others. The first is the share of an honest
+    requester that wants as much, in the same place, where the lots between equals are the same. The second is
+    its max-min share at each moment.
     """
     seeds = range(FIRST_SEED, FIRST_SEED + SEEDS)
     greedy = [BurstWorld(Burst(seed, **changes)).play() for seed in seeds]
@@ -84,7 +86,9 @@ def test_a_greedy_requester_of_a_hundred_runs_gets_its_share(changes: dict[str, 
         fmean(each.share for each in honest),
         fmean(each.due_share for each in greedy),
     )
-    figures = f"{share:.3f} of the others' mean, an honest one {of_honest:.3f}; {due:.3f} of what is due"
+    figures = (
+        f"{share:.3f} of the others' mean, an honest one {of_honest:.3f}; {due:.3f} of the max-min share"
+    )
     sys.stderr.write(f"{changes}: {figures}\n")
     assert share <= SHARE_MAX * of_honest, figures
     assert due <= SHARE_MAX + 2 * LOTS_OFF / SEEDS**0.5, figures
@@ -98,7 +102,7 @@ def contested() -> FairQueue:
     return FairQueue(1, contest_seconds=CONTEST_SECONDS, has_seniors=True)
 
 
-def test_a_free_slot_goes_to_the_senior_that_asks_within_the_contest() -> None:
+def test_a_free_slot_goes_to_a_senior_that_asks_during_the_contest() -> None:
     turns = contested()
     turns.met(B, SENIOR_SECONDS)
     first = turns.ask(0.0, wish(1, A))
@@ -107,7 +111,7 @@ def test_a_free_slot_goes_to_the_senior_that_asks_within_the_contest() -> None:
     assert first.seconds == CONTEST_SECONDS
     assert turns.ask(1.0, wish(2, B)) is not None
     lost = turns.ask(2.0, wish(1, A))
-    assert lost is not None, "the slot is reserved for the other"
+    assert lost is not None, "the newcomer got the slot that is reserved for the senior"
     assert turns.ask(3.0, wish(2, B)) is None
 
 
@@ -123,10 +127,12 @@ def test_a_run_that_asked_once_blocks_the_slot_only_for_seconds() -> None:
     turns.ask(0.0, wish(2, B))
     turns.ask(0.0, wish(1, A))
     assert turns.ask(3.0, wish(1, A)) is not None
-    assert turns.ask(6.0, wish(1, A)) is None, "the senior never came back"
+    assert turns.ask(6.0, wish(1, A)) is None, (
+        "the slot is still reserved although the senior never came back"
+    )
 
 
-def test_resumed_and_displaced_runs_wait_for_no_contest() -> None:
+def test_resumed_and_displaced_runs_get_a_slot_without_a_contest() -> None:
     turns = contested()
     turns.weigh(A, 2.0)
     assert turns.ask(0.0, wish(1, A)) is None
@@ -134,7 +140,7 @@ def test_resumed_and_displaced_runs_wait_for_no_contest() -> None:
 
 
 async def lease_everywhere(node: Node, providers: Collection[PeerId], leased: list[PeerId]) -> None:
-    """Request a slot for a new run at each provider, all at once, and again after each contest."""
+    """Request a slot for a new run at each provider, at all simultaneously, and again after each contest."""
 
     async def lease(provider: PeerId, number: int) -> None:
         run = asked(node, 100 + number)
@@ -151,8 +157,9 @@ async def lease_everywhere(node: Node, providers: Collection[PeerId], leased: li
             nursery.start_soon(lease, provider, number)
 
 
-def test_asking_all_nodes_first_leaves_slots_to_others() -> None:
-    """Whole nodes: one requests all six providers at once; three submit two runs each half a second later."""
+def test_a_requester_that_asks_all_nodes_first_gets_only_a_share() -> None:
+    """Whole nodes: one requester asks all six providers at once. Half a second later three others submit two
+    runs each."""
     leased: list[PeerId] = []
     placed: list[str] = []
 
@@ -178,4 +185,4 @@ def test_asking_all_nodes_first_leaves_slots_to_others() -> None:
                 nursery.cancel_scope.cancel()
 
     simulate(scenario)
-    assert len(leased) <= 3, f"the first has {len(leased)}, the others {placed}"
+    assert len(leased) <= 3, f"the first requester got {len(leased)} slots, the others {placed}"

@@ -1,6 +1,4 @@
-"""A requester that claims everything gets no larger share of a provider than an honest one, in
-virtual time.
-"""
+"""A requester that claims everything gets no larger share of a provider than an honest one. Virtual time."""
 
 from typing import Any
 
@@ -32,8 +30,8 @@ def share(world: World, name: str = "x") -> float:
 def test_a_requester_that_claims_everything_gets_one_honest_share(
     slots: list[int], outstanding: int, has_fresh_keys: bool
 ) -> None:
-    """The honest requesters have been served for half an hour; each keeps one run submitted, some hundreds in
-    all.
+    """The honest requesters have been served for half an hour. Each keeps one run submitted; together they
+    submit some hundreds.
     """
     honest = [Requester(f"h{number}", 60.0) for number in range(HONEST)]
     other = greedy(outstanding=outstanding, has_fresh_keys=has_fresh_keys, begins_at=1_800.0)
@@ -45,8 +43,9 @@ def test_a_requester_that_claims_everything_gets_one_honest_share(
 
 
 @pytest.mark.parametrize("has_fresh_keys", [False, True])
-def test_a_contributor_keeps_its_share_beside_priority_nine(has_fresh_keys: bool) -> None:
-    """The runs last an hour. Without this rule the other requester got 99.7 % of the slot."""
+def test_a_contributor_keeps_its_share_against_priority_nine(has_fresh_keys: bool) -> None:
+    """The runs last an hour. Without weights for contributions the other requester would get 99.7 % of the
+    slot."""
     other = greedy(3_600.0, has_fresh_keys=has_fresh_keys, outstanding=2)
     world = World([1], [Requester("h", 3_600.0, weight=8.0), other]).play(SIX_HOURS)
     assert share(world, "h") >= 8 / 9 - OFF_MAX
@@ -59,14 +58,14 @@ def test_sixteen_rotating_keys_leave_half_to_the_largest_contributor() -> None:
     assert share(world, "h") >= 0.5 - OFF_MAX
 
 
-def test_a_long_run_continues_among_new_keys_of_priority_nine() -> None:
-    """A stream of short runs, each by a new key: the honest run gets half of the time, and never pauses
-    longer than two quanta.
+def test_a_long_run_continues_despite_new_keys_of_priority_nine() -> None:
+    """The competitor submits a stream of short runs, each with a new key. The honest run gets half of the
+    time, and never pauses longer than two quanta.
     """
     other = greedy(300.0, has_fresh_keys=True, outstanding=2)
     world = World([1], [Requester("h", 7_200.0), other]).play(SIX_HOURS)
     assert share(world, "h") >= 0.5 - OFF_MAX / 2
-    assert world.preempted["h"] >= 2, "the run returns the slot and gets it again"
+    assert world.preempted["h"] >= 2, "the long run did not give the slot up and get it back several times"
     assert world.waits["h"] <= 2 * QUANTUM_SECONDS
 
 
@@ -80,7 +79,7 @@ def test_a_long_run_continues_among_new_keys_of_priority_nine() -> None:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=12, deadline=None)
-def test_a_requesters_wait_is_bounded_under_any_competition(
+def test_a_requesters_wait_is_limited_under_any_competition(
     others: list[tuple[float, int, bool, int]], weight: float, seed: int
 ) -> None:
     requesters = [Requester("h", 900.0, weight=weight)]

@@ -1,4 +1,4 @@
-"""A trainer's shell prepares the data of the next step before it is requested, within bounds."""
+"""A trainer's shell prepares the data of the next step before the step begins, within limits."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +21,14 @@ STEPS = 2
 
 
 class Data:
-    """A source that records which micro-batches were made."""
+    """A source of data that records which micro-batches were made."""
 
     def __init__(self) -> None:
         self.made: list[int] = []
         self.test = self.train
 
     async def ready(self, microbatch: int, *, train: bool, again: bool) -> None:
-        """Return at once: the whole source is local."""
+        """Return immediately, because the whole source is local."""
 
     def train(self, microbatch: int) -> tuple[list[Any], list[Any]]:
         self.made.append(microbatch)
@@ -48,8 +48,8 @@ class CountingExecutor(SimExecutor):
 async def fed(
     *steps: int, executor: SimExecutor | None = None, of: int = STEPS, **limits: int
 ) -> tuple[list[int], int]:
-    """Return the micro-batches made, and the number of frames sent, after these steps were opened, `of` a
-    run's. `limits` are the shell's."""
+    """Open these steps of a run with `of` steps. Return the micro-batches that were made, and the number of
+    frames that were sent. `limits` are passed to the shell."""
     data, sent = Data(), []
     manifest = SimpleNamespace(steps=of, evaluations=0, sizes=())
     seams = SimpleNamespace(
@@ -75,18 +75,20 @@ async def fed(
     return data.made, sum(isinstance(message, Frame) for message in sent)
 
 
-async def test_the_next_steps_data_is_made_early_and_sent_later() -> None:
+async def test_the_data_of_the_next_step_is_made_early_and_sent_later() -> None:
     assert await fed(0) == ([0, 1, 2, 3], 4)
-    assert await fed(0, 1) == ([0, 1, 2, 3], 8), "made once, and nothing beyond the last step"
+    assert await fed(0, 1) == ([0, 1, 2, 3], 8), "a micro-batch was made twice, or beyond the last step"
 
 
-async def test_data_made_in_advance_is_bounded() -> None:
+async def test_the_amount_of_data_made_in_advance_is_limited() -> None:
     assert await fed(0, ahead_bytes_max=1) == ([0, 1, 2], 4)
 
 
-async def test_small_micro_batches_are_made_in_one_thread_call() -> None:
+async def test_small_micro_batches_are_made_in_a_single_thread_call() -> None:
     executor = CountingExecutor()
     await fed(0, executor=executor)
     first, executor.trips = executor.trips, 0
     assert await fed(0, 1, executor=executor, of=3) == ([0, 1, 2, 3, 4, 5], 8)
-    assert executor.trips == first + 1, "the size of a micro-batch is known by then"
+    assert executor.trips == first + 1, (
+        "the next micro-batches took several calls although their size was known"
+    )

@@ -1,4 +1,5 @@
-"""Settings that nodes follow from a key: acceptance, refusal, and persistence over a restart."""
+"""Settings that nodes follow from a key: when they are accepted or refused, and that they survive a
+restart."""
 
 from collections import Counter
 from pathlib import Path
@@ -43,7 +44,7 @@ def signed(version: int, by: Identity = FLEET, swarm: str = SWARM, **settings: s
 
 
 class World:
-    """The part of a node that following needs, with values that any peer may have stored in the DHT."""
+    """The part of a node that following settings needs, with DHT values as any peer may have stored them."""
 
     def __init__(self, folder: Path, **follow: Any) -> None:
         self.config = Config(follow=Follow(FLEET.peer, **follow))
@@ -74,25 +75,29 @@ class World:
         self.provider.set(name, text)
 
     async def look(self, *facts: Fact) -> str:
-        """Return the settings (hours, slots) after these facts were found."""
+        """Let the follower find these facts, and return its settings: hours and slots."""
         self.values = [encode(fact) for fact in facts]
         await self.following._look(FLEET.peer)
         return f"{self.provider.rules.hours} {self.provider.rules.slots}"
 
 
-async def test_the_greatest_version_is_applied_and_older_ones_are_ignored(tmp_path: Path) -> None:
+async def test_the_highest_version_is_applied_and_older_ones_are_ignored(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.following.restore()
     assert world.told[-1].version == 0
     night, day = signed(2, hours="22:00-07:00", slots="3"), signed(3, hours="08:00-18:00")
     assert await world.look(night) == "22:00-07:00 3"
-    assert await world.look(night, day) == "08:00-18:00 1", "omitted settings return to the owner's values"
+    assert await world.look(night, day) == "08:00-18:00 1", (
+        "an omitted setting did not return to the owner's value"
+    )
     assert (world.told[-1].version, world.told[-1].settings) == (3, ("hours = 08:00-18:00",))
     assert await world.look(night) == "08:00-18:00 1"
-    assert await world.look(signed(3, hours="always")) == "08:00-18:00 1", "a version has one content"
+    assert await world.look(signed(3, hours="always")) == "08:00-18:00 1", (
+        "the content of an applied version was replaced"
+    )
 
 
-async def test_applied_settings_survive_a_restart(tmp_path: Path) -> None:
+async def test_applied_settings_survive_a_restart_of_the_node(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.look(signed(4, hours="22:00-07:00"))
     again = World(tmp_path)
@@ -100,7 +105,7 @@ async def test_applied_settings_survive_a_restart(tmp_path: Path) -> None:
     assert str(again.provider.rules.hours) == "22:00-07:00"
     assert (again.told[-1].version, again.told[-1].since) == (4, world.told[-1].since)
     assert await again.look(signed(3, hours="always")) == "22:00-07:00 1"
-    # A node that now follows another key forgets the first key's settings.
+    # A node that now follows a different key forgets the settings of the first key.
     other = World(tmp_path)
     other.following._key = OTHER.peer
     other.following.restore()
@@ -118,7 +123,7 @@ async def test_applied_settings_survive_a_restart(tmp_path: Path) -> None:
     ],
     ids=["another key", "another swarm", "a wrong signature", "no settings", "bytes behind them"],
 )
-async def test_settings_not_signed_by_the_key_are_refused(fact: Fact, tmp_path: Path) -> None:
+async def test_settings_not_signed_by_the_followed_key_are_refused(fact: Fact, tmp_path: Path) -> None:
     world = World(tmp_path)
     assert await world.look(signed(2, hours="22:00-07:00"), fact) == "22:00-07:00 1"
     assert world.following._taken is not None
@@ -131,16 +136,18 @@ async def test_only_settings_that_the_owner_allows_are_applied(tmp_path: Path) -
     fact = signed(2, hours="22:00-07:00", slots="3", listen="0.0.0.0:1", own_data="x=/etc", follow="x")
     assert await world.look(fact) == "22:00-07:00 1"
     assert len(world.told[-1].skipped) == 4
-    assert await world.look(signed(3, hours="whenever")) == " 1", "unreadable settings are not applied"
+    assert await world.look(signed(3, hours="whenever")) == " 1", "an unreadable setting was applied"
     assert list(world.told[-1].skipped) == ["hours (this version cannot read its value)"]
 
 
-def test_no_identity_address_path_or_program_can_be_followed() -> None:
-    assert set(FOLLOWABLE) < set(CHANGEABLE), "allowed settings apply at once"
+def test_no_device_location_or_data_path_can_be_followed() -> None:
+    assert set(FOLLOWABLE) < set(CHANGEABLE), (
+        "a setting that can be followed cannot be changed while the node runs"
+    )
     assert not {"device", "location", "own_data"} & set(FOLLOWABLE)
 
 
-def test_hostile_documents_are_refused(tmp_path: Path) -> None:
+def test_hostile_settings_documents_are_refused(tmp_path: Path) -> None:
     signer = IdentitySigner(ME, SWARM)
     many = tuple(SharedSetting(f"s{number}", "x") for number in range(33))
     twice = (SharedSetting("hours", "always"), SharedSetting("hours", ""))
@@ -161,12 +168,14 @@ def test_hostile_documents_are_refused(tmp_path: Path) -> None:
     assert read_settings(signer, fact_of(whole)).version == 5
 
 
-async def test_a_version_is_published_once_and_versions_only_rise(tmp_path: Path) -> None:
+async def test_a_version_is_published_once_and_versions_only_increase(tmp_path: Path) -> None:
     world = World(tmp_path)
     text = file_of(signed(5, hours="22:00-07:00"), 5).decode()
     document: Any = await world.following._publish(PublishRequest(text), None)  # type: ignore[arg-type]  # it tells nothing while it works
     assert (document["version"], document["name"], document["is_stored"]) == (5, "fleet", True)
-    assert str(world.provider.rules.hours) == "22:00-07:00", "the publisher's own node follows the key too"
+    assert str(world.provider.rules.hours) == "22:00-07:00", (
+        "the publisher's own node does not follow the key"
+    )
     with pytest.raises(UsageError, match="version 5 is not above version 5"):
         await world.following._publish(PublishRequest(text), None)  # type: ignore[arg-type]  # it tells nothing while it works
     foreign = file_of(signed(6, swarm="another"), 6).decode()

@@ -1,4 +1,5 @@
-"""Two real nodes and one key: one publishes settings, the other applies them, at once and after a restart."""
+"""Two real nodes and one key: one node publishes settings, and the other applies them immediately and after a
+restart."""
 
 import json
 import os
@@ -19,7 +20,7 @@ SETTINGS = 'version = {version}\nname = "fleet"\n[offer]\nhours = "{hours}"\nslo
 
 
 pytestmark = pytest.mark.skipif(
-    "PEERLOOM_PROCESSES" not in os.environ, reason="two nodes that start twice: PEERLOOM_PROCESSES=1"
+    "PEERLOOM_PROCESSES" not in os.environ, reason="starts two nodes twice: set PEERLOOM_PROCESSES=1"
 )
 
 
@@ -45,7 +46,7 @@ def typed(folder: Path, *words: str) -> str:
     return ended.stdout
 
 
-def test_nodes_apply_the_settings_of_the_key_they_follow(tmp_path: Path, swarm: SwarmProcesses) -> None:
+def test_nodes_apply_the_settings_of_the_key_that_they_follow(tmp_path: Path, swarm: SwarmProcesses) -> None:
     swarm.launch("a")
     key = swarm.start("a", None).peer
     swarm.launch("b", {"PEERLOOM_FOLLOW": key, "PEERLOOM_FOLLOW_ALLOW": "hours"})
@@ -67,15 +68,15 @@ def test_nodes_apply_the_settings_of_the_key_they_follow(tmp_path: Path, swarm: 
     told = followed(3)
     assert (told["name"], told["settings"]) == ("fleet", ["hours = 00:00-00:01"])
     assert told["skipped"] == ["slots (not allowed here)"]
-    assert ask(tmp_path / "b", "status")["offer"]["reason"], "outside its hours it serves no run"
-    # The settings survive a restart without any other node.
+    assert ask(tmp_path / "b", "status")["offer"]["reason"], "the node still serves runs outside its hours"
+    # The settings survive a restart, even without any other node.
     swarm.leave("b")
     swarm.leave("a")
     swarm.launch("b", {"PEERLOOM_FOLLOW": key, "PEERLOOM_FOLLOW_ALLOW": "hours"})
     swarm.start("b", None)
     again = followed(3)
     assert (again["since"], again["settings"]) == (told["since"], told["settings"])
-    # A node that was away reads the settings that the publisher's node stored again after its own restart.
+    # The publisher's node restarts and stores the settings again. Then a node that was away reads them.
     swarm.launch("a")
     swarm.start("a", swarm.nodes["b"].address)
     publish(4, "always")

@@ -1,4 +1,4 @@
-"""Frames are kept until their step is applied: bounded in memory, the rest in unnamed files."""
+"""Frames are kept until their step is applied: a limited amount in memory, and the rest in unnamed files."""
 
 import errno
 import gc
@@ -39,7 +39,7 @@ def is_payload(payload: Payload, number: int) -> bool:
 
 
 def files_open_in(folder: Path) -> int:
-    """Files of this process in `folder`, named or not."""
+    """Return the number of open files of this process in `folder`, with or without a name."""
     targets = []
     for descriptor in os.listdir("/proc/self/fd"):
         try:
@@ -49,16 +49,16 @@ def files_open_in(folder: Path) -> int:
     return sum(target.startswith(str(folder)) for target in targets)
 
 
-async def test_frames_beyond_the_bound_spill_to_unnamed_files(
+async def test_frames_over_the_memory_limit_spill_to_unnamed_files(
     tmp_path: Path,
 ) -> None:
     store = FrameStore(FolderStorage(tmp_path), SimExecutor(), 8_000)
     kept = [await store.keep(payload_of(number)) for number in range(5)]
-    assert store.held_bytes == 8_000, "two frames of 4,000 bytes"
+    assert store.held_bytes == 8_000, "the store does not hold exactly two frames of 4,000 bytes in memory"
     assert files_open_in(tmp_path) > 0
-    assert os.listdir(tmp_path) == [], "the file has no name"
+    assert os.listdir(tmp_path) == [], "the spill file has a name"
     assert all(is_payload(payload, number) for number, payload in enumerate(kept))
-    part = kept[1].data[100:200]  # as a link holds a payload that it has not sent yet
+    part = kept[1].data[100:200]  # part of a payload, as a link holds it until it is sent
     last = kept[4].data[100:200]
     kept.clear()
     assert store.held_bytes == 4_000
@@ -74,10 +74,10 @@ async def test_released_frames_free_memory(tmp_path: Path) -> None:
     store = FrameStore(FolderStorage(tmp_path), SimExecutor(), 8_000)
     for number in range(100):
         assert is_payload(await store.keep(payload_of(number)), number)
-    assert files_open_in(tmp_path) == 0, "releasing the frames was never blocked"
+    assert files_open_in(tmp_path) == 0, "memory of released frames was not free, so a frame was spilled"
 
 
-async def test_frames_kept_in_memory_are_not_copied(tmp_path: Path) -> None:
+async def test_frames_kept_in_memory_are_shared_and_not_copied(tmp_path: Path) -> None:
     store = FrameStore(FolderStorage(tmp_path), SimExecutor())
     payload = payload_of(1)
     kept = await store.keep(payload)
@@ -86,11 +86,13 @@ async def test_frames_kept_in_memory_are_not_copied(tmp_path: Path) -> None:
     assert (await store.keep(pack([], "raw"))).data.nbytes == 0
 
 
-def test_a_full_file_is_followed_by_another(tmp_path: Path) -> None:
+def test_further_frames_go_to_a_new_file_if_one_is_full(tmp_path: Path) -> None:
     storage = Spill(tmp_path, ScratchBudget(Resources().scratch, tmp_path), 1 << 14)
     views = [storage.put(bytes([number]) * 3_000) for number in range(9)]
     assert [bytes(view) for view in views] == [bytes([number]) * 3_000 for number in range(9)]
-    assert files_open_in(tmp_path) == 2 * 3, "each file and its map hold four frames"
+    assert files_open_in(tmp_path) == 2 * 3, (
+        "the frames are not in three files, each with a descriptor and a map"
+    )
     large = storage.put(bytes(100_000))
     assert len(large) == 100_000
     assert all(view.readonly for view in [*views, large])
@@ -112,7 +114,7 @@ async def test_a_full_disk_fails_the_stage_with_a_remedy(
     assert files_open_in(tmp_path) == 0
 
 
-async def test_all_stages_of_a_node_share_one_limit_on_the_disk(tmp_path: Path) -> None:
+async def test_all_stages_of_a_node_share_one_disk_limit(tmp_path: Path) -> None:
     budget = ScratchBudget(Memory(bytes=4 * mmap.PAGESIZE), tmp_path)
     storage = FolderStorage(tmp_path, budget)
     one, other = (FrameStore(storage, SimExecutor(), 0) for _ in range(2))
@@ -126,7 +128,7 @@ async def test_all_stages_of_a_node_share_one_limit_on_the_disk(tmp_path: Path) 
     assert is_payload(await other.keep(payload_of(5)), 5)
 
 
-async def test_stages_preserve_the_nodes_reserve_of_disk(tmp_path: Path) -> None:
+async def test_stages_leave_the_nodes_own_disk_reserve_untouched(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     storage = FolderStorage(tmp_path, ScratchBudget(Resources().scratch, tmp_path, 2 * free))
     with pytest.raises(StageFailed, match="for the node itself"):
@@ -135,12 +137,13 @@ async def test_stages_preserve_the_nodes_reserve_of_disk(tmp_path: Path) -> None
 
 
 TINY_BYTES_MAX = 20_000
-"""The size of a step of the small model: two frames."""
+"""Size of one step of the small model: two frames."""
 TINY = ServiceSettings(run_service=RunServiceSettings(frames_bytes_max=TINY_BYTES_MAX))
 
 
 def watched_stores(seen: list[tuple[FrameStore, int]]) -> Parts:
-    """Return the class of stores that are collected, each with its size after each frame it kept."""
+    """Return parts in which each frame store appends itself and its size to `seen` after each frame that it
+    kept."""
 
     class WatchedStore(FrameStore):
         async def keep(self, payload: Payload) -> Payload:
@@ -152,7 +155,7 @@ def watched_stores(seen: list[tuple[FrameStore, int]]) -> Parts:
 
 
 class SpillingStorage(MemoryStorage):
-    """Keeps blobs in memory, and spills frames to the disk."""
+    """Keeps blobs in memory, spills frames to the disk, and records the sizes of the spilled frames."""
 
     def __init__(self, folder: FolderStorage, spilled: list[int]) -> None:
         super().__init__()
@@ -164,7 +167,7 @@ class SpillingStorage(MemoryStorage):
 
 
 class FirstFullStorage(MemoryStorage):
-    """Has no room for frames if it is the first of a swarm to spill any."""
+    """Has no room for frames if it is the first storage of a swarm that must spill a frame."""
 
     def __init__(self, full: list[MemoryStorage]) -> None:
         super().__init__()
@@ -178,7 +181,7 @@ class FirstFullStorage(MemoryStorage):
         return super().spill(data)
 
 
-def test_a_run_with_spilled_frames_survives_a_death_exactly(tmp_path: Path) -> None:
+def test_a_run_with_spilled_frames_stays_exact_after_a_death(tmp_path: Path) -> None:
     seen: list[tuple[FrameStore, int]] = []
     folder, spilled = FolderStorage(tmp_path), list[int]()
     storages = {name: SpillingStorage(folder, spilled) for name in "abcde"}
@@ -208,7 +211,7 @@ def test_a_run_with_spilled_frames_survives_a_death_exactly(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stage_without_room_for_frames_is_dropped() -> None:
+def test_a_stage_without_room_for_its_frames_is_replaced() -> None:
     full: list[MemoryStorage] = []
     storages = {name: FirstFullStorage(full) for name in "abcde"}
     reasons: list[str] = []

@@ -1,4 +1,5 @@
-"""The GPUs that torch may use, in its order: as the environment permits them, and as Linux lists AMD's."""
+"""The GPUs that torch may use, in torch's order: as the environment permits them, and as Linux lists AMD's
+GPUs."""
 
 from functools import partial
 from pathlib import Path
@@ -25,12 +26,12 @@ from node.services.gpus import KFD, Gpu, gpus, visible
         ("GPU-cc, 0", [2, 0]),
     ],
 )
-def test_the_environment_selects_and_orders_gpus(said: str | None, found: list[int]) -> None:
+def test_the_environment_selects_and_orders_the_gpus(said: str | None, found: list[int]) -> None:
     assert visible(said, 3, ["GPU-aa11", "GPU-bb22", "GPU-cc33"]) == found
 
 
 def system_of(folder: Path, gpus_bytes: list[tuple[int, int]]) -> Path:
-    """A /sys as Linux shows one processor and AMD's GPUs, each of (total, used) bytes."""
+    """Make a /sys folder as Linux shows one processor and AMD's GPUs, each with (total, used) bytes."""
     for number in range(len(gpus_bytes) + 1):
         node = folder / KFD / str(number)
         node.mkdir(parents=True)
@@ -44,7 +45,7 @@ def system_of(folder: Path, gpus_bytes: list[tuple[int, int]]) -> Path:
     return folder
 
 
-def test_gpus_of_amd_are_found_where_torch_was_built_for_them(tmp_path: Path) -> None:
+def test_amd_gpus_are_found_if_torch_was_built_for_them(tmp_path: Path) -> None:
     system = system_of(tmp_path, [(16 << 30, 1 << 30), (8 << 30, 0)])
     found_by = partial(gpus, version_of=lambda _: "2.13.0+rocm7")
     both = [Gpu(16 << 30, 15 << 30), Gpu(8 << 30, 8 << 30)]
@@ -55,7 +56,7 @@ def test_gpus_of_amd_are_found_where_torch_was_built_for_them(tmp_path: Path) ->
     assert found_by({}, tmp_path / "nothing")[0] == []
 
 
-def test_measuring_processes_see_the_nodes_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_processes_use_the_nodes_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.setenv("PEERLOOM_SECRET", "s")
     process = MeasuringProcesses().spawn(["tests.node.said_environment"])

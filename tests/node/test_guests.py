@@ -1,5 +1,5 @@
-"""Results, graphs and data of other peers' runs share one budget with their checkpoints; the oldest is
-evicted.
+"""Results, graphs and data of other peers' runs share one budget with the checkpoints of those runs. The
+oldest is evicted first.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ class Disk:
         self.storage.write(label, bytes(size))
 
 
-def test_the_oldest_is_evicted_for_the_newest_also_after_a_restart() -> None:
+def test_the_oldest_guest_is_evicted_for_the_newest_even_after_a_restart() -> None:
     disk = Disk()
     for label in ("first", "second"):
         disk.put(label, 40)
@@ -38,7 +38,7 @@ def test_the_oldest_is_evicted_for_the_newest_also_after_a_restart() -> None:
     assert disk.guests.bytes_here == 80
 
 
-def test_needed_guests_stay_and_failed_admissions_evict_nothing() -> None:
+def test_guests_in_use_stay_and_a_failed_admission_evicts_nothing() -> None:
     disk = Disk()
     for label in ("first", "second"):
         disk.put(label, 40)
@@ -50,7 +50,7 @@ def test_needed_guests_stay_and_failed_admissions_evict_nothing() -> None:
     assert disk.guests.labels == ("first", "third")
 
 
-def test_pinned_blobs_evict_files_but_pins_are_not_evicted() -> None:
+def test_pinned_blobs_evict_files_but_no_file_evicts_pinned_blobs() -> None:
     disk = Disk()
     disk.put("file", 60)
     name = disk.blobs.put(bytes(50))
@@ -64,7 +64,7 @@ def test_pinned_blobs_evict_files_but_pins_are_not_evicted() -> None:
     assert disk.guests.labels == ("another",)
 
 
-def test_own_files_do_not_count_as_guests() -> None:
+def test_the_nodes_own_files_do_not_count_as_guests() -> None:
     disk = Disk()
     disk.put("ours", 90)
     disk.guests.release("ours")
@@ -72,7 +72,7 @@ def test_own_files_do_not_count_as_guests() -> None:
     assert disk.storage.read("ours") == bytes(90)
 
 
-def test_the_number_of_guests_is_bounded_even_for_tiny_ones() -> None:
+def test_the_number_of_guests_is_limited_even_for_tiny_ones() -> None:
     disk = Disk()
     for number in range(GUESTS_MAX + 1):
         disk.put(str(number), 0)
@@ -80,7 +80,7 @@ def test_the_number_of_guests_is_bounded_even_for_tiny_ones() -> None:
     assert disk.guests.labels[0] == "1"
 
 
-def test_a_draft_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
+def test_a_draft_stays_invisible_until_it_is_committed(tmp_path: Path) -> None:
     storage = FolderStorage(tmp_path / "data")
     storage.write("folder/name", b"before")
     drafts = [storage.draft("folder/name") for _ in range(2)]

@@ -1,4 +1,5 @@
-"""The handshake of a stream on sockets: deadlines, outsiders, suites. Tests of deadlines use virtual time."""
+"""The handshake of a stream on sockets: deadlines, outsiders and cipher suites. Tests of deadlines use
+virtual time."""
 
 import os
 from functools import partial
@@ -48,7 +49,7 @@ async def answer_of(credentials: Credentials, stream: trio.SocketStream) -> byte
 
 
 @pytest.mark.parametrize("swarm", [Swarm("test"), PRIVATE], ids=["open", "private"])
-def test_a_dripped_answer_is_abandoned_at_the_deadline(swarm: Swarm) -> None:
+def test_an_answer_sent_byte_by_byte_is_abandoned_at_the_deadline(swarm: Swarm) -> None:
     async def answer_slowly(stream: trio.SocketStream) -> None:
         for byte in await answer_of(credentials("b", swarm), stream):
             await stream.send_all(bytes((byte,)))
@@ -67,7 +68,7 @@ def test_a_dripped_answer_is_abandoned_at_the_deadline(swarm: Swarm) -> None:
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
-async def test_unrequested_bytes_after_an_answer_are_refused() -> None:
+async def test_bytes_sent_too_early_after_an_answer_are_refused() -> None:
     async def answer_and_go_on(stream: trio.SocketStream) -> None:
         answer = await answer_of(credentials("b", Swarm("test")), stream)
         await stream.send_all(answer + b"and more")
@@ -85,7 +86,7 @@ async def test_unrequested_bytes_after_an_answer_are_refused() -> None:
 # --- on real networks ------------------------------------------------------------------------------
 
 
-async def test_members_of_a_private_swarm_connect_during_a_key_rotation() -> None:
+async def test_members_of_a_private_swarm_connect_while_its_key_rotates() -> None:
     old, both, new = (
         make_network(letter, keys=keys)
         for letter, keys in (("a", [KEY]), ("b", [OTHER_KEY, KEY]), ("c", [OTHER_KEY]))
@@ -111,7 +112,7 @@ async def test_outsiders_are_counted_and_get_no_answer() -> None:
         await until(lambda: member.counters["handshakes_by_outsiders"] == 3)
 
 
-async def test_peers_without_a_common_suite_report_it() -> None:
+async def test_peers_without_a_common_cipher_suite_report_it() -> None:
     alice, bob = make_network("a", suites=["AESGCM"]), make_network("b", suites=["ChaChaPoly"])
     async with running(bob):
         with pytest.raises(Unreachable, match="it takes only ChaChaPoly") as refusal:
@@ -120,7 +121,7 @@ async def test_peers_without_a_common_suite_report_it() -> None:
         await until(lambda: bob.counters["handshakes_refused"] == 1)
 
 
-async def test_a_wrong_guess_of_the_suite_still_yields_a_stream() -> None:
+async def test_a_wrongly_guessed_cipher_suite_still_yields_a_stream() -> None:
     alice, bob = make_network("a"), make_network("b", suites=["ChaChaPoly"])
     bob.handle(BULK, echo)
     async with running(alice, bob):
@@ -130,15 +131,15 @@ async def test_a_wrong_guess_of_the_suite_still_yields_a_stream() -> None:
         assert await stream.receive() == b"all is well"
 
 
-def test_an_unknown_suite_is_a_local_error() -> None:
+def test_an_unknown_cipher_suite_is_a_local_error() -> None:
     with pytest.raises(LocalProtocolError, match="does not exist"):
         make_network("a", suites=["ROT13"])
 
 
-def test_a_handshake_uses_fresh_ephemeral_keys_each_time() -> None:
+def test_each_handshake_uses_fresh_ephemeral_keys() -> None:
     ours = credentials("a", suites=preferred(has_aes=True))
     first, second = (ours.handshake(initiator=True).start() for _ in range(2))
-    # Neither the X25519 key, nor the ML-KEM key after it if there is one.
+    # The X25519 keys differ, and so do the ML-KEM keys that follow them, if there are any.
     assert first[-64:-32] != second[-64:-32]
     assert first[8:40] != second[8:40]
 
@@ -146,7 +147,7 @@ def test_a_handshake_uses_fresh_ephemeral_keys_each_time() -> None:
 @pytest.mark.parametrize(
     ("text", "first"), [("flags\t: fpu aes sse\n", "AESGCM"), ("flags : fpu vaes paes\n", "ChaChaPoly")]
 )
-def test_the_cpu_decides_which_cipher_comes_first(tmp_path: Any, text: str, first: str) -> None:
+def test_the_cpu_decides_which_cipher_suite_is_preferred(tmp_path: Any, text: str, first: str) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     assert default_suites(str(tmp_path / "cpuinfo"))[0].cipher == first
     assert default_suites(str(tmp_path / "none"))[0].cipher == "AESGCM"

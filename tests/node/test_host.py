@@ -1,4 +1,4 @@
-"""A stage in its own process answers like one in this process, and its death is only an error."""
+"""A stage in a process of its own answers like a stage in this process, and its death is only an error."""
 
 import dataclasses
 import os
@@ -85,7 +85,7 @@ SPECIFICATION = StageSpecification(
     optimizer=OptimizerSettings("adam", learning_rate=1e-3),
     allow_unfenced=True,
 )
-"""It may run on any kernel; other tests cover kernels that lack a fence."""
+"""The settings of the test's stage. It may run on any kernel; other tests cover kernels that lack a fence."""
 ALLOWANCE = allowance_of(SPECIFICATION, len(encode(SPECIFICATION)))
 LARGE_ALLOWANCE = dataclasses.replace(
     ALLOWANCE, message_bytes_max=2 * LARGE_BYTES, payload_bytes_max=LARGE_BYTES
@@ -102,7 +102,7 @@ FORWARD = Forward(
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended and was reaped."""
+    """Return whether the process has ended and was reaped."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -112,7 +112,7 @@ def gone(pid: int) -> bool:
 
 @asynccontextmanager
 async def opened() -> AsyncIterator[StageHost]:
-    """A stage that is closed and removed at the end."""
+    """Yield a stage that is closed at the end; check that its process is gone."""
     host = await StageHost.open(encode(SPECIFICATION))
     try:
         yield host
@@ -121,7 +121,7 @@ async def opened() -> AsyncIterator[StageHost]:
         assert gone(host.pid)
 
 
-async def test_a_stage_in_a_process_answers_as_one_in_this_process() -> None:
+async def test_a_stage_in_a_process_answers_like_one_in_this_process() -> None:
     torch.set_num_threads(SPECIFICATION.threads)  # gradient sums depend on how samples are split
     arenas = {name: memoryview(bytearray(size)) for name, size in arena_bytes(SPECIFICATION).items()}
     local = StageExecutor(SPECIFICATION, arenas)
@@ -141,7 +141,7 @@ async def test_a_stage_in_a_process_answers_as_one_in_this_process() -> None:
         local.handle(Apply(0, SAMPLES))
         assert {name: bytes(host.vector(name)) for name in ARENAS} == arenas
 
-        # A refusal is an answer; so are bytes that are no request, and a request that is too long.
+        # A refusal is an answer. Bytes that are not a request and a request that is too long are refused too.
         await host.call(FORWARD)
         with pytest.raises(StageFailed, match="second time"):
             await host.call(FORWARD)
@@ -155,7 +155,7 @@ async def test_a_stage_in_a_process_answers_as_one_in_this_process() -> None:
         assert isinstance(exported, Exported)
         assert isinstance(await host.call(Import(exported.data)), StageDone)
 
-        # Calls of several tasks are served in the order they were made.
+        # Calls of several tasks are served in the order in which they were made.
         answers: list[object] = []
 
         async def ask(request: object) -> None:
@@ -175,7 +175,7 @@ async def test_a_stage_in_a_process_answers_as_one_in_this_process() -> None:
         host.vector("parameters")
 
 
-async def test_a_rejected_stage_fails_to_open_with_the_reason() -> None:
+async def test_a_rejected_stage_does_not_open_and_gives_the_reason() -> None:
     operators = ("aten.from_file.default", *SPECIFICATION.graph.operators[1:])
     graph = msgspec.structs.replace(SPECIFICATION.graph, operators=operators)
     with pytest.raises(StageFailed, match="from_file"):
@@ -213,7 +213,7 @@ async def test_an_unfenced_stage_opens_only_if_allowed(allowed: bool) -> None:
     assert said == "open\n" if allowed else "cannot be fenced in here: files: no landlock" in said
 
 
-async def test_a_thread_before_the_fences_fails_the_stage(
+async def test_a_thread_started_before_the_fences_fails_the_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
@@ -225,7 +225,7 @@ async def test_a_thread_before_the_fences_fails_the_stage(
         await StageHost.open(encode(SPECIFICATION))
 
 
-async def test_a_killed_stage_fails_its_call_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_killed_stage_fails_its_own_calls_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEERLOOM_SECRET", "hush")
     async with opened() as other:
         async with opened() as host:
@@ -253,7 +253,7 @@ async def test_a_killed_stage_fails_its_call_and_nothing_else(monkeypatch: pytes
         assert bytes(parameters) == before  # the average can still be read
         assert not LINUX or not scratch.exists()  # noqa: ASYNC240 - it only looks
 
-        # A stage that stops answering delays only its own calls; the other stage is served meanwhile.
+        # A stage that stops answering delays only its own calls. Meanwhile the other stage is served.
         frozen = StageHost(ALLOWANCE, stalled_seconds=0.3)
         os.kill(frozen.pid, signal.SIGSTOP)
         async with trio.open_nursery() as nursery:
@@ -269,8 +269,8 @@ async def test_a_killed_stage_fails_its_call_and_nothing_else(monkeypatch: pytes
 
 
 def holds_nothing_of_the_nodes(pid: int) -> None:
-    """Its environment holds no secret, and it has no descriptor but the link, /dev/null, arenas
-    and stderr.
+    """Check that the process's environment holds no secret, and that its only descriptors are the link,
+    /dev/null, arenas and stderr.
     """
     with open(f"/proc/{pid}/environ", "rb") as file:
         assert b"hush" not in file.read()
@@ -279,7 +279,7 @@ def holds_nothing_of_the_nodes(pid: int) -> None:
     assert sum(path.startswith("socket:") for path in held) == 1
 
 
-def test_a_killed_nodes_folder_is_removed_but_one_in_use_is_not(tmp_path: Path) -> None:
+def test_a_killed_nodes_folder_is_removed_unless_still_in_use(tmp_path: Path) -> None:
     program = (
         "import os, signal; from node.stages.scratch import Scratch\n"
         "open(Scratch().path + '/left', 'w').close(); os.kill(os.getpid(), signal.SIGKILL)"
@@ -294,8 +294,8 @@ def test_a_killed_nodes_folder_is_removed_but_one_in_use_is_not(tmp_path: Path) 
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_folder_that_another_user_left_stays(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a folder")
+def test_a_folder_of_another_user_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "peerloom-stage-theirs").mkdir()
     os.chown(tmp_path / "peerloom-stage-theirs", 65_534, 65_534)
     remove_forgotten(str(tmp_path))
@@ -303,7 +303,7 @@ def test_a_folder_that_another_user_left_stays(tmp_path: Path) -> None:
 
 
 def running(program: str, budget: ScratchBudget | None = None) -> StageProgram:
-    """A process that replaces a stage's process and runs this program."""
+    """Return a stage process that runs this program instead of a stage."""
 
     class Program(StageProgram):
         command = ("-c", program)
@@ -321,10 +321,10 @@ def running(program: str, budget: ScratchBudget | None = None) -> StageProgram:
         ("[open(str(number), 'w').close() for number in range(1_001)]", "more than 1000 files"),
     ],
 )
-async def test_files_of_a_stages_process_count_towards_the_limit(
+async def test_files_that_a_stages_process_writes_count_toward_the_limit(
     tmp_path: Path, written: str, reason: str
 ) -> None:
-    """On systems, or with devices, where the process is not kept from writing."""
+    """This matters on systems or devices where the fences do not keep the process from writing."""
     program = f"{written}; import sys, time; time.sleep(60)"
     budget = ScratchBudget(Memory(bytes=4 << 20), tmp_path)
     budget.take(2 << 20)  # a file of another stage
@@ -347,7 +347,7 @@ async def test_a_late_answer_fails_the_stage() -> None:
 
 
 class BareAllowance(Allowance):
-    """Has no room for what a process takes before its specification."""
+    """Allows no memory for what a process needs before it gets its specification."""
 
     @property
     def watched_bytes(self) -> int:
@@ -355,7 +355,7 @@ class BareAllowance(Allowance):
 
 
 async def test_a_stage_that_takes_too_much_memory_is_killed() -> None:
-    # Torch alone uses more than a MiB; the expected specification never comes.
+    # Torch alone uses more than a MiB. The process waits for a specification that never comes.
     host = StageHost(BareAllowance(**vars(ALLOWANCE) | {"own_bytes": 1 << 20}))
     with pytest.raises(StageFailed, match=r"took \d+ MiB, at most 1 allowed"):
         await host._start_up(encode(SPECIFICATION), 30.0)
@@ -364,7 +364,8 @@ async def test_a_stage_that_takes_too_much_memory_is_killed() -> None:
 
 
 def answered(message: object, *, behind: int = 0, first: int = 0, second: int = 0) -> bytes:
-    """Bytes as the process would send them, with sizes that it claims and x behind them."""
+    """Return an answer as the process would send it: a header with the claimed sizes, the message, and
+    `behind` bytes after it."""
     data = message if isinstance(message, bytes) else encode(message)
     return Header(len(data), behind, first, second).encode() + data + b"x" * behind
 
@@ -400,7 +401,7 @@ async def test_a_process_that_answers_garbage_has_failed(garbage: str) -> None:
 
 
 @given(st.binary(max_size=64), st.binary(max_size=64))
-def test_a_message_survives_splitting_and_joining(first: bytes, second: bytes) -> None:
+def test_a_message_sent_in_pieces_is_put_together(first: bytes, second: bytes) -> None:
     bundles = [msgspec.structs.replace(BUNDLE, data=data) for data in (first, second)]
     messages: list[Request | Reply] = [
         Forward(3, 4, True, bundles[0], bundles[1], sign=-1),
@@ -460,7 +461,7 @@ async def test_messages_of_megabytes_arrive_whole(monkeypatch: pytest.MonkeyPatc
     assert exported == Exported(bytes(LARGE_BYTES))
 
 
-async def test_a_copying_call_fails_when_its_stage_is_closed() -> None:
+async def test_a_call_being_copied_fails_if_its_stage_is_closed() -> None:
     host = StageHost(
         dataclasses.replace(ALLOWANCE, message_bytes_max=2 * LARGE_BYTES, payload_bytes_max=LARGE_BYTES)
     )
@@ -477,7 +478,7 @@ async def test_a_copying_call_fails_when_its_stage_is_closed() -> None:
         await host.aclose()
 
 
-async def test_a_cancelled_call_ends_the_process_so_that_answers_stay_in_order() -> None:
+async def test_a_cancelled_call_ends_the_process() -> None:
     before = os.listdir("/proc/self/fd") if LINUX else []
     host = StageHost(ALLOWANCE)  # the process waits for its specification, so the call can be cancelled
     os.kill(host.pid, signal.SIGSTOP)
@@ -505,17 +506,17 @@ async def test_closing_a_stage_ends_a_waiting_call() -> None:
         await host.aclose()
 
 
-async def test_a_process_that_is_not_ready_in_time_is_ended() -> None:
+async def test_a_process_that_is_not_ready_in_time_is_killed() -> None:
     with pytest.raises(StageFailed, match=r"was not ready within 0\.01 s"):
         await StageHost.open(encode(SPECIFICATION), start_seconds=0.01)
 
 
-async def test_a_specification_of_garbage_starts_no_process() -> None:
+async def test_an_invalid_specification_starts_no_process() -> None:
     with pytest.raises(RemoteProtocolError):
         await RealExecutor().open_stage(b"garbage")
 
 
-async def test_a_process_that_fails_reports_its_last_line() -> None:
+async def test_a_process_that_fails_is_reported_with_its_last_line() -> None:
     host = StageHost(ALLOWANCE)
     with pytest.raises(StageFailed, match=r"ended with status 1: .*RemoteProtocolError: not a valid message"):
         await host.call("no specification", seconds=60.0)
@@ -523,8 +524,8 @@ async def test_a_process_that_fails_reports_its_last_line() -> None:
     assert gone(host.pid)
 
 
-async def test_a_stage_dies_with_its_node() -> None:
-    """Even if the node is killed; then the file descriptors, and so the arenas, are gone as well."""
+async def test_a_stage_process_ends_when_its_node_is_killed() -> None:
+    """With the process its file descriptors are gone, and so are the arenas."""
     program = (
         "import sys, trio; from node.stages.host import StageHost\n"
         "async def main():\n"
@@ -570,19 +571,21 @@ async def test_a_stage_uses_the_spare_process_for_its_settings() -> None:
     kept = spare._program
     assert kept is not None
     spare.keep(SPECIFICATION.threads, SPECIFICATION.device)
-    assert spare._program is kept, "one is enough"
+    assert spare._program is kept, "a second spare process was started"
     assert spare.take(SPECIFICATION.threads + 1, SPECIFICATION.device) is None
     host = await StageHost.open(encode(SPECIFICATION), spare=spare)
     try:
         assert host.pid == kept.process.pid
         assert host.admitted.fences
         assert isinstance(await host.call(FORWARD), Forwarded)
-        assert spare.take(SPECIFICATION.threads, SPECIFICATION.device) is None, "the spare is taken"
+        assert spare.take(SPECIFICATION.threads, SPECIFICATION.device) is None, (
+            "a spare process that is in use was handed out again"
+        )
     finally:
         await host.aclose()
 
 
-def test_a_spare_process_that_died_or_is_dropped_leaves_nothing() -> None:
+def test_a_spare_process_that_died_or_was_discarded_leaves_nothing() -> None:
     spare = Spare()
     spare.keep(1, "cpu")
     first = spare._program
