@@ -109,7 +109,7 @@ REPORT = (
                     "that, so the claim is doubted, and the nearest place counts instead. No "
                     "run with `place` or `near` is placed there."
                 ),
-                "tests/node/test_places.py::test_latency_exposes_a_wrong_location_which_gets_no_stage",
+                "tests/node/test_places.py::test_round_trips_reveal_a_wrong_location_and_it_gets_no_stage",
             ),
             alternative("Every location is entered by hand; without one, `near` goes by round trips alone."),
         ),
@@ -246,7 +246,7 @@ REPORT = (
                     "The goodbye is lost, because here the process is killed. Within seconds "
                     "nobody lists the node; no ghost stays."
                 ),
-                "tests/node/test_leaving.py::test_a_process_that_cannot_end_in_order_ends_all_the_same",
+                "tests/node/test_leaving.py::test_a_process_that_cannot_leave_in_order_still_ends",
             ),
             alternative(
                 "It leaves while its run is under way. The requester first hands over, "
@@ -309,7 +309,7 @@ REPORT = (
             elsewhere(
                 EXCEPTIONAL,
                 "As 4.3.",
-                "tests/node/test_places.py::test_latency_exposes_a_wrong_location_which_gets_no_stage",
+                "tests/node/test_places.py::test_round_trips_reveal_a_wrong_location_and_it_gets_no_stage",
             ),
             alternative("The place is entered by hand, at the start or while the node runs."),
         ),
@@ -444,7 +444,7 @@ BEYOND = (
             elsewhere(
                 EXCEPTIONAL,
                 "A receipt for a run that this node never took part in is not signed.",
-                "tests/node/test_receipts.py::test_a_receipt_for_a_run_that_was_never_here_is_not_signed",
+                "tests/node/test_receipts.py::test_a_receipt_for_a_run_unknown_to_the_provider_is_not_signed",
             ),
         ),
     ),

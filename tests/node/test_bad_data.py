@@ -1,4 +1,4 @@
-"""Bad input of each loader gives the requester one clear error with the file name, before any peer computes."""
+"""Bad input gives the requester one clear error with the name of its file, before any peer computes."""
 
 import io
 import struct

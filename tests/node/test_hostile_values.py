@@ -1,6 +1,6 @@
-"""Values from members and strangers that once crashed the receiving node.
+"""Values from members and other peers that once crashed the node that received them.
 
-Tests contain no failures, so any bug of ours here ends the scenario.
+Tests do not contain failures, so any bug of ours ends the scenario here.
 """
 
 import io
@@ -58,7 +58,7 @@ ALICE, BOB = (Identity(bytes([number]) * 32).peer for number in (1, 2))
 
 
 def npz(**members: bytes) -> bytes:
-    """An archive with these files."""
+    """Write an archive with these files."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for name, data in members.items():
@@ -122,7 +122,7 @@ NOTICE: dict[str, Any] = {
 
 
 def told(event: RunEvent) -> RunEvent:
-    """Return the event as another member shows it. Raises RemoteProtocolError."""
+    """Return the event as a different member would show it. Raises RemoteProtocolError."""
     notice: Notice = decode(encode(Notice(bytes(32), news_of(event))), Notice, bytes_max=10_000)
     return event_of(notice.news, at=1.0, run="0" * 16)
 
@@ -136,7 +136,7 @@ def test_a_notice_with_impossible_values_is_refused(changes: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("seconds", [1e-320, 1e300, 1.7e308])
-def test_a_screen_shows_a_step_of_any_length(seconds: float) -> None:
+def test_the_screen_shows_a_step_of_any_length(seconds: float) -> None:
     screen = EventScreen()
     screen._runs._steps["0" * 16] = 10_000_000
     event = StepCommitted(**(NOTICE | {"seconds": seconds}))
@@ -144,7 +144,7 @@ def test_a_screen_shows_a_step_of_any_length(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("step", [21, STEPS_MAX + 1, 2**63 - 1])
-def test_a_step_beyond_the_end_is_refused_and_stops_nothing(step: int) -> None:
+def test_a_step_beyond_the_last_is_refused_and_stops_no_run(step: int) -> None:
     async def scenario() -> None:
         async with swarm("ab") as group:
 
@@ -181,7 +181,7 @@ def test_an_open_for_missing_held_out_samples_is_refused() -> None:
 
 
 async def disturbed(group: Swarm, lie: Callable[[Node, Node, Plan], Any], **changes: Any) -> None:
-    """Play a run whose committer `a` lies to `b` after the first step; the run must still end well."""
+    """Play a run whose committer `a` lies to `b` after the first step. The run must still end well."""
     a, b = group.nodes["a"], group.nodes["b"]
     run = prepare(a, manifest(stages=1, replicas=1, steps=20, **changes))
     with a.watch() as events:
@@ -201,7 +201,7 @@ async def disturbed(group: Swarm, lie: Callable[[Node, Node, Plan], Any], **chan
         assert [end.outcome for end in ends] == ["done"], name
 
 
-async def test_forty_concurrent_checkpoints_are_written_one_by_one(tmp_path: Path) -> None:
+async def test_forty_concurrent_checkpoints_are_written_one_at_a_time(tmp_path: Path) -> None:
     storage = FolderStorage(tmp_path)
 
     class Executor:
@@ -262,7 +262,7 @@ def test_two_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path) -> No
     assert [file.name for file in (tmp_path / "runs/a").iterdir()] == ["newest"]
 
 
-def test_names_that_a_screen_cannot_encode_are_still_shown() -> None:
+def test_names_that_a_screen_cannot_encode_are_shown() -> None:
     program = (
         "import sys; from node.cli.errors import dispatch; from node.cli.render import show\n"
         "import typer; app = typer.Typer()\n"
@@ -295,7 +295,7 @@ def test_a_step_is_reported_for_any_claimed_rounding(pair: tuple[float, float]) 
 
 
 @pytest.mark.parametrize("name", ["sent_bytes", "returned_bytes", "replayed"])
-def test_claimed_sent_bytes_of_all_replicas_fit_the_wire(name: str) -> None:
+def test_claimed_sent_bytes_of_all_replicas_fit_one_message(name: str) -> None:
     def taken(count: int) -> Work:
         work: Work = decode(encode(replace(Work(), **{name: count})), Work, bytes_max=1_000)
         return work

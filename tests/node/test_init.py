@@ -1,4 +1,4 @@
-"""`peerloom init` and `examples`: generated files contain every key and are valid."""
+"""`peerloom init` and `examples`: the files that they write contain every key and are valid."""
 
 import re
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from node.protocols.data_table import DataTable
 from node.protocols.run_file import RunFile, check_run_file
 
 WITHOUT_A_DEFAULT = re.compile(r"name = \"lab-1\"|data_dir = |\w+ = \.\.\.")
-"""The machine's name, its user's folder, and the replacement for `steps`."""
+"""Values that differ by machine: its name, its user's folder, and the replacement for `steps`."""
 
 
 def uncommented(lines: list[str]) -> str:
-    """Return the file after a user uncomments each key."""
+    """Return the file as it is after a user has uncommented each key."""
     keys = (re.sub(r"^# (?=\w+ = )", "", line) for line in lines)
     return "\n".join(line for line in keys if not WITHOUT_A_DEFAULT.match(line))
 
@@ -37,7 +37,7 @@ def keys_of(table: Any, above: str = "") -> Iterator[str]:
             yield above + name
 
 
-def test_each_key_has_its_text() -> None:
+def test_each_key_has_a_description() -> None:
     assert set(NODE_KEYS) == {".".join(rule.key) for rule in RULES} == set(keys_of(ConfigFile()))
     assert set(RUN_KEYS) == set(keys_of(RunFile()))
     assert set(DATA_KEYS) == set(DataTable.__struct_fields__)

@@ -1,4 +1,4 @@
-"""A node that introduces two peers forwards their messages until they dial, and nothing else."""
+"""A node that introduces two peers forwards only their messages, and only until they dial each other."""
 
 from collections import Counter
 from random import Random
@@ -48,7 +48,7 @@ async def open_with(network: RealNetwork, common: PeerId, *messages: object) -> 
 
 
 @pytest.mark.parametrize("is_honest", [True, False])
-async def test_two_peers_exchange_only_what_punching_needs_through_a_third(is_honest: bool) -> None:
+async def test_peers_exchange_only_messages_for_punching_through_a_third(is_honest: bool) -> None:
     common, asker, target = (make_network(letter) for letter in "cat")
     counters: Counter[str] = Counter()
     async with running(common, asker, target):
@@ -86,7 +86,7 @@ async def test_two_peers_exchange_only_what_punching_needs_through_a_third(is_ho
     assert counters["introductions"] == 1
 
 
-async def test_a_peer_that_was_not_heard_from_is_introduced_to_nobody() -> None:
+async def test_a_peer_that_sent_nothing_is_introduced_to_no_peer() -> None:
     common, asker = make_network("c"), make_network("a")
     counters: Counter[str] = Counter()
     async with running(common, asker):
@@ -108,7 +108,7 @@ class SteppedClock(RealClock):
         return super().monotonic() + self.ahead_seconds
 
 
-async def test_one_liar_blocks_neither_others_nor_the_peers_it_names() -> None:
+async def test_a_liar_blocks_neither_others_nor_the_peers_it_names() -> None:
     clock = SteppedClock()
     target, greedy, honest = (make_network(letter) for letter in "tgh")
     named = peer_ids(COMING_MAX)
@@ -144,7 +144,7 @@ async def test_one_liar_blocks_neither_others_nor_the_peers_it_names() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_peers_sought_in_vain_do_not_block_others() -> None:
+async def test_peers_that_cannot_be_found_do_not_block_others() -> None:
     network = make_network("n")
     *invented, honest = peer_ids(SOUGHT_MAX + SEEKING_MAX + 1)
     begun: list[PeerId] = []

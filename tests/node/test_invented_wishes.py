@@ -1,4 +1,4 @@
-"""Invented runs that ask only once do not fill a queue for slots."""
+"""Invented runs that ask only once do not fill the queue for slots."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,7 +18,7 @@ class Clock:
 
 
 def queue(clock: Clock) -> Queue:
-    """A queue for one slot, which is occupied."""
+    """Return a queue for one slot, which is occupied."""
     taken = PeerId(bytes([9]) * 38)
     served = cast("Any", SimpleNamespace(id=b"served", requester=taken))
     runs = SimpleNamespace(
@@ -53,7 +53,7 @@ def test_invented_runs_give_way_to_a_real_one() -> None:
             waiting.ask(*run_of(number + int(100 * clock.now)), None)
         found = waiting.ask(honest, run, None)
         assert isinstance(found, Declined)
-        assert run.id in waiting._turns._waiting, "the real run has kept its place and its age"
+        assert run.id in waiting._turns._waiting, "the real run lost its place in the queue"
 
 
 def test_a_requester_with_many_runs_leaves_room_for_others() -> None:

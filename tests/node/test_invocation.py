@@ -1,4 +1,5 @@
-"""Commands in texts are written so that the reader's shell finds them, however the process was started."""
+"""Commands in texts are written in the form that the reader's shell finds, however the process was
+started."""
 
 import json
 import os
@@ -21,7 +22,7 @@ from tests.source import ROOT
 
 
 def advice(errors: str) -> str:
-    """The command after `do:` or `look:`, which ends before a comma or repeated blanks."""
+    """Return the command after `do:` or `look:`. The command ends before a comma or several blanks."""
     found = re.search(r"^  (?:do|look): ([^,]+?)(?:,|  |$)", errors, re.MULTILINE)
     assert found is not None, errors
     return found[1]
@@ -44,7 +45,7 @@ def test_a_script_off_the_path_is_called_by_its_shortest_path(tmp_path: Path) ->
     assert typed(f"cd 'a folder/deep'; {advice(again.stderr)} --version", tmp_path).returncode == 0
 
 
-def test_another_peerloom_on_the_path_is_not_mistaken_for_ours(tmp_path: Path) -> None:
+def test_a_different_peerloom_on_the_path_is_not_mistaken_for_ours(tmp_path: Path) -> None:
     console_script(tmp_path / "ours")
     other = console_script(tmp_path / "other")
     assert advice(typed("ours/peerloom status", tmp_path, [other.parent]).stderr) == "ours/peerloom"
@@ -67,7 +68,7 @@ def test_the_module_is_called_with_the_interpreter_as_typed(tmp_path: Path) -> N
     assert advice(typed(f"{sys.executable} -m node status", tmp_path).stderr) == f"{shortest} -m node"
 
 
-def test_a_program_that_embeds_a_node_shows_the_module() -> None:
+def test_a_program_with_a_node_inside_shows_the_module_form() -> None:
     error = UsageError("no run", "look: `peerloom runs`, or `peerloom sim lan`")
     assert error.do == "look: python -m node runs, or python -m node sim lan"
     assert error.written == ("no run", "look: `peerloom runs`, or `peerloom sim lan`")
@@ -86,7 +87,7 @@ def test_only_spans_of_commands_are_rewritten() -> None:
 
 @contextmanager
 def running(command: list[str], folder: Path, path: list[Path]) -> Iterator["subprocess.Popen[str]"]:
-    """A node started in `folder` and ended in order."""
+    """Run a node in `folder`, and stop it in order at the end."""
     flags = ["--listen", "127.0.0.1:0", "--no-lan", "--web", "off", "--preset", "local"]
     process = subprocess.Popen(
         [*command, *flags],
@@ -144,8 +145,8 @@ ONE_PLACE = {"node/invocation.py"}
 @pytest.mark.parametrize(
     "folder", ["node", "sim", "partition", "gossip", "dht", "crypto", "examples", "deploy"]
 )
-def test_only_one_place_spells_out_how_the_module_is_run(folder: str) -> None:
-    """All others write a command as a code span, which the reader's screen rewrites."""
+def test_only_one_function_spells_out_how_the_module_is_run(folder: str) -> None:
+    """All other code writes a command as a code span, which the reader's screen rewrites."""
     wrong = []
     for path in sorted((ROOT / folder).rglob("*")):
         place = path.relative_to(ROOT).as_posix()
@@ -155,7 +156,7 @@ def test_only_one_place_spells_out_how_the_module_is_run(folder: str) -> None:
 
 
 def test_every_command_in_a_text_is_a_code_span() -> None:
-    """Otherwise the reader's screen cannot rewrite it."""
+    """The reader's screen can rewrite a command only if it is a code span."""
     commands = typer.main.get_command(app)
     names = "|".join(commands.list_commands(typer.Context(commands)))  # type: ignore[attr-defined]  # a group, as it has commands
     bare = re.compile(rf"(?<![`\w./-])peerloom (?:{names}|--\w)")
@@ -167,7 +168,7 @@ def test_every_command_in_a_text_is_a_code_span() -> None:
     assert wrong == []
 
 
-def test_a_command_with_parsed_output_keeps_its_spans(tmp_path: Path) -> None:
+def test_output_that_programs_parse_keeps_code_spans_unchanged(tmp_path: Path) -> None:
     script = console_script(tmp_path / "bin")
     (tmp_path / "broken.peerloom").write_text("{}")
     plain = typed("peerloom model show broken.peerloom", tmp_path, [script.parent])

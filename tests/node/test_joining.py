@@ -1,4 +1,4 @@
-"""Joining through several addresses at once, on 127.0.0.1."""
+"""Joining through several addresses simultaneously, on 127.0.0.1."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -39,7 +39,7 @@ def shown(state: State) -> list[str]:
     return [line for line in run_lines(run_document(state.runs[RUN])) if line.startswith("  last round")]
 
 
-def test_a_run_names_its_last_round_with_its_peers_and_its_error() -> None:
+def test_a_run_shows_its_newest_round_with_peers_and_error() -> None:
     state = began()
     assert run_document(state.runs[RUN])["last_round"] is None
     assert shown(state) == []

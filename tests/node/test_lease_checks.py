@@ -1,4 +1,5 @@
-"""The cost of lease requests: small, one check at a time, and none for repeated requests."""
+"""The cost of lease requests: each is small, checks run one at a time, and a repeated request needs no
+check."""
 
 import threading
 from collections.abc import Awaitable, Callable
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 
 class CountingExecutor(SimExecutor):
-    """Count the checks computed in a thread."""
+    """Count the checks that are computed in a thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ def with_node(test: Callable[[Node, Node, Node], Awaitable[None]]) -> None:
 
 
 async def lease(sender: Node, receiver: Node, number: int) -> wire.Reply:
-    """Request a lease with a new manifest, and give the slot back."""
+    """Request a lease for a new manifest, and give the slot back."""
     run = prepare(sender, manifest(microbatches=number))
     plan = plan_of(run, receiver.peer)
     reply = await calls.ask(
@@ -64,7 +65,7 @@ async def lease(sender: Node, receiver: Node, number: int) -> wire.Reply:
     return reply
 
 
-def test_only_a_peer_that_floods_lease_requests_is_slowed_down() -> None:
+def test_only_a_peer_that_floods_lease_requests_is_delayed() -> None:
     async def test(a: Node, b: Node, c: Node) -> None:
         began = trio.current_time()
         replies = [await lease(b, a, number) for number in range(1, BURST + 12)]
@@ -78,7 +79,7 @@ def test_only_a_peer_that_floods_lease_requests_is_slowed_down() -> None:
     with_node(test)
 
 
-def test_a_repeated_lease_request_is_not_computed_again() -> None:
+def test_a_repeated_lease_request_is_not_checked_again() -> None:
     async def test(a: Node, _b: Node, _c: Node) -> None:
         executor = CountingExecutor()
         checks = LeaseChecks(ALICE, executor, RealClock(), lambda: MACHINE)
@@ -97,7 +98,7 @@ def test_a_repeated_lease_request_is_not_computed_again() -> None:
     with_node(test)
 
 
-async def test_slow_checks_for_strangers_run_one_at_a_time() -> None:
+async def test_slow_checks_for_unknown_peers_run_one_at_a_time() -> None:
     executor = RealExecutor(threads=1)
     running, go_on = threading.Semaphore(0), threading.Semaphore(0)
     at_once: list[int] = []

@@ -1,4 +1,4 @@
-"""A node that leaves, also while it still looks for its swarm."""
+"""A node leaves in order, even while it is still looking for its swarm."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from tests.node.simulated import simulated_node
 from tests.stack import manifest, prepare, simulate, swarm
 
 
-def test_a_node_may_leave_while_its_first_dial_is_under_way() -> None:
+def test_a_node_may_leave_while_its_first_dial_is_in_progress() -> None:
     medium = SimNetworkFabric(SimLinks(NetworkModel(), 1))
     events: list[object] = []
 
@@ -31,7 +31,7 @@ def test_a_node_may_leave_while_its_first_dial_is_under_way() -> None:
     assert sum(isinstance(event, NodeStopped) for event in events) == 2
 
 
-def test_a_node_leaves_within_bounds_without_a_successor() -> None:
+def test_a_node_without_a_successor_leaves_within_a_time_limit() -> None:
     async def scenario() -> None:
         async with swarm("abc") as group:
             run = prepare(group.nodes["a"], manifest(replicas=1, steps=100_000))
@@ -48,12 +48,14 @@ def test_a_node_leaves_within_bounds_without_a_successor() -> None:
             began = trio.current_time()
             await node.leave()
             assert trio.current_time() - began < END_SECONDS_MAX
-            assert node.runs.left == {run.text: False}, "the node reports it"
+            assert node.runs.left == {run.text: False}, (
+                "the node did not report that nobody took over its part"
+            )
 
     simulate(scenario)
 
 
-def test_a_node_that_hands_its_part_over_reports_it() -> None:
+def test_a_node_that_hands_its_part_over_says_so() -> None:
     async def scenario() -> None:
         async with swarm("abcdef", preset="lan") as group:
             run = prepare(group.nodes["a"], manifest(steps=100_000))
@@ -71,7 +73,7 @@ def test_a_node_that_hands_its_part_over_reports_it() -> None:
     simulate(scenario)
 
 
-def test_a_node_that_said_goodbye_publishes_nothing_more() -> None:
+def test_a_node_that_said_goodbye_publishes_no_more_records() -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             node = group.nodes["a"]
@@ -85,7 +87,7 @@ def test_a_node_that_said_goodbye_publishes_nothing_more() -> None:
     simulate(scenario)
 
 
-def test_a_process_that_cannot_end_in_order_ends_all_the_same() -> None:
+def test_a_process_that_cannot_leave_in_order_still_ends() -> None:
     program = (
         "import time; from node import process; process.END_SECONDS_MAX = 0.2\n"
         "with process._forced_end(): time.sleep(60)"

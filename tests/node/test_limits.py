@@ -1,4 +1,5 @@
-"""An owner's limits: enforced by measurement, changed while the node runs, and corrected if wrong."""
+"""An owner's limits: they are enforced by measurement, changed while the node runs, and corrected if
+wrong."""
 
 import os
 from pathlib import Path
@@ -51,7 +52,7 @@ peer_cache = "30%"
 """
 
 
-def test_every_owners_rule_is_a_file_setting_changeable_at_run_time(tmp_path: Path) -> None:
+def test_every_rule_of_an_owner_can_be_set_at_run_time(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text(FILE)
     found = config.Config.load(file)
@@ -73,7 +74,7 @@ def test_an_invalid_rate_is_refused(text: str) -> None:
 # Wrong declarations
 
 
-def test_a_wrong_declaration_is_corrected_at_the_start_and_reported() -> None:
+def test_a_wrong_declaration_is_corrected_at_start_and_reported() -> None:
     declared = config.Resources(device="cuda:7", memory=Memory(bytes=10**15), cores=4_000)
     found = measure(declared)
     assert (found.device, found.cores) == ("cpu", os.cpu_count())
@@ -115,7 +116,7 @@ def test_a_rate_limit_covers_all_streams_and_short_messages() -> None:
     pace = Pace()
     assert pace.take(0.0, 10**9) == 0.0
     pace.limit(1_000_000)
-    assert pace.take(10.0, 50_000) == 0.0, "a pause saves up a burst"
+    assert pace.take(10.0, 50_000) == 0.0, "a pause did not leave room for a burst"
     assert pace.take(10.0, 500_000) == pytest.approx(0.5)
     assert pace.take(10.5, 100_000) == pytest.approx(0.1)
     assert pace.take(1000.0, 50_000) == 0.0
@@ -136,7 +137,7 @@ def network(number: int) -> RealNetwork:
 
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_bulk_keeps_the_owners_rate_without_delaying_control(way: str) -> None:
-    """Real sockets: 3 MB at 40 Mbit/s take 0.6 s, and a request meanwhile is not delayed."""
+    """Real sockets. 3 MB at 40 Mbit/s take 0.6 s, and a request during that time is not delayed."""
     rate, size = 5_000_000, 3_000_000
 
     async def scenario() -> None:
@@ -168,7 +169,7 @@ def test_bulk_keeps_the_owners_rate_without_delaying_control(way: str) -> None:
                 echo = await one.open(other.peer, "/echo/1")
                 await echo.send(b"now?")
                 assert await echo.receive() == b"now?"
-                assert not arrived, "the bulk is still on its way"
+                assert not arrived, "the bulk transfer was over before the request was answered"
             with trio.fail_after(30):
                 while not arrived:  # noqa: ASYNC110 - real time
                     await trio.sleep(0.01)
@@ -179,7 +180,7 @@ def test_bulk_keeps_the_owners_rate_without_delaying_control(way: str) -> None:
     trio.run(scenario)
 
 
-def test_planners_see_no_more_of_a_link_than_its_owner_allows() -> None:
+def test_planners_see_only_the_bandwidth_that_an_owner_allows() -> None:
     rows = [LinkRow(bytes(32), 100, 200, 5)]
     assert limited_rows(rows, 0, 0) == (rows[0],)
     assert limited_rows(rows, 50, 150) == (LinkRow(bytes(32), 50, 150, 5),)
@@ -206,8 +207,8 @@ def test_bandwidth_and_disk_change_while_the_node_runs() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("memory", "1GB"), ("slots", "1")])
-def test_a_stage_beyond_its_owners_limits_is_handed_over(name: str, value: str) -> None:
-    """b gives up its stage, and c continues."""
+def test_a_stage_beyond_new_owner_limits_is_handed_over(name: str, value: str) -> None:
+    """b gives up its stage, and c continues it."""
 
     async def scenario() -> None:
         async with swarm("abc", stage_seconds=0.4) as group:

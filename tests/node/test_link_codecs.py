@@ -1,4 +1,4 @@
-"""A stage's codecs depend on its links: unmeasured, fast or slow."""
+"""The codecs of a stage depend on its links, which may be unmeasured, fast or slow."""
 
 import math
 from typing import Any, cast
@@ -60,7 +60,7 @@ async def test_short_frames_are_measured_together() -> None:
     assert codecs.codec([NEAR], is_gradient=False) == "raw"
 
 
-async def test_very_short_frames_are_compressed_only_with_loss_allowed() -> None:
+async def test_very_short_frames_are_compressed_only_if_loss_is_allowed() -> None:
     cases: tuple[tuple[Any, str], ...] = (("exact", "raw"), ("int8", "int8+zstd"))
     for frames, wanted in cases:
         codecs = LinkCodecs(frames, RATES.get, SimExecutor())
@@ -74,7 +74,7 @@ async def test_every_codec_has_a_cost_in_the_simulator() -> None:
 
 
 class TimedNetwork:
-    """A link of one megabyte a second."""
+    """A network whose links carry one megabyte a second."""
 
     has_better_path = False
 
@@ -94,7 +94,7 @@ class TimedNetwork:
         return
 
 
-def test_a_link_is_measured_after_enough_bytes() -> None:
+def test_a_link_is_measured_once_it_carried_enough_bytes() -> None:
     async def main() -> None:
         async def deliver(peer: PeerId, data: bytes) -> None:
             raise AssertionError
@@ -109,7 +109,7 @@ def test_a_link_is_measured_after_enough_bytes() -> None:
         )
         async with trio.open_nursery() as nursery:
             await nursery.start(links.run)
-            assert links.rate(NEAR) == math.inf, "a node sends nothing to itself"
+            assert links.rate(NEAR) == math.inf, "a node has a measured rate to itself"
             for _ in range(3 * RATE_BYTES // (1 << 20)):
                 assert links.rate(FAR) is None or links.rate(FAR) == pytest.approx(1e6)
                 links.send(FAR, bytes(1 << 20))

@@ -1,4 +1,4 @@
-"""Links measured by bursts between two nodes: over sockets, over simulated links, and with liars."""
+"""Links are measured by bursts between two nodes: over sockets, over simulated links, and with liars."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -49,7 +49,7 @@ def service(network: Network, clock: Any, refused: Refused, *, is_busy: bool = F
 
 
 def near(*access: Access) -> NetworkModel:
-    """A network whose round trips are short compared to a burst."""
+    """Return a network whose round trips are short compared with a burst."""
     return NetworkModel(nearest_seconds=0.0005, farthest_seconds=0.0005, jitter_seconds=0.0, access=access)
 
 
@@ -94,7 +94,7 @@ def test_the_measured_rate_of_a_simulated_link_is_right(mbit: float) -> None:
     assert taken == pytest.approx(mbit * 125_000, rel=0.15)
 
 
-def test_a_service_measures_its_neighbours_on_its_own() -> None:
+def test_a_service_measures_its_neighbours_by_itself() -> None:
     changes: list[None] = []
 
     async def scenario(alice: Network, bob: Network) -> None:
@@ -111,7 +111,7 @@ def test_a_service_measures_its_neighbours_on_its_own() -> None:
     assert len(changes) >= 3
 
 
-def test_a_computing_node_refuses_with_a_time_to_retry() -> None:
+def test_a_computing_node_refuses_a_probe_with_a_time_to_retry() -> None:
     async def scenario(alice: Network, bob: Network) -> None:
         service(bob, SimClock(), [], is_busy=True)
         own = service(alice, SimClock(), [])
@@ -122,7 +122,7 @@ def test_a_computing_node_refuses_with_a_time_to_retry() -> None:
     simulated(scenario)
 
 
-def test_probing_too_often_is_refused_for_that_peer_only() -> None:
+def test_a_peer_that_probes_too_often_is_the_only_one_refused() -> None:
     async def scenario(alice: Network, bob: Network) -> None:
         service(bob, SimClock(), [])
         for number in range(3 * PEER_PROBES_MAX):

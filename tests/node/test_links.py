@@ -1,4 +1,5 @@
-"""Links: the queue to each peer, with and without payloads, over the real network and to the node itself."""
+"""Links, the queues of messages to each peer: with and without payloads, over the real network and to the
+node itself."""
 
 import numpy as np
 import trio
@@ -83,7 +84,7 @@ async def test_a_link_moves_to_a_direct_path_without_loss_or_reordering() -> Non
         nursery.cancel_scope.cancel()
 
 
-async def test_a_link_uses_an_older_peers_protocol_version() -> None:
+async def test_a_link_speaks_the_older_protocol_version_of_a_peer() -> None:
     alice, bob = make_network("a"), make_network("b")
     put, take = trio.open_memory_channel[Arrived](10)
     found: list[PeerId] = []

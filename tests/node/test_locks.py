@@ -1,4 +1,4 @@
-"""A free lock is acquired without a checkpoint; a cancelled task never acquires one."""
+"""A free lock is acquired without yielding to other tasks, and a cancelled task never acquires a lock."""
 
 import trio
 import trio.testing
@@ -13,7 +13,7 @@ async def _take(lock: trio.Lock, order: list[str], name: str) -> None:
     lock.release()
 
 
-def test_a_free_lock_is_taken_before_others_run() -> None:
+def test_a_free_lock_is_acquired_before_other_tasks_run() -> None:
     async def main() -> None:
         lock, order = trio.Lock(), list[str]()
         async with trio.open_nursery() as nursery:
@@ -29,7 +29,7 @@ def test_a_free_lock_is_taken_before_others_run() -> None:
     trio.run(main)
 
 
-def test_a_held_lock_is_passed_on_in_waiting_order() -> None:
+def test_a_held_lock_is_passed_on_in_the_order_of_waiting() -> None:
     async def main() -> None:
         lock, order = trio.Lock(), list[str]()
         async with trio.open_nursery() as nursery:
@@ -55,7 +55,7 @@ def test_a_cancelled_task_does_not_keep_a_lock() -> None:
     trio.run(main)
 
 
-def test_turns_are_taken_in_order_despite_cancelled_tasks() -> None:
+def test_waiting_tasks_get_the_lock_in_order_despite_cancelled_ones() -> None:
     async def main() -> None:
         turn, order = Turn(), list[int]()
         scopes = [trio.CancelScope() for _ in range(4)]
@@ -73,7 +73,7 @@ def test_turns_are_taken_in_order_despite_cancelled_tasks() -> None:
                 await trio.testing.wait_all_tasks_blocked()
             scopes[1].cancel()
             await trio.testing.wait_all_tasks_blocked()
-            # Handed over and cancelled in the same moment: the lock passes to the next task.
+            # The task gets the lock and is cancelled at the same moment. The lock passes to the next task.
             scopes[0].cancel()
             turn.give()
             scopes[2].cancel()

@@ -1,4 +1,4 @@
-"""Nodes publish their measurements, and plan with those of others: whole nodes in virtual time."""
+"""Nodes publish their measurements and plan with those of other nodes. Whole nodes in virtual time."""
 
 from contextlib import AsyncExitStack
 
@@ -17,32 +17,34 @@ from tests.stack import simple_cnn
 
 MBIT = 20.0
 KNOWN_SECONDS = 30.0
-"""Seconds from the end of the calibrations until another node plans with the links, as docs/plan.md says."""
+"""Most seconds from the end of the calibrations until a different node plans with the links, as stated in
+docs/plan.md."""
 
 
 def slow_medium() -> SimNetworkFabric:
-    """Every node has MBIT each way."""
+    """Return a medium in which every node has MBIT in each direction."""
     access = Access(share=1.0, up_mbit_per_second=MBIT, down_mbit_per_second=MBIT)
     model = NetworkModel(nearest_seconds=0.001, farthest_seconds=0.001, jitter_seconds=0.0, access=(access,))
     return SimNetworkFabric(SimLinks(model, 1))
 
 
 async def three_nodes(stack: AsyncExitStack) -> list[Node]:
-    """Return nodes on slow links; the first introduces the others."""
+    """Return nodes on slow links; the first node introduces the others."""
     medium = slow_medium()
     first = await stack.enter_async_context(simulated_node(medium, 1))
     join = first.network.addresses[0].short
     return [first, *[await stack.enter_async_context(simulated_node(medium, n, join)) for n in (2, 3)]]
 
 
-def test_links_are_known_soon_after_the_calibration_of_busy_nodes() -> None:
+def test_links_are_known_soon_after_busy_nodes_were_calibrated() -> None:
     async def scenario() -> None:
         async with AsyncExitStack() as stack:
             nodes = await three_nodes(stack)
             await trio.sleep(40)
             async with trio.open_nursery() as nursery:
                 for node in nodes:
-                    # The load of a busy machine may have used up the changes that a node may announce.
+                    # The changing load of a busy machine may have used up the number of changes that a node
+                    # may announce.
                     assert node.machine.standing._changes.take(trio.current_time())
                     node.measurements.calibration = REFERENCE
                     node.machine.calibrated(REFERENCE)
@@ -58,7 +60,7 @@ def test_links_are_known_soon_after_the_calibration_of_busy_nodes() -> None:
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
-def test_a_third_node_knows_the_links_and_calibrations_of_two_others() -> None:
+def test_a_third_node_knows_links_and_calibrations_of_the_others() -> None:
     async def scenario() -> None:
         async with AsyncExitStack() as stack:
             nodes = await three_nodes(stack)
@@ -75,7 +77,7 @@ def test_a_third_node_knows_the_links_and_calibrations_of_two_others() -> None:
             for pair in ((one, other), (other, one)):
                 assert 0.8 < links[pair].bytes_per_second / (MBIT * 125_000) <= 1.05
                 assert links[pair].nanoseconds > 500_000
-            # No node measured a link of the third, which announces nothing of itself.
+            # The third node announces nothing about itself, and no node has measured a link to it.
             assert (one, third) not in links
             planned = (await nodes[2].plan(simple_cnn().graph)).problem.links
             assert LINK_BYTES_PER_SECOND in {link.bytes_per_second for link in planned.values()}
@@ -84,15 +86,15 @@ def test_a_third_node_knows_the_links_and_calibrations_of_two_others() -> None:
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
-def test_nothing_is_measured_while_a_program_in_the_process_trains() -> None:
+def test_no_measurement_runs_while_a_program_in_the_process_trains() -> None:
     async def scenario() -> None:
         async with simulated_node(slow_medium(), 1) as node:
             is_computing = node.measurements.is_computing
             assert not is_computing()
             part = node.averaging.open("run", b"signature")
-            assert is_computing(), "the program is about to train"
+            assert is_computing(), "a run that was just opened does not count as computing"
             await trio.sleep(TRAINING_SECONDS)
-            assert not is_computing(), "the program is idle"
+            assert not is_computing(), "an idle run still counts as computing"
             part.stepped(1, 8)
             assert is_computing()
             part.close()

@@ -1,4 +1,4 @@
-"""The membership service: its interface to the rest of a node, and the cost of each call."""
+"""The membership service: its interface to the rest of a node, and what each call costs."""
 
 from itertools import pairwise
 from math import inf
@@ -19,7 +19,7 @@ from tests.gossip.swarm import peer_of
 from tests.stack import simulate, swarm
 
 
-def test_no_event_makes_a_list_of_all_members(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_event_builds_a_list_of_all_members(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     snapshot = MemberRow.snapshot
 
@@ -65,7 +65,7 @@ def test_living_and_departed_members_are_distinguished() -> None:
     simulate(scenario)
 
 
-def test_candidates_are_pinged_at_claimed_addresses_and_lies_counted() -> None:
+def test_candidates_are_pinged_at_claimed_addresses_and_false_ones_counted() -> None:
     async def scenario() -> None:
         async with swarm("ab") as group:
             node, liar = group.nodes["a"], group.nodes["b"].peer

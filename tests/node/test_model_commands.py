@@ -70,7 +70,7 @@ def sneaky():
 
 @pytest.fixture(autouse=True)
 def _home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Isolate tests from the real variables and colours."""
+    """Keep the real environment variables and colours away from the tests."""
     for name in [name for name in os.environ if name.startswith("PEERLOOM_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NO_COLOR", "1")
@@ -78,7 +78,7 @@ def _home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's own model and its captured files."""
+    """Return the folder of a user's own model and its captured files."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "own.py").write_text(OWN, encoding="utf-8")
     assert (
@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def told(capsys: pytest.CaptureFixture[str], arguments: Sequence[str], code: int = 0) -> tuple[str, str]:
-    """stdout and stderr of one command."""
+    """Run one command, and return its stdout and stderr."""
     capsys.readouterr()
     assert run(list(arguments)) == code
     captured = capsys.readouterr()
@@ -100,7 +100,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
     return document
 
 
-def test_a_model_of_torchs_own_layers_is_named_after_its_file(
+def test_a_model_of_torch_layers_is_named_after_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sheep_counter.py").write_text(
@@ -116,7 +116,7 @@ def test_a_model_of_torchs_own_layers_is_named_after_its_file(
     assert shown(capsys, out)["name"] == "sheep_counter"
 
 
-def test_a_captured_model_is_its_graph_and_its_values_in_two_files(folder: Path) -> None:
+def test_capture_writes_the_graph_and_the_values_to_two_files(folder: Path) -> None:
     data = (folder / "own.peerloom").read_bytes()
     graph = decode_graph(data)
     assert encode_graph(graph) == data
@@ -125,8 +125,8 @@ def test_a_captured_model_is_its_graph_and_its_values_in_two_files(folder: Path)
     assert (folder / "own.safetensors").stat().st_size > (16 * 8 + 8 * 8 + 8 * 16 + 8 + 8 + 16) * 4
 
 
-def test_capture_overwrites_no_other_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file at the path of the initial values may be the result of a long run."""
+def test_capture_overwrites_no_unrelated_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file at the path of the initial values may be the result of a long run."""
     result = folder / "run.safetensors"
     result.write_bytes(b"weeks of training")
     drawn = ["model", "capture", "simple-cnn", "--sample", "1,8,8", "--classes", "10", "--no-proof"]
@@ -143,7 +143,7 @@ def test_capture_overwrites_no_other_file(folder: Path, capsys: pytest.CaptureFi
         )
 
 
-def test_capture_prints_the_largest_error_and_json_has_all_errors(
+def test_capture_prints_the_largest_error_and_json_lists_all_errors(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, err = told(
@@ -163,7 +163,7 @@ def test_capture_prints_the_largest_error_and_json_has_all_errors(
     assert err.startswith("capturing ")
 
 
-def test_show_is_a_table_of_layers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_a_table_of_layers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = told(capsys, ["model", "show", f"{folder}/own.peerloom", "--batch", "4"])
     lines = out.splitlines()
     assert err == ""
@@ -173,20 +173,22 @@ def test_show_is_a_table_of_layers(folder: Path, capsys: pytest.CaptureFixture[s
     train = "  train       x float32 (batch, 16), label float32 (batch, 16) -> loss; "
     assert lines[3].startswith(train)
     assert lines[5].split() == ["LAYER", "NAME", "PARAMETERS", "FORWARD", "KEPT", "SENDS"]
-    # x is used by the last layer, so it crosses both boundaries beside the layer's own result.
+    # The last layer uses x. So x crosses both boundaries in addition to the layer's own result.
     assert lines[6].split()[:5] == ["0", "down", "544", "bytes", "1.1"]
     assert lines[6].endswith("384 bytes in 2 tensors")
     assert lines[8].endswith(" -")
     assert lines[9].split()[0] == "all"
 
 
-def test_show_as_json_has_everything_on_the_screen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_as_json_has_everything_that_the_screen_has(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     document = shown(capsys, f"{folder}/own.peerloom", "--batch", "4", "--stages", "3")
     assert document["schema"] == "peerloom/model/1"
     assert [layer["output_bytes"] for layer in document["layers"]] == [384, 384, 0]
     assert document["skips"] == [{"first": 0, "last": 2, "bytes": 4 * 16 * 4}]
     assert [(stage["first"], stage["last"]) for stage in document["stages"]] == [(0, 0), (1, 1), (2, 2)]
-    # The input has no gradient: of the two tensors that cross, one comes back.
+    # The input has no gradient. So only one of the two tensors that cross comes back.
     assert [stage["gradient_tensors"] for stage in document["stages"]] == [1, 1, 0]
     graph, name = read_graph(folder / "own.peerloom")
     again = portrait(folder / "own.peerloom", graph, name, batch=4, stages=3)
@@ -201,7 +203,8 @@ def test_verify_runs_every_check(folder: Path, capsys: pytest.CaptureFixture[str
     document = json.loads(told(capsys, ["model", "verify", f"{folder}/own.peerloom", "--json"])[0])
     assert document["schema"] == "peerloom/model-verify/1"
     assert (document["values_bytes"], document["proof"]) == (352 * 4, None)
-    # Forward and backward of each of the three layers for eight samples; the first computes no gradient of x.
+    # Forward and backward passes of each of the three layers for eight samples. The first layer computes no
+    # gradient of x.
     assert document["admission"]["flops"] == 8 * 2 * (16 * 8 * 2 + 8 * 8 * 3 + 8 * 16 * 3)
 
 
@@ -260,12 +263,13 @@ def test_bad_input_is_reported_in_three_lines_and_a_code(
 
 
 def test_another_model_is_detected_by_its_proof(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The parameters are the same and the activation differs: only comparing numbers can detect it."""
+    """The parameters are the same but the activation differs, so only a comparison of values can detect
+    it."""
     _, err = told(capsys, ["model", "verify", f"{folder}/own.peerloom", f"{folder}/own.py:changed"], 2)
     assert "own.peerloom: " in err[err.index("error: ") :]
 
 
-def test_other_values_of_the_same_model_are_reported(
+def test_different_values_of_the_same_model_are_reported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, _ = told(capsys, ["model", "verify", f"{folder}/own.peerloom", f"{folder}/own.py:other"])
@@ -312,7 +316,8 @@ def tied(tmp_path: Path) -> dict[str, Any]:
 
 def test_a_picture_has_bars_for_layers_and_arcs_for_shared_weights(tied: dict[str, Any]) -> None:
     root = drawn(tied)
-    bars = [float(bar.get("width", 0)) for bar in kinds(root, "time")][1:]  # the first belongs to the legend
+    # the first one belongs to the legend
+    bars = [float(bar.get("width", 0)) for bar in kinds(root, "time")][1:]
     flops = [layer["forward_flops"] for layer in tied["layers"]]
     assert len(bars) == len(flops) == 6
     assert bars == pytest.approx([max(1, 360 * count / max(flops)) for count in flops], abs=0.1)
@@ -323,7 +328,7 @@ def test_a_picture_has_bars_for_layers_and_arcs_for_shared_weights(tied: dict[st
     assert {"h.1.mlp", "stage 2", "shared weights"} <= set(texts)
 
 
-def test_everything_in_a_picture_lies_inside_it(tied: dict[str, Any]) -> None:
+def test_everything_in_a_picture_lies_inside_its_frame(tied: dict[str, Any]) -> None:
     tied["skips"] = [
         {"first": first, "last": last, "bytes": 10} for first in range(5) for last in range(first, 6)
     ]
@@ -339,12 +344,12 @@ def test_everything_in_a_picture_lies_inside_it(tied: dict[str, Any]) -> None:
         elif element.tag.endswith("rect"):
             assert 0 <= float(element.get("x", 0)) <= width - float(element.get("width", 0))
             assert 0 <= float(element.get("y", 0)) <= height - float(element.get("height", 0))
-    # Arcs beyond the available room overlap.
+    # If there is too little room, arcs overlap.
     ends = {arc.get("d", "").split("h")[1].split("q")[0] for arc in kinds(root, "skip") if len(arc)}
     assert 1 < len(ends) <= ARCS_MAX
 
 
-def test_names_cannot_break_out_of_a_picture(tied: dict[str, Any]) -> None:
+def test_names_cannot_inject_markup_into_a_picture(tied: dict[str, Any]) -> None:
     tied["name"] = "</title><script>alert(1)</script>"
     tied["layers"][0]["name"] = "a<b & c>"
     tied["tied"][0]["names"] = ["<x>"]
@@ -353,7 +358,7 @@ def test_names_cannot_break_out_of_a_picture(tied: dict[str, Any]) -> None:
     assert "a<b & c>" in [element.text for element in root.iter()]
 
 
-def test_numbers_and_names_are_abbreviated() -> None:
+def test_long_numbers_and_names_are_abbreviated() -> None:
     assert [count_text(number, "FLOP") for number in (0, 999, 1_000, 1_234_567, 3e15)] == [
         "0 FLOP",
         "999 FLOP",
@@ -398,7 +403,7 @@ def bad():
 """
 
 
-def test_explain_describes_a_model_and_writes_nothing(
+def test_explain_describes_a_model_and_writes_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(EXPLAINED)
@@ -417,7 +422,7 @@ def test_explain_describes_a_model_and_writes_nothing(
     assert [path.name for path in tmp_path.glob("*.peerloom")] == []
 
 
-def test_explain_lists_all_reasons_with_line_and_remedy(
+def test_explain_lists_every_reason_with_line_and_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(EXPLAINED)

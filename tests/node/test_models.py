@@ -1,6 +1,6 @@
-"""Graphs and initial values transferred between nodes, and a run from a RUN.toml to its manifest.
+"""Graphs and initial values are transferred between nodes, and a RUN.toml becomes a manifest.
 
-Whole nodes on simulated seams; the graphs are small and written by hand.
+Whole simulated nodes; the graphs are small and written by hand.
 """
 
 from collections.abc import Awaitable, Callable
@@ -42,7 +42,7 @@ NAME = "RUN.toml"
 def classifier(
     *sides: int, dtype: DataType = "float32", metrics: bool = True, second_input: bool = False
 ) -> Graph:
-    """One linear layer on samples of this shape, three classes."""
+    """Return a graph with one linear layer, on samples of this shape, and three classes."""
     build = GraphBuilder("linear", "float32")
     rows = build.symbol("batch", 1, 64)
     build.begin()
@@ -60,7 +60,7 @@ def classifier(
 
 
 def tokens(length: int | None) -> Graph:
-    """An embedding and a head; sequences of one length, or of up to 100."""
+    """Return a graph with an embedding and a head, for sequences of one length, or of up to 100."""
     build = GraphBuilder("tokens", "float32")
     rows = build.symbol("batch", 1, 64)
     side: Any = build.symbol("sequence", 1, 100) if length is None else length
@@ -91,7 +91,7 @@ def two_nodes(scenario: Callable[[Swarm, Node, Node], Awaitable[None]], **limits
 # Graphs
 
 
-def test_a_graph_is_fetched_once_and_kept() -> None:
+def test_a_graph_is_fetched_once_and_kept_on_disk() -> None:
     async def scenario(group: Swarm, a: Node, b: Node) -> None:
         model = model_of(classifier(8))
         model.put(b)
@@ -99,12 +99,12 @@ def test_a_graph_is_fetched_once_and_kept() -> None:
         group.kill("b")
         assert await a.runs.models.get(model.hash, [b.peer]) == model.graph
         a.runs.models._decoded.clear()
-        assert await a.runs.models.get(model.hash, []) == model.graph, "the graph is on disk"
+        assert await a.runs.models.get(model.hash, []) == model.graph, "the graph is not on the disk"
 
     two_nodes(scenario)
 
 
-def test_a_graph_with_another_hash_is_rejected() -> None:
+def test_a_graph_that_does_not_match_its_hash_is_rejected() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         model, other = model_of(classifier(8)), model_of(classifier(9))
         b.seams.storage.write(graph_name(model.hash), other.data)
@@ -132,7 +132,7 @@ def test_an_oversized_graph_is_refused_before_it_is_received() -> None:
     two_nodes(scenario, graph_bytes_max=100)
 
 
-def test_fetches_of_graphs_are_shared_and_limited() -> None:
+def test_fetches_of_one_graph_are_shared_and_limited() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         model = model_of(classifier(8))
         model.put(b)
@@ -187,13 +187,16 @@ def test_the_graph_of_a_local_run_is_never_evicted() -> None:
             model.put(b)
             await a.runs.models.get(model.hash, [b.peer])
         here = [await a.runs.models.read(model.hash) is not None for model in several]
-        assert here == [True, False, True, True], "the graph stays beside as many others as the limit allows"
+        assert here == [True, False, True, True], (
+            "the run's graph was evicted, or not as many others stayed as the limit allows"
+        )
 
     two_nodes(scenario, kept_max=2)
 
 
-def test_a_file_beside_a_graph_without_values_is_ignored(tmp_path: Path) -> None:
-    """It may be a run's result, or anything else, and strangers may fetch what the node loads."""
+def test_a_file_beside_a_graph_without_values_is_not_read(tmp_path: Path) -> None:
+    """The file may be the result of a run, or anything else, and other peers may fetch what the node
+    loads."""
     model = model_of(classifier(8))
     graph, values = tmp_path / "linear.peerloom", tmp_path / "linear.safetensors"
     graph.write_bytes(model.data)
@@ -211,7 +214,7 @@ def test_a_file_beside_a_graph_without_values_is_ignored(tmp_path: Path) -> None
 
 
 def with_values() -> Model:
-    """The same, with its weight in a file."""
+    """Return the same model with its weight in a file."""
     from partition.model.safetensors_layout import file_header
 
     graph = classifier(8)
@@ -225,7 +228,7 @@ def with_values() -> Model:
 
 
 class Arena:
-    """A stage reduced to its parameters."""
+    """Stands for a stage; it has only parameters."""
 
     def __init__(self) -> None:
         self.parameters = bytearray(27 * 4)
@@ -270,7 +273,7 @@ def test_initial_values_are_fetched_in_ranges_and_checked() -> None:
     two_nodes(scenario, range_bytes_max=40)
 
 
-def test_a_range_beyond_the_file_or_its_bounds_gets_no_answer() -> None:
+def test_a_range_outside_the_file_or_too_long_gets_no_answer() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         model = with_values()
         model.put(a)
@@ -308,7 +311,7 @@ def test_more_stages_than_layers_are_refused_before_any_request() -> None:
         make_manifest(wanted, model.graph, model.hash, data, name=NAME, created=1.5)
 
 
-def test_layers_kept_together_are_ranges_in_the_manifest() -> None:
+def test_layers_to_keep_together_become_ranges_in_the_manifest() -> None:
     model, data = simple_cnn("float32"), load_digits()
 
     def made(text: str) -> Manifest:
@@ -318,7 +321,9 @@ def test_layers_kept_together_are_ranges_in_the_manifest() -> None:
     assert made("").together == ()
     assert made('together = [["0-1"], ["1", "2"]]\nreplicas_min = 3').together == ((0, 3),)
     assert made("replicas_min = 3").replicas_min == 3
-    assert made("keep_tied = true").together == (), "simple-cnn ties nothing"
+    assert made("keep_tied = true").together == (), (
+        "simple-cnn has layers that are kept together without a wish"
+    )
     with pytest.raises(UsageError, match=r"RUN\.toml: plan\.together: no module and no layer 'h\.0'"):
         made('together = [["h.0"]]')
 
@@ -348,7 +353,7 @@ def test_a_renamed_key_is_refused_with_its_new_name() -> None:
         run_file("[train]\ncompress = false")
 
 
-def test_a_runs_random_numbers_do_not_depend_on_its_shape() -> None:
+def test_a_runs_random_draws_do_not_depend_on_its_shape() -> None:
     wanted = make_manifest(run_file(), classifier(1, 8, 8), bytes(32), load_digits(), name=NAME, created=1.5)
     signer = IdentitySigner(Identity(b"r" * 32), "test")
 
@@ -393,12 +398,12 @@ def test_data_that_does_not_fit_the_model_is_explained(graph: Graph, x: Any, wor
         bind_data(graph, data_of(x, np.zeros(4, np.int64)), 4, NAME)
 
 
-def test_a_micro_batch_beyond_the_captured_range_is_explained() -> None:
+def test_a_micro_batch_outside_the_captured_range_is_explained() -> None:
     with pytest.raises(UsageError, match="the model takes 1 to 64 samples at once"):
         bind_data(classifier(8), data_of(np.zeros((99, 8)), np.zeros(99, np.int64)), 65, NAME)
 
 
-def test_the_user_or_the_model_sets_the_window_of_text(tmp_path: Path) -> None:
+def test_the_user_or_the_model_sets_the_window_of_a_text(tmp_path: Path) -> None:
     assert window_of(run_file("[train]\nwindow = 9"), tokens(12), NAME) == 9
     assert window_of(run_file(), tokens(12), NAME) == 12
     assert window_of(run_file(), tokens(None), NAME) == WINDOW
@@ -423,7 +428,7 @@ def test_frames_are_exact_unless_the_user_allows_loss() -> None:
         run_file("[train]\nframes = 'int7'")
 
 
-def test_the_largest_optimizer_fits_a_manifest() -> None:
+def test_the_largest_optimizer_settings_fit_a_manifest() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         optimizer = run_file(
             "[train]\noptimizer='adamw'\nschedule='cosine'\nwarmup_steps=10\nclip_norm=1.5\nmomentum=0.3"
@@ -447,7 +452,7 @@ def test_the_largest_optimizer_fits_a_manifest() -> None:
     two_nodes(scenario)
 
 
-def test_a_schedule_that_is_all_warm_up_is_refused() -> None:
+def test_a_schedule_that_consists_only_of_warm_up_is_refused() -> None:
     wanted = run_file("[train]\nsteps = 5\nwarmup_steps = 5\nschedule = 'linear'")
     with pytest.raises(UsageError, match="leaves no step"):
         check_run_file(wanted, NAME)
@@ -456,7 +461,7 @@ def test_a_schedule_that_is_all_warm_up_is_refused() -> None:
 # The command
 
 
-def test_an_unknown_model_lists_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_model_name_lists_the_known_ones(tmp_path: Path) -> None:
     wanted = toml.parse("model = 'simple-cn'", RunFile, name=NAME).value
     with pytest.raises(UsageError) as error, captured(wanted, tmp_path / NAME, NAME):
         pass
@@ -488,7 +493,7 @@ def build(hidden=8):
 """
 
 
-def test_a_users_own_function_and_text_become_a_run_that_trains(tmp_path: Path) -> None:
+def test_a_users_function_and_text_become_a_run_that_trains(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "text.txt").write_text("to and fro and " * 40)
     text = (
@@ -506,7 +511,9 @@ def test_a_users_own_function_and_text_become_a_run_that_trains(tmp_path: Path) 
                 seen.append(event)  # type: ignore[arg-type]  # documents of events
 
             with captured(wanted, tmp_path / NAME, NAME) as files:
-                assert files["values"].endswith(".safetensors"), "the run has its own initial values"
+                assert files["values"].endswith(".safetensors"), (
+                    "the run did not get initial values of its own"
+                )
                 arguments = {"text": text, "path": str(tmp_path / NAME), "name": NAME, **files}
                 result = await Commands(group.nodes["c"]).handlers["train"](arguments, emit)
             assert isinstance(result, dict)

@@ -1,4 +1,5 @@
-"""The driver of a path: against a hostile peer, and on a machine without free resources."""
+"""The driver of a path (one connection that carries all streams between two peers): against a hostile peer,
+and on a machine without free resources."""
 
 import errno
 import socket
@@ -28,7 +29,7 @@ def frame(kind: Kind, channel: int, data: bytes = b"") -> bytes:
     return bytes([kind]) + channel.to_bytes(4, "big") + data
 
 
-async def test_dripped_bytes_take_no_more_memory_than_their_length() -> None:
+async def test_slowly_dripped_bytes_take_no_more_memory_than_their_length() -> None:
     hostile, other = make_network("h"), make_network("o")
     async with running(hostile, other):
         hostile.learn(other.peer, other.addresses)
@@ -49,7 +50,7 @@ async def test_dripped_bytes_take_no_more_memory_than_their_length() -> None:
         assert after - before < 4 * count
 
 
-async def test_a_path_survives_a_lack_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_path_survives_a_lack_of_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = make_network("h"), make_network("o")
     other.handle(PING, echo)
 
@@ -71,7 +72,7 @@ async def test_a_path_survives_a_lack_of_descriptors(monkeypatch: pytest.MonkeyP
         assert path.stands
 
 
-async def test_channels_open_through_a_relay_known_by_name() -> None:
+async def test_channels_open_through_a_relay_known_by_host_name() -> None:
     one, other = make_network("h"), make_network("o")
     async with running(one, other):
         one.learn(other.peer, other.addresses)
@@ -94,7 +95,7 @@ async def test_a_circuit_through_this_node_itself_is_refused() -> None:
             await one.multiplexed.through(circuit)
 
 
-async def test_concurrent_new_paths_are_bounded_like_established_ones() -> None:
+async def test_concurrent_new_paths_are_limited_like_established_ones() -> None:
     hostile, other = make_network("h"), make_network("o")
     async with running(hostile, other):
         hostile.learn(other.peer, other.addresses)
@@ -118,7 +119,8 @@ HASTY = TransportSettings(
 
 
 def mute(network: RealNetwork, peer: PeerId) -> None:
-    """Lose everything that a network sends on its path to a peer, as behind a router that was rebooted."""
+    """Discard everything that a network sends on its path to a peer, as if the router in between had been
+    rebooted."""
 
     async def lose(*_: object) -> None:
         await trio.lowlevel.checkpoint()
@@ -127,7 +129,7 @@ def mute(network: RealNetwork, peer: PeerId) -> None:
     path.connection.send = lose  # type: ignore[assignment,method-assign]  # no packet is lost on this machine
 
 
-async def test_a_silent_path_is_replaced_by_the_side_that_dialled_it() -> None:
+async def test_a_silent_path_is_replaced_by_the_peer_that_dialled_it() -> None:
     one, other = make_network("h", settings=HASTY), make_network("o", settings=HASTY)
     one.handle(PING, echo)
     async with running(one, other):
@@ -148,7 +150,7 @@ async def test_a_silent_path_is_replaced_by_the_side_that_dialled_it() -> None:
             assert await stream.receive() == b"two"
 
 
-async def test_a_path_in_use_that_is_cut_is_replaced() -> None:
+async def test_a_path_cut_while_in_use_is_replaced() -> None:
     one, other = make_network("h", settings=HASTY), make_network("o", settings=HASTY)
     other.handle(PING, echo)
     async with running(one, other):
@@ -162,7 +164,7 @@ async def test_a_path_in_use_that_is_cut_is_replaced() -> None:
             channel.close()
 
 
-def test_lost_paths_of_a_peer_raise_doubts_once_a_minute() -> None:
+def test_lost_paths_of_a_peer_cast_doubt_on_it_once_a_minute() -> None:
     doubts: list[float] = []
 
     async def main() -> None:
@@ -189,7 +191,7 @@ def test_lost_paths_of_a_peer_raise_doubts_once_a_minute() -> None:
     trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
-async def test_an_idle_path_that_is_cut_is_not_replaced() -> None:
+async def test_a_path_cut_while_idle_is_not_replaced() -> None:
     one, other = make_network("h"), make_network("o")
     async with running(one, other):
         acquaint(one, other)
@@ -215,7 +217,7 @@ async def test_peers_behind_one_relay_are_counted_separately() -> None:
             await until(lambda: sum(each.stands for each in carried) == min(count, 2))  # noqa: B023 - awaited
 
 
-async def test_a_circuit_of_a_relay_known_by_name_is_dialled() -> None:
+async def test_a_circuit_of_a_relay_known_by_host_name_is_dialled() -> None:
     async with behind_a_relay() as world:
         await until(lambda: bool(world.hidden.circuits))
         relay = make_address("localhost", world.relay.port, world.relay.peer)

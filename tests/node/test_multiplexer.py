@@ -1,5 +1,5 @@
-"""The multiplexer of a path: bytes arrive in order, small messages overtake bulk, and memory
-stays bounded.
+"""The multiplexer of a path: bytes arrive in order, small messages overtake bulk data, and memory stays
+bounded.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ def pair() -> tuple[Multiplexer, Multiplexer]:
 
 
 def pump(now: float, one: Multiplexer, other: Multiplexer) -> list[Event]:
-    """Deliver everything that one side sends to the other, and return the resulting events."""
+    """Deliver everything that one end sends to the other, and return the resulting events."""
     found = []
     while (frame := one.next_frame(now)) is not None:
         event = other.receive(now, frame)
@@ -53,7 +53,7 @@ def fill(mux: Multiplexer, channel: int) -> None:
 # --- channels ------------------------------------------------------------------------------------------
 
 
-def test_both_sides_open_channels_that_carry_bytes_both_ways() -> None:
+def test_both_ends_open_channels_that_carry_bytes_both_ways() -> None:
     one, other = pair()
     first, second = opened(one, other), opened(other, one)
     assert first != second
@@ -78,7 +78,7 @@ def test_data_written_before_a_close_arrives_before_it() -> None:
     assert all(isinstance(each, ChannelData) for each in data)
 
 
-def test_a_close_that_crosses_our_own_ends_the_channel_silently() -> None:
+def test_closes_that_cross_each_other_end_the_channel_silently() -> None:
     one, other = pair()
     channel = opened(one, other)
     fill(one, channel)
@@ -108,7 +108,7 @@ def test_a_paused_reader_stops_only_its_own_channel() -> None:
     assert one.room(slow) > 0
 
 
-def test_a_small_message_overtakes_bulk_on_other_channels() -> None:
+def test_a_small_message_overtakes_bulk_data_on_other_channels() -> None:
     one, other = pair()
     bulk = [opened(one, other) for _ in range(4)]
     small = opened(one, other)
@@ -143,8 +143,9 @@ def test_busy_channels_take_turns() -> None:
 
 
 def carried(rate: float, trip: float, seconds: float) -> tuple[float, float]:
-    """Send bulk over a path with this rate (bytes a second) and an unbounded queue. Return the bytes a second
-    that arrived in the second half, and the longest queueing delay there beyond half a round trip.
+    """Send bulk data over a path with this rate (bytes a second) and an unbounded queue. Return, for the
+    second half of the time, the bytes a second that arrived and the longest queueing delay in addition to
+    half a round trip.
     """
     one, other = pair()
     channel = one.open()
@@ -176,13 +177,13 @@ def carried(rate: float, trip: float, seconds: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("rate", "trip"), [(12.5e6, 0.002), (12.5e6, 0.1), (1.25e6, 0.04)])
-def test_a_path_is_used_in_full_and_its_queue_stays_short(rate: float, trip: float) -> None:
+def test_a_path_is_fully_used_while_its_queue_stays_short(rate: float, trip: float) -> None:
     reached, waited = carried(rate, trip, 3.0)
     assert reached >= 0.85 * rate
     assert waited <= max(2 * QUEUE_SECONDS, 1.3 * WINDOW_BYTES_MIN / rate)
 
 
-def test_a_silent_path_is_found_dead_sooner_while_it_carries_channels() -> None:
+def test_a_silent_path_with_open_channels_is_found_dead_sooner() -> None:
     for has_channel, seconds in ((True, PATHS.ping_seconds), (False, PATHS.idle_ping_seconds)):
         one, other = pair()
         if has_channel:
@@ -193,7 +194,7 @@ def test_a_silent_path_is_found_dead_sooner_while_it_carries_channels() -> None:
         assert not one.tick(seconds + PATHS.dead_seconds)
 
 
-def test_a_path_in_doubt_is_pinged_at_once_and_found_dead_sooner() -> None:
+def test_a_doubted_path_is_pinged_at_once_and_found_dead_sooner() -> None:
     one, other = pair()
     one.doubt(5.0)
     assert one.deadline == 5.0 + PATHS.doubted_seconds
@@ -218,7 +219,7 @@ def test_a_path_doubted_late_is_dead_at_the_next_check() -> None:
     assert not one.tick(doubted + 0.4)
 
 
-def test_a_suspended_process_pings_again_before_a_doubt_counts() -> None:
+def test_a_process_that_was_suspended_pings_before_a_doubt_counts() -> None:
     one, other = pair()
     opened(one, other)
     assert one.tick(PATHS.ping_seconds)
@@ -237,7 +238,7 @@ def test_an_answered_ping_keeps_a_path_and_measures_its_round_trip() -> None:
     assert one.deadline == 2 * PATHS.idle_ping_seconds
 
 
-def test_a_suspended_process_pings_again() -> None:
+def test_a_process_that_was_suspended_pings_again() -> None:
     one, _ = pair()
     one.tick(PATHS.idle_ping_seconds)
     woken = PATHS.idle_ping_seconds + PATHS.dead_seconds + PATHS.late_seconds + 1
@@ -245,7 +246,7 @@ def test_a_suspended_process_pings_again() -> None:
     assert one.deadline == woken + PATHS.dead_seconds
 
 
-# --- a hostile other side ------------------------------------------------------------------------------
+# --- a hostile other end ------------------------------------------------------------------------------
 
 
 def frame(kind: Kind, *numbers: int) -> bytes:
@@ -276,7 +277,7 @@ def test_malformed_frames_end_the_path(said: bytes) -> None:
         one.receive(0.0, said)
 
 
-def test_exceeding_the_credit_or_its_limit_ends_the_path() -> None:
+def test_data_beyond_the_credit_or_credit_beyond_its_limit_ends_the_path() -> None:
     one, other = pair()
     channel = opened(one, other)
     piece = frame(Kind.DATA, channel) + bytes(DATA_BYTES_MAX)
@@ -288,14 +289,14 @@ def test_exceeding_the_credit_or_its_limit_ends_the_path() -> None:
         one.receive(0.0, frame(Kind.CREDIT, channel, 2**32 - 1))
 
 
-def test_data_without_a_byte_ends_the_path() -> None:
+def test_a_data_frame_without_any_byte_ends_the_path() -> None:
     one, other = pair()
     channel = opened(one, other)
     with pytest.raises(RemoteProtocolError):
         other.receive(0.0, frame(Kind.DATA, channel))
 
 
-def test_channels_beyond_the_bound_are_closed_without_queueing_answers() -> None:
+def test_channels_over_the_limit_are_closed_without_queueing_answers() -> None:
     one, other = pair()
     channels = [opened(other, one) for _ in range(CHANNELS_MAX)]
     with pytest.raises(LocalProtocolError):
@@ -313,7 +314,7 @@ def test_channels_beyond_the_bound_are_closed_without_queueing_answers() -> None
     assert all(size <= limit for size, limit in one.sizes.values())
 
 
-def test_a_flood_of_pings_costs_one_answer() -> None:
+def test_a_flood_of_pings_costs_a_single_answer() -> None:
     one, _ = pair()
     for number in range(10_000):
         one.receive(0.0, frame(Kind.PING, number))
@@ -322,13 +323,14 @@ def test_a_flood_of_pings_costs_one_answer() -> None:
 
 
 class TwoSides(RuleBasedStateMachine):
-    """Both sides act as their users may while frames wait on the wire: bytes read equal bytes written."""
+    """Both ends act as their users may while frames are in transit. The bytes that are read must equal the
+    bytes that were written."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sides = pair()
         self.wires: tuple[deque[bytes], deque[bytes]] = (deque(), deque())
-        # Bytes written and not read yet, by the number of the writing side.
+        # Bytes that were written and not read yet, keyed by the number of the end that wrote them.
         self.written: tuple[dict[int, bytearray], dict[int, bytearray]] = ({}, {})
         self.untaken: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self.now = 0.0
@@ -398,7 +400,7 @@ class TwoSides(RuleBasedStateMachine):
             assert all(size <= limit for size, limit in side.sizes.values())
 
     def teardown(self) -> None:
-        """A reader that keeps reading gets all data written on channels that no side closed."""
+        """A reader that keeps reading gets all data that was written on channels that neither end closed."""
         for _ in range(400):
             for side in (0, 1):
                 self.send(side, 1_000)

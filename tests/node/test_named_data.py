@@ -1,4 +1,4 @@
-"""Data of several inputs and labels by name, whatever their types, and parameters in groups by pattern."""
+"""Data with several named inputs and labels of any type, and groups of parameters selected by patterns."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ replicas = 1
 
 
 class Pairs(nn.Module):
-    """Two inputs, one of them a mask; no layer uses `spare`."""
+    """A model with two inputs, one of them a mask. No layer uses `spare`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,8 @@ class Pairs(nn.Module):
 
 
 def loss(output: Tensor, score: Tensor, kind: Tensor) -> Tensor:
-    """The loss: a mean over floating labels plus one over those classes that are not -100."""
+    """Return the loss: a mean over floating-point labels, plus a mean over the class labels that are not
+    -100."""
     return functional.mse_loss(output[:, 0], score) + functional.cross_entropy(output, kind)
 
 
@@ -114,7 +115,8 @@ def test_a_run_over_named_arrays_equals_a_plain_loop(tmp_path: Path) -> None:
         columns = [np.concatenate(each) for each in zip(*(i + t for i, t in parts), strict=True)]
         ids, mask, score, kind = map(torch.from_numpy, columns)
         optimizer.zero_grad()
-        # Micro-batches are weighted by the number of labels that are not ignored, like the mean.
+        # Micro-batches are weighted by their number of labels that are not ignored, as the mean over all
+        # labels would be.
         total, count = torch.zeros((), dtype=torch.float64), 0
         for part in (slice(0, 3), slice(3, 6)):
             known_labels = int((kind[part] != -100).sum())
@@ -141,7 +143,9 @@ def _regrouped(found: Captured, graph: Any) -> Captured:
         ({"ids": np.zeros((12, 5))}, "takes ids of int64, the data's are float64"),
     ],
 )
-def test_arrays_that_do_not_fit_are_named(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_arrays_that_do_not_fit_the_model_are_reported(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     _, found = captured()
     for name in ("train", "test"):
         np.savez(tmp_path / f"{name}.npz", **(arrays(12, 1) | changes))
@@ -149,7 +153,7 @@ def test_arrays_that_do_not_fit_are_named(changes: dict[str, Any], words: str, t
         bind_data(found.graph, load_folder(tmp_path), 3, "RUN.toml")
 
 
-def test_a_missing_array_is_named(tmp_path: Path) -> None:
+def test_a_missing_array_is_reported(tmp_path: Path) -> None:
     _, found = captured()
     for name in ("train", "test"):
         np.savez(tmp_path / f"{name}.npz", x=np.zeros((4, 5), int), y=np.zeros(4))
@@ -157,7 +161,7 @@ def test_a_missing_array_is_named(tmp_path: Path) -> None:
         bind_data(found.graph, load_folder(tmp_path), 3, "RUN.toml")
 
 
-def test_groups_are_patterns_that_each_match_a_parameter() -> None:
+def test_parameter_groups_are_patterns_that_each_match_a_parameter() -> None:
     _, found = captured()
     graph = with_groups(found.graph, [("*.bias",), ("norm.*", "embed.*")])
     groups = {row.names[0]: row.group for row in graph.parameters}
@@ -168,7 +172,7 @@ def test_groups_are_patterns_that_each_match_a_parameter() -> None:
     assert settings.groups == (GroupSettings(1.0, 0.2), GroupSettings(1.0, 0.0))
 
 
-def test_a_graph_has_every_name_of_the_state_dict() -> None:
+def test_a_graph_has_every_name_in_the_state_dict() -> None:
     model, found = captured()
     names = {name for row in found.graph.parameters for name in row.names}
     assert names == set(model.state_dict())
@@ -187,7 +191,7 @@ def test_epochs_are_converted_into_steps(tmp_path: Path) -> None:
         check_run_file(both, "RUN.toml")
 
 
-def test_a_run_counts_its_validation_samples(tmp_path: Path) -> None:
+def test_a_run_counts_only_its_validation_samples(tmp_path: Path) -> None:
     _, found = captured()
     np.savez(folder(tmp_path) / "validation.npz", **arrays(5, 3))
     data = load_folder(tmp_path)

@@ -1,4 +1,5 @@
-"""Two machines on one link, as namespaces: found by beacon, reached over IPv4 and IPv6, also after a move."""
+"""Two machines on one link, as network namespaces. They find each other by beacon, and reach each other over
+IPv4 and IPv6, even after one has a new address."""
 
 import json
 import subprocess
@@ -21,12 +22,12 @@ def program(machine: Machine, *arguments: str) -> Iterator[subprocess.Popen[str]
             process.kill()
 
 
-def test_two_machines_find_each_other_by_beacon_and_use_both_families() -> None:
+def test_two_machines_meet_by_beacon_over_ipv4_and_ipv6() -> None:
     with two_machines() as (one, other), program(other, "b", "echo"), program(one, "a", "visit") as visitor:
         text, _ = visitor.communicate(timeout=45)
     answers = [json.loads(line) for line in text.splitlines()]
     # A stream and a datagram go to each address in the beacon, and the datagram is answered. The kernel also
-    # gives each machine a link-local address; it is listed if the first beacon came from it.
+    # gives each machine a link-local address; that address is listed only if the first beacon came from it.
     hosts = [answer["host"] for answer in answers]
     assert sorted(host for host in hosts if "%" not in host) == sorted([other.host_4, other.host_6])
     assert all(answer["back"] == [answer["host"]] for answer in answers)
@@ -42,13 +43,13 @@ def test_machines_with_link_local_addresses_meet_by_beacon(
         program(one, "a", "visit") as visitor,
     ):
         text, _ = visitor.communicate(timeout=45)
-    # The address carries the zone of the interface that received the beacon, whatever the other side calls
-    # its own.
+    # The address carries the zone of the interface that received the beacon, whatever name the other machine
+    # has for its own.
     there = f"{other.host_6}%cable"
     assert [json.loads(line) for line in text.splitlines()] == [{"host": there, "back": [there]}]
 
 
-def test_a_machine_that_changes_its_address_loses_nothing() -> None:
+def test_a_machine_that_changes_its_address_loses_no_datagrams() -> None:
     with two_machines() as (one, other), program(other, "b", "echo"), program(one, "a", "move") as mover:
         assert exchanged(mover) == {"back": 100, "hosts": [one.host_4, one.host_6]}
         move(one, "10.87.0.101")

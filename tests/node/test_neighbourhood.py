@@ -1,4 +1,4 @@
-"""Real nodes that list only peers near their key, wired to the DHT as in a public swarm."""
+"""Real nodes that list only the peers near their key, connected to the DHT as in a public swarm."""
 
 from gossip.member import NeighbourhoodLookupWanted
 from sim.observers import Observation

@@ -1,4 +1,4 @@
-"""npz files from strangers: their memory is bounded before it is allocated, and no node crashes."""
+"""npz files from other peers: their memory is limited before it is allocated, and no node crashes."""
 
 import gc
 import io
@@ -45,7 +45,7 @@ def npy(array: Any, *, allow_pickle: bool = False) -> bytes:
 
 
 def header(text: str, content: bytes = b"") -> bytes:
-    """An npy file with any header."""
+    """Return an npy file with any header."""
     data = text.encode() + b"\n"
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(data)) + data + content
 
@@ -64,7 +64,7 @@ def unpacked(data: bytes) -> tuple[Array, ...]:
 
 
 def zeros(count: int) -> bytes:
-    """An npy file of this many float64."""
+    """Return an npy file of `count` float64 values."""
     text = repr({"descr": "<f8", "fortran_order": False, "shape": (4, count // 4)})
     return header(text, bytes(8 * count))
 
@@ -102,11 +102,11 @@ NO_DATA: dict[str, Callable[[], bytes]] = {
     "more than the header says": lambda: archive({"x": npy(X) + b"1234", "y": npy(Y)}),
     "less than the header says": lambda: archive({"x": npy(X)[:-4], "y": npy(Y)}),
 }
-"""Return the archive that this maker makes: the test itself makes it, since some take long."""
+"""Return the archive that this maker makes. It is made during the test, because some archives take long."""
 
 
 @pytest.mark.parametrize("name", NO_DATA)
-def test_an_archive_without_arrays_is_refused_by_name(name: str) -> None:
+def test_a_bad_archive_is_refused_with_the_reason(name: str) -> None:
     data = NO_DATA[name]()
     with pytest.raises(BadArchive):
         unpacked(data)
@@ -132,7 +132,7 @@ def test_arrays_are_read_as_numpy_reads_them(x: Array, y: Array, method: int) ->
     assert not found_x.flags.writeable
 
 
-def test_two_arrays_of_one_name_are_refused() -> None:
+def test_two_arrays_with_one_name_are_refused() -> None:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as whole:
         whole.writestr("x.npy", npy(X))
@@ -143,7 +143,7 @@ def test_two_arrays_of_one_name_are_refused() -> None:
         unpacked(file.getvalue())
 
 
-def test_the_ratio_of_unpacked_to_packed_bytes_is_bounded() -> None:
+def test_the_ratio_of_unpacked_to_packed_bytes_is_limited() -> None:
     sides = RATIO_FREE_BYTES // 8
     layouts = Layouts({"x": ArrayHeader("<f8", (4, sides), False), "y": ArrayHeader("<i8", (4,), False)})
     needed = -(-layouts.unpacked_bytes // RATIO_MAX)
@@ -157,7 +157,7 @@ GOOD = archive({"x": npy(X), "y": npy(Y)})
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=8))
-def test_a_changed_archive_is_read_or_refused(changes: list[tuple[int, int]]) -> None:
+def test_an_archive_with_changed_bytes_is_read_or_refused(changes: list[tuple[int, int]]) -> None:
     data = bytearray(GOOD)
     for place, value in changes:
         data[place] = value
@@ -175,8 +175,8 @@ async def read_fenced(path: Path, data: bytes) -> tuple[Array, ...]:
         return tuple((await RealExecutor().unpack(file, out, allow_unfenced=True)).values())
 
 
-async def test_a_separate_process_unpacks_what_is_mapped_here(tmp_path: Path) -> None:
-    # More than the process may write to a file.
+async def test_a_separate_process_unpacks_arrays_that_this_one_maps(tmp_path: Path) -> None:
+    # The arrays are larger than the process may write to a file.
     x = np.random.default_rng(1).random((50_000, 8, 8)).astype(np.float32)
     y = np.arange(50_000)
     for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -186,15 +186,15 @@ async def test_a_separate_process_unpacks_what_is_mapped_here(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["labels that are raw bytes", "a bomb", "no bytes", "objects"])
-async def test_refusals_of_the_fenced_process_are_reported(tmp_path: Path, name: str) -> None:
+async def test_refusals_in_the_fenced_process_are_reported(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadArchive) as error:
         await read_fenced(tmp_path / "a.npz", NO_DATA[name]())
     assert str(error.value).isprintable()
 
 
 @pytest.mark.slow
-async def test_an_oversized_archive_directory_crashes_only_the_process(tmp_path: Path) -> None:
-    """More than a million entries are gigabytes of objects, and the process has a quarter of one."""
+async def test_an_oversized_archive_directory_crashes_only_that_process(tmp_path: Path) -> None:
+    """More than a million entries need gigabytes of objects, but the process has a quarter of a gigabyte."""
     entry = struct.pack("<4s4B4HL2L5H2L", b"PK\1\2", 20, 3, 20, 0, 0, 0, 0, 33, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0)
     count = 1_500_000
     directory = b"".join(entry + b"x" for _ in range(count))
@@ -213,15 +213,15 @@ async def test_unpacked_arrays_count_on_disk_until_their_last_view(tmp_path: Pat
         del x
         assert budget.held_bytes
         del y
-        await trio.to_thread.run_sync(gc.collect)  # in the file system: the thread holds its last result
+        await trio.to_thread.run_sync(gc.collect)  # in the file system; the thread holds its last result
         assert not budget.held_bytes
         with pytest.raises(OSError, match="scratch"):
             await RealExecutor(scratch=small).unpack(file, out, allow_unfenced=True)
         assert not small.held_bytes
 
 
-def test_the_unpacking_process_ends_without_a_go_ahead(tmp_path: Path) -> None:
-    """After the death of its node it must end, and must have written nothing."""
+def test_the_unpacking_process_ends_if_its_node_is_gone(tmp_path: Path) -> None:
+    """If its node has died, the process must end without having written anything."""
     (tmp_path / "a.npz").write_bytes(GOOD)
     with (tmp_path / "a.npz").open("rb") as file, tempfile.TemporaryFile() as out:
         descriptors = file.fileno(), out.fileno()

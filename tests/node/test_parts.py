@@ -1,4 +1,4 @@
-"""The parts of a node that can be replaced are known, and no others are accepted."""
+"""The parts of a node that can be replaced are known, and no other part is accepted."""
 
 import ast
 
@@ -12,7 +12,7 @@ from node.transport.network import RealNetwork
 from tests.source import sources
 
 
-def test_the_parts_are_those_that_a_node_asks_for() -> None:
+def test_the_replaceable_parts_are_those_that_a_node_asks_for() -> None:
     asked = {
         ast.unparse(call.args[0]).rpartition(".")[2]
         for source in sources("node")

@@ -1,6 +1,6 @@
 """The choice among several networks for a peer's streams, by measurements in virtual time.
 
-`tests/lab/test_paths.py` measures two real networks of different speed.
+`tests/lab/test_paths.py` measures two real networks with different speeds.
 """
 
 from collections import Counter
@@ -27,7 +27,8 @@ Rates = dict[Address, tuple[float, float] | Exception]
 
 
 class SeveralNetworks(SimNetwork):
-    """A simulated network that shares several networks with every peer, and records the preferred one."""
+    """A node that shares several networks with every peer, simulated; it records the networks that were
+    preferred."""
 
     shared: tuple[Address, ...] = (SLOW, FAST)
     preferred: tuple[Address, ...] = ()
@@ -42,7 +43,8 @@ class SeveralNetworks(SimNetwork):
 def compare(
     rates: Rates, seconds: float, change: Callable[[SeveralNetworks], None] = lambda network: None
 ) -> tuple[tuple[Address, ...], int, int]:
-    """Return the preferred networks in this time, the number of measurements, and the refusals."""
+    """Return the networks that were preferred within `seconds`, the number of measurements, and the number of
+    refusals."""
     measured, refused = [], []
     network = None
 
@@ -75,7 +77,7 @@ def compare(
     return network.preferred, len(measured), len(refused)
 
 
-def test_the_network_with_the_fastest_slower_direction_is_preferred() -> None:
+def test_the_network_whose_slower_direction_is_fastest_is_preferred() -> None:
     rates: Rates = {SLOW: (9e6, 1e6), FAST: (8e6, 7e6)}
     assert compare(rates, AGAIN_SECONDS - 1) == ((FAST,), 2, 0)
     assert compare(rates, AGAIN_SECONDS + 2 * LOOK_SECONDS) == ((FAST, FAST), 4, 0)
@@ -94,7 +96,7 @@ def test_a_peer_that_cannot_be_measured_now_is_measured_later() -> None:
     assert compare({SLOW: MeasurementRefused(5.0)}, 2 * RETRY_SECONDS + 4 * LOOK_SECONDS) == ((), 3, 0)
 
 
-def test_a_peer_with_a_nonsense_answer_is_refused_and_nothing_preferred() -> None:
+def test_a_peer_with_a_nonsense_answer_is_refused_without_a_preference() -> None:
     assert compare({SLOW: RemoteProtocolError("nonsense")}, 10.0) == ((), 1, 1)
 
 

@@ -1,4 +1,5 @@
-"""A paused run names the machines whose return would end the pause: on screens, in `runs show`, in JSON."""
+"""A paused run names the machines whose return would end the pause: on screens, in `runs show`, and in
+JSON."""
 
 from dataclasses import replace
 from types import MappingProxyType
@@ -25,14 +26,14 @@ PAUSED = events.RunChanged(
 )
 
 
-def test_a_pause_on_screens_names_machines_with_short_ids() -> None:
+def test_screens_name_the_machines_a_pause_waits_for() -> None:
     screen = EventScreen()
     screen.lines(event_document(JOINED))
     (line,) = screen.lines(event_document(PAUSED))
     assert f"lab-2 {short_peer(KNOWN)}, {short_peer(UNKNOWN)}" in line
 
 
-def test_runs_show_names_awaited_machines_until_the_pause_ends() -> None:
+def test_runs_show_names_awaited_machines_until_a_pause_ends() -> None:
     view = RunView(RUN, "gpt", "text", 9, KNOWN, "running")
     state = apply(replace(State(), runs=MappingProxyType({RUN: view})), JOINED)
     state = apply(state, PAUSED)

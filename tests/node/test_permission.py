@@ -1,4 +1,4 @@
-"""Whether a machine serves others now: its owner's rules, its sensors, and the return of its slots."""
+"""Whether a machine serves others now: its owner's rules, its sensors, and how its slots are given back."""
 
 import os
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_each_rule_refuses_with_its_reason(changed: dict[str, Any], reason: str)
 
 
 @given(reading=readings)
-def test_a_machine_without_rules_serves_whatever_it_measures(reading: Reading) -> None:
+def test_a_machine_without_rules_serves_whatever_its_sensors_report(reading: Reading) -> None:
     assert refusal(Offering(), reading) == ("", "")
 
 
@@ -66,7 +66,7 @@ def test_a_machine_serves_only_after_all_rules_held_for_a_while(course: list[tup
             was_refused = was_refused and not found.may_serve
 
 
-def test_unmeasurable_rules_are_reported_and_block_nothing() -> None:
+def test_rules_that_cannot_be_measured_are_reported_and_block_nothing() -> None:
     found = MachinePermission().look(0.0, ALL, Reading(minute=600))
     assert found.may_serve
     assert found.unread == ("idle", "load", "mains_only")
@@ -94,10 +94,12 @@ def test_the_rules_are_read_from_flags_environment_and_file(tmp_path: Path) -> N
         resolve({"config": str(file)}, {})
 
 
-def test_power_and_input_are_read_where_available(tmp_path: Path) -> None:
+def test_power_and_input_sensors_are_read_if_available(tmp_path: Path) -> None:
     wall = 1_000_000.0
     state = MachineState(root=tmp_path, wall=lambda: wall)
-    assert (state.read().on_mains, state.read().idle_seconds) == (None, None), "absent sensors are reported"
+    assert (state.read().on_mains, state.read().idle_seconds) == (None, None), (
+        "an absent sensor has a reading"
+    )
     terminal = tmp_path / "dev/pts/0"
     terminal.parent.mkdir(parents=True)
     terminal.touch()
@@ -116,7 +118,7 @@ def test_power_and_input_are_read_where_available(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", ["abcd", "ab"], ids=["another takes it", "nobody can"])
-def test_a_returning_owner_gets_the_slot_without_losses(names: str) -> None:
+def test_a_returning_owner_gets_the_slot_without_loss_of_work(names: str) -> None:
     async def scenario() -> None:
         async with swarm(names, offer=Offering(idle_seconds=60)) as group:
             for name in names[0]:
@@ -142,7 +144,9 @@ def test_a_returning_owner_gets_the_slot_without_losses(names: str) -> None:
             assert [(event.may_serve, event.reason) for event in said] == [(False, "its owner uses it")]
             if names == "ab":
                 await trio.sleep(20)
-                assert a.state.runs[run.text].status == "paused", "its checkpoint waits for a provider"
+                assert a.state.runs[run.text].status == "paused", (
+                    "the run is not paused although no provider is left for its stage"
+                )
                 idle = 3_600.0
             await until_over(group)
             assert a.state.runs[run.text].status == "done"

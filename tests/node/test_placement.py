@@ -1,4 +1,4 @@
-"""The first plan of a run among members that overstate their speed and then decline: whole nodes in virtual
+"""The first plan of a run among members that overstate their speed and then decline. Whole nodes in virtual
 time.
 """
 
@@ -55,7 +55,7 @@ PEERS = [PeerId(bytes([number]) * 32) for number in range(200)]
 
 
 def claim(node: Node, flops_per_second: float) -> None:
-    """Have this node claim this speed from now on instead of its measurement."""
+    """Have this node claim this speed from now on instead of its measured one."""
     said = read_metadata(encode_metadata(node.capacity, accepts_runs=True))
     assert said is not None
     said = msgspec.structs.replace(said, flops_per_second=flops_per_second)
@@ -63,7 +63,7 @@ def claim(node: Node, flops_per_second: float) -> None:
 
 
 def decline(node: Node, asked: list[str], name: str) -> None:
-    """Have this node decline everything from now on, and record who asked."""
+    """Have this node decline every request from now on, and record the senders."""
 
     def accepts(_run: object) -> str:
         asked.append(name)
@@ -90,11 +90,11 @@ def test_eight_overstating_decliners_do_not_prevent_placement(flops_per_second: 
 
     simulate(scenario)
     assert [sorted(stage) for stage in planned] == [["i", "j"], ["i", "j"]]
-    # Each decliner was asked at most once: the second run knows who declined the first.
+    # Each decliner was asked at most once: the second run knows which peers declined the first.
     assert len(asked) == len(set(asked))
 
 
-def test_a_claim_counts_for_at_most_a_multiple_of_the_median() -> None:
+def test_a_claimed_speed_counts_for_a_limited_multiple_of_the_median() -> None:
     rates = [1e9, 2e9, 3e9, 9e15]
     offers = [Offer(peer, rate, 1, has_slot=True) for peer, rate in zip(PEERS, rates, strict=False)]
     without = Offer(PEERS[9], 1e15, 1, has_slot=False)
@@ -105,7 +105,7 @@ def test_a_claim_counts_for_at_most_a_multiple_of_the_median() -> None:
     assert cap_claims([]) == []
 
 
-def test_an_impossible_rate_is_not_read() -> None:
+def test_an_impossible_claimed_rate_is_ignored() -> None:
     measured = Capacity("cpu", 1, 1, 1, 1e24, "")
     said = read_metadata(encode_metadata(measured, accepts_runs=True))
     assert said is not None
@@ -126,7 +126,7 @@ def test_recent_decliners_are_remembered_for_a_while() -> None:
 
 
 @given(stages=st.integers(0, 9), replicas=st.integers(0, 9), peers=st.integers(0, 40))
-def test_a_smaller_shape_needs_no_more_peers_than_there_are(stages: int, replicas: int, peers: int) -> None:
+def test_a_run_is_reduced_to_the_peers_that_exist(stages: int, replicas: int, peers: int) -> None:
     found = list(smaller_shapes((stages, replicas), peers))
     for fewer, copies in found:
         assert max(1, fewer) * max(1, copies) <= peers
@@ -137,11 +137,11 @@ def test_a_smaller_shape_needs_no_more_peers_than_there_are(stages: int, replica
     assert bool(found) == (0 < peers < max(1, stages) * max(1, replicas))
 
 
-def test_stages_are_kept_before_replicas() -> None:
+def test_a_reduced_run_keeps_its_stages_before_its_replicas() -> None:
     assert list(smaller_shapes((2, 2), 3)) == [(2, 1), (1, 2)]
 
 
-def test_a_placement_continues_after_refusals_while_others_are_free() -> None:
+def test_a_placement_continues_after_refusals_while_other_peers_are_free() -> None:
     decliners = 20
     captured = simple_cnn("float64")
     signers = [
@@ -161,7 +161,7 @@ def test_a_placement_continues_after_refusals_while_others_are_free() -> None:
         body = LeaseBody(run.id, plan_hash(decode_plan(request.plan)), request.stage, 60)
         return Leased(signer.sign(LEASE_PURPOSE, encode(body)))
 
-    # The fastest decline, each slightly faster than the next.
+    # The fastest peers decline, each slightly faster than the one after it.
     rates = {peer: 50e9 + place * 1e9 for place, peer in enumerate(sorted(busy))}
     offers = [
         Offer(signer.peer, rates.get(signer.peer, 1e9), 10**10, has_slot=True) for signer in signers[1:]
@@ -177,7 +177,7 @@ def test_a_placement_continues_after_refusals_while_others_are_free() -> None:
     assert sorted(peer for peer in asked if peer in busy) == sorted(busy)
 
 
-def test_a_placement_whose_providers_are_busy_says_why_others_have_no_slot() -> None:
+def test_a_busy_placement_says_why_other_members_have_no_slot() -> None:
     captured = simple_cnn("float64")
     requester = IdentitySigner(Identity(bytes(32)), "test")
     run = make_run(requester, manifest(captured, stages=1, replicas=1))
@@ -197,7 +197,7 @@ def test_a_placement_whose_providers_are_busy_says_why_others_have_no_slot() -> 
     assert "busy" in failed.value.reason
 
 
-def test_a_placement_plans_once_per_refusal_where_all_declined_lately() -> None:
+def test_recent_decliners_cost_a_placement_one_plan_per_refusal() -> None:
     captured = simple_cnn("float64")
     requester = IdentitySigner(Identity(bytes(32)), "test")
     run = make_run(requester, manifest(captured, stages=1, replicas=2))
@@ -222,7 +222,9 @@ def test_a_placement_plans_once_per_refusal_where_all_declined_lately() -> None:
                 decliners=decliners, monotonic=time.monotonic,
             )
         )  # fmt: skip
-    assert plans == len(offers) + 1, "only the first plan leaves out the decliners"
+    assert plans == len(offers) + 1, (
+        "not exactly one plan was made without the decliners and then one per refusal"
+    )
 
 
 def test_a_plan_separates_neighbours_with_a_slow_measured_link() -> None:
@@ -245,7 +247,7 @@ def test_a_plan_separates_neighbours_with_a_slow_measured_link() -> None:
 
 
 @pytest.mark.parametrize("is_public_slow", [False, True])
-def test_hidden_peers_are_neighbours_only_in_the_best_plan(is_public_slow: bool) -> None:
+def test_hidden_peers_are_neighbours_only_in_the_best_possible_plan(is_public_slow: bool) -> None:
     run = make_run(IdentitySigner(Identity(bytes(32)), "test"), manifest(stages=2, replicas=1))
     hidden, public = PEERS[:2], PEERS[2]
     rates = dict.fromkeys(hidden, 1e9) | {public: 1e5 if is_public_slow else 1e9}
@@ -257,7 +259,7 @@ def test_hidden_peers_are_neighbours_only_in_the_best_plan(is_public_slow: bool)
     assert (placed == set(hidden)) == is_public_slow
 
 
-def test_a_plan_keeps_layers_together_and_gives_every_stage_its_replicas() -> None:
+def test_a_plan_keeps_layers_together_and_fills_every_stage() -> None:
     model = simple_cnn()
     offers = [Offer(peer, 1e10, 8 << 30, has_slot=True) for peer in PEERS[:4]]
     signer = IdentitySigner(Identity(bytes(32)), "test")
@@ -285,7 +287,7 @@ def test_a_plan_uses_observed_rates_and_own_calibrations() -> None:
     assert rates[PEERS[2]] == 10**10
 
 
-def test_a_requester_is_planned_to_feed_and_commit_beside_its_stage() -> None:
+def test_a_requester_with_a_stage_is_planned_to_feed_and_commit_too() -> None:
     run = make_run(IdentitySigner(Identity(bytes(32)), "test"), manifest(stages=1, replicas=2))
     offers = [Offer(peer, 1e10, 8 << 30, has_slot=True) for peer in (run.requester, PEERS[1])]
     device = msgspec.structs.replace(

@@ -51,11 +51,11 @@ def test_distance_is_measured_from_the_requester_and_gaps_are_reported() -> None
     simulate(scenario)
 
 
-def test_latency_exposes_a_wrong_location_which_gets_no_stage() -> None:
-    """One node claims a wrong location; the round trips of the others reveal the right one."""
+def test_round_trips_reveal_a_wrong_location_and_it_gets_no_stage() -> None:
+    """One node claims a wrong location. The round trips that others measure to it reveal the right one."""
 
     async def scenario() -> None:
-        # The timers of one machine call every peer in another region late.
+        # The timers of one machine reach every peer in a different region late.
         async with swarm("abcdefgh", network=TWO, preset="lan") as group:
             regions = {name: group.medium.links.region(node.peer) for name, node in group.nodes.items()}
             liar = next(name for name in "hgfedcb" if regions[name] == regions["a"])
@@ -82,7 +82,7 @@ def test_latency_exposes_a_wrong_location_which_gets_no_stage() -> None:
     simulate(scenario)
 
 
-def test_a_plan_for_a_location_excludes_peers_elsewhere_and_reports_it() -> None:
+def test_a_plan_for_a_location_excludes_and_reports_other_peers() -> None:
     rows = [
         PeerSpecification(name, 1 << 30, assumed(10**9), location=place)
         for name, place in (("a", "eu"), ("b", ""))
@@ -93,7 +93,7 @@ def test_a_plan_for_a_location_excludes_peers_elsewhere_and_reports_it() -> None
 
 
 def offered(kinds: str) -> list[Offer]:
-    """Offers of peers 0, 1, ... on devices: c is cuda, m mps, p cpu."""
+    """Return offers of peers 0, 1, ... on devices: c is cuda, m is mps, p is cpu."""
     names = {"c": "cuda", "m": "mps", "p": "cpu"}
     return [
         Offer(PeerId(bytes([number]) * 34), 1e9, 1 << 30, has_slot=True, device=names[kind])
@@ -119,7 +119,7 @@ def test_only_peers_on_the_requested_devices_have_a_slot() -> None:
 def test_devices_are_tried_in_order_and_the_outcome_is_reported(
     kinds: str, devices: tuple[Any, ...], tried: list[str], said: str
 ) -> None:
-    """Two stages, each on its own peer."""
+    """Return a manifest of two stages, each of which needs a peer of its own."""
     attempts: list[str] = []
     heard: list[str] = []
 
@@ -160,8 +160,8 @@ def test_a_run_for_a_gpu_uses_a_cpu_only_if_allowed() -> None:
     simulate(scenario)
 
 
-def test_local_mode_does_not_ask_nodes_elsewhere_to_take_part() -> None:
-    """Nor does the requester train if its own device is not among the requested ones."""
+def test_local_mode_asks_only_nodes_in_the_requested_place() -> None:
+    """The requester does not train either if its own device is not among the requested ones."""
 
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
@@ -184,7 +184,7 @@ def test_local_mode_does_not_ask_nodes_elsewhere_to_take_part() -> None:
     simulate(scenario)
 
 
-def test_a_plan_names_peers_on_another_device() -> None:
+def test_a_plan_reports_peers_on_other_devices() -> None:
     rows = [
         PeerSpecification(name, 1 << 30, assumed(10**9), device=kind)
         for name, kind in (("a", "cuda"), ("b", "cpu"), ("c", ""))

@@ -1,4 +1,5 @@
-"""`peerloom plan` and its function: peers from a file, screen, picture, and missing resources."""
+"""`peerloom plan` and the function behind it: peers from a file, screen output, picture, and missing
+resources."""
 
 import json
 import os
@@ -82,7 +83,7 @@ def planned(graph: Graph, peers: Peers, **wanted: object) -> PlanReport:
     return plan_model(graph, peers, PlanWish(**({"batch": 16} | wanted)), name="toy")  # type: ignore[arg-type]  # of any field
 
 
-def test_a_plan_names_excluded_peers_and_reasons(graph: Graph, peers: Peers) -> None:
+def test_a_plan_reports_excluded_peers_with_reasons(graph: Graph, peers: Peers) -> None:
     document = plan_document(planned(graph, peers))
     reasons = {row["peer"]: row["reason"] for row in document["left_out"]}
     assert reasons["phone"] == "takes no runs"
@@ -131,7 +132,7 @@ def test_a_step_is_drawn_in_the_order_of_the_stages(graph: Graph, peers: Peers) 
     ]
 
 
-def test_a_hostile_name_cannot_break_out_of_the_picture(graph: Graph, peers: Peers) -> None:
+def test_a_hostile_name_cannot_inject_markup_into_the_picture(graph: Graph, peers: Peers) -> None:
     document = plan_document(planned(graph, peers))
     document["model"] = "<script>alert(1)</script>"
     assert "<script>" not in plan_svg(document)
@@ -167,7 +168,7 @@ def test_losing_the_fast_peer_makes_a_plan_slower(graph: Graph, peers: Peers) ->
     assert planned(graph, what_if(peers, "add=8GB@900GFLOPS@1Gbit")).samples_per_second > before
 
 
-def test_latency_chooses_the_fastest_path_and_energy_the_thriftiest(graph: Graph, peers: Peers) -> None:
+def test_latency_plans_use_the_fastest_path_and_energy_the_least_power(graph: Graph, peers: Peers) -> None:
     quick = planned(graph, peers, objective="latency")
     assert quick.peers_of(0) == ("lab-1",)
     thrifty = planned(graph, peers, objective="energy")
@@ -175,7 +176,7 @@ def test_latency_chooses_the_fastest_path_and_energy_the_thriftiest(graph: Graph
         assert "mbp" not in thrifty.peers_of(stage)
 
 
-def test_an_infeasible_plan_states_the_need_and_the_remedy(graph: Graph, tmp_path: Path) -> None:
+def test_an_infeasible_plan_states_what_is_missing_and_the_remedy(graph: Graph, tmp_path: Path) -> None:
     file = tmp_path / "peers.toml"
     file.write_text('[[peers]]\nname = "a"\nmemory = "200MB"\nrate = "1GFLOPS"\n')
     with pytest.raises(Infeasible) as refused:
@@ -207,7 +208,7 @@ def test_an_error_in_a_file_of_peers_names_its_line(tmp_path: Path, text: str, w
 
 
 @pytest.mark.parametrize("change", ["lose=x", "add=8GB", "add=1@2@3@4", "link=a@1Gbit", "nothing"])
-def test_a_wrong_change_is_refused(peers: Peers, change: str) -> None:
+def test_an_invalid_change_is_refused(peers: Peers, change: str) -> None:
     with pytest.raises(UsageError):
         what_if(peers, change)
 
@@ -226,10 +227,12 @@ def test_the_command_prints_a_plan_and_its_document(
     assert "compared with the plan without" in capsys.readouterr().out
     assert run([*arguments, "--stages", "100"]) == 5
     assert run([*arguments, "--objective", "speed"]) == 2
-    assert run([*arguments[:2], "--data-dir", str(tmp_path)]) == 3, "no node runs here"
+    assert run([*arguments[:2], "--data-dir", str(tmp_path)]) == 3, (
+        "the command found a node although none runs here"
+    )
 
 
-def test_the_command_plans_on_the_first_sufficient_devices(
+def test_the_command_plans_on_the_first_devices_that_suffice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], graph: Graph
 ) -> None:
     from partition.model.graph import encode_graph
@@ -254,11 +257,11 @@ def test_the_command_plans_on_the_first_sufficient_devices(
     assert "want some of cuda, mps, cpu, each once" in capsys.readouterr().err
 
 
-def test_no_plan_takes_less_memory_than_a_process_needs(graph: Graph, peers: Peers) -> None:
+def test_every_plan_leaves_the_memory_that_a_process_needs(graph: Graph, peers: Peers) -> None:
     assert min(row.memory_bytes for row in planned(graph, peers).forecast.stages) > STAGE_BASELINE_BYTES
 
 
-def test_plans_are_equal_in_all_processes_and_peer_orders(graph: Graph, tmp_path: Path) -> None:
+def test_plans_are_identical_in_all_processes_and_peer_orders(graph: Graph, tmp_path: Path) -> None:
     rows = [
         f'[[peers]]\nname = "p{number}"\nmemory = "{0.6 + number % 3 * 0.2:.1f}GB"\n'
         f'rate = "{20 + 7 * (number % 5)}GFLOPS"\nlink = "{1 + number % 2}Gbit"\n'
@@ -317,7 +320,7 @@ def test_a_plan_needs_no_node_and_no_torch(tmp_path: Path) -> None:
         node.plan(simple_cnn("float32").graph, file, what_if="lose=one,lose=two")
 
 
-def test_a_report_is_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_equals_the_commands_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph = simple_cnn("float32").graph
     peers, file = tmp_path / "PEERS.toml", tmp_path / "toy.peerloom"
     peers.write_text(TWO)
@@ -338,7 +341,7 @@ def test_a_report_is_what_the_command_prints(tmp_path: Path, capsys: pytest.Capt
     assert 0 <= predicted.bubble < 1
 
 
-def test_a_change_may_be_one_or_several(tmp_path: Path) -> None:
+def test_a_what_if_may_have_one_change_or_several(tmp_path: Path) -> None:
     graph = simple_cnn("float32").graph
     file = tmp_path / "PEERS.toml"
     file.write_text(TWO)
@@ -365,7 +368,7 @@ def test_an_added_peer_may_make_a_plan_possible(tmp_path: Path) -> None:
     assert "with add=8GB@50GFLOPS: nothing fits without" in report.explain()
 
 
-def test_layers_stay_together_on_request(
+def test_layers_are_kept_together_on_request(
     graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peers, file = tmp_path / "PEERS.toml", tmp_path / "toy.peerloom"
@@ -389,7 +392,7 @@ def test_layers_stay_together_on_request(
     assert run([*command, "--keep-tied"]) == 5
 
 
-def test_every_stage_has_at_least_the_requested_replicas(graph: Graph, tmp_path: Path) -> None:
+def test_every_stage_gets_at_least_the_requested_replicas(graph: Graph, tmp_path: Path) -> None:
     file = tmp_path / "PEERS.toml"
     file.write_text(TWO)
     report = node.plan(graph, file, replicas_min=2)
@@ -427,7 +430,7 @@ TINY_LLAMA = {
 }
 
 
-def test_the_example_compares_changes_over_its_own_machines(graph: Graph, tmp_path: Path) -> None:
+def test_the_example_compares_changes_to_its_own_machines(graph: Graph, tmp_path: Path) -> None:
     file = tmp_path / "toy.peerloom"
     file.write_bytes(encode_graph(graph))
     done = subprocess.run(
@@ -460,7 +463,7 @@ def test_a_node_plans_over_its_swarm() -> None:
             report = await me.plan(graph, stages=2, what_if=["lose=b", "add=8GB@1GFLOPS"])
             assert len(report.split.groups) == 2
             assert {peer.name for peer in report.problem.peers} == {"a", "new-2"}
-            # The pure function over the same peers returns the same plan.
+            # The pure function returns the same plan for the same peers.
             measured = await me.measurements.document(me.membership.live)
             peers = live_peers(me.status(), peers_document(me.state, 0.0), measured)
             alone = node.plan(graph, peers, stages=2, what_if=["lose=b", "add=8GB@1GFLOPS"])
@@ -469,7 +472,7 @@ def test_a_node_plans_over_its_swarm() -> None:
     simulate(scenario)
 
 
-def test_live_peers_draw_their_metered_or_assumed_power() -> None:
+def test_live_peers_have_their_metered_or_assumed_power() -> None:
     peers = {name: PeerId(bytes([number]) * 32) for number, name in enumerate("abc", 1)}
 
     def row(name: str) -> dict[str, object]:

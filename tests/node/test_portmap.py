@@ -1,6 +1,4 @@
-"""Requests for a port mapping: the core against a router written from the RFCs, and nodes behind
-real NATs.
-"""
+"""Requests for a port mapping: a core with a router written from the RFCs, and nodes behind real NATs."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +31,7 @@ SECONDS_MAX = 40.0
 
 
 class RecordingRouter(Router):
-    """A router without nftables; `rules` are what it would have done to its map."""
+    """A router without nftables; `rules` records the changes that it would have made to its map."""
 
     def __init__(self, protocol: str, external: str) -> None:
         self.rules: list[tuple[str, str, int]] = []
@@ -45,14 +43,14 @@ def mapper(now: float = 0.0) -> PortMapper:
 
 
 def talk(core: PortMapper, router: Router, now: float, packets: list[bytes] | None = None) -> None:
-    """Carry the core's packets to the router, and its answers back."""
+    """Carry the core's packets to the router, and the router's answers back."""
     waiting = core.wake(now) if packets is None else packets
     while waiting:
         waiting += core.receive(now, router.answer(waiting.pop(0), HOST))
 
 
 @pytest.mark.parametrize("protocol", ["pcp", "nat-pmp"])
-def test_a_router_is_asked_by_every_protocol_it_may_support(protocol: str) -> None:
+def test_a_router_is_asked_in_every_protocol_it_may_support(protocol: str) -> None:
     core, router = mapper(), RecordingRouter(protocol, EXTERNAL)
     talk(core, router, 0.0)
     assert core.mapping == PortMapping(EXTERNAL, PORT, True, "pcp" if protocol == "pcp" else "nat-pmp")
@@ -62,7 +60,7 @@ def test_a_router_is_asked_by_every_protocol_it_may_support(protocol: str) -> No
     assert router.rules == [(what, kind, PORT) for what in ("add", "delete") for kind in ("tcp", "udp")]
 
 
-def test_a_silent_router_is_asked_by_each_protocol_and_again_later() -> None:
+def test_a_silent_router_is_asked_in_each_protocol_and_again_later() -> None:
     core, now, asked = mapper(), 0.0, []
     while core.outcome == "asking":
         asked += [packet[0] for packet in core.wake(core.deadline)[:1]]
@@ -82,7 +80,7 @@ def test_a_refusal_is_reported_and_retried_later() -> None:
     assert core.outcome == "mapped"
 
 
-def test_a_rebooted_router_maps_again_within_a_minute() -> None:
+def test_a_mapping_is_renewed_within_a_minute_of_a_router_reboot() -> None:
     core = mapper()
     talk(core, RecordingRouter("pcp", EXTERNAL), 0.0)
     after = RecordingRouter("pcp", "45.9.9.9")
@@ -101,7 +99,7 @@ def test_an_unconfirmed_mapping_expires() -> None:
     assert now == LIFETIME_SECONDS
 
 
-def test_a_port_mapped_for_another_host_is_replaced_by_the_next() -> None:
+def test_if_a_port_is_mapped_for_another_host_the_next_is_used() -> None:
     core, router = mapper(), RecordingRouter("nat-pmp", EXTERNAL)
     router.granted["tcp", "192.168.1.11", PORT] = PORT
     talk(core, router, 0.0)
@@ -109,7 +107,7 @@ def test_a_port_mapped_for_another_host_is_replaced_by_the_next() -> None:
 
 
 @given(st.lists(st.binary(max_size=80)))
-def test_nonsense_changes_nothing(packets: list[bytes]) -> None:
+def test_nonsense_answers_change_nothing(packets: list[bytes]) -> None:
     core = mapper()
     core.wake(0.0)
     for packet in packets:
@@ -118,7 +116,7 @@ def test_nonsense_changes_nothing(packets: list[bytes]) -> None:
     assert core.mapping is None
 
 
-@pytest.mark.skipif(not FULL, reason="four nodes and four routers: PEERLOOM_LAB=full")
+@pytest.mark.skipif(not FULL, reason="needs four nodes and four routers: set PEERLOOM_LAB=full")
 def test_a_node_maps_a_port_and_removes_the_mapping(tmp_path: Path) -> None:
     sites = [Site("public"), named("home", "pmp", "a"), named("home", "pcp", "b"), named("home", "off", "c")]
     sites.append(named("home", "upnp", "d"))
@@ -161,12 +159,12 @@ def has_address(there: str, document: dict[str, Any]) -> bool:
 
 
 def has_text(text: str, document: dict[str, Any]) -> bool:
-    """Whether a status reports this mapped port."""
+    """Return whether a status reports this mapped port."""
     found = document["reachability"]
     return found is not None and found["mapping"] == text
 
 
 def mapped(lab: Internet, site: str) -> str:
-    """The ports that a router forwards to the inside."""
+    """Return the ports that a router forwards to the inside."""
     found = json.loads(lab.in_router(site, "nft -j list map ip nat forwarded"))["nftables"]
     return "".join(str(each["map"].get("elem", "")) for each in found if "map" in each)

@@ -1,4 +1,4 @@
-"""Decisions about hole punching and its targets. Real NATs: `tests/lab/test_punching.py`."""
+"""Decisions about hole punching and its targets. For real NATs see `tests/lab/test_punching.py`."""
 
 from collections import Counter
 from random import Random
@@ -70,24 +70,24 @@ def test_addresses_that_a_peer_may_not_claim_are_not_dialled(offered: str) -> No
     assert PunchBudget(policy.admits).admit(peer(1), [str(OUTSIDE)], 0.0) == [OUTSIDE]
 
 
-def test_names_circuits_and_nonsense_are_not_dialled() -> None:
+def test_host_names_circuits_and_nonsense_are_not_dialled() -> None:
     circuit = make_address("45.2.0.2", 9747, peer(1)).through(peer(2))
     offered = ["/dns4/example.org/tcp/9747", str(circuit), "?"]
     assert PunchBudget(everywhere).admit(peer(1), offered, 0.0) == []
 
 
-def test_one_address_per_host_is_dialled() -> None:
+def test_only_one_address_of_a_host_is_dialled() -> None:
     assert PunchBudget(everywhere).admit(peer(1), [str(OUTSIDE), str(OTHER)], 0.0) == [OUTSIDE]
 
 
-def test_a_host_is_dialled_rarely_whoever_offers_it() -> None:
+def test_a_host_is_dialled_rarely_whichever_peer_offers_it() -> None:
     budget = PunchBudget(everywhere)
     dialled = [bool(budget.admit(peer(1), [str(OUTSIDE)], 0.0)) for _ in range(int(HOST_TRIES_BURST) + 1)]
     assert dialled == [True] * int(HOST_TRIES_BURST) + [False]
     assert budget.admit(peer(1), [str(OUTSIDE)], 60.0) == [OUTSIDE]
 
 
-def test_a_lost_path_is_punched_at_once_after_a_success() -> None:
+def test_a_path_lost_after_a_success_is_punched_again_at_once() -> None:
     budget = PunchBudget(everywhere)
     for worked in (True, False):
         assert budget.may_start(peer(worked), 0.0)
@@ -98,7 +98,7 @@ def test_a_lost_path_is_punched_at_once_after_a_success() -> None:
         assert budget.may_answer(peer(worked), RETRY_SECONDS / 2) == worked
 
 
-def test_both_transports_of_an_attempt_count_once_per_host() -> None:
+def test_an_attempt_by_both_transports_counts_once_per_host() -> None:
     budget = PunchBudget(everywhere)
     for _ in range(int(HOST_TRIES_BURST)):
         assert budget.admit(peer(1), [str(OUTSIDE)], 0.0) == [OUTSIDE]
@@ -128,7 +128,7 @@ def test_offers_of_one_peer_are_accepted_at_intervals() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3_000), st.integers(0, 255)), max_size=50))
-def test_offers_take_bounded_memory(offers: list[tuple[int, int]]) -> None:
+def test_the_memory_for_offers_is_bounded(offers: list[tuple[int, int]]) -> None:
     budget = PunchBudget(everywhere)
     for now, (number, host) in enumerate(offers):
         budget.may_answer(peer(number), now)
@@ -144,7 +144,7 @@ def not_own(host: str) -> bool:
     return host == "192.168.1.10"
 
 
-def test_two_observers_reveal_how_a_router_maps() -> None:
+def test_two_observers_reveal_how_a_router_maps_ports() -> None:
     seen = SeenPlaces()
     assert seen.kind("tcp", 0.0, not_own) == ""
     seen.note(0.0, peer(1), "tcp", OUTSIDE, NET[1])
@@ -181,7 +181,7 @@ def test_one_lying_observer_changes_neither_address_nor_mapping_type(lie: Addres
     assert seen.is_settled(0.0)
 
 
-def test_contradicting_observers_establish_no_address() -> None:
+def test_contradicting_observers_establish_no_outer_address() -> None:
     seen = SeenPlaces()
     seen.note(0.0, peer(1), "tcp", OUTSIDE, NET[1])
     seen.note(0.0, peer(2), "tcp", ELSEWHERE, NET[2])
@@ -200,7 +200,7 @@ def test_dials_to_all_hosts_together_are_rate_limited() -> None:
 def test_no_peer_is_dialled_at_a_port_of_a_router() -> None:
     book = AddressBook()
     book.observe(peer(1), OUTSIDE, 0.0)
-    # The peer would dial at the same time, and both would begin the handshake.
+    # The peer would dial at the same time, so both would begin the handshake.
     assert book.answered_at(peer(1)) == ()
     book.claim(peer(1), [OUTSIDE])
     assert book.answered_at(peer(1)) == (OUTSIDE,)
@@ -208,7 +208,7 @@ def test_no_peer_is_dialled_at_a_port_of_a_router() -> None:
     assert book.answered_at(peer(2)) == (OTHER,)
 
 
-def test_one_peer_cannot_use_up_the_dials_of_all() -> None:
+def test_one_peer_cannot_use_up_the_dials_for_all() -> None:
     budget, now, dialled = PunchBudget(everywhere), 0.0, 0
     for number in range(200):
         hosts = [f"/ip4/45.{number}.{each}.2/tcp/30000" for each in range(CANDIDATES_MAX)]
@@ -218,7 +218,7 @@ def test_one_peer_cannot_use_up_the_dials_of_all() -> None:
     assert dialled <= PEER_TRIES_BURST + PEER_TRIES_PER_SECOND * now
 
 
-def test_introductions_exhaust_neither_the_introducer_nor_each_other() -> None:
+def test_introductions_use_up_neither_the_introducer_nor_each_other() -> None:
     budget = PunchBudget(everywhere)
     teller, greedy, honest = map(peer, (1, 2, 3))
     offers = [[f"/ip4/45.{n}.{m}.2/tcp/30000" for m in range(4)] for n in range(8)]
@@ -231,7 +231,7 @@ def test_introductions_exhaust_neither_the_introducer_nor_each_other() -> None:
     assert all(size <= limit for size, limit in budget.sizes.values())
 
 
-def test_each_family_is_judged_separately() -> None:
+def test_ipv4_and_ipv6_are_judged_separately() -> None:
     outside6 = make_address("2a0f:1::2", 9747)
     seen = SeenPlaces()
     for number in (1, 2):
@@ -245,7 +245,7 @@ def test_each_family_is_judged_separately() -> None:
 # --- targets ---------------------------------------------------------------------------------------
 
 
-async def test_an_unproven_claim_makes_nobody_dial_a_host() -> None:
+async def test_an_unproven_claim_makes_no_node_dial_a_host() -> None:
     network = make_network("n")
     observers = Observers(network, RealClock(), Random(1), lambda: [peer(1), peer(2)], Counter())
     network.learn(peer(1), [OUTSIDE])
@@ -257,7 +257,7 @@ async def test_an_unproven_claim_makes_nobody_dial_a_host() -> None:
 
 
 class CountedObservers(Observers):
-    """Dial each host in vain, which is counted."""
+    """Dial each host in vain and count the dials."""
 
     count = 0
 
@@ -266,7 +266,7 @@ class CountedObservers(Observers):
         await trio.sleep(0.01)
 
 
-async def test_waiting_tasks_share_one_lookup() -> None:
+async def test_waiting_tasks_share_one_address_lookup() -> None:
     observers = CountedObservers(make_network("n"), RealClock(), Random(1), list, Counter())
     observers.asked[(peer(1), 4)] = cast("SecureStream", None)
     async with trio.open_nursery() as nursery:
@@ -311,7 +311,7 @@ async def test_claimed_ipv6_addresses_are_dialled_as_rarely_as_others() -> None:
         await network.open(peer(1), "/peerloom/reach/1", at=claimed)
 
 
-def test_a_host_rests_twice_as_long_each_time_and_memory_is_bounded() -> None:
+def test_pauses_of_a_failing_host_double_in_bounded_memory() -> None:
     rests = ObserverRests()
     rests.failed("45.1.0.2", 0.0)
     assert not rests.may_ask("45.1.0.2", REST_SECONDS - 1)
@@ -325,7 +325,7 @@ def test_a_host_rests_twice_as_long_each_time_and_memory_is_bounded() -> None:
     assert len(rests) == RESTS_MAX
 
 
-async def test_a_refused_dial_is_repeated_twice_only_within_a_punch() -> None:
+async def test_a_refused_dial_is_repeated_at_most_twice_within_a_punch() -> None:
     network, made = make_network("n"), 0
 
     def count(family: int, place: tuple[str, int]) -> trio.socket.SocketType:
@@ -363,7 +363,7 @@ async def test_private_addresses_are_dialled_only_behind_one_router() -> None:
     assert admitted(str(OTHER), text, own=OUTSIDE) == [OTHER, near]
 
 
-def test_an_offer_that_is_not_filled_is_refused() -> None:
+def test_an_offer_shorter_than_its_padded_length_is_refused() -> None:
     short = encode(PunchOffer((), ("/ip4/45.1.0.2/udp/30000",)))
     with pytest.raises(RemoteProtocolError):
         read_message(short)

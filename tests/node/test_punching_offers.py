@@ -1,4 +1,5 @@
-"""The packets that one punch offer makes a node send, and the pairs that are punched with them."""
+"""The packets that one punch offer makes a node send, and pairs of nodes that are punched with these
+packets."""
 
 import os
 import socket
@@ -37,8 +38,8 @@ def header_bytes(host: str) -> int:
 
 
 class SentBytes:
-    """The bytes that one offer makes a node send, by host, with all headers; no host answers datagrams, and
-    those of `accepting` accept connections."""
+    """Counts the bytes that one offer makes a node send to each host, headers included. No host answers
+    datagrams; the hosts in `accepting` accept connections."""
 
     def __init__(self, accepting: Sequence[str] = ()) -> None:
         self.by_host, self.knocks, self.flights = Counter[str](), Counter[str](), Counter[str]()
@@ -56,7 +57,7 @@ class SentBytes:
         self.packets.append(packet)
 
     async def connect(self, _places: object, address: Address, _pauses: object = ()) -> trio.SocketStream:
-        """Count the packets of a dial that the kernel repeats while the attempt lasts."""
+        """Count the packets of a dial, including those that the kernel repeats while the attempt lasts."""
         self.by_host[address.host] += 3 * (80 if address.kind == "ip6" else 60)
         if address.host not in self._accepting:
             await trio.sleep_forever()
@@ -67,14 +68,14 @@ class SentBytes:
         return trio.SocketStream(trio.socket.from_stdlib_socket(here))
 
     def read_flights(self) -> None:
-        """Count the bytes that came by the accepted connections."""
+        """Count the bytes that arrived over the accepted connections."""
         for host, there in self._ends:
             self.flights[host] += len(there.recv(2**16))
             there.close()
 
 
 def datagrams_over(sockets: object, network: RealNetwork) -> tuple[Sessions, Datagrams]:
-    """Give a network datagrams that leave by these sockets; return them, and their sessions."""
+    """Make datagrams for a network that leave over these sockets. Return their sessions and the datagrams."""
     credentials = network.credentials
     identity, swarm = credentials.identity, credentials.swarm
     sessions = Sessions(identity, swarm, os.urandom, now=0.0, wall_milliseconds=10**12, counters=Counter())
@@ -104,8 +105,9 @@ def sent_for(
     filling: bytes = bytes(OFFER_BYTES_MIN),
     accepting: Sequence[str] = (),
 ) -> tuple[SentBytes, int]:
-    """Return what an offer of these hosts makes a node send, by both transports unless `udp` has others, and
-    the offer's bytes. A message of `waiting_bytes` waits for a session with the peer."""
+    """Have a node punch with an offer of these hosts; `udp` replaces the hosts for datagrams. Return what the
+    node sends and the size of the offer in bytes. A message of `waiting_bytes` waits for a session with the
+    peer."""
     sent, other = SentBytes(accepting), make_network("o").peer
     offer = PunchOffer(texts(tcp), texts(tcp if udp is None else udp), filling)
 
@@ -137,7 +139,7 @@ def sent_for(
     ],
     ids=["one", "both families", "four", "four of IPv6", "eight"],
 )
-def test_an_offer_bounds_all_bytes_to_hosts_without_an_answer(
+def test_an_offer_limits_all_bytes_sent_to_silent_hosts(
     tcp: list[str], udp: list[str], waiting_bytes: int
 ) -> None:
     sent, offered_bytes = sent_for(tcp, udp, waiting_bytes=waiting_bytes)
@@ -146,7 +148,7 @@ def test_an_offer_bounds_all_bytes_to_hosts_without_an_answer(
     assert sent.by_host.total() <= 3 * offered_bytes
 
 
-def test_the_shortest_offer_has_a_knock_and_a_dial_for_each_host() -> None:
+def test_the_shortest_offer_allows_a_knock_and_a_dial_per_host() -> None:
     allowance = OfferAllowance(OFFER_BYTES_MIN)
     dialled = [make_address(f"2a0f:2::{number}", PORT) for number in range(1, 1 + CANDIDATES_MAX)]
     assert all(allowance.take(address, SYNS_BYTES[address.kind]) for address in dialled)
@@ -157,27 +159,27 @@ def test_the_shortest_offer_has_a_knock_and_a_dial_for_each_host() -> None:
     ("hosts", "knocks"), [(HOSTS4[:1], 3), ([HOSTS4[0], HOSTS6[0]], 3), ([*HOSTS4[:2], HOSTS6[0]], 2)]
 )
 @pytest.mark.parametrize("waiting_bytes", [0, 300, 850])
-def test_each_host_of_a_usual_offer_is_knocked_at(hosts: list[str], knocks: int, waiting_bytes: int) -> None:
+def test_each_host_of_a_usual_offer_gets_knocks(hosts: list[str], knocks: int, waiting_bytes: int) -> None:
     sent, _ = sent_for(hosts, waiting_bytes=waiting_bytes)
     assert sent.knocks == dict.fromkeys(hosts, knocks)
     assert {len(packet) for packet in sent.packets} == {INITIATION_BYTES_MIN}
 
 
-def test_an_older_offer_has_three_knocks_for_one_host() -> None:
+def test_an_older_offer_allows_three_knocks_for_one_host() -> None:
     hosts = HOSTS4[:1]
     filling = OFFER_BYTES_MIN - len(encode(PunchOffer(texts(hosts), texts(hosts), bytes(256)))) + 256
     sent, offered_bytes = sent_for(hosts, filling=bytes(filling))
     assert (sent.knocks, offered_bytes) == ({HOSTS4[0]: 3}, OFFER_BYTES_MIN)
 
 
-def test_a_host_that_accepts_is_sent_one_flight_besides() -> None:
+def test_a_host_that_accepts_is_sent_one_more_flight() -> None:
     sent, offered_bytes = sent_for(HOSTS4, accepting=HOSTS4)
     handshake = make_network("n").credentials.handshake(initiator=True, expected=make_network("o").peer)
     assert sent.flights == dict.fromkeys(HOSTS4, len(handshake.start()))
     assert sent.by_host.total() <= 3 * offered_bytes
 
 
-def test_a_host_that_proves_its_peer_costs_an_offer_nothing() -> None:
+def test_an_offers_budget_excludes_a_host_that_proves_its_peer() -> None:
     allowance = OfferAllowance(300)
     assert allowance.take(OUTSIDE, 700)
     assert not allowance.take(ELSEWHERE, 700)
@@ -187,7 +189,7 @@ def test_a_host_that_proves_its_peer_costs_an_offer_nothing() -> None:
     assert allowance.take(OUTSIDE, 9_000)
 
 
-def test_datagrams_are_sent_to_all_addresses_or_to_none() -> None:
+def test_datagrams_are_sent_to_all_addresses_or_none() -> None:
     allowance = OfferAllowance(300)
     assert not allowance.take_datagrams([OUTSIDE, ELSEWHERE], 450)
     assert allowance.take_datagrams([OUTSIDE, ELSEWHERE], 422)
@@ -200,7 +202,7 @@ def test_datagrams_are_sent_to_all_addresses_or_to_none() -> None:
 
 
 class Side:
-    """One of two nodes behind routers. Only the packets by IPv4 arrive, and of these not the first `lost`."""
+    """One of two nodes behind routers. Only its IPv4 packets arrive, except the first `lost` ones."""
 
     def __init__(self, letter: str, host: str, round_trip_seconds: float, lost: int) -> None:
         self.address = make_address(host, PORT)
@@ -216,7 +218,7 @@ class Side:
         return 0, (address.host, address.port)
 
     def note(self, _address: Address, _route: Route) -> None:
-        """Ignore which socket reaches an address: there is one."""
+        """Ignore which socket reaches an address, because there is only one."""
 
     def send(self, packet: bytes, route: Route) -> None:
         if route[1] == (self.other.address.host, PORT):
@@ -229,7 +231,7 @@ class Side:
         self.other.datagrams._take(packet, (0, (self.address.host, PORT)))
 
     async def punch(self) -> None:
-        """Dial the other side; no connection comes about."""
+        """Dial the other node; no connection is ever made."""
         puncher = Puncher(self.network, RealClock(), Random(1), list, Counter(), SentBytes().connect)
         offered = texts([self.other.address.host, self.other.address.host.replace("45.1.0.", "2a0f:1::")])
         offer, peer = PunchOffer(offered, offered, bytes(OFFER_BYTES_MIN)), self.other.network.peer
@@ -242,7 +244,7 @@ class Side:
 
 
 def punched(round_trip_seconds: float, *, lost: int = 0, waiting: bytes = b"") -> list[Side]:
-    """Return both sides of a pair with both families, of which IPv6 is filtered, after they were punched."""
+    """Punch a pair of nodes with IPv4 and IPv6, where IPv6 is filtered. Return both nodes."""
     sides: list[Side] = []
 
     async def main() -> None:
@@ -264,11 +266,11 @@ def punched(round_trip_seconds: float, *, lost: int = 0, waiting: bytes = b"") -
 
 
 @pytest.mark.parametrize("round_trip_seconds", [0.05, 0.26, 0.4, 0.6, 0.8])
-def test_a_pair_with_both_families_is_punched_at_any_round_trip(round_trip_seconds: float) -> None:
+def test_a_pair_with_ipv4_and_ipv6_is_punched_at_any_round_trip(round_trip_seconds: float) -> None:
     assert [side.is_through for side in punched(round_trip_seconds)] == [True, True]
 
 
-def test_a_pair_is_punched_whose_first_knocks_are_lost() -> None:
+def test_a_pair_is_punched_although_its_first_knocks_are_lost() -> None:
     assert [side.is_through for side in punched(0.1, lost=1)] == [True, True]
 
 
@@ -280,7 +282,7 @@ def test_a_waiting_message_follows_the_punched_session_once(size_bytes: int) -> 
         assert [each.payload for each in side.arrived] == [message]
 
 
-def test_a_knock_that_may_not_be_sent_leaves_the_handshake_alone() -> None:
+def test_a_knock_that_may_not_be_sent_does_not_affect_the_handshake() -> None:
     async def main() -> None:
         sent, alice, bob = SentBytes(), make_network("a"), make_network("b")
         sessions, datagrams = datagrams_over(sent, alice)

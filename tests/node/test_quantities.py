@@ -1,4 +1,5 @@
-"""One grammar of durations, amounts and rates: each flag and key for a quantity accepts every form of it."""
+"""Durations, amounts and rates have one grammar: each flag and key for a quantity accepts every form of
+it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -38,7 +39,7 @@ SPEEDS: dict[str, float] = {"50GFLOPS": 50 * 10**9, "50 GFLOP/s": 50 * 10**9, "1
     ("read", "forms"),
     [(read_duration, DURATIONS), (read_bytes, SIZES), (read_rate, RATES), (read_flops, SPEEDS)],
 )
-def test_each_form_is_read(read: Callable[[str], float], forms: dict[str, float]) -> None:
+def test_each_form_of_a_quantity_is_read(read: Callable[[str], float], forms: dict[str, float]) -> None:
     assert {text: read(text) for text in forms} == forms
 
 
@@ -58,12 +59,12 @@ def test_malformed_durations_are_refused(text: str) -> None:
 
 
 @given(st.integers(1, 2**53))
-def test_amounts_are_parsed_as_they_are_printed(amount: int) -> None:
+def test_amounts_can_be_parsed_as_they_are_printed(amount: int) -> None:
     assert read_bytes(f"{amount}B") == read_flops(f"{amount} flops") == read_rate(f"{amount}B/s") == amount
 
 
 @given(st.text("0159.kKmMgGiIbBhsd/ %-", max_size=8))
-def test_any_text_is_parsed_within_bounds_or_refused(text: str) -> None:
+def test_any_text_is_parsed_within_limits_or_refused(text: str) -> None:
     for read in (read_duration, read_bytes, read_flops, read_rate):
         with suppress(ValueError):
             assert 0 <= read(text) <= AMOUNT_MAX
@@ -80,7 +81,8 @@ FLAGS: dict[str, list[str]] = {
     "peerloom runs invite --valid": ["runs", "invite", "name", "peer", "--valid"],
     "peerloom top --every": ["top", "--every"],
 }
-"""For each flag, the command up to its value. No node runs, which is reported once the value was parsed."""
+"""For each flag, the command up to the flag's value. No node runs, and the command reports that only after it
+has parsed the value."""
 STARTING = {"peerloom --memory", "peerloom --require-join", "peerloom train --wait"}
 """Flags of commands that start a node or a run; the tests below cover them."""
 
@@ -104,12 +106,12 @@ def quantities(command: Any, name: str = "peerloom") -> Iterator[tuple[str, dict
         yield from quantities(each, f"{name} {word}")
 
 
-def test_each_flag_with_a_quantity_has_a_row() -> None:
+def test_each_flag_with_a_quantity_is_in_the_table() -> None:
     assert {flag for flag, _forms in quantities(typer.main.get_command(app))} == {*FLAGS, *STARTING}
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-def test_each_flag_takes_every_form(
+def test_each_flag_accepts_every_form(
     flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PEERLOOM_DATA_DIR", str(tmp_path))
@@ -122,7 +124,7 @@ def test_each_flag_takes_every_form(
 
 
 @pytest.mark.parametrize("form", DURATIONS)
-def test_a_start_and_train_take_every_duration(
+def test_start_and_train_accept_every_form_of_a_duration(
     form: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PEERLOOM_DATA_DIR", str(tmp_path))
@@ -139,7 +141,7 @@ def test_a_start_and_train_take_every_duration(
     [rule for rule in RULES if rule.read in (read_memory, read_duration, read_bandwidth)],
     ids=lambda rule: rule.name,
 )
-def test_each_key_and_variable_takes_every_form(rule: Any, tmp_path: Path) -> None:
+def test_each_key_and_variable_accepts_every_form(rule: Any, tmp_path: Path) -> None:
     forms = {read_memory: SIZES, read_duration: DURATIONS, read_bandwidth: RATES}[rule.read]
     file = tmp_path / "node.toml"
     for text in forms:
@@ -150,7 +152,7 @@ def test_each_key_and_variable_takes_every_form(rule: Any, tmp_path: Path) -> No
         assert (found == resolve({}, {})) == is_default
 
 
-def test_a_file_of_peers_and_its_changes_take_every_form(tmp_path: Path) -> None:
+def test_a_file_of_peers_and_its_changes_accept_every_form(tmp_path: Path) -> None:
     def read(memory: str, rate: str, link: str, latency: str) -> Peers:
         file = tmp_path / "peers.toml"
         row = f'name = "a"\nmemory = "{memory}"\nrate = "{rate}"\nlink = "{link}"\nlatency = "{latency}"\n'

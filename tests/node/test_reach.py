@@ -1,4 +1,5 @@
-"""Reachability as judged by peers that dial back: real sockets on loopback, and no third party is dialled."""
+"""Reachability as judged by peers that dial back. Real sockets on loopback; no third party can be made a
+target."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
@@ -67,7 +68,7 @@ def report(at: float, number: int, reason: str = "", address: Address = OWN) -> 
     return DialReport(at, there(number), ((address, reason),))
 
 
-# --- the judgement -----------------------------------------------------------------------------------
+# --- the verdict -----------------------------------------------------------------------------------
 
 
 def test_one_success_or_three_failures_decide_reachability() -> None:
@@ -81,12 +82,12 @@ def test_one_success_or_three_failures_decide_reachability() -> None:
     assert core.verdict is True
 
 
-def test_three_reports_of_one_network_do_not_make_a_node_unreachable() -> None:
+def test_three_reports_from_one_network_do_not_prove_unreachability() -> None:
     core = Reachability(Random(1), 0.0)
     for number in range(9):
         core.answered(number, peer(number), DialReport(number, there(1), ((OWN, "timeout"),)))
         assert core.verdict is None
-        assert core.deadline <= number + REACH.soon_seconds, "the node keeps asking"
+        assert core.deadline <= number + REACH.soon_seconds, "the node stopped asking for reports"
     for number in (10, 11):
         assert core.verdict is None
         core.answered(number, peer(number), report(number, number, "timeout"))
@@ -96,7 +97,7 @@ def test_three_reports_of_one_network_do_not_make_a_node_unreachable() -> None:
     assert core.verdict is False
 
 
-def test_three_reports_decide_in_a_swarm_of_one_network() -> None:
+def test_three_reports_decide_if_the_swarm_is_one_network() -> None:
     core = Reachability(Random(1), 0.0)
     core.next(0.0, [peer(number) for number in range(3)], networks=1)
     for number in range(3):
@@ -113,7 +114,7 @@ def test_a_success_outlives_failures_reported_by_one_network() -> None:
     assert core.verdict is True
 
 
-def test_a_peer_that_refuses_to_dial_is_left_alone() -> None:
+def test_a_peer_that_refuses_to_dial_is_not_asked_again() -> None:
     core = Reachability(Random(1), 0.0)
     now = core.deadline
     first = core.next(now, [peer(1), peer(2)])
@@ -139,7 +140,7 @@ def test_three_peers_are_asked_soon_then_rarely_and_more_often_in_doubt() -> Non
         assert now == pytest.approx(OTHERS * 5 + 2 * seconds)
 
 
-def test_an_answer_ends_the_pauses_after_failed_requests() -> None:
+def test_an_answer_ends_the_long_pauses_after_failed_requests() -> None:
     core = Reachability(Random(1), 0.0)
     others = [peer(number) for number in range(50)]
     for _ in range(6):
@@ -179,7 +180,7 @@ def test_a_swarm_of_two_asks_the_same_peer_again() -> None:
     assert all(after - before >= REACH.later_seconds for before, after in pairwise(times))
 
 
-def test_a_hurried_node_asks_peers_that_answered_a_minute_ago() -> None:
+def test_a_node_in_a_hurry_asks_peers_that_answered_a_minute_ago() -> None:
     core = Reachability(Random(1), 0.0)
     others = [peer(number) for number in range(4)]
     asked: dict[PeerId, float] = {}
@@ -208,10 +209,10 @@ def test_old_dial_backs_are_forgotten() -> None:
     assert core.verdict is None
 
 
-def test_an_address_counts_once_three_different_networks_have_dialled_it() -> None:
+def test_an_address_counts_once_three_networks_have_dialled_it() -> None:
     outside = make_address("203.0.113.9", 9747)
     core = Reachability(Random(1), 0.0)
-    for number in range(3):  # three identities of one network
+    for number in range(3):  # three identities in one network
         core.answered(0, peer(number), DialReport(0, make_address(f"10.0.0.{number}", 1), ((outside, ""),)))
     assert not core.addresses
     for number in range(3):
@@ -224,7 +225,7 @@ def test_an_address_counts_once_three_different_networks_have_dialled_it() -> No
 @given(
     st.lists(st.tuples(st.integers(0, 600), st.sampled_from(["", "timeout"]), st.booleans()), max_size=400)
 )
-def test_reports_of_others_take_bounded_memory(said: list[tuple[int, str, bool]]) -> None:
+def test_memory_for_the_reports_of_others_is_bounded(said: list[tuple[int, str, bool]]) -> None:
     core = Reachability(Random(1), 0.0)
     for now, (number, reason, tried) in enumerate(said):
         if tried:
@@ -271,7 +272,7 @@ async def test_a_listening_node_is_dialled_back_at_its_address() -> None:
         assert found.there == make_address("127.0.0.1", bob.port)
 
 
-async def test_a_node_that_has_moved_asks_for_new_reports_at_once() -> None:
+async def test_a_node_with_a_new_address_asks_for_reports_at_once() -> None:
     hasty = ReachSettings(soon_seconds=0.01)
     async with (
         reaching("a", "b", settings=hasty) as ((alice, bob), (reach, other), _),
@@ -291,18 +292,18 @@ async def test_a_node_that_has_moved_asks_for_new_reports_at_once() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_requests_name_only_ports_so_nobody_else_can_be_dialled() -> None:
+async def test_requests_name_only_ports_so_no_other_host_can_be_dialled() -> None:
     async with reaching("a", "b", "c") as ((alice, bob, carol), _, _):
         closed = unused_address().port
         said = await ask(alice, bob.peer, DialBack((alice.port, carol.port, closed)))
-        # At the asker's own host: the key reveals that another node answers there.
+        # A different node answers at the asker's own host; its key reveals that.
         assert said == Dialled(
             "127.0.0.1",
             (Outcome(alice.port, ""), Outcome(carol.port, "wrong key"), Outcome(closed, "refused")),
         )
 
 
-async def test_dial_backs_are_limited_by_peer_and_host() -> None:
+async def test_dial_backs_are_limited_per_peer_and_per_host() -> None:
     letters = "abcdefghijklm"[: HOST_SERVED_MAX + 2]
     async with reaching(*letters) as ((server, *askers), _, counters):
         served = [(await ask(asker, server.peer, DialBack((asker.port,)))).outcomes for asker in askers]
@@ -334,9 +335,9 @@ async def test_an_answer_that_no_correct_peer_gives_is_refused(answer: Callable[
             await ask_dial_back(alice, RealClock(), liar.peer)
 
 
-async def test_datagrams_are_echoed_unchanged_and_rate_limited() -> None:
+async def test_datagrams_are_echoed_unchanged_and_at_a_limited_rate() -> None:
     async with reaching("a", "b") as ((alice, bob), (_, echoing), counters), trio.open_nursery() as nursery:
-        bob.inbox(PROTOCOL)  # before any answer
+        bob.inbox(PROTOCOL)  # no answer has come yet
         nursery.start_soon(echoing.echo)
         inbox = alice.inbox(PROTOCOL)
         alice.send(bob.peer, PROTOCOL, encode(Echo(True, 7, bytes(1_000))))
@@ -361,7 +362,7 @@ async def test_a_confirmed_address_is_announced_unless_the_owner_sets_others() -
         assert [address.host for address in bob.addresses] == ["lab.example"]
 
 
-def test_an_imprecise_clock_does_not_busy_a_node() -> None:
+def test_a_coarse_clock_does_not_keep_a_node_busy() -> None:
     class Counted(SimClock):
         looks = 0
 
@@ -372,7 +373,8 @@ def test_an_imprecise_clock_does_not_busy_a_node() -> None:
 
     async def scenario() -> None:
         clock, medium = Counted(), SimNetworkFabric(SimLinks(NetworkModel(), 1))
-        # As a float, five seconds later is not a whole microsecond; the nearest one is before it.
+        # As a float, the time five seconds later is not a whole number of microseconds. The nearest whole
+        # number is earlier.
         await trio.sleep(
             next(t for t in (number / 1e6 for number in count(1)) if nearest_instant(t + 5.0) < t + 5.0)
         )
@@ -407,12 +409,12 @@ def test_a_node_behind_a_nat_detects_it_and_leaves_routing_tables(nat: Nat, reac
             assert found is not None
             assert (found.reachable, found.asked) == (reachable, OTHERS)
             assert public[0].state.reachability is None
-            # The node asks again after its capacity record is stored; then it is out of all tables, or in
-            # all.
+            # After its capacity record is stored the node asks again. Then it is out of all routing tables,
+            # or in all of them.
             await hidden.discovery.find("test", b"anything")
             standing = [each.discovery._core.table.get(hidden.peer) is not None for each in public]
             assert standing == [reachable] * len(public)
-            # It stays a member: an unreachable node is not dead.
+            # The node stays a member, because an unreachable node is not dead.
             assert all(hidden.peer in each.membership.live for each in public)
 
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
@@ -426,7 +428,7 @@ def family_report(at: float, kind: str, reason: str) -> DialReport:
     return DialReport(at, None, ((make_address(host, 9747), reason),))
 
 
-def test_each_family_is_judged_separately() -> None:
+def test_ipv4_and_ipv6_are_judged_separately() -> None:
     verdicts = FamilyVerdicts()
     assert verdicts.verdict(6, 0.0) is None
     for number in range(FAMILY_OTHERS):
@@ -451,7 +453,7 @@ def test_the_least_recently_asked_family_is_next() -> None:
 
 
 class TwoFamilies:
-    """A network on which this node has both families, and others have the families `theirs`."""
+    """A network on which this node has IPv4 and IPv6, and the other peers have the families `theirs`."""
 
     peer = peer(1_000)
     addresses = (make_address("45.1.0.2", 9747), make_address("2a0f:1::2", 9747))
@@ -474,8 +476,8 @@ class TwoFamilies:
 def asked_by_family(
     theirs: Collection[int], working: Collection[int]
 ) -> tuple[Counter[int | None], ReachService, list[Any]]:
-    """Have a node ask thirty others for two hours; return how often it asked for each family, and its last
-    report. A peer cannot be asked over a broken family.
+    """Have a node ask thirty other peers for two hours. Return how often it asked for each family, the
+    service, and its reports. No peer can be asked over a family that is not in `working`.
     """
     asked: Counter[int | None] = Counter()
     told: list[Any] = []
@@ -507,12 +509,12 @@ def test_a_broken_family_does_not_affect_the_others_verdict() -> None:
     assert reach.families.verdict(4, 7_200) is True
 
 
-def test_a_family_without_peers_is_asked_for_slowly() -> None:
+def test_a_family_that_few_peers_have_is_asked_for_slowly() -> None:
     asked, _, _ = asked_by_family((4,), (4,))
     assert asked.total() <= OTHERS + FAMILY_OTHERS + 7_200 / REACH.later_seconds
 
 
-def test_both_families_are_judged_soon_if_others_have_both() -> None:
+def test_both_families_are_judged_soon_if_other_peers_have_both() -> None:
     asked, reach, _ = asked_by_family((4, 6), (4, 6))
     assert reach.families.unknown((4, 6), 7_200) == set()
     assert asked.total() <= OTHERS + FAMILY_OTHERS + 7_200 / REACH.later_seconds

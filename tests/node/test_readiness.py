@@ -15,7 +15,7 @@ MARGIN_SECONDS = 2 * SPARES.look_seconds
 
 
 class Machine(SimExecutor):
-    """The node's view of the machine, and whether a spare process waits."""
+    """The state of the machine as the node sees it, and whether a spare process waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,17 +27,17 @@ class Machine(SimExecutor):
         self.is_kept = machine is not None
 
     async def watch(self, node: Node) -> None:
-        """Have the node look at it."""
+        """Have the node check the machine."""
         look = node.runs.readiness.run
         await look(lambda: self.is_allowed, lambda: int(self.is_kept), lambda: self.free_bytes)
 
     async def passes(self, seconds: float, *, is_kept: bool) -> None:
-        """Let time pass, and return whether a process is kept."""
+        """Let time pass, and check whether a spare process is kept."""
         await trio.sleep(seconds)
         assert self.is_kept == is_kept
 
 
-def test_an_idle_node_keeps_a_process_where_owner_and_memory_allow_it() -> None:
+def test_an_idle_node_keeps_a_spare_process_if_owner_and_memory_allow() -> None:
     machine = Machine()
 
     async def scenario() -> None:
@@ -67,9 +67,9 @@ def test_an_idle_node_keeps_a_process_where_owner_and_memory_allow_it() -> None:
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
-def test_an_expected_stages_process_loads_at_once_and_waits() -> None:
+def test_the_process_of_an_expected_stage_is_loaded_at_once() -> None:
     machine = Machine()
-    machine.is_allowed = False  # this spare is needed soon, and none is kept for unexpected stages
+    machine.is_allowed = False  # so no spare is kept for unexpected stages, but this one is needed soon
     machine.free_bytes = 0
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""Rebalancing the stage borders of a live run while one plan follows another."""
+"""Rebalancing the stage borders of a live run while one plan follows the other."""
 
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -38,9 +38,9 @@ def plan_of(run: Run, layers: int, *holders: PeerId, height: int) -> Plan:
     )
 
 
-def test_a_rebalancing_that_ends_under_the_next_plan_is_dropped() -> None:
-    """Another plan, with a peer that the first problem does not know, takes effect while the first is
-    computed.
+def test_a_rebalancing_that_ends_under_a_later_plan_is_discarded() -> None:
+    """While the rebalancing of the first plan is being computed, a second plan takes effect. The second plan
+    has a peer that does not occur in the first placement problem.
     """
     model = simple_cnn()
     run = make_run(IdentitySigner(Identity(bytes(32)), "home"), manifest(model))
@@ -84,7 +84,7 @@ def test_a_rebalancing_that_ends_under_the_next_plan_is_dropped() -> None:
     assert [set(rates) for rates in found] == [{A, B}, {A, C}]
 
 
-def test_a_pause_lasts_until_the_slowest_replica_has_loaded() -> None:
+def test_a_rebalancing_pauses_the_run_until_its_slowest_replica_has_loaded() -> None:
     run = make_run(IdentitySigner(Identity(bytes(32)), "home"), manifest(simple_cnn()))
     plan = plan_of(run, 3, A, B, height=0)
     shares = {A: 600, B: 150, C: 50}  # C holds no stage

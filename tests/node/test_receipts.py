@@ -1,4 +1,5 @@
-"""Receipts between whole nodes: measured by the committer, signed by the provider, shown to a third."""
+"""Receipts between whole nodes: measured by the committer, signed by the provider, and shown to a third
+node."""
 
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +30,7 @@ from tests.test_runs_end import all_ended, learn
 ALL_RECEIPTS = ServiceSettings(run_service=RunServiceSettings(issued_bytes_min=1))
 
 
-def test_a_provider_earns_exact_receipts_across_a_restart() -> None:
+def test_a_provider_earns_exact_receipts_even_across_a_restart() -> None:
     async def scenario() -> None:
         async with swarm("abc", settings=ALL_RECEIPTS) as group:
             only(group, "b")
@@ -60,13 +61,15 @@ def test_a_provider_earns_exact_receipts_across_a_restart() -> None:
             assert fetched in b.runs.receipts.document()["earned"]
             assert (fetched["kind"], fetched["requester"], fetched["provider"]) == ("checkpoint", a.id, b.id)
             assert fetched["size_bytes"] > 10_000
-            assert c.runs.receipts.contribution(b.peer).given == 0.0, "the run was not its own"
+            assert c.runs.receipts.contribution(b.peer).given == 0.0, (
+                "work for another node's run counts as given to c"
+            )
 
     simulate(scenario)
 
 
-def test_a_provider_ranks_strangers_by_their_receipts() -> None:
-    """b computed for a, and a for c; b requests a slot of c, which has met neither b nor its work."""
+def test_unknown_peers_are_ranked_by_their_receipts() -> None:
+    """b computed for a, and a for c. Then b requests a slot of c, which has met neither b nor its work."""
 
     async def scenario() -> None:
         async with swarm("abcd", preset="lan") as group:
@@ -79,7 +82,9 @@ def test_a_provider_ranks_strangers_by_their_receipts() -> None:
                 await requester.runs.submit(asked(requester, number))
                 await all_ended(group)
                 await trio.sleep(ISSUE_SECONDS + 5)
-            assert c.runs.receipts.contribution(b.peer).weight == 1.0, "no node has asked b yet"
+            assert c.runs.receipts.contribution(b.peer).weight == 1.0, (
+                "b already has weight although it has not asked c for anything"
+            )
             c.runs.receipts.weight(b.peer)
             c.runs.receipts.weight(d.peer)
             await trio.sleep(2)
@@ -92,7 +97,7 @@ def test_a_provider_ranks_strangers_by_their_receipts() -> None:
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
-def test_a_receipt_for_a_run_that_was_never_here_is_not_signed(kind: Kind) -> None:
+def test_a_receipt_for_a_run_unknown_to_the_provider_is_not_signed(kind: Kind) -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             a, b = group.nodes["a"], group.nodes["b"]
@@ -103,7 +108,7 @@ def test_a_receipt_for_a_run_that_was_never_here_is_not_signed(kind: Kind) -> No
 
 
 def test_a_provider_signs_for_no_more_bytes_than_it_sent() -> None:
-    """Unearned receipts in its favour would push the valid ones out of its table."""
+    """Unearned receipts in favour of a provider would push the valid ones out of its table."""
 
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
@@ -115,8 +120,12 @@ def test_a_provider_signs_for_no_more_bytes_than_it_sent() -> None:
             )
             assert await offered(a, b, "data", 1_001) == "NoReceipt"
             assert await offered(a, b, "data", 600) == "AcceptedReceipt"
-            assert await offered(a, b, "data", 600) == "AcceptedReceipt", "a repeated receipt adds nothing"
-            assert await offered(a, b, "checkpoint", 401) == "NoReceipt", "all 600 bytes are used up"
+            assert await offered(a, b, "data", 600) == "AcceptedReceipt", (
+                "a repeated receipt was refused or counted twice"
+            )
+            assert await offered(a, b, "checkpoint", 401) == "NoReceipt", (
+                "a receipt was signed although all 600 bytes are used up"
+            )
             assert await offered(a, b, "data", 1_000) == "AcceptedReceipt"
             (earned,) = b.runs.receipts.document()["earned"]
             assert (earned["kind"], earned["size_bytes"]) == ("data", 1_000)
@@ -129,14 +138,14 @@ def call_of(node: Node) -> Any:
 
 
 async def offered(measurer: Node, provider: Node, kind: Kind, amount: int) -> str:
-    """Ask a provider to sign a receipt for this amount, and return the name of its answer."""
+    """Ask a provider to sign a receipt for this amount. Return the type name of the provider's answer."""
     work = (amount, 1, 1_000, kind) if kind == "compute" else (0, 0, 1_000, kind, amount)
     body = encode(ReceiptBody(bytes(32), measurer.peer, provider.peer, *work))
     offer = OfferReceipt(measurer.signer.sign(MEASURED_PURPOSE, body))
     return type(await call_of(measurer)(provider.peer, offer)).__name__
 
 
-def test_the_holder_of_a_column_earns_receipts_from_its_head() -> None:
+def test_a_holder_in_a_column_earns_receipts_from_its_head() -> None:
     async def scenario() -> None:
         async with swarm("ab", stage_seconds=0.2, preset="lan") as group:
             run = await begin(group, replicas=1, steps=6)
@@ -156,14 +165,14 @@ def test_the_holder_of_a_column_earns_receipts_from_its_head() -> None:
 
 
 def large(folder: Path) -> None:
-    """Data of many pieces: the digits repeated."""
+    """Return data of many pieces: the digits, repeated."""
     digits = load_digits()
     x, y = (np.tile(digits.train[name], (8, *[1] * (digits.train[name].ndim - 1))) for name in "xy")
     np.savez(folder / "train.npz", x=x.astype("f4"), y=y)
     np.savez(folder / "test.npz", x=digits.test["x"][:8].astype("f4"), y=digits.test["y"][:8])
 
 
-def test_members_sign_receipts_for_data_and_averaging(
+def test_members_sign_receipts_for_data_and_for_averaging(
     tmp_path: Path,
 ) -> None:
     large(tmp_path)
@@ -200,6 +209,8 @@ def test_members_sign_receipts_for_data_and_averaging(
             }
             assert sorted(issued, key=str) == sorted(b.runs.receipts.document()["earned"], key=str)
             assert {row["kind"] for row in c.runs.receipts.document()["earned"]} == {"averaging"}
-            assert c.runs.receipts.contribution(b.peer).weight == 1.0, "b did no work for runs of c"
+            assert c.runs.receipts.contribution(b.peer).weight == 1.0, (
+                "b has weight at c although b did no work for runs of c"
+            )
 
     simulate(scenario)

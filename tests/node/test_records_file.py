@@ -1,4 +1,4 @@
-"""A node's DHT state over a restart: the sqlite file, damage, and other storages."""
+"""A node's DHT state across restarts: the sqlite file, damage to it, and other storages."""
 
 from contextlib import closing
 from pathlib import Path
@@ -25,7 +25,7 @@ def made(author: int, name: bytes = b"k", value: bytes = b"v", *, seconds: float
 
 
 def loaded(storage: Storage) -> tuple[list[Record], list[Contact]]:
-    """Return the records that a new file object reads there."""
+    """Return the records that a new file object reads from the file."""
     with closing(RecordsFile(storage)) as file:
         return file.load(HERE, WALL)
 
@@ -54,7 +54,7 @@ def test_expired_records_are_not_restored(storage: Storage) -> None:
     file.close()
 
 
-def test_a_record_changed_on_the_disk_is_dropped(storage: Storage) -> None:
+def test_a_record_changed_on_the_disk_is_discarded(storage: Storage) -> None:
     file = RecordsFile(storage)
     file.save({(made(1).key, made(1).publisher): made(1), (made(2).key, made(2).publisher): made(2)})
     file._database.execute("UPDATE record SET signature = ? WHERE publisher = ?", (bytes(64), signer(1).peer))
@@ -76,7 +76,7 @@ def test_a_damaged_file_counts_as_empty(tmp_path: Path) -> None:
     assert (tmp_path / NAME).stat().st_mode & 0o077 == 0
 
 
-def test_stored_contacts_are_bounded() -> None:
+def test_the_number_of_stored_contacts_is_limited() -> None:
     file = RecordsFile(MemoryStorage())
     peers = [PeerId(number.to_bytes(32, "big")) for number in range(CONTACTS_MAX + 9)]
     file.save({}, [(peer, ()) for peer in peers])

@@ -1,4 +1,4 @@
-"""Relays that a node finds in the DHT: it chooses the nearest, and no record makes it scan hosts."""
+"""Relays that a node finds in the DHT. It chooses the nearest, and no record can make it scan hosts."""
 
 import os
 from collections import Counter
@@ -47,7 +47,7 @@ HASTY = RelaySettings(publish_look_seconds=0.2, look_seconds=0.2, search_seconds
 
 
 class LaggingNetwork(RealNetwork):
-    """A network that has a long way to one peer."""
+    """A network with a long round trip to one peer."""
 
     far: PeerId | None = None
 
@@ -67,7 +67,7 @@ class Listed:
 
 @asynccontextmanager
 async def in_a_dht(letters: str, *, relays: str, asker: str) -> AsyncIterator[dict[str, Listed]]:
-    """Nodes that each know only the first; `relays` are published."""
+    """Make nodes that each know only the first; `relays` publish that they are relays."""
     nodes: dict[str, Listed] = {}
     networks = {letter: make_network(letter, kind=LaggingNetwork) for letter in letters}
     async with running(*networks.values()), trio.open_nursery() as nursery:
@@ -160,7 +160,7 @@ def test_an_invalid_relay_record_is_ignored() -> None:
     assert listed(elsewhere, shard_of(PEERS[0]) + 1, own=PEERS[-1], admits=lambda _: True) == {}
 
 
-def test_few_relays_are_dialled_and_one_per_network() -> None:
+def test_only_a_few_relays_are_dialled_and_one_per_network() -> None:
     crowd = {peer: (make_address(f"45.1.0.{number}", 9747),) for number, peer in enumerate(PEERS)}
     assert len(of_different_networks(crowd, Random(1))) == 1
     spread = {peer: (make_address(f"45.{number}.0.2", 9747),) for number, peer in enumerate(PEERS)}

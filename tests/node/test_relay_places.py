@@ -1,4 +1,4 @@
-"""Which relays a node asks for a place, and when it asks again."""
+"""Which relays a node asks for a place (a reservation), and when it asks them again."""
 
 from node.services.relays.places import (
     ANSWER_SECONDS,
@@ -15,7 +15,7 @@ from tests.node.test_transport_parts import peer_ids
 RELAYS = peer_ids(TRIED_MAX + 10)
 
 
-def test_the_best_relays_are_asked_until_there_are_enough() -> None:
+def test_the_best_relays_are_asked_until_enough_have_accepted() -> None:
     search = PlaceSearch()
     asked = [search.next(0.0, RELAYS) for _ in range(WANTED + 1)]
     assert asked == [*RELAYS[:WANTED], None]
@@ -33,7 +33,7 @@ def test_a_relay_that_refused_rests_longer_than_a_lost_one() -> None:
     assert search.next(200.0 + USUAL.lost_seconds, RELAYS[:1]) == RELAYS[0]
 
 
-def test_a_relay_that_hangs_up_rests_longer_each_time() -> None:
+def test_a_relay_that_hangs_up_is_left_out_longer_each_time() -> None:
     search, now, pauses = PlaceSearch(), 0.0, []
     for _ in range(6):
         began = now
@@ -56,11 +56,11 @@ def test_a_relay_that_hangs_up_rests_longer_each_time() -> None:
     now += USUAL.stood_seconds
     search.ended(now, RELAYS[0])
     assert search.next(now + USUAL.lost_seconds, RELAYS[:1]) == RELAYS[0], (
-        "a place that lasted resets the pause"
+        "a place that lasted did not reset the pause"
     )
 
 
-def test_resting_relays_are_bounded() -> None:
+def test_the_number_of_relays_left_out_is_bounded() -> None:
     search = PlaceSearch()
     for relay in RELAYS:
         assert search.next(0.0, [relay]) == relay

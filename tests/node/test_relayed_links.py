@@ -1,4 +1,5 @@
-"""A relayed link is measured up to the relay's limit, and measured again when its path changes."""
+"""The measured rate of a relayed link never exceeds the relay's limit. The link is measured again when its
+path changes."""
 
 from collections import Counter
 from random import Random
@@ -50,7 +51,7 @@ async def test_a_link_whose_path_changes_is_measured_again() -> None:
             pass
         assert await service._probe(hidden)
         service._look_at_ways(service.core.deadline)
-        assert service.core.sent_rate(hidden) > 0, "the path is the same"
+        assert service.core.sent_rate(hidden) > 0, "the measurement was dropped although the path is the same"
         await by.hidden.multiplexed.offer(by.guest.peer, by.guest.addresses[0])
         service._look_at_ways(service.core.deadline)
         assert service.core.sent_rate(hidden) == 0

@@ -79,7 +79,7 @@ async def count_bytes(stream: Stream) -> None:
 
 @dataclass
 class Hidden:
-    """Only `relay` reaches `hidden`; `guest` may know that route."""
+    """Three networks: only `relay` reaches `hidden`, and `guest` may know the route through the relay."""
 
     hidden: RealNetwork
     guest: RealNetwork
@@ -171,7 +171,7 @@ async def test_many_streams_share_a_path_and_keep_payloads_whole() -> None:
         assert [len(path) > 0 for path in other.multiplexed.of(hidden.peer)] == [True]
 
 
-async def test_the_end_of_a_path_ends_its_streams_on_both_sides() -> None:
+async def test_the_end_of_a_path_ends_its_streams_on_both_peers() -> None:
     hidden, other = make_network("h"), make_network("o")
     ended = trio.Event()
 
@@ -194,7 +194,7 @@ async def test_the_end_of_a_path_ends_its_streams_on_both_sides() -> None:
             await until(lambda: not len(other.multiplexed) and not len(hidden.multiplexed))
 
 
-async def test_a_peer_with_an_invalid_frame_loses_only_the_path() -> None:
+async def test_a_peer_that_sends_an_invalid_frame_loses_only_the_path() -> None:
     hostile, other = make_network("h"), make_network("o")
     hostile.handle(PING, echo)
     async with running(hostile, other):
@@ -209,7 +209,7 @@ async def test_a_peer_with_an_invalid_frame_loses_only_the_path() -> None:
 # --- relays --------------------------------------------------------------------------------------------
 
 
-def test_a_circuit_is_an_announceable_address() -> None:
+def test_a_circuit_can_be_written_as_an_address() -> None:
     relay, peer = make_network("r").peer, make_network("p").peer
     for host in ("203.0.113.7", "2a0f:1111:2222:3333:4444:5555:6666:7777"):
         at = make_address(host, 9747, relay)
@@ -226,7 +226,7 @@ def test_a_circuit_is_an_announceable_address() -> None:
             parse_address(wrong)
 
 
-async def test_a_hidden_node_is_reached_through_its_relay_which_reads_nothing() -> None:
+async def test_a_relay_connects_a_hidden_node_but_reads_nothing() -> None:
     async with behind_a_relay() as world:
         await until(lambda: bool(world.hidden.circuits))
         assert world.hidden.circuits[0].of_relay == world.relay.addresses[0]
@@ -235,7 +235,7 @@ async def test_a_hidden_node_is_reached_through_its_relay_which_reads_nothing() 
         assert (path.way, path.relay) == ("relayed", world.relay.peer)
         carried = world.server.ledger.carried_bytes
         stream = await world.guest.open(world.hidden.peer, BULK)
-        assert stream.source is None, "only the relay knows its address"
+        assert stream.source is None, "the guest learned the hidden node's address"
         await stream.send(b"", bytes(LARGE))
         assert await stream.receive() == str(LARGE).encode()
         assert world.server.ledger.carried_bytes - carried > LARGE
@@ -245,11 +245,11 @@ async def test_a_hidden_node_is_reached_through_its_relay_which_reads_nothing() 
         assert await world.guest.identify(world.hidden.circuits[0].of(world.hidden.peer)) == world.hidden.peer
         with pytest.raises(Unreachable, match="does not say who"):
             await world.guest.identify(world.hidden.circuits[0])
-        # The relay reaches the hidden node too.
+        # The relay itself reaches the hidden node too.
         assert await ask(world.relay, world.hidden.peer) == b"there?"
 
 
-async def test_a_circuit_outlives_its_cancelled_opener_for_other_waiters(
+async def test_a_circuit_whose_opener_is_cancelled_stays_for_other_waiters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with behind_a_relay() as world:
@@ -275,7 +275,7 @@ async def test_a_circuit_outlives_its_cancelled_opener_for_other_waiters(
         assert len(paths.of(world.hidden.peer)) == 1
 
 
-async def test_a_dialable_guest_is_dialled_directly() -> None:
+async def test_a_guest_that_can_be_dialled_is_dialled_directly() -> None:
     async with behind_a_relay() as world:
         world.hidden.learn(world.guest.peer, world.guest.addresses)
         await until(lambda: bool(world.hidden.circuits))
@@ -301,7 +301,7 @@ async def test_a_lost_relay_is_reported_at_once_and_asked_again() -> None:
         await until(lambda: bool(world.hidden.circuits))
 
 
-async def test_a_disabled_relay_keeps_no_place_and_carries_nothing() -> None:
+async def test_a_disabled_relay_reserves_no_place_and_carries_nothing() -> None:
     async with behind_a_relay(Limits()) as world:
         await until(lambda: world.counters["relays_failed"] > 0)
         assert not world.hidden.circuits
@@ -313,7 +313,7 @@ async def test_a_disabled_relay_keeps_no_place_and_carries_nothing() -> None:
             assert isinstance(reply, RelayRefused)
 
 
-async def test_circuits_to_nobody_and_through_a_dead_relay_fail_with_a_reason() -> None:
+async def test_circuits_to_unknown_peers_and_over_dead_relays_fail_with_a_reason() -> None:
     async with behind_a_relay() as world:
         await until(lambda: bool(world.hidden.circuits))
         nobody = make_network("n").peer
@@ -326,11 +326,11 @@ async def test_circuits_to_nobody_and_through_a_dead_relay_fail_with_a_reason() 
             await world.guest.open(nobody, PING)
 
 
-async def test_a_relay_cannot_put_another_node_at_the_end_of_a_circuit() -> None:
+async def test_a_relay_cannot_substitute_the_node_at_the_end_of_a_circuit() -> None:
     wanted, real = make_network("w").peer, make_network("h").peer
 
     class Swapping(RelayLedger):
-        """A ledger that connects each request for the wanted peer to another node."""
+        """A ledger that connects each request for the wanted peer to a different node."""
 
         def announce(self, now: float, first: PeerId, target: PeerId, source: bytes) -> Announced:
             assert target == wanted
@@ -346,7 +346,7 @@ async def test_a_relay_cannot_put_another_node_at_the_end_of_a_circuit() -> None
         assert not world.guest.multiplexed.of(wanted)
 
 
-async def test_a_relay_that_floods_announcements_triggers_few_connections() -> None:
+async def test_a_flood_of_announcements_from_a_relay_opens_few_connections() -> None:
     hidden, relay = make_network("h"), make_network("r")
     asked, refused, counters = 0, trio.Event(), Counter[str]()
 
@@ -411,7 +411,7 @@ def connected(of: RelayLedger, first: int, target: int) -> Announced:
     return of.accept(0.0, peer(target), announced.token)
 
 
-def test_a_network_gets_a_share_of_the_places_and_places_expire() -> None:
+def test_each_network_gets_a_share_of_places_and_places_expire() -> None:
     full = ledger()
     for number in range(PLACES_PER_NETWORK_MAX):
         full.reserve(0.0, peer(number), bytes([45, 1, 1, number]))
@@ -422,7 +422,7 @@ def test_a_network_gets_a_share_of_the_places_and_places_expire() -> None:
     assert full.places == (peer(1_000),)
 
 
-def test_all_memory_that_others_fill_in_a_relay_is_bounded() -> None:
+def test_all_memory_that_others_can_fill_in_a_relay_is_bounded() -> None:
     full = ledger(circuits_max=64)
     for number in range(PLACES_MAX):
         full.reserve(0.0, peer(number), source(number))
@@ -443,7 +443,7 @@ def test_all_memory_that_others_fill_in_a_relay_is_bounded() -> None:
     assert all(size <= limit for size, limit in full.sizes.values())
 
 
-def test_no_peer_takes_all_circuits_to_a_peer_or_of_a_relay() -> None:
+def test_no_peer_can_use_up_the_circuits_of_a_relay_or_target() -> None:
     full = ledger(circuits_max=64)
     for number in range(60):
         full.reserve(0.0, peer(number), source(number))
@@ -471,7 +471,7 @@ def test_no_peer_takes_all_circuits_to_a_peer_or_of_a_relay() -> None:
         ask(600 + number, 31 + number, bytes([192, 168, 1, number]))
 
 
-def test_a_circuit_is_counted_again_when_it_is_accepted() -> None:
+def test_a_circuit_still_counts_against_the_limits_when_it_is_accepted() -> None:
     one = ledger()
     for number in range(60):
         one.reserve(0.0, peer(number), source(number))
@@ -482,7 +482,7 @@ def test_a_circuit_is_counted_again_when_it_is_accepted() -> None:
         one.accept(0.0, peer(1), early.token)
 
 
-def test_a_token_opens_one_circuit_to_its_target() -> None:
+def test_a_token_opens_a_single_circuit_to_its_target() -> None:
     one = ledger()
     one.reserve(0.0, peer(2), source(2))
     announced = announce(one, 3, 2)
@@ -499,7 +499,7 @@ def test_a_token_opens_one_circuit_to_its_target() -> None:
         RelayLedger(Limits(), os.urandom).reserve(0.0, peer(1), source(1))
 
 
-def test_only_strangers_relayed_bytes_are_budgeted() -> None:
+def test_only_bytes_relayed_for_unknown_peers_are_budgeted() -> None:
     one = ledger()
     for number in (2, 3):
         one.reserve(0.0, peer(number), source(number))
@@ -514,7 +514,7 @@ def test_only_strangers_relayed_bytes_are_budgeted() -> None:
     announce(one, 4, 2, HOUR_SECONDS)
 
 
-def test_circuits_share_the_owners_rate() -> None:
+def test_circuits_share_the_rate_that_the_owner_set() -> None:
     pace = SharedPace(1_000_000)
     alone = sum(pace.take(0.0, "a", 10_000) > 0 for _ in range(100))
     assert alone > 0
@@ -542,7 +542,7 @@ class Bulk:
 
 
 class Ping:
-    """A socket that has a small message to read, once."""
+    """A socket that has one small message to read."""
 
     def __init__(self) -> None:
         self._is_read = False
@@ -568,7 +568,7 @@ class Sink:
         return len(data)
 
 
-def test_on_a_slow_relay_no_direction_of_a_circuit_stalls() -> None:
+def test_neither_direction_of_a_circuit_stalls_on_a_slow_relay() -> None:
     sinks, answers = [Sink() for _ in range(8)], [Sink() for _ in range(8)]
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""A node's records of a finished run: its irreplaceable result, and its outcome."""
+"""A node's records of a finished run: the result, which is irreplaceable, and the outcome."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -30,12 +30,12 @@ EVIL = b"weights that nobody trained"
 
 
 def small(**changes: Any) -> Any:
-    """The run with the least arithmetic."""
+    """Return the manifest of a run with very little arithmetic."""
     return manifest(**({"steps": 1, "microbatch": 8, "microbatches": 2, "test_samples": 16} | changes))
 
 
 async def restart(group: Swarm, name: str, through: str, nursery: trio.Nursery) -> Node:
-    """A restarted machine that was switched off for a while and kept its disk."""
+    """Restart a machine that was switched off for a while and kept its disk."""
     group.kill(name)
     await trio.sleep(30)
     await nursery.start(_live, group, name, through, 1, STAGE_SECONDS, group.storages[name])
@@ -44,7 +44,7 @@ async def restart(group: Swarm, name: str, through: str, nursery: trio.Nursery) 
 
 
 def after_a_run(check: Callable[[Swarm, Run, trio.Nursery], Awaitable[None]]) -> None:
-    """`c` has requested a run, which has ended."""
+    """Run `check` after a run that `c` requested has ended."""
 
     async def scenario() -> None:
         async with swarm("abc") as group, trio.open_nursery() as nursery:
@@ -59,8 +59,8 @@ def after_a_run(check: Callable[[Swarm, Run, trio.Nursery], Awaitable[None]]) ->
 
 
 def usurp(run: Run, liar: Node, base: Plan, author: Node) -> tuple[Plan, History]:
-    """A plan that no committee has decided, by which the liar trains and commits. `author` has signed the
-    supposed first plan, the liar the rest.
+    """Return a plan that no committee has decided, in which the liar trains and commits. `author` has signed
+    the supposed first plan, the liar the rest.
     """
     change = Change(admitted=() if liar.peer in base.roster else (liar.peer,), trainers=(liar.peer,))
     history = first_history(author.signer, base)
@@ -85,14 +85,14 @@ def test_results_cannot_be_replaced_after_their_owner_restarts() -> None:
 
 @pytest.mark.parametrize("author", ["the requester", "the liar"])
 def test_a_requester_refuses_a_plan_invented_by_a_decliner(author: str) -> None:
-    """The decliner was asked for a lease, so it knows the manifest and a plan; it has no part in the run."""
+    """The decliner was asked for a lease, so it knows the manifest and a plan. It has no part in the run."""
 
     async def scenario() -> None:
         async with swarm("abc", preset="lan") as group:
             victim, liar, other = (group.nodes[name] for name in "cab")
             run = prepare(victim, small())
             first = plan_of(run, other.peer)
-            # Either the first plan in force, by the requester, or the plan that includes the liar.
+            # This is either the requester's first plan in force, or the plan that includes the liar.
             base = first if author == "the requester" else plan_of(run, liar.peer)
             plan, history = usurp(run, liar, base, victim if author == "the requester" else liar)
             await assert_refused(liar, victim, wire.Start(run.fact, encode_plan(plan), history))
@@ -103,7 +103,7 @@ def test_a_requester_refuses_a_plan_invented_by_a_decliner(author: str) -> None:
     simulate(scenario)
 
 
-def test_a_result_without_a_record_means_a_finished_run() -> None:
+def test_a_result_without_an_outcome_record_means_a_finished_run() -> None:
     """A crash between the two writes leaves this state."""
 
     async def check(group: Swarm, run: Run, nursery: trio.Nursery) -> None:
@@ -136,7 +136,7 @@ def test_a_finished_run_is_listed_and_fetched_after_a_restart(tmp_path: Path) ->
     after_a_run(check)
 
 
-def test_a_result_longer_than_its_model_is_not_fetched() -> None:
+def test_a_result_larger_than_its_model_is_not_fetched() -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             victim, liar = group.nodes["a"], group.nodes["b"]
@@ -156,7 +156,7 @@ def test_a_result_longer_than_its_model_is_not_fetched() -> None:
     simulate(scenario)
 
 
-def test_results_of_others_are_guests_that_newer_ones_evict() -> None:
+def test_results_of_other_peers_runs_are_evicted_by_newer_ones() -> None:
     async def check(group: Swarm, run: Run, _: trio.Nursery) -> None:
         holder = next(node for node in group.nodes.values() if run.text in node.runs.guests.labels)
         assert holder is not group.nodes["c"]
@@ -175,7 +175,7 @@ def test_results_of_others_are_guests_that_newer_ones_evict() -> None:
 
 
 async def ignore(_: object) -> None:
-    """Progress is not watched."""
+    """Discard a progress report."""
 
 
 def record(number: int, requester: bytes) -> EndedRun:
@@ -192,7 +192,7 @@ def record(number: int, requester: bytes) -> EndedRun:
     )
 
 
-def test_records_of_others_runs_never_evict_own_ones() -> None:
+def test_records_of_other_peers_runs_never_evict_own_ones() -> None:
     storage, me, other = MemoryStorage(), bytes(32), bytes([1]) * 32
     archive = Archive(storage, me)
     ours, oldest, newest = (record(*row) for row in ((0, me), (1, other), (OTHERS_MAX + 1, other)))
@@ -209,7 +209,7 @@ def test_records_of_others_runs_never_evict_own_ones() -> None:
     assert OTHERS_MAX < OWN_MAX
 
 
-def test_other_results_of_a_run_are_remembered_at_any_time() -> None:
+def test_differing_results_of_a_run_are_remembered_at_any_time() -> None:
     storage, me = MemoryStorage(), bytes(32)
     archive, ended = Archive(storage, me), record(1, me)
     early, late = PeerId(bytes([2]) * 32), PeerId(bytes([3]) * 32)
@@ -222,12 +222,12 @@ def test_other_results_of_a_run_are_remembered_at_any_time() -> None:
     assert again.records[0].others == ((early, "ab" * 32), (late, "cd" * 32))
 
 
-def test_members_differing_results_are_bounded() -> None:
+def test_the_number_of_differing_results_is_limited() -> None:
     archive, ended = Archive(MemoryStorage(), bytes(32)), record(1, bytes(32))
     archive.add(ended)
     shown = [archive.differ(ended.text, PeerId(bytes([n]) * 32), f"{n:064x}") for n in range(1, 20)]
     assert shown == [True] * RESULTS_SHOWN_MAX + [False] * (19 - RESULTS_SHOWN_MAX)
     assert len(archive.records[0].others) == RESULTS_SHOWN_MAX
     assert not archive.differ(ended.text, PeerId(bytes([1]) * 32), "ef" * 32), (
-        "the member claims another result"
+        "a later claim of the same member did not replace its earlier one"
     )

@@ -1,7 +1,7 @@
-"""Strangers' messages to the runs service: they are refused or bounded, and never crash a node.
+"""Messages that peers outside a run send to the runs service are refused or limited, and never crash a node.
 
-Two whole nodes on simulated seams: `a` is honest, `b` sends messages that no correct peer sends. An error out
-of `a` would end the simulation, so a scenario that completes shows that `a` lives.
+Two whole nodes in simulation: `a` is honest, and `b` sends messages that no correct peer sends. An error that
+escapes from `a` would end the simulation. So a scenario that completes shows that `a` survived.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -82,7 +82,7 @@ def run_of(node: Node, **changes: Any) -> Run:
 
 
 def plan_of(run: Run, holder: PeerId) -> Plan:
-    """The whole model on `holder`; the run's requester trains."""
+    """Return a plan with the whole model on `holder`; the run's requester trains."""
     stage = StagePlan(0, LAYERS, (holder,), (1,))
     roster = tuple(sorted({holder, run.requester}))
     return Plan(run.id, NO_HASH, 0, roster, (run.requester,), run.manifest.microbatches, (stage,))
@@ -93,7 +93,7 @@ async def ask(sender: Node, receiver: Node, request: wire.Request) -> wire.Reply
 
 
 async def assert_refused(sender: Node, receiver: Node, request: wire.Request) -> None:
-    """Expect no answer to the request, or a refusal."""
+    """Check that the request is refused or gets no answer."""
     try:
         reply = await ask(sender, receiver, request)
     except Unreachable:
@@ -102,7 +102,7 @@ async def assert_refused(sender: Node, receiver: Node, request: wire.Request) ->
 
 
 def start(sender: Node, fact: Fact, plan: Plan) -> wire.Start:
-    """Add the history that a requester makes of its first plan."""
+    """Send a plan with the history that a requester makes for its first plan."""
     return wire.Start(fact, encode_plan(plan), first_history(sender.signer, plan))
 
 
@@ -110,7 +110,7 @@ async def lease(sender: Node, receiver: Node, run: Run, plan: Plan) -> wire.Repl
     return await ask(sender, receiver, wire.LeaseRequest(run.fact, encode_plan(plan), 0))
 
 
-def test_a_node_witnesses_a_limited_number_of_runs() -> None:
+def test_a_node_is_witness_of_a_limited_number_of_runs() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         runs = [run_of(b, seed=number) for number in range(4 + WITNESSED_MAX)]
         plans = [replace(plan_of(run, b.peer), roster=tuple(sorted([a.peer, b.peer]))) for run in runs]
@@ -136,7 +136,7 @@ def test_a_node_witnesses_a_limited_number_of_runs() -> None:
     ],
     ids=str,
 )
-def test_providers_decline_a_manifest_that_misfits_its_model(
+def test_providers_decline_a_manifest_that_does_not_fit_its_model(
     changes: dict[str, Any],
 ) -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
@@ -157,7 +157,7 @@ def test_weights_with_an_invalid_name_are_refused(name: str) -> None:
     two_nodes(scenario)
 
 
-def test_a_manifest_of_another_version_is_refused_by_its_number() -> None:
+def test_a_manifest_of_an_unknown_version_is_refused_with_its_number() -> None:
     signer = IdentitySigner(Identity(bytes(32)), "any")
     version, *rest = msgspec.to_builtins(manifest())
     for fields, said in ((rest, "version 1;"), ([version + 1, *rest], f"version {version + 1};")):
@@ -177,7 +177,7 @@ def test_a_manifest_with_invalid_names_is_refused() -> None:
     two_nodes(scenario)
 
 
-def test_a_lease_requires_the_requester_and_a_fitting_plan() -> None:
+def test_a_lease_needs_its_requester_and_a_fitting_plan() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         run = run_of(b)
         good = plan_of(run, a.peer)
@@ -235,7 +235,7 @@ def test_a_lease_released_while_its_model_arrives_is_not_granted() -> None:
     two_nodes(scenario, {"a": {Models: SlowModels}})
 
 
-def test_only_its_requester_releases_a_lease() -> None:
+def test_only_the_requester_of_a_lease_releases_it() -> None:
     async def scenario() -> None:
         async with swarm("abc") as group:
             a, b, c = (group.nodes[name] for name in "abc")
@@ -261,7 +261,7 @@ def test_a_renewed_lease_lasts_its_own_time_and_no_longer() -> None:
         await ask(b, a, wire.Release(run.id, plan_hash(plan)))
         assert isinstance(await lease(b, a, run, plan), wire.Leased)
         await trio.sleep(150)
-        assert not a.runs.has_slot, "the first lease's time is not the second's"
+        assert not a.runs.has_slot, "the renewed lease ended with the first lease's time"
         await trio.sleep(150)
         assert a.runs.has_slot
 
@@ -279,7 +279,7 @@ def test_a_lease_is_freed_after_its_requester_dies() -> None:
     two_nodes(scenario)
 
 
-def test_a_node_joins_no_run_without_its_consent() -> None:
+def test_a_node_joins_no_run_without_its_own_consent() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         for number in range(RUNS_MAX + 2):
             run = make_run(b.signer, manifest(seed=number))
@@ -291,8 +291,8 @@ def test_a_node_joins_no_run_without_its_consent() -> None:
     two_nodes(scenario)
 
 
-def test_a_chain_of_plans_starts_at_the_first_height() -> None:
-    """A plan at the greatest height would leave no next plan to make after a death."""
+def test_a_chain_of_plans_must_start_at_the_first_height() -> None:
+    """If a chain started at the greatest height, no plan could follow it after a death."""
 
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         run = run_of(b)
@@ -303,7 +303,7 @@ def test_a_chain_of_plans_starts_at_the_first_height() -> None:
     two_nodes(scenario)
 
 
-def test_a_member_follows_only_a_plan_made_of_the_last_one() -> None:
+def test_a_member_accepts_only_a_successor_of_its_plan_in_force() -> None:
     async def scenario() -> None:
         async with swarm("abc") as group:
             a, b, c = (group.nodes[name] for name in "abc")
@@ -320,7 +320,7 @@ def test_a_member_follows_only_a_plan_made_of_the_last_one() -> None:
             moved = replace(plan, parent=plan_hash(plan), height=1, stages=cut)
             await assert_refused(b, a, start(b, run.fact, moved))
             await trio.sleep(1)
-            assert a.runs.members[run.id].plan == plan, "only the chain decides which plan is in force"
+            assert a.runs.members[run.id].plan == plan, "a plan that the chain did not decide is in force"
             await assert_refused(c, a, wire.ExportStage(plan_hash(plan)))
             state = wire.FetchState(plan_hash(plan), 0, "parameters", 0, 64)
             await assert_refused(c, a, state)
@@ -346,8 +346,9 @@ def test_a_finished_run_is_not_started_again() -> None:
     two_nodes(scenario)
 
 
-def test_a_trainer_refuses_a_run_whose_manifest_does_not_fit_its_data() -> None:
-    """More held-out samples than exist would be an empty tensor, which cannot be sent."""
+def test_a_trainer_refuses_a_manifest_that_does_not_fit_the_data() -> None:
+    """If a manifest asks for more held-out samples than exist, the missing ones would be an empty tensor,
+    which cannot be sent."""
 
     async def scenario(group: Swarm, a: Node, b: Node) -> None:
         with pytest.raises(PlacementFailed, match="does not fit"):
@@ -362,7 +363,7 @@ def test_a_trainer_refuses_a_run_whose_manifest_does_not_fit_its_data() -> None:
     two_nodes(scenario)
 
 
-def test_a_run_that_was_not_placed_is_forgotten() -> None:
+def test_a_run_that_could_not_be_placed_is_forgotten() -> None:
     async def scenario(group: Swarm, a: Node, b: Node) -> None:
         for asking, holder in ((a, b), (b, a)):
             other = run_of(asking, seed=9)
@@ -380,7 +381,7 @@ def test_a_run_that_was_not_placed_is_forgotten() -> None:
     two_nodes(scenario)
 
 
-def test_a_machine_that_cannot_start_a_process_is_planned_around() -> None:
+def test_a_machine_that_cannot_start_processes_is_left_out_of_plans() -> None:
     class FullExecutor(SimExecutor):
         async def open_stage(self, specification: bytes) -> Stage:
             raise OSError(12, "Cannot allocate memory")
@@ -402,7 +403,7 @@ def test_a_machine_that_cannot_start_a_process_is_planned_around() -> None:
 @pytest.mark.parametrize(
     "changes", [{"bubble": float("nan")}, {"loss": float("inf")}, {"step": 2**60}, {"samples": -1}]
 )
-def test_a_notice_with_impossible_numbers_is_refused(changes: dict[str, Any]) -> None:
+def test_a_notice_with_impossible_values_is_refused(changes: dict[str, Any]) -> None:
     fields: dict[str, Any] = {
         "at": 1.0,
         "run": "0" * 16,
@@ -428,7 +429,7 @@ def one_stage(*replicas: PeerId) -> Plan:
     return Plan(bytes(32), NO_HASH, 0, tuple(sorted((*replicas, CAROL))), (CAROL,), 4, (stage,))
 
 
-def test_a_commit_that_names_strangers_or_duplicates_is_refused() -> None:
+def test_a_commit_that_names_outsiders_or_duplicates_is_refused() -> None:
     plan = one_stage(ALICE, BOB)
     replica = Replica(ALICE, plan)
     hash_ = plan_hash(plan)
@@ -476,7 +477,7 @@ def test_the_longest_messages_of_a_run_fit_the_pipeline() -> None:
         decode(encode(message), wire.PipelineMessage, bytes_max=wire.PIPELINE_BYTES_MAX)
 
 
-async def test_waiters_for_a_broken_stages_parameters_get_an_error() -> None:
+async def test_tasks_that_wait_for_a_broken_stages_parameters_get_an_error() -> None:
     specification = cast(
         "Any", SimpleNamespace(dtype="float32", optimizer=OptimizerSettings(), graph=_StageGraph())
     )
@@ -518,7 +519,7 @@ class _Signer:
 
 
 class SlowNetwork:
-    """A network whose streams accept nothing until `flows` is set; it counts how often it was opened."""
+    """A network whose streams accept nothing until `flows` is set; it counts the streams that were opened."""
 
     peer = BOB
     has_better_path = False
@@ -546,7 +547,7 @@ class SlowNetwork:
 
 
 async def test_a_link_that_overflows_restarts_and_reports_it() -> None:
-    """The receiver would wait for ever for a message that was dropped silently."""
+    """If a message were discarded silently, the receiver would wait for ever."""
     network, again = SlowNetwork(), trio.Event()
     stuck: list[PeerId] = []
 
@@ -577,7 +578,7 @@ async def test_a_link_that_overflows_restarts_and_reports_it() -> None:
         nursery.cancel_scope.cancel()
 
 
-def test_finished_runs_do_not_fill_the_state() -> None:
+def test_finished_runs_do_not_accumulate_in_the_state() -> None:
     state = State()
     for number in range(RUNS_KEPT_MAX + 10):
         run = f"{number:016x}"
@@ -587,7 +588,7 @@ def test_finished_runs_do_not_fill_the_state() -> None:
     assert f"{RUNS_KEPT_MAX + 9:016x}" in state.runs
 
 
-def test_a_strangers_silent_stream_is_closed_eventually() -> None:
+def test_a_silent_stream_of_an_unknown_peer_is_closed_eventually() -> None:
     async def scenario(group: Swarm, honest: Node, stranger: Node) -> None:
         stream = await stranger.network.open(honest.peer, wire.PIPELINE_PROTOCOL)
         with trio.fail_after(2 * IDLE_SECONDS_MAX), pytest.raises(StreamClosed):

@@ -1,4 +1,4 @@
-"""Samples from a user's Dataset, iterator or arrays, and a text as tokens, converted into a run's data."""
+"""Samples from a user's Dataset, iterator or arrays, or a text as tokens, are converted into a run's data."""
 
 import itertools
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def written(source: Any, folder: Path) -> Data:
 
 
 class Squares(Dataset[Any]):
-    """A dataset with length and items, whose iterator has no end."""
+    """A dataset with a length and items, whose iterator would never end."""
 
     def __init__(self, count: int = 11) -> None:
         self.count = count
@@ -43,24 +43,26 @@ class Squares(Dataset[Any]):
         return torch.full((2, 3), float(place)), place**2
 
 
-def test_a_dataset_of_torch_becomes_x_and_y(tmp_path: Path) -> None:
+def test_a_torch_dataset_becomes_arrays_x_and_y(tmp_path: Path) -> None:
     found = written(Squares(), tmp_path)
     assert (found.train["x"].shape, found.train["x"].dtype.name) == ((9, 2, 3), "float32")
     assert found.train["y"].dtype == np.dtype(np.int64)
     assert sorted([*found.train["y"], *found.test["y"]]) == [place**2 for place in range(11)]
-    assert list(found.test["y"]) == [4**2, 9**2], "every fifth sample is held out"
-    assert np.array_equal(found.train["x"][:, 0, 0] ** 2, found.train["y"]), "rows stay together"
+    assert list(found.test["y"]) == [4**2, 9**2], "not every fifth sample is held out"
+    assert np.array_equal(found.train["x"][:, 0, 0] ** 2, found.train["y"]), (
+        "x and y of one sample are no longer in the same row"
+    )
 
 
 class Stream(IterableDataset[Any]):
-    """Yield mappings by name, one after another, as a tokenizer does."""
+    """Yields mappings from names to values, as a tokenizer does."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for place in range(7):
             yield {"input_ids": [place, 2, 3], "mask": torch.tensor([True, False, True]), "score": place / 2}
 
 
-def test_an_iterator_of_mappings_has_arrays_by_name(tmp_path: Path) -> None:
+def test_an_iterator_of_mappings_becomes_arrays_by_name(tmp_path: Path) -> None:
     found = written(Stream(), tmp_path)
     assert {name: (array.dtype.name, array.shape[1:]) for name, array in found.train.items()} == {
         "input_ids": ("int64", (3,)),
@@ -74,19 +76,19 @@ def test_equal_samples_make_equal_bytes(tmp_path: Path) -> None:
     assert written(Stream(), tmp_path / "a").digest == written(iter(Stream()), tmp_path / "b").digest
 
 
-def test_a_pair_is_training_and_held_out_samples(tmp_path: Path) -> None:
+def test_a_pair_is_read_as_training_and_held_out_samples(tmp_path: Path) -> None:
     found = written((Squares(4), (Squares(3)[place] for place in range(3))), tmp_path)
     assert (found.train_samples, found.test_samples) == (4, 3)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 10])
-def test_no_sample_is_lost_or_doubled(count: int, tmp_path: Path) -> None:
+def test_no_sample_is_lost_or_duplicated(count: int, tmp_path: Path) -> None:
     found = written(Squares(count), tmp_path)
     assert sorted([*found.train["y"], *found.test["y"]]) == [place**2 for place in range(count)]
     assert found.test_samples == max(1, count // 5)
 
 
-def test_tuples_follow_the_order_of_inputs_and_labels(tmp_path: Path) -> None:
+def test_tuples_are_assigned_in_the_order_of_inputs_and_labels(tmp_path: Path) -> None:
     _, model = captured()
     ids, mask = torch.zeros(6, 5, dtype=torch.int64), torch.ones(6, 5, dtype=torch.int64)
     score, kind = torch.zeros(6), torch.ones(6, dtype=torch.int64)
@@ -95,7 +97,7 @@ def test_tuples_follow_the_order_of_inputs_and_labels(tmp_path: Path) -> None:
     assert columns_of(model.graph, found, "RUN.toml") == (names[:2], names[2:])
 
 
-def test_a_mapping_of_arrays_and_nested_names(tmp_path: Path) -> None:
+def test_mappings_of_arrays_and_nested_names_are_read(tmp_path: Path) -> None:
     found = written({"x": np.arange(12).reshape(6, 2), "y": torch.arange(6)}, tmp_path / "a")
     assert found.train["x"].shape == (5, 2)
     nested = [{"batch": {"ids": [1, 2], "parts": (torch.zeros(2), 3)}} for _ in range(3)]
@@ -105,7 +107,7 @@ def test_a_mapping_of_arrays_and_nested_names(tmp_path: Path) -> None:
     assert sorted(written(labelled, tmp_path / "c").train) == ["ids", "mask", "y"]
 
 
-def test_images_become_numbers_from_0_to_1(tmp_path: Path) -> None:
+def test_images_become_values_from_0_to_1(tmp_path: Path) -> None:
     pillow = pytest.importorskip("PIL.Image")
     images = [(pillow.new("RGB", (4, 3), (255, 0, place)), place) for place in range(3)]
     found = written(images, tmp_path)
@@ -148,7 +150,7 @@ def test_sources_without_samples_are_refused_by_name(source: Any, words: str, tm
         write_samples(source, tmp_path, WHERE)
 
 
-def test_an_endless_iterator_is_cut_off(tmp_path: Path) -> None:
+def test_an_endless_iterator_is_stopped_at_a_size_limit(tmp_path: Path) -> None:
     assert SAMPLES_BYTES_MAX >= 1 << 30
     endless = ({"x": np.zeros(1000)} for _ in itertools.count())
     with pytest.raises(UsageError, match="more than 0 GiB after") as caught:
@@ -163,7 +165,7 @@ def run_file(text: str) -> RunFile:
     return toml.parse(f'model = "m.peerloom"\n{text}', RunFile, name="RUN.toml").value
 
 
-def test_a_function_in_a_users_file_makes_a_runs_data(tmp_path: Path) -> None:
+def test_a_function_in_a_users_file_provides_a_runs_data(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\nfrom torch.utils.data import TensorDataset\n"
         "def noise():\n    return TensorDataset(torch.rand(6, 2), torch.arange(6))\n"
@@ -174,14 +176,14 @@ def test_a_function_in_a_users_file_makes_a_runs_data(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         assert prepare_data(run_file('data = "mine.py:noise"'), tmp_path, tmp_path / name, "RUN.toml")
         digests.append(load_folder(tmp_path / name).digest)
-    assert digests[0] == digests[1], "the random draws repeat"
+    assert digests[0] == digests[1], "the random draws differ between two conversions"
     with pytest.raises(UsageError, match=r"RUN\.toml: data: fails failed: OSError: no disk"):
         prepare_data(run_file('data = "mine.py:fails"'), tmp_path, tmp_path, "RUN.toml")
     with pytest.raises(UsageError, match="has no function 'others'; it has"):
         prepare_data(run_file('data = "mine.py:others"'), tmp_path, tmp_path, "RUN.toml")
 
 
-def test_a_text_is_windows_of_tokens(tmp_path: Path) -> None:
+def test_a_text_becomes_windows_of_tokens(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = {word: place for place, word in enumerate(["?", "the", "cat", "sat", "on", "mat", "."])}
     known = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))

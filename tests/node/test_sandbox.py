@@ -1,6 +1,6 @@
-"""A fenced process can compute, and reaches nothing else. Real processes try it on this kernel.
+"""A fenced process can compute but reaches nothing else. Real processes try it on this kernel.
 
-Where the kernel lacks a fence the report says so, and tests that need only that fence are skipped.
+If the kernel lacks a fence, the report says so, and the tests that need only that fence are skipped.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ FREELY = (
     | seccomp.LOOKING
     | seccomp.MACHINE
 )
-# Calls decided by their arguments, by architecture.
+# System calls that are decided by their arguments, for each architecture.
 CLONE, MMAP, OPENAT, PRLIMIT, SENDTO, TGKILL = (
     (56, 220),
     (9, 222),
@@ -54,14 +54,14 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Tried:
-    """The report of a fenced process on its fences and its attempts."""
+    """Return the report of a fenced process about its fences and its attempts."""
 
     fences: str
     unfenced: str
     results: dict[str, str]
 
     def refused(self, attempt: str, error: str, *, by: str) -> None:
-        """Assert that an attempt failed with this error if the fence that prevents it is up."""
+        """Check that an attempt failed with this error if the fence that prevents the attempt is in place."""
         if by not in self.fences:
             pytest.skip(f"this kernel: {self.unfenced}")
         assert self.results[attempt] == error
@@ -130,7 +130,7 @@ def test_a_fenced_stage_can_do_its_work(tried: Tried, attempt: str) -> None:
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "accelerator"])
-def test_network_programs_and_other_processes_are_out_of_reach(
+def test_network_programs_and_other_processes_cannot_be_reached(
     request: pytest.FixtureRequest, device: str, attempt: str
 ) -> None:
     tried: Tried = request.getfixturevalue("tried" if device == "cpu" else "tried_with_accelerator")
@@ -148,19 +148,21 @@ def test_network_programs_and_other_processes_are_out_of_reach(
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "accelerator"])
-def test_files_outside_are_closed(request: pytest.FixtureRequest, device: str, attempt: str) -> None:
+def test_files_outside_the_scratch_folder_cannot_be_opened(
+    request: pytest.FixtureRequest, device: str, attempt: str
+) -> None:
     tried: Tried = request.getfixturevalue("tried" if device == "cpu" else "tried_with_accelerator")
     tried.refused(attempt, "EACCES", by="landlock")
 
 
-def test_the_scratch_folder_is_open_only_to_an_accelerators_driver(
+def test_only_accelerator_drivers_may_write_to_the_scratch_folder(
     tried: Tried, tried_with_accelerator: Tried
 ) -> None:
     tried.refused("write inside", "EACCES", by="landlock")
     assert tried_with_accelerator.results["write inside"] == "done"
 
 
-def test_memory_descriptors_and_files_are_bounded(tried: Tried) -> None:
+def test_memory_descriptors_and_files_are_limited(tried: Tried) -> None:
     assert tried.results["open many files"] == "EMFILE"
     assert tried.results["raise a limit"] == "ValueError"
     tried.refused("write a large file", "EACCES", by="landlock")
@@ -170,21 +172,21 @@ def test_memory_descriptors_and_files_are_bounded(tried: Tried) -> None:
     tried.refused("make a file of memory", "EPERM", by="seccomp")
 
 
-def test_an_accelerators_memory_is_reported_as_only_watched(tried_with_accelerator: Tried) -> None:
+def test_an_accelerators_memory_is_reported_as_watched_only(tried_with_accelerator: Tried) -> None:
     assert "memory: watched by the node" in tried_with_accelerator.fences
     assert tried_with_accelerator.results["take too much memory"] == "done"
 
 
-def test_an_accelerators_files_are_bounded(tried_with_accelerator: Tried) -> None:
+def test_files_of_a_process_with_an_accelerator_are_limited(tried_with_accelerator: Tried) -> None:
     tried_with_accelerator.refused("write a large file", "EFBIG", by="landlock")
 
 
-def test_every_fence_is_either_up_or_reported_as_missing(tried: Tried) -> None:
+def test_every_fence_is_either_in_place_or_reported_as_missing(tried: Tried) -> None:
     for word in ("network", "programs", "files", "memory"):
         assert word in tried.fences + tried.unfenced
 
 
-def test_without_landlock_nothing_is_opened_for_writing(tmp_path: Path) -> None:
+def test_without_landlock_no_file_is_opened_for_writing(tmp_path: Path) -> None:
     program = (
         "import os; from node.stages.sandbox import _Kernel; kernel = _Kernel()\n"
         "kernel.forbid_new_privileges(); kernel.filter_calls(files_fenced=False, accelerator=False)\n"
@@ -212,7 +214,7 @@ WITHOUT_LANDLOCK = (sys.executable, "-m", "tests.node.without_landlock", sys.exe
 
 
 def ended(*program: str, folder: Path, command: tuple[str, ...] = (sys.executable,)) -> tuple[int, str, str]:
-    """Status, output and last error line of a Python program in `folder`."""
+    """Run a Python program in `folder`. Return its status, output and last error line."""
     process = subprocess.run(
         [*command, *program],
         cwd=folder,
@@ -236,7 +238,7 @@ ENTER = (
 
 
 @pytest.mark.parametrize("allow", [False, True])
-def test_an_earlier_thread_is_an_error_and_skips_no_fence(tmp_path: Path, allow: bool) -> None:
+def test_a_thread_started_earlier_is_an_error_and_skips_no_fence(tmp_path: Path, allow: bool) -> None:
     start = "threading.Thread(target=threading.Event().wait, daemon=True, name='early').start()"
     status, output, error = ended("-c", ENTER.format(before=start, allow=allow), folder=tmp_path)
     assert (status, output) == (1, "")
@@ -244,7 +246,7 @@ def test_an_earlier_thread_is_an_error_and_skips_no_fence(tmp_path: Path, allow:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="landlock is Linux's")
-def test_without_landlock_nobody_enters_unless_allowed(tmp_path: Path) -> None:
+def test_without_landlock_no_process_is_fenced_unless_allowed(tmp_path: Path) -> None:
     strict = ENTER.format(before="", allow=False)
     status, output, error = ended("-c", strict, folder=tmp_path, command=WITHOUT_LANDLOCK)
     assert (status, output) == (1, "")
@@ -255,7 +257,7 @@ def test_without_landlock_nobody_enters_unless_allowed(tmp_path: Path) -> None:
     assert "files: no landlock" in output
 
 
-def test_the_trial_of_the_fences_predicts_what_a_stage_finds(tried: Tried, tmp_path: Path) -> None:
+def test_the_trial_of_the_fences_predicts_the_fences_of_a_stage(tried: Tried, tmp_path: Path) -> None:
     found = try_fences("cpu")
     assert [line.partition(":")[0] for line in found.fences] == [
         line.partition(":")[0] for line in tried.fences.splitlines()
@@ -295,13 +297,13 @@ def test_ctrl_c_does_not_end_a_trial_of_fences() -> None:
 
 
 def is_tried_by(pid: int) -> bool:
-    """Return whether a child of this process runs the trial of the fences by now."""
+    """Return whether a child of this process runs the trial of the fences now."""
     with contextlib.suppress(psutil.Error):
         return any("node.stages.fences" in child.cmdline() for child in psutil.Process(pid).children())
     return False
 
 
-def test_the_environment_has_what_arithmetic_reads_and_no_secret() -> None:
+def test_the_environment_keeps_only_what_arithmetic_needs() -> None:
     given = {
         "PATH": "/bin",
         "HOME": "/home/someone",
@@ -317,11 +319,13 @@ def test_the_environment_has_what_arithmetic_reads_and_no_secret() -> None:
     assert "PATH" not in made
     assert made["HOME"] == made["TMPDIR"] == "/scratch"
     assert made["OMP_NUM_THREADS"] == "3"
-    assert made["OMP_WAIT_POLICY"] == "PASSIVE", "spinning threads would slow down the threads they wait for"
+    assert made["OMP_WAIT_POLICY"] == "PASSIVE", (
+        "idle threads spin, which slows down the threads that they wait for"
+    )
     assert (made["LD_LIBRARY_PATH"], made["CUDA_VISIBLE_DEVICES"], made["LC_ALL"]) == ("/opt/lib", "0", "C")
 
 
-# The filter itself, for both architectures, run by an interpreter of its language.
+# The filter itself, for both architectures, run by an interpreter for BPF.
 
 
 def judge(
@@ -333,7 +337,7 @@ def judge(
     files_fenced: bool = True,
     accelerator: bool = False,
 ) -> int:
-    """Return the kernel's answer to a call."""
+    """Return the filter's verdict on a system call."""
     filtered = seccomp.compile_filter(machine, PID, files_fenced=files_fenced, accelerator=accelerator)
     kernels_name = seccomp.ARCHITECTURES[machine][1] if architecture is None else architecture
     padded = (*arguments, 0, 0, 0, 0, 0, 0)[:6]
@@ -359,7 +363,7 @@ def judge(
 
 
 @pytest.mark.parametrize("machine", COLUMNS)
-def test_each_call_is_answered_as_the_tables_say(machine: str) -> None:
+def test_each_system_call_is_answered_as_the_tables_say(machine: str) -> None:
     column = COLUMNS[machine]
     for calls, answer in ((FREELY, ALLOW), (seccomp.CHANGING, ALLOW), (seccomp.REFUSED, REFUSED)):
         for name, numbers in calls.items():
@@ -371,7 +375,7 @@ def test_each_call_is_answered_as_the_tables_say(machine: str) -> None:
 
 @pytest.mark.parametrize("machine", COLUMNS)
 @given(number=st.integers(0, 2**32 - 1), arguments=st.tuples(*[st.integers(0, 2**64 - 1)] * 6))
-def test_no_call_outside_the_tables_is_ever_allowed(
+def test_no_system_call_outside_the_tables_is_ever_allowed(
     machine: str, number: int, arguments: tuple[int, ...]
 ) -> None:
     column = COLUMNS[machine]
@@ -381,7 +385,7 @@ def test_no_call_outside_the_tables_is_ever_allowed(
 
 
 @pytest.mark.parametrize("machine", COLUMNS)
-def test_a_call_of_another_architecture_kills(machine: str) -> None:
+def test_a_system_call_of_a_different_architecture_kills_the_process(machine: str) -> None:
     other = next(name for machine_, (_, name) in seccomp.ARCHITECTURES.items() if machine_ != machine)
     assert judge(machine, 0, architecture=other) == KILL
     assert judge("x86_64", 0x40000000 | 1) == KILL
@@ -393,7 +397,7 @@ def test_a_call_of_another_architecture_kills(machine: str) -> None:
         (CLONE, (THREAD_FLAGS,), ALLOW),
         (CLONE, (17,), REFUSED),  # fork: SIGCHLD alone
         (CLONE, (0x4111,), REFUSED),  # vfork
-        (CLONE, (THREAD_FLAGS | 0x40000000,), REFUSED),  # a thread in a network of its own
+        (CLONE, (THREAD_FLAGS | 0x40000000,), REFUSED),  # a thread in a network namespace of its own
         (MMAP, (0, 4096, 3, 0x22), ALLOW),  # private memory
         (MMAP, (0, 4096, 3, 0x01), ALLOW),  # a shared file: the arenas
         (MMAP, (0, 4096, 3, 0x21), REFUSED),
@@ -417,14 +421,14 @@ def test_a_call_of_another_architecture_kills(machine: str) -> None:
     ],
 )
 @pytest.mark.parametrize("machine", COLUMNS)
-def test_arguments_decide_where_a_call_has_two_faces(
+def test_calls_with_harmless_and_harmful_uses_are_decided_by_arguments(
     machine: str, call: tuple[int, int], arguments: tuple[int, ...], answer: int
 ) -> None:
     assert judge(machine, call[COLUMNS[machine]], arguments) == answer
 
 
 @pytest.mark.parametrize("machine", COLUMNS)
-def test_seccomp_allows_accelerators_and_guards_files_without_landlock(machine: str) -> None:
+def test_seccomp_allows_accelerator_calls_and_guards_files_without_landlock(machine: str) -> None:
     column = COLUMNS[machine]
     assert judge(machine, IOCTL[column], (3, 0xC0184600), accelerator=True) == ALLOW
     assert judge(machine, MMAP[column], (0, 4096, 3, 0x21), accelerator=True) == ALLOW
@@ -436,7 +440,7 @@ def test_seccomp_allows_accelerators_and_guards_files_without_landlock(machine: 
 
 
 @pytest.mark.parametrize("machine", COLUMNS)
-def test_the_filter_fits_into_the_kernel(machine: str) -> None:
+def test_the_filter_fits_the_kernels_size_limit(machine: str) -> None:
     filtered = seccomp.compile_filter(machine, PID, files_fenced=True, accelerator=True)
     assert len(filtered) // 8 <= seccomp.INSTRUCTIONS_MAX
 
@@ -450,7 +454,7 @@ def test_call_numbers_match_the_kernels_headers(machine: str) -> None:
         name: int(number)
         for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text())
     }
-    # The generic header calls two of them by the names they had before 64 bits.
+    # The generic header lists two of the calls under the names that they had before 64 bits.
     renamed = {"fadvise64": numbers.get("fadvise64"), "newfstatat": numbers.get("fstatat")}
     for calls in (FREELY, seccomp.CHANGING, seccomp.ACCELERATOR, seccomp.REFUSED):
         for name, row in calls.items():

@@ -45,7 +45,7 @@ from tests.partition.serving_world import Chain, session
 CONTEXT = 96
 
 
-async def test_packed_weights_leave_the_arena_and_are_read_bit_for_bit() -> None:
+async def test_packed_weights_leave_the_arena_and_are_read_back_bit_for_bit() -> None:
     torch.manual_seed(1)
     task = gpt((CONTEXT,), 65, layers=1, heads=2, width=64)
     captured = capture(
@@ -73,7 +73,7 @@ async def test_packed_weights_leave_the_arena_and_are_read_bit_for_bit() -> None
             read = await host.call(ReadValues(slot.row, part, len(data) - part))
             assert isinstance(read, ValuesRead)
             assert read.data == data[part:]
-        # A peer that hangs up in the middle of its question ends only its stream.
+        # A peer that hangs up in the middle of its question ends only its own stream.
         service: Any = SimpleNamespace(manifest=SimpleNamespace(stages=1))
         held = HeldStage(service, 0, specification, host, RealClock())
         held._packed = frozenset(found.packed)
@@ -93,7 +93,7 @@ async def test_packed_weights_leave_the_arena_and_are_read_bit_for_bit() -> None
         await host.aclose()
 
 
-async def test_a_stage_in_its_process_serves_as_one_in_this_process() -> None:
+async def test_a_stage_in_its_process_serves_like_one_in_this_process() -> None:
     torch.manual_seed(1)
     task = gpt((CONTEXT,), 65, layers=1, heads=2, width=16)
     captured = capture(
@@ -140,7 +140,7 @@ async def test_a_stage_in_its_process_serves_as_one_in_this_process() -> None:
     assert torch.equal(found, wanted)
 
 
-def test_a_stage_without_a_head_refuses_units_for_hidden_states() -> None:
+def test_a_stage_without_a_head_refuses_requests_for_hidden_states() -> None:
     model = torch.nn.Embedding(65, 65)  # the logits are looked up in a table
     for has_head in (False, True):
         module = torch.nn.Sequential(model, torch.nn.Linear(65, 65)) if has_head else model
