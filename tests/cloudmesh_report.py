@@ -143,7 +143,7 @@ REPORT = (
             ),
             alternative(
                 "Without a model, images take the defaults of `vision` and a text those of `language`.",
-                "tests/node/test_task_defaults.py::test_a_run_without_a_model_takes_that_of_its_kind",
+                "tests/node/test_task_defaults.py::test_a_run_without_a_model_gets_the_default_for_its_data",
             ),
         ),
     ),
@@ -354,11 +354,11 @@ REPORT = (
             typical("The node is marked as ready; a slot holds one task at a time."),
             exceptional(
                 "Several requesters ask simultaneously, and each slot goes to one of them.",
-                "tests/node/test_slots.py::test_one_of_two_racing_requesters_gets_the_provider",
+                "tests/node/test_slots.py::test_only_one_of_two_racing_requesters_gets_the_provider",
             ),
             alternative(
                 "The others get the reason, look for another provider, and try again, until all are served.",
-                "tests/node/test_turns.py::test_each_of_a_hundred_submissions_gets_its_turn",
+                "tests/node/test_turns.py::test_each_of_a_hundred_submissions_is_served_in_the_end",
             ),
         ),
     ),
@@ -439,7 +439,7 @@ BEYOND = (
         (
             typical(
                 "The shares follow from receipts that both sides have signed.",
-                "tests/node/test_turns.py::test_requesters_that_always_want_more_get_shares_by_their_weights",
+                "tests/node/test_turns.py::test_requesters_that_always_want_more_get_weighted_shares",
             ),
             elsewhere(
                 EXCEPTIONAL,

@@ -1,4 +1,5 @@
-"""A user's file with the name of one of our modules, or of a dependency, is named or has no effect."""
+"""A user's file with the same name as one of our modules, or of a dependency, is reported or has no
+effect."""
 
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ def test_files_of_the_current_folder_do_not_enter_a_command(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["crypto", "dht", "gossip", "partition"])
-def test_a_program_learns_which_file_hides_a_package(tmp_path: Path, name: str) -> None:
+def test_a_program_learns_which_file_hides_a_package_of_ours(tmp_path: Path, name: str) -> None:
     write(tmp_path, name)
     (tmp_path / "program.py").write_text("import node\n")
     said = typed(f"{PYTHON} program.py", tmp_path)
@@ -39,7 +40,7 @@ def test_a_program_learns_which_file_hides_a_package(tmp_path: Path, name: str) 
     assert last == f"ImportError: {name}.py hides the package {name}, which peerloom needs: rename it"
 
 
-def test_a_folder_inside_another_package_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_hides_part_of_a_package_is_reported(tmp_path: Path) -> None:
     (tmp_path / "crypto").mkdir()
     (tmp_path / "crypto" / "__init__.py").write_text(THEIRS)
     said = typed(f"{PYTHON} -c 'import node'", tmp_path)
@@ -60,7 +61,7 @@ def test_a_shadow_on_the_path_ends_a_command_in_two_lines(tmp_path: Path) -> Non
         )
 
 
-def test_a_program_may_have_a_package_called_sim_of_its_own(tmp_path: Path) -> None:
+def test_a_program_may_have_its_own_package_called_sim(tmp_path: Path) -> None:
     write(tmp_path, "sim", text="mine = 7\n")
     said = typed(f"{PYTHON} -c 'import node, sim; print(sim.mine, node.Config.__name__)'", tmp_path)
     assert said.stdout == "7 Config\n", said.stderr
@@ -99,14 +100,14 @@ def test_a_library_hidden_by_a_programs_file_is_named(tmp_path: Path, name: str,
 
 @pytest.mark.parametrize(("name", "text"), [("typer", "raise SystemExit(0)\n"), ("queue", "x = 1\n")])
 def test_a_library_hidden_in_a_command_is_named(tmp_path: Path, name: str, text: str) -> None:
-    """On the path from the environment: files in the current folder have no effect."""
+    """The file is on the path from the environment; files in the current folder would have no effect."""
     write(tmp_path, name, text=text)
     said = typed(f"{PYTHON} -m node status", tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert said.returncode == 2
     assert said.stderr.splitlines()[0] == f"error: {name}.py hides the module {name}, which peerloom needs"
 
 
-def test_an_error_in_a_users_own_file_stays_theirs(tmp_path: Path) -> None:
+def test_an_error_in_a_users_own_file_is_shown_unchanged(tmp_path: Path) -> None:
     write(tmp_path, "helpers", text="import node\nnode.no_such_name\n")
     said = typed(f"{PYTHON} -c 'import helpers'", tmp_path)
     assert said.stderr.splitlines()[-1].startswith("AttributeError: module 'node' has no attribute")

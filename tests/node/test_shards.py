@@ -1,4 +1,5 @@
-"""Shards: packed samples are read back at every size; a stranger's manifest is valid or refused."""
+"""Shards: packed samples are read back at every size, and a manifest from another peer is either valid or
+refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -59,7 +60,7 @@ def test_every_sample_is_read_back(rows: int, width: int, is_fortran: bool) -> N
         np.testing.assert_array_equal(found[name][picked], array[picked])
 
 
-def test_a_large_part_has_one_mixed_shard_per_lane() -> None:
+def test_a_large_part_has_one_mixed_shard_for_each_lane() -> None:
     y = np.repeat(np.arange(4), 20_000)  # sorted by class
     x = np.zeros((80_000, 300), np.float32)
     manifest, reader, _ = packed({"train": {"x": x, "y": y}, "test": {"x": x[:2], "y": y[:2]}})

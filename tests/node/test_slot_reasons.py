@@ -1,4 +1,4 @@
-"""A requester learns why members have no slot from their own reports."""
+"""A requester learns from members' own reports why they have no slot."""
 
 import json
 import subprocess
@@ -68,7 +68,7 @@ def test_each_reason_that_a_member_reports_is_read(words: tuple[str, ...] | None
     assert lacks_text([offer]) == f"members without a slot: 1 {LACKS[lacks]}"
 
 
-def test_a_member_that_accepts_stages_lacks_nothing() -> None:
+def test_a_member_that_accepts_stages_reports_no_reason() -> None:
     assert offer_of(USUAL, accepts_runs=True) == offer_of(None, accepts_runs=True)
     assert offer_of(USUAL, accepts_runs=True).lacks == ""
     assert offer_of(USUAL, accepts_runs=True, rate=0.0).lacks == "device"
@@ -86,13 +86,13 @@ def test_a_plan_that_lacks_memory_does_not_mention_slots() -> None:
 
 @pytest.fixture
 def captured() -> Model:
-    """Load torch before the test's time begins."""
+    """Load torch before the time limit of the test begins."""
     return simple_cnn()
 
 
 @pytest.fixture
 def members(tmp_path: Path) -> Iterator[list[str]]:
-    """The addresses of two real nodes: one on a kernel without Landlock, and an observer."""
+    """Yield the addresses of two real nodes: one on a kernel without Landlock, and an observer."""
     common = [sys.executable, "-m", "node", "--json", "--listen", "127.0.0.1:0", "--no-lan", "--web", "off"]
     common += ["--preset", "local"]
     without_landlock = [sys.executable, "-m", "tests.node.without_landlock"]

@@ -1,4 +1,4 @@
-"""Several stages at once on one node: each has its own slot, and no slot is promised twice."""
+"""Several stages run simultaneously on one node: each has its own slot, and no slot is promised twice."""
 
 from collections.abc import Callable, Sequence
 
@@ -59,30 +59,30 @@ class _Threads:
         return work()
 
 
-def test_slots_are_promised_until_full_and_one_per_run() -> None:
+def test_slots_are_promised_until_full_and_one_for_each_run() -> None:
     async def scenario() -> None:
         disk = MemoryStorage()
         slots = with_slots(2, storage=disk)
         await slots.promise(promised(1, height=1))
         assert slots.free == 1
-        assert not slots.is_free_for(run_id(1)), "a run gets one slot per node"
+        assert not slots.is_free_for(run_id(1)), "a run could get a second slot on one node"
         assert slots.is_free_for(run_id(2))
         await slots.promise(promised(2, OTHER))
         assert (slots.free, slots.is_free_for(run_id(3))) == (0, False)
-        assert with_slots(2, storage=disk).free == 0, "the promise survives a restart"
+        assert with_slots(2, storage=disk).free == 0, "a promise was lost in the restart"
         slots.note(slots.core.release(bytes(32), OTHER))
-        assert slots.free == 1, "a promise is identified by its plan and its holder"
+        assert slots.free == 1, "a promise was released by a peer that does not hold it, or not by its holder"
         slots.release_all(PLANNER)
         assert with_slots(2, storage=disk).free == 2
         await slots.promise(promised(4))
         await trio.sleep(241)
-        assert slots.free == 2, "no holder has come"
+        assert slots.free == 2, "a slot is still promised although no holder has come"
 
     simulate(scenario)
 
 
 def test_a_promise_for_a_first_plan_briefly_outlives_its_requester() -> None:
-    """Other members may have started: they bring the plan."""
+    """Other members may already have started; they bring the plan."""
 
     async def scenario() -> None:
         slots = with_slots(1)
@@ -119,7 +119,7 @@ def test_concurrent_promises_are_all_on_the_disk() -> None:
     simulate(scenario)
 
 
-def test_an_impossible_plan_holds_no_slot() -> None:
+def test_a_plan_that_can_no_longer_be_decided_holds_no_slot() -> None:
     async def scenario() -> None:
         disk = MemoryStorage()
         slots, run = with_slots(1, storage=disk), run_id(1)
@@ -130,19 +130,25 @@ def test_an_impossible_plan_holds_no_slot() -> None:
             return [promise.plan for promise in gone]
 
         await slots.promise(promised(1, plan=1, height=3))
-        assert supersede(run_id(2), PLANNER, 9) == [], "another run's plan does not decide it"
-        assert supersede(run, OTHER, 3) == [], "both may still be decided"
+        assert supersede(run_id(2), PLANNER, 9) == [], "another run's plan superseded this promise"
+        assert supersede(run, OTHER, 3) == [], (
+            "a promise was superseded although both plans may still be decided"
+        )
         assert slots.free == 0
         assert supersede(run, OTHER, 4) == [bytes([1]) * 32]
         assert slots.is_free_for(run)
         await slots.promise(promised(1, OTHER, plan=2, height=4))
-        assert supersede(run, OTHER, 4) == [bytes([2]) * 32], "a planner asks for one plan at a time"
-        assert with_slots(1, storage=disk).free == 1, "the promise survives a restart"
+        assert supersede(run, OTHER, 4) == [bytes([2]) * 32], (
+            "the planner's earlier promise was not replaced by its new one"
+        )
+        assert with_slots(1, storage=disk).free == 1, (
+            "a promise was not on the disk as expected after a restart"
+        )
 
     simulate(scenario)
 
 
-def test_a_slot_has_its_share_of_the_machine() -> None:
+def test_each_slot_has_an_equal_share_of_the_machine() -> None:
     assert share(Machine(8, "cpu", 12), 3) == Machine(2, "cpu", 4)
     assert share(Machine(1, "cpu", 12), 2).threads == 1
 
@@ -193,7 +199,9 @@ def test_requesters_learn_how_long_an_orphaned_slot_is_held(wait_seconds: int, i
             await c.runs.slots.promise(promise)
             if is_queued:
                 c.runs.queue.begin(held, None)
-            assert c.runs.slots.lapsing() == {}, "the run may begin and last for any time"
+            assert c.runs.slots.lapsing() == {}, (
+                "a slot is reported to lapse although its run may begin and last for any time"
+            )
             c.runs.slots.release_all(PLANNER)
             run, begun = asked(a, 1), trio.current_time()
             if not wait_seconds:
@@ -213,8 +221,8 @@ def test_requesters_learn_how_long_an_orphaned_slot_is_held(wait_seconds: int, i
 
 
 @pytest.mark.parametrize(("providers", "winners"), [("c", 1), ("cd", 2)])
-def test_one_of_two_racing_requesters_gets_the_provider(providers: str, winners: int) -> None:
-    """The other is refused, and uses another provider if there is one."""
+def test_only_one_of_two_racing_requesters_gets_the_provider(providers: str, winners: int) -> None:
+    """The other requester is refused, and uses a different provider if there is one."""
 
     async def scenario() -> None:
         async with swarm("abcd", preset="lan") as group:
@@ -247,7 +255,7 @@ def waits(provider: Node, requester: Node, run: Run) -> str:
 
 
 @pytest.mark.parametrize("ending", ["gives up", "is stopped", "dies"])
-def test_a_finished_request_keeps_no_place_in_a_queue(ending: str) -> None:
+def test_a_finished_request_leaves_the_queue(ending: str) -> None:
     async def scenario() -> None:
         async with swarm("abcd") as group:
             only(group, "c")
@@ -298,8 +306,9 @@ def test_no_peer_withdraws_another_peers_request() -> None:
     simulate(scenario)
 
 
-def test_a_higher_priority_preempts_only_ones_own_runs() -> None:
-    """One provider with one slot: the served run cannot be handed over, so it waits at its checkpoint."""
+def test_a_higher_priority_preempts_only_runs_of_the_same_requester() -> None:
+    """There is one provider with one slot. The served run cannot be handed over, so it waits at its
+    checkpoint."""
 
     async def scenario() -> None:
         async with swarm("abc", preset="lan") as group:
@@ -313,7 +322,7 @@ def test_a_higher_priority_preempts_only_ones_own_runs() -> None:
             b.runs.revising.ask_for(claimed, priority=9, deadline_minutes=1)
             with pytest.raises(PlacementFailed, match=r"busy; slots may be free in about \d+ (s|min)"):
                 await b.runs.submit(claimed, wait_seconds=20)
-            assert c.runs.slots.taken() == {long.id}, "another requester's claim takes no slot"
+            assert c.runs.slots.taken() == {long.id}, "another requester's run took the slot"
             urgent = prepare(
                 a, manifest(stages=1, replicas=1, steps=3, microbatches=2, created_milliseconds=9)
             )

@@ -1,4 +1,4 @@
-"""Users' data files, converted into the folder that a run reads."""
+"""Users' data files are converted into the folder that a run reads."""
 
 import struct
 import threading
@@ -30,7 +30,7 @@ def converted(source: Path | str, out: Path) -> Dataset:
 
 
 def png(path: Path, pixels: Pixels) -> None:
-    """Write (H, W, 3) as a PNG, without Pillow."""
+    """Write an (H, W, 3) array as a PNG, without Pillow."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -80,7 +80,9 @@ def test_equal_sources_make_equal_bytes(tmp_path: Path) -> None:
         ("a,y\n1,2\n", "at least 2"),
     ],
 )
-def test_an_unusable_table_is_refused_with_the_place(tmp_path: Path, text: str, reason: str) -> None:
+def test_an_unusable_table_is_refused_with_the_place_of_the_error(
+    tmp_path: Path, text: str, reason: str
+) -> None:
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(UsageError, match=reason):
         converted(tmp_path / "t.csv", tmp_path / "out")
@@ -103,14 +105,14 @@ def test_a_split_is_read_by_the_names_of_the_training_columns(tmp_path: Path) ->
         ("a,b,c,label\n1,2,3,0\n", "a column 'c', which the training samples do not have"),
     ],
 )
-def test_a_split_of_other_columns_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+def test_a_split_with_different_columns_is_refused(text: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("a,b,label\n1,2,0\n3,4,1\n")
     (tmp_path / "test.csv").write_text(text)
     with pytest.raises(UsageError, match=reason):
         convert("train.csv", tmp_path, tmp_path, test="test.csv")
 
 
-def test_parquet_is_read_as_a_table(tmp_path: Path) -> None:
+def test_a_parquet_file_is_read_as_a_table(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"a": [1.0, 2.0, 3.0, 4.0, 5.0], "target": [0, 1, 0, 1, 0]})
@@ -122,7 +124,7 @@ def test_parquet_is_read_as_a_table(tmp_path: Path) -> None:
         converted(tmp_path / "broken.parquet", tmp_path / "out")
 
 
-def test_arrays_are_already_split_or_are_split_here(tmp_path: Path) -> None:
+def test_arrays_are_split_unless_the_file_already_splits_them(tmp_path: Path) -> None:
     x, y = np.arange(20, dtype=np.float32).reshape(10, 2), np.arange(10)
     safetensors.numpy.save_file({"x": x, "y": y}, tmp_path / "whole.safetensors")
     np.savez(tmp_path / "parts.npz", train_x=x[:7], train_y=y[:7], test_x=x[7:], test_y=y[7:])
@@ -133,7 +135,7 @@ def test_arrays_are_already_split_or_are_split_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["t.npz", "t.safetensors"])
-def test_a_damaged_file_of_arrays_is_refused_without_advice_to_unpickle(tmp_path: Path, name: str) -> None:
+def test_a_damaged_array_file_is_refused_without_advice_to_unpickle(tmp_path: Path, name: str) -> None:
     writers: list[Callable[[Path], object]] = [
         lambda path: path.write_bytes(b"PK\x03\x04 damaged"),
         lambda path: path.write_bytes(b""),
@@ -147,7 +149,7 @@ def test_a_damaged_file_of_arrays_is_refused_without_advice_to_unpickle(tmp_path
         assert "allow_pickle" not in str(caught.value)
 
 
-def test_a_folder_of_images_has_a_class_for_each_folder(tmp_path: Path) -> None:
+def test_each_subfolder_of_images_becomes_a_class(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     for part, count in (("train", 3), ("test", 1)):
         for level, name in ((0, "black"), (255, "white")):
@@ -159,7 +161,7 @@ def test_a_folder_of_images_has_a_class_for_each_folder(tmp_path: Path) -> None:
     assert [float(image.mean()) for image in found.test["x"]] == [0.0, 1.0]
 
 
-def test_images_of_two_sizes_and_damaged_ones_are_named(tmp_path: Path) -> None:
+def test_images_of_different_sizes_and_damaged_ones_are_reported(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     png(tmp_path / "p" / "a" / "one.png", gray(1))
     png(tmp_path / "p" / "b" / "two.png", gray(1, height=5))
@@ -187,14 +189,14 @@ def test_the_binary_version_of_cifar_10_is_read(tmp_path: Path) -> None:
         converted(folder, tmp_path / "out")
 
 
-def test_a_source_may_be_on_a_web_server(tmp_path: Path) -> None:
+def test_a_source_may_be_a_file_on_a_web_server(tmp_path: Path) -> None:
     served = tmp_path / "served"
     served.mkdir()
     (served / "t.csv").write_text("a,y\n1,0\n2,1\n")
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
-            """Log nothing: the test's output is for failures."""
+            """Log nothing, so that the test prints only failures."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(served)))
     thread = threading.Thread(target=server.serve_forever)
@@ -211,7 +213,7 @@ def test_a_source_may_be_on_a_web_server(tmp_path: Path) -> None:
         server.server_close()
 
 
-def test_run_ready_data_needs_no_conversion(tmp_path: Path) -> None:
+def test_data_ready_for_a_run_needs_no_conversion(tmp_path: Path) -> None:
     (tmp_path / "train.npz").write_bytes(b"")
     (tmp_path / "book.txt").write_text("once upon a time")
     assert not is_source(str(tmp_path), Path())
@@ -251,7 +253,7 @@ def test_a_split_of_arrays_that_share_memory_keeps_rows_together() -> None:
     assert np.array_equal(tokens, np.arange(41))
 
 
-def test_arrays_may_have_the_names_of_inputs_and_labels(tmp_path: Path) -> None:
+def test_arrays_may_have_the_names_of_the_models_inputs_and_labels(tmp_path: Path) -> None:
     arrays = {
         "input_ids": np.arange(20).reshape(10, 2),
         "mask": np.ones((10, 2), bool),
@@ -262,14 +264,14 @@ def test_arrays_may_have_the_names_of_inputs_and_labels(tmp_path: Path) -> None:
     assert (set(found.train), found.train_samples, found.test_samples) == (set(arrays), 8, 2)
     rows = np.concatenate([found.train["input_ids"], found.test["input_ids"]])
     scores = np.concatenate([found.train["score"], found.test["score"]])
-    assert np.array_equal(rows[:, 0] // 2, scores), "rows stay together"
+    assert np.array_equal(rows[:, 0] // 2, scores), "values of one sample are no longer in the same row"
     parts = {f"{part}_{name}": array for name, array in arrays.items() for part in ("train", "test")}
     np.savez(tmp_path / "parts.npz", **parts)  # type: ignore[arg-type]  # numpy's own
     found = converted(tmp_path / "parts.npz", tmp_path / "split")
     assert (set(found.train), found.train_samples, found.test_samples) == (set(arrays), 10, 10)
 
 
-def test_arrays_of_different_lengths_are_named(tmp_path: Path) -> None:
+def test_arrays_of_different_lengths_are_reported(tmp_path: Path) -> None:
     np.savez(tmp_path / "bad.npz", ids=np.zeros((4, 2)), mask=np.zeros((5, 2)))
     with pytest.raises(UsageError, match="arrays of different lengths: ids 4, mask 5"):
         convert(str(tmp_path / "bad.npz"), Path(), tmp_path)

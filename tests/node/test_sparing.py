@@ -1,4 +1,5 @@
-"""Machines on metered links or low batteries send less or serve nobody, and others ask them for less."""
+"""Machines on metered links or low batteries send less or serve no runs, and other nodes ask them for
+less."""
 
 import json
 import subprocess
@@ -50,7 +51,7 @@ def rules(**given: Any) -> Offering:
         (rules(), LOW, "", False),
     ],
 )
-def test_owners_rules_decide_about_low_battery_and_metered_links(
+def test_an_owners_rules_decide_about_low_battery_and_metered_links(
     offer: Offering, reading: Reading, refuses: str, less: bool
 ) -> None:
     assert refusal(offer, reading)[1] == refuses
@@ -59,7 +60,7 @@ def test_owners_rules_decide_about_low_battery_and_metered_links(
     assert (found.may_serve, bool(found.sends_less)) == (not refuses, less)
 
 
-def test_a_machine_without_a_battery_reports_an_unenforceable_rule() -> None:
+def test_a_rule_about_a_missing_battery_is_reported() -> None:
     assert MachinePermission().look(0.0, rules(battery_min_percent=30), Reading(600)).unread == (
         "battery_min",
     )
@@ -80,7 +81,7 @@ def test_the_charge_is_the_mean_of_the_machines_own_batteries(tmp_path: Path) ->
     assert state.read().battery_percent is None
     supply(tmp_path, "hidpp_battery_0", type="Battery", scope="Device", status="Discharging", capacity="5")
     assert (state.read().battery_percent, state.read().on_mains) == (None, None), (
-        "the battery of a mouse does not count"
+        "the battery of a mouse was counted as the machine's"
     )
     supply(tmp_path, "BAT0", type="Battery", status="Discharging", capacity="20")
     supply(tmp_path, "BAT1", type="Battery", status="Unknown", capacity="60")
@@ -99,7 +100,7 @@ def test_the_rules_are_read_from_the_file(tmp_path: Path) -> None:
     assert found.are_watched
 
 
-def test_a_members_claim_about_its_link_only_lowers_its_load() -> None:
+def test_a_members_claim_about_its_link_can_only_lower_its_load() -> None:
     usual = offer_of(USUAL, accepts_runs=True)
     sparing = offer_of((*USUAL, SENDS_LESS), accepts_runs=True)
     assert sparing.flops_per_second == SENDS_LESS_SHARE * usual.flops_per_second
@@ -132,7 +133,7 @@ def test_a_machine_on_low_battery_is_asked_for_less() -> None:
     simulate(scenario)
 
 
-def test_rounds_are_rarer_if_a_member_sends_less() -> None:
+def test_rounds_are_less_frequent_if_a_member_sends_less() -> None:
 
     def due(*, sends_less: bool, needs_all: bool = False) -> list[int]:
         rounds = RoundSchedule(LocalSettings(local_steps=2), needs_all=needs_all)
@@ -147,12 +148,12 @@ def test_rounds_are_rarer_if_a_member_sends_less() -> None:
     assert due(sends_less=True) == [8, 16]
     assert due(sends_less=False) == [*range(2, 17, 2)]
     assert due(sends_less=True, needs_all=True) == [*range(2, 17, 2)], (
-        "a missed round costs the transfer of a whole state"
+        "rounds are skipped although a missed round would cost the transfer of a whole state"
     )
 
 
 @pytest.mark.slow
-def test_a_metered_member_averages_less_and_reaches_the_same_model() -> None:
+def test_a_metered_member_averages_less_but_reaches_the_same_model() -> None:
 
     async def play() -> None:
         async with swarm("abc", stage_seconds=0.2, preset="lan") as group:
@@ -176,7 +177,7 @@ def test_a_metered_member_averages_less_and_reaches_the_same_model() -> None:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Path]]:
-    """The data folders of two real nodes; the node.toml of the second declares a metered link."""
+    """Yield the data folders of two real nodes. The node.toml of the second declares a metered link."""
     file = tmp_path / "node.toml"
     file.write_text('[offer]\nmetered = "less"\n')
     common = [sys.executable, "-m", "node", "--json", "--listen", "127.0.0.1:0", "--no-lan", "--web", "off"]

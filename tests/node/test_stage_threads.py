@@ -1,4 +1,4 @@
-"""How many threads a stage computes with, on a machine whose speed a test sets."""
+"""The number of threads with which a stage computes, on a machine whose speed a test sets."""
 
 from collections.abc import Callable, Mapping
 
@@ -15,7 +15,8 @@ BUSY: Mapping[int, float] = {4: 20.0, 2: 3.0, 1: 1.2}
 
 
 def play(chooser: ThreadChooser, seconds: Callable[[int], Mapping[int, float]], steps: int) -> list[float]:
-    """Return each step's time; `seconds` gives a pass's time by step number and number of threads."""
+    """Return each step's time. `seconds` gives the time of a pass for a step number and a number of
+    threads."""
     taken = []
     for step in range(steps):
         taken.append(seconds(step)[chooser.threads] * PASSES)
@@ -23,7 +24,7 @@ def play(chooser: ThreadChooser, seconds: Callable[[int], Mapping[int, float]], 
     return taken
 
 
-def test_candidate_thread_numbers_are_halves_down_to_one() -> None:
+def test_candidate_thread_counts_are_halves_down_to_one() -> None:
     assert [candidates(most) for most in (1, 2, 3, 8, 16)] == [
         (1,),
         (2, 1),
@@ -34,21 +35,23 @@ def test_candidate_thread_numbers_are_halves_down_to_one() -> None:
 
 
 @pytest.mark.parametrize(("machine", "best"), [(IDLE, 4), (BUSY, 1)])
-def test_the_fastest_number_is_found_within_a_few_steps(machine: Mapping[int, float], best: int) -> None:
+def test_the_fastest_thread_count_is_found_within_a_few_steps(
+    machine: Mapping[int, float], best: int
+) -> None:
     chooser = ThreadChooser(candidates(4))
     play(chooser, lambda _: machine, 6)
     assert chooser.threads == best
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=3, max_size=3))
-def test_at_most_a_sixth_of_the_best_fixed_speed_is_lost(times: list[float]) -> None:
-    """The loss is counted over a long run with all trials."""
+def test_trying_thread_counts_loses_at_most_a_sixth_of_the_best_speed(times: list[float]) -> None:
+    """The loss is counted over a long run, including all trials."""
     machine = dict(zip((4, 2, 1), times, strict=True))
     taken = play(ThreadChooser(candidates(4)), lambda _: machine, 2_000)
     assert 2_000 * PASSES * min(times) >= 0.85 * (sum(taken) - 3 * PASSES * max(times))
 
 
-def test_the_number_is_chosen_again_when_the_machines_load_changes() -> None:
+def test_the_thread_count_is_chosen_again_when_the_load_changes() -> None:
     def seconds(step: int) -> Mapping[int, float]:
         return BUSY if 100 <= step < 300 else IDLE
 
@@ -58,7 +61,7 @@ def test_the_number_is_chosen_again_when_the_machines_load_changes() -> None:
     assert chooser.threads == 4
 
 
-def test_threads_change_only_between_steps() -> None:
+def test_the_thread_count_changes_only_between_steps() -> None:
     now = [0]
     said: list[int] = []
     seen: list[tuple[str, int]] = []

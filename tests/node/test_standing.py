@@ -1,4 +1,5 @@
-"""A node's report of its own state: in steps, bounded, infrequent, and read by other nodes."""
+"""A node's report of its own state: rounded to steps, limited in size, infrequent, and read by other
+nodes."""
 
 from random import Random
 
@@ -48,7 +49,7 @@ def test_every_member_reads_the_state_and_stages_of_another() -> None:
     simulate(scenario)
 
 
-def test_members_of_another_runs_version_offer_no_slot() -> None:
+def test_members_with_a_different_run_version_offer_no_slot() -> None:
     def member(number: int, *words: str) -> SwarmMember:
         metadata = encode_metadata(CAPACITY, accepts_runs=True, standing=AdvertisedStanding(words))
         peer = PeerId(bytes([number]) * 32)
@@ -59,7 +60,7 @@ def test_members_of_another_runs_version_offer_no_slot() -> None:
     assert [offer.has_slot for offer in offers] == [True, True, False]
 
 
-def test_only_a_change_by_a_whole_step_counts() -> None:
+def test_only_a_change_by_a_whole_step_is_announced() -> None:
     told = standing_now(None, ("stages",), 60.0, (10 * GIB, 16 * GIB), 1, ())
     assert told == AdvertisedStanding(("stages",), 50, 10 * GIB, 1, ())
     assert standing_now(told, ("stages",), 74.0, (11 * GIB, 16 * GIB), 1, ()) == told
@@ -74,7 +75,7 @@ def test_only_a_change_by_a_whole_step_counts() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1))
-def test_an_announced_load_is_within_a_step_of_the_truth(loads: list[float]) -> None:
+def test_the_announced_load_is_within_one_step_of_the_true_load(loads: list[float]) -> None:
     told: AdvertisedStanding | None = None
     for load in loads:
         told = standing_now(told, (), load, (0, 0), 0, ())
@@ -93,7 +94,7 @@ standings = st.builds(
 
 
 @given(standings, st.text(max_size=60))
-def test_oversized_metadata_lose_stages_before_the_capacity(standing: AdvertisedStanding, place: str) -> None:
+def test_oversized_reports_drop_stages_before_the_capacity(standing: AdvertisedStanding, place: str) -> None:
     capacity = Capacity("cuda:0", 8, 2**34, 2**35, 1e12, place)
     data = encode_metadata(capacity, accepts_runs=True, standing=standing)
     read = read_metadata(data)
@@ -104,7 +105,7 @@ def test_oversized_metadata_lose_stages_before_the_capacity(standing: Advertised
             assert read.standing.capabilities == tuple(map(clean_text, standing.capabilities))
 
 
-def test_a_reader_takes_metadata_of_either_version() -> None:
+def test_a_reader_accepts_reports_of_either_version() -> None:
     old = msgspec.msgpack.encode([1, True, "cpu", 2, 100, 200, 1e9, "here"])
     read = read_metadata(old)
     assert read is not None
@@ -130,7 +131,7 @@ class Virtual:
         return self.now
 
 
-def test_a_swinging_load_is_announced_within_the_gossip_rate() -> None:
+def test_a_changing_load_is_announced_within_the_gossip_rate() -> None:
     clock, told, rng = Virtual(), [0], Random(1)
 
     def look(_told: AdvertisedStanding) -> AdvertisedStanding:

@@ -1,4 +1,4 @@
-"""The data folder: atomic writes, safe names, one process, keys that only their owner reads."""
+"""The data folder: atomic writes, safe names, a single process, and keys that only their owner can read."""
 
 import os
 import stat
@@ -32,7 +32,7 @@ def entropy(count: int) -> bytes:
     return bytes(range(count))
 
 
-def test_a_blob_survives_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+def test_a_blob_survives_a_restart_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
     storage = FolderStorage(tmp_path / "data")
     assert storage.read("runs/a/plan") is None
     storage.write("runs/a/plan", b"old")
@@ -45,7 +45,7 @@ def test_a_blob_survives_and_only_its_owner_reads_it(tmp_path: Path) -> None:
     assert storage.read("runs/a/plan") is None
 
 
-def test_a_write_that_dies_half_way_leaves_the_old_blob(
+def test_a_write_that_fails_midway_leaves_the_old_blob(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = FolderStorage(tmp_path)
@@ -59,13 +59,13 @@ def test_a_write_that_dies_half_way_leaves_the_old_blob(
         with pytest.raises(OSError, match="no space"):
             storage.write("a", b"new")
     assert storage.read("a") == b"old"
-    assert [file.name for file in tmp_path.iterdir()] == ["a"], "the failed write leaves no bytes on the disk"
+    assert [file.name for file in tmp_path.iterdir()] == ["a"], "the failed write left bytes on the disk"
     storage.write("a", b"newer")
     assert storage.read("a") == b"newer"
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "", "a//b", ".hidden", "a/../b", "a\0", "a.half", "é"])
-def test_a_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
+def test_a_name_cannot_lead_outside_the_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(LocalProtocolError):
         FolderStorage(tmp_path).write(name, b"")
 
@@ -96,7 +96,7 @@ def test_a_data_folder_belongs_to_one_process(tmp_path: Path) -> None:
 
 
 NOBODY = 65_534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
 
 def mode_of(path: Path) -> int:
@@ -114,10 +114,10 @@ def test_a_data_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_an_empty_folder_and_a_nodes_own_are_closed_to_others(tmp_path: Path) -> None:
+def test_an_empty_folder_and_the_nodes_own_are_made_private(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
-    folder.chmod(0o777)  # empty: no other user can have put anything in
+    folder.chmod(0o777)  # it is empty, so no other user can have put anything in it
     load_keys(FolderStorage(folder), entropy)
     assert mode_of(folder) == 0o700
     folder.chmod(0o755)  # a node's own folder, which others could read
@@ -133,7 +133,7 @@ def test_an_empty_folder_and_a_nodes_own_are_closed_to_others(tmp_path: Path) ->
         ("letter.txt", 0o755, r"open to others \(mode 0755\), and does not look like a node's folder"),
     ],
 )
-def test_a_loose_folder_with_files_in_it_is_refused_and_unchanged(
+def test_a_folder_open_to_others_with_files_is_refused_unchanged(
     tmp_path: Path, name: str, mode: int, reason: str
 ) -> None:
     folder = tmp_path / "data"
@@ -146,7 +146,7 @@ def test_a_loose_folder_with_files_in_it_is_refused_and_unchanged(
     assert mode_of(folder) == mode
 
 
-def test_a_linked_lock_is_refused_and_its_target_untouched(tmp_path: Path) -> None:
+def test_a_lock_that_is_a_link_is_refused_and_its_target_untouched(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("not to be truncated")
     for link in (os.symlink, os.link):
@@ -165,7 +165,7 @@ def test_a_linked_lock_is_refused_and_its_target_untouched(tmp_path: Path) -> No
 
 
 @as_root
-def test_inspection_by_another_thread_does_not_lose_the_lock(tmp_path: Path) -> None:
+def test_an_inspection_in_a_different_thread_does_not_lose_the_lock(tmp_path: Path) -> None:
     """A process loses a record lock when it closes any descriptor of the file."""
     stopped = threading.Event()
 
@@ -209,7 +209,7 @@ def test_a_lock_of_another_user_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_lock_that_others_could_take_is_closed_to_them(tmp_path: Path) -> None:
+def test_a_lock_file_open_to_others_is_made_private(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).write_text("")
     (tmp_path / LOCK_NAME).chmod(0o666)
     with lock(tmp_path):
@@ -217,7 +217,7 @@ def test_a_lock_that_others_could_take_is_closed_to_them(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["peers.json", "blobs/ab", "runs/a/weights"])
-def test_a_write_replaces_a_link_and_does_not_follow_it(tmp_path: Path, name: str) -> None:
+def test_a_write_replaces_a_link_instead_of_following_it(tmp_path: Path, name: str) -> None:
     precious = tmp_path / "precious"
     precious.write_text("not to be written to")
     storage = FolderStorage(tmp_path / "data")
@@ -241,7 +241,7 @@ def test_half_written_files_are_removed_at_the_next_start(tmp_path: Path) -> Non
     assert storage.read("runs/a/weights") == b"whole"
 
 
-def test_keys_are_made_once_and_kept(tmp_path: Path) -> None:
+def test_keys_are_made_once_and_then_kept(tmp_path: Path) -> None:
     storage = FolderStorage(tmp_path)
     made = load_keys(storage, entropy)
     kept = load_keys(storage, lambda count: bytes(count))
@@ -252,7 +252,7 @@ def test_keys_are_made_once_and_kept(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / IDENTITY_NAME).stat().st_mode) == 0o600
 
 
-def test_a_key_file_open_to_others_is_refused_with_chmod(tmp_path: Path) -> None:
+def test_a_key_file_open_to_others_is_refused_with_a_chmod_remedy(tmp_path: Path) -> None:
     storage = FolderStorage(tmp_path)
     load_keys(storage, entropy)
     (tmp_path / IDENTITY_NAME).chmod(0o644)
@@ -270,7 +270,7 @@ def test_a_key_file_of_a_wrong_size_is_refused_and_never_overwritten(tmp_path: P
         assert storage.read(IDENTITY_NAME) == data
 
 
-def test_a_key_that_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_key_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / IDENTITY_NAME, 0o600)
     with pytest.raises(UsageError, match="not a file"):
         load_keys(FolderStorage(tmp_path), entropy)
@@ -294,7 +294,7 @@ def test_a_key_of_another_user_is_refused(tmp_path: Path) -> None:
         load_keys(storage, entropy)
 
 
-def test_remembered_peers_come_back_in_order_and_are_bounded(tmp_path: Path) -> None:
+def test_remembered_peers_are_restored_in_order_and_bounded(tmp_path: Path) -> None:
     storage = FolderStorage(tmp_path)
     assert read_remembered(storage) == ()
     peers = [
@@ -343,7 +343,7 @@ def test_a_name_from_the_wire_is_refused_or_valid_for_storage(
 
 
 def taken(message: Any) -> Any:
-    """A message as its receiver decodes it, None if it is refused."""
+    """Return a message as its receiver decodes it; None if it is refused."""
     try:
         return decode(encode(message), type(message), bytes_max=1_000)
     except RemoteProtocolError:

@@ -1,4 +1,5 @@
-"""Connections before their handshake: refused, delayed or passed on. Tests of deadlines use virtual time."""
+"""Connections from unknown peers before their handshake: refused, delayed or passed on. Tests of deadlines
+use virtual time."""
 
 import gc
 import os
@@ -39,7 +40,8 @@ HANDSHAKE_SECONDS = TRANSPORT.handshake_seconds
 
 
 class Room:
-    """Strangers without listening sockets. Connections that are passed on end at once, and prove nothing."""
+    """The queue of unauthenticated connections, without listening sockets. Connections that are passed on end
+    immediately and prove nothing."""
 
     def __init__(self, swarm: Swarm) -> None:
         self.counters: Counter[str] = Counter()
@@ -55,7 +57,7 @@ class Room:
         stranger.socket.close()
 
     async def enter(self, host: str = HERE) -> trio.SocketStream:
-        """The stranger's end of a connection that delivers at once, so that virtual time is exact."""
+        """The unknown peer's end of a connection that delivers immediately, so that virtual time is exact."""
         theirs, ours = socket.socketpair()
         self.strangers.enter(ours, host)
         return trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
@@ -125,14 +127,14 @@ def knock_of(swarm: Swarm) -> Callable[[trio.SocketStream], Awaitable[None]]:
     ],
     ids=["nothing", "garbage", "late", "much", "drips", "open", "another key", "another name"],
 )
-def test_outsiders_get_no_byte_and_the_timeout_of_silence(
+def test_an_outsider_gets_no_byte_and_the_same_time_out_as_silence(
     says: Callable[[trio.SocketStream], Awaitable[None]],
 ) -> None:
     async def scenario() -> None:
         async with room(PRIVATE) as entered, trio.open_nursery() as nursery:
             theirs = await entered.enter()
             nursery.start_soon(says, theirs)
-            # The connection ends without a reset: a reset would reveal unread bytes.
+            # The connection must not end by a reset, which would reveal that bytes were left unread.
             assert await theirs.receive_some() == b""
             assert trio.current_time() == HANDSHAKE_SECONDS
             assert entered.counters == {"handshakes_by_outsiders": 1}
@@ -164,7 +166,7 @@ def test_bytes_read_from_an_outsider_are_limited(begins: bytes) -> None:
     play(scenario)
 
 
-def test_a_replayed_first_flight_is_treated_as_an_outsiders() -> None:
+def test_a_replayed_first_flight_is_treated_like_an_outsiders() -> None:
     async def scenario() -> None:
         async with room(PRIVATE) as entered:
             flight = first_flight(PRIVATE)
@@ -180,7 +182,7 @@ def test_a_replayed_first_flight_is_treated_as_an_outsiders() -> None:
     play(scenario)
 
 
-def test_a_dripped_flight_is_abandoned_at_the_deadline() -> None:
+def test_a_flight_sent_byte_by_byte_is_abandoned_at_the_deadline() -> None:
     async def scenario() -> None:
         async with room(OPEN) as entered, trio.open_nursery() as nursery:
             theirs = await entered.enter()
@@ -213,7 +215,7 @@ def test_malformed_flights_in_an_open_swarm_end_at_once(words: bytes, counter: s
     play(scenario)
 
 
-def test_a_reset_connection_is_dropped_at_once() -> None:
+def test_a_reset_connection_is_discarded_at_once() -> None:
     async def scenario() -> None:
         async with room(PRIVATE) as entered:
             with socket.create_server((HERE, 0)) as server:
@@ -229,7 +231,7 @@ def test_a_reset_connection_is_dropped_at_once() -> None:
 
 
 @pytest.mark.parametrize("swarm", [OPEN, PRIVATE], ids=["open", "private"])
-def test_crowding_sources_get_few_turns_and_no_extra_time(swarm: Swarm) -> None:
+def test_sources_that_crowd_the_queue_get_few_turns_and_no_extra_time(swarm: Swarm) -> None:
     async def scenario() -> None:
         async with room(swarm) as entered:
             crowd = []
@@ -250,7 +252,7 @@ def test_crowding_sources_get_few_turns_and_no_extra_time(swarm: Swarm) -> None:
 
 
 @given(cuts=st.lists(st.integers(1, 200), max_size=6), more=st.binary(max_size=40), private=st.booleans())
-def test_a_first_flight_is_the_same_in_any_pieces(cuts: list[int], more: bytes, private: bool) -> None:
+def test_a_first_flight_is_read_the_same_in_any_pieces(cuts: list[int], more: bytes, private: bool) -> None:
     swarm = PRIVATE if private else OPEN
     flight, ours = first_flight(swarm), credentials("b", swarm)
     one, other = socket.socketpair()
@@ -261,13 +263,13 @@ def test_a_first_flight_is_the_same_in_any_pieces(cuts: list[int], more: bytes, 
                 assert not stranger.hear(rest[:cut], ours)
                 rest = rest[cut:]
         assert stranger.hear(rest + more, ours)
-    # Nothing was computed yet, and the bytes behind the flight are kept.
+    # Nothing was computed yet, and the bytes after the flight are kept.
     assert stranger.came == more
     assert stranger.handshake is not None
     assert stranger.handshake.receive(b"") != b""
 
 
-async def test_slow_senders_do_not_wake_the_loop_per_byte() -> None:
+async def test_slow_senders_do_not_wake_the_loop_for_each_byte() -> None:
     made = Room(OPEN)
     with closing(socket.create_server((HERE, 0))) as listening:
         theirs = socket.create_connection(listening.getsockname())
@@ -292,7 +294,7 @@ async def test_slow_senders_do_not_wake_the_loop_per_byte() -> None:
 
 
 @pytest.mark.parametrize("words_bytes", [0, 1, 5, 20])
-async def test_unread_bytes_do_not_reset_an_outsiders_connection(words_bytes: int) -> None:
+async def test_unread_bytes_cause_no_reset_of_an_outsiders_connection(words_bytes: int) -> None:
     made = Room(PRIVATE)
     with closing(socket.create_server((HERE, 0))) as listening:
         theirs = socket.create_connection(listening.getsockname())
@@ -307,7 +309,7 @@ async def test_unread_bytes_do_not_reset_an_outsiders_connection(words_bytes: in
         assert theirs.recv(1) == b""
 
 
-def test_a_source_with_too_many_first_flights_waits_alone() -> None:
+def test_a_source_with_too_many_first_flights_delays_only_itself() -> None:
     async def scenario() -> None:
         async with room(OPEN) as entered:
             flight, crowd = first_flight(OPEN), []
@@ -364,17 +366,17 @@ async def test_an_honest_peer_connects_during_a_flood_of_half_handshakes() -> No
         each.close()
 
 
-# --- bounded places before the handshake ------------------------------------------------------------
+# --- bounded slots before the handshake ------------------------------------------------------------
 
 
-async def test_strangers_who_fill_all_places_keep_nobody_out() -> None:
+async def test_unknown_peers_that_fill_all_slots_keep_no_peer_out() -> None:
     settings = TransportSettings(handshake_seconds=30.0, half_open_max=2)
     alice, bob = make_network("a", settings=settings), make_network("b", settings=settings)
     async with running(alice, bob):
         idle = [await trio.open_tcp_stream(*raw_address(bob)) for _ in range(2)]
         await until(lambda: len(bob._connections.arrivals._doorway) == 2)
         assert await alice.identify(bob.addresses[0]) == bob.peer
-        # The oldest connection lost its place.
+        # The oldest connection lost its slot.
         assert await idle[0].receive_some() == b""
         assert bob.counters["handshakes_displaced"] == 1
         assert len(bob._connections.arrivals._doorway) == 1
@@ -382,7 +384,7 @@ async def test_strangers_who_fill_all_places_keep_nobody_out() -> None:
             await connection.aclose()
 
 
-async def test_a_peer_in_handshake_can_lose_its_place() -> None:
+async def test_a_peer_can_lose_its_slot_during_its_handshake() -> None:
     alice, bob = make_network("a"), make_network("b", settings=TransportSettings(half_open_max=1))
     async with running(alice, bob):
         half = await trio.open_tcp_stream(*raw_address(bob))
@@ -397,8 +399,8 @@ async def test_a_peer_in_handshake_can_lose_its_place() -> None:
 
 
 async def identify_in_a_crowd(asks: RealNetwork, asked: RealNetwork) -> PeerId:
-    """Dial and retry as nodes do: after a pause of this process more strangers arrive at once than the queue
-    has places, and a peer that was about to be answered has lost its own.
+    """Dial and retry as nodes do. After a pause of this process, more connections may arrive at once than the
+    queue has slots. Then a peer that was about to be answered loses its own slot.
     """
     for _ in range(4):
         with suppress(Unreachable):
@@ -407,7 +409,7 @@ async def identify_in_a_crowd(asks: RealNetwork, asked: RealNetwork) -> PeerId:
 
 
 @pytest.mark.parametrize("keys", [(), (KEY,)], ids=["open", "private"])
-async def test_an_honest_peer_is_answered_amid_strangers_of_every_kind(keys: tuple[bytes, ...]) -> None:
+async def test_an_honest_peer_is_answered_among_hostile_peers_of_every_kind(keys: tuple[bytes, ...]) -> None:
     alice, bob = make_network("a", keys=keys), make_network("b", keys=keys)
     bob._connections.arrivals._doorway = HalfOpenQueue(places_max=32)
     kinds = [
@@ -424,7 +426,7 @@ async def test_an_honest_peer_is_answered_amid_strangers_of_every_kind(keys: tup
                 async with await trio.open_tcp_stream(*raw_address(bob)) as stream:
                     await says(stream)
                     await stream.receive_some()
-            await trio.sleep(0.1)  # some hundred strangers a second
+            await trio.sleep(0.1)  # some hundred connections a second
 
     async with running(alice, bob), trio.open_nursery() as nursery:
         for says in [*kinds * 6, *[say_nothing] * 40]:
@@ -434,7 +436,7 @@ async def test_an_honest_peer_is_answered_amid_strangers_of_every_kind(keys: tup
             assert await identify_in_a_crowd(alice, bob) == bob.peer
             assert len(bob._connections.arrivals._doorway) <= 32
         nursery.cancel_scope.cancel()
-    # On a busy machine, later strangers may evict each one before it is refused.
+    # On a busy machine, later connections may evict each earlier one before it is refused.
     async with running(alice, bob), trio.open_nursery() as nursery:
         for says in kinds:
             nursery.start_soon(be_strange, says)
@@ -446,7 +448,7 @@ async def test_an_honest_peer_is_answered_amid_strangers_of_every_kind(keys: tup
 # --- the machine's own limits ------------------------------------------------------------------------
 
 
-async def test_strangers_wait_in_the_kernel_without_file_descriptors() -> None:
+async def test_connections_wait_in_the_kernel_if_file_descriptors_run_out() -> None:
     alice, bob = make_network("a"), make_network("b")
     async with running(alice, bob):
         waiting = trio.socket.socket()
@@ -469,7 +471,7 @@ async def test_strangers_wait_in_the_kernel_without_file_descriptors() -> None:
 
 
 @pytest.mark.parametrize("kind", ["SelectSelector", "PollSelector"])
-async def test_a_node_takes_connections_where_a_selector_is_no_file(
+async def test_a_node_accepts_connections_if_its_selector_has_no_file(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(selectors, "DefaultSelector", getattr(selectors, kind))
@@ -479,14 +481,14 @@ async def test_a_node_takes_connections_where_a_selector_is_no_file(
             assert await alice.identify(bob.addresses[0]) == bob.peer
 
 
-async def test_connections_of_both_families_are_accepted_by_turns() -> None:
+async def test_ipv4_and_ipv6_connections_are_accepted_in_turn() -> None:
     alice, bob = make_network("a"), make_network("b", listen=[LOOPBACK, ("::1", 0)])
     async with running(alice, bob):
         for address in bob.addresses:
             assert await alice.identify(address) == bob.peer
 
 
-async def test_a_node_that_leaves_disconnects_strangers() -> None:
+async def test_a_node_that_leaves_closes_unauthenticated_connections() -> None:
     bob = make_network("b")
     async with running(bob):
         silent = await trio.open_tcp_stream(*raw_address(bob))

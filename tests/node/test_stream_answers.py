@@ -1,4 +1,5 @@
-"""Limits on the connections that others make this node open: streams to merely claimed addresses."""
+"""Limits on the connections that other peers make this node open: streams to addresses that are merely
+claimed."""
 
 import time
 from collections import Counter
@@ -46,7 +47,7 @@ class Victim:
                 await stream.aclose()
 
 
-async def test_a_stream_ping_by_datagram_opens_no_stream_to_a_claimed_address() -> None:
+async def test_a_request_by_datagram_opens_no_stream_to_a_claimed_address() -> None:
     node, liar, victim = make_network("a"), make_network("b"), Victim()
     signers = {name: IdentitySigner(Identity(name.encode() * 32), "test") for name in "ab"}
     milliseconds = int(time.time() * 1000)
@@ -85,7 +86,7 @@ async def test_a_stream_ping_by_datagram_opens_no_stream_to_a_claimed_address() 
         nursery.cancel_scope.cancel()
 
 
-async def test_claimed_addresses_are_dialled_a_few_times_then_rarely() -> None:
+async def test_claimed_addresses_are_dialled_a_few_times_and_then_rarely() -> None:
     node, victim = make_network("a"), Victim()
     async with running(node), trio.open_nursery() as nursery:
         await nursery.start(victim.run)
@@ -98,7 +99,7 @@ async def test_claimed_addresses_are_dialled_a_few_times_then_rarely() -> None:
         nursery.cancel_scope.cancel()
 
 
-def test_unreachable_peers_delay_nobody_that_has_answered() -> None:
+def test_unreachable_peers_do_not_delay_peers_that_have_answered() -> None:
     good, sent = PeerId(bytes(32)), Counter[PeerId]()
 
     async def send(peer: PeerId, _protocol: str, _message: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The key file of a private swarm: its valid forms, and the errors for others."""
+"""The key file of a private swarm: its valid forms, and the errors for all other files."""
 
 import base64
 import os
@@ -33,12 +33,12 @@ def test_keys_are_read_in_order_in_hex_and_base64_with_comments(tmp_path: Path) 
 
 
 @given(st.binary(min_size=32, max_size=32).filter(lambda key: len(set(key)) > 1))
-def test_every_key_is_read_from_both_notations(key: bytes) -> None:
+def test_every_key_can_be_read_in_both_notations(key: bytes) -> None:
     assert read_swarm_key(key.hex()) == read_swarm_key(base64.b64encode(key).decode()) == key
 
 
 @given(st.text(max_size=70))
-def test_a_malformed_key_is_refused_without_being_shown(text: str) -> None:
+def test_a_malformed_key_is_refused_but_not_shown(text: str) -> None:
     with pytest.raises(ValueError, match="a key") as refusal:
         read_swarm_key(text)
     assert len(text) < 3 or text not in str(refusal.value)
@@ -57,7 +57,7 @@ def test_a_malformed_key_is_refused_without_being_shown(text: str) -> None:
         ("#" * (KEY_FILE_BYTES_MAX + 1), "more than 16384 bytes"),
     ],
 )
-def test_a_wrong_key_file_is_refused_with_the_line(tmp_path: Path, text: str | bytes, words: str) -> None:
+def test_a_wrong_key_file_is_refused_with_its_line(tmp_path: Path, text: str | bytes, words: str) -> None:
     path = key_file(tmp_path, text)
     with pytest.raises(UsageError) as refusal:
         load_swarm_keys(path)
@@ -75,7 +75,7 @@ def test_a_missing_key_file_says_how_to_make_one(tmp_path: Path) -> None:
     assert len(load_swarm_keys(path)) == 1
 
 
-def test_a_key_file_that_others_may_read_is_refused_with_chmod(tmp_path: Path) -> None:
+def test_a_key_file_that_others_may_read_gets_a_chmod_remedy(tmp_path: Path) -> None:
     path = key_file(tmp_path, KEYS[0].hex(), mode=0o640)
     with pytest.raises(UsageError, match=r"open to others \(mode 0640\)") as refusal:
         load_swarm_keys(path)
@@ -84,7 +84,7 @@ def test_a_key_file_that_others_may_read_is_refused_with_chmod(tmp_path: Path) -
         load_swarm_keys(tmp_path)
 
 
-def test_the_config_names_the_key_file_relative_to_itself(tmp_path: Path) -> None:
+def test_a_config_names_the_key_file_relative_to_itself(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text('[swarm]\nkey_file = "home.key"\n')
     assert Config.load(file).swarm.key_file == tmp_path / "home.key"
@@ -112,7 +112,7 @@ async def test_only_members_connect_to_a_node_with_a_key_file(
             await outsider.identify(address)
 
 
-async def test_a_node_with_a_wrong_key_file_does_not_start_openly(tmp_path: Path) -> None:
+async def test_a_node_with_a_wrong_key_file_does_not_start_unprotected(tmp_path: Path) -> None:
     environment = {"PEERLOOM_KEY_FILE": str(tmp_path / "none"), "PEERLOOM_DATA_DIR": str(tmp_path / "data")}
     with pytest.raises(UsageError, match="does not exist"):
         async with Node(resolve({}, environment | {"PEERLOOM_LISTEN": "127.0.0.1:0"})):

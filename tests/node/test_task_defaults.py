@@ -1,4 +1,4 @@
-"""RUN.toml without a model: the defaults, and the refusals."""
+"""RUN.toml without a model: which defaults are chosen, and which files are refused."""
 
 import tomllib
 from pathlib import Path
@@ -24,7 +24,7 @@ from partition.capture.models import BUILTIN
         ('data = "words.txt"\ntokenizer = "tokenizer.json"', "gpt"),
     ],
 )
-def test_a_run_without_a_model_takes_that_of_its_kind(tmp_path: Path, text: str, model: str) -> None:
+def test_a_run_without_a_model_gets_the_default_for_its_data(tmp_path: Path, text: str, model: str) -> None:
     (tmp_path / "images").mkdir()
     run, said = read_run(text, tmp_path, "RUN.toml")
     assert run.model == model
@@ -33,7 +33,7 @@ def test_a_run_without_a_model_takes_that_of_its_kind(tmp_path: Path, text: str,
     assert run.train.batch == TASKS[kind].train["batch"]
 
 
-def test_given_keys_stay_and_a_named_model_gets_no_defaults(tmp_path: Path) -> None:
+def test_given_keys_are_kept_and_a_named_model_gets_no_defaults(tmp_path: Path) -> None:
     text = 'data = "w.txt"\noptions = {layers = 1}\n[train]\nlearning_rate = 0.5\n'
     run, _ = read_run(text, tmp_path, "RUN.toml")
     assert (run.options["layers"], run.options["heads"]) == (1, 4)
@@ -48,7 +48,7 @@ def test_data_without_a_clear_task_has_no_default_model(tmp_path: Path, data: st
         read_run(f'data = "{data}"', tmp_path, "RUN.toml")
 
 
-def test_the_defaults_are_existing_models_and_keys() -> None:
+def test_the_defaults_name_existing_models_and_keys() -> None:
     for task in TASKS.values():
         assert task.model in BUILTIN
         document = "\n".join(f"{key} = {value}" for key, value in task.train.items())

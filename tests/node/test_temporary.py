@@ -1,4 +1,4 @@
-"""A command's temporary folder: removed with the command, however it ends."""
+"""A command's temporary folder is removed with the command, however the command ends."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def begin(temporary: Path) -> tuple["subprocess.Popen[str]", Path]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_command_that_is_terminated_leaves_no_folder(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_terminated_command_leaves_no_temporary_folder(tmp_path: Path, number: signal.Signals) -> None:
     process, folder = begin(tmp_path)
     with process:
         assert (folder / "model").is_file()
@@ -40,7 +40,7 @@ def test_a_command_that_is_terminated_leaves_no_folder(tmp_path: Path, number: s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_folders_of_killed_commands_are_removed(tmp_path: Path) -> None:
+def test_only_temporary_folders_of_killed_commands_are_removed(tmp_path: Path) -> None:
     killed, left = begin(tmp_path)
     with killed:
         killed.kill()

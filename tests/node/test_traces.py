@@ -26,7 +26,7 @@ from tests.stack import manifest, swarm, train
 SPAN = Span(3, 1, 7, "forward", 1_000, 2_000, 1_500)
 
 
-def test_a_microbatch_is_seen_in_all_stages_of_all_machines() -> None:
+def test_a_microbatch_is_traced_in_all_stages_of_all_machines() -> None:
     async def main() -> None:
         async with swarm("abcde", preset="lan") as group:
             run, seen = await train(group, "a", manifest(steps=3))
@@ -56,7 +56,7 @@ def test_a_microbatch_is_seen_in_all_stages_of_all_machines() -> None:
     run_virtually(main)
 
 
-def test_a_requester_without_a_stage_traces_its_ended_run() -> None:
+def test_a_requester_without_a_stage_can_trace_its_ended_run() -> None:
     async def main() -> None:
         async with swarm("abcde", preset="lan") as group:
             run, seen = await train(group, "a", manifest(steps=3))
@@ -120,13 +120,13 @@ numbers = st.integers(0, 2**53)
         st.integers(0, 2**63 - 1),
     )
 )
-def test_encoded_spans_decode_to_the_same(span: Span) -> None:
+def test_encoded_spans_decode_to_the_same_spans(span: Span) -> None:
     told = Told(1, 2, (span,))
     assert decode(encode(told), Told, bytes_max=ANSWER_BYTES_MAX) == told
 
 
 @given(st.binary(max_size=300))
-def test_decoding_any_bytes_ends_in_a_refusal_at_worst(data: bytes) -> None:
+def test_decoding_arbitrary_bytes_gives_a_refusal_at_worst(data: bytes) -> None:
     for kind in (SpanRequest, Told):
         try:
             decode(data, kind, bytes_max=ANSWER_BYTES_MAX)
@@ -134,14 +134,14 @@ def test_decoding_any_bytes_ends_in_a_refusal_at_worst(data: bytes) -> None:
             continue
 
 
-def test_spans_are_bounded() -> None:
+def test_the_number_of_spans_is_bounded() -> None:
     spans = Spans()
     for number in range(SPANS_KEPT_MAX + 100):
         spans.add(b"r" * 32, Span(number, 0, 0, "forward", 0, 0, 0))
     assert len(list(spans.of(b"r" * 32, 0, 10**9))) == SPANS_KEPT_MAX
 
 
-def test_holders_under_an_earlier_plan_still_exchange_spans() -> None:
+def test_holders_under_earlier_plans_still_exchange_spans() -> None:
     spans, run = Spans(), b"r" * 32
     peers = [Identity(bytes([number]) * 32).peer for number in range(3)]
 
@@ -152,7 +152,7 @@ def test_holders_under_an_earlier_plan_still_exchange_spans() -> None:
     spans.admit(plan(peers[0], peers[1]))
     spans.admit(plan(peers[0], peers[2]))
     assert spans.holders(run, peers) == [peers[0], peers[2], peers[1]]
-    assert spans.holders(run, ()) == [peers[0], peers[2]], "the trace does not wait for departed holders"
+    assert spans.holders(run, ()) == [peers[0], peers[2]], "the trace asks holders that have departed"
     assert all(spans.may_ask(run, peer) for peer in peers)
 
 
@@ -167,19 +167,19 @@ def document() -> dict[str, object]:
     return trace_document(b"r" * 32, rows, {})
 
 
-def test_a_frame_is_an_arrow_from_stage_to_stage_on_one_clock() -> None:
+def test_a_frame_is_drawn_as_an_arrow_between_stages_on_one_clock() -> None:
     events = chrome_trace(document())["traceEvents"]
     begin = next(event for event in events if event["ph"] == "s")
     end = next(event for event in events if event["ph"] == "f")
     assert (begin["pid"], begin["tid"], end["pid"], end["tid"]) == (1, 1, 2, 2)
     assert begin["id"] == end["id"]
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {4}, (
-        "steps are numbered as on screens"
+        "steps are not numbered as on screens"
     )
-    assert end["ts"] == pytest.approx(0.5)  # 1 us by its own clock, which is half a us ahead
+    assert end["ts"] == pytest.approx(0.5)  # 1 us on its own clock, which is half a us ahead
 
 
-def test_a_collector_gets_spans_of_one_trace() -> None:
+def test_a_collector_gets_all_spans_in_one_trace() -> None:
     received: list[bytes] = []
 
     class Collector(BaseHTTPRequestHandler):

@@ -40,7 +40,7 @@ from tests.node.nets import (
 )
 
 
-async def test_a_datagram_is_answered_without_knowing_the_senders_address() -> None:
+async def test_a_datagram_is_answered_without_a_known_sender_address() -> None:
     alice, bob = make_network("a"), make_network("b")
     seam: Network = alice
     bob.inbox(PING)
@@ -54,7 +54,7 @@ async def test_a_datagram_is_answered_without_knowing_the_senders_address() -> N
     assert alice.counters["datagrams_sent"] == bob.counters["datagrams_sent"] == 1
 
 
-async def test_messages_too_long_for_a_datagram_go_by_stream() -> None:
+async def test_messages_too_long_for_a_datagram_are_sent_by_stream() -> None:
     alice, bob = make_network("a"), make_network("b")
     bob.inbox(PING)
     longest = bytes(payload_bytes_max(PING))
@@ -69,7 +69,7 @@ async def test_messages_too_long_for_a_datagram_go_by_stream() -> None:
             alice.send(bob.peer, PING, bytes(ONE_SHOT_BYTES_MAX + 1))
 
 
-async def test_a_taken_port_is_an_error_if_it_is_fixed() -> None:
+async def test_a_port_in_use_is_an_error_if_it_is_fixed() -> None:
     async with running(alice := make_network("a")):
         place = ("127.0.0.1", alice.port)
         with pytest.raises(UsageError, match=f"127.0.0.1:{alice.port}: the port is taken"):
@@ -79,14 +79,14 @@ async def test_a_taken_port_is_an_error_if_it_is_fixed() -> None:
         bound.close()
 
 
-async def test_a_peer_known_only_by_name_is_reached_by_stream() -> None:
+async def test_a_peer_known_only_by_host_name_is_reached_by_stream() -> None:
     alice, bob = make_network("a"), make_network("b")
     bob.inbox(PING)
     async with running(alice, bob):
         alice.learn(bob.peer, [Address("dns", "localhost", bob.port)])
         alice.send(bob.peer, PING, b"hello")
         assert await arrival(bob) == (alice.peer, b"hello")
-        # The stream has proved a numeric address, so the next message is a datagram.
+        # The stream has proved a numeric address, so the next message is sent as a datagram.
         alice.send(bob.peer, PING, b"again")
         assert await arrival(bob) == (alice.peer, b"again")
         assert bob.counters["datagrams_received"] == 1
@@ -105,7 +105,7 @@ async def test_messages_that_cannot_be_sent_are_counted() -> None:
     assert alice.counters["messages_without_address"] == 1
 
 
-async def test_a_message_for_a_protocol_without_inbox_is_refused_both_ways() -> None:
+async def test_a_message_for_a_protocol_without_inbox_is_refused_by_both_ends() -> None:
     alice, bob = make_network("a"), make_network("b")
     async with running(alice, bob):
         acquaint(alice, bob)
@@ -117,7 +117,7 @@ async def test_a_message_for_a_protocol_without_inbox_is_refused_both_ways() -> 
 
 
 def raw_sessions(letter: str) -> Sessions:
-    """A peer whose packets the test carries itself."""
+    """A peer whose packets the test itself carries."""
     identity = Identity(letter.encode() * 32)
     return Sessions(identity, Swarm("test"), os.urandom, now=0.0, wall_milliseconds=1)
 
@@ -154,7 +154,7 @@ async def test_a_replayed_datagram_is_refused() -> None:
             await until(lambda: bob.counters["datagrams_refused_replay"] == 2)
 
 
-async def test_only_newer_datagrams_move_a_peers_address() -> None:
+async def test_only_a_newer_datagram_changes_a_peers_address() -> None:
     alice, bob, peer = raw_sessions("a"), make_network("b"), Identity(b"a" * 32).peer
     bob.inbox(PING)
     async with running(bob):
@@ -170,7 +170,7 @@ async def test_only_newer_datagrams_move_a_peers_address() -> None:
             bob.send(peer, PING, b"to the new address")
             payloads: list[bytes] = []
             while not payloads:
-                # The first packet is a challenge: is the peer really there?
+                # The first packet is a challenge that checks whether the peer really is at this address.
                 received = alice.receive(0.0, await raw_arrival(new), raw_address(bob))
                 for answer in received.answers:
                     new.sendto(answer, raw_address(bob))
@@ -178,7 +178,7 @@ async def test_only_newer_datagrams_move_a_peers_address() -> None:
             assert payloads == [b"to the new address"]
 
 
-async def test_a_message_to_a_peer_that_starts_late_arrives() -> None:
+async def test_a_message_arrives_at_a_peer_that_starts_late() -> None:
     alice = make_network("a")
     async with running(alice):
         (bound,) = await bind_all([LOOPBACK])
@@ -205,7 +205,7 @@ async def test_link_local_addresses_are_not_announced() -> None:
         await bind_all([("fe80::1", 0)])
 
 
-def test_an_address_is_named_by_the_system_with_its_zone_apart() -> None:
+def test_the_system_may_name_an_address_with_its_zone_apart() -> None:
     index = socket.if_nametoindex("lo")
     assert socket_name("fe80::1%lo", 7) == socket_name(f"fe80::1%{index}", 7) == ("fe80::1", 7, 0, index)
     assert socket_name("fd00::1", 7) == ("fd00::1", 7)
@@ -241,7 +241,7 @@ async def test_garbage_is_counted_and_the_node_keeps_running() -> None:
         assert await arrival(bob) == (alice.peer, b"still there?")
 
 
-def test_only_packets_of_strangers_are_left_to_gather() -> None:
+def test_only_packets_of_unknown_peers_are_gathered_in_batches() -> None:
     clock = trio.testing.MockClock()
 
     async def main() -> None:
@@ -276,7 +276,7 @@ def test_only_packets_of_strangers_are_left_to_gather() -> None:
 
 
 async def hang_up(connection: trio.SocketStream) -> None:
-    """End the sending side and read until the other side has closed, or reset the connection."""
+    """End this half of the stream, and read until the other end has closed or reset the connection."""
     with suppress(trio.BrokenResourceError):
         await connection.send_eof()
         while await connection.receive_some():
@@ -295,7 +295,7 @@ async def skip_without_ipv6() -> None:
 # --- ports and addresses ---------------------------------------------------------------------------
 
 
-async def test_a_taken_port_is_reported_and_the_next_one_used() -> None:
+async def test_a_port_in_use_is_reported_and_the_next_one_used() -> None:
     alice = make_network("a")
     async with running(alice):
         bob = make_network("b", listen=("127.0.0.1", alice.port))
@@ -305,7 +305,7 @@ async def test_a_taken_port_is_reported_and_the_next_one_used() -> None:
             assert bob.addresses == (make_address("127.0.0.1", bob.port, bob.peer),)
 
 
-async def test_a_node_listens_at_several_addresses_of_both_families() -> None:
+async def test_a_node_listens_at_several_ipv4_and_ipv6_addresses() -> None:
     await skip_without_ipv6()
     alice = make_network("a")
     bob = make_network("b", listen=[("127.0.0.1", 0), ("127.0.0.2", 0), ("::1", 0)])
@@ -332,14 +332,15 @@ async def test_a_node_listens_at_several_addresses_of_both_families() -> None:
             assert await arrival(bob) == (six.peer, b"six")
 
 
-async def test_wildcard_addresses_of_both_families_do_not_take_each_others_port() -> None:
+async def test_ipv4_and_ipv6_wildcards_do_not_take_each_others_port() -> None:
     await skip_without_ipv6()
-    everywhere = "0.0.0.0"  # bound for a moment, and nobody serves there
+    everywhere = "0.0.0.0"  # bound for a moment; nothing serves there
     for _ in range(20):
         first = await bind_all([(everywhere, 0), ("::", 0)])
         second: tuple[BoundSockets, ...] = ()
         try:
-            # Each port is free in the family in which the first has not taken it, unless another program has.
+            # Each port is free in the family in which the first network has not taken it, unless another
+            # program has.
             wanted = first[0].port, first[1].port
             second = await bind_all([("::", wanted[0]), (everywhere, wanted[1])])
             if tuple(each.port for each in second) == wanted:
@@ -350,7 +351,7 @@ async def test_wildcard_addresses_of_both_families_do_not_take_each_others_port(
     pytest.fail("one family's port keeps the other family from it")
 
 
-async def test_one_unavailable_address_leaves_the_others_free() -> None:
+async def test_one_unavailable_address_frees_the_others() -> None:
     place = unused_address()
     with pytest.raises(UsageError, match="cannot listen"):
         await make_network("a", listen=[(place.host, place.port), ("192.0.2.1", 0)]).run()
@@ -372,7 +373,7 @@ async def test_announced_addresses_are_published_unchanged() -> None:
         assert alice.addresses == (announced.of(alice.peer),)
 
 
-def test_listening_everywhere_announces_dialable_addresses() -> None:
+def test_listening_on_all_addresses_announces_dialable_ones() -> None:
     for host in ("0.0.0.0", "::"):
         addresses = dialable([(host, 9747)])
         assert addresses
@@ -382,7 +383,7 @@ def test_listening_everywhere_announces_dialable_addresses() -> None:
         assert all(loopback) or not any(loopback)
 
 
-async def test_a_node_on_both_families_is_reached_over_ipv4() -> None:
+async def test_a_node_on_ipv4_and_ipv6_is_reached_over_ipv4() -> None:
     await skip_without_ipv6()
     alice, bob = make_network("a"), make_network("b", listen=("::", 0))
     alice.inbox(PING)

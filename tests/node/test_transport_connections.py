@@ -1,4 +1,4 @@
-"""Connections of the real network on 127.0.0.1: reused, abandoned, bounded, and found dead."""
+"""Connections of the real network on 127.0.0.1: how they are reused, abandoned, limited, and found dead."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,7 +34,7 @@ from tests.node.nets import (
 
 
 async def ask(network: RealNetwork, peer: PeerId, protocol: str = BULK) -> bytes:
-    """One question and its answer, on a new stream."""
+    """Send one question, and return its answer, on a new stream."""
     stream = await network.open(peer, protocol)
     await stream.send(b"question")
     answer = await stream.receive()
@@ -74,7 +74,7 @@ async def test_successive_conversations_use_one_connection() -> None:
         assert alice.counters["connections_used_again"] == 4
 
 
-async def test_an_idle_connection_holds_no_buffer_on_either_side() -> None:
+async def test_an_idle_connection_holds_no_buffer_at_either_end() -> None:
     async with acquainted(answer_once) as (alice, bob):
         await ask(alice, bob.peer)
         await until(lambda: number_idle(alice) == len(bob._connections.arrivals._waiting) == 1)
@@ -83,7 +83,7 @@ async def test_an_idle_connection_holds_no_buffer_on_either_side() -> None:
             assert len(connection._reader._buffer) == len(connection._reader._own_buffer) == 0
 
 
-async def test_a_busy_peer_keeps_few_idle_connections_to_another() -> None:
+async def test_a_busy_peer_keeps_few_idle_connections_to_one_other() -> None:
     async with acquainted(answer_once) as (alice, bob):
         opened = [await alice.open(bob.peer, BULK) for _ in range(3 * IDLE_PER_PEER_MAX)]
         for stream in opened:
@@ -92,7 +92,7 @@ async def test_a_busy_peer_keeps_few_idle_connections_to_another() -> None:
         assert number_idle(alice) == IDLE_PER_PEER_MAX
 
 
-def test_idle_connections_are_closed_after_a_while_on_both_sides() -> None:
+def test_both_ends_close_idle_connections_after_a_while() -> None:
     async def main() -> None:
         async with acquainted(answer_once) as (alice, bob):
             await ask(alice, bob.peer)
@@ -108,7 +108,7 @@ def test_idle_connections_are_closed_after_a_while_on_both_sides() -> None:
     trio.run(main, clock=MockClock(autojump_threshold=0.03))
 
 
-def test_a_connection_that_the_other_side_never_closes_is_abandoned() -> None:
+def test_a_connection_that_the_other_end_never_closes_is_abandoned() -> None:
     async def answer_and_stay(stream: Stream) -> None:
         await answer_once(stream)
         await trio.sleep(10 * streams.LINGER_SECONDS)
@@ -130,14 +130,14 @@ class FakeConnection:
         self._ended = ended
 
     def release(self) -> None:
-        """Do nothing: there is nothing to give back."""
+        """Do nothing, because there is nothing to give back."""
 
     def end(self, why: str) -> None:
         self.whys.append(why)
         self._ended(self)
 
 
-def test_idle_connections_are_bounded_and_the_longest_idle_is_closed() -> None:
+def test_idle_connections_are_limited_and_the_longest_idle_is_closed() -> None:
     idle: Any = IdleConnections(seconds=10, per_peer_max=2, number_max=3)
     peers = [PeerId(bytes((number,)) * 32) for number in range(3)]
     first, second, third, fourth, fifth = (
@@ -162,7 +162,7 @@ def test_idle_connections_are_bounded_and_the_longest_idle_is_closed() -> None:
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
-async def test_a_restarted_peer_is_reached_transparently(
+async def test_a_restarted_peer_is_reached_without_an_error(
     is_seen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice, bob = make_network("a"), make_network("b")
@@ -174,7 +174,7 @@ async def test_a_restarted_peer_is_reached_transparently(
                 await stream.aclose()
             await until(lambda: number_idle(alice) == 2)
         if not is_seen:
-            # As after a power failure of the other machine: no packet reported the end.
+            # As after a power failure of the other machine, no packet has reported the end.
             monkeypatch.setattr(tcp.Connection, "is_quiet", True)
         again = make_network("b", listen=("127.0.0.1", bob.port))
         again.handle(BULK, answer_once)
@@ -186,7 +186,7 @@ async def test_a_restarted_peer_is_reached_transparently(
 
 
 def of_places(places: int) -> TransportSettings:
-    """Settings by which each peer and each network may take all the places there are."""
+    """Return settings by which each peer and each network may take all available slots."""
     return TransportSettings(
         inbound_max=places, inbound_per_peer_max=places - 1, inbound_per_network_max=places
     )
@@ -210,7 +210,7 @@ def number_waiting_is(network: RealNetwork, number: int) -> bool:
     return len(network._connections.arrivals._waiting) == number
 
 
-async def test_a_crowd_from_one_address_keeps_nobody_else_out() -> None:
+async def test_a_crowd_from_one_address_keeps_no_other_peer_out() -> None:
     alice, bob = make_network("a"), make_network("b", settings=of_places(4))
     bob.handle(ECHO, echo)
     async with running(alice, bob):
@@ -227,11 +227,11 @@ async def test_a_crowd_from_one_address_keeps_nobody_else_out() -> None:
             await one_more()
         streams = [await alice.open(bob.peer, ECHO) for _ in range(2)]
         assert bob.counters["connections_displaced"] == 2
-        # A source gets at most as many connections as the others have.
+        # A source gets at most as many connections as the other sources have.
         with pytest.raises(Unreachable):
             await alice.open(bob.peer, ECHO)
         with suppress(EOFError, OSError):
-            await one_more()  # It evicts a connection of its own crowd, once one has been silent for a while
+            await one_more()  # it evicts a connection of its own crowd once one has been silent for a while
         for stream in streams:
             await stream.send(b"still here")
             assert await stream.receive() == b"still here"

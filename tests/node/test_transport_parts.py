@@ -1,4 +1,4 @@
-"""The transport's parts that need no sockets: inbox, address book, records, hellos, handlers."""
+"""The transport's parts that need no sockets: inbox, address book, records, hellos and handlers."""
 
 from collections import Counter
 from math import inf
@@ -39,7 +39,7 @@ from node.transport.tcp import ReassemblyBudget
 from tests.node.nets import PING, echo
 
 
-async def test_an_inbox_waits_for_time_or_wake_and_drops_newest() -> None:
+async def test_an_inbox_waits_for_time_or_wake_and_discards_the_newest() -> None:
     counters: Counter[str] = Counter()
     inbox, peer = QueueInbox(counters, Alarm(), messages_max=2, bytes_max=10), PeerId(bytes(32))
     assert await inbox.take(trio.current_time() + 0.01) == []
@@ -56,7 +56,7 @@ async def test_an_inbox_waits_for_time_or_wake_and_drops_newest() -> None:
     assert counters["inbox_full"] == 2
 
 
-def test_one_alarm_ends_each_inboxs_wait_at_its_own_time() -> None:
+def test_one_alarm_ends_the_wait_of_each_inbox_at_its_own_time() -> None:
     alarm, peer = Alarm(), PeerId(bytes(32))
     one, other = (QueueInbox(Counter(), alarm) for _ in range(2))
     running = trio.CancelScope()
@@ -78,7 +78,7 @@ def test_one_alarm_ends_each_inboxs_wait_at_its_own_time() -> None:
             await trio.testing.wait_all_tasks_blocked()
             nursery.start_soon(take, "other", other, 2)
             await trio.sleep_until(2.5)
-            # No task waits: the next take returns it at once, and the one after waits again.
+            # No task is waiting. The next take returns immediately, and the take after it waits again.
             other.put(peer, b"1")
             assert await other.take(9) == [(peer, b"1")]
             await take("again", other, 2.75)
@@ -99,7 +99,7 @@ def test_one_alarm_ends_each_inboxs_wait_at_its_own_time() -> None:
     assert ended == list(times.items())
 
 
-def test_the_book_prefers_seen_addresses_and_tries_all_when_they_are_old() -> None:
+def test_the_book_prefers_seen_addresses_but_tries_all_if_they_are_old() -> None:
     book, peer = AddressBook(), PeerId(bytes(32))
     claimed = [make_address("10.0.0.1", port) for port in range(1, 6)]
     proved, observed = make_address("10.0.0.2", 1), make_address("10.0.0.3", 1)
@@ -118,7 +118,7 @@ def peer_ids(count: int, *, first: int = 0) -> list[PeerId]:
     return [PeerId(number.to_bytes(32, "big")) for number in range(first, first + count)]
 
 
-def test_hearsay_is_bounded_and_evicts_no_peer_that_answered() -> None:
+def test_addresses_by_hearsay_are_limited_and_evict_no_peer_that_answered() -> None:
     book, friend = AddressBook(), PeerId(bytes(31) + b"f")
     here = make_address("10.0.0.9", 1)
     book.observe(friend, here, 0.0)
@@ -129,7 +129,7 @@ def test_hearsay_is_bounded_and_evicts_no_peer_that_answered() -> None:
     assert [peer for peer in peers if book.for_stream(peer)] == peers[-HEARSAY_MAX:]
 
 
-def test_the_source_with_most_peers_in_the_book_is_evicted_from() -> None:
+def test_the_source_with_most_peers_in_the_book_loses_one_first() -> None:
     book = AddressBook()
     friends = peer_ids(100)
     for number, friend in enumerate(friends):
@@ -145,7 +145,7 @@ def test_the_source_with_most_peers_in_the_book_is_evicted_from() -> None:
     assert book.for_stream(newcomer)
 
 
-def test_half_received_messages_share_one_limit() -> None:
+def test_messages_received_halfway_share_one_memory_limit() -> None:
     assembly = ReassemblyBudget(100)
     ended: list[str] = []
 
@@ -161,7 +161,7 @@ def test_half_received_messages_share_one_limit() -> None:
     hold("third", 40)
     hold("first", 20)
     assert ended == []
-    # It has begun another message since, so the second has waited longest.
+    # It has begun a new message since, so the second has waited longest.
     hold("first", 30, anew=True)
     assert ended == ["second"]
     hold("fourth", 90)
@@ -209,7 +209,7 @@ SIZES = st.one_of(st.integers(0, 200_000), st.sampled_from([EDGE - 8, EDGE - 7, 
     sizes=st.lists(st.tuples(SIZES, st.lists(SIZES, max_size=3)), max_size=5),
     step=st.sampled_from([977, 65_537, 10**6]),
 )
-def test_records_carry_messages_and_payloads_in_any_pieces(
+def test_records_carry_messages_and_payloads_in_pieces_of_any_size(
     sizes: list[tuple[int, list[int]]], step: int
 ) -> None:
     writer, reader = pair()
@@ -259,7 +259,7 @@ def test_a_long_payload_uses_a_counted_borrowed_buffer() -> None:
     assert reader.held_bytes == 0
 
 
-def test_a_reader_takes_little_memory_until_much_of_a_record_has_come() -> None:
+def test_a_reader_takes_little_memory_until_much_of_a_record_arrived() -> None:
     writer, reader = pair()
     long = writer.whole(bytes(60_000))
     assert long is not None
@@ -275,7 +275,7 @@ def test_a_reader_takes_little_memory_until_much_of_a_record_has_come() -> None:
     assert len(reader.space()) > len(long)
 
 
-def test_an_oversized_payload_is_refused_before_it_takes_memory() -> None:
+def test_an_oversized_payload_is_refused_before_memory_is_allocated() -> None:
     writer, reader = pair()
     data = b"".join(bytes(chunk) for chunk in writer.chunks(b"", bytes(10), bytes(11)))
     with pytest.raises(RemoteProtocolError, match="a payload of 21"):
@@ -289,7 +289,7 @@ def address_of(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
-def test_the_pool_lends_memory_again_once_nothing_refers_to_it() -> None:
+def test_the_pool_reuses_memory_once_nothing_refers_to_it() -> None:
     pool, length = Pool(4 * POOLED_BYTES_MIN), POOLED_BYTES_MIN + 1
     view = pool.lend(length)
     assert len(view) == length
@@ -307,7 +307,8 @@ def test_the_pool_frees_buffers_unused_between_two_sweeps() -> None:
     pool = Pool()
     pool.lend(POOLED_BYTES_MIN)[0] = 7
     for _ in range(3):
-        # Borrowed between two sweeps, so it stays; it returns at once, as nothing refers to it.
+        # The buffer is borrowed between two sweeps, so it stays. It returns immediately, because nothing
+        # refers to it.
         pool.look()
         assert pool.lend(POOLED_BYTES_MIN)[0] == 7
     pool.look()
@@ -334,7 +335,7 @@ def test_the_pool_keeps_recent_buffers_up_to_its_limit() -> None:
     places = [address_of(view) for view in views]
     while views:
         del views[0]
-    # Six buffers are borrowed at once again, so that no address can repeat by chance.
+    # Six buffers are borrowed simultaneously again, so that no address can repeat by chance.
     views = [pool.lend(length) for _ in range(6)]
     assert [address_of(view) for view in views[:4]] == places[:1:-1]
     del views
@@ -386,7 +387,7 @@ def test_authentic_records_that_break_the_framing_are_refused(records: list[byte
 
 
 @given(st.binary(max_size=HELLO_BYTES_MAX + 10))
-def test_random_bytes_as_a_hello_are_refused_or_valid(data: bytes) -> None:
+def test_random_bytes_as_a_hello_are_either_refused_or_valid(data: bytes) -> None:
     for kind in (Hello, HelloAnswer):
         try:
             message: Any = decode(data, kind, bytes_max=HELLO_BYTES_MAX)
@@ -395,7 +396,7 @@ def test_random_bytes_as_a_hello_are_refused_or_valid(data: bytes) -> None:
         assert isinstance(message, kind)
 
 
-def test_a_second_handler_for_a_protocol_is_our_own_bug() -> None:
+def test_a_second_handler_for_a_protocol_is_a_programming_error() -> None:
     router = Router(Counter())
     router.handle(PING, echo)
     with pytest.raises(LocalProtocolError):

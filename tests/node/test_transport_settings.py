@@ -1,4 +1,4 @@
-"""Contradictory settings of the transport are refused, each rule separately."""
+"""Contradictory settings of the transport are refused; each rule is tested separately."""
 
 from dataclasses import replace
 from typing import Any

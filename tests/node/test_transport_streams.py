@@ -1,4 +1,4 @@
-"""Streams of the real network on 127.0.0.1: delivery, endings, and identity of the peer."""
+"""Streams of the real network on 127.0.0.1: delivery, endings, and the peer's identity."""
 
 import os
 from collections.abc import AsyncIterator
@@ -60,7 +60,7 @@ async def echo_all(stream: Stream) -> None:
         await stream.send(*await stream.receive_with_payload(PAYLOAD_BYTES_MAX))
 
 
-async def test_payloads_of_every_size_return_beside_their_messages() -> None:
+async def test_payloads_of_every_size_return_with_their_messages() -> None:
     edge = RECORD_PLAIN_BYTES_MAX
     async with conversation(echo_all) as (stream, _, _):
         kept = []
@@ -72,7 +72,7 @@ async def test_payloads_of_every_size_return_beside_their_messages() -> None:
             assert back[0] == message
             assert bytes(back[1]) == payload
             kept.append((back[1], payload))
-        # Later payloads do not overwrite those that are still referenced.
+        # Later payloads do not overwrite earlier ones that are still referenced.
         assert all(bytes(back) == payload for back, payload in kept)
 
 
@@ -109,7 +109,7 @@ async def test_a_truncated_payload_closes_the_stream_and_frees_memory() -> None:
         for _ in range(2):
             await connection._write(next(chunks))
         await until(lambda: held._bytes > 2**20)
-        # Received bytes and a read buffer are counted, announced bytes are not.
+        # Received bytes and a read buffer are counted; announced bytes are not.
         assert held._bytes < 4 * 2**20
         connection.end("cut")
         await until(lambda: bool(endings))
@@ -117,7 +117,7 @@ async def test_a_truncated_payload_closes_the_stream_and_frees_memory() -> None:
     assert "inside a message" in endings[0] or "broke" in endings[0]
 
 
-async def test_a_dripped_long_message_makes_room_for_others() -> None:
+async def test_a_long_message_sent_byte_by_byte_makes_room_for_others() -> None:
     async with acquainted(echo, LONGEST) as (alice, bob):
         held = bob._connections.arrivals._strangers_assembly = tcp.ReassemblyBudget(5 * 2**20)
         dripping = await alice.open(bob.peer, BULK)
@@ -148,7 +148,7 @@ async def test_a_receive_cancelled_between_messages_loses_nothing() -> None:
         assert await stream.receive() == b"all is well"
 
 
-async def test_a_send_cancelled_inside_a_message_closes_the_stream_on_both_sides() -> None:
+async def test_a_send_cancelled_inside_a_message_closes_both_ends() -> None:
     endings: list[str] = []
     go_on = trio.Event()
 
@@ -181,7 +181,7 @@ async def test_a_receive_cancelled_inside_a_message_loses_nothing() -> None:
         assert await stream.receive() == bytes(1_000)
 
 
-async def test_a_stream_that_ends_inside_a_message_is_closed_with_that_reason() -> None:
+async def test_a_stream_that_ends_inside_a_message_reports_that() -> None:
     async with half_sent_message(hang_up=True) as stream:
         with pytest.raises(StreamClosed, match="ended inside a message"):
             await stream.receive()
@@ -197,7 +197,8 @@ async def test_a_sender_that_stalls_inside_a_message_is_abandoned() -> None:
 async def half_sent_message(
     *, hang_up: bool = False, go_on: trio.Event | None = None, settings: TransportSettings = TRANSPORT
 ) -> AsyncIterator[SecureStream]:
-    """A stream on which the other side sends the first half of a message, and the rest on `go_on`."""
+    """Yield a stream on which the peer sends the first half of a message, and the rest once `go_on` is
+    set."""
 
     async def send_half(stream: Stream) -> None:
         assert isinstance(stream, SecureStream)
@@ -244,7 +245,7 @@ async def test_a_silent_responder_times_out() -> None:
     await silent[0].aclose()
 
 
-async def test_every_failure_has_its_reason() -> None:
+async def test_every_failure_states_its_reason() -> None:
     alice, bob, other = make_network("a"), make_network("b"), make_network("o", swarm="other")
     async with running(alice, other):
         expected = [
@@ -264,7 +265,7 @@ async def test_every_failure_has_its_reason() -> None:
         assert refusal.value.reason == "unknown"
 
 
-async def test_two_swarms_never_mix_by_datagram_either() -> None:
+async def test_two_swarms_do_not_mix_by_datagram_either() -> None:
     alice, other = make_network("a"), make_network("o", swarm="other")
     other.inbox(PING)
     async with running(alice, other):
@@ -273,7 +274,7 @@ async def test_two_swarms_never_mix_by_datagram_either() -> None:
         await until(lambda: other.counters["datagrams_refused_swarm"] == 1)
 
 
-async def test_one_peer_cannot_take_all_the_streams() -> None:
+async def test_one_peer_cannot_take_all_streams() -> None:
     async with acquainted(echo, StreamLimits(streams_per_peer_max=2 * TRANSPORT.inbound_per_peer_max)) as (
         alice,
         bob,
@@ -289,7 +290,7 @@ async def test_one_peer_cannot_take_all_the_streams() -> None:
         await (await alice.open(bob.peer, BULK)).aclose()
 
 
-async def test_handlers_contain_strangers_faults_and_raise_own_bugs() -> None:
+async def test_handlers_contain_faults_of_peers_but_raise_own_bugs() -> None:
     async def offended(stream: Stream) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trio.sleep_forever)

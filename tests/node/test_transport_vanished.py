@@ -1,4 +1,5 @@
-"""A machine that vanishes, and one that only sleeps, each in a network namespace: real time, real kernel."""
+"""A machine that vanishes, and one that only sleeps, each in a network namespace, in real time on the real
+kernel."""
 
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ HASTY = TransportSettings(vanished_seconds=0.25, look_seconds=0.05)
 
 
 async def when_the_wire_is_cut() -> None:
-    """After all packets are dropped, the waiting reader gets an error."""
+    """After all packets are discarded, the waiting reader gets an error."""
     async with conversation(echo, settings=HASTY) as (stream, alice, _):
         await stream.send(b"hello")
         assert await stream.receive() == b"hello"
@@ -30,7 +31,7 @@ async def when_the_wire_is_cut() -> None:
 
 
 async def when_the_reader_sleeps() -> None:
-    """The kernel of a stopped process answers: no connection is abandoned, and nothing is lost."""
+    """The kernel of a stopped process answers, so no connection is abandoned and nothing is lost."""
     taken: list[bytes] = []
     done = trio.Event()
 
@@ -49,7 +50,7 @@ async def when_the_reader_sleeps() -> None:
 
 
 def play(name: str) -> None:
-    """One of the two scenarios, with timeouts of a quarter of a second instead of a minute."""
+    """Play one of the two scenarios, with time-outs of a quarter of a second instead of a minute."""
 
     async def main() -> None:
         with trio.fail_after(20):
@@ -59,7 +60,7 @@ def play(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cut", "sleep"])
-def test_only_a_vanished_machine_is_abandoned_not_a_sleeping_reader(name: str) -> None:
+def test_a_vanished_machine_is_abandoned_but_a_sleeping_reader_is_not(name: str) -> None:
     inside = ["unshare", "--map-root-user", "--net", "sh", "-c"]
     if shutil.which("unshare") is None or subprocess.run([*inside, "ip link set lo up"]).returncode:
         pytest.skip("no network namespaces for us on this machine")

@@ -1,4 +1,5 @@
-"""Fair queueing at a provider's slots: shares, priorities, no starvation, and many requesters at once."""
+"""Fair queueing for a provider's slots: shares, priorities, no starvation, and many simultaneous
+requesters."""
 
 import heapq
 import os
@@ -16,12 +17,14 @@ from node.placement.turn_rows import PRIORITY, SlotWish
 from node.placement.turns import AGE_SECONDS, FORGET_SECONDS, QUANTUM_SECONDS, FairQueue, Preempt, Wait
 
 SEEDS = int(os.environ.get("PEERLOOM_TURNS_SEEDS", "1"))
-"""`make soak` takes 50."""
+"""Number of seeds; `make soak` takes 50."""
 SHARES_OFF_MAX = 0.1
 RUNS_OFF_MAX = 2
-"""Slack beside a tenth of the share: runs are indivisible."""
+"""Number of runs by which a share may be off, in addition to a tenth of the share, because runs are
+indivisible."""
 EARLY_MAX = 3
-"""A slot is reserved for a requester that asked twice; until then any requester that is there gets it."""
+"""Seconds between requests. A slot is reserved for a requester that asked twice; until then any requester
+gets it."""
 A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
 
 
@@ -30,7 +33,7 @@ def run_id(number: int) -> bytes:
 
 
 def shares(weights: Mapping[bytes, float], slots: int = 2, hours: float = 30.0) -> dict[bytes, float]:
-    """Return each requester's slot-seconds at a provider of which all always want more."""
+    """Return each requester's slot-seconds at a provider where all requesters always want more."""
     turns, rng, now, number = FairQueue(slots), Random(7), 0.0, 0
     for requester, weight in weights.items():
         turns.weigh(requester, weight)
@@ -53,7 +56,7 @@ def shares(weights: Mapping[bytes, float], slots: int = 2, hours: float = 30.0) 
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (1, 2, 3)])
-def test_requesters_that_always_want_more_get_shares_by_their_weights(weights: tuple[int, ...]) -> None:
+def test_requesters_that_always_want_more_get_weighted_shares(weights: tuple[int, ...]) -> None:
     got = shares(dict(zip((A, B, C), map(float, weights), strict=True)))
     total = sum(got.values())
     for requester, weight in zip((A, B, C), weights, strict=True):
@@ -71,21 +74,23 @@ def test_a_requesters_higher_priority_preempts_its_own_run() -> None:
     assert turns.ask(0.0, low) is None
     turns.begin(0.0, low)
     assert isinstance(turns.ask(1.0, other), Wait)
-    assert turns.events == [], "another requester's run is not preempted before a quantum is over"
+    assert turns.events == [], "another requester's run was preempted before its quantum was over"
     assert isinstance(turns.ask(2.0, urgent), Wait)
     assert turns.events == [Preempt(low.run, is_own=True)]
     turns.ask(3.0, urgent)
-    assert len(turns.events) == 1, "only once"
+    assert len(turns.events) == 1, "the run was preempted several times"
     turns.end(4.0, low.run)
-    assert isinstance(turns.ask(4.0, other), Wait), "the released slot is kept for its requester"
+    assert isinstance(turns.ask(4.0, other), Wait), "the released slot was given to a different requester"
     assert turns.ask(4.1, urgent) is None
     turns.begin(4.1, urgent)
-    assert turns.used(104.1, A) == pytest.approx(104, rel=0.01), "the quantum holds for every priority"
+    assert turns.used(104.1, A) == pytest.approx(104, rel=0.01), (
+        "the quantum did not hold for the high priority"
+    )
     turns.events.clear()
     turns.ask(QUANTUM_SECONDS - 1.0, other)
     assert turns.events == []
     turns.ask(QUANTUM_SECONDS + 5.0, other)
-    assert turns.events == [Preempt(urgent.run)], "swapping its own runs begins no new quantum"
+    assert turns.events == [Preempt(urgent.run)], "swapping runs of one requester began a new quantum"
 
 
 def test_no_priority_or_deadline_overtakes_another_requesters_run() -> None:
@@ -98,10 +103,10 @@ def test_no_priority_or_deadline_overtakes_another_requesters_run() -> None:
     assert turns.events == []
     turns.end(11.0, run_id(1))
     assert isinstance(turns.ask(11.0, second), Wait)
-    assert turns.ask(11.0, first) is None, "the run has waited longest"
+    assert turns.ask(11.0, first) is None, "the run that has waited longest did not get the slot"
 
 
-def test_waiting_times_come_from_progress_or_shares() -> None:
+def test_expected_waiting_times_come_from_progress_or_shares() -> None:
     turns = FairQueue(2)
     for number, left in ((1, 40.0), (2, 90.0)):
         turns.begin(0.0, SlotWish(run_id(number), A))
@@ -113,23 +118,25 @@ def test_waiting_times_come_from_progress_or_shares() -> None:
     assert turns.ask(1.0, SlotWish(run_id(3), B)) == Wait(0, QUANTUM_SECONDS - 1)
     alone = FairQueue(1)
     alone.begin(0.0, SlotWish(run_id(1), A))
-    assert alone.ask(0.0, SlotWish(run_id(2), A)) == Wait(0, None), "the end of its own run is unknown"
+    assert alone.ask(0.0, SlotWish(run_id(2), A)) == Wait(0, None), (
+        "an end was predicted although the length of its own run is unknown"
+    )
 
 
-def test_a_slot_is_reserved_only_for_an_active_repeated_request() -> None:
+def test_a_slot_is_reserved_only_for_a_run_that_asked_repeatedly() -> None:
     turns = FairQueue(1)
     turns.begin(0.0, SlotWish(run_id(1), A))
     first, second = SlotWish(run_id(2), B), SlotWish(run_id(3), C)
     turns.ask(1.0, first)
     turns.ask(2.0, second)
     turns.end(3.0, run_id(1))
-    assert turns.ask(3.0, second) is None, "the first has asked only once"
+    assert turns.ask(3.0, second) is None, "a run that asked only once has a slot reserved"
     turns.ask(4.0, first)
-    assert isinstance(turns.ask(5.0, second), Wait), "the first has asked twice"
+    assert isinstance(turns.ask(5.0, second), Wait), "no slot is reserved for the run that asked twice"
     assert turns.ask(5.0 + FORGET_SECONDS, second) is None
 
 
-def test_a_requesters_earlier_deadline_goes_first() -> None:
+def test_of_a_requesters_runs_the_earlier_deadline_goes_first() -> None:
     turns = FairQueue(1)
     turns.begin(0.0, SlotWish(run_id(1), A))
     later, sooner = SlotWish(run_id(2), B, deadline=900.0), SlotWish(run_id(3), B, deadline=800.0)
@@ -196,7 +203,7 @@ def test_an_estimate_multiplies_runs_ahead_by_past_durations() -> None:
 def test_later_urgent_runs_starve_no_run(
     arrivals: list[tuple[int, int, int, int]], slots: int, weights: tuple[float, ...]
 ) -> None:
-    """Rounds of ten minutes; a preempted run asks again for its remaining time, as its committer does."""
+    """A round takes ten minutes. A preempted run asks again for its remaining time, as its committer does."""
     turns, pending, served = FairQueue(slots), dict[int, tuple[SlotWish, int]](), dict[int, int]()
     for number, weight in enumerate(weights):
         turns.weigh(bytes([number]) * 32, weight)
@@ -224,7 +231,7 @@ def test_later_urgent_runs_starve_no_run(
                 pending[number] = pending[number][0], served.pop(number)
             turns.events.clear()
             assert len(served) <= slots
-    assert not pending, f"{len(pending)} of {len(arrivals)} still wait after {last} rounds"
+    assert not pending, f"{len(pending)} of {len(arrivals)} runs still wait after {last} rounds"
 
 
 @given(
@@ -251,7 +258,9 @@ def test_slots_are_neither_overbooked_nor_idle(slots: int, calls: list[tuple[flo
         assert len(serving) <= slots
     now += 1_000
     if len(serving) < slots:
-        assert turns.ask(now, SlotWish(run_id(99), A)) is None, "no other requester has asked for long"
+        assert turns.ask(now, SlotWish(run_id(99), A)) is None, (
+            "the slot is still reserved although no other requester has asked for long"
+        )
 
 
 # Many requesters and providers
@@ -259,8 +268,8 @@ def test_slots_are_neither_overbooked_nor_idle(slots: int, calls: list[tuple[flo
 
 @dataclass
 class World:
-    """Requesters that each want `need` of the providers at once, all or none, and ask again until they have
-    them: the rules of `node.placement.leases` as an event queue.
+    """Requesters that each want `need` of the providers simultaneously, all or none, and ask again until they
+    have them. The rules are those of `node.placement.leases`, as an event queue.
     """
 
     rng: Random
@@ -278,7 +287,7 @@ class World:
         self.leased = [{} for _ in self.turns]
 
     def play(self, submissions: int, requesters: int) -> float:
-        """Have all submit at once; return when the last run ended."""
+        """Have all requesters submit simultaneously. Return when the last run ended."""
         wishes = {}
         for number in range(submissions):
             run, requester = run_id(number), bytes([number % requesters]) * 32
@@ -288,7 +297,7 @@ class World:
         count, now = submissions, 0.0
         while self.calendar:
             now, _, run = heapq.heappop(self.calendar)
-            assert now < 6 * 3600, f"{len(wishes) - len(self.waited)} wait for ever"
+            assert now < 6 * 3600, f"{len(wishes) - len(self.waited)} runs wait for ever"
             if run in running:
                 for place in running.pop(run):
                     del self.leased[place][run]
@@ -308,9 +317,10 @@ class World:
     def drain(
         self, weights: Mapping[bytes, float], submissions: int, priorities: Sequence[int] = (PRIORITY,)
     ) -> dict[bytes, tuple[float, float]]:
-        """Have requesters submit one-minute runs at once, each at its weight and with these priorities in
-        turn. Return two values: the slot-seconds that each got, and its share of the slot-seconds served
-        while all had waiting runs. A preempted run is served again from the start.
+        """Have requesters simultaneously submit one-minute runs, each requester with its weight, and with
+        these priorities in turn. Return two values for each: its slot-seconds, and its share of the
+        slot-seconds that were served while all had waiting runs. A preempted run is served again from the
+        start.
         """
         for turns in self.turns:
             for requester, weight in weights.items():
@@ -369,7 +379,7 @@ class World:
         self.served.append((wish, begun, now, is_whole))
 
     def _one(self, now: float, wish: SlotWish) -> int | None:
-        """Ask all in some order until one serves the run."""
+        """Ask all providers in some order until one serves the run."""
         for place in self.rng.sample(range(self.providers), self.providers):
             if self.turns[place].ask(now, wish) is None:
                 self.turns[place].begin(now, wish)
@@ -401,7 +411,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_each_of_a_hundred_submissions_gets_its_turn(seed: int) -> None:
+def test_each_of_a_hundred_submissions_is_served_in_the_end(seed: int) -> None:
     world = World(Random(seed), 20)
     world.play(submissions=100, requesters=10)
     assert len(world.waited) == 100
@@ -422,17 +432,20 @@ def test_each_of_a_hundred_submissions_gets_its_turn(seed: int) -> None:
 def test_a_queue_of_a_hundred_drains_by_the_shares_of_its_requesters(
     seed: int, weights: tuple[int, ...]
 ) -> None:
-    """20 nodes, 30 slots: each serves three or four runs, and sees only its own queue."""
+    """There are 20 nodes with 30 slots. Each node serves three or four runs, and sees only its own queue."""
     world = World(Random(seed), 20)
     off = world.drain(dict(zip((A, B, C), map(float, weights), strict=False)), 100)
     total = sum(seconds for seconds, _ in off.values())
     for seconds, fair in off.values():
-        assert abs(seconds - fair) <= SHARES_OFF_MAX * fair + RUNS_OFF_MAX * 60.0, f"{off} of {total:.0f} s"
+        assert abs(seconds - fair) <= SHARES_OFF_MAX * fair + RUNS_OFF_MAX * 60.0, (
+            f"a share is off by {off} of {total:.0f} s"
+        )
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_a_queue_drains_by_priorities_and_within_each_by_shares(seed: int) -> None:
-    """Half of each requester's runs are urgent: they go first, and each requester gets its share of both."""
+def test_a_queue_drains_by_priority_and_within_it_by_shares(seed: int) -> None:
+    """Half of each requester's runs are urgent. They go first, and each requester gets its share of both
+    kinds."""
     world = World(Random(seed), 20)
     off = world.drain(dict.fromkeys((A, B, C), 1.0), 100, priorities=(7, 5))
     urgent = max(begun for wish, begun, _, _ in world.served if wish.priority == 7)

@@ -1,4 +1,4 @@
-"""An unreachable node offers no stages, is asked for none, and says what to do."""
+"""An unreachable node offers no stages, is asked for none, and says what its owner can do."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -53,12 +53,12 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def offers_slot(asked: Node, of: Node) -> bool:
-    """Whether a run of `asked` may place a stage on the other."""
+    """Return whether a run of `asked` may place a stage on the other node."""
     (offer,) = (offer for offer in asked.runs.offers() if offer.peer == of.peer)
     return offer.has_slot
 
 
-async def test_a_node_with_a_dead_announced_port_gets_no_stage(tmp_path: Path) -> None:
+async def test_a_node_whose_announced_port_is_dead_gets_no_stage(tmp_path: Path) -> None:
     dead = unused_address().port
     async with AsyncExitStack() as stack:
 
@@ -120,7 +120,7 @@ async def test_an_undialable_node_offers_its_slot_through_a_relay(tmp_path: Path
 
 @asynccontextmanager
 async def behind(nat: Nat, *, observer: bool = False) -> AsyncIterator[tuple[Node, list[Node]]]:
-    """A node behind a NAT whose reachability is known, and four with public addresses."""
+    """Return a node behind a NAT whose reachability is known, and four nodes with public addresses."""
     medium = SimNetworkFabric(
         SimLinks(NetworkModel(access=(Access(share=0.5), Access(share=0.5, nat=nat))), 1)
     )
@@ -152,7 +152,7 @@ def test_only_reachable_nodes_exchange_stages(nat: Nat, is_asked: bool) -> None:
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
-def test_an_unreachable_nodes_run_is_placed_on_itself() -> None:
+def test_a_run_of_an_unreachable_node_is_placed_on_that_node() -> None:
     async def scenario() -> None:
         async with behind("restricted") as (hidden, _):
             run = stack.prepare(hidden, stack.manifest(steps=1))
@@ -170,7 +170,7 @@ def test_an_unreachable_nodes_run_is_placed_on_itself() -> None:
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
-def test_an_unreachable_nodes_run_without_own_slots_fails_at_once() -> None:
+def test_an_unreachable_nodes_run_fails_at_once_without_own_slots() -> None:
     async def scenario() -> None:
         async with behind("restricted", observer=True) as (hidden, _):
             run = stack.prepare(hidden, stack.manifest(steps=1))

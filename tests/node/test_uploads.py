@@ -1,5 +1,5 @@
-"""Weights, graphs and data sent to peers that do not read: such uploads take little memory for a
-short time.
+"""Weights, graphs and data are sent to peers that do not read. Such uploads take little memory, and only for
+a short time.
 """
 
 import os
@@ -32,7 +32,7 @@ from tests.stack import Swarm, simulate, swarm
 RUN = "0123456789abcdef"
 ALICE, BOB, CAROL = (Identity(bytes([number]) * 32).peer for number in (1, 2, 3))
 WEIGHTS = bytes(8 << 20)
-"""More than the network buffers for one stream."""
+"""A size above the amount that the network buffers for one stream."""
 
 
 def scenario(test: Callable[[Swarm, Node], Awaitable[None]]) -> None:
@@ -64,7 +64,7 @@ async def ask_and_never_read(network: Network, node: Node) -> Stream:
 
 
 async def drain(stream: Stream) -> int:
-    """Return the number of bytes that arrive until the stream ends."""
+    """Return the number of bytes that arrive before the stream ends."""
     received = 0
     with suppress(StreamClosed):
         while True:
@@ -76,7 +76,7 @@ async def fetch(network: Network, node: Node) -> bytes:
     return await calls.fetch(network, node.peer, wire.FetchWeights(RUN), seconds=20)
 
 
-def test_a_peer_that_never_reads_does_not_block_others_weights() -> None:
+def test_a_peer_that_never_reads_does_not_block_uploads_to_others() -> None:
     async def test(group: Swarm, node: Node) -> None:
         async with strangers(group, node, 2) as (hostile, honest):
             for _ in range(FILES_PER_PEER_MAX):
@@ -84,7 +84,7 @@ def test_a_peer_that_never_reads_does_not_block_others_weights() -> None:
             await trio.sleep(0.5)
             with pytest.raises(Unreachable) as refused:
                 await fetch(hostile, node)
-            assert refused.value.reason == "busy", "the refusal has a code, whatever its text"
+            assert refused.value.reason == "busy", "the refusal has no code that is independent of its text"
             assert await fetch(honest, node) == WEIGHTS
 
     scenario(test)
@@ -112,7 +112,7 @@ def test_a_stalled_receiver_loses_its_stream() -> None:
     scenario(test)
 
 
-def test_a_slow_receiver_that_keeps_reading_gets_everything() -> None:
+def test_a_slow_receiver_that_keeps_reading_gets_the_whole_file() -> None:
     async def test(group: Swarm, node: Node) -> None:
         async with strangers(group, node, 1) as (slow,):
             stream = await ask_and_never_read(slow, node)
@@ -126,7 +126,7 @@ def test_a_slow_receiver_that_keeps_reading_gets_everything() -> None:
     scenario(test)
 
 
-async def test_a_file_of_any_size_takes_one_chunk_of_memory(tmp_path: Path) -> None:
+async def test_an_upload_of_any_size_takes_one_chunk_of_memory(tmp_path: Path) -> None:
     storage, size = FolderStorage(tmp_path), 128 << 20
     storage.write("large", b"")
     os.truncate(tmp_path / "large", size)
@@ -173,9 +173,9 @@ def test_a_permit_is_revoked_only_from_a_stalled_peer() -> None:
             nursery.start_soon(hold, ALICE, lambda permit: permit.works())
             nursery.start_soon(hold, BOB, lambda permit: permit.waits(100))
             await trio.sleep(SLOW_SECONDS / 2)
-            assert not is_free(CAROL), "the wait is still short"
+            assert not is_free(CAROL), "a permit was revoked although the wait is still short"
             await trio.sleep(SLOW_SECONDS)
-            assert not is_free(BOB), "a peer has one permit"
+            assert not is_free(BOB), "a peer got a second permit"
             assert is_free(CAROL)
             await trio.sleep(0.1)
             assert taken == [BOB]

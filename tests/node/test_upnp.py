@@ -1,4 +1,4 @@
-"""UPnP port mapping against a real router on loopback, and the limits on a hostile one."""
+"""UPnP port mapping with a real router on loopback, and limits against a hostile router."""
 
 import socket
 import threading
@@ -74,7 +74,7 @@ def test_a_router_renews_and_removes_a_port_mapping(router: UpnpRouter) -> None:
     assert not router.granted
 
 
-def test_a_port_of_another_machine_is_replaced_by_the_next(router: UpnpRouter) -> None:
+def test_if_another_machine_has_a_port_the_next_is_mapped(router: UpnpRouter) -> None:
     router.taken = {("tcp", PORT), ("udp", PORT + 1)}
     made = asked(router)
     assert made.mapping is not None
@@ -83,7 +83,7 @@ def test_a_port_of_another_machine_is_replaced_by_the_next(router: UpnpRouter) -
     assert not router.granted
 
 
-def test_a_router_with_only_permanent_leases_gets_permanent_requests(router: UpnpRouter) -> None:
+def test_a_router_with_only_permanent_leases_is_asked_for_those(router: UpnpRouter) -> None:
     router.permanent_only = True
     assert asked(router).outcome == "mapped"
     assert {seconds for _, _, seconds in router.granted.values()} == {0}
@@ -106,7 +106,7 @@ def asked_by(clock: Clock, router: UpnpRouter) -> UpnpMapper:
     return made
 
 
-def test_a_refresh_that_fails_leaves_the_address_while_the_lease_is_valid(router: UpnpRouter) -> None:
+def test_a_failed_refresh_keeps_the_address_while_the_lease_is_valid(router: UpnpRouter) -> None:
     clock = Clock()
     made = asked_by(clock, router)
     router.refuses = True
@@ -151,7 +151,7 @@ def test_a_mapping_is_removed_even_after_a_failed_refresh(router: UpnpRouter, se
     assert not router.granted
 
 
-def test_a_router_behind_another_is_shown_but_not_announced(router: UpnpRouter) -> None:
+def test_a_router_behind_a_router_is_shown_but_not_announced(router: UpnpRouter) -> None:
     router.external = "100.64.0.2"
     made = asked(router)
     assert state(made).address is None
@@ -167,7 +167,7 @@ def test_an_invalid_external_address_maps_nothing(router: UpnpRouter, external: 
 
 @pytest.fixture
 def victim() -> Iterator[tuple[int, list[bytes]]]:
-    """A port of another machine, and the bytes that arrived there."""
+    """Yield a port of another machine, and the bytes that arrived there."""
     came: list[bytes] = []
     with closing(socket.create_server(("127.0.0.2", 0))) as listening:
 
@@ -185,7 +185,7 @@ def victim() -> Iterator[tuple[int, list[bytes]]]:
 
 
 def found_at(url: str) -> bytes:
-    """An answer to a search."""
+    """Return an answer to a search."""
     return f"HTTP/1.1 200 OK\r\nLOCATION: {url}\r\n\r\n".encode()
 
 
@@ -209,13 +209,13 @@ JUNK = (
 )
 
 
-def test_a_router_is_found_behind_irrelevant_answers(router: UpnpRouter) -> None:
+def test_a_router_is_found_despite_irrelevant_answers(router: UpnpRouter) -> None:
     router.first_answers = JUNK
     assert asked(router).outcome == "mapped"
 
 
-def test_a_search_without_usable_answer_reports_the_last_reason(router: UpnpRouter) -> None:
-    # As many descriptions as the search examines are fetched concurrently.
+def test_a_search_without_a_usable_answer_reports_its_last_reason(router: UpnpRouter) -> None:
+    # All descriptions that the search examines are fetched concurrently.
     router.first_answers, router.location = (JUNK * ANSWERS_MAX)[-ANSWERS_MAX:], ""
     made = asked(router)
     assert (made.outcome, made.reason) == ("refused", "it names an address on another machine")
@@ -276,7 +276,7 @@ def test_an_invalid_url_is_refused(url: str) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_nonsense_raises_only_the_refusal(data: bytes) -> None:
+def test_nonsense_from_a_router_raises_only_the_refusal(data: bytes) -> None:
     for read in (
         lambda: location(b"HTTP/1.1 200 OK\r\nLOCATION: http://" + data + b"\r\n", HOST),
         lambda: location(data, HOST),

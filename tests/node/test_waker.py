@@ -19,7 +19,7 @@ class Core:
 
 
 class Batch:
-    """A core that answers with a list: its own deadline."""
+    """A core that answers with a list that contains its own deadline."""
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
@@ -34,7 +34,7 @@ def open_waker(deadline: float) -> tuple[Core, Waker]:
 
 
 def wait(deadline: float, *calls: tuple[float, str, float]) -> tuple[float | None, float]:
-    """Wait once; at each call's time set a deadline, then call `stir` or `hasten`.
+    """Wait once. At the time of each call, set a deadline and then call `stir` or `hasten`.
 
     Return the result of the wait, and how long it lasted.
     """
@@ -63,7 +63,7 @@ def test_wait_ends_at_the_deadline_and_returns_it() -> None:
     assert wait(3.0) == (3.0, 3.0)
 
 
-def test_stir_without_a_deadline_ends_the_wait() -> None:
+def test_stir_ends_the_wait_if_there_is_no_deadline() -> None:
     assert wait(3.0, (1.0, "stir", 3.0)) == (None, 1.0)
 
 

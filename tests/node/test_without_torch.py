@@ -1,5 +1,5 @@
-"""An installation without the extra `compute`: a member that offers no compute and names the
-missing package.
+"""An installation without the extra `compute`: the node is a member that offers no computing, and errors name
+the missing package.
 """
 
 import os
@@ -23,7 +23,7 @@ LEFT_OUT = ("torch", "functorch", "torchgen", "__editable__", "nvidia")
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter with the site-packages of this one except torch."""
+    """Return an interpreter that has this one's site-packages except torch."""
     folder = tmp_path_factory.mktemp("without") / "venv"
     venv.EnvBuilder(symlinks=True).create(folder)
     there = folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
@@ -73,7 +73,7 @@ def test_a_node_without_torch_is_a_member_that_offers_no_stage(python: str, tmp_
 
 
 @pytest.mark.slow
-def test_capturing_in_another_process_gives_the_same_error(python: str, tmp_path: Path) -> None:
+def test_capturing_in_a_separate_process_gives_the_same_error(python: str, tmp_path: Path) -> None:
     peers = tmp_path / "peers.toml"
     peers.write_text('[[peers]]\nname = "a"\nmemory = "8GB"\nrate = "1TFLOPS"\n')
     code, lines = said(python, tmp_path, "plan", "simple-cnn", "--peers", str(peers))

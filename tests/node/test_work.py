@@ -1,4 +1,4 @@
-"""Proof of work on node ids, as a swarm's setting: keys are made with it, and ids without it are ignored."""
+"""Proof of work on node ids as a swarm's setting: new keys fulfil it, and ids that do not are ignored."""
 
 import os
 from contextlib import AsyncExitStack
@@ -26,7 +26,7 @@ from tests.gossip.swarm import peer_of
 from tests.node.simulated import SEED, simulated_node
 
 
-def test_a_node_makes_its_id_with_the_work_that_its_swarm_requires(tmp_path: Path) -> None:
+def test_a_new_node_id_has_the_work_that_its_swarm_requires(tmp_path: Path) -> None:
     with locked_folder(tmp_path / "data", ScratchBudget(Memory(bytes=1), tmp_path / "data")) as storage:
         keys = keys_of(storage, os.urandom, 6)
         assert keys.is_new
@@ -37,11 +37,11 @@ def test_a_node_makes_its_id_with_the_work_that_its_swarm_requires(tmp_path: Pat
         with pytest.raises(UsageError, match=f"swarm.work_bits wants {wanted}"):
             keys_of(storage, os.urandom, wanted)
         assert keys_of(storage, os.urandom, 6).identity.peer == keys.identity.peer, (
-            "the key is not overwritten"
+            "the existing key was overwritten"
         )
 
 
-def test_the_setting_is_bounded_in_file_flag_and_environment(tmp_path: Path) -> None:
+def test_the_setting_is_limited_in_file_flag_and_environment(tmp_path: Path) -> None:
     path = tmp_path / "node.toml"
     path.write_text("[swarm]\nwork_bits = 12\n")
     assert resolve({"config": str(path)}, {}).swarm.work_bits == 12
@@ -80,7 +80,7 @@ def test_an_id_without_work_enters_no_list_by_any_path() -> None:
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
-def test_work_is_checked_on_the_bits_of_the_id() -> None:
+def test_work_is_checked_on_the_bits_of_the_node_id() -> None:
     found = [work_of(peer_of(number)) for number in range(4_096)]
     for bits in (1, 4, 8):
         share = sum(has_work(peer_of(number), bits) for number in range(4_096)) / 4_096

@@ -1,4 +1,4 @@
-"""`[swarm] work_bits` as a user sets it: real nodes, each with its node.toml, one without work."""
+"""`[swarm] work_bits` as a user sets it: real nodes, each with its node.toml, one of them without work."""
 
 from collections.abc import Callable
 from itertools import count
@@ -17,9 +17,9 @@ from node.library.sync import SyncNode
 from tests.node.nets import PING, make_network, running, until
 
 BITS = 6
-"""These bits are mined in milliseconds."""
+"""Number of bits that can be mined within milliseconds."""
 SETTLED_SECONDS = 0.6
-"""Several probes and syncs of the preset `local`: every valid member is listed by then."""
+"""Time for several probes and syncs of the preset `local`, after which every valid member is listed."""
 
 Start = Callable[..., SyncNode]
 
@@ -59,7 +59,7 @@ def names(me: SyncNode) -> list[str]:
     return sorted(member.name for member in me.members())
 
 
-def test_an_id_without_work_is_listed_by_nobody_and_gets_the_reason(start: Start) -> None:
+def test_an_id_without_work_is_listed_nowhere_and_gets_the_reason(start: Start) -> None:
     with start("a", BITS) as a, start("b", BITS, a.addresses[0]) as b:
         b.wait_for_members(1)
         with start("c", 0, a.addresses[0], seed=without_work()) as c:
@@ -90,7 +90,7 @@ async def test_different_settings_are_reported_for_every_id() -> None:
     )
 
 
-async def test_a_false_claim_of_work_gets_neither_stream_nor_datagram() -> None:
+async def test_a_false_claim_of_work_gets_no_stream_and_no_datagram() -> None:
     honest = make_network(
         "a", identity=Identity(seed_with(lambda peer: has_work(peer, BITS))), work_bits=BITS
     )

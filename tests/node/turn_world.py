@@ -1,4 +1,4 @@
-"""Requesters that compete for the slots of providers, in virtual time and without a node."""
+"""Requesters that compete for the slots of providers, in virtual time and without nodes."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ TICK_SECONDS = 30.0
 
 @dataclass
 class Requester:
-    """A requester that keeps `outstanding` runs of `run_seconds` submitted, `runs` in all; `keys` gives the
+    """A requester that keeps `outstanding` runs of `run_seconds` submitted, `runs` in all. `keys` gives the
     key of each run.
     """
 
@@ -46,8 +46,8 @@ class _Run:
 
 @dataclass
 class World:
-    """`played` is the slot-seconds of each requester, `waits` its longest wait for a slot, `begun` the number
-    of times that a slot was taken.
+    """Simulates the competition. `played` is the slot-seconds of each requester, `waits` its longest wait for
+    a slot, `begun` the number of times that it took a slot.
     """
 
     slots: list[int]
@@ -60,7 +60,7 @@ class World:
     counted_from: float = 0.0
 
     def play(self, seconds: float) -> "World":
-        """Play for this long, or until a requester has submitted all its runs."""
+        """Advance by this much time, or until a requester has submitted all its runs."""
         rng = Random(self.seed)
         providers = [FairQueue(slots, bytes([number])) for number, slots in enumerate(self.slots)]
         keys = {each.name: each.keys() for each in self.requesters}

@@ -1,7 +1,7 @@
-"""Run a program as on a kernel without landlock: `python -m tests.node.without_landlock PROGRAM
+"""Run a program as on a kernel without Landlock: `python -m tests.node.without_landlock PROGRAM
 ARGUMENTS...`.
 
-A seccomp filter answers landlock's first call as such a kernel does, for the program and its children.
+For the program and its children, a seccomp filter answers the first Landlock call as such a kernel does.
 """
 
 import ctypes

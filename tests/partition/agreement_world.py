@@ -1,9 +1,9 @@
 """A world in memory for the chain of plans: members, their disks, a network and all faults.
 
-Virtual time on one heap; a seed is a history. The shell of each member is as `partition.run.stored_chain`: it
-stores what is unsaved, sends, then handles the events, and it may crash between any two of these. The world
-checks from outside what was decided, and what each member has ever promised on the wire. `Broken` names the
-violation.
+Virtual time is one heap of events, and a seed determines a history. The shell of each member works like
+`partition.run.stored_chain`: it stores what is unsaved, sends, and then handles the events; it may crash
+between any two of these. From outside, the world checks what was decided, and what each member has ever
+promised on the wire. `Broken` names the violation.
 """
 
 from collections import Counter
@@ -32,18 +32,20 @@ from tests.partition.fake_stage import Broken, peer
 
 RUN = bytes(range(32))
 HEAD_SECONDS = 5.0
-"""How often each member sends its position."""
+"""Seconds between two position messages of a member."""
 NOTICE_SECONDS = 3.0
 """The longest time until SWIM sees which members are alive."""
 STEPS = ("before it saves", "before it sends", "amid sending")
-"""The points where a shell may die."""
+"""The points at which a shell may die."""
 ROSTER_MAX = 12
 HEAL_SECONDS = 200.0
-"""A standing wish must be decided this soon after healing: the longest re-send, and some duels."""
+"""How soon after healing a standing wish must be decided: the longest re-send, and a few duels of
+proposers."""
 
 
 def genesis(members: int, stages: int = 1) -> Plan:
-    """A first plan: one replica per stage, the others on the roster with one trainer among them."""
+    """Return a first plan: one replica per stage, and the others on the roster, with one trainer among
+    them."""
     names = sorted(peer(f"m{number}") for number in range(max(members, stages)))
     rows = tuple(StagePlan(index, index + 1, (names[index],), (1,)) for index in range(stages))
     return Plan(
@@ -58,7 +60,7 @@ def genesis(members: int, stages: int = 1) -> Plan:
 
 
 def any_change(rng: Random, plan: Plan, pool: list[PeerId]) -> Change | None:
-    """A possible next change, or None where this kind does not apply."""
+    """Return a possible next change, or None if the drawn kind of change does not apply."""
     roster = [PeerId(peer) for peer in plan.roster]
     outside = [each for each in pool if each not in plan.roster]
     match rng.choice(["lose", "lose", "join", "join", "admit", "trainer", "restore", "return"]):
@@ -87,7 +89,7 @@ def any_change(rng: Random, plan: Plan, pool: list[PeerId]) -> Change | None:
 
 @dataclass
 class Member:
-    """One member: its core while it is up, and its disk always."""
+    """One member: its core while it is up, and its disk, which is always there."""
 
     me: PeerId
     core: PaxosChain | None
@@ -98,7 +100,7 @@ class Member:
 
 @dataclass
 class Given:
-    """The votes of one member in one instance that others have seen: it may never contradict them again."""
+    """The votes of one member in one instance that others have seen. It must never contradict them."""
 
     promised: Ballot | None = None
     accepted: Ballot | None = None
@@ -180,7 +182,7 @@ class World:
         self._notice(me)
 
     def _act(self, member: Member, call: Callable[[PaxosChain], Any]) -> None:
-        """Act as a shell does: call, store, send, then handle the events. It may die in between."""
+        """Act as a shell does: call, store, send, then handle the events. The shell may die in between."""
         core = member.core
         if core is None:
             return
@@ -222,7 +224,7 @@ class World:
         self._arm(member)
 
     def crash(self, me: PeerId) -> None:
-        """Kill it at any point of its work; it restarts with its disk after a while."""
+        """Kill a member at any point of its work. It restarts with its disk after a while."""
         member = self.members[me]
         if member.core is not None:
             member.core = None
@@ -231,7 +233,7 @@ class World:
             self._notice_all()
 
     def restart(self, me: PeerId) -> None:
-        """Start from the state on its disk."""
+        """Start a member from the state on its disk."""
         member = self.members[me]
         if member.core is None:
             self.restarts += 1
@@ -243,7 +245,7 @@ class World:
             self._wish_later(member)
 
     def _rejoin(self, member: Member, other: PeerId) -> None:
-        """Have it give its branch up and join `other` as a newcomer."""
+        """Have a member give up its branch and join `other` as a newcomer."""
         source = self.members[other].core
         if source is None or not self.connected(member.me, other):
             return
@@ -307,7 +309,7 @@ class World:
     # Network
 
     def connected(self, one: PeerId, other: PeerId) -> bool:
-        """Whether they are on one island."""
+        """Return whether both members are on one island."""
         return self.islands.get(one, 0) == self.islands.get(other, 0)
 
     def split(self, islands: int) -> None:
@@ -355,14 +357,14 @@ class World:
         except RemoteProtocolError as error:
             if "on no roster" not in str(error):
                 raise Broken(f"the honest {sender!r} is refused: {message}: {error}") from error
-            # A member that joined since is a stranger to one that has not heard of it.
+            # A member that has not heard of a newcomer treats it as unknown.
             if (core.durable, core.deadline) != before or core.events:
                 raise Broken("a refused message has changed something") from error
 
     # Invariants
 
     def _check_sent(self, me: PeerId, message: Any) -> None:
-        """No vote on the wire may contradict an earlier one, whatever came in between."""
+        """Check that no vote on the wire contradicts an earlier one, whatever came in between."""
         if not isinstance(message, Prepare | Promised | Accept | Accepted):
             return
         given = self.given.setdefault((me, message.parent, message.fork), Given())
@@ -378,7 +380,8 @@ class World:
             given.accepted = ballot
 
     def _watch(self, core: PaxosChain) -> None:
-        """Every link that a member believes in is the only one for its parent, in every member's chain."""
+        """Check each link that a member believes in: it must be the only one for its parent in every member's
+        chain."""
         if core.head_hash in self.plans:
             return
         plan = core.base
@@ -426,20 +429,20 @@ class World:
         self._notice_all()
 
     def newest(self) -> Plan:
-        """The expected plan: that of the surviving branch."""
+        """The plan that is expected to win: the plan of the surviving branch."""
         heads = [member.core.head_hash for member in self.members.values() if member.core is not None]
         best = max(heads, key=lambda key: (self.samples[key], self.samples[key] // 4, [-n for n in key]))
         return self.plans[best]
 
     def agrees(self) -> bool:
-        """Whether every member on the newest plan's roster knows it."""
+        """Return whether every member on the newest plan's roster knows that plan."""
         plan = self.newest()
         # A newcomer whose plan was just chosen may not have heard of it yet.
         members = [self.members.get(PeerId(each)) for each in plan.roster]
         return all(each is not None and each.core is not None and each.core.head == plan for each in members)
 
     def check_liveness(self) -> None:
-        """After healing, all agree, and what the committee wishes for is decided soon."""
+        """Check that after healing all members agree, and that the committee's wish is soon decided."""
         self.wishing = False
         self.heal()
         if not self.run(HEAL_SECONDS, until=self.agrees):
@@ -456,8 +459,8 @@ class World:
 def walk(
     seed: int, *, actions: int = 15, may_fork: bool = False, breaks_ties: bool = False, **given: Any
 ) -> World:
-    """Walk one history; raise Broken, naming the seed. Parameters that are not `given` are drawn. With
-    `breaks_ties`, the first of the roster does so, and there are few members.
+    """Walk one history; raise Broken with the seed. Parameters that are not `given` are drawn. With
+    `breaks_ties` the first peer on the roster breaks ties, and there are few members.
     """
     rng = Random(seed)
     drawn: dict[str, Any] = {

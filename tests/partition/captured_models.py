@@ -1,4 +1,4 @@
-"""Small models for the tests of capture, and functions to compare their graphs with them."""
+"""Small models for the tests of capture, and functions that compare the models with their graphs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,8 +106,8 @@ class UNet(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A model with tied embeddings and dropout, and decoding over a cache of keys and values with one
-    position per row.
+    """A model with tied embeddings and dropout. It decodes over a cache of keys and values with one position
+    per row.
     """
 
     def __init__(self, width: int = 8, heads: int = 2, context: int = 128, dropout: float = 0.1) -> None:
@@ -193,7 +193,7 @@ class Recurrent(nn.Module):
 
 
 class Experts(nn.Module):
-    """Every expert processes every sample; a softmax gives the weight of each."""
+    """A mixture of experts: every expert processes every sample, and a softmax gives each expert's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class Experts(nn.Module):
 
 
 def hugging_face(kind: str, **settings: Any) -> Callable[[], nn.Module]:
-    """A tiny transformers model from its configuration alone."""
+    """Return a tiny transformers model, made from its configuration alone."""
 
     def build() -> nn.Module:
         import transformers
@@ -291,7 +291,7 @@ def captured(sample: Sample, model: nn.Module, batch: int = 3) -> Captured:
 
 
 class Whole:
-    """A captured graph as one stage, over a model's own tensors."""
+    """Runs a captured graph as one stage, over a model's own tensors."""
 
     def __init__(self, captured: Captured, model: nn.Module) -> None:
         self.graph = captured.graph

@@ -1,4 +1,5 @@
-"""The work of a function, counted and not timed: the same on every machine, however busy."""
+"""Measures the work of a function by counting instead of timing: the result is the same on every machine,
+however busy."""
 
 import sys
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from typing import Any
 
 
 def lines_run(call: Callable[[], object]) -> int:
-    """Count the lines of Python that `call` runs, including each turn of a loop or comprehension."""
+    """Count the lines of Python that `call` runs, including each iteration of a loop or comprehension."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

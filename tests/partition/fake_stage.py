@@ -1,7 +1,9 @@
-"""A stage that sums integers instead of gradients, for exact comparison, and the undisturbed run.
+"""A stage that sums integers instead of gradients, so that results can be compared exactly, and the
+undisturbed run.
 
-It refuses what the real one (`partition.execute.StageExecutor`) refuses, by raising `Broken`. All stages
-share one tied weight, so each has a second sum, which a step adds up over the replicas of every stage.
+The fake refuses what the real stage (`partition.execute.StageExecutor`) refuses, by raising `Broken`. All
+stages share one tied weight. So each stage has a second sum, which a step adds up over the replicas of every
+stage.
 """
 
 from dataclasses import dataclass, field
@@ -68,14 +70,14 @@ class FakeStage:
 
     @property
     def tied_sums(self) -> dict[int, int]:
-        """The share of the tied weight: every micro-batch once in every stage."""
+        """Return the sum for the tied weight, which counts every micro-batch once in every stage."""
         count = self.stages
         return {name * count + self.index: value ^ 1 for name, value in self.sums.items()}
 
     @property
     def squared_norm(self) -> float:
-        """The squared norm of the total; the first stage reports the tied weight. Powers of two add up
-        exactly.
+        """Return the squared norm of the total. Only the first stage includes the tied weight. Powers of two
+        add up exactly.
         """
         assert self.total is not None
         assert self.tied_total is not None
@@ -98,7 +100,7 @@ class FakeStage:
     def forward(
         self, step: int, microbatch: int, train: bool, given: bytes, labels: bytes | None
     ) -> tuple[bytes | None, bytes | None, bytes]:
-        """Output, gradient of the input, and the numbers of the loss."""
+        """Output, gradient of the input, and the values of the loss."""
         output = digest("output", self.index, self.parameters, given, labels)
         if train:
             if self.sums_step not in (None, step) or step != self.step:
@@ -128,7 +130,7 @@ class FakeStage:
         return number("sum", self.parameters, given, after)
 
     def remove(self, microbatch: int, given: bytes, after: bytes | None) -> None:
-        """The replay with the opposite sign: it must take out exactly what went in."""
+        """Replay a micro-batch with the opposite sign; it must take out exactly what went in."""
         if self.sums.pop(microbatch, None) != self._summand(given, after):
             raise Broken(f"another micro-batch {microbatch} is taken out than went in")
 
@@ -161,7 +163,7 @@ class FakeStage:
 
 
 class Truth:
-    """The undisturbed run: totals and parameters per stage and step, losses, evaluations."""
+    """The undisturbed run: totals and parameters per stage and step, losses and evaluations."""
 
     def __init__(
         self,
@@ -174,7 +176,8 @@ class Truth:
         validations: int = 0,
         validation: ValidationSettings | None = None,
     ) -> None:
-        """`steps` are at most as many as the run makes; the attribute is the number it makes."""
+        """`steps` is a number of steps up to that of the run; the attribute is the number that the run
+        makes."""
         schedule = ValidationSchedule(validation, None)
         self.steps = 0
         self.validated: dict[int, tuple[int, tuple[float, ...], Series]] = {}

@@ -1,4 +1,4 @@
-"""Small graphs by hand, for tests: a builder that infers types by calling torch on meta tensors.
+"""Small graphs written by hand for tests. A builder infers types by calling torch on meta tensors.
 
     build = GraphBuilder()
     batch = build.symbol("batch")
@@ -10,8 +10,9 @@
     build.end(outputs=[logits], loss=loss)
     graph = build.finish()
 
-Inputs and labels come before nodes; parameters in the order of first use, as a captured graph has them. While
-a graph is built every symbol is a large prime of its own, so that a side made of it is told from a number.
+Inputs and labels come before nodes, and parameters in the order of first use, as in a captured graph. While a
+graph is built, every symbol is a different large prime, so that a size made of symbols can be told from a
+plain number.
 """
 
 from collections.abc import Sequence
@@ -96,7 +97,7 @@ class GraphBuilder:
         return Size(len(self.expressions) - 1)
 
     def size(self, operator: Any, left: Side, right: Side) -> Size:
-        """A row of the table of expressions; the same one for the same operation."""
+        """Return a row of the table of expressions, the same row for the same operation."""
         expression = Expression(operator, left, right)
         if expression not in self.expressions:
             a, b = self._number(left), self._number(right)
@@ -152,7 +153,8 @@ class GraphBuilder:
         return self._port(self._labels, name, dtype, shape)
 
     def node(self, operator: str, *arguments: Any, owner: str = "", **keywords: Any) -> Any:
-        """The Value it makes, or a tuple of them. `operator` may lack `aten.` and `.default`."""
+        """Add a node. Return the Value that it makes, or a tuple of them. `operator` may lack `aten.` and
+        `.default`."""
         full = operator if operator.startswith("aten.") else f"aten.{operator}"
         full = full if full.count(".") == 2 else f"{full}.default"
         assert full in OPERATORS, full
@@ -267,18 +269,18 @@ class GraphBuilder:
         )
 
     def _side(self, side: int) -> Side:
-        """A number, or the size it must have been made of: one that stands in the table, or a product."""
+        """Return a number, or the size of which it must have been made: one in the table, or a product."""
         if side > 1_000 and side in self.hints:
             return Size(self.hints.index(side))
         for row in range(len(self.symbols)):
             if side and side % self.hints[row] == 0:
                 return self.size("mul", Size(row), self._side(side // self.hints[row]))
-        assert side < PRIMES[0] // 2, f"a side {side} is not a product of sizes: make its size first"
+        assert side < PRIMES[0] // 2, f"size {side} is not a product of known sizes: make its size first"
         return side
 
 
 def whole(graph: Graph) -> StageGraph:
-    """The graph as the one stage of a run, made without `partition.model.cut`."""
+    """Return the graph as the only stage of a run, made without `partition.model.cut`."""
     return StageGraph(
         graph=graph_hash(encode_graph(graph)),
         index=0,
@@ -325,7 +327,7 @@ def _whole_entry(graph: Graph, entry: Entry) -> StageEntry:
 
 
 def readers(graph: Graph, entry: str) -> dict[int, list[int]]:
-    """The nodes that take each value, by id."""
+    """Return the nodes that take each value, by id."""
     found: dict[int, list[int]] = {}
     for node in graph.entry(entry).nodes:
         for value in values_of(node):

@@ -1,4 +1,4 @@
-"""Served graphs whose parameters are of half precision, made of a graph of float32 as data."""
+"""Served graphs with parameters of half precision, converted as data from a float32 graph."""
 
 from msgspec.structs import replace
 
@@ -18,7 +18,7 @@ from tests.partition.hand_models import gpt_graph
 
 
 def half_graph(dtype: DataType = "bfloat16") -> Graph:
-    """A small gpt that serves, all in `dtype` but for its logits, which are float32."""
+    """Return a small gpt that serves. Everything is in `dtype` except its logits, which are float32."""
     graph = serving_graph(gpt_graph(16, 8, 8, 2, 1, 0.0), 8)
     (entry,) = graph.entries
     assert entry.name == SERVE

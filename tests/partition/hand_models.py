@@ -11,7 +11,7 @@ from tests.partition.graphs import ONES, ZEROS, GraphBuilder
 
 
 class Gpt(nn.Module):
-    """Pre-norm blocks, learned positions, a head tied to the embedding, dropout."""
+    """A gpt with pre-norm blocks, learned positions, a head tied to the embedding, and dropout."""
 
     def __init__(
         self, vocabulary: int, context: int, width: int, heads: int, layers: int, dropout: float
@@ -60,7 +60,8 @@ def gpt_graph(
     dropout: float,
     dtype: DataType = "float32",
 ) -> Graph:
-    """`train` of `Gpt` with the summed cross entropy, and the number of correct best guesses."""
+    """Return the graph of `train` of `Gpt` with the summed cross entropy, and the number of correct best
+    guesses."""
     build = GraphBuilder("gpt", dtype)
     rows, length = build.symbol("batch"), build.symbol("length", 1, context)
     build.begin()
@@ -138,7 +139,7 @@ class Cnn(nn.Module):
 
 
 def cnn_graph(width: int, dtype: DataType = "float32") -> Graph:
-    """`train` of `Cnn` with the summed cross entropy."""
+    """Return the graph of `train` of `Cnn` with the summed cross entropy."""
     build = GraphBuilder("cnn", dtype)
     batch = build.symbol("batch")
     build.begin()

@@ -48,11 +48,11 @@ class Held:
         return reply
 
     def vector(self, name: str) -> Array:
-        """An arena as numbers: a view, so writing to it changes it."""
+        """Return an arena as values: a view, so writing to it changes the arena."""
         return np.frombuffer(self.arenas[name], dtype=self.specification.dtype)
 
     def named(self, arena: str) -> dict[str, Array]:
-        """Copies of each parameter's part of an arena that has room for it."""
+        """Return copies of each parameter's part of an arena that has room for it."""
         vector = self.vector(arena)
         return {
             slot.name: vector[slot.offset : slot.offset + slot.size].reshape(slot.shape).copy()
@@ -66,7 +66,7 @@ def bundle(*arrays: Array, sizes: Sequence[int]) -> Payload:
 
 
 def tensors_of(payload: Payload) -> list[torch.Tensor]:
-    """A payload's tensors; plain codec only."""
+    """Return a payload's tensors; plain codec only."""
     found, offset = [], 0
     for header in payload.tensors:
         dtype = getattr(torch, header.dtype)
@@ -77,16 +77,16 @@ def tensors_of(payload: Payload) -> list[torch.Tensor]:
 
 
 def spread(graph: Graph, stages: int) -> tuple[StageGraph, ...]:
-    """The graph cut at this many evenly spread legal places."""
+    """Cut the graph at this many evenly spread legal positions."""
     legal = legal_positions(graph)
     positions = sorted({legal[len(legal) * number // stages] for number in range(1, stages)})
     return cut(graph, graph_hash(encode_graph(graph)), positions)
 
 
 class Row:
-    """A row of stages, `replicas` of each, with the sums that a run makes between them.
+    """A row of stages with `replicas` of each, which exchanges the sums that a run exchanges between stages.
 
-    `frames` is the codec between stages, None for raw; its errors are added up.
+    `frames` is the codec between stages, None for raw; its errors accumulate.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Row:
         self.chains = [[Held(stage, sizes_max, **changes) for stage in stages] for _ in range(replicas)]
 
     def forward(self, step: int, number: int, inputs: Payload, labels: Payload, *, train: bool) -> Forwarded:
-        """Send one micro-batch forward and (if training) back through the replicas whose turn it is."""
+        """Send one micro-batch forward and (if training) back, through the replicas whose turn it is."""
         chain = self.chains[number % len(self.chains)]
         values: Payload | None = inputs
         for stage in chain[:-1]:

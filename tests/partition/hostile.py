@@ -1,8 +1,8 @@
 """Seeded hostile graphs: operators called with arbitrary arguments, and valid graphs with an error.
 
-`operator_case` makes a stage that calls a few operators on small tensors with arguments that mostly fit, and
-are sometimes dangerous for a kernel. `mutated_case` changes a part of a valid graph, as bytes or as data.
-Neither says what should happen: the fence may refuse or run it.
+`operator_case` makes a stage that calls a few operators on small tensors. Most arguments fit; some are
+dangerous for a kernel. `mutated_case` changes a part of a valid graph, as bytes or as data. Neither function
+says what should happen: the check may refuse a case or run it.
 """
 
 import random
@@ -54,11 +54,12 @@ BATCH = Size(0)
 
 
 class Died(AssertionError):
-    """The process ended, by a signal or an exception that is not a refusal: its output, and the case."""
+    """The process ended by a signal, or by an exception that is not a refusal. Holds its output and the
+    case."""
 
 
 class HostileProcess:
-    """One process that runs cases. After `Died` the caller may start it again."""
+    """A process that runs cases one after another. After `Died` the caller may start it again."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -93,7 +94,7 @@ class HostileProcess:
 
 
 def operator_case(seed: int, name: str | None = None) -> Case:
-    """A stage of one to three operators; the sum of their results is the loss."""
+    """Return a stage of one to three operators; the sum of their results is the loss."""
     rng = random.Random(seed)
     maker = _Maker(rng)
     for _ in range(rng.choice((1, 1, 2, 3))):
@@ -106,7 +107,7 @@ FORMS = forms()
 
 
 def form_case(seed: int, number: int | None = None) -> Case:
-    """A valid call of one operator, with up to three arbitrary arguments."""
+    """Return a valid call of one operator, with up to three arbitrary arguments."""
     rng = random.Random(seed)
     maker = _Maker(rng)
     maker.form(rng.choice(FORMS) if number is None else FORMS[number])
@@ -184,7 +185,7 @@ class _Maker:
             return argument
         shape = argument.shape
         if shape and self.rng.random() < 0.1:
-            # Another size, or none, or one dimension more or less.
+            # A different size, or no size, or one dimension more or less.
             sides = (1, 2, 5, BATCH)
             place = self.rng.randrange(len(shape))
             shape = self.rng.choice(
@@ -276,8 +277,8 @@ class _Maker:
         return self.rng.uniform(max(low, -2.0), min(high, 2.0))
 
     def stage(self) -> StageGraph:
-        """Reduce every result to a number, and sum them to the loss: so forward and backward cover
-        everything.
+        """Reduce every result to a number, and sum the numbers to the loss, so that forward and backward
+        cover everything.
         """
         made = [Value(number) for number in range(self.inputs, len(self.values))]
         total = None
@@ -314,7 +315,7 @@ class _Maker:
 
 
 def mutated_case(seed: int, good: list[Graph]) -> Case:
-    """A valid graph with one to four changes, or its bytes."""
+    """Return a valid graph with one to four changes, or its bytes."""
     rng = random.Random(seed)
     graph = rng.choice(good)
     if rng.random() < 0.25:
@@ -345,7 +346,7 @@ def _mutate_bytes(rng: random.Random, data: bytearray) -> None:
 
 
 def _mutate_tree(rng: random.Random, tree: list[Any]) -> None:
-    """Change one leaf, or exchange, repeat or drop one item of a list, somewhere."""
+    """Somewhere, change one leaf, or exchange, repeat or remove one item of a list."""
     leaves = list(_leaves(tree))
     holder, place = rng.choice(leaves)
     if rng.random() < 0.8:
@@ -372,7 +373,7 @@ def _leaves(tree: list[Any]) -> Iterator[tuple[list[Any], int]]:
 
 
 def _above(tree: list[Any], holder: list[Any]) -> tuple[list[Any], int]:
-    """The list that holds a list, and its index; the outermost contains itself."""
+    """Return each list with the list that holds it and its index; the outermost list contains itself."""
     open_lists = [tree]
     while open_lists:
         outer = open_lists.pop()

@@ -1,8 +1,9 @@
-"""One valid call of each operator whose arguments must fit each other; `tests.partition.hostile` spoils them.
+"""One valid call of each operator whose arguments must fit each other. `tests.partition.hostile` spoils the
+calls.
 
-A word is a tensor or an argument: `f2.3.4` floating of that shape, `i2.3` of indices, `b2` of bool, `f.` of
-no dimensions; `[1,2]` a list of integers, `{...}` of tensors, `-` None, and otherwise a number, a bool or a
-text.
+A word is a tensor or an argument. `f2.3.4` is a floating-point tensor of that shape, `i2.3` one of indices,
+`b2` one of bool, and `f.` one without dimensions. `[1,2]` is a list of integers, `{...}` a list of tensors,
+`-` is None, and anything else is a number, a bool or a text.
 """
 
 from partition.model.graph import Argument, DataType, Items, TensorType

@@ -1,7 +1,9 @@
-"""A process that treats hostile graphs like a stage's process: it checks, cuts, admits and really runs them.
+"""A process that treats hostile graphs like a stage's process does: it checks, cuts, admits and really runs
+them.
 
-It reads cases from its input and answers each with one line, so that its parent detects a signal, a hang or
-an exception by a missing answer. It has resource limits: a case that exceeds them ends it.
+It reads cases from its input and answers each case with one line. So its parent detects a signal, a hang or
+an exception by the missing answer. The process has resource limits, and a case that exceeds them ends the
+process.
 """
 
 import faulthandler
@@ -32,13 +34,13 @@ MEMORY_BYTES_MAX = 128_000_000
 FLOPS_MAX = 2_000_000_000
 CASE_SECONDS_MAX = 30
 ADDRESS_SPACE_BYTES_MAX = 16 * 2**30
-"""Torch's libraries reserve most of it without touching it."""
+"""Limit on address space; torch's libraries reserve most of it without touching it."""
 
 
 class Case(msgspec.Struct, frozen=True):
     """A graph as it would come from the network, or a stage as a cut would make it, and how to run it.
 
-    `draw` chooses the input numbers.
+    `draw` chooses the input values.
     """
 
     graph: bytes
@@ -48,9 +50,10 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """`refused` before it ran, `stopped` by a refusal while it ran, or `ran` to its end.
+    """What became of a case: `refused` before it ran, `stopped` by a refusal while it ran, or `ran` to its
+    end.
 
-    `ended` is a backward pass in which an operator raised, upon which a stage's process ends itself.
+    `ended` is a backward pass in which an operator raised an exception; a stage's process then ends itself.
     """
 
     verdict: str
@@ -131,7 +134,7 @@ def _payload(kinds: list[TensorType], graph: StageGraph, rng: Any, sizes: tuple[
 
 
 def _array(kind: TensorType, shape: tuple[int, ...], rng: Any) -> Typed:
-    """Numbers of all kinds: mostly integers that are valid indices, and sometimes others."""
+    """Return values of all kinds: mostly integers that are valid indices, and sometimes others."""
     if kind.dtype == "bool":
         return kind.dtype, rng.integers(0, 2, shape).astype(bool)
     if kind.dtype == "bfloat16":
@@ -147,7 +150,7 @@ def _array(kind: TensorType, shape: tuple[int, ...], rng: Any) -> Typed:
 
 
 def main(source: BinaryIO, sink: BinaryIO) -> None:
-    """Answer cases, each four bytes of length and its encoding, until there are no more."""
+    """Answer cases until there are no more; each is four bytes of length and the encoded case."""
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES_MAX, ADDRESS_SPACE_BYTES_MAX))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""Problems for the tests of planning: random small ones, and the cost of a split by definition."""
+"""Problems for the tests of planning: random small problems, and the cost of a split by definition."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ links = st.builds(Link, st.integers(10**6, 10**9), st.integers(0, 10**7))
 def problems(
     draw: st.DrawFn, layers_max: int = 7, peers_max: int = 4, objective: str = "throughput"
 ) -> Problem:
-    """A problem of few layers and peers, with every kind of constraint."""
+    """Return a problem with few layers and peers, and with every kind of constraint."""
     layers = tuple(draw(st.lists(layer_costs, min_size=1, max_size=layers_max)))
     times = st.lists(st.integers(10**4, 10**8), min_size=len(layers), max_size=len(layers)).map(tuple)
     peers = tuple(
@@ -65,7 +65,7 @@ def problems(
 
 
 def groupings(peers: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every ordered grouping of every subset except the empty one."""
+    """Yield every ordered grouping of every subset except the empty one."""
     for size in range(1, len(peers) + 1):
         for group in combinations(peers, size):
             yield (group,)
@@ -75,7 +75,7 @@ def groupings(peers: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
 
 
 def is_allowed(problem: Problem, ranges: Sequence[tuple[int, int]], groups: Sequence[Sequence[int]]) -> bool:
-    """Whether a split respects memory and constraints, by definition."""
+    """Return whether a split respects memory and constraints, by definition."""
     rules = problem.constraints
     if rules.stages and len(ranges) != rules.stages:
         return False
@@ -90,7 +90,7 @@ def is_allowed(problem: Problem, ranges: Sequence[tuple[int, int]], groups: Sequ
 
 
 def memory_of(problem: Problem, first: int, last: int, stages_left: int) -> int:
-    """Peak bytes of a stage, by `stage_memory_bytes`, which a provider counts too."""
+    """Return the peak bytes of a stage, by `stage_memory_bytes`, which a provider uses too."""
     given = problem.input_bytes if first == 0 else problem.layers[first - 1].output_bytes
     if not problem.trains:
         layers = problem.layers[first:last]
@@ -107,7 +107,7 @@ def memory_of(problem: Problem, first: int, last: int, stages_left: int) -> int:
 
 
 def splits(problem: Problem) -> Iterator[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]]:
-    """Every allowed split."""
+    """Yield every allowed split."""
     count = len(problem.layers)
     for groups in groupings(range(len(problem.peers))):
         if len(groups) <= count:
@@ -118,7 +118,7 @@ def splits(problem: Problem) -> Iterator[tuple[tuple[tuple[int, int], ...], tupl
 
 
 def bottleneck(problem: Problem, ranges: Sequence[tuple[int, int]], groups: Sequence[Sequence[int]]) -> float:
-    """Nanoseconds of the slowest stage or edge, by definition."""
+    """Return the nanoseconds of the slowest stage or edge, by definition."""
     worst = 0.0
     for number, ((first, last), group) in enumerate(zip(ranges, groups, strict=True)):
         rate = sum(1 / _time(problem, place, first, last) for place in group)
@@ -148,7 +148,7 @@ def _reduction(problem: Problem, first: int, last: int, group: Sequence[int]) ->
 
 
 def _edge(problem: Problem, senders: Sequence[int], receivers: Sequence[int]) -> float:
-    """Nanoseconds per byte: each peer sends and receives its share of the micro-batches."""
+    """Return the nanoseconds per byte. Each peer sends and receives its share of the micro-batches."""
     out, into = dict.fromkeys(senders, 0.0), dict.fromkeys(receivers, 0.0)
     for one in senders:
         for other in receivers:
@@ -171,5 +171,5 @@ def layers_in_order(split: Split) -> list[int]:
 
 
 def shuffled(problem: Problem, order: Sequence[int]) -> Problem:
-    """The same problem with its peers given in another order."""
+    """Return the same problem with its peers in a different order."""
     return replace(problem, peers=tuple(problem.peers[place] for place in order))

@@ -5,7 +5,7 @@ from partition.run.stored_chain import StoredChain
 
 
 class Quiet(StoredChain):
-    """A chain that only records its member's wishes; tests report others' decisions to it."""
+    """A chain that only records its member's wishes; tests report the decisions of others to it."""
 
     proposals: list[Change | None]
 

@@ -1,8 +1,8 @@
 """Random graphs that pass the check, and an evaluator for them in which every tensor is one integer.
 
-The meaning of an operator does not matter to a cut, so here each mixes its arguments, its own name and, if it
-draws random numbers, its id. A gradient is the sum over all paths of products of numbers that stand for the
-derivatives, so it is right only if every path is included once.
+The meaning of an operator does not matter to a cut. So here each operator mixes its arguments, its own name
+and, if it draws random numbers, its id. A gradient is the sum over all paths of products of integers that
+stand for the derivatives. So it is right only if every path is included once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -96,7 +96,7 @@ class _Writer:
         return Value(self.draw(st.sampled_from(allowed)))
 
     def any_node(self, allowed: list[int]) -> None:
-        """Add a node over values of `allowed`, and add its results to these."""
+        """Add a node over values of `allowed`, and add the node's results to `allowed`."""
         operator = self.draw(st.sampled_from([RELU, LINEAR, LINEAR, ADD, ADD, *range(14)]))
         kind = self.draw(st.sampled_from([0, 1, 2]))
         value, other = self.value(allowed), self.value(allowed)
@@ -142,7 +142,8 @@ class _Writer:
 
 @st.composite
 def graphs(draw: st.DrawFn, nodes_max: int = 16) -> Graph:
-    """A training entry and, often, a second one with states, which uses parameters in any order."""
+    """Return a training entry and, often, a second entry with states, which uses the parameters in any
+    order."""
     entries = [_training(draw, nodes_max)]
     if draw(st.booleans()):
         entries.append(_serving(draw, nodes_max))
@@ -224,8 +225,8 @@ def _mixed(*parts: object) -> int:
 
 
 def run(graph: Graph, nodes: Sequence[GraphNode], given: Mapping[int, int]) -> dict[int, int]:
-    """Return every value: those of `given`, and the results of the nodes. Raises KeyError if one
-    is missing.
+    """Return every value: the given values, and the results of the nodes. Raises KeyError if a value is
+    missing.
     """
     values = dict(given)
     for node in nodes:
@@ -235,7 +236,7 @@ def run(graph: Graph, nodes: Sequence[GraphNode], given: Mapping[int, int]) -> d
             for argument in arguments_of(node)
         ]
         for place, value in enumerate(node.outputs):
-            assert value not in values, "a stage computes a value once"
+            assert value not in values, "a stage computes a value twice"
             values[value] = _mixed(name, taken, place, node.id if "dropout" in name else None)
     return values
 
@@ -243,7 +244,7 @@ def run(graph: Graph, nodes: Sequence[GraphNode], given: Mapping[int, int]) -> d
 def derive(
     graph: Graph, entry: Entry, nodes: Sequence[GraphNode], gradients: Mapping[int, int]
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Go back through the nodes; return gradients by values, and by rows of parameters."""
+    """Go back through the nodes. Return gradients keyed by values, and keyed by rows of parameters."""
     by_value = dict(gradients)
     by_row: dict[int, int] = {}
     for node in reversed(nodes):
@@ -262,5 +263,5 @@ def derive(
 
 
 def ports(entry: Entry) -> dict[int, int]:
-    """Numbers for the inputs and labels of a whole entry point."""
+    """Return integers for the inputs and labels of a whole entry point."""
     return {value: _mixed("port", value) for value in range(len(entry.inputs) + len(entry.labels))}

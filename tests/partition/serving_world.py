@@ -1,4 +1,4 @@
-"""Stages that serve, in one process, for the proofs of serving."""
+"""Stages that serve, all in one process, for the proofs of serving."""
 
 from collections.abc import Mapping, Sequence
 
@@ -66,7 +66,7 @@ class Chain:
     def ask(
         self, units: Sequence[Unit], tokens: Sequence[int], *, is_hidden: bool = False
     ) -> torch.Tensor | Refused | None:
-        """Return logits of the wanted rows, or their hidden states, or the first refusal."""
+        """Return the logits or the hidden states of the requested rows, or the first refusal."""
         payload = pack([("int64", np.array(tokens, dtype=np.int64))], "raw")
         answer: Served | None = None
         for stage in self.stages:

@@ -1,4 +1,4 @@
-"""A plan of three stages, and its members' messages, for tests of one core at a time."""
+"""A plan of three stages and its members' messages, for tests of one core at a time."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def frame(
     train: bool = True,
     **other: Any,
 ) -> OpenedFrame:
-    """A message for the middle stage, unless `stage` says another."""
+    """Return a message for the middle stage, or for `stage` if it is given."""
     named = {"plan": PLAN_HASH, "attempt": START, "stage": 1, **other}
     header = FrameHeader(
         step=step,
@@ -65,7 +65,7 @@ def opening(
     train: bool = True,
     first: int | None = None,
 ) -> Open:
-    """Return an Open whose `middles` own the middle stage's micro-batches; the other stages have
+    """Return an Open message in which `middles` own the middle stage's micro-batches; each other stage has
     one holder.
     """
     owners = (bytes(len(middles)), bytes(middles), bytes(len(middles)))
@@ -80,7 +80,7 @@ def opening(
 
 
 def commit(first: tuple[int, ...], second: tuple[int, ...], *, attempt: int = 0, step: int = 0) -> StepCommit:
-    """Return the commit, with the counts of the two holders in the middle."""
+    """Return the commit, with the counts of the two holders of the middle stage."""
     everything = tuple(range(2 * step, 2 * step + 2))
     rows = ((0, FIRST, everything), (1, MIDDLES[0], first), (1, MIDDLES[1], second), (2, LAST, everything))
     return StepCommit(
@@ -97,7 +97,7 @@ def synced(step: int | None, *, reduced: int | None = None, attempt: int = 7, **
 
 
 def bring(replica: Replica, *microbatches: int, step: int = 0) -> None:
-    """Their inputs, and the gradients of their outputs."""
+    """Return the inputs of these micro-batches, and the gradients of their outputs."""
     for number in microbatches:
         replica.receive(0.0, FIRST, frame(FIRST, number, step=step))
         replica.receive(0.0, LAST, frame(LAST, number, "gradient", step=step))

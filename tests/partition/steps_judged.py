@@ -1,4 +1,4 @@
-"""The members that are excluded in the world of the step machines, and whether rightly."""
+"""Checks the members that are excluded in the world of the step machines, and whether rightly."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def waits(world: "World", machine: Machine, asked: ReduceAsked) -> Sends:
-    """Return the machine's report on its reduction: the members that have contributed nothing yet."""
+    """Return the machine's report on its reduction: the members that have contributed nothing so far."""
     assert machine.replica is not None
     missing: list[PeerId] = []
     for stage in (machine.stage.index, ALL_STAGES):
@@ -28,8 +28,8 @@ def waits(world: "World", machine: Machine, asked: ReduceAsked) -> Sends:
 
 
 def check_given_up(world: "World", events: Sequence[ReplicaFailed]) -> None:
-    """Return whether every excluded member has failed, lied or hung, or is a liar that is excluded by its own
-    lie.
+    """Return whether every excluded member has failed, lied or hung. A liar must be excluded because of its
+    own lie.
     """
     told = [event for event in events if event.reason != GONE]
     useless = [event for event in told if event.reason.startswith(USELESS)]

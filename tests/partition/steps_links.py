@@ -1,4 +1,5 @@
-"""Possible next events in the world of the step machines: links with messages on them, and a pool of all."""
+"""Possible next events in the world of the step machines: links with messages on them, and a pool of all
+events."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from tests.partition.steps_machine import Key, Machine
 
 
 class Link:
-    """Messages on their way, oldest first; while `is_broken` they wait."""
+    """Messages in transit, oldest first. While `is_broken` they wait."""
 
     def __init__(self, sender: Machine, receiver: Machine, is_slow: bool) -> None:
         self.sender = sender
@@ -21,21 +22,21 @@ class Link:
 
 @dataclass(frozen=True)
 class Learning:
-    """This machine learns of the next plan."""
+    """The event that this machine learns of the next plan."""
 
     machine: Machine
 
 
 @dataclass(frozen=True)
 class Taking:
-    """A reduction ends at this member."""
+    """The event that a reduction ends at this member."""
 
     key: Key
     machine: Machine
 
 
 class Pool:
-    """The possible next events: each once, all with the same probability."""
+    """The possible next events, each once and all with the same probability."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng

@@ -1,4 +1,5 @@
-"""One peer of the world in memory: what a node's shells do around the step cores, without clock or torch."""
+"""One peer of the world in memory. It does what a node's shells do around the step cores, but without clock
+or torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ SPOILED = b"whose digest does not fit"
 """A payload that no stage can use."""
 MICROBATCH_NANOSECONDS = 10_000_000
 ALL_STAGES = -1
-"""Replaces a stage's number: the reduction of the weights tied between all stages."""
+"""Stands in place of a stage's number for the reduction of the weights tied between all stages."""
 
 Sends = list[tuple[PeerId, Any]]
 
@@ -80,8 +81,8 @@ class Draft:
 
 @dataclass
 class Reduction:
-    """One all-reduce, of a stage or of the tied weights: each member's contribution, and the members with the
-    total.
+    """One all-reduce, of a stage or of the tied weights: each member's contribution, and the members that
+    have the total.
     """
 
     members: tuple[PeerId, ...]
@@ -197,7 +198,7 @@ class Machine:
         self.feeder.events.clear()
 
     def signed(self, draft: Draft, plan: bytes, attempt: int) -> OpenedFrame:
-        """Open it as its receiver does."""
+        """Open a frame as its receiver does."""
         old = draft.header
         header = FrameHeader(
             plan,
@@ -219,7 +220,7 @@ class Machine:
         return opened(self.me, header, data)
 
     def wired(self, message: Any) -> Any:
-        """Return a message as decoded from the wire; None if its plan is over here."""
+        """Return a message as decoded from the wire; None if its plan is over for this machine."""
         if not isinstance(message, Outgoing):
             return message
         if self.replica is None or message.plan != self.replica.plan_hash:
@@ -237,7 +238,7 @@ class Machine:
         return self.work is not None
 
     def _check_order(self) -> None:
-        """Whether this may arrive now."""
+        """Return whether this message may arrive now."""
         stage, replica, work = self.stage, self.replica, self.work
         if work is None or replica is None:
             return
@@ -279,7 +280,7 @@ class Machine:
             case ApplyReady():
                 self.has_reported = False
                 parameters = stage.apply(work.step, work.samples, work.squared_norm)
-                # If two differ, neither can be proved wrong; the first in the plan is believed.
+                # If two differ, neither can be proved wrong, so the first one in the plan is believed.
                 corrupts = self.corrupts_next and replica.plan.stages[stage.index].replicas[0] != self.me
                 self.corrupts_next = False
                 if corrupts:
@@ -295,7 +296,7 @@ class Machine:
         raise Broken(f"nobody knows what to do with {work}")
 
     def _refused(self, work: WorkItem) -> Sends | None:
-        """Return why the stage cannot use its input, or says so; None if it can."""
+        """Return why the stage cannot use its input, or claims so; None if it can."""
         assert self.replica is not None
         if not isinstance(work, ForwardReady | BackwardReady):
             return None
@@ -323,10 +324,10 @@ class Machine:
         return replica.filled(work, parameters)
 
     def reduced(self, key: Key, total: dict[int, int]) -> Sends:
-        """An all-reduce has ended here."""
+        """End an all-reduce at this machine."""
         work, replica, stage = self.work, self.replica, self.stage
         if not isinstance(work, ReduceReady) or key[:3] != (work.plan, work.step, work.attempt):
-            return []  # one that was void before it ended
+            return []  # a reduction that was void before it ended
         assert replica is not None
         if key[3] == ALL_STAGES:
             stage.tied_total = total
@@ -383,13 +384,13 @@ class Machine:
 
     @property
     def reachable(self) -> set[int]:
-        """The step that its stage may have completed: now, or by the total that it has reported."""
+        """The step that its stage may have completed: either now, or by the total that it has reported."""
         if self.replica is None or self.replica.step is None:
             return set()
         return {self.stage.step, self.stage.step + self.has_reported}
 
     def mend(self, parameters: list[list[bytes]]) -> None:
-        """Flip the bit back."""
+        """Flip the changed bit back."""
         assert self.replica is not None
         self.is_corrupt = False
         self.stage.parameters = self.replica._digest = parameters[self.stage.step][self.stage.index]
@@ -410,7 +411,7 @@ class Machine:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether nothing of a step is kept after it."""
+        """Return whether nothing of a step is kept after it."""
         replica = self.replica
         assert replica is not None
         return not replica._kept and not replica._order.microbatches and not replica._order.counted
@@ -421,5 +422,5 @@ def header_of(step: int, microbatch: int, stage: int, direction: Any, train: boo
 
 
 def opened(author: PeerId, header: FrameHeader, data: bytes = b"x") -> OpenedFrame:
-    """A frame as `open_frame` hands it over."""
+    """Return a frame as `open_frame` hands it over."""
     return OpenedFrame(author, header, payload(data), Fact(author, encode(header), b"no signature"))

@@ -20,7 +20,7 @@ def disturb(world: "World", kind: str) -> None:
 
 
 def kill(world: "World", machine: Machine) -> None:
-    """SIGKILL: only its messages that have already left may arrive."""
+    """Kill a machine (SIGKILL). Only messages that it has already sent may arrive."""
     machine.is_alive = False
     world.thaw(machine)
     for link in world.links.values():
@@ -37,7 +37,7 @@ def kill(world: "World", machine: Machine) -> None:
 
 
 def suspect(world: "World", machine: Machine) -> None:
-    """Declare it dead, as SWIM does."""
+    """Declare a machine dead, as SWIM does."""
     for other in _committing(world):
         assert other.committer is not None
         world.pass_on(other, other.committer.suspect(world.now, machine.me))
@@ -59,7 +59,7 @@ def _suspect(world: "World") -> None:
 
 
 def _freeze(world: "World") -> None:
-    """SIGSTOP for a while."""
+    """Stop a machine for a while (SIGSTOP)."""
     alive = world.alive(world.plan.roster)
     if alive:
         machine = world.rng.choice(alive)
@@ -88,7 +88,7 @@ def _fail(world: "World") -> None:
 
 
 def _lose(world: "World") -> None:
-    """Decide its death although it lives."""
+    """Decide that a machine is dead although it lives."""
     for machine in _holding(world):
         world.notice((machine.me,))
 
@@ -106,14 +106,14 @@ def _pause(world: "World") -> None:
 
 
 def _lie(world: "World") -> None:
-    """Have it report a wrong digest of its totals, once or for some time."""
+    """Have a machine report a wrong digest of its totals, once or for some time."""
     for machine in _holding(world):
         world.lied = True
         machine.wrong_digests += world.rng.choice((1, 1, 3))
 
 
 def _corrupt(world: "World") -> None:
-    """Have its next step end with other parameters than that of its peers."""
+    """Have a machine end its next step with parameters different from its peers'."""
     for machine in _holding(world):
         machine.corrupts_next = True
 
@@ -125,14 +125,14 @@ def _spoil(world: "World") -> None:
 
 
 def _accuse(world: "World") -> None:
-    """Have it reject valid input as unusable."""
+    """Have a machine reject valid input as unusable."""
     for machine in _liar(world):
         machine.accuses += world.rng.choice((1, 1, 3, 100))
 
 
 def _liar(world: "World") -> list[Machine]:
-    """The one liar of a world: two liars that collude cannot be detected. It is not the committer, who
-    judges.
+    """The only liar of a world, because two liars that collude cannot be detected. The committer, which
+    judges, is never the liar.
     """
     if world.liar is None:
         world.liar = world.rng.choice(list(world.machines))
@@ -142,7 +142,7 @@ def _liar(world: "World") -> list[Machine]:
 
 
 def _hang(world: "World") -> None:
-    """Have it answer, but neither reduce nor apply any more."""
+    """Have a machine answer, but neither reduce nor apply any more."""
     for machine in _holding(world):
         machine.hangs = True
 
@@ -152,7 +152,7 @@ def _restore(world: "World") -> None:
 
 
 def _hand_over(world: "World") -> None:
-    """Have others feed and commit from now on, even replicas."""
+    """Have other peers feed and commit from now on, even replicas."""
     others = [name for name in world.plan.roster if world.machines[PeerId(name)].is_alive]
     world.decide(Change(trainers=tuple(world.rng.sample(others, min(2, len(others))))))
 
@@ -190,7 +190,7 @@ def _holding(world: "World") -> list[Machine]:
 
 
 def _committing(world: "World") -> list[Machine]:
-    """The peers that believe they commit: two of them, while a new plan spreads."""
+    """The peers that believe they commit; there are two of them while a new plan spreads."""
     return [
         machine
         for machine in world.machines.values()

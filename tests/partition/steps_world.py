@@ -1,11 +1,11 @@
 """A world in memory for the step machines: peers, links, a chain of plans, and all faults.
 
-Every delivery, computation and disturbance is one event, and a seed picks the next one, so a seed is a
-history. Links are as `node.pipeline.links`: ordered, but messages lost by a broken link come again behind the
-queued ones. Plans follow from each other by `partition.plan.change.successor`, are decided here at once, and
-every peer learns of them at its own time. A fake stage sums integers instead of gradients, so that sums are
-compared exactly. The world checks while it runs; `Broken` names the violation. The faults are in
-`steps_trouble`.
+Every delivery, computation and disturbance is one event, and a seed picks the next event, so a seed
+determines a history. Links are like those of `node.pipeline.links`: ordered, but messages lost by a broken
+link come again behind the queued ones. Plans follow from each other by `partition.plan.change.successor` and
+are decided here immediately; every peer learns of them at its own time. A fake stage sums integers instead of
+gradients, so that sums are compared exactly. The world checks while it runs; `Broken` names the violation.
+The faults are in `steps_trouble`.
 """
 
 from collections.abc import Iterator
@@ -36,13 +36,14 @@ from tests.partition.steps_machine import ALL_STAGES, Key, Machine, Reduction, S
 from tests.partition.steps_trouble import DISTURBANCES, disturb, reconnect
 
 EVENTS_MAX = 60_000
-"""A history has some thousand events; more means that messages go round in circles."""
+"""Maximum number of events. A history has some thousand; more means that messages go round in circles."""
 IDLE_WAKES_MAX = 150
-"""Timers that may fire, with only messages in between, before the world counts as stalled."""
+"""Maximum number of timers that may fire, with only messages in between, before the world counts as
+stalled."""
 SLOW = 0.1
-"""The share of links and of learners that are 20 times slower, so that other messages overtake theirs."""
+"""Share of links and of learners that are 20 times slower, so that other messages overtake theirs."""
 ENCODED = 0.002
-"""The share of messages that are encoded and decoded: this only checks that it works."""
+"""Share of messages that are encoded and decoded. This only checks that encoding works."""
 
 
 class World:
@@ -95,7 +96,7 @@ class World:
         self.reductions: dict[Key, Reduction] = {}
         self.copies: dict[int, dict[int, bytes]] = {}  # step, stage
         self.committed: list[tuple[int, int]] = []  # height, step
-        self.commits: dict[int, int] = {}  # of each step, the attempt
+        self.commits: dict[int, int] = {}  # the attempt of each step
         self.resumed: set[int] = set()
         self.seen: dict[str, int] = {}
         self.outcome: str | None = None
@@ -144,8 +145,8 @@ class World:
                 self.pool.add(Learning(machine))
 
     def _mend(self) -> None:
-        """Correct the replicas that hold wrong parameters and may now be believed: the last replica that
-        could contradict them may be dead.
+        """Correct the replicas that hold wrong parameters and may now be believed, because the last replica
+        that could contradict them may be dead.
         """
         for stage in self.plan.stages:
             wrong = [each for each in self.alive(stage.replicas) if each.is_corrupt]
@@ -155,7 +156,7 @@ class World:
                     machine.mend(self.truth.parameters)
 
     def _lose_stage(self, change: Change, stage: int) -> None:
-        """Its parameters are lost: resume from a checkpoint, with another member."""
+        """Resume from a checkpoint with a different member after the parameters of a stage are lost."""
         free = [
             machine
             for machine in self.alive(self.plan.roster)
@@ -209,7 +210,7 @@ class World:
         if machine.replica is not None and machine.replica.events:
             for void in machine.take_voids():
                 for key, reduction in self.reductions.items():
-                    # It may have sent all its parts before.
+                    # The machine may have sent all its parts before.
                     if key[:2] == (void.plan, void.step) and self.rng.random() < 0.5:
                         reduction.brought.pop(machine.me, None)
             asked, machine.asked = machine.asked, []
@@ -249,7 +250,7 @@ class World:
             raise Broken(f"{message} is another message once it is encoded")
 
     def _begin(self, machine: Machine) -> None:
-        """Note that its stage has work from now on."""
+        """Note that a machine's stage has work from now on."""
         work = machine.work
         if isinstance(work, ReduceReady) and machine.hangs:
             return
@@ -277,13 +278,13 @@ class World:
                 self.pool.add(Taking(key, self.machines[name]))
 
     def notice(self, peers: tuple[bytes, ...]) -> None:
-        """Declare them dead: the next plan excludes them."""
+        """Declare these members dead, so that the next plan excludes them."""
         lost = tuple(name for name in peers if name in self.plan.roster)
         if lost and self.outcome is None:
             self.decide(Change(lost=lost))
 
     def rejoin(self, machine: Machine) -> None:
-        """It has lost the memory of its stage, and returns empty."""
+        """Restart a machine that has lost the memory of its stage."""
         stage = self.plan.stage_of(machine.me)
         if stage is not None and len(self.plan.stages[stage].replicas) > 1:
             self.decide(Change(lost=(machine.me,), joined=(Joining(machine.me, stage, 1),)))
@@ -389,7 +390,7 @@ class World:
         self.now = max(self.now, soonest) if soonest < 1e18 else self.now
         self._wake()
         gone = [name for name in self.plan.roster if not self.machines[PeerId(name)].is_alive]
-        # A shell waits this long for the members that must report their positions.
+        # This is how long a shell waits for the members that must report their positions.
         judge = self.machines[self.plan.committer].committer
         if idle > IDLE_WAKES_MAX // 2 and judge is not None and judge.phase == "syncing":
             gone += [name for name in judge.awaited if self.machines[name].hangs and name not in gone]
@@ -412,7 +413,7 @@ class World:
             raise Broken(f"{receiver.me!r} refuses {message} of the honest {sender.me!r}: {error}") from error
 
     def _receive(self, sender: PeerId, machine: Machine, message: Any) -> Iterator[Sends]:
-        """Deliver it to the role that it is for."""
+        """Deliver a message to the role that it is for."""
         if isinstance(message, (OpenedFrame, CommitterMessage)):
             if machine.feeder is not None and isinstance(message, Open):
                 yield machine.feeder.receive(self.now, sender, message)
@@ -452,7 +453,7 @@ class World:
             for source in (self.machines[name] for name in work.sources)
             if source.is_alive and source.replica is not None and source.replica.step == work.step
         ]
-        # Without any it waits: the next plan will name others.
+        # Without any source the stage waits: the next plan will name others.
         if able:
             source = self.rng.choice(able)
             if source.is_corrupt or source.stage.step != work.step:
@@ -551,7 +552,7 @@ class World:
             other.told.append(event.series)
 
     def chain(self) -> list[int]:
-        """The reported steps of the surviving chain: those that no checkpoint took back."""
+        """Return the reported steps of the surviving chain: those that no checkpoint took back."""
         return [
             step
             for height, step in self.committed
@@ -561,7 +562,7 @@ class World:
         ]
 
     def _check_failed(self, machine: Machine, event: TrainingFailed) -> None:
-        """Whether really no step can be resumed."""
+        """Return whether really no step can be resumed."""
         plan = self.plans[machine.height]
         rows = [[self.machines[PeerId(name)] for name in stage.replicas] for stage in plan.stages]
         held = [

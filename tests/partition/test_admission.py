@@ -28,7 +28,7 @@ REQUESTER = SIGNERS[0]
 
 
 def chain_to(last: int, run: bytes = RUN) -> tuple[Fact, ...]:
-    """A chain in which each member asks the next, from the requester to `last`."""
+    """Return a chain of tickets in which each member asks the next, from the requester to `last`."""
     pairs = pairwise(SIGNERS[: last + 1])
     return tuple(make_ticket(author, run, member.peer, WALL) for author, member in pairs)
 
@@ -46,7 +46,7 @@ def test_a_member_is_admitted_by_a_chain_from_the_requester() -> None:
     assert own.admits(SIGNERS[3].peer)
     assert own.events[-1] == PeerAdmitted(RUN, SIGNERS[3].peer)
     assert [type(message) for _, message in answers] == [Present, Vouch]
-    assert other.admits(SIGNERS[1].peer), "a member cannot be in its own chain"
+    assert other.admits(SIGNERS[1].peer), "a member was refused because of a chain that contains it"
 
 
 def test_only_the_requester_needs_no_ticket() -> None:
@@ -89,7 +89,7 @@ def test_a_longer_chain_is_replaced_by_a_shorter_one_of_a_member() -> None:
     answers = own.receive(SIGNERS[6].peer, Present(RUN, other.chain, asks=True))
     (vouch,) = (message for _, message in answers if isinstance(message, Vouch))
     lengths = []
-    for sender in (9, 1):  # a peer that is not a member vouches for nobody
+    for sender in (9, 1):  # a peer that is not a member vouches for no other peer
         other.receive(SIGNERS[sender].peer, vouch)
         lengths.append(len(other.chain))
     assert lengths == [6, 2]
@@ -98,7 +98,7 @@ def test_a_longer_chain_is_replaced_by_a_shorter_one_of_a_member() -> None:
         Joins().check(SIGNERS[6], RUN, REQUESTER.peer, other.chain, SIGNERS[1].peer, WALL)
 
 
-def test_a_request_to_join_counts_once_while_fresh() -> None:
+def test_a_request_to_join_counts_once_while_it_is_fresh() -> None:
     joins, me = Joins(), SIGNERS[3]
     chain = (*chain_to(2), make_ticket(SIGNERS[2], RUN, me.peer, WALL))
     with pytest.raises(RemoteProtocolError, match="another peer"):
@@ -113,13 +113,13 @@ def test_a_request_to_join_counts_once_while_fresh() -> None:
     joins.check(me, RUN, REQUESTER.peer, again, SIGNERS[2].peer, WALL + 7)
 
 
-def test_a_member_with_a_full_chain_asks_nobody() -> None:
+def test_a_member_with_a_chain_of_full_length_asks_no_peer() -> None:
     assert admission(CHAIN_MAX - 1).can_vouch
     assert not admission(CHAIN_MAX).can_vouch
 
 
 @given(st.lists(st.floats(0.1, 5.0), min_size=1, max_size=200))
-def test_a_peer_without_proof_is_asked_less_and_less_often(pauses: list[float]) -> None:
+def test_a_peer_without_proof_is_asked_ever_less_often(pauses: list[float]) -> None:
     own, now, asked = admission(1), 0.0, 0
     for pause in pauses:
         now += pause

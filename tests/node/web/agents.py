@@ -22,7 +22,7 @@ NAMES = (
 
 
 def schema(number: int) -> dict[str, Any]:
-    """Parameters as such agents write them."""
+    """Return the parameters of a tool as such agents write them."""
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "type": "object",
@@ -45,7 +45,7 @@ def schema(number: int) -> dict[str, Any]:
 
 
 def responses_tools() -> list[dict[str, Any]]:
-    """Functions, and kinds of tools that only other servers know."""
+    """Return functions, and kinds of tools that only other servers know."""
     tools: list[dict[str, Any]] = [
         {"type": "function", "name": name, "description": LONG, "strict": False, "parameters": schema(number)}
         for number, name in enumerate(NAMES * 6)
@@ -71,7 +71,7 @@ def responses_tools() -> list[dict[str, Any]]:
 
 
 def responses_input() -> list[dict[str, Any]]:
-    """The conversation so far, with the results of tools."""
+    """Return the conversation so far, with the results of tools."""
     return [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": LONG}]},
         {

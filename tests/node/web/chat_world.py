@@ -1,4 +1,4 @@
-"""A page whose node finds one service of two stages for a chat; its answers move and fail as a test sets."""
+"""A page whose node finds one service of two stages for a chat. Its answers move and fail as a test sets."""
 
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ SERVICE = "ab" * 8
 
 
 class MovingGeneration(SaidGeneration):
-    """An answer that silently moves to another route after `moves_after` tokens."""
+    """An answer that moves to a different route after `moves_after` tokens, without an error."""
 
     def __init__(self, world: "ChatServing", wish: GenerationWish) -> None:
         super().__init__(world, wish)
@@ -43,7 +43,7 @@ class MovingGeneration(SaidGeneration):
 
 
 class ChatServing(SaidServing):
-    """A service of two stages at four peers."""
+    """Return a service of two stages at four peers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class ChatServing(SaidServing):
 async def chats(
     *, limits: WebSettings | None = None, **settings: Any
 ) -> AsyncGenerator[tuple[Served, ChatServing], None]:
-    """A page whose node finds the service."""
+    """Yield a page whose node finds the service."""
     said = ChatServing()
     for name, value in settings.items():
         setattr(said, name, value)
@@ -107,7 +107,7 @@ async def chats(
 
 @contextmanager
 def page_of_chats(**settings: Any) -> Iterator[tuple[str, ChatServing]]:
-    """The same for a browser: its link, served by a thread."""
+    """Serve the same page by a thread for a browser, and yield its link."""
     ready, end = threading.Event(), trio.Event()
     held: list[Any] = []
 

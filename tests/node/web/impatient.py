@@ -1,6 +1,6 @@
-"""Abusive clients in their own process: `python -m tests.node.web.impatient PORT KEY N..`, with the numbers
-of slow readers, slow senders, huge bodies and silent connections. The process prints `ready` once all have
-started, and runs until it is killed.
+"""Abusive clients in a separate process: `python -m tests.node.web.impatient PORT KEY N..`. The numbers are
+those of slow readers, slow senders, huge bodies and silent connections. The process prints `ready` once all
+have started, and runs until it is killed.
 """
 
 import json
@@ -31,7 +31,7 @@ async def main(port: int, key: str, readers: int, senders: int, bodies: int, sil
     short = request(port, key, {"model": MODEL, "prompt": "a", "max_tokens": 2})
 
     async def each(data: bytes, *, pause: float, reads: bool) -> None:
-        """Send the same bytes repeatedly, at once or a byte every `pause`; read the answer, or nothing."""
+        """Send the same bytes repeatedly, whole or a byte every `pause`. Read the answer, or nothing."""
         while True:
             with suppress(OSError, trio.BrokenResourceError):
                 async with await trio.open_tcp_stream("127.0.0.1", port) as stream:

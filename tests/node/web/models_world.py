@@ -1,7 +1,7 @@
-"""A page on a real socket whose node serves an invented model of bytes: the driver without a swarm.
+"""A page on a real socket whose node serves an invented model of bytes, without a swarm.
 
-The model repeats `ANSWER`, or says a test's text once. With a tokenizer a conversation becomes its turns, a
-line each. Under a rule it says any allowed text, drawn by the wish's seed.
+The model repeats `ANSWER`, or a text that a test gives once. With a tokenizer a conversation becomes its
+turns, one per line. Under a rule the model writes any allowed text, drawn by the seed of the wish.
 """
 
 import random
@@ -31,7 +31,7 @@ CONTEXT = 4_096
 
 
 class SaidText:
-    """A fenced process that knows a template: a conversation becomes its turns, a line each."""
+    """A fenced process that knows a template: a conversation becomes its turns, one per line."""
 
     tail = ""
     facts = TextFacts((), 256, has_template=True)
@@ -106,7 +106,7 @@ class SaidGeneration:
                 raise StopAsyncIteration
             if says[self._made - 1] in allowed:
                 return Token(says[self._made - 1], -0.5)
-            self._is_free = False  # its own text is not allowed: it says any allowed byte
+            self._is_free = False  # the model's own text is not allowed, so it writes any allowed byte
         closing = [token for token in allowed if token in b'"}]0123456789']
         return Token(self._random.choice(closing or allowed), -0.5)
 

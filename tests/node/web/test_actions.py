@@ -1,4 +1,4 @@
-"""Actions of a user on the page: only with the token and from this origin."""
+"""Actions of a user on the page are accepted only with the token and from the page's origin."""
 
 import json
 from dataclasses import replace
@@ -92,7 +92,7 @@ async def test_a_model_that_cannot_be_prepared_is_refused_with_the_reason(tmp_pa
         assert "there is no file /none.peerloom" in document["error"]
 
 
-async def test_accepting_stages_can_be_changed_and_is_shown(tmp_path: Path) -> None:
+async def test_whether_stages_are_accepted_can_be_changed_and_is_shown(tmp_path: Path) -> None:
     async with served(told(tmp_path)) as page:
         status, document = await act(page, "limits", {"accept_runs": "never"})
         assert (status, document["result"]["accept_runs"]) == (200, "never")
@@ -100,7 +100,7 @@ async def test_accepting_stages_can_be_changed_and_is_shown(tmp_path: Path) -> N
         assert (await act(page, "limits", {"accept_runs": "sometimes"}))[0] == 409
 
 
-def test_others_learn_that_a_node_accepts_no_more_stages() -> None:
+def test_others_learn_that_a_node_no_longer_accepts_stages() -> None:
     async def scenario() -> None:
         import trio
 

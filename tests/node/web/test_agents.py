@@ -1,4 +1,4 @@
-"""Requests of coding agents, and requests like theirs with an error in them."""
+"""Requests of coding agents, and similar requests with an error in them."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from tests.node.web.world import Served
 
 CALL = 'I run it.\n<tool_call>\n{"name": "shell_0", "arguments": {"command": ["ls"]}}\n</tool_call>'
 ROOM = 1 << 22
-"""Tokens that the invented model accepts: such a request has some hundred thousand characters."""
+"""Number of tokens that the invented model accepts: such a request has some hundred thousand characters."""
 JUNK: list[Any] = [
     None,
     True,
@@ -87,12 +87,13 @@ async def test_requests_of_coding_agents_are_answered(monkeypatch: pytest.Monkey
 
 
 def small(body: dict[str, Any]) -> dict[str, Any]:
-    """A request with only a few of its tools: an error in many is also an error in few."""
+    """Return a request with only a few of its tools, because an error in many tools is also an error in
+    few."""
     return {**body, "tools": body["tools"][:2] + body["tools"][-2:]}
 
 
 def bases() -> list[tuple[str, dict[str, Any]]]:
-    """Valid requests of each form."""
+    """Valid requests in each form."""
     turns = [
         {"role": "system", "content": "short"},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
@@ -154,7 +155,7 @@ def mutated(rng: random.Random, body: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("count", [70, pytest.param(1_000, marks=pytest.mark.slow)])
-async def test_requests_with_an_error_get_a_clear_answer(count: int) -> None:
+async def test_requests_with_an_error_get_a_clear_error_message(count: int) -> None:
     rng = random.Random(count)
     refused = 0
     async with models() as (page, said, key):

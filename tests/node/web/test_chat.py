@@ -1,4 +1,4 @@
-"""The chat of the page over HTTP: access, events during an answer, and that nothing is stored."""
+"""The page's chat over HTTP: access to it, events during an answer, and that nothing is stored."""
 
 import json
 from typing import Any
@@ -61,7 +61,7 @@ async def test_a_move_is_reported_before_the_answer_continues() -> None:
         assert "piece" in kinds[kinds.index("moved") :]
 
 
-async def test_an_answer_that_fails_gives_the_reason_and_keeps_its_text() -> None:
+async def test_an_answer_that_fails_shows_the_reason_and_keeps_its_text() -> None:
     async with chats(breaks_after=5) as (page, said):
         events = await told(page, question())
         assert text_of(events) == "Grü"
@@ -83,7 +83,7 @@ async def test_an_answer_that_fails_gives_the_reason_and_keeps_its_text() -> Non
         ({"sec_fetch_site": "cross-site"}, 403),
     ],
 )
-async def test_only_the_pages_owner_is_answered(headers: dict[str, str], status: int) -> None:
+async def test_only_the_owner_of_the_page_is_answered(headers: dict[str, str], status: int) -> None:
     body = json.dumps(question()).encode()
     async with chats() as (page, said):
         fields = {"content_type": JSON, **headers}
@@ -93,7 +93,7 @@ async def test_only_the_pages_owner_is_answered(headers: dict[str, str], status:
         assert not said.wishes
 
 
-async def test_a_closed_window_ends_its_answer() -> None:
+async def test_closing_the_window_ends_its_answer() -> None:
     async with chats(seconds=0.02) as (page, said):
         body = json.dumps(question(tokens=4_000)).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nhost: {page.host}\r\ncontent-type: {JSON}\r\n"
@@ -106,7 +106,7 @@ async def test_a_closed_window_ends_its_answer() -> None:
         await until(lambda: said.going == 0)  # the whole answer would take 80 s
 
 
-async def test_events_and_metrics_contain_no_text_of_a_chat() -> None:
+async def test_events_and_metrics_contain_no_chat_text() -> None:
     async with chats(moves_after=4) as (page, _):
         await told(page, question("the secret of the seventh seal"))
         for path in ("/api/view", "/api/export", "/metrics"):
@@ -115,7 +115,7 @@ async def test_events_and_metrics_contain_no_text_of_a_chat() -> None:
             assert ANSWER[:5].encode() not in body
 
 
-async def test_concurrent_answers_of_pages_are_bounded() -> None:
+async def test_the_number_of_concurrent_chat_answers_is_limited() -> None:
     async with chats(limits=WebSettings(chats_max=0)) as (page, _):
         status, _, body = await page.ask(
             CHAT, method="POST", body=json.dumps(question()).encode(), content_type=JSON

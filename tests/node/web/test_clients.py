@@ -1,4 +1,4 @@
-"""The official clients of OpenAI and Anthropic against the HTTP API, on real sockets."""
+"""The official clients of OpenAI and Anthropic use the HTTP API, on real sockets."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ async def ask(page: Served, key: str, work: Callable[[Any], T]) -> T:
 
 
 async def message(page: Served, key: str, work: Callable[[Any], T]) -> T:
-    """The same with an Anthropic client."""
+    """Return the result of `work` with an Anthropic client, in its own thread."""
 
     def run() -> T:
         with anthropic.Anthropic(api_key=key, base_url=f"http://{page.host}", max_retries=0) as client:
@@ -82,7 +82,7 @@ async def test_chat_answers_arrive_whole_and_streamed() -> None:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TOLD
         assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
         assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
-        # No piece splits a character: the bytes of one arrive together.
+        # No piece splits a character: all bytes of a character arrive together.
         assert all("\ufffd" not in (chunk.choices[0].delta.content or "") for chunk in chunks)
 
 
@@ -162,7 +162,7 @@ async def test_messages_arrive_whole_and_streamed() -> None:
         assert counted.input_tokens == len("system: short\nuser: hi")
 
 
-async def test_clients_read_errors_in_their_own_form() -> None:
+async def test_clients_receive_errors_in_their_own_form() -> None:
     async with models(text="bytes") as (page, said, key):
         turns = [{"role": "user", "content": "hi"}]
         with pytest.raises(openai.BadRequestError, match="no chat template") as refused:

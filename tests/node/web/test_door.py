@@ -52,7 +52,7 @@ async def test_an_unchanged_file_is_not_sent_again() -> None:
         ("/api/view", "POST", 405),
     ],
 )
-async def test_an_unknown_path_has_a_clear_status(path: str, method: str, status: int) -> None:
+async def test_an_unknown_path_gets_a_clear_status(path: str, method: str, status: int) -> None:
     async with served() as page:
         answered, _, body = await page.ask(path, method=method)
         assert answered == status
@@ -72,7 +72,7 @@ async def test_an_unknown_path_has_a_clear_status(path: str, method: str, status
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_other_origins_and_rebound_names_are_refused(headers: dict[str, str], method: str) -> None:
+async def test_other_origins_and_rebound_host_names_are_refused(headers: dict[str, str], method: str) -> None:
     async with served(told()) as page:
         path = "/api/view" if method == "GET" else "/api/actions/stop"
         body = b"" if method == "GET" else b'{"run": "abababababababab"}'
@@ -90,7 +90,7 @@ async def test_other_origins_and_rebound_names_are_refused(headers: dict[str, st
         assert page.node.asked == []
 
 
-async def test_an_action_needs_the_token_and_acts_like_the_command() -> None:
+async def test_an_action_needs_the_token_and_acts_like_its_command() -> None:
     async with served(told()) as page:
         body = b'{"run": "abababababababab"}'
         wanted = {"content_type": "application/json", "origin": f"http://{page.host}"}
@@ -130,7 +130,7 @@ async def first_line(page: Served, path: str, method: str) -> bytes:
             return bytes(await connection.receive_some(1_000)).partition(b"\r\n")[0]
 
 
-async def test_a_local_scraper_needs_no_token_for_metrics() -> None:
+async def test_a_scraper_on_this_machine_needs_no_token_for_metrics() -> None:
     async with served(told()) as page:
         assert b" 200 " in (await first_line(page, "/metrics", "GET"))
 
@@ -146,7 +146,7 @@ async def test_the_token_survives_a_restart() -> None:
         assert page.page.token == token
 
 
-async def test_neither_40_streams_nor_140_silent_connections_keep_the_owner_out() -> None:
+async def test_many_streams_and_silent_connections_do_not_lock_the_owner_out() -> None:
     async with served(told()) as page, trio.open_nursery() as nursery:
         held = [await trio.open_tcp_stream("127.0.0.1", page.port) for _ in range(140)]
         for each in held[:40]:
@@ -165,7 +165,7 @@ async def test_neither_40_streams_nor_140_silent_connections_keep_the_owner_out(
             nursery.start_soon(each.aclose)
 
 
-async def test_the_owner_is_served_soon_beside_200_silent_connections() -> None:
+async def test_the_owner_is_served_soon_despite_200_silent_connections() -> None:
     async with served(told()) as page, AsyncExitStack() as silent:
         for _ in range(200):
             silent.push_async_callback((await trio.open_tcp_stream("127.0.0.1", page.port)).aclose)
@@ -183,7 +183,7 @@ async def test_the_owner_is_served_soon_beside_200_silent_connections() -> None:
 
 
 async def connected(page: Served, stack: AsyncExitStack) -> trio.SocketStream:
-    """Connect one more client, once the server has accepted or refused it."""
+    """Connect one more client. Return once the server has accepted or refused it."""
     server = page.page._door
     assert server is not None
 
@@ -206,7 +206,7 @@ async def is_answered(page: Served, client: trio.SocketStream) -> bool:
         return (await client.receive_some(100)).startswith(b"HTTP/1.1 200")
 
 
-async def test_newcomers_displace_no_young_connection_at_the_limit() -> None:
+async def test_newcomers_displace_no_recent_connection_at_the_limit() -> None:
     few = WebSettings(connections_max=1, doorway_max=3, doorway_seconds=60, request_seconds_max=30)
     async with served(told(), few) as page, AsyncExitStack() as stack:
         tricklers = [await connected(page, stack) for _ in range(3)]
@@ -227,7 +227,7 @@ async def test_the_oldest_connection_is_evicted_after_its_minimum_time() -> None
         assert await is_answered(page, await connected(page, stack))
 
 
-async def test_a_crowd_from_one_address_makes_room_for_another() -> None:
+async def test_a_crowd_from_one_address_makes_room_for_other_addresses() -> None:
     few = WebSettings(connections_max=1, doorway_max=3, doorway_seconds=60, request_seconds_max=30)
     async with served(told(), few) as page, AsyncExitStack() as stack:
         for _ in range(4):
@@ -247,11 +247,11 @@ def test_a_form_is_not_an_action_even_with_the_token() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:9748", "localhost", "LOCALHOST:1", "[::1]:80"])
-def test_names_of_this_machine_are_served(host: str) -> None:
+def test_all_names_of_this_machine_are_served(host: str) -> None:
     assert refuse_stranger("GET", "/", {"host": host}) is None
 
 
-def test_a_link_from_elsewhere_opens_the_page() -> None:
+def test_a_link_from_a_different_site_opens_the_page() -> None:
     headers = {"host": "localhost:1", "sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
     assert refuse_stranger("GET", "/runs", headers) is None
     assert refuse_stranger("GET", "/api/whatif", headers) is not None
@@ -273,7 +273,7 @@ async def test_bytes_that_are_not_a_request_get_a_status(data: bytes, status: by
         assert status in (await page.raw(data)).partition(b"\r\n")[0]
 
 
-async def test_one_connection_carries_many_requests() -> None:
+async def test_one_connection_serves_many_requests() -> None:
     async with served() as page:
         head = f"GET /api/view HTTP/1.1\r\nhost: {page.host}\r\nx-peerloom-token: {page.page.token}\r\n"
         one, last = f"{head}\r\n".encode(), f"{head}connection: close\r\n\r\n".encode()
@@ -290,7 +290,7 @@ async def test_idle_connections_are_closed_silently() -> None:
         assert await page.raw(b"") == b""
 
 
-async def test_a_silent_connection_makes_room_for_the_next() -> None:
+async def test_a_silent_connection_makes_room_for_the_next_one() -> None:
     async with (
         served(settings=WebSettings(connections_max=1, doorway_max=0)) as page,
         await trio.open_tcp_stream("127.0.0.1", page.port) as first,

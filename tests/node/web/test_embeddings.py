@@ -1,4 +1,4 @@
-"""Large requests for embeddings: they are tokenized off the event loop, and bounded before that."""
+"""Large requests for embeddings are limited first, and then tokenized outside the event loop."""
 
 import threading
 from contextlib import AsyncExitStack
@@ -15,7 +15,7 @@ from tests.node.web.models_world import NAME, SaidServing, models
 from tests.node.web.test_clients import ask, openai
 
 
-async def test_long_inputs_are_tokenized_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_inputs_are_tokenized_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     convert, threads = msgspec.convert, list[threading.Thread]()
 
     def noting(given: Any, *rest: Any, **options: Any) -> Any:

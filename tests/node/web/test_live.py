@@ -1,4 +1,4 @@
-"""Updates for open pages: snapshots, deltas, and the position where a page resumes."""
+"""Updates for open pages: snapshots, deltas, and the position from which a page resumes."""
 
 import json
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ async def test_a_page_starts_with_a_snapshot_and_continues_with_deltas() -> None
         assert member["noticed_by"] == views.peer_key(peer(3))
 
 
-async def test_a_death_in_a_run_is_a_mark_on_its_curve() -> None:
+async def test_a_death_in_a_run_is_marked_on_its_curve() -> None:
     async with served(told()) as page, stream(page) as messages:
         await messages.next()
         page.node.publish(events.MemberLost(at=STARTED + 20, peer=peer(2), reason="no ack"))
@@ -65,7 +65,7 @@ async def test_a_run_is_shown_with_how_its_data_was_read() -> None:
         assert "label     'kind', by the key `label`" in lines
 
 
-async def test_a_page_that_was_away_resumes_where_it_was() -> None:
+async def test_a_page_that_lost_its_connection_resumes_where_it_was() -> None:
     async with served(told()) as page, stream(page):
         async with stream(page) as messages:
             _, seen, _ = await messages.next()
@@ -77,7 +77,7 @@ async def test_a_page_that_was_away_resumes_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("last", ["another-life.1", "x", ".", "0" * 999, "\xff.1"])
-async def test_a_page_of_another_life_starts_again(last: str) -> None:
+async def test_a_page_from_before_a_restart_starts_again(last: str) -> None:
     async with served(told()) as page, stream(page, last) as messages:
         assert (await messages.next())[0] == "reset"
 
@@ -94,7 +94,7 @@ async def test_a_page_that_fell_behind_starts_again() -> None:
             assert len(whole["members"]) == 8
 
 
-async def test_deltas_add_up_to_the_whole() -> None:
+async def test_all_deltas_together_give_the_whole_state() -> None:
     async with served(told()) as page, stream(page) as messages:
         _, _, whole = await messages.next()
         rows = {row[0]: row for row in whole["members"]}
@@ -111,7 +111,7 @@ async def test_deltas_add_up_to_the_whole() -> None:
         assert sorted(rows.values(), key=str) == sorted(expected, key=str)
 
 
-async def test_nothing_is_encoded_without_an_open_page() -> None:
+async def test_no_event_is_encoded_without_an_open_page() -> None:
     async with served(told()) as page:
         deltas = page.page.live
         for number in range(100, 200):
@@ -121,7 +121,7 @@ async def test_nothing_is_encoded_without_an_open_page() -> None:
         assert deltas._snapshot is None
 
 
-async def test_a_browser_that_reads_nothing_delays_nobody() -> None:
+async def test_a_browser_that_reads_nothing_delays_no_other() -> None:
     node = told(200)
     async with served(node) as page, await trio.open_tcp_stream("127.0.0.1", page.port) as asleep:
         await asleep.send_all(f"GET /api/stream HTTP/1.1\r\nhost: {page.host}\r\n\r\n".encode())
@@ -136,14 +136,14 @@ async def test_a_browser_that_reads_nothing_delays_nobody() -> None:
             assert (await page.ask("/api/view"))[0] == 200
 
 
-async def test_a_thousand_peers_fit_one_small_snapshot() -> None:
+async def test_a_thousand_peers_fit_into_one_small_snapshot() -> None:
     async with served(told(1_000)) as page:
         _, _, body = await page.ask("/api/view")
         assert len(json.loads(body)["members"]) == 1_000
         assert len(body) <= 200_000
 
 
-async def test_links_are_those_of_peers_that_were_heard() -> None:
+async def test_links_are_shown_only_to_peers_that_were_heard() -> None:
     node = told()
     node.seams.network.heard.add(peer(1))
     node.publish(
@@ -153,7 +153,7 @@ async def test_links_are_those_of_peers_that_were_heard() -> None:
         assert (await page.json("/api/view"))["links"] == {views.peer_key(peer(1)): 0.02}
 
 
-async def test_undialled_members_are_shown_with_their_path() -> None:
+async def test_members_that_cannot_be_dialled_are_shown_with_their_path() -> None:
     node = told()
     relayed = {"way": "relayed", "relay": peer_text(peer(2)), "bytes_per_second": 1_250_000}
     paths = {peer(1): relayed, peer(2): {"way": "direct", "relay": None, "bytes_per_second": None}}

@@ -1,4 +1,4 @@
-"""`/metrics`: the counted values, the bound on labels, and deployed rules that use existing names."""
+"""`/metrics`: the counted values, the limit on labels, and deployed rules that use only existing names."""
 
 import json
 import re
@@ -60,7 +60,8 @@ async def test_metrics_count_events() -> None:
 
 
 def answered(node: Told, stages: int = 1) -> Told:
-    """The same, with an answer of a model whose stages are held here, counted in each way."""
+    """Return the events together with an answer of a model whose stages are held here, counted in each
+    way."""
     for event in serving_events(STARTED, peer(1), peer(2)):
         node.publish(event)
     listing = SimpleNamespace(sessions=2, tokens=300, tokens_max=4_096)
@@ -129,7 +130,7 @@ async def test_peers_and_runs_are_not_labels() -> None:
     assert set(many) == set(few)
 
 
-async def test_events_between_scrapes_are_all_counted() -> None:
+async def test_every_event_between_two_scrapes_is_counted() -> None:
     node = told()
     async with served(node) as page:
         for number in range(5):
@@ -154,7 +155,7 @@ def names_of(expression: str) -> set[str]:
     return set(re.findall(r"\bpeerloom_\w+", expression))
 
 
-async def test_deployed_rules_ask_only_for_metrics_that_exist() -> None:
+async def test_deployed_rules_use_only_metrics_that_exist() -> None:
     known = {name for name, *_ in await scraped(answered(told()))}
     dashboard = json.loads((ROOT / "deploy/grafana.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
@@ -169,7 +170,7 @@ async def test_deployed_rules_ask_only_for_metrics_that_exist() -> None:
         assert names_of(expression) <= known, expression
 
 
-async def test_deployed_labels_exist() -> None:
+async def test_deployed_rules_use_only_labels_that_exist() -> None:
     found = await scraped(told())
     text = (ROOT / "deploy/alerts.yml").read_text()
     assert ("peerloom_members", "alive") in found

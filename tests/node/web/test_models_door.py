@@ -49,7 +49,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/v1/messages"])
-async def test_a_key_is_needed_on_this_machine_too(path: str) -> None:
+async def test_a_key_is_needed_even_on_this_machine(path: str) -> None:
     async with models() as (page, said, key):
         for given_key in ("", "pl-wrong", key[:-1], page.page.token):
             status, headers, document = await post(page, given_key, ASKED, path)
@@ -87,7 +87,7 @@ async def test_an_answer_ends_when_its_client_hangs_up(is_streamed: bool) -> Non
         await until(lambda: said.going == 0)  # the whole answer would take 80 s
 
 
-async def test_requests_beyond_a_keys_limit_wait_and_then_are_refused() -> None:
+async def test_requests_over_a_keys_limit_wait_and_are_then_refused() -> None:
     async with models(text="bytes", limits=WebSettings(waiting_max=1), seconds=0.01) as (page, said, _):
         made: Any = await page.page.models.keys.handlers["keys.new"]({"in_flight": 1}, ignore)
         key = made["key"]
@@ -108,7 +108,7 @@ async def test_requests_beyond_a_keys_limit_wait_and_then_are_refused() -> None:
         await until(lambda: not queue.going and not queue.waiting)
 
 
-def test_waiting_keys_take_turns() -> None:
+def test_waiting_requests_of_different_keys_are_served_in_turn() -> None:
     queue = RequestQueue(WebSettings().waiting_max, total_max=1)
     first = queue.enter(0, "a")
     waiting = [queue.enter(0, key) for key in "aaabb"]
@@ -165,7 +165,7 @@ PATHS = st.sampled_from([*model_api.FORMS, model_api.COUNT_PATH, "/v1/models/x",
     [60, pytest.param(1_000, marks=pytest.mark.slow)],
 )
 def test_malformed_requests_get_a_clear_answer(count: int) -> None:
-    """Every answer is a 200 with the requested content or a 4xx with a reason, and no request affects the
+    """Every answer is either a 200 with the requested content or a 4xx with a reason. No request affects the
     next one.
     """
 
@@ -192,7 +192,7 @@ def test_malformed_requests_get_a_clear_answer(count: int) -> None:
     rubbish()
 
 
-async def test_two_hundred_silent_connections_stop_no_stream() -> None:
+async def test_two_hundred_silent_connections_interrupt_no_stream() -> None:
     async with models(text="bytes", seconds=0.005) as (page, _, key), AsyncExitStack() as silent:
         async with trio.open_nursery() as nursery:
             answered: list[int] = []
@@ -218,7 +218,7 @@ async def test_two_hundred_silent_connections_stop_no_stream() -> None:
         assert answered == [200, 200]
 
 
-async def test_counting_tokens_queues_like_an_answer() -> None:
+async def test_counting_tokens_waits_in_the_queue_like_an_answer() -> None:
     asked = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
     async with models() as (page, _, key):
         assert (await post(page, key, asked, "/v1/messages/count_tokens"))[0] == 200
@@ -234,7 +234,7 @@ async def test_a_long_body_is_parsed_like_a_short_one() -> None:
         assert (status, document["error"]["param"]) == (400, "temperature")
 
 
-async def test_a_slow_sender_of_a_body_is_cut_off() -> None:
+async def test_a_client_that_sends_a_body_slowly_is_cut_off() -> None:
     async with models(limits=WebSettings(request_seconds_max=0.2, long_request_seconds_max=0.2)) as (
         page,
         _,
@@ -244,7 +244,7 @@ async def test_a_slow_sender_of_a_body_is_cut_off() -> None:
         assert b" 408 " in answer.partition(b"\r\n")[0]
 
 
-def test_keys_never_leave_this_machine_in_the_clear(tmp_path: Path) -> None:
+def test_keys_never_leave_this_machine_unencrypted(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unencrypted") as refused:
         resolve({"web": "0.0.0.0:9748"}, {})
     assert "--web-cert" in (refused.value.do or "")
@@ -255,7 +255,7 @@ def test_keys_never_leave_this_machine_in_the_clear(tmp_path: Path) -> None:
         resolve({"web": "off", "web_proxy": True}, {})
 
 
-async def test_a_public_server_uses_tls_and_shows_no_page(tmp_path: Path) -> None:
+async def test_a_public_server_uses_tls_and_serves_no_page(tmp_path: Path) -> None:
     cert = tmp_path / "cert.pem"
     cert.write_bytes(certificate())
     async with models(web=resolve({"web": "127.0.0.1:0", "web_cert": str(cert)}, {}).web) as (page, _, key):
@@ -289,7 +289,7 @@ async def test_a_public_server_uses_tls_and_shows_no_page(tmp_path: Path) -> Non
 
 
 def certificate() -> bytes:
-    """A self-signed certificate for localhost, and its key."""
+    """Return a self-signed certificate for localhost, and its key."""
     from datetime import UTC, datetime, timedelta
 
     from cryptography import x509

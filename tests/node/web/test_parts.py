@@ -1,4 +1,4 @@
-"""The pure parts of the page: the history, the curves of runs, what-if, and the static files."""
+"""The pure parts of the page: the history, the curves of runs, what-if predictions, and the static files."""
 
 import re
 import tomllib
@@ -23,7 +23,8 @@ from tests.node.web.world import STARTED, joined, peer, run_events, started
 
 RUN = "ab" * 8
 SCRIPT_BYTES_MAX = 116_000
-"""A second on a slow link; the libraries take 64 kB of it, each view some kilobytes."""
+"""Maximum size of all scripts: what a slow link loads within a second. The libraries take 64 kB, and each
+view some kilobytes."""
 
 
 def state_of(*happened: events.Event) -> State:
@@ -34,7 +35,7 @@ def state_of(*happened: events.Event) -> State:
 
 
 @given(st.integers(1, 20), st.integers(0, 60), st.integers(-5, 80))
-def test_a_reader_gets_everything_after_its_number(kept: int, count: int, after: int) -> None:
+def test_a_reader_gets_every_event_after_its_number(kept: int, count: int, after: int) -> None:
     history = EventHistory(kept)
     happened = [events.NodeStopped(at=float(number)) for number in range(1, count + 1)]
     for event in happened:
@@ -44,7 +45,7 @@ def test_a_reader_gets_everything_after_its_number(kept: int, count: int, after:
     assert history.dropped == max(0, count - kept)
 
 
-def test_a_full_curve_covers_all_and_gets_coarser() -> None:
+def test_a_full_curve_covers_the_whole_run_and_gets_coarser() -> None:
     course = charts.Charts()
     for event in run_events(steps=5 * charts.POINTS_MAX):
         course.take(event)
@@ -56,7 +57,7 @@ def test_a_full_curve_covers_all_and_gets_coarser() -> None:
     assert {later - earlier for earlier, later in pairwise(steps)} == {kept.stride}
 
 
-def test_runs_and_marks_are_bounded() -> None:
+def test_the_numbers_of_runs_and_marks_are_bounded() -> None:
     course = charts.Charts()
     for number in range(charts.RUNS_MAX + 10):
         run = f"{number:016x}"
@@ -68,7 +69,7 @@ def test_runs_and_marks_are_bounded() -> None:
     assert len(course.courses[run].marks) == charts.MARKS_MAX
 
 
-def test_a_newcomer_of_a_later_plan_is_a_join() -> None:
+def test_a_newcomer_in_a_later_plan_is_marked_as_a_join() -> None:
     course = charts.Charts()
     for event in run_events():
         course.take(event)
@@ -82,7 +83,7 @@ def test_a_newcomer_of_a_later_plan_is_a_join() -> None:
     assert peer_key(peer(7)) in marks[1][1][3]
 
 
-def test_a_death_is_marked_even_after_the_plan_without_the_dead() -> None:
+def test_a_death_is_marked_even_after_a_plan_without_the_dead_peer() -> None:
     course = charts.Charts()
     for event in run_events():
         course.take(event)
@@ -113,7 +114,7 @@ def test_the_slowest_stage_takes_twice_as_long_without_one_replica() -> None:
     assert same["predicted_seconds"] == same["step_seconds"]
 
 
-def test_a_run_without_a_whole_stage_needs_a_spare() -> None:
+def test_a_run_that_lost_a_whole_stage_needs_a_spare() -> None:
     happened = [started(), *(joined(number) for number in range(1, 5)), *run_events()]
     both = {peer_key(peer(1)), peer_key(peer(2))}
     state = state_of(*happened)
@@ -124,7 +125,7 @@ def test_a_run_without_a_whole_stage_needs_a_spare() -> None:
     assert "1 spare" in whatif.document(state, state.runs[RUN], both)["text"]
 
 
-def test_vendored_files_are_those_that_were_published() -> None:
+def test_vendored_files_equal_the_published_ones() -> None:
     folder = FOLDER / "vendor"
     files = tomllib.loads((folder / "vendored.toml").read_text())["file"]
     named = {"vendored.toml"}
@@ -134,17 +135,19 @@ def test_vendored_files_are_those_that_were_published() -> None:
     assert {path.name for path in folder.iterdir()} == named
 
 
-def test_all_scripts_together_are_small() -> None:
+def test_all_scripts_together_stay_small() -> None:
     assert 0 < Assets().script_bytes <= SCRIPT_BYTES_MAX
 
 
-def test_the_page_loads_nothing_from_elsewhere() -> None:
+def test_the_page_loads_nothing_from_other_servers() -> None:
     wrong = []
     for path in [*FOLDER.glob("*.js"), *FOLDER.glob("*.css"), *FOLDER.glob("*.html")]:
         text = path.read_text()
         wrong += [f"{path.name}: {found}" for found in re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text)]
         for name in re.findall(r'(?:from|src=|href=) ?"(/static/[^"]+)"', text):
-            assert (FOLDER / name.removeprefix("/static/")).is_file(), f"{path.name} wants {name}"
+            assert (FOLDER / name.removeprefix("/static/")).is_file(), (
+                f"{path.name} loads {name}, which does not exist"
+            )
     assert wrong == []
 
 

@@ -1,4 +1,4 @@
-"""Slow, silent and huge clients use bounded memory, and do not slow down other streams."""
+"""Slow, silent and huge clients use limited memory, and do not slow down other streams."""
 
 import gc
 import statistics
@@ -21,14 +21,16 @@ from tests.source import ROOT
 
 TOKEN_SECONDS = 0.02
 FORMS = {"short": (40, (6, 6, 2, 40)), "long": (1_500, (40, 40, 40, 200))}
-"""Tokens whose times are measured; slow readers, slow senders, huge bodies and silent connections."""
+"""Number of tokens whose times are measured, and the numbers of slow readers, slow senders, huge bodies and
+silent connections."""
 SLACK_SECONDS = {"short": 0.1, "long": 0.004}
-"""Tolerance beyond the 20 %: three test processes share two cores; alone, it is one turn of the scheduler."""
+"""Tolerance in addition to the 20 %. Three test processes share two cores; alone, the delay is one turn of
+the scheduler."""
 GROWTH_BYTES_MAX = 200 << 20
 
 
 class _Threads:
-    """An executor as a node has it: slow work does not run on the event loop."""
+    """An executor like a node's: slow work does not run on the event loop."""
 
     async def run(self, work: Callable[[], Any]) -> Any:
         return await trio.to_thread.run_sync(work)
@@ -57,7 +59,7 @@ def p95(values: list[float]) -> float:
 
 @asynccontextmanager
 async def started(command: list[str]) -> AsyncIterator[None]:
-    """Run a process for the time of the block, from its first output on."""
+    """Run a process while the block lasts, from its first output on."""
     process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert process.stdout is not None
@@ -71,7 +73,7 @@ async def started(command: list[str]) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("form", ["short", pytest.param("long", marks=pytest.mark.slow(seconds=180))])
-async def test_a_stream_keeps_its_pace_beside_slow_silent_and_huge_clients(form: str) -> None:
+async def test_a_stream_keeps_its_pace_despite_abusive_clients(form: str) -> None:
     tokens, counts = FORMS[form]
     async with models(text="bytes", seconds=TOKEN_SECONDS) as (page, said, key):
         page.node.seams.executor = _Threads()

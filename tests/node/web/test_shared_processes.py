@@ -1,4 +1,4 @@
-"""Concurrent answers share one fenced process, and do not disturb each other."""
+"""Concurrent answers share one fenced process and do not disturb each other."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -17,7 +17,7 @@ from node.web.forms.asking import FormProblem
 
 
 class SlowText:
-    """A process that spells tokens as bytes once released."""
+    """A process that spells tokens as bytes once it is released."""
 
     def __init__(self) -> None:
         self.may = trio.Event()
@@ -28,7 +28,7 @@ class SlowText:
         return [b"%d" % token for token in tokens]
 
 
-async def test_concurrent_choices_keep_their_tokens() -> None:
+async def test_concurrent_choices_keep_their_own_tokens() -> None:
     fenced = SlowText()
     text = ServiceText(cast(Any, fenced))
     await text.spell(range(SPELLED_MAX))
@@ -44,13 +44,14 @@ async def test_concurrent_choices_keep_their_tokens() -> None:
         fenced.may = trio.Event()
         fenced.may.set()
         await text.spell([6_000])
-        await text.spell([7_000])  # more rules than are cached: all are forgotten
+        await text.spell([7_000])  # more rules than are cached, so all are forgotten
         slow.set()
     assert {token: told[token] for token in (1, 5_000)} == {1: b"1", 5_000: b"5000"}
 
 
 class DyingProcesses:
-    """Processes for rules, the first of which end: `ends` says for each request whether it was to blame."""
+    """Processes for rules, of which the first few end. `ends` says for each request whether it was to
+    blame."""
 
     def __init__(self, *ends: bool | None) -> None:
         self.ends = list(ends)
@@ -82,7 +83,7 @@ class DyingProcesses:
 
 
 @pytest.mark.parametrize("others", range(BEGINNINGS_MAX))
-async def test_a_grammar_that_ends_the_process_costs_no_other_answer(others: int) -> None:
+async def test_a_grammar_that_kills_the_process_costs_no_other_answer(others: int) -> None:
     processes = DyingProcesses(*[False] * others, None, *[False] * (others + 1), None)
     async with processes.constraint() as constraint:
         assert (await constraint.begin()).tolist() == [False, True] + [False] * 6
@@ -92,7 +93,7 @@ async def test_a_grammar_that_ends_the_process_costs_no_other_answer(others: int
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-async def test_a_grammar_that_ends_its_process_ends_its_own_answer(is_begun: bool) -> None:
+async def test_a_grammar_that_kills_the_process_ends_its_own_answer(is_begun: bool) -> None:
     processes = DyingProcesses(*[None] * is_begun, True)
     async with processes.constraint() as constraint:
         if is_begun:

@@ -59,7 +59,7 @@ async def test_strict_calls_follow_their_schema_in_auto_mode() -> None:
         assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (PLAIN, "stop")
 
 
-async def test_a_tool_with_plain_text_is_called_with_it() -> None:
+async def test_a_tool_that_takes_plain_text_is_called_with_it() -> None:
     async with models() as (page, said, key):
         written = json.dumps({"name": "patch", "arguments": {"input": PATCH}})
         saying(said, f"<tool_call>\n{written}\n</tool_call>")
@@ -73,7 +73,7 @@ async def test_a_tool_with_plain_text_is_called_with_it() -> None:
         events = await ask(page, key, lambda c: list(c.responses.create(**fields, stream=True)))
         deltas = [each.delta for each in events if each.type == "response.custom_tool_call_input.delta"]
         assert "".join(deltas) == PATCH
-        assert len(deltas) > 9, "the text is streamed"
+        assert len(deltas) > 9, "the text was not streamed"
         done = [each for each in events if each.type == "response.custom_tool_call_input.done"]
         assert [each.input for each in done] == [PATCH]
         assert events[-1].response.output[0].input == PATCH
@@ -113,7 +113,7 @@ def test_a_text_is_parsed_from_arguments_while_they_stream(written: str, text: s
     assert "".join(told) + reader.finish() == text
 
 
-async def test_cached_tokens_are_counted() -> None:
+async def test_cached_prompt_tokens_are_counted() -> None:
     async with models() as (page, said, key):
         said.shared = 5
         fields: dict[str, Any] = {"model": NAME, "messages": USER, "max_tokens": 3}

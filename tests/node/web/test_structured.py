@@ -1,4 +1,4 @@
-"""Structured output through the official clients, by a real fenced process and a model of bytes that says
+"""Structured output through the official clients, by a real fenced process and a model of bytes that writes
 anything that a rule allows.
 """
 
@@ -65,7 +65,7 @@ async def refuse(page: Served, key: str) -> None:
             )
 
 
-async def test_every_form_constrains_answers_or_refuses_the_rule() -> None:
+async def test_every_form_either_constrains_answers_or_refuses_the_rule() -> None:
     async with models() as (page, said, key):
         form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
         chat: dict[str, Any] = {"model": NAME, "messages": USER, "response_format": form, "n": 2}
@@ -107,7 +107,7 @@ async def test_every_form_constrains_answers_or_refuses_the_rule() -> None:
         assert said.going == 0
 
 
-async def test_a_model_that_must_call_a_tool_does() -> None:
+async def test_a_model_that_must_call_a_tool_calls_it() -> None:
     async with models() as (page, said, key):
         callers(said)
         said.facts = msgspec.structs.replace(said.facts, reasoning=-1)
@@ -143,7 +143,7 @@ async def test_an_answer_under_a_rule_survives_the_death_of_its_process() -> Non
     class DyingText(FencedText):
         async def advance_rule(self, stream: int, token: int) -> TokenMask:
             if next(counts) == 3:
-                await self.aclose()  # as when another answer's grammar took too much memory
+                await self.aclose()  # as if another answer's grammar had taken too much memory
             return await super().advance_rule(stream, token)
 
     async with models(text_kind=DyingText) as (page, said, key):

@@ -1,4 +1,4 @@
-"""Calls of tools and reasoning through the official clients, in all three forms, streamed and not."""
+"""Tool calls and reasoning through the official clients, in all three forms, streamed and not."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ USER: list[Any] = [{"role": "user", "content": "hi"}]
 
 
 def callers(said: SaidServing, says: str = SAYS) -> None:
-    """Have the model say calls and reasoning."""
+    """Have the model write calls and reasoning."""
     said.says = says.encode()
     said.facts = msgspec.structs.replace(SaidText.facts, calls="hermes", reasoning=0)
 
@@ -67,10 +67,11 @@ async def test_chat_completions_contain_calls_and_reasoning() -> None:
         assert [json.loads(arguments[number]) for number in (0, 1)] == INPUTS
         assert [(number, name) for number, _, name in heads] == [(0, "look"), (1, "look")]
         assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == ["tool_calls"] * 2
-        assert len([chunk for chunk in chunks if chunk.choices[0].delta.tool_calls]) > 6  # while they arrive
+        # while the pieces arrive
+        assert len([chunk for chunk in chunks if chunk.choices[0].delta.tool_calls]) > 6
 
 
-async def test_the_clients_own_streams_collect_calls() -> None:
+async def test_the_stream_helpers_of_the_clients_collect_calls() -> None:
     async with models() as (page, said, key):
         callers(said)
 
@@ -121,7 +122,7 @@ async def test_responses_have_items_for_calls_and_reasoning() -> None:
         assert [json.loads(text) for text in by_item.values()] == INPUTS
         assert events[-1].response.output == whole.output or len(events[-1].response.output) == 4
 
-        # The next turn: the whole conversation comes back, with the results of the tools.
+        # The next turn: the client sends the whole conversation back, with the results of the tools.
         items = [item.model_dump(exclude_none=True) for item in whole.output]
         results = [
             {"type": "function_call_output", "call_id": item.call_id, "output": f"found {number}"}
@@ -200,7 +201,7 @@ async def test_the_requested_choice_of_tools_is_followed() -> None:
             await message(page, key, lambda c: c.messages.create(**body, tool_choice=named))
 
 
-async def test_a_prompt_that_starts_reasoning_is_continued() -> None:
+async def test_a_prompt_that_ends_inside_reasoning_is_continued() -> None:
     async with models() as (page, said, key):
         callers(said, "so</think>\n\nyes")
         said.tail = "<|im_start|>assistant\n<think>\n"

@@ -24,7 +24,7 @@ STARTED = 1_700_000_000.0
 
 
 def peer(number: int) -> PeerId:
-    """Some peer."""
+    """Return a peer id for a number."""
     return PeerId(number.to_bytes(32, "big"))
 
 
@@ -66,7 +66,7 @@ def started() -> events.NodeStarted:
 
 
 def run_events(run: str = "ab" * 8, steps: int = 3) -> list[events.Event]:
-    """A run of two stages of two replicas, some steps, and a death in it."""
+    """Return the events of a run of two stages of two replicas, with some steps and a death."""
     at = STARTED + 10
     happened: list[events.Event] = [
         events.RunAccepted(at=at, run=run, model="cnn", data="digits", steps=steps, requester=peer(0)),
@@ -103,7 +103,7 @@ def run_events(run: str = "ab" * 8, steps: int = 3) -> list[events.Event]:
 
 @dataclass
 class _Network:
-    """The peers that were heard; the page does not use the rest of the seam."""
+    """The peers that were heard; the page uses no other part of this interface."""
 
     heard: set[PeerId] = field(default_factory=set)
 
@@ -190,7 +190,7 @@ class Served:
         return f"127.0.0.1:{self.port}"
 
     async def raw(self, data: bytes, *, seconds: float = 10.0) -> bytes:
-        """Send these bytes; return everything that comes back until the server closes."""
+        """Send these bytes. Return everything that comes back before the server closes."""
         with trio.fail_after(seconds):
             stream = await trio.open_tcp_stream("127.0.0.1", self.port)
             async with stream:
@@ -200,7 +200,7 @@ class Served:
                     async for chunk in stream:
                         received += chunk
                 except trio.BrokenResourceError:
-                    pass  # the server closed without reading everything: its answer counts
+                    pass  # the server closed without reading everything; its answer counts
                 return bytes(received)
 
     async def ask(
@@ -229,7 +229,7 @@ class Served:
 async def served(
     node: Told | None = None, settings: WebSettings | None = None
 ) -> AsyncGenerator[Served, None]:
-    """Run a page for the time of the block."""
+    """Run a page while the block lasts."""
     node = node or Told()
     page = Page(node, settings)
     async with trio.open_nursery() as nursery:
@@ -267,7 +267,7 @@ class Messages:
                     fields = dict(line.split(": ", 1) for line in text.decode().split("\n"))
                     return fields["event"], fields["id"], json.loads(fields["data"])
                 received = await self._connection.receive_some(1 << 20)
-                assert received, "the stream ended"
+                assert received, "the stream ended before the next event"
                 self._buffer += received
 
     async def until(self, name: str) -> Any:

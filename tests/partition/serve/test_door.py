@@ -1,4 +1,5 @@
-"""The door's token loop: its reaction to silent, slow, full and lying providers."""
+"""The token loop of the door (the node that asks a service): how it reacts to silent, slow, full and lying
+providers."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,7 @@ OTHER_SECOND = max(PROVIDERS[1])
 
 
 def begun(tokens: int = 3, prompt: int = 5) -> tuple[World, tuple[object, int]]:
-    """A world in which a generation has its sessions open at the first provider of each stage."""
+    """Return a world with a generation whose sessions are open at the first provider of each stage."""
     world = World()
     key = world.begin(DOOR, wish(prompt, tokens))
     while any(not isinstance(message, Carried) for queue in world.queues.values() for message in queue):
@@ -43,7 +44,7 @@ def routes(world: World) -> list[RouteTaken]:
 
 def test_a_silent_node_is_left_within_a_second() -> None:
     world, key = begun()
-    world.providers.pop(SECOND)  # no stream breaks, and no message arrives any more
+    world.providers.pop(SECOND)  # its streams do not break, but no message arrives any more
     door, left_at = world.doors[DOOR], None
     for _ in range(20):
         world.now += 0.1
@@ -59,11 +60,11 @@ def test_a_silent_node_is_left_within_a_second() -> None:
     assert key not in world.finished
 
 
-def test_a_long_computation_of_a_live_node_is_not_silence() -> None:
+def test_a_long_computation_of_a_live_node_does_not_count_as_silence() -> None:
     world, key = begun()
     while any(world.queues.values()):
         world.deliver(next(iter(world.queues)))
-    assert world.computing, "the first stage is computing"
+    assert world.computing, "the first stage is not computing"
     for _ in range(300):
         world.pass_time(0.1)
         while any(world.queues.values()):
@@ -72,7 +73,7 @@ def test_a_long_computation_of_a_live_node_is_not_silence() -> None:
     assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]  # by how it was made
 
 
-def test_a_missing_answer_is_requested_elsewhere() -> None:
+def test_a_missing_answer_is_requested_from_another_provider() -> None:
     world, key = begun()
     held = {FIRST, SECOND}
     for _ in range(int(ANSWER_SECONDS_MAX * 10) + 20):
@@ -88,7 +89,7 @@ def test_a_missing_answer_is_requested_elsewhere() -> None:
     assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]  # by how it was made
 
 
-def test_a_door_that_slept_itself_considers_nobody_silent() -> None:
+def test_a_door_that_slept_blames_no_provider_for_silence() -> None:
     world, _ = begun()
     world.doors[DOOR].events.clear()
     world.now += 30.0
@@ -104,7 +105,7 @@ def test_a_broken_stream_moves_a_generation_at_once() -> None:
     assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]  # by how it was made
 
 
-def test_without_any_replica_a_generation_ends_with_a_reason() -> None:
+def test_a_generation_that_loses_its_only_replica_ends_with_a_reason() -> None:
     world, key = begun()
     for peer in PROVIDERS[1]:
         world.kill(peer)
@@ -124,7 +125,7 @@ def test_without_any_replica_a_generation_ends_with_a_reason() -> None:
 
 
 def other_class(*, is_exact: bool) -> tuple[World, tuple[PeerId, int]]:
-    """A generation that has lost its second stage; a machine of another bit class remains."""
+    """Return a generation that has lost its second stage; only a machine of a different bit class remains."""
     world = World()
     world.bits[OTHER_SECOND] = b"y"
     world.kill(OTHER_SECOND)
@@ -136,7 +137,7 @@ def other_class(*, is_exact: bool) -> tuple[World, tuple[PeerId, int]]:
     return world, key
 
 
-def test_a_move_to_another_bit_class_is_reported() -> None:
+def test_a_move_to_a_different_bit_class_is_reported() -> None:
     world, key = other_class(is_exact=False)
     world.settle()
     assert len(world.tokens[key]) == 6
@@ -152,13 +153,13 @@ def test_an_exact_generation_waits_for_its_bit_class_and_then_ends() -> None:
     end = world.finished[key]
     assert (end.reason, end.detail) == ("failed", f"{OTHER_CLASS.format(stage=2)} (its stream broke)")
     world, key = other_class(is_exact=True)
-    world.bits[OTHER_SECOND] = b"x"  # it came back as another machine
+    world.bits[OTHER_SECOND] = b"x"  # it came back as a different machine
     world.settle()
     assert world.finished[key].reason == "length"
     assert all(event.is_exact for event in world.routes)
 
 
-def test_a_move_prefers_its_bit_class_to_the_least_loaded() -> None:
+def test_a_move_prefers_the_same_bit_class_to_the_least_load() -> None:
     world, key = begun()
     door = world.doors[DOOR]
     same, other = PeerId(b"s" * len(SECOND)), PeerId(b"o" * len(SECOND))
@@ -186,7 +187,8 @@ def test_a_provider_that_refuses_each_time_ends_a_generation() -> None:
 
 
 def test_a_door_replaces_a_stage_that_always_fails() -> None:
-    """The nonsense may come from the previous stage, so the door leaves both where replicas exist."""
+    """The nonsense may come from the previous stage, so the door leaves both providers if they have
+    replicas."""
     world = World()
     key = world.begin(DOOR, wish(5, 3))
     for _ in range(20):
@@ -220,7 +222,7 @@ def test_a_door_replaces_a_stage_that_always_fails() -> None:
         lambda answer, arrays: (Answer(answer.session, answer.number, 0, answer.sums), arrays[1:]),
     ],
 )
-def test_an_invalid_answer_costs_its_provider_and_no_token(spoil: Any) -> None:
+def test_an_invalid_answer_costs_the_provider_but_no_token(spoil: Any) -> None:
     world, key = begun()
     while world.stages[SECOND].kept.get(next(iter(world.stages[SECOND].kept), b"")) is None:
         world.step()
@@ -233,7 +235,7 @@ def test_an_invalid_answer_costs_its_provider_and_no_token(spoil: Any) -> None:
     assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]  # by how it was made
 
 
-def test_only_its_providers_can_answer_a_generation() -> None:
+def test_only_the_providers_of_a_generation_can_answer_it() -> None:
     world, _ = begun()
     session = next(iter(world.doors[DOOR]._sessions))
     with pytest.raises(RemoteProtocolError):
@@ -245,7 +247,7 @@ def test_only_its_providers_can_answer_a_generation() -> None:
     assert not world.doors[DOOR].receive(world.now, OTHER, SessionOpened(bytes(16), 1))
 
 
-def test_a_prompt_is_sent_in_chunks_several_in_flight() -> None:
+def test_a_prompt_is_sent_in_chunks_with_several_in_flight() -> None:
     world, key = begun(prompt=590, tokens=1)
     flying = [each.message for each in world.queues[DOOR, FIRST] if isinstance(each, Carried)]
     assert [(work.position, work.tokens, work.wanted) for work in flying if isinstance(work, UnitWork)] == [
@@ -277,7 +279,7 @@ def test_a_stop_token_is_not_part_of_the_text() -> None:
     assert world.tokens[key] == plain[: plain.index(stop)]
 
 
-def test_sessions_spread_over_replicas() -> None:
+def test_sessions_are_spread_over_replicas() -> None:
     world = World()
     for number in range(4):
         world.begin(DOOR, wish(5, 3, seed=number))
@@ -297,7 +299,7 @@ def allowed_after(made: int) -> Any:
 
 
 def masked_tokens(kill_at: int = -1, *, is_row_waiting: bool = False) -> list[int]:
-    """An answer with newly allowed tokens at each position; a provider dies after `tokens`."""
+    """Play an answer with newly allowed tokens at each position; a provider dies after `tokens`."""
     world, told = World(), -1
     key = world.begin(DOOR, MASKED)
     while key not in world.finished:
@@ -305,7 +307,7 @@ def masked_tokens(kill_at: int = -1, *, is_row_waiting: bool = False) -> list[in
         if made > told:
             if is_row_waiting or made == kill_at:
                 while world.step():
-                    assert len(world.tokens[key]) == made, "the generation waits for its allowed tokens"
+                    assert len(world.tokens[key]) == made, "the generation went on without its allowed tokens"
             if made == kill_at:
                 world.kill(SECOND)
             told = made
@@ -329,11 +331,11 @@ def test_a_masked_generation_emits_only_allowed_tokens() -> None:
 
 
 @pytest.mark.parametrize("kill_at", [0, 3, 7])
-def test_tokens_allowed_at_a_position_survive_a_provider(kill_at: int) -> None:
+def test_allowed_tokens_of_a_position_survive_the_death_of_a_provider(kill_at: int) -> None:
     assert masked_tokens(kill_at) == masked_tokens()
 
 
-def test_a_masked_generation_ends_where_nothing_is_allowed() -> None:
+def test_a_masked_generation_ends_if_no_token_is_allowed() -> None:
     world = World()
     key = world.begin(DOOR, MASKED)
     world.put(DOOR, world.doors[DOOR].permit(world.now, key[1], np.zeros(VOCABULARY, np.bool_)))
@@ -357,7 +359,8 @@ def test_hidden_states_are_read_again_after_a_provider_dies() -> None:
     assert world.finished[key].reason == "stop"
     assert np.array_equal(world.hidden[key], hidden_of(wanted.prompt))
     assert world.tokens[key] == []
-    # Its read tokens can start an answer, but not another request for hidden states, which needs their rows.
+    # The tokens that this session has read can start an answer. They cannot start another request for hidden
+    # states, which needs the rows of these tokens.
     again = world.begin(DOOR, wanted)
     world.settle()
     assert np.array_equal(world.hidden[again], hidden_of(wanted.prompt))
@@ -368,8 +371,8 @@ def test_hidden_states_are_read_again_after_a_provider_dies() -> None:
     assert world.tokens[text] == reference(wish(400, 2))
 
 
-def test_hidden_states_are_not_requested_from_an_older_version() -> None:
-    """An older peer would answer with logits, without a fault. Its version is known once a stream to it is
+def test_hidden_states_are_not_requested_from_peers_of_older_versions() -> None:
+    """An older peer would answer with logits, without an error. Its version is known once a stream to it is
     open.
     """
     world = World()
@@ -390,7 +393,7 @@ def test_hidden_states_are_not_requested_from_an_older_version() -> None:
     world.settle()
 
 
-def test_hidden_states_that_only_an_older_version_could_answer_fail() -> None:
+def test_hidden_states_fail_if_only_older_peers_could_answer() -> None:
     world = World()
     key = world.begin(DOOR, replace(wish(5, 1), is_hidden=True))
     for peers in PROVIDERS.values():
@@ -410,7 +413,7 @@ def test_hidden_states_that_only_an_older_version_could_answer_fail() -> None:
         lambda rows: (),
     ],
 )
-def test_rows_that_are_not_hidden_states_cost_their_provider(spoil: Any) -> None:
+def test_rows_that_cannot_be_hidden_states_cost_their_provider(spoil: Any) -> None:
     world = World()
     wanted = replace(wish(5, 1), is_hidden=True)
     key = world.begin(DOOR, wanted)
@@ -426,11 +429,11 @@ def test_rows_that_are_not_hidden_states_cost_their_provider(spoil: Any) -> None
     assert np.array_equal(world.hidden[key], hidden_of(wanted.prompt))
 
 
-def test_a_node_that_was_only_silent_keeps_no_moved_session() -> None:
+def test_a_node_that_was_only_silent_drops_a_moved_session() -> None:
     world, key = begun(tokens=40)
     while len(world.tokens[key]) < 2:  # type: ignore[index]  # by how it was made
         assert world.step()
-    for _ in range(20):  # its messages do not arrive, as when its machine stalls
+    for _ in range(20):  # its messages do not arrive, as if its machine had stalled
         world.pass_time(0.1)
         world.queues.pop((SECOND, DOOR), None)
         for pair in list(world.queues):

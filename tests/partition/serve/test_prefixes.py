@@ -1,4 +1,4 @@
-"""The radix tree of tokens at the door, and which sessions serve as prefixes of others."""
+"""The door's radix tree of tokens, and which sessions serve as prefixes of others."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ KEY = PrefixKey(bytes(32), "me")
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """A tree beside a plain dictionary: short tokens of a small alphabet, so that much is shared."""
+    """Compares a tree with a plain dictionary. Tokens are few and sequences short, so that much is shared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def kept(number: int, route: tuple[PeerId, ...] = ROUTE, key: PrefixKey = KEY) -
     return KeptPrefix(number.to_bytes(16, "big"), key, route)
 
 
-def test_the_least_used_session_stops_resting_first() -> None:
+def test_the_least_used_resting_session_is_released_first() -> None:
     prefixes = Prefixes()
     rows = [tuple(range(100 * n, 100 * n + 80)) for n in range(RESTS_PER_SERVICE_MAX + 1)]
     for number, row in enumerate(rows[:-1]):
@@ -115,7 +115,7 @@ def test_nothing_is_shared_between_owners_or_services() -> None:
     assert not prefixes.find(KEY, row[: PREFIX_TOKENS_MIN - 1])
 
 
-def test_resting_sessions_end_with_their_provider_and_with_time() -> None:
+def test_resting_sessions_end_with_their_provider_or_after_a_time() -> None:
     prefixes = Prefixes()
     prefixes.rest(0.0, kept(1), range(100))
     prefixes.rest(0.0, kept(2, route=(PeerId(b"three"),)), range(200, 300))
@@ -136,7 +136,7 @@ def computed(world: World) -> int:
     return max(stage.computed for stage in world.stages.values())
 
 
-def test_a_prompt_that_was_read_once_is_not_read_again() -> None:
+def test_a_prompt_that_was_read_before_is_not_read_again() -> None:
     world = World()
     first = wish(300, 5)
     run(world, first)
@@ -165,10 +165,10 @@ def test_sessions_of_each_owner_have_a_separate_share() -> None:
         shares.append(door._shares._shares[owner])
         if owner == "two":
             door.cancel(world.now, key[1])
-    assert shares == [0, 1, 0, 1], "the number of an owner without sessions is reused"
+    assert shares == [0, 1, 0, 1], "the number of an owner without sessions was not reused"
 
 
-def test_many_answers_to_one_prompt_read_it_once() -> None:
+def test_many_answers_to_one_prompt_read_the_prompt_once() -> None:
     world = World()
     wishes = [replace(wish(400, 3, temperature=0.8), sampling=wish(seed=n).sampling) for n in range(8)]
     keys = [world.begin(DOOR, each) for each in wishes]
@@ -189,7 +189,7 @@ def test_an_answer_continues_without_the_session_that_read_its_prompt() -> None:
     assert world.tokens[other] == reference(wish(400, 3))
 
 
-def test_a_generation_based_on_another_survives_a_kill() -> None:
+def test_a_generation_based_on_another_survives_a_killed_provider() -> None:
     world = World()
     run(world, wish(300, 2))
     key = world.begin(DOOR, replace(wish(300, 20), prompt=wish(300).prompt[:250]))
@@ -202,7 +202,7 @@ def test_a_generation_based_on_another_survives_a_kill() -> None:
     assert world.tokens[key] == reference(replace(wish(300, 20), prompt=wish(300).prompt[:250]))
 
 
-def test_a_peer_of_an_older_version_is_asked_for_no_base() -> None:
+def test_a_peer_of_an_older_version_gets_no_base_session() -> None:
     world = World()
     peers = [peer for replicas in PROVIDERS.values() for peer in replicas]
     for peer in peers:
@@ -212,7 +212,7 @@ def test_a_peer_of_an_older_version_is_asked_for_no_base() -> None:
     run(world, replace(first, prompt=(*first.prompt[:200], 1, 2, 3)))
     assert world.routes[-1].shared == 0
     assert not world.doors[DOOR]._prefixes.resting
-    # After it was lost, it may return with a newer version.
+    # After the peer was lost, it may return with a newer version.
     for peer in peers:
         world.doors[DOOR].lost(world.now, peer)
     assert not world.doors[DOOR]._routes._formers
@@ -225,7 +225,7 @@ def test_messages_for_an_older_version_name_no_base() -> None:
     assert in_former_version(Alive()) == Alive()
 
 
-def test_a_base_that_a_stage_has_released_causes_a_restart() -> None:
+def test_a_generation_restarts_if_a_stage_has_released_its_base() -> None:
     world = World()
     run(world, wish(300, 2))
     route = world.routes[-1].route
@@ -252,7 +252,7 @@ def test_resting_sessions_are_kept_alive_and_make_room() -> None:
     assert all(world.finished[key].reason == "length" for key in begun)
 
 
-def test_a_session_replaces_its_base_if_no_other_place_is_free() -> None:
+def test_a_session_replaces_its_base_if_there_is_no_other_room() -> None:
     world = World()
     for peers in PROVIDERS.values():
         world.kill(peers[1])
@@ -268,7 +268,7 @@ def test_a_session_replaces_its_base_if_no_other_place_is_free() -> None:
     assert all(world.finished[key].reason == "length" for key in long)
 
 
-def test_a_door_cannot_base_a_session_on_anothers() -> None:
+def test_a_door_cannot_base_a_session_on_another_doors() -> None:
     world = World()
     run(world, wish(300, 2))
     base = next(each for each in world.doors[DOOR]._prefixes.resting)
@@ -276,4 +276,4 @@ def test_a_door_cannot_base_a_session_on_anothers() -> None:
     opened = OpenSession(b"s" * 16, bytes(32), 0, DOORS[1], base.route[1], SessionBase(base.session, 100))
     ((_, told),) = provider.receive(world.now, DOORS[1], opened)
     assert isinstance(told, SessionClosed)
-    assert told.code == "position", "the answer is that for a missing session"
+    assert told.code == "position", "the answer differs from that for a missing session"

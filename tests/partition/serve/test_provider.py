@@ -1,4 +1,4 @@
-"""The provider's side: which doors it serves, in which order, and the limits on strangers."""
+"""The provider's part in serving: which doors it serves, in which order, and limits on unknown peers."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ ALICE, BOB, EVE, ME = peer(101), peer(102), peer(103), peer(104)
 
 
 def provider(**more: object) -> SessionProvider:
-    """A provider of the first of two stages."""
+    """Return a provider of the first of two stages."""
     found = SessionProvider(**more)  # type: ignore[arg-type]  # by how it was made
     found.hold(SERVICE, 0, 2, 4_096)
     return found
@@ -81,7 +81,7 @@ def test_waiting_units_are_computed_together() -> None:
         opened(core, ALICE, number)
         core.receive(0.0, ALICE, unit(number, 1))
     (first,) = batches(core)
-    assert len(first.units) == 1, "the idle stage computes the first unit alone"
+    assert len(first.units) == 1, "the idle stage did not compute the first unit alone"
     finish(core, first)
     (second,) = batches(core)
     assert [each.session for each in second.units] == [session(number) for number in range(1, 5)]
@@ -102,7 +102,7 @@ def test_a_long_prompt_does_not_delay_the_tokens_of_another_door() -> None:
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
-def test_doors_take_turns_by_contribution_and_not_by_sessions(weight: float) -> None:
+def test_doors_take_turns_by_contribution_whatever_their_sessions(weight: float) -> None:
     core = provider(weight_of=lambda door: weight if door == BOB else 1.0)
     orders = dict.fromkeys(range(11), 0)
     for number in range(8):
@@ -156,7 +156,7 @@ def test_a_failing_unit_ends_only_its_own_session() -> None:
         OpenSession(session(7), SERVICE, 0, ALICE, NEXT),
     ],
 )
-def test_a_stranger_cannot_touch_anothers_session(message: object) -> None:
+def test_an_unknown_peer_cannot_touch_another_peers_session(message: object) -> None:
     core = provider()
     opened(core, ALICE, 1)
     with pytest.raises(RemoteProtocolError):
@@ -166,7 +166,7 @@ def test_a_stranger_cannot_touch_anothers_session(message: object) -> None:
     assert batches(core)
 
 
-def test_units_of_a_later_stage_come_only_from_the_named_peer() -> None:
+def test_units_for_a_later_stage_come_only_from_the_named_peer() -> None:
     core = SessionProvider()
     core.hold(SERVICE, 1, 2, 4_096)
     core.receive(0.0, ALICE, OpenSession(session(1), SERVICE, 1, NEXT, ALICE))
@@ -184,7 +184,7 @@ def test_a_door_has_a_bounded_number_of_sessions() -> None:
     assert isinstance(opened(core, BOB, 100)[0][1], SessionOpened)
 
 
-def test_a_silent_session_makes_room_and_its_door_is_notified() -> None:
+def test_a_silent_session_makes_room_and_its_door_is_told() -> None:
     core = provider()
     doors = [peer(200 + number) for number in range(SESSIONS_MAX // SESSIONS_PER_DOOR_MAX)]
     for number in range(SESSIONS_MAX):
@@ -194,10 +194,10 @@ def test_a_silent_session_makes_room_and_its_door_is_notified() -> None:
     assert sends[0][1].code == "evicted"  # type: ignore[union-attr]  # by how it was made
     assert sends[0][0] in doors
     assert core.sessions == SESSIONS_MAX
-    assert core.events == [], "the stage keeps nothing of it"
+    assert core.events == [], "the stage still keeps part of the session"
 
 
-def test_a_session_that_waits_for_this_node_keeps_its_place() -> None:
+def test_a_session_that_waits_for_this_node_is_not_evicted() -> None:
     core = provider()
     doors = [peer(200 + number) for number in range(SESSIONS_MAX // SESSIONS_PER_DOOR_MAX)]
     for number in range(SESSIONS_MAX):
@@ -209,7 +209,7 @@ def test_a_session_that_waits_for_this_node_keeps_its_place() -> None:
     ]
 
 
-def test_waiting_units_of_one_door_are_bounded_in_bytes() -> None:
+def test_waiting_units_of_one_door_are_limited_in_bytes() -> None:
     core = provider()
     opened(core, ALICE, 1)
     opened(core, BOB, 2)
@@ -217,7 +217,7 @@ def test_waiting_units_of_one_door_are_bounded_in_bytes() -> None:
     for order in range(3):
         work = UnitWork(session(1), order, order, 1, 0, 0)
         sends = core.receive(0.0, ALICE, Carried(work, (("uint8", row),)))
-    assert not sends, "the first unit is being computed"
+    assert not sends, "the unit that is being computed counts as waiting"
     sends = core.receive(0.0, ALICE, Carried(UnitWork(session(1), 3, 3, 1, 0, 0), (("uint8", row),)))
     assert [message.code for _, message in sends] == ["busy"]  # type: ignore[union-attr]  # by how it was made
     assert core.receive(0.0, BOB, unit(2, 1)) == []
@@ -254,7 +254,7 @@ def test_a_silent_or_departed_door_loses_its_sessions() -> None:
     assert core.deadline == float("inf")
 
 
-def test_a_session_that_ends_during_its_computation_is_forgotten_afterwards() -> None:
+def test_a_session_that_ends_while_computed_is_forgotten_afterwards() -> None:
     core = provider()
     opened(core, ALICE, 1)
     core.receive(0.0, ALICE, unit(1, 1))
@@ -296,7 +296,7 @@ def test_a_session_ends_once_its_door_spent_two_minutes_of_tokens() -> None:
     assert isinstance(told, SessionOpened)
 
 
-def test_shared_tokens_count_once() -> None:
+def test_shared_tokens_count_only_once() -> None:
     core = SessionProvider(bounds_of=lambda _door: PeerBounds(cache_part=0.5))
     core.hold(SERVICE, 0, 2, 4_096, room=400)
     opened(core, ALICE, 0)
@@ -305,7 +305,9 @@ def test_shared_tokens_count_once() -> None:
         finish(core, batches(core)[-1])
         base = SessionBase(session(0), 128)
         core.receive(0.0, ALICE, OpenSession(session(number), SERVICE, 0, ALICE, NEXT, base))
-        assert core.receive(0.0, ALICE, unit(number, 8, 128)) == [], "200 tokens of room, 152 used"
+        assert core.receive(0.0, ALICE, unit(number, 8, 128)) == [], (
+            "a unit was refused although 152 of 200 tokens are used"
+        )
     finish(core, batches(core)[-1])
     ((_, closed),) = core.receive(0.0, ALICE, unit(3, 64, 136, 1))
     assert isinstance(closed, SessionClosed)
@@ -313,14 +315,14 @@ def test_shared_tokens_count_once() -> None:
 
 
 def both(number: int, base: SessionBase | None = None) -> list[OpenSession]:
-    """A session at a node that holds both stages."""
+    """Return a session at a node that holds both stages."""
     return [
         OpenSession(session(number), SERVICE, 0, ALICE, ME, base),
         OpenSession(session(number), SERVICE, 1, ME, ALICE, base),
     ]
 
 
-def test_a_session_over_two_local_stages_takes_one_place() -> None:
+def test_a_session_over_two_local_stages_counts_once() -> None:
     core = provider(bounds_of=lambda _door: PeerBounds(sessions=1))
     core.hold(SERVICE, 1, 2, 4_096)
     told = [core.receive(0.0, ALICE, each) for each in both(1)]
@@ -338,7 +340,7 @@ def test_a_session_over_two_local_stages_takes_one_place() -> None:
     answer = Answer(session(1), 0)
     assert core.computed(0.0, SERVICE, asked.batch, [(answer, ())]) == [(ALICE, Carried(answer))]
     assert (core.tokens_of(SERVICE, 0), core.tokens_of(SERVICE, 1)) == (5, 5)
-    # It serves as a base in both, and ends in both.
+    # The session serves as a base in both stages, and ends in both.
     core.receive(0.0, ALICE, RestSession(session(1)))
     for each in both(2, SessionBase(session(1), 3)):
         core.receive(0.0, ALICE, each)
@@ -349,8 +351,8 @@ def test_a_session_over_two_local_stages_takes_one_place() -> None:
 
 
 @pytest.mark.parametrize("end", ["unit", "leave", "rest"])
-def test_a_session_over_two_stages_replaces_its_base(end: str) -> None:
-    """Its first part gets the place; the second starts from the same base."""
+def test_a_session_over_two_local_stages_replaces_its_base(end: str) -> None:
+    """The session's first part gets the room. The second part starts from the same base."""
     core = provider()
     core.hold(SERVICE, 1, 2, 4_096)
     for number in range(SESSIONS_PER_DOOR_MAX):
@@ -365,7 +367,7 @@ def test_a_session_over_two_stages_replaces_its_base(end: str) -> None:
     assert told == [[(ALICE, SessionOpened(session(99), stage))] for stage in (0, 1)]
     assert core.events == [ForkSession(SERVICE, stage, session(99), session(0), 3) for stage in (0, 1)]
     core.events.clear()
-    # A third session gets no place, though it starts from the same base.
+    # A third session gets no room, although it starts from the same base.
     third = core.receive(0.0, ALICE, both(100, SessionBase(session(0), 3))[0])
     assert third == [(ALICE, SessionClosed(session(100), "busy", "too many sessions"))]
     endings: dict[str, Message | Carried] = {
@@ -381,7 +383,7 @@ def test_a_session_over_two_stages_replaces_its_base(end: str) -> None:
     assert core.sessions == SESSIONS_PER_DOOR_MAX - (end == "leave")
 
 
-def test_a_released_stage_ends_its_sessions_in_the_others() -> None:
+def test_a_released_stage_ends_its_sessions_in_the_nodes_other_stages() -> None:
     core = provider()
     core.hold(SERVICE, 1, 2, 4_096)
     for each in both(1):
@@ -410,11 +412,11 @@ def test_a_door_that_forks_sessions_without_requests_is_refused() -> None:
     assert {fork(number) for number in range(1, IDLE_FORKS_MAX + 1)} == {SessionOpened}
     assert fork(100) is SessionClosed
     core.receive(0.0, ALICE, unit(0, 1, 128, 1))
-    assert fork(101) is SessionOpened, "the door requests again"
+    assert fork(101) is SessionOpened, "a door that requests again cannot fork a session"
 
 
 @pytest.mark.parametrize("way", ["the failing one is known", "one by one", "no page was left"])
-def test_a_recomputed_unit_is_paid_for_once(way: str) -> None:
+def test_a_recomputed_unit_counts_only_once(way: str) -> None:
     core = provider(bounds_of=lambda _door: PeerBounds(tokens_per_minute=60))
     for number in range(4):
         opened(core, BOB if number == 2 else ALICE, number)

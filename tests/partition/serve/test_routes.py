@@ -1,4 +1,4 @@
-"""The route that a door takes: the fastest by its measurements."""
+"""The route that a door takes is the fastest according to its measurements."""
 
 from itertools import pairwise, product
 from typing import Any
@@ -28,7 +28,9 @@ def price(route: tuple[StageReplica, ...], read: int, decode: int) -> float:
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 500), st.integers(1, 500))
-def test_no_other_route_is_faster(data: st.DataObject, count: int, read: int, decode: int) -> None:
+def test_no_other_route_is_faster_than_the_chosen_one(
+    data: st.DataObject, count: int, read: int, decode: int
+) -> None:
     stages = [
         [
             StageReplica(
@@ -62,7 +64,7 @@ def test_unmeasured_replicas_are_tried_but_not_overloaded() -> None:
     assert best_route([[known, new]], 1, 1, sessions=lambda peer: 2 if peer == B else 0) == (A,)
 
 
-def test_doubted_peers_come_last_however_fast() -> None:
+def test_doubted_peers_come_last_however_fast_they_are() -> None:
     stages = [[StageReplica(A), StageReplica(B, seconds=0.5)]]
     assert best_route(stages, 1, 1, doubts={A: 1}) == (B,)
     assert best_route([stages[0][:1]], 1, 1, doubts={A: 1}) == (A,)
@@ -77,7 +79,7 @@ def test_a_peer_with_two_stages_uses_no_link_between_them() -> None:
     assert best_route([[StageReplica(A, links=far)], [slow, others]], 1, 10) == (A, A)
 
 
-def test_prefill_and_decoding_are_measured_separately() -> None:
+def test_prefill_and_decoding_speeds_are_measured_separately() -> None:
     pace = StagePace()
     pace.note([128, 128], 0.256)
     pace.note([1] * 8, 0.02)

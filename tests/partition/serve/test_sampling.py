@@ -1,4 +1,4 @@
-"""Choosing tokens: filters in transformers' order, and draws that depend only on seed and position."""
+"""Choosing tokens: filters are applied in transformers' order, and draws depend only on seed and position."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ SAMPLINGS = st.builds(
     st.integers(2, 3_000),
     st.booleans(),
 )
-def test_a_whole_row_gives_the_token_of_a_full_sort(
+def test_sampling_from_a_whole_row_equals_a_full_sort(
     sampling: Sampling, kind: str, size: int, is_masked: bool
 ) -> None:
     rng = np.random.default_rng(sampling.seed % 2**32)
@@ -90,7 +90,7 @@ def test_a_whole_row_gives_the_token_of_a_full_sort(
         assert found == wanted
 
 
-def test_a_long_row_is_sampled_without_a_sort() -> None:
+def test_a_long_row_is_sampled_without_sorting_it() -> None:
     logits = np.random.default_rng(1).normal(size=150_000).astype(np.float32)
     for position in range(10):
         number = draw(5, position)
@@ -103,7 +103,7 @@ def test_a_long_row_is_sampled_without_a_sort() -> None:
             assert found == chosen_by_full_sort(logits, sampling, position, [], [], None)
 
 
-def test_unbounded_logits_can_be_sampled() -> None:
+def test_infinite_logits_can_be_sampled() -> None:
     wide = np.array([-1e308, 0.0, 1e308, 1.7e308])
     assert find_drawn(wide, 0.001, 1.0, 0.0, 0.5) == 3
     assert choose(LogitRow(wide), Sampling(0.001, seed=1), 0) == 3
@@ -113,7 +113,7 @@ def test_unbounded_logits_can_be_sampled() -> None:
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
-def test_the_smallest_temperatures_choose_the_most_likely(
+def test_the_smallest_temperatures_choose_the_most_likely_token(
     temperature: float, filters: dict[str, Any]
 ) -> None:
     logits = row(1.0, -3.0, 4.0, 2.0, -5.0)
@@ -123,7 +123,7 @@ def test_the_smallest_temperatures_choose_the_most_likely(
         assert choose(best(logits, 5), sampling, 0) == 2
 
 
-def test_a_whole_row_is_decoded_unchanged() -> None:
+def test_an_encoded_row_decodes_unchanged() -> None:
     logits = row(0.5, 2.0, -1.0)
     work = UnitWork(bytes(16), 0, 0, 1, 1, 0)
     found = read_row(work, Answer(bytes(16), 0, 0, (2.25,)), [("float32", logits)], 3)
@@ -133,7 +133,7 @@ def test_a_whole_row_is_decoded_unchanged() -> None:
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=40), st.integers(1, 45))
-def test_the_best_logits_are_those_of_a_full_sort(numbers: list[int], count: int) -> None:
+def test_the_best_logits_equal_those_of_a_full_sort(numbers: list[int], count: int) -> None:
     logits = np.array(numbers, np.float32)
     order = np.argsort(-logits, kind="stable")[:count]
     ids, values = best_logits(logits, count)
@@ -141,7 +141,7 @@ def test_the_best_logits_are_those_of_a_full_sort(numbers: list[int], count: int
     assert values.tolist() == logits[order].tolist()
 
 
-def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
+def test_greedy_sampling_takes_the_lowest_id_of_equal_logits() -> None:
     assert choose(best(row(1, 7, 7), 1), Sampling(), 5) == 1
 
 
@@ -151,7 +151,9 @@ def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
     st.sampled_from([0.0, 0.1]),
     st.integers(0, 2**63 - 1),
 )
-def test_the_best_rows_are_enough_for_top_k(top_k: int, top_p: float, min_p: float, seed: int) -> None:
+def test_the_best_logits_alone_are_enough_for_top_k(
+    top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
     logits = np.random.default_rng(seed % 1000).normal(size=60).astype(np.float32)
     sampling = Sampling(0.7, top_k, top_p, min_p, seed)
     whole, some = best(logits, 60), best(logits, sampling.best)
@@ -169,7 +171,7 @@ def test_the_best_rows_are_enough_for_top_k(top_k: int, top_p: float, min_p: flo
         Sampling(1.1, top_k=20, top_p=0.8, min_p=0.05),
     ],
 )
-def test_tokens_are_as_frequent_as_in_transformers(sampling: Sampling) -> None:
+def test_token_frequencies_equal_those_of_transformers(sampling: Sampling) -> None:
     torch = pytest.importorskip("torch")
     process = pytest.importorskip("transformers.generation.logits_process")
     logits = np.random.default_rng(7).normal(size=40) * 2
@@ -192,19 +194,19 @@ def test_a_draw_depends_only_on_seed_and_position() -> None:
     assert 0.48 < np.mean([draw(3, at) for at in range(4_000)]) < 0.52
 
 
-def test_only_the_deciding_logits_are_requested() -> None:
+def test_only_the_logits_that_decide_are_requested() -> None:
     assert Sampling().best == 1
     assert Sampling(1.0, top_k=40).best == 40
     assert Sampling(1.0, top_k=BEST_MAX + 1).best == 0
     assert Sampling(1.0, top_p=0.9).best == 0
 
 
-def test_the_log_sum_is_that_of_the_whole_row() -> None:
+def test_the_log_sum_covers_the_whole_row() -> None:
     logits = row(1, 2, 3)
     assert log_sum(logits) == pytest.approx(float(np.log(np.exp([1.0, 2.0, 3.0]).sum())))
 
 
-def test_penalties_count_the_tokens_of_the_answer() -> None:
+def test_penalties_count_only_tokens_of_the_answer() -> None:
     whole = LogitRow(row(1.0, 1.4, 0.0))
     once = Sampling(presence_penalty=0.5)
     often = Sampling(frequency_penalty=0.25)
@@ -214,14 +216,14 @@ def test_penalties_count_the_tokens_of_the_answer() -> None:
     assert [choose(whole, often, 3, [1] * count) for count in (0, 1, 2)] == [1, 1, 0]
 
 
-def test_a_bias_bans_a_token_or_leaves_no_other() -> None:
+def test_a_bias_can_ban_a_token_or_all_others() -> None:
     whole = LogitRow(row(1.0, 9.0, 0.0))
     assert choose(whole, Sampling(biases=((1, -100.0),)), 0) == 0
     always = Sampling(1.0, biases=((2, 100.0), (70, 5.0)))
     assert {choose(whole, always, position) for position in range(50)} == {2}
 
 
-def test_reported_alternatives_change_no_choice() -> None:
+def test_reporting_alternatives_changes_no_choice() -> None:
     logits = np.random.default_rng(3).normal(size=60).astype(np.float32)
     for plain in (Sampling(0.0, seed=4), Sampling(0.9, 5, seed=4)):
         told = Sampling(plain.temperature, plain.top_k, seed=4, top=20)

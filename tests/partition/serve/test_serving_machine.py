@@ -1,4 +1,5 @@
-"""Generations over providers that die, hang up and return: every text equals that of an undisturbed one."""
+"""Generations over providers that die, hang up and return. Every text equals that of an undisturbed
+generation."""
 
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ PLACES = [(stage, peer) for stage, peers in PROVIDERS.items() for peer in peers]
 
 
 class ServingMachine(RuleBasedStateMachine):
-    """Rules are actions of users, machines and networks; `settle` finally lets the rest happen."""
+    """Rules are actions of users, machines and networks; finally `settle` lets everything else happen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class ServingMachine(RuleBasedStateMachine):
         temperature: float,
         top_k: int,
     ) -> None:
-        # Prompts of one seed start alike; some continue with others' tokens.
+        # Prompts of one seed start with the same tokens; some continue with another prompt's tokens.
         wanted = wish(prompt, tokens, seed=seed, temperature=temperature, top_k=top_k)
         tail = wish(prompt, seed=100 + other).prompt[: 40 * other]
         wanted = replace(wanted, prompt=wanted.prompt + tail, owner=str(seed % 2))
@@ -113,7 +114,7 @@ class ServingMachine(RuleBasedStateMachine):
                 continue
             assert end.reason == "length", end
             assert world.tokens[key] == reference(wanted)  # type: ignore[index, arg-type]  # by how it was made
-        # The last messages arrive, and resting sessions are released; then no stage keeps any session.
+        # The last messages arrive, and resting sessions are released. After that no stage keeps any session.
         for _ in range(int((REST_SECONDS_MAX + 15) / 0.5)):
             world.pass_time(0.5)
             while world.step():

@@ -1,4 +1,4 @@
-"""Turns at a stage: a door with few sessions keeps its share beside one with many."""
+"""Turns at a stage: a door with few sessions keeps its share next to a door with many."""
 
 from dataclasses import dataclass, field
 
@@ -13,8 +13,8 @@ from tests.partition.serve.test_provider import ALICE, BOB, NEXT, SERVICE, batch
 
 @dataclass
 class Stage:
-    """A stage whose call of n tokens takes n ** 0.5 hundredths of a second, and doors that request the next
-    token when one arrives, the last session `late` after that.
+    """A stage whose call with n tokens takes n ** 0.5 hundredths of a second, and doors that request the next
+    token when one arrives. The last session does so `late` seconds later.
     """
 
     many: PeerId
@@ -26,7 +26,7 @@ class Stage:
     now: float = 0.0
     core: SessionProvider = field(default_factory=provider)
     calls: list[list[int]] = field(default_factory=list)
-    """The sessions of each call; the last number is the single session."""
+    """The sessions of each call; the last number stands for the single session."""
     came: list[float] = field(default_factory=list)
     """The time of each token of the single session."""
 
@@ -92,12 +92,12 @@ PARTIES = pytest.mark.parametrize(
 
 
 @PARTIES
-def test_a_single_session_is_in_each_call_beside_many(one: PeerId, shares: tuple[int, int]) -> None:
+def test_a_single_session_is_in_each_call_next_to_many_others(one: PeerId, shares: tuple[int, int]) -> None:
     alone = Stage(ALICE, one, shares, others=0).run(40).pace
     stage = Stage(ALICE, one, shares).run(40)
     assert all(stage.others in call for call in stage.calls[3:])
     assert {len(call) for call in stage.calls[3:]} == {UNITS_BESIDE_MAX + 1}
-    assert stage.pace <= 1.12 * 2 * alone, "each door has half of the stage"
+    assert stage.pace <= 1.12 * 2 * alone, "the single session got less than half of the stage"
 
 
 @PARTIES
@@ -151,10 +151,10 @@ def test_a_door_that_was_idle_does_not_delay_others(one: PeerId, shares: tuple[i
     assert len(calls) <= 1 + UNIT_TOKENS_MAX // TOKENS_BESIDE_MAX
 
 
-def test_a_late_session_is_not_waited_for() -> None:
+def test_the_stage_does_not_wait_for_a_late_session() -> None:
     stage = Stage(ALICE, BOB, late=0.015).run(20)
     begun = 0.01 * sum(len(call) ** 0.5 for call in stage.calls)
-    assert stage.now <= begun + 0.03, "the stage is never idle"
+    assert stage.now <= begun + 0.03, "the stage was idle"
     soon = Stage(ALICE, BOB, late=0.002).run(20)
     assert all(soon.others in call for call in soon.calls[3:])
 
@@ -163,7 +163,7 @@ def test_a_wait_ends_on_time_despite_other_messages() -> None:
     stage = Stage(ALICE, BOB, others=1, late=0.002).run(10)
     core, until = stage.core, stage.core.deadline
     assert stage.now < until < stage.now + 0.01
-    assert batches(core) == [], "Bob's next unit is in transit"
+    assert batches(core) == [], "a batch was computed while Bob's next unit was in transit"
     core.receive(until + 0.001, BOB, Alive())
     assert core.deadline == until
     core.wake(until + 0.001)

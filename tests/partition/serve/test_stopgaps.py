@@ -1,4 +1,4 @@
-"""A stage without a holder is taken by a member of another stage, until another node takes it."""
+"""If a stage has no holder, a member with a different stage takes it until another node does."""
 
 from crypto.identity import Identity, PeerId
 from partition.serve.backoff import (
@@ -85,13 +85,14 @@ class Swarm:
         core.recruited(self.now, event.stage, taker)
 
 
-def test_the_remaining_member_takes_the_missing_stage_too() -> None:
+def test_the_remaining_member_also_takes_the_missing_stage() -> None:
     swarm = Swarm({A: 0, B: 1}, 2)
     swarm.run(4)
     swarm.kill(B)
     swarm.run(4)
     assert swarm.held(A) == [0, 1]
-    # It keeps looking for another node, and releases the stage once that node has answered for a while.
+    # The member keeps looking for another node. It releases the stage once that node has answered for a
+    # while.
     swarm.free = [C]
     swarm.cores[A, 0].offered(swarm.now)
     swarm.run(RELIEF_SECONDS / 2)
@@ -155,7 +156,7 @@ def test_a_stopgap_becomes_permanent_once_the_first_stage_is_gone() -> None:
     assert not swarm.cores[A, 1].is_stopgap
 
 
-def test_a_peer_that_claims_to_hold_everything_fills_no_table() -> None:
+def test_a_peer_that_claims_to_hold_everything_fills_no_memory() -> None:
     core = ServiceUpkeep(0.0, A, SERVICE, 64, 1, 0, [ServiceRow(B, 1, True)])
     for stage in range(64):
         core.receive(0.0, B, Roll(SERVICE, stage, True))
@@ -165,7 +166,7 @@ def test_a_peer_that_claims_to_hold_everything_fills_no_table() -> None:
     assert [row.peer for row in core.rows()] == [A]
 
 
-def test_a_peer_that_cannot_load_a_stage_is_asked_less_and_less() -> None:
+def test_a_peer_that_cannot_load_a_stage_is_asked_ever_less_often() -> None:
     core = ServiceUpkeep(0.0, A, SERVICE, 2, 1, 0, [ServiceRow(B, 0, True)])
     attempts: list[tuple[float, PeerId]] = []
     for now in range(1_000):
@@ -178,16 +179,19 @@ def test_a_peer_that_cannot_load_a_stage_is_asked_less_and_less() -> None:
                 able = [peer for peer in (A, B) if event.is_empty and peer not in event.failed]
                 attempts += [(now, peer) for peer in able[:1]]
                 core.recruited(now, event.stage, able[0] if able else None)
-                for peer in able[:1]:  # the release arrives before the report that it answers
+                for peer in able[:1]:  # the release arrives before the report that the peer answers
                     core.receive(now + 0.5, peer, Roll(SERVICE, 1, False, True))
-    assert [peer for _, peer in attempts[:2]] == [A, B], "the other peer is asked next"
+    assert [peer for _, peer in attempts[:2]] == [A, B], (
+        "the failing peer was asked again before the other peer"
+    )
     for peer in (A, B):
         times = [at for at, each in attempts if each == peer]
         assert 1_000 / REST_SECONDS_MAX <= len(times) <= 6 + 1_000 / REST_SECONDS_MAX
 
 
 def ends_and_rests(answers_seconds: float, count: int) -> list[float]:
-    """For each end of B's stage after it answered this long, return how long B is not asked for the stage."""
+    """Have B's stage end `count` times, each time after it answered for this long. Return for how long B is
+    not asked for the stage after each end."""
     core = ServiceUpkeep(0.0, A, SERVICE, 2, 1, 0, [ServiceRow(B, 0, True), ServiceRow(C, 1, True)])
     now, rests = 10.0, []
     for _ in range(count):
@@ -216,9 +220,9 @@ def ends_and_rests(answers_seconds: float, count: int) -> list[float]:
     return rests
 
 
-def test_a_stage_that_keeps_ending_after_it_answered_rests_longer_each_time() -> None:
+def test_a_stage_that_keeps_ending_rests_longer_after_each_end() -> None:
     rests = ends_and_rests(10.0, FORGIVEN_ENDS + 3)
-    assert max(rests[:FORGIVEN_ENDS]) <= 3.0, "the first end may be chance"
+    assert max(rests[:FORGIVEN_ENDS]) <= 3.0, "the peer rested although its first ends may be chance"
     assert rests[FORGIVEN_ENDS] >= REST_SECONDS_MIN
     assert rests[FORGIVEN_ENDS + 2] >= 4 * REST_SECONDS_MIN
 
@@ -250,10 +254,10 @@ def test_a_sound_stage_lost_silently_forgets_earlier_failures() -> None:
         for event in wanted:
             core.recruited(now, event.stage, None)
         core.events = []
-    assert now - began <= 4 * REST_SECONDS_MIN, "the rest is as long as after a first failure"
+    assert now - began <= 4 * REST_SECONDS_MIN, "the rest is longer than after a first failure"
 
 
-def test_a_forgiven_end_does_not_shorten_a_rest() -> None:
+def test_an_end_that_is_forgiven_does_not_shorten_a_rest() -> None:
     rests: StageBackoff[str] = StageBackoff(4)
     rests.note_end(0.0, "stage", None)
     rests.note_end(1.0, "stage", 0.5)

@@ -1,4 +1,4 @@
-"""Pieces of text: together the whole text, without split characters or stop sequences."""
+"""Pieces of text: together they are the whole text, without split characters or stop sequences."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ def pieces(text: str, *stops: str) -> tuple[list[str], bool]:
 
 
 @given(st.text())
-def test_pieces_are_the_whole_text(text: str) -> None:
+def test_all_pieces_together_are_the_whole_text(text: str) -> None:
     found, _ = pieces(text)
     assert "".join(found) == text
 
@@ -31,12 +31,12 @@ def test_no_piece_splits_a_character() -> None:
     assert "\U0001f642" in found
 
 
-def test_invalid_bytes_are_shown_as_such() -> None:
+def test_invalid_bytes_are_shown_as_replacement_characters() -> None:
     stream = TextStream(decode_bytes)
     assert "".join([stream.push(0xFF) for _ in range(6)] + [stream.finish()]) == "\ufffd" * 6
 
 
-def test_text_that_may_start_a_stop_sequence_waits() -> None:
+def test_text_that_may_begin_a_stop_sequence_is_held_back() -> None:
     found, _ = pieces("a\nUs b\nUser: c", "\nUser:")
     assert found[1:4] == ["", "", ""]
     assert "".join(found) == "a\nUs b"

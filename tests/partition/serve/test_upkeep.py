@@ -70,11 +70,11 @@ class Swarm:
         return [sum(core.stage == stage for core in self.members.values()) for stage in range(self.stages)]
 
 
-def test_a_service_grows_to_its_replicas_from_one_member_each() -> None:
+def test_a_service_grows_from_one_member_per_stage_to_its_replicas() -> None:
     swarm = Swarm({PEERS[0]: 0, PEERS[1]: 1}, PEERS[2:6], stages=2, wished=2)
     swarm.run(10)
     assert swarm.counts() == [2, 2]
-    assert len(swarm.spares) == 2, "no more replicas than requested"
+    assert len(swarm.spares) == 2, "more replicas were started than requested"
 
 
 @pytest.mark.parametrize("breaks", [True, False])
@@ -88,7 +88,7 @@ def test_the_remaining_members_replace_a_dead_one(victim: int, breaks: bool) -> 
     assert len(swarm.spares) == 1
 
 
-def test_a_swarm_without_a_free_node_is_asked_less_and_less_often() -> None:
+def test_a_swarm_without_a_free_node_is_asked_ever_less_often() -> None:
     swarm = Swarm({PEERS[0]: 0}, [], stages=1, wished=2)
     swarm.run(200)
     assert swarm.recruits < 8 + 200 / PAUSE_SECONDS_MAX
@@ -117,7 +117,7 @@ def test_a_leaving_member_is_replaced_at_once() -> None:
     assert swarm.counts() == [2]
 
 
-def test_the_stage_of_a_slow_new_member_is_offered_to_nobody() -> None:
+def test_a_slow_new_members_stage_is_offered_to_no_other_node() -> None:
     swarm = Swarm({}, [PEERS[2]], stages=2, wished=1)
     rows = [ServiceRow(PEERS[0], 0, False), ServiceRow(PEERS[1], 1, False)]
     swarm.join(PEERS[0], 0, rows)
@@ -127,13 +127,13 @@ def test_the_stage_of_a_slow_new_member_is_offered_to_nobody() -> None:
     assert (swarm.counts(), swarm.recruits) == ([1, 1], 0)
 
 
-def test_a_member_that_did_not_run_itself_judges_nobody() -> None:
+def test_a_member_that_was_suspended_considers_no_member_silent() -> None:
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 2, 1, 0, [ServiceRow(PEERS[1], 1, True)])
     for second in range(1, 5):
         core.receive(float(second), PEERS[1], Roll(SERVICE, 1, True))
         core.wake(float(second))
     core.wake(30.0)
-    assert core.has(PEERS[1]), "what it told in between is still to be read"
+    assert core.has(PEERS[1]), "a member was dropped before its waiting messages were read"
     # From then on silence counts.
     for second in range(31, 31 + int(FORGET_SECONDS)):
         core.wake(float(second))
@@ -141,7 +141,7 @@ def test_a_member_that_did_not_run_itself_judges_nobody() -> None:
     assert [event.stage for event in core.events if isinstance(event, Recruit)] == [1]
 
 
-def test_members_that_lost_each_other_meet_again_without_a_third() -> None:
+def test_members_that_lost_each_other_meet_again_without_a_third_peer() -> None:
     swarm = Swarm({PEERS[0]: 0, PEERS[1]: 1}, [], stages=2, wished=1)
     swarm.run(4)
     for core, other in ((swarm.members[PEERS[0]], PEERS[1]), (swarm.members[PEERS[1]], PEERS[0])):
@@ -168,7 +168,7 @@ def test_a_stall_neither_counts_as_silence_nor_shortens_the_wait(message_first: 
         core.receive(now, PEERS[1], Roll(SERVICE, 1, True))
         core.wake(now)
     assert found == [2]
-    # Half a second had passed before the stall; the other may have the first turn.
+    # Half a second had passed before the stall, so the other member may be the first to act.
     assert now - 20.0 >= SETTLE_SECONDS
 
 
@@ -186,7 +186,7 @@ def test_a_named_peer_that_takes_the_stage_is_asked_once() -> None:
     assert not [event for event in core.events if isinstance(event, Recruit)]
 
 
-def test_members_learn_of_each_other_from_others() -> None:
+def test_members_learn_of_each_other_through_other_members() -> None:
     swarm = Swarm({}, [], stages=1, wished=1)
     swarm.join(PEERS[0], 0, [])
     for before, peer in pairwise(PEERS[:6]):
@@ -196,7 +196,7 @@ def test_members_learn_of_each_other_from_others() -> None:
     assert all(len(core.rows()) == 6 for core in swarm.members.values())
 
 
-def test_a_peer_known_by_hearsay_takes_no_place() -> None:
+def test_a_peer_known_only_by_hearsay_counts_as_no_replica() -> None:
     rng = Random(1)
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [])
     core.introduce(0.0, [ServiceRow(peer, 0, True) for peer in PEERS[1:]])
@@ -210,7 +210,7 @@ def test_a_peer_known_by_hearsay_takes_no_place() -> None:
     assert len(core.rows()) == 1
 
 
-def test_a_stranger_that_no_member_named_is_not_a_member() -> None:
+def test_an_unknown_peer_that_no_member_named_is_not_a_member() -> None:
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [])
     core.receive(0.0, PEERS[1], Roll(SERVICE, 0, True, False, (ServiceRow(PEERS[2], 0, True),)))
     assert [row.peer for row in core.rows()] == [PEERS[0]]
@@ -227,7 +227,7 @@ def test_a_returned_member_counts_again_after_its_own_report() -> None:
     assert core.has(PEERS[1])
 
 
-def test_a_roll_of_a_missing_stage_is_refused() -> None:
+def test_a_message_about_a_stage_that_does_not_exist_is_refused() -> None:
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 2, 1, 0, [])
     with pytest.raises(RemoteProtocolError):
         core.receive(0.0, PEERS[1], Roll(SERVICE, 2, True))

@@ -1,4 +1,5 @@
-"""Doors and providers that exchange messages by queues, and stages that are a function of the tokens."""
+"""Doors and providers that exchange messages through queues, and stages that compute a function of the
+tokens."""
 
 from collections import deque
 from random import Random
@@ -62,8 +63,8 @@ def reference(wish: GenerationWish) -> list[int]:
 
 
 class StageOfTokens:
-    """A stage that keeps the tokens of each session, like keys and values, and refuses units over missing
-    ones.
+    """A stage that keeps the tokens of each session, like keys and values. It refuses units that need missing
+    tokens.
     """
 
     def __init__(self, is_last: bool) -> None:
@@ -104,7 +105,7 @@ class StageOfTokens:
 
 
 class World:
-    """All doors and providers. Only calls advance it; streams keep the order of their messages."""
+    """All doors and providers. Only calls advance the world; each stream keeps the order of its messages."""
 
     def __init__(self, seed: int = 0) -> None:
         self.now = 100.0
@@ -116,10 +117,10 @@ class World:
         self.providers: dict[PeerId, SessionProvider] = {}
         self.stages: dict[PeerId, StageOfTokens] = {}
         self.stopgaps: dict[tuple[PeerId, int], StageOfTokens] = {}
-        """Stages that a provider holds beside its own."""
+        """Stages that a provider holds in addition to its own."""
         self.computing: deque[tuple[PeerId, ComputeBatch]] = deque()
         self.later: dict[tuple[PeerId, int], list[ForkSession | ForgetSession]] = {}
-        """The actions of a stage once it has computed."""
+        """The actions of a stage that follow once it has computed."""
         self.queues: dict[tuple[PeerId, PeerId], deque[Message | Carried]] = {}
         self.tokens: dict[tuple[PeerId, int], list[int]] = {}
         self.finished: dict[tuple[PeerId, int], GenerationOver] = {}
@@ -138,12 +139,12 @@ class World:
         provider.hold(SERVICE, stage, STAGES, CONTEXT)
 
     def double_up(self, peer: PeerId, stage: int) -> None:
-        """Have a provider hold another stage too."""
+        """Have a provider hold an additional stage."""
         self.stopgaps[peer, stage] = StageOfTokens(stage == STAGES - 1)
         self.providers[peer].hold(SERVICE, stage, STAGES, CONTEXT)
 
     def relieve(self, peer: PeerId, stage: int) -> None:
-        """Have a provider release such a stage."""
+        """Have a provider release an additional stage."""
         del self.stopgaps[peer, stage]
         self.forget_work(peer, stage)
         self.put(peer, self.providers[peer].release(SERVICE, stage, "leaving", "another holds it again"))
@@ -157,7 +158,7 @@ class World:
         return self.stopgaps.get((peer, stage)) or self.stages[peer]
 
     def kill(self, peer: PeerId, *, breaks: bool = True) -> None:
-        """Kill a provider with its messages in transit; all streams break, or it is silent."""
+        """Kill a provider and its messages in transit. Either all its streams break, or it is just silent."""
         self.providers.pop(peer, None)
         self.stages.pop(peer, None)
         for stage in range(STAGES):
