@@ -1,4 +1,4 @@
-"""Admission: the predicted cost of a stage is its real cost, and excessive or inconsistent graphs are
+"""Admission of a stage: its predicted cost is its real cost, and excessive or inconsistent graphs are
 refused.
 """
 
@@ -37,7 +37,7 @@ from tests.partition.graphs import GraphBuilder, whole
 from tests.partition.hand_models import gpt_graph
 
 REFUSED_SECONDS_MAX = 3.0
-"""Some milliseconds; the rest is a margin for a busy machine."""
+"""Time limit for an admission. It takes some milliseconds; the rest is a margin for a busy machine."""
 
 
 def specification(graph: Graph | StageGraph, **changes: Any) -> StageSpecification:
@@ -55,7 +55,8 @@ class LargeGraphBuilder(GraphBuilder):
 
 
 class Layer:
-    """A graph of one input of (batch, 8) and the nodes that `of` adds to it, ending in a sum."""
+    """Return a graph of one input of (batch, 8) and the nodes that `of` adds to it. The graph ends in a
+    sum."""
 
     def __init__(self, *shape: int | Size, dtype: Any = "float32", batch: int = 64) -> None:
         self.build = LargeGraphBuilder()
@@ -74,7 +75,7 @@ class Layer:
 
 
 def with_node(graph: Graph, place: int, **changes: Any) -> Graph:
-    """Change a node behind the builder's back, as a stranger would."""
+    """Change a node behind the builder's back, as a hostile peer would."""
     (entry,) = graph.entries
     nodes = list(entry.nodes)
     nodes[place] = msgspec.structs.replace(nodes[place], **changes)
@@ -88,7 +89,7 @@ def with_argument(graph: Graph, place: int, index: int, argument: Any) -> Graph:
 
 
 def refusal(graph: Graph | StageGraph, **changes: Any) -> str:
-    """Return why it is refused, which must be found out soon."""
+    """Return why a graph is refused; the refusal must come soon."""
     began = time.process_time()
     with pytest.raises(RemoteProtocolError) as caught:
         admit(specification(graph, **changes))
@@ -120,7 +121,7 @@ class RealMeter(Meter):  # type: ignore[no-untyped-call]  # of torch
         return made
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Storages of the stage itself, including views of them."""
+        """Return the storages of the stage itself, including views of them."""
         self._kept = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def _follow(self, storage: Any) -> None:
@@ -137,7 +138,7 @@ class RealMeter(Meter):  # type: ignore[no-untyped-call]  # of torch
 
 
 def metered(graph: Graph, sizes: tuple[int, ...], **changes: Any) -> RealMeter:
-    """The same figures from real tensors and the real program."""
+    """Measure the same figures with real tensors and the real program."""
     given = specification(graph, sizes_max=sizes, **changes)
     entry = given.graph.entry("train")
     rows = evaluate(graph.expressions, sizes)
@@ -175,7 +176,7 @@ def test_admission_predicts_the_cost_of_a_real_run(gpt: Graph, autocast: str) ->
     assert 0 < foreseen.saved_bytes <= foreseen.peak_bytes
 
 
-def test_figures_grow_with_the_batch(gpt: Graph) -> None:
+def test_predicted_costs_grow_with_the_batch(gpt: Graph) -> None:
     small, large = (admit(specification(gpt, sizes_max=(batch, 32))) for batch in (2, 8))
     assert large.flops == 4 * small.flops
     assert large.saved_bytes > 3 * small.saved_bytes
@@ -194,7 +195,7 @@ def test_every_stage_of_every_cut_is_admitted(gpt: Graph) -> None:
     total = 0
     for stage in cut(gpt, name, positions[:: max(1, len(positions) // 4)][:4]):
         total += admit(specification(stage, sizes_max=(4, 32))).flops
-    # A node computed twice because of a boundary is not in the product.
+    # The product does not include a node that is computed twice because of a boundary.
     assert total == admit(specification(gpt, sizes_max=(4, 32))).flops
 
 
@@ -296,7 +297,7 @@ def test_two_thousand_large_products_are_refused() -> None:
     assert "node 58 " in reason
 
 
-def test_many_cheap_operators_cost_something_too() -> None:
+def test_many_cheap_operators_are_not_free() -> None:
     layer = Layer(1024, 1024)
     value = layer.x
     for _ in range(200):
@@ -375,7 +376,7 @@ ARGUMENTS: dict[str, tuple[str, list[Any], int, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_dangerous_kernel_arguments_are_refused(name: str) -> None:
+def test_dangerous_arguments_of_kernels_are_refused(name: str) -> None:
     operator, rest, index, argument, reason = ARGUMENTS[name]
     layer = Layer(2, 4, 8, 8)
     weight = layer.build.parameter("w", 4, 4, 3, 3)
@@ -387,7 +388,7 @@ def test_dangerous_kernel_arguments_are_refused(name: str) -> None:
     assert any(word in found for word in reason.split("|"))
 
 
-def test_arguments_that_are_the_stages_own_are_refused() -> None:
+def test_arguments_that_only_the_stage_may_set_are_refused() -> None:
     layer = Layer()
     graph = layer.graph(layer.node("rand_like", layer.x))
     for keyword in ("device", "layout", "pin_memory"):
@@ -429,7 +430,7 @@ def test_a_tensor_is_split_only_into_the_named_pieces() -> None:
     assert "67108864 pieces" in refusal(with_argument(graph, 0, 1, 1))
 
 
-def test_arguments_that_loop_in_python_are_bounded() -> None:
+def test_arguments_that_cause_loops_in_python_are_limited() -> None:
     layer = Layer()
     graph = layer.graph(layer.node("diff", layer.x, 1))
     assert "argument 'n'" in refusal(with_argument(graph, 0, 1, 10**9))
@@ -471,7 +472,7 @@ def test_a_group_norm_with_a_bias_alone_is_refused() -> None:
     assert "a bias but no weight" in refusal(graph)
 
 
-def test_a_refusal_is_short_for_any_graph() -> None:
+def test_a_refusal_is_short_whatever_the_graph() -> None:
     layer = Layer()
     graph = layer.graph(layer.node("einsum", "bi,bj->bij", [layer.x, layer.x]))
     assert len(refusal(with_argument(graph, 0, 0, "\x1b[2J" + "\u202e" * 20))) < 400

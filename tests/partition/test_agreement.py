@@ -1,4 +1,5 @@
-"""The chain of plans under every disturbance that the world knows; lies are in `test_agreement_hostile`."""
+"""The chain of plans under every disturbance that the world knows. Lies are covered in
+`test_agreement_hostile`."""
 
 import os
 from collections.abc import Collection
@@ -47,7 +48,7 @@ from tests.partition.agreement_world import RUN, genesis, walk
 from tests.partition.fake_stage import Broken, peer
 
 WALK_EVENTS = int(os.environ.get("PEERLOOM_WALK_EVENTS", "20000"))
-"""Events of each kind of walk; the environment raises them for a soak."""
+"""Number of events for each kind of walk; the environment raises the numbers for a soak."""
 PLANTED_WALKS_MAX = 60
 ROUGH: dict[str, Any] = {"loss": 0.3, "slow_seconds": 2.0, "crashes": 0.02}
 
@@ -60,7 +61,7 @@ ROUGH: dict[str, Any] = {"loss": 0.3, "slow_seconds": 2.0, "crashes": 0.02}
     [{}, {"may_fork": True}, {"breaks_ties": True}],
     ids=["without forks", "with forks", "with a tie-breaker"],
 )
-def test_no_disturbance_makes_two_plans_of_one(rules: dict[str, bool]) -> None:
+def test_no_disturbance_leads_to_two_successors_of_a_plan(rules: dict[str, bool]) -> None:
     events = decisions = restarts = seed = 0
     while events < WALK_EVENTS:
         world = walk(seed, **rules)
@@ -147,7 +148,7 @@ def search(planted: dict[str, Any]) -> None:
 
 
 class Room:
-    """Members that receive messages at once, except deaf ones; without a clock."""
+    """Members that receive messages immediately, except deaf ones; without a clock."""
 
     def __init__(self, members: int, **arguments: Any) -> None:
         self.plan = genesis(members)
@@ -160,7 +161,7 @@ class Room:
         self.sent: list[Any] = []
 
     def carry(self, me: PeerId, sends: Any, now: float = 0.0) -> None:
-        """Deliver these and everything that follows, in the order of sending."""
+        """Deliver these messages and everything that follows, in the order of sending."""
         queue = [(me, receiver, message) for receiver, message in sends]
         while queue:
             sender, receiver, message = queue.pop(0)
@@ -257,7 +258,7 @@ def test_a_member_outside_the_committee_only_learns() -> None:
     assert room.cores[outside].head.trainers == (outside,)
 
 
-def test_a_wish_without_a_change_or_a_valid_plan_is_ignored() -> None:
+def test_a_proposal_without_a_change_or_a_valid_plan_is_ignored() -> None:
     room = Room(1)
     (me,) = room.seats
     core = room.cores[me]
@@ -266,7 +267,7 @@ def test_a_wish_without_a_change_or_a_valid_plan_is_ignored() -> None:
     assert (core.head, core.deadline) == (room.plan, float("inf"))
 
 
-def test_a_wish_is_dropped_with_the_next_plan() -> None:
+def test_a_proposed_change_is_dropped_with_the_next_plan() -> None:
     room = Room(3)
     first, second, _ = room.seats
     room.wish(second, trains(second))
@@ -283,7 +284,7 @@ def test_a_value_that_a_majority_may_have_accepted_is_decided() -> None:
     ((_, prepare), _) = core.wish(0.0, trains(first))
     ((_, promised),) = other.receive(0.0, first, prepare)
     ((_, accept), _) = core.receive(0.0, second, promised)
-    other.receive(0.0, first, accept)  # and its answer is lost, with the proposer
+    other.receive(0.0, first, accept)  # the answer is lost, and so is the proposer
     room.deaf = {first}
     room.wish(third, trains(third))
     room.insist(third)
@@ -305,7 +306,7 @@ def test_an_outbid_proposer_returns_with_a_higher_ballot() -> None:
     assert again.ballot == Ballot(8, first)
 
 
-def test_an_unanswered_question_is_repeated_less_and_less_often() -> None:
+def test_an_unanswered_question_is_repeated_ever_less_often() -> None:
     room = Room(3)
     core, now = room.cores[room.seats[0]], 0.0
     asked = core.wish(now, trains(room.seats[0]))
@@ -337,7 +338,7 @@ def test_a_promise_and_an_acceptance_survive_a_restart() -> None:
     ]
 
 
-def test_a_repeated_question_is_answered_alike_and_stored_once() -> None:
+def test_a_repeated_question_gets_the_same_answer_and_is_stored_once() -> None:
     room = Room(3)
     me, other, _ = room.seats
     core = room.cores[me]
@@ -377,7 +378,7 @@ def test_damaged_or_foreign_durable_state_is_refused() -> None:
 
 
 def grown(links: int) -> Room:
-    """A lone member that has decided this many plans."""
+    """Return a lone member that has decided this many plans."""
     room = Room(1)
     (me,) = room.seats
     for _ in range(links):
@@ -385,7 +386,7 @@ def grown(links: int) -> Room:
     return room
 
 
-def test_a_head_of_an_older_plan_is_answered_with_the_links() -> None:
+def test_a_head_of_an_older_plan_is_answered_with_missing_links() -> None:
     room = Room(3)
     late = room.seats[2]
     room.deaf.add(late)
@@ -399,7 +400,7 @@ def test_a_head_of_an_older_plan_is_answered_with_the_links() -> None:
     assert room.events(late) == [PlanDecided(room.cores[late].head, trains(first), 3)]
 
 
-def test_a_head_of_a_newer_plan_is_asked_for_the_links() -> None:
+def test_a_head_of_a_newer_plan_is_asked_for_missing_links() -> None:
     room = Room(3)
     late, other = room.seats[2], room.seats[0]
     room.deaf.add(late)
@@ -409,7 +410,7 @@ def test_a_head_of_a_newer_plan_is_asked_for_the_links() -> None:
     assert room.heights() == [1, 1, 1]
 
 
-def test_a_question_about_an_older_plan_is_answered_by_its_successor() -> None:
+def test_a_question_about_an_older_plan_is_answered_with_its_successor() -> None:
     room = Room(3)
     late, other = room.seats[2], room.seats[0]
     room.deaf.add(late)
@@ -485,7 +486,8 @@ def test_a_short_gap_is_not_reported() -> None:
 
 
 def split(room: Room, size: int) -> tuple[PeerId, ...]:
-    """Cut the last `size` of the committee off from the others, until they may fork; return them."""
+    """Cut the last `size` members of the committee off from the others until they may fork. Return these
+    members."""
     few = room.seats[-size:]
     room.deaf = {me for me in room.cores if me not in few}
     for me in few:
@@ -522,7 +524,7 @@ def test_a_minority_waits_if_the_run_allows_no_fork() -> None:
     assert set(room.heights()) == {0}
 
 
-def test_a_majority_does_not_follow_a_fork_without_it() -> None:
+def test_a_majority_does_not_follow_a_fork_made_without_it() -> None:
     room = Room(4, may_fork=True)
     few = split(room, 1)
     (me,) = few
@@ -540,7 +542,7 @@ def test_a_majority_does_not_follow_a_fork_without_it() -> None:
     assert not any(isinstance(event, ForkFound) for event in room.events(me))
 
 
-def test_after_healing_only_one_side_is_told_to_give_up() -> None:
+def test_after_healing_only_one_branch_is_told_to_give_up() -> None:
     room = Room(5, may_fork=True)
     few = split(room, 2)
     stage = room.plan.stages[0].replicas
@@ -558,7 +560,7 @@ def test_after_healing_only_one_side_is_told_to_give_up() -> None:
     room.carry(other, room.cores[other].tell(one))
     assert [type(event) for event in room.events(other)][-1] is ForkFound
     assert ForkFound not in [type(event) for event in room.events(one)]
-    # The member that gave up resumes where the other is; the next plan admits it.
+    # The member that gave up resumes at the other member's head; the next plan admits it.
     room.cores[other].rejoin(80.0, room.cores[one].base, room.cores[one].chain)
     assert room.cores[other].head == room.cores[one].head
 

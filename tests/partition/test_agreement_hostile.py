@@ -1,4 +1,5 @@
-"""Messages of strangers, liars and broken members about the chain of plans are refused without effect."""
+"""Messages about the chain of plans from unknown peers, liars and broken members are refused and have no
+effect."""
 
 from itertools import combinations
 from random import Random
@@ -58,7 +59,7 @@ def core(**arguments: Any) -> PaxosChain:
 
 
 def state(of: PaxosChain) -> Any:
-    """All state that a message could change."""
+    """Return all state that a message could change."""
     held = vars(of._learner) | vars(of._reach) | vars(of._proposer) | vars(of)
     parts = ("_heads", "_strayed", "_proposal", "_wish", "_round", "_outbids", "unsaved", "events")
     return of.durable, of.deadline, of.head, of._learner.events, [repr(held[part]) for part in parts]
@@ -135,11 +136,11 @@ def test_a_valid_fork_is_refused_in_a_run_that_allows_none() -> None:
             assert state(victim) == before
         else:
             assert victim.receive(0.0, OTHER, Decided(**NAMES, links=(link,))) == []
-            assert victim.head == PLAN  # it is not part of that fork
+            assert victim.head == PLAN  # the member is not part of that fork
 
 
 def fork_of(alone: PaxosChain, members: tuple[PeerId, ...]) -> bytes:
-    """The link by which a member continues alone."""
+    """Return the link by which a member continues alone."""
     alone.reach(0.0, members)
     alone.wake(QUORUM_SECONDS)
     alone.wake(FORK_SECONDS)
@@ -199,7 +200,7 @@ def test_a_member_counts_once_however_often_it_votes() -> None:
     assert victim.head == PLAN
 
 
-def test_another_decision_for_the_same_plan_is_refused_and_reported() -> None:
+def test_a_second_decision_for_a_plan_is_refused_and_reported() -> None:
     victim = core()
     victim.receive(0.0, OTHER, Decided(**NAMES, links=(TRAINS,)))
     victim.events.clear()
@@ -210,7 +211,7 @@ def test_another_decision_for_the_same_plan_is_refused_and_reported() -> None:
     assert (victim.durable, victim.head) == before
 
 
-def test_absurd_heads_forks_and_branches_use_bounded_memory() -> None:
+def test_absurd_heads_forks_and_branches_use_limited_memory() -> None:
     victim = core(may_fork=True)
     rng = Random(3)
     for number in range(500):
@@ -255,7 +256,8 @@ def test_a_member_votes_in_no_more_forks_than_it_can_remember() -> None:
         victim.wake(now)
         opened += any(isinstance(event, ForkOpened) for event in victim.events)
         victim.events.clear()
-    assert (opened, len(victim._acceptor.voted)) == (FORKS_MAX, FORKS_MAX + 1)  # and the vote for all
+    # and the vote for the instance of all members
+    assert (opened, len(victim._acceptor.voted)) == (FORKS_MAX, FORKS_MAX + 1)
     again = PaxosChain(ME, PLAN, Random(1), durable=victim.durable, may_fork=True)
     assert again.durable == victim.durable
 
@@ -298,7 +300,7 @@ def test_every_message_survives_the_wire(message: Any) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_are_no_message(data: bytes) -> None:
+def test_random_bytes_are_not_a_message(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         read(data)
 

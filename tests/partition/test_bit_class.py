@@ -1,4 +1,5 @@
-"""The bit class of a served stage depends on its machine's results, and on its threads."""
+"""The bit class of a served stage (a fingerprint of its exact output bits) depends on the machine's results
+and on the number of threads."""
 
 from functools import cache
 
@@ -36,7 +37,7 @@ def chain(threads: int = 1, *, seed: int = 5, packs: bool = True) -> Chain:
 
 
 @pytest.mark.parametrize("layer", [-1, LAYERS_MAX + 1, 2**62, True, 1])
-def test_attention_layers_need_unique_small_numbers(layer: int) -> None:
+def test_attention_layers_need_distinct_numbers_within_limits(layer: int) -> None:
     graph, _ = model(5)
     (entry,) = graph.entries
     nodes = list(entry.nodes)
@@ -62,7 +63,7 @@ def _one_thread() -> object:
     torch.set_num_threads(before)
 
 
-def test_replicas_of_a_stage_share_a_class_that_depends_on_threads() -> None:
+def test_replicas_share_a_bit_class_that_depends_on_threads() -> None:
     first, second = chain(), chain()
     classes = [bits(stage) for stage in first.stages]
     assert all(classes)
@@ -81,7 +82,7 @@ def test_a_probe_leaves_sessions_and_pages_unchanged() -> None:
     assert torch.equal(found, chain().logits([Unit(session(2), 0, 60, 10)], ids))
 
 
-def test_a_machine_whose_rows_depend_on_their_batch_has_no_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A single row uses another kernel than several if rows are neither padded nor packed.
+def test_a_stage_whose_results_depend_on_batch_size_has_no_bit_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without padding and packing, torch uses a different kernel for one row than for several.
     monkeypatch.setattr("partition.execute.serving.ROWS", 1)
     assert b"" in [bits(stage) for stage in chain(packs=False).stages]

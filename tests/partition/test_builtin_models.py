@@ -1,4 +1,4 @@
-"""The built-in models, a user's own file, and the weights beside a graph."""
+"""The built-in models, a user's own file, and the weights stored next to a graph."""
 
 import textwrap
 from collections.abc import Callable
@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
 
 @cache
 def built(name: str) -> tuple[Task, Captured]:
-    """A built-in model without memory, captured."""
+    """Return a built-in model that was captured without memory for its values."""
     shape, classes, options = MODELS[name]
     with skeleton():
         task = BUILTIN[name](shape, classes, **options)
@@ -56,7 +56,7 @@ def test_a_builtin_model_is_captured_without_memory_and_proved(name: str) -> Non
     proof = prove_task(task, captured)
     assert proof.gradients == len(list(task.model.parameters()))
     assert proof.materialised_bytes < 4 * held
-    # Layers are places to cut; a model of that many blocks has at least as many.
+    # Models are cut between layers. A model with this many blocks has at least as many layers.
     assert len(captured.graph.layers) >= 3
 
 
@@ -103,14 +103,15 @@ def test_gpt_has_nanogpts_names_and_gpt2s_size() -> None:
     assert names[-1] == "transformer.ln_f.bias"
 
 
-def test_gpt_decodes_rows_of_different_lengths_like_whole_ones() -> None:
+def test_gpt_decodes_rows_of_different_lengths_like_single_rows() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfiguration(vocabulary=30, block=8, layers=2, heads=2, width=16, cache_rows=4)).eval()
     long, short = torch.randint(30, (7,)), torch.randint(30, (4,))
     with torch.no_grad():
         whole = [model(tokens.unsqueeze(0))[0] for tokens in (long, short)]
         rows = torch.tensor([3, 1])
-        # Prompts of 5 and 2 tokens, the second padded; then one token at a time, at separate positions.
+        # Prompts of 5 and 2 tokens; the second is padded. Then one token at a time, with a separate position
+        # for each row.
         prompts = torch.stack([long[:5], torch.cat([short[:2], torch.zeros(3, dtype=torch.int64)])])
         first = model.decode(prompts, rows, torch.tensor([0, 0]))
         assert torch.allclose(first[0], whole[0][:5], atol=1e-6)
@@ -120,7 +121,7 @@ def test_gpt_decodes_rows_of_different_lengths_like_whole_ones() -> None:
             logits = model.decode(tokens, rows, torch.tensor([5 + step, 2 + step]))
             assert torch.allclose(logits[0, 0], whole[0][5 + step], atol=1e-6)
             assert torch.allclose(logits[1, 0], whole[1][2 + step], atol=1e-6)
-        # A used row is reset, alone, in any order.
+        # A used row can be reset alone and in any order.
         again = model.decode(short[:4].unsqueeze(0), torch.tensor([3]), torch.tensor([0]))
         assert torch.allclose(again[0], whole[1], atol=1e-6)
 
@@ -171,7 +172,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_task_comes_from_a_users_file_and_its_neighbours(tmp_path: Path) -> None:
+def test_a_task_comes_from_a_users_file_and_the_files_next_to_it(tmp_path: Path) -> None:
     (tmp_path / "beside_mine.py").write_text("WIDTH = 3\n")
     path = written(
         tmp_path,
@@ -331,7 +332,7 @@ def test_ranges_with_gaps_or_overlaps_have_no_file() -> None:
             file_header(structs.replace(captured.graph, parameters=tuple(rows)))
 
 
-def test_a_model_of_recipes_alone_has_a_file_without_data(tmp_path: Path) -> None:
+def test_a_model_with_only_recipes_has_a_file_without_data(tmp_path: Path) -> None:
     with skeleton():
         model = nn.Linear(3, 2)
     captured = capture(model, (torch.zeros(2, 3),))

@@ -1,4 +1,4 @@
-"""Any module becomes a graph with the same results, also at sizes that its examples did not have."""
+"""Any module becomes a graph with the same results, even at sizes that its examples did not have."""
 
 import copy
 from functools import cache
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def operators(model: Captured, entry: str = "train") -> list[str]:
-    """Names without the namespace and a default overload, in the order of the nodes."""
+    """Return the operators' names without namespace and default overload, in the order of the nodes."""
     graph = model.graph
     names = [graph.operators[node.operator] for node in graph.entry(entry).nodes]
     return [name.removeprefix("aten.").removesuffix(".default") for name in names]
@@ -51,7 +51,7 @@ def eager(sample: Sample, model: nn.Module, inputs: Any, labels: tuple[Tensor, .
 
 @cache
 def known(name: str) -> tuple[nn.Module, Captured]:
-    """A sample's model, which no test may change, and its graph."""
+    """Return a sample's model, which no test may change, and its graph."""
     torch.manual_seed(1)
     model = SAMPLES[name].build().double()
     return model, captured(SAMPLES[name], model)
@@ -67,7 +67,7 @@ def test_a_graph_computes_like_its_model(name: str) -> None:
     sample = SAMPLES[name]
     model, graph = known(name)
     assert decode_graph(graph.data) == graph.graph
-    # Another batch, and another sequence where that varies: 5 + batch positions.
+    # A different batch, and a different sequence length if it varies: 5 + batch positions.
     for batch in (5, 1):
         inputs, labels = sample.draw(batch)
         ours, theirs = copy.deepcopy(model).train(), copy.deepcopy(model).train()
@@ -99,7 +99,7 @@ def test_the_same_graph_serves_evaluation(name: str) -> None:
     torch.testing.assert_close(found.outputs[0], output, rtol=1e-13, atol=1e-13)
 
 
-def test_a_hundred_decoded_tokens_equal_those_of_the_model() -> None:
+def test_a_hundred_decoded_tokens_equal_the_models() -> None:
     torch.manual_seed(1)
     model = Gpt().double()
     ids, labels = tokens(3)
@@ -119,7 +119,7 @@ def test_a_hundred_decoded_tokens_equal_those_of_the_model() -> None:
     assert not graph.graph.constants
     model.eval()
     whole = Whole(graph, model)
-    # Rows are at separate positions, and change their order once.
+    # Each row has its own position; the rows change their order once.
     places = torch.tensor([0, 7, 20])
     with torch.no_grad():
         for step in range(100):
@@ -167,7 +167,7 @@ def test_an_entry_point_may_be_a_function_and_reassign_a_buffer() -> None:
 
 
 def snapshot(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """All state of a module: identities for tensors, copies of lists."""
+    """Return all state of a module: identities of tensors, copies of lists."""
 
     def seen(values: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -224,7 +224,7 @@ def test_batch_norms_statistics_are_rows_and_counters_are_names() -> None:
     assert graph.counters == ("norms.0.num_batches_tracked", "norms.1.num_batches_tracked")
 
 
-def test_parameters_are_stored_in_the_order_of_their_first_use_without_gaps() -> None:
+def test_parameters_are_stored_in_order_of_first_use_without_gaps() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5))
     model[0].requires_grad_(False)
     inputs, labels = vectors(3)
@@ -369,7 +369,7 @@ def broadcast_copy(y: Tensor) -> Tensor:
         broadcast_copy,
     ],
 )
-def test_rewritten_code_keeps_its_meaning(script: Any) -> None:
+def test_rewritten_code_computes_the_same(script: Any) -> None:
     torch.manual_seed(1)
     model = Scripted(script).double()
     inputs, labels = vectors(3)
@@ -402,7 +402,7 @@ def test_a_frozen_batch_norm_stays_frozen() -> None:
     assert "statistic" not in {parameter.kind for parameter in graph.parameters}
 
 
-def test_nodes_know_the_module_that_called_them() -> None:
+def test_nodes_record_the_module_that_called_them() -> None:
     graph = known("residual")[1].graph
     owners = {graph.operators[node.operator]: graph.owners[node.owner] for node in graph.entries[0].nodes}
     assert owners["aten.cross_entropy_loss.default"] == "loss"
@@ -436,7 +436,7 @@ def expressions(symbols: list[Any]) -> st.SearchStrategy[Any]:
 
 @settings(max_examples=40)
 @given(st.data(), st.integers(1, 99), st.integers(1, 99))
-def test_rows_of_sizes_compute_like_torch(data: st.DataObject, batch: int, sequence: int) -> None:
+def test_expressions_of_sizes_compute_like_torch(data: st.DataObject, batch: int, sequence: int) -> None:
     symbols = [sympy.Symbol(name, positive=True, integer=True) for name in ("s1", "s2")]
     expression = data.draw(expressions(symbols))
     tables = GraphTables(

@@ -1,5 +1,5 @@
-"""Separate evaluation, bounds of the batch, complex numbers, autograd functions: further features
-of models.
+"""Further features of models: a separate evaluation, bounds of the batch, complex numbers, and autograd
+functions.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ class Blocks(nn.Module):
 
 
 class DropPath(Blocks):
-    """Whole samples are dropped while training (Huang et al. 2016), and nothing in evaluation."""
+    """Drops whole samples in training (Huang et al. 2016), and none in evaluation."""
 
     def inner(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -59,14 +59,14 @@ class DropPath(Blocks):
 
 
 class Another(Blocks):
-    """A model that computes something else in evaluation."""
+    """A model that computes a different function in evaluation."""
 
     def inner(self, x: Tensor) -> Tensor:
         return torch.tanh(x) if self.training else torch.relu(x)
 
 
 class Fourier(Blocks):
-    """Mixes by a transform (Lee-Thorp et al. 2021); complex numbers go from block to block."""
+    """Mixes tokens by a Fourier transform (Lee-Thorp et al. 2021); complex numbers go from block to block."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -124,7 +124,7 @@ def test_complex_numbers_may_cross_a_cut() -> None:
 
 
 class Least(Blocks):
-    """A model that accepts batches from three on."""
+    """A model that accepts batches of three or more."""
 
     def inner(self, x: Tensor) -> Tensor:
         if x.shape[0] < 3:
@@ -147,7 +147,7 @@ def test_the_batch_has_the_bounds_that_the_model_has(model: type[nn.Module], bou
 
 
 class Plain(torch.autograd.Function):
-    """The same backward as autograd's."""
+    """Its own backward equals autograd's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class Plain(torch.autograd.Function):
 
 
 class Straight(Plain):
-    """Another backward than autograd's."""
+    """Its own backward differs from autograd's."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -185,7 +185,7 @@ def test_an_autograd_function_is_accepted_if_its_backward_is_proved(function: An
 
 
 class Clamped(Plain):
-    """A model whose backward is right as long as nothing is clamped."""
+    """A model whose backward is right only while no value is clamped."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class Clamped(Plain):
 def test_a_backward_that_is_right_only_at_the_examples_is_refused() -> None:
     class Squeezed(Blocks):
         def inner(self, x: Tensor) -> Tensor:
-            assert x.abs().max() < 3, "the examples clamp nothing"
+            assert x.abs().max() < 3, "the examples already clamp a value, so the test proves nothing"
             out: Tensor = Clamped.apply(x)  # type: ignore[no-untyped-call]  # torch's own
             return out
 
@@ -216,7 +216,7 @@ def test_a_backward_that_is_right_only_at_the_examples_is_refused() -> None:
         captured_and_proved(task)
 
 
-def test_a_number_may_precede_a_tensor() -> None:
+def test_a_number_may_be_the_first_operand() -> None:
     class Numbers(Blocks):
         def inner(self, x: Tensor) -> Tensor:
             mask = torch.add(0.25, x > 0, alpha=0.5)
@@ -249,7 +249,7 @@ def test_further_operators_are_captured_proved_and_admitted() -> None:
     admit(StageSpecification(b"test", cut(captured.graph, captured.hash, ())[0], (3,)))
 
 
-def test_an_exponential_draws_the_same_numbers_as_torch() -> None:
+def test_an_exponential_distribution_draws_the_same_values_as_torch() -> None:
     class Gumbel(Blocks):
         def inner(self, x: Tensor) -> Tensor:
             return functional.gumbel_softmax(x, tau=0.7)

@@ -1,4 +1,5 @@
-"""Models that cannot be a graph are refused before transfer, and the operator and the module are named."""
+"""Models that cannot become a graph are refused before transfer. The error names the operator and the
+module."""
 
 import re
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def refusal(model: nn.Module, **options: Any) -> str:
     settings: dict[str, Any] = {"labels": LABELS, "loss": class_loss} | options
     with pytest.raises(CaptureRefused) as caught:
         capture(model, EXAMPLE, **settings)
-    # `test_capture_strangers` checks the place in the code.
+    # `test_capture_strangers` checks which line of the code is named.
     return re.sub(r" \([^ ]+\.py:\d+\)", "", str(caught.value))
 
 
@@ -203,7 +204,7 @@ def fixed_batch(part: Part, y: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("script", [fixed_batch, lambda part, y, x: y[: len(x)]])
 def test_a_size_that_the_model_fixes_is_refused(script: Any) -> None:
-    """If the batch is not declared variable, the graph has the example's batch instead."""
+    """If the batch is not declared variable, the graph has the example's batch size instead."""
     sizes = {"dynamic": {"batch": (1, 64)}}
     assert "fixes or restricts a size that should vary" in refusal(Net(script), **sizes)
     symbol = capture(Net(script), EXAMPLE, labels=LABELS, loss=class_loss).graph.symbols[0]

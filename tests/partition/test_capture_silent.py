@@ -1,4 +1,4 @@
-"""Cases in which a graph could silently differ from its model: each is detected."""
+"""Cases in which a graph could differ from its model without an error. Each is detected."""
 
 import random
 import re
@@ -20,7 +20,7 @@ CLASSES = 5
 
 
 class Net(nn.Module):
-    """Two layers, and between them the operation of a test."""
+    """Two layers with the operation of a test between them."""
 
     def __init__(self, between: Callable[["Net", Tensor], Tensor] = lambda net, x: x) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def proved(task: Task) -> Captured:
 def refusal(task: Task) -> str:
     with pytest.raises(CaptureRefused) as caught:
         proved(task)
-    # `test_capture_strangers` checks the place in the code.
+    # `test_capture_strangers` checks which line of the code is named.
     return re.sub(r" \([^ ]+\.py:\d+\)", "", str(caught.value))
 
 
@@ -115,7 +115,9 @@ def unfrozen(net: Net, x: Tensor) -> Tensor:
     ("between", "what"),
     [(counted, "calls"), (appended, "seen"), (annealed, "table.scale"), (unfrozen, "calls")],
 )
-def test_state_that_forward_changes_is_refused(between: Callable[[Net, Tensor], Tensor], what: str) -> None:
+def test_python_state_that_forward_changes_is_refused(
+    between: Callable[[Net, Tensor], Tensor], what: str
+) -> None:
     assert f"forward changes '{what}" in refusal(task_of(Net(between)))
 
 
@@ -124,7 +126,7 @@ def remembered(net: Net, x: Tensor) -> Tensor:
     return x
 
 
-def test_state_that_is_constant_after_the_first_call_is_harmless() -> None:
+def test_python_state_that_is_constant_after_one_call_is_accepted() -> None:
     model = Net(remembered)
     proved(task_of(model))
     assert model.table == {"scale": 1.0}
@@ -143,7 +145,7 @@ class Nested(nn.Module):
         return out
 
 
-def test_tensors_in_containers_are_inputs() -> None:
+def test_tensors_inside_containers_become_inputs() -> None:
     x, more, one, other = (torch.randn(6, 4, dtype=torch.float64) for _ in range(4))
     inputs = {"batch": {"x": x, "more": [more]}, "pair": (one, other), "scale": 3.0}
     captured = proved(task_of(Nested(), inputs))
@@ -228,7 +230,7 @@ def test_the_loss_of_the_model_itself_is_used() -> None:
 
 
 @pytest.mark.parametrize("draw", [lambda: random.random(), lambda: float(np.random.rand())])
-def test_random_numbers_of_python_are_refused(draw: Callable[[], float]) -> None:
+def test_random_numbers_from_python_are_refused(draw: Callable[[], float]) -> None:
     text = refusal(task_of(Net(lambda net, x: x if draw() < 2 else -x)))
     assert text.startswith("the model itself: draws from Python's or numpy's random")
 

@@ -1,4 +1,4 @@
-"""Users' models: what capture must accept, and what it must refuse with cause and remedy."""
+"""Users' models: what capture must accept, and what it must refuse with a cause and a remedy."""
 
 import random
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def test_examples_may_be_slices_of_one_tensor() -> None:
 
 
 class Fails(nn.Module):
-    """A model that raises with real values, which torch's trace does not have."""
+    """A model that raises an error with real values, which torch's trace does not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Assigned(Average):
 
 
 class Teacher(nn.Module):
-    """A mean teacher inside of the model."""
+    """A mean teacher inside the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Teacher(nn.Module):
 
 
 class Shapes(nn.Module):
-    """(batch, 4) as (batch, 2, 2) for a norm, and back."""
+    """Reshapes (batch, 4) to (batch, 2, 2) for a norm, and back."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_buffers_that_training_changes_are_refused_and_the_remedy_works(
 
 
 class Drawing(nn.Module):
-    """`wasted` makes unused draws; `how` is a way to checkpoint the layer with its dropout."""
+    """A layer with dropout. `wasted` makes unused draws; `how` is a way to checkpoint the layer."""
 
     def __init__(self, *, wasted: bool = False, how: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Drawing(nn.Module):
     ],
     ids=["for nothing", "recomputed", "both"],
 )
-def test_unused_and_repeated_draws_do_not_spoil_the_proof(model: Callable[[], nn.Module]) -> None:
+def test_unused_and_repeated_draws_do_not_affect_the_proof(model: Callable[[], nn.Module]) -> None:
     _, proof = proved(task_of(model()))
     assert proof.error < 1e-9
 
@@ -391,7 +391,7 @@ def test_a_refusal_names_module_line_cause_and_remedy(
     function: Callable[[Tensor], Tensor], words: str
 ) -> None:
     text = refusal(task_of(Says(function)))
-    # For a node torch keeps only the line in `forward`; for an exception we find the line itself.
+    # For a node, torch keeps only the line in `forward`. For an exception, our code finds the line itself.
     lines = [each.__code__.co_firstlineno + 1 for each in (function, Says.forward)]
     first, here = text.splitlines()[0], str(Path(__file__).relative_to(Path.cwd()))
     assert any(first.startswith(f"the model itself ({here}:{line})") for line in lines), first

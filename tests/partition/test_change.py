@@ -1,4 +1,4 @@
-"""From one plan to the next: an accepted change gives a valid plan, the same for all."""
+"""From one plan to the next: an accepted change gives a valid plan, the same plan for all members."""
 
 from typing import Any
 
@@ -88,7 +88,7 @@ def test_an_admitted_peer_has_no_stage() -> None:
     assert plan.stages == PLAN.stages
 
 
-def test_without_a_trainer_a_member_without_a_stage_trains() -> None:
+def test_if_no_trainer_is_left_a_member_without_a_stage_trains() -> None:
     assert after(lost=(A, D)).trainers == (E,)
     assert after(lost=(A, D, E)).trainers == (B,)
 
@@ -121,13 +121,13 @@ def test_a_change_that_gives_no_valid_plan_is_refused(fields: dict[str, Any], wo
         after(**fields)
 
 
-def test_a_chain_ends_before_its_heights_do() -> None:
+def test_a_chain_ends_before_heights_overflow() -> None:
     with pytest.raises(RemoteProtocolError, match="too long"):
         successor(replace(PLAN, height=HEIGHT_MAX - 1), Change())
 
 
 def test_a_plan_too_large_to_be_sent_is_refused() -> None:
-    # Every member holds a stage: within each single limit, but beyond that of the bytes.
+    # Every member holds a stage. This is within each single limit but over the limit of bytes.
     names = [bytes([number // 64, number % 64]) * 16 for number in range(ROSTER_MAX)]
     rows = tuple(
         StagePlan(index, index + 1, tuple(names[index * 64 : index * 64 + 63]), (2**60,) * 63)
@@ -214,7 +214,7 @@ def test_an_oversized_change_is_refused_undecoded() -> None:
 
 
 @given(changes, st.sets(st.sampled_from(PLAN.roster), min_size=1))
-def test_a_fork_keeps_exactly_its_members(change: Change, members: set[bytes]) -> None:
+def test_a_fork_keeps_only_its_members(change: Change, members: set[bytes]) -> None:
     few = tuple(sorted(members))
     value = forked(PLAN, change, few)
     assert forked(PLAN, value, few) == value

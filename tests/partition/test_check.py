@@ -312,15 +312,15 @@ def test_norms_with_shared_statistics_update_them_alike() -> None:
         check_graph(shared(0.2))
 
 
-def test_a_graph_of_a_later_version_is_named_so() -> None:
+def test_a_graph_of_a_later_version_is_refused_with_its_version() -> None:
     data = encode_graph(GOOD)
     with pytest.raises(RemoteProtocolError, match="version 3 of the format; readable are 1 to 2"):
         decode_graph(data[:1] + b"\x03" + data[2:])
 
 
-def test_a_graph_has_one_byte_form() -> None:
+def test_a_graph_has_exactly_one_encoding() -> None:
     data = encode_graph(GOOD)
-    # The same version, in two bytes.
+    # This encodes the same version in two bytes.
     with pytest.raises(RemoteProtocolError, match="canonical"):
         decode_graph(data[:1] + b"\xcc\x01" + data[2:])
     with pytest.raises(RemoteProtocolError):
@@ -345,7 +345,7 @@ def test_a_structure_that_would_fill_memory_is_refused_unbuilt() -> None:
         decode_graph(data)
 
 
-def test_names_of_constants_are_structure_but_their_data_is_not() -> None:
+def test_names_of_constants_are_part_of_the_hash_but_not_their_data() -> None:
     names = tuple(f"name-{number:07}" for number in range(64))
     constant = Constant(names, TensorType("uint8", (0,)), b"")
     data = encode_graph(replace(GOOD, constants=(constant,) * 11_000))
@@ -354,7 +354,7 @@ def test_names_of_constants_are_structure_but_their_data_is_not() -> None:
         decode_graph(data)
 
 
-def test_constants_may_be_what_makes_a_graph_large() -> None:
+def test_a_graph_may_be_large_because_of_its_constants() -> None:
     size = STRUCTURE_BYTES_MAX + 1
     large = Constant((), TensorType("uint8", (size,)), b"\7" * size)
     graph = replace(GOOD, constants=(*GOOD.constants, large))
@@ -384,7 +384,7 @@ def test_the_time_of_a_check_is_linear_in_the_graph() -> None:
         return time.process_time() - began
 
     seconds(1_000)
-    # Eight times the nodes; a quadratic check would take 64 times as long.
+    # The graph has eight times the nodes. A quadratic check would take 64 times as long.
     assert seconds(40_000) < 32 * max(seconds(5_000), 1e-3)
 
 

@@ -1,4 +1,4 @@
-"""How members agree on checkpoints: despite failures and delays, a complete one is on enough disks."""
+"""How members agree on checkpoints: despite failures and delays, a complete checkpoint is on enough disks."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ SILENT = Unanswered("timeout")
 
 
 class Committer:
-    """The committer's checkpoints, with all members there; `sends` has what it tells."""
+    """The committer's checkpoints while all members are present. `sends` holds the messages that it sends."""
 
     def __init__(self) -> None:
         self.asks = Asks()
@@ -74,7 +74,8 @@ class Committer:
         return list(self.asks.take())
 
     def answer(self, reply: Reply | None = None) -> list[KeepStage]:
-        """Answer all requests to keep a stage, and those that follow. Return them in the order of asking."""
+        """Answer all requests to keep a stage, and those that follow. Return them in the order in which they
+        were made."""
         found = []
         while asked := self.asked():
             for ask in asked:
@@ -84,13 +85,13 @@ class Committer:
         return found
 
     def spread(self) -> KeepStage:
-        """Answer no request; return the first."""
+        """Answer no request. Return the first one."""
         first = self.asked()[0].request
         assert isinstance(first, KeepStage)
         return first
 
 
-def test_a_checkpoint_is_spread_sealed_named_stored_and_told() -> None:
+def test_a_checkpoint_is_spread_sealed_named_stored_and_announced() -> None:
     node = Committer()
     node.save_all(4)
     kept = node.answer()
@@ -105,7 +106,7 @@ def test_a_checkpoint_is_spread_sealed_named_stored_and_told() -> None:
         node.rounds.replied(0.0, ask.number, Done())
     assert node.newest() == (NAME, 4)
     assert node.taken() == [NewestChanged((NAME, 4)), CheckpointEnded()]
-    assert (node.learned, node.sends) == (1, []), "its name is not on the disk yet"
+    assert (node.learned, node.sends) == (1, []), "the checkpoint was learned before its name was on the disk"
     node.rounds.stored((NAME, 4))
     (whole,) = node.taken()
     assert isinstance(whole, CheckpointWhole)
@@ -166,7 +167,7 @@ def test_checkpoints_are_spread_one_at_a_time_newest_first() -> None:
     assert list(dict.fromkeys(each.step for each in node.answer(SILENT))) == [4, 12]
 
 
-def test_the_best_state_waits_for_its_turn_whatever_newer_ones_come() -> None:
+def test_the_best_state_is_spread_in_its_turn_despite_newer_ones() -> None:
     node = Committer()
     node.save_all(4)
     node.rounds.best_step = 8
@@ -222,7 +223,7 @@ def test_a_checkpoint_of_an_abandoned_branch_is_not_learned_afterwards(is_sealed
         node.rounds.replied(0.0, ask.number, Done())
     node.rounds.sealed(0.0, 8, NAME)
     assert (node.newest(), node.asked(), node.taken()) == (None, [], [CheckpointEnded()])
-    # The next one is spread as ever.
+    # The next checkpoint is spread as usual.
     node.save_all(9, LATER)
     node.answer()
     assert node.taken() == [SealWanted(LATER, 9, ("0 at 9", "1 at 9"))]

@@ -32,7 +32,7 @@ from partition.model.graph import TENSORS_MAX, DataType
 
 _LARGE = 1 << 20
 _HELD_AS = {"bfloat16": "uint16"}
-"""The numpy type that holds a type of another name."""
+"""Return the numpy type that holds values of a type that numpy lacks."""
 
 
 @st.composite
@@ -91,7 +91,7 @@ def floats(count: int) -> tuple[TensorHeader, ...]:
     return (TensorHeader("float32", (count,)),)
 
 
-def test_a_changed_byte_is_noticed() -> None:
+def test_a_changed_byte_is_detected() -> None:
     payload = pack([typed(np.arange(6.0))], "raw")
     changed = msgspec.structs.replace(payload, data=b"\x01" + payload.data[1:])
     with pytest.raises(RemoteProtocolError, match="wrong digest"):
@@ -106,7 +106,7 @@ def test_a_bundle_above_the_bound_is_refused_before_it_is_decompressed() -> None
 
 
 def claimed(codec: Codec, *tensors: tuple[TensorHeader, int, bytes]) -> Payload:
-    """A payload of tensors with these marks and bytes, valid or not."""
+    """Return a payload of tensors with these marks and bytes, valid or not."""
     data = b"".join(struct.pack("<II", marks, len(part)) + part for _, marks, part in tensors)
     return Payload(
         (), tuple(header for header, _, _ in tensors), codec, blake3(data).digest(), memoryview(data)
@@ -168,7 +168,7 @@ def test_a_tensor_that_no_encoder_writes_is_refused(
         unpack(claimed(codec, (header, marks, part)), bytes_max=_LARGE)
 
 
-def test_numbers_beyond_the_type_are_refused() -> None:
+def test_values_beyond_the_range_of_the_type_are_refused() -> None:
     scale = b"\0\x47"  # 2^15, times 127: too large for float16
     part = scale * 16 + b"\x7f" * 1_024
     with pytest.raises(RemoteProtocolError, match="beyond float16"):
@@ -225,7 +225,7 @@ def test_changed_bytes_are_refused_or_decoded_to_the_same_shapes(codec: Codec, d
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_decoding_takes_at_most_a_few_times_the_bound(codec: Codec) -> None:
+def test_decoding_takes_at_most_a_few_times_the_size_limit(codec: Codec) -> None:
     array = np.zeros(1 << 20, np.float32)
     payload = pack([typed(array)], codec)
     tracemalloc.start()
@@ -265,12 +265,12 @@ def test_no_codec_adds_more_than_a_word_per_tensor(codec: Codec) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_equal_tensors_have_equal_bytes(codec: Codec) -> None:
     array = np.random.default_rng(5).standard_normal((300, 257), np.float32)
-    # Elsewhere in memory and not contiguous, as a view of a larger tensor.
+    # The tensor lies elsewhere in memory and is not contiguous, like a view of a larger tensor.
     other = np.asfortranarray(np.concatenate((array, array)))[:300]
     assert pack([typed(array)], codec) == pack([typed(other)], codec)
 
 
-def test_a_bool_that_is_neither_is_refused() -> None:
+def test_a_bool_that_is_neither_true_nor_false_is_refused() -> None:
     payload = Payload((), (TensorHeader("bool", (2,)),), "raw", blake3(b"\1\2").digest(), memoryview(b"\1\2"))
     with pytest.raises(RemoteProtocolError, match="0 and 1"):
         unpack(payload, bytes_max=_LARGE)
@@ -302,11 +302,11 @@ def test_a_payload_out_of_bounds_is_not_decoded(fields: list[object]) -> None:
     [("float64", np.zeros(0)), ("float32", np.zeros(3)), ("float64", np.zeros((1,) * 9))],
     ids=["empty", "of another type", "of nine dimensions"],
 )
-def test_packing_an_unsendable_tensor_is_our_own_bug(tensor: Typed) -> None:
+def test_packing_an_unsendable_tensor_is_a_programming_error(tensor: Typed) -> None:
     with pytest.raises(LocalProtocolError):
         pack([tensor], "raw")
 
 
-def test_an_unsendable_type_is_our_own_bug() -> None:
+def test_an_unsendable_type_is_a_programming_error() -> None:
     with pytest.raises(LocalProtocolError):
         typed(np.zeros(2, np.complex64))

@@ -1,4 +1,4 @@
-"""The codec of a link: none that costs more time than it saves, and no loss without gain."""
+"""The codec of a link never costs more time than it saves, and never loses precision without a gain."""
 
 import time
 from itertools import count, pairwise
@@ -71,7 +71,7 @@ def test_short_tensors_are_sent_raw_over_fast_links() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int64", "bool"])
-def test_integers_are_only_compressed(dtype: DataType) -> None:
+def test_integers_are_compressed_without_loss(dtype: DataType) -> None:
     codecs = allowed("int4", is_gradient=True)
     assert choose(codecs, MIB, dtype, 1e6, COSTS) == "zstd"
 

@@ -1,4 +1,4 @@
-"""Coders: the error of a number, the use of zstd, and the compensation by feedback."""
+"""Coders: the error of each value, the use of zstd, and how feedback compensates errors."""
 
 import numpy as np
 import pytest
@@ -18,14 +18,14 @@ LOSSY: tuple[Codec, ...] = ("float16", "bfloat16", "int8", "int4")
 
 def back(array: Array, codec: Codec, dtype: DataType = "float32") -> Array:
     payload = pack([(dtype, array)], codec)
-    assert len(payload.data) < array.nbytes, "the tensor was sent uncompressed"
+    assert len(payload.data) < array.nbytes, "the tensor was not compressed"
     ((_, found),) = unpack(payload, bytes_max=array.nbytes)
     return found
 
 
 @st.composite
 def numbers(draw: st.DrawFn) -> Array:
-    """No number or only zeros, blocks of very different sizes, down to subnormal numbers."""
+    """Draw tensors: empty, only zeros, with blocks of very different magnitudes, or subnormal."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count = draw(st.integers(3 * BLOCK, 6 * BLOCK) | st.sampled_from([TILE, TILE + 1, 2 * TILE + 70]))
     array: Array = rng.standard_normal(count, np.float32)
@@ -36,7 +36,7 @@ def numbers(draw: st.DrawFn) -> Array:
 
 
 def peaks_of(array: Array) -> Array:
-    """The largest magnitude of each item's block."""
+    """Return the largest magnitude in each item's block."""
     padded = np.zeros(-(-len(array) // BLOCK) * BLOCK)
     padded[: len(array)] = np.abs(array)
     peaks: Array = padded.reshape(-1, BLOCK).max(axis=1)
@@ -45,7 +45,7 @@ def peaks_of(array: Array) -> Array:
 
 
 @given(numbers(), st.sampled_from([("int8", 254), ("int8+zstd", 254), ("int4", 14)]))
-def test_blocks_change_a_number_by_half_a_scale_at_most(array: Array, codec: tuple[Codec, int]) -> None:
+def test_blocks_change_a_value_by_half_a_scale_at_most(array: Array, codec: tuple[Codec, int]) -> None:
     name, steps = codec
     moved = np.abs(back(array, name).astype(np.float64) - array)
     peaks = peaks_of(array)
@@ -55,7 +55,7 @@ def test_blocks_change_a_number_by_half_a_scale_at_most(array: Array, codec: tup
 
 
 @given(numbers())
-def test_bfloat16_is_the_nearest_one_ties_to_even(array: Array) -> None:
+def test_bfloat16_rounds_to_the_nearest_with_ties_to_even(array: Array) -> None:
     bits = array.view(np.uint32).astype(np.uint64)
     rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
     assert back(array, "bfloat16").tobytes() == rounded.tobytes()
@@ -82,7 +82,7 @@ def test_scaled_float16_keeps_a_gradient_that_unscaled_would_lose() -> None:
 def test_a_constant_tensor_is_restored(codec: Codec, value: float) -> None:
     array = np.full(1_000, value, np.float32)
     moved = np.abs(back(array, codec).astype(np.float64) - array)
-    # Scales are bfloat16s, 2^-9 away at most.
+    # Scales are bfloat16 values, which are off by at most 2^-9.
     assert (moved <= max(abs(float(array[0])) * 2**-8, 2.0**-118)).all()
 
 
@@ -110,7 +110,7 @@ def test_float64_beyond_float32_stays_exact_and_underflow_becomes_zero() -> None
 
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("count", [500, 5 * TILE + 17])
-def test_the_reported_error_is_the_real_one(codec: Codec, count: int) -> None:
+def test_the_reported_error_is_the_actual_one(codec: Codec, count: int) -> None:
     rng = np.random.default_rng(4)
     array = rng.standard_normal(count, np.float32) * np.exp(rng.standard_normal(count, np.float32))
     _, rounding = pack_measured([typed(array), typed(array)], codec)
@@ -142,12 +142,12 @@ def test_zstd_encodes_dense_floats_by_planes_and_sparse_ones_whole() -> None:
         assert restored.tobytes() == array.tobytes()
 
 
-def test_zstd_is_omitted_where_it_does_not_pay() -> None:
+def test_zstd_is_left_out_if_it_saves_nothing() -> None:
     data = np.frombuffer(np.random.default_rng(7).bytes(1 << 20), np.uint8)
     assert shrink(data, 1) is None
     assert shrink(data, 4) is None
     assert shrink(data[:1], 1) is None
-    # It is also omitted where only the middle looks compressible.
+    # It is also left out if only the middle looks compressible.
     mixed = data.copy()
     mixed[(1 << 19) - 4_096 : (1 << 19) + 40_000] = 0
     found = shrink(mixed, 1)
@@ -178,14 +178,14 @@ def test_feedback_loses_nothing_in_the_sum() -> None:
     assert with_feedback < 0.25 * without
 
 
-def test_feedback_is_only_for_int4_and_separate_by_place() -> None:
+def test_feedback_is_only_for_int4_and_separate_for_each_tensor() -> None:
     rng = np.random.default_rng(9)
     bundle = [typed(rng.standard_normal(500, np.float32)), typed(np.arange(500)), typed(rng.random(700))]
     feedback = Feedback(1 << 20)
     assert pack_measured(bundle, "int8", (), feedback)[0] == pack(bundle, "int8")
     assert feedback.size_bytes == 0
     first, _ = pack_measured(bundle, "int4", (), feedback)
-    assert first == pack(bundle, "int4"), "no residual was kept yet"
+    assert first == pack(bundle, "int4"), "the first result already contains a residual"
     assert feedback.size_bytes == 4 * 1_200
     second, _ = pack_measured(bundle, "int4", (), feedback)
     assert second.data != first.data
@@ -193,7 +193,7 @@ def test_feedback_is_only_for_int4_and_separate_by_place() -> None:
     assert pack_measured(bundle, "int4", (), feedback)[0] == first
 
 
-def test_a_residual_is_dropped_for_other_lengths_and_infinities() -> None:
+def test_a_residual_is_dropped_if_lengths_change_or_values_are_infinite() -> None:
     rng = np.random.default_rng(10)
     long, short = rng.standard_normal(500, np.float32), rng.standard_normal(400, np.float32)
     broken = long.copy()

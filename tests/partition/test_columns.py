@@ -1,4 +1,4 @@
-"""Columns with fewer nodes than stages: each stage has a node, and stages move only where it pays."""
+"""Columns with fewer nodes than stages: each stage has a node, and stages move only if the move pays."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ def plan_of(lengths: list[int]) -> Plan:
 
 @st.composite
 def columns(draw: st.DrawFn) -> tuple[Plan, dict[int, PeerId], dict[PeerId, int], Refused]:
-    """A plan, the holders of some of its stages, rates, and earlier refusals."""
+    """Draw a plan, the holders of some of its stages, rates, and earlier refusals."""
     plan = plan_of(draw(st.lists(st.integers(1, 3), min_size=2, max_size=6)))
     held = [number for number in range(1, len(plan.stages)) if draw(st.booleans())]
     holders = {number: peer(number + 1) for number in (0, *held)}
@@ -44,7 +44,7 @@ def columns(draw: st.DrawFn) -> tuple[Plan, dict[int, PeerId], dict[PeerId, int]
 
 
 @given(columns())
-def test_every_empty_stage_goes_to_a_node_without_a_refusal(
+def test_every_empty_stage_goes_to_a_node_that_did_not_refuse_it(
     drawn: tuple[Plan, dict[int, PeerId], dict[PeerId, int], Refused],
 ) -> None:
     plan, holders, rates, refused = drawn
@@ -75,8 +75,8 @@ def test_a_nodes_stages_are_adjacent(
 
 
 def moves(free_rate: int, steps_left: int, column: str = "aaa") -> list[tuple[tuple[int, ...], PeerId]]:
-    """Return the stages that node 9 would get of three, if their layers take it this many times node 1's
-    time.
+    """Return which of three stages node 9 would get, if their layers take it this many times as long as node
+    1.
     """
     layers = tuple(LayerCost(1 << 20, 10**8, 1 << 20, 10_000) for _ in range(6))
     holders = [peer({"a": 1, "b": 2}[each]) for each in column]
@@ -99,7 +99,7 @@ def moves(free_rate: int, steps_left: int, column: str = "aaa") -> list[tuple[tu
     )
 
 
-def test_a_joining_node_gets_stages_but_never_the_heads() -> None:
+def test_a_joining_node_gets_stages_but_never_the_heads_stage() -> None:
     assert [stages for stages, _ in moves(1, steps_left=1_000)] == [(1, 2), (2,)]
 
 
@@ -108,5 +108,5 @@ def test_only_a_holder_of_two_stages_gives_one() -> None:
 
 
 @pytest.mark.parametrize(("free_rate", "steps_left"), [(9, 1_000), (1, 5)])
-def test_nothing_moves_to_a_slow_node_or_near_the_end(free_rate: int, steps_left: int) -> None:
+def test_nothing_moves_to_a_slow_node_or_shortly_before_the_end(free_rate: int, steps_left: int) -> None:
     assert moves(free_rate, steps_left) == []

@@ -1,4 +1,4 @@
-"""One committer, one message at a time; whole histories are in `test_steps_walk`."""
+"""One committer, one message at a time. For whole histories see `test_steps_walk`."""
 
 from math import inf
 from typing import Any
@@ -69,7 +69,7 @@ def committer(**settings: Any) -> Committer:
 
 
 def counting(step: int = 0, **settings: Any) -> Committer:
-    """A committer whose replicas are all at the beginning of a step."""
+    """Return a committer whose replicas are all at the beginning of a step."""
     found = committer(**settings)
     for who in REPLICAS:
         found.receive(0.0, who, synced(step))
@@ -86,7 +86,7 @@ def tell_all(core: Committer, message: Any) -> Sends:
 
 
 def count(core: Committer, *numbers: int, samples: int = 3, loss: float = 1.0, swap: bool = False) -> Sends:
-    """Report these as counted in all stages; return the committer's answers."""
+    """Report these micro-batches as counted in all stages. Return the committer's answers."""
     sends: Sends = []
     for number in numbers:
         for stage, who in ((0, FIRST), (1, MIDDLES[(number + swap) % 2]), (2, LAST)):
@@ -104,7 +104,7 @@ def count(core: Committer, *numbers: int, samples: int = 3, loss: float = 1.0, s
 
 
 def reduce_all(core: Committer, **digests: bytes) -> Sends:
-    """Report that all have reduced; the digest of `there` may differ."""
+    """Report that all have reduced; the digest of `there` may differ from the others'."""
     sends: Sends = []
     for who in REPLICAS:
         name = digests.get("there", b"") if who == THERE and digests else digest("total", PLAN.stage_of(who))
@@ -171,7 +171,7 @@ def test_a_step_left_half_applied_is_finished_with_the_same_total() -> None:
 
 
 @pytest.mark.parametrize(("saved", "is_due"), [(0, True), (2, True), (3, False), (4, False)])
-def test_a_failed_due_checkpoint_is_made_before_the_next_step(saved: int, is_due: bool) -> None:
+def test_a_checkpoint_that_failed_is_made_before_the_next_step(saved: int, is_due: bool) -> None:
     core = committer(save_every=3, saved=saved)
     sends = tell_all(core, synced(4))
     assert [message.step for _, message in sends if isinstance(message, Save)] == [4] * 4 * is_due
@@ -221,10 +221,10 @@ def test_counted_micro_batches_stay_with_their_replica() -> None:
     (message, *_) = opens(
         core.receive(0.0, LAST, synced(0, counted=(0, 1), samples=(3, 4), losses=(1.0, 2.0)))
     )
-    # The first of the plan keeps the micro-batches that both have; the other is free for the rest.
+    # The first replica of the plan keeps the micro-batches that both have; the other is free for the rest.
     assert [routes.owners for routes in message.stages] == [bytes(2), bytes((0, 0)), bytes(2)]
     assert [routes.counted for routes in message.stages] == [(), (1,), (0, 1)]
-    # Number 0's middle holder has left: the last stage counts it.
+    # The holder of micro-batch 0 in the middle stage has left, but the last stage counts the micro-batch.
     assert core.events == [Resumed(0, 1, ())]
     count_first = Counted(plan=PLAN_HASH, step=0, microbatch=0, stage=1, samples=0, loss=0.0)
     core.receive(0.0, HERE, count_first)
@@ -238,7 +238,7 @@ def test_counted_micro_batches_stay_with_their_replica() -> None:
     assert (event.loss, event.samples) == (3.0 / 7, 7)
 
 
-def test_a_plan_that_restores_makes_all_start_at_its_checkpoint() -> None:
+def test_all_start_at_the_checkpoint_of_a_plan_that_restores() -> None:
     plan = successor(PLAN, Change(restored=digest("checkpoint"), step=3))
     core = committer(plan=plan)
     assert core.step == 3
@@ -295,7 +295,7 @@ def test_a_replica_suspected_between_steps_skips_one_step() -> None:
 
 
 def stalled(core: Committer, until: float) -> list[Open]:
-    """Return the Opens that move micro-batches up to that moment."""
+    """Return the Opens before this moment that move micro-batches."""
     found: list[Open] = []
     while core.deadline <= until:
         now = core.deadline
@@ -309,7 +309,7 @@ def progress(core: Committer, number: int, stage: int = 0) -> None:
 
 
 def measured(busy: int = 10**8) -> Committer:
-    """A committer that has seen a step: every middle replica had one micro-batch in it."""
+    """Return a committer that has seen a step in which every middle replica had one micro-batch."""
     core = counting()
     count(core, 0, 1)
     reduce_all(core)
@@ -374,7 +374,7 @@ def test_norms_are_added_up_once_per_stage() -> None:
     ((_, message), *_) = count(core, 0, 1)
     assert isinstance(message, StepCommit)
     sends: Sends = []
-    # The replicas of a stage may differ in the last bit: one of them reports for both.
+    # The replicas of a stage may differ in the last bit, so one of them reports for both.
     for who, norm in ((FIRST, 1.0), (HERE, 2.0), (THERE, 2.0000000000000004), (LAST, 4.0)):
         name = digest("of a stage", PLAN.stage_of(who))
         row = Reduced(plan=PLAN_HASH, step=0, attempt=START, digest=name, squared_norm=norm)
@@ -415,7 +415,7 @@ def test_a_non_finite_loss_or_norm_ends_the_run_with_advice() -> None:
     assert "the gradient's norm is no longer finite" in failed_of(core)
 
 
-def test_different_totals_are_reduced_again_and_the_third_time_one_is_lost() -> None:
+def test_differing_totals_are_reduced_again_before_a_member_is_excluded() -> None:
     core = counting()
     count(core, 0, 1)
     for attempt in (1, 2):
@@ -444,7 +444,7 @@ def test_a_replica_that_diverges_from_its_stage_is_rebuilt() -> None:
     assert core.events[1:] == [ReplicaRebuilt(1, 1, THERE)]
 
 
-def test_the_majority_of_three_is_right_even_if_last() -> None:
+def test_the_majority_of_three_is_believed_even_if_it_reports_last() -> None:
     core = Committer(TRAINER, WIDE, steps=2, evaluations=0)
     core.start(0.0)
     for who in core.awaited:
@@ -502,7 +502,7 @@ def test_a_copy_can_be_requested_at_any_time() -> None:
     assert apply_all(core)[0] == (FIRST, Save(plan=PLAN_HASH, step=1))
 
 
-def test_a_paused_run_opens_nothing_after_its_step() -> None:
+def test_a_paused_run_opens_no_step_after_the_current_one() -> None:
     core = counting()
     assert core.pause(0.0) == []
     count(core, 0, 1)
@@ -551,7 +551,7 @@ def test_a_run_without_evaluations_ends_with_its_last_step() -> None:
     assert core.events[-1] == TrainingEvaluated(0, 0, ())
 
 
-def test_an_evaluation_has_as_many_numbers_as_the_model() -> None:
+def test_an_evaluation_has_as_many_values_as_the_model_has_metrics() -> None:
     core = evaluating(1, metrics=2)
     for numbers in ((), (1.0,), (1.0, 2.0, 3.0)):
         with pytest.raises(RemoteProtocolError, match="impossible values"):

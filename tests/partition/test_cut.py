@@ -1,4 +1,4 @@
-"""Where a graph may be cut, and that its pieces compute the same as the whole."""
+"""Where a graph may be cut, and that its parts compute the same as the whole."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +51,7 @@ def mlp(layers: int = 3, width: int = 8) -> GraphBuilder:
     return build
 
 
-def test_a_chain_may_be_cut_everywhere_and_only_stage_outputs_are_sent() -> None:
+def test_a_chain_may_be_cut_everywhere_and_sends_only_stage_outputs() -> None:
     graph = mlp().finish()
     assert legal_positions(graph) == (1, 2, 3, 4, 5, 6)
     stages = cut(graph, graph_hash(encode_graph(graph)), [2, 4])
@@ -67,7 +67,7 @@ def test_other_positions_are_refused(positions: list[int]) -> None:
         cut(mlp().finish(), NAME, positions)
 
 
-def test_no_cut_lies_behind_a_node_that_needs_a_label_and_more() -> None:
+def test_no_cut_lies_after_a_node_that_needs_a_label_and_an_activation() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -84,7 +84,7 @@ def test_no_cut_lies_behind_a_node_that_needs_a_label_and_more() -> None:
     assert (ids(first), ids(last)) == ([1], [0, 2, 3, 4])
 
 
-def test_a_value_and_a_cheap_function_of_it_are_sent_as_one() -> None:
+def test_a_value_and_a_cheap_function_of_it_are_sent_once() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -100,7 +100,7 @@ def test_a_value_and_a_cheap_function_of_it_are_sent_as_one() -> None:
     first, last = cut(graph, NAME, [4])
     assert entry_of(first).outputs == entry_of(first).backward_outputs == (2,)
     assert ids(first) == [0]
-    # One view of the sent tensor is enough: the view that undoes the turn is recomputed too.
+    # One view of the sent tensor is enough, because the view that undoes the transposition is recomputed too.
     assert ids(last) == [1, 2, 3, 4, 5, 6, 7]
     assert crossings(graph, [4]) == ((2,),)
 
@@ -151,7 +151,7 @@ def test_random_numbers_are_drawn_in_one_stage_only() -> None:
     assert ids(last) == [3, 4, 5, 6, 7]
 
 
-def test_a_skip_is_passed_on_with_its_gradient() -> None:
+def test_a_skip_connection_is_passed_on_with_its_gradient() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -166,7 +166,7 @@ def test_a_skip_is_passed_on_with_its_gradient() -> None:
     graph = build.finish()
     stages = cut(graph, NAME, [2, 3, 4])
     middle = entry_of(stages[1])
-    # x needs no gradient; the skip is sent once, for itself and for its detached use.
+    # x needs no gradient. The skip connection is sent once, for itself and for its detached use.
     assert middle.inputs == (0, 2, 3)
     assert middle.outputs == (0, 2, 4)
     assert middle.backward_inputs == (2, 3)
@@ -268,7 +268,7 @@ def test_a_tensor_without_elements_is_never_sent() -> None:
 
 
 def serving() -> Graph:
-    """Two blocks with a cache each, in training and decoding; the weight of the embedding is tied."""
+    """Return two blocks with a cache each, for training and decoding; the weight of the embedding is tied."""
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -304,13 +304,13 @@ def test_decoding_is_cut_at_the_same_places_as_training() -> None:
     assert (ids(first, "decode"), ids(second, "decode")) == ([0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11])
     assert (first.state_rows, second.state_rows) == ((0,), (1,))
     assert entry_of(first, "decode").updates == graph.entries[1].updates[:1]
-    # The position is passed on to the second cache; the tied table is in both stages.
+    # The position is passed on to the second cache. The tied table is in both stages.
     assert entry_of(second, "decode").inputs == (1, 7)
     assert entry_of(second, "decode").outputs == graph.entries[1].outputs
     assert (first.tied, second.borrowed) == ((0,), (0,))
 
 
-def test_a_state_used_on_both_sides_forbids_a_cut() -> None:
+def test_no_cut_lies_between_uses_of_one_state() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin("decode")
@@ -344,7 +344,7 @@ def test_statistics_that_another_stage_updates_are_also_moved_in_reading_stages(
     assert (entry_of(third).statistics, entry_of(third).moved) == ((), ((0, 0.25, 2), (1, 0.25, 2)))
 
 
-def test_the_time_of_a_cut_does_not_multiply_stages_by_states() -> None:
+def test_the_time_of_a_cut_does_not_grow_with_stages_times_states() -> None:
     build = GraphBuilder()
     build.symbol("batch")
     build.begin("decode")
@@ -365,7 +365,7 @@ def test_the_time_of_a_cut_does_not_multiply_stages_by_states() -> None:
     assert many < 9 * few
 
 
-def test_no_more_tensors_are_sent_than_a_bundle_holds() -> None:
+def test_no_more_tensors_are_sent_than_fit_a_bundle() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -373,11 +373,11 @@ def test_no_more_tensors_are_sent_than_a_bundle_holds() -> None:
     parts = [build.node("linear", x, build.parameter(f"{place}.weight", 8, 8)) for place in range(66)]
     out = build.node("sum.dim_IntList", build.node("stack", parts), [0])
     build.end(outputs=[out], loss=build.node("mse_loss", out, y, 2))
-    # Up to 63 results and the input are sent; with all 66 joined, one is.
+    # Up to 63 results and the input are sent. If all 66 are joined, one is sent.
     assert legal_positions(build.finish()) == (*range(1, 64), 67, 68)
 
 
-def test_costly_constants_are_sent_if_they_are_few() -> None:
+def test_costly_constants_are_sent_if_there_are_few() -> None:
     def graph(count: int) -> Graph:
         build = GraphBuilder()
         batch = build.symbol("batch")
@@ -393,7 +393,7 @@ def test_costly_constants_are_sent_if_they_are_few() -> None:
         return build.finish()
 
     first, _ = cut(graph(3), NAME, [7])
-    # One matrix product on it is recomputed, two are not.
+    # One matrix product of the constant is recomputed, two are not.
     assert entry_of(first).outputs == (3, 5, 7, 8)
     assert 65 * 2 + 1 in legal_positions(graph(65))
     with pytest.raises(ValueError, match="66 tensors would cross a cut, but at most 64 can"):

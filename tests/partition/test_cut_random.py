@@ -1,5 +1,5 @@
-"""Random graphs cut at random places: the pieces compute what the whole does, and only refusals
-are raised.
+"""Random graphs cut at random places: the parts compute what the whole computes, and only refusals are
+raised.
 """
 
 import time
@@ -65,7 +65,7 @@ def cuts(draw: st.DrawFn) -> tuple[Graph, tuple[StageGraph, ...]]:
 
 @SLOW
 @given(cuts())
-def test_the_pieces_compute_what_the_whole_computes(case: tuple[Graph, tuple[StageGraph, ...]]) -> None:
+def test_the_parts_compute_what_the_whole_computes(case: tuple[Graph, tuple[StageGraph, ...]]) -> None:
     graph, stages = case
     for entry in graph.entries:
         whole = run(graph, entry.nodes, ports(entry))
@@ -97,7 +97,7 @@ def test_the_pieces_compute_what_the_whole_computes(case: tuple[Graph, tuple[Sta
 
 @SLOW
 @given(cuts())
-def test_gradients_through_the_pieces_equal_those_of_the_whole(
+def test_gradients_through_the_parts_equal_those_of_the_whole(
     case: tuple[Graph, tuple[StageGraph, ...]],
 ) -> None:
     graph, stages = case
@@ -111,7 +111,7 @@ def test_gradients_through_the_pieces_equal_those_of_the_whole(
         assert tuple(arriving) == part.backward_outputs or stage.is_last
         by_value, by_row = derive(graph, entry, part.nodes, arriving)
         assert set(part.backward_inputs) <= set(part.inputs)
-        # Each of them is needed: it yields a gradient, and a parameter precedes it.
+        # Each gradient is needed: it leads to one that is returned, and a parameter precedes it.
         assert all(by_value[value] for value in part.backward_inputs)
         arriving = {value: by_value[value] for value in part.backward_inputs}
         for row, gradient in by_row.items():
@@ -178,7 +178,7 @@ def test_random_operators_run_in_one_stage_only(graph: Graph) -> None:
 
 
 def large_graph(blocks: int) -> Graph:
-    """Blocks of eighteen nodes with a residual stream, built directly because the builder is slow."""
+    """Return blocks of eighteen nodes with a residual stream, built directly because the builder is slow."""
     nodes: list[GraphNode] = []
     stream = 0
     for block in range(blocks):
@@ -222,8 +222,8 @@ def test_a_graph_of_three_thousand_nodes_is_cut_quickly() -> None:
     assert sum(len(stage.rows) for stage in stages) == 170
 
 
-def test_a_tangled_graph_takes_bounded_time() -> None:
-    """Ninety layers of 64 nodes, each of which joins all values before it in the layer before."""
+def test_a_tangled_graph_is_cut_in_limited_time() -> None:
+    """There are ninety layers of 64 nodes. Each node joins all values before it in the previous layer."""
     nodes: list[GraphNode] = []
     before = list(range(1, 65))
     for place in before:
@@ -273,7 +273,7 @@ ANY_ARGUMENT = st.one_of(
 
 @st.composite
 def hostile(draw: st.DrawFn) -> Graph:
-    """A graph of the right form whose arguments do not fit its operators."""
+    """Draw a graph of the right form whose arguments do not fit its operators."""
     plain = draw(graphs(nodes_max=2))
     operators = tuple(
         draw(st.lists(st.sampled_from(sorted(OPERATORS)), min_size=4, max_size=12, unique=True))

@@ -1,5 +1,5 @@
-"""Operations that a device lacks are refused at admission with a clear reason, not in the middle
-of a step.
+"""Operations that a device lacks are refused at admission with a clear reason, and not in the middle of a
+step.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from tests.partition.test_admit import Layer, refusal, specification
 
 
 def pooled(side: int) -> Graph:
-    """A linear layer, its output as images of 3x9x9, and a pool to this many places on each side."""
+    """Return a linear layer, its output as images of 3x9x9, and a pool to this many places on each side."""
     layer = Layer()
     weight = layer.build.parameter("w", 243, 8)
     image = layer.node("view", layer.node("linear", layer.x, weight), [layer.batch, 3, 9, 9])
@@ -29,7 +29,7 @@ def pooled(side: int) -> Graph:
 
 @pytest.fixture
 def as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the CPU refuse what CUDA and MPS refuse: torch's meta backward works for every device."""
+    """Have the CPU refuse what CUDA and MPS refuse; torch's meta backward works for every device."""
     monkeypatch.setitem(device_limits.NOT_DETERMINISTIC, "cpu", device_limits.NOT_DETERMINISTIC["cuda"])
     monkeypatch.setitem(device_limits.MISSING, "cpu", device_limits.MISSING["mps"])
 
@@ -41,7 +41,7 @@ def test_an_operator_without_a_deterministic_backward_is_refused(as_a_gpu: None)
     )
 
 
-def test_a_pool_to_one_number_is_a_mean_and_admitted(as_a_gpu: None) -> None:
+def test_a_pool_to_a_single_value_is_admitted_as_a_mean(as_a_gpu: None) -> None:
     admit(specification(pooled(1)))
 
 
@@ -57,7 +57,8 @@ def test_the_limits_of_devices_refuse_nothing_on_a_cpu() -> None:
 
 
 class Without(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
-    """A device without float64 that reports it as MPS does. The arenas that the node sees are not on it."""
+    """A device without float64 that reports this as MPS does. The arenas that the node sees are not on the
+    device."""
 
     def __init__(self, row: Row) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch

@@ -1,4 +1,5 @@
-"""Delivery of a run's messages to its member, and storage of its chain's promises before they are sent."""
+"""A run's messages are delivered to its member, and promises about its chain are stored before they are
+sent."""
 
 from dataclasses import dataclass
 from random import Random
@@ -37,7 +38,7 @@ def test_early_messages_are_delivered_once_their_plan_is_in_force() -> None:
     assert [row[2] for row in dispatch.early] == ["of another plan"]
 
 
-def test_early_messages_are_limited() -> None:
+def test_the_number_of_early_messages_is_limited() -> None:
     dispatch: Dispatch[Member, int] = Dispatch()
     for number in range(EARLY_MAX + 9):
         dispatch.keep(OTHER, NAME, number)
@@ -56,7 +57,7 @@ def test_a_member_gets_only_messages_of_its_newest_plan() -> None:
     assert dispatch.find(SPARE, NAME) is None
 
 
-def test_each_message_has_one_role() -> None:
+def test_each_message_is_for_exactly_one_role() -> None:
     assert role_of(Leaving(NAME)) is Role.MEMBER
     assert role_of(Failed(plan=NAME, reason="")) is Role.COMMITTER
     assert role_of(Sync(plan=NAME)) is Role.STAGE
@@ -72,13 +73,15 @@ def test_nothing_of_a_chain_is_sent_before_its_promises_are_stored() -> None:
         chain.wake(now)
         if chain.is_storing:
             assert chain.take() == ([], [])
-            assert chain.deadline == float("inf"), "no other call runs meanwhile"
+            assert chain.deadline == float("inf"), (
+                "the chain can be called while its promises are being stored"
+            )
             assert chain.core.durable
             chain.stored()
         sends, events = chain.take()
         seen += len(sends)
         assert not events
-    assert seen, "the member asks the others"
+    assert seen, "the member did not ask the others"
 
 
 def test_a_decision_is_reported_after_its_promise_is_stored() -> None:

@@ -1,6 +1,4 @@
-"""A frame that its receiver cannot use, or claims so, and the member that is excluded; see also
-`test_steps_walk`.
-"""
+"""A receiver cannot use a frame, or claims so: which member is excluded. See also `test_steps_walk`."""
 
 from typing import Any
 
@@ -74,14 +72,14 @@ def next_step(core: Committer) -> None:
     core._open_step()
 
 
-def test_the_micro_batch_goes_to_another_receiver_without_blame() -> None:
+def test_the_micro_batch_goes_to_another_receiver_and_nobody_is_blamed() -> None:
     core = counting()
     assert owners(accuse(core, HERE, FIRST, 0)) == [[0, 0], [1, 1], [0, 0]]
     assert accuse(core, HERE, FIRST, 0) == []  # it no longer owns it
     assert core.events == []
 
 
-def test_an_author_accused_by_two_is_excluded() -> None:
+def test_an_author_accused_by_two_receivers_is_excluded() -> None:
     core = counting()
     accuse(core, HERE, FIRST, 0)
     accuse(core, THERE, FIRST, 0)
@@ -106,7 +104,7 @@ def test_counts_of_a_replaced_author_are_void() -> None:
         )
     sends = accuse(core, HERE, LAST, 0, "gradient")
     assert owners(sends)[1] == [1, 1, 0, 1]
-    # The last stage has no other receiver left: the second one also uses the same one.
+    # The last stage has no further receiver left, so the second receiver uses the same one.
     assert owners(accuse(core, HERE, LAST, 2, "gradient"))[1] == [1, 1, 1, 1]
     core = counting(WIDE)
     core.receive(1.0, FIRST, Counted(plan=core.plan_hash, step=0, microbatch=0, stage=0, samples=0, loss=0.0))
@@ -117,7 +115,7 @@ def test_counts_of_a_replaced_author_are_void() -> None:
     assert opened.stages[0].counted == ()
 
 
-def test_both_are_excluded_if_work_cannot_move() -> None:
+def test_both_parties_are_excluded_if_the_work_cannot_move() -> None:
     core = counting()
     assert feeder_of(PLAN, True, 0) == TRAINER
     accuse(core, FIRST, TRAINER, 0)
@@ -130,7 +128,7 @@ def test_both_are_excluded_if_work_cannot_move() -> None:
     assert lost(core) == [FIRST, SECOND]
 
 
-def test_a_number_that_two_cannot_use_is_blamed_on_the_data() -> None:
+def test_input_that_two_receivers_cannot_use_is_blamed_on_the_data() -> None:
     two = replace(WIDE, trainers=(TRAINER, SECOND))
     for author, is_vouched in ((TRAINER, False), (SECOND, True), (SECOND, False)):
         core = counting(two)
@@ -144,13 +142,15 @@ def test_a_number_that_two_cannot_use_is_blamed_on_the_data() -> None:
         accuse(core, accusers[1], author, number, values=True)
         ended = [event for event in core.events if isinstance(event, TrainingFailed)]
         if author == SECOND and not is_vouched:
-            assert (ended, lost(core)) == ([], [SECOND]), "the author may have spoiled its frame"
+            assert (ended, lost(core)) == ([], [SECOND]), (
+                "the data was blamed although the author may have spoiled its frame"
+            )
         else:
             assert [event.microbatch for event in ended] == [(number, True)]
             assert lost(core) == []
 
 
-def test_a_number_that_the_only_receiver_rejects_blames_the_data() -> None:
+def test_input_that_the_only_receiver_rejects_is_blamed_on_the_data() -> None:
     core = counting()
     accuse(core, FIRST, TRAINER, 0, values=True)
     (event,) = [event for event in core.events if isinstance(event, TrainingFailed)]
@@ -158,7 +158,7 @@ def test_a_number_that_the_only_receiver_rejects_blames_the_data() -> None:
     assert lost(core) == []
 
 
-def test_two_that_still_dispute_in_a_third_step_are_both_excluded() -> None:
+def test_two_members_that_dispute_in_three_steps_are_both_excluded() -> None:
     core = counting()
     for step in range(3):
         assert lost(core) == []
@@ -178,9 +178,9 @@ def test_a_peer_that_rejects_its_own_frames_is_excluded() -> None:
 
 def test_senseless_accusations_have_no_effect_or_are_refused() -> None:
     core = counting()
-    assert accuse(core, THERE, FIRST, 0) == []  # owned by the other
+    assert accuse(core, THERE, FIRST, 0) == []  # the other member owns it
     core.receive(1.0, HERE, Counted(plan=PLAN_HASH, step=0, microbatch=0, stage=1, samples=0, loss=0.0))
-    assert accuse(core, HERE, FIRST, 0) == []  # it has used it
+    assert accuse(core, HERE, FIRST, 0) == []  # this member has used it
     assert accuse(core, THERE, FIRST, 1, train=False) == []
     with pytest.raises(RemoteProtocolError, match="from a peer that must not send it"):
         accuse(core, THERE, TRAINER, 1)

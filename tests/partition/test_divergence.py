@@ -1,4 +1,4 @@
-"""Steps with non-finite numbers in runs that skip them: the committer's side."""
+"""Steps with non-finite values in runs that skip such steps, at the committer."""
 
 from math import inf
 from typing import Any
@@ -38,7 +38,7 @@ def diverge(core: Committer, how: str) -> Sends:
 
 
 @pytest.mark.parametrize("how", ["loss", "stage", "norm"])
-def test_a_diverged_step_is_skipped_by_all_if_allowed(how: str) -> None:
+def test_all_members_skip_a_diverged_step_if_the_run_allows_it(how: str) -> None:
     core = counting(skips_diverged=True)
     sends = diverge(core, how)
     assert [(who, message.skipped) for who, message in sends if isinstance(message, Apply)] == [
@@ -56,13 +56,13 @@ def test_a_diverged_step_is_skipped_by_all_if_allowed(how: str) -> None:
     assert last.diverged == ""
 
 
-def test_eleven_successive_diverging_steps_end_the_run_under_any_committer() -> None:
+def test_a_run_ends_after_eleven_diverging_steps_under_any_committer() -> None:
     core = counting(steps=99, skips_diverged=True)
     for _ in range(4):
         diverge(core, "stage")
         apply_all(core)
     last = Apply(plan=PLAN_HASH, step=3, attempt=START, samples=1, skipped=4)
-    # The next committer learns of them from the last Apply.
+    # The next committer learns of the skipped steps from the last Apply.
     core = committer(steps=99, skips_diverged=True)
     for who in REPLICAS:
         core.receive(0.0, who, replace(synced(4), applied=last))

@@ -1,4 +1,4 @@
-"""Encoders as served graphs: one vector per text, equal to the model's."""
+"""Text encoders as served graphs: they give one vector per text, equal to the model's."""
 
 import json
 from pathlib import Path
@@ -38,20 +38,20 @@ def bert() -> nn.Module:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_an_encoder_is_captured_with_its_pooling(pooling: str) -> None:
+def test_an_encoder_is_captured_together_with_its_pooling(pooling: str) -> None:
     model = bert()
     graph = capture_encoder(model, pooling).graph
     assert is_whole(graph, graph.entries[0])
     assert count_words(graph) == WORDS
     assert graph.symbols[2].maximum == 130
-    # Without the model, the graph is compared with itself: alone and beside other rows.
+    # Without the model, the graph is compared with itself: a row alone, and a row among others.
     assert prove_graph_served(graph, graph).error < 1e-4
     other = "cls" if pooling == "mean" else "mean"
     with pytest.raises(ServingDiffers, match="served at once"):
         prove_encoder_served(model, graph, lambda hidden: hidden[0] if other == "cls" else hidden.mean(0))
 
 
-def test_positions_of_roberta_start_behind_its_padding() -> None:
+def test_positions_of_roberta_start_after_its_padding_index() -> None:
     torch.manual_seed(1)
     model = transformers.RobertaModel(transformers.RobertaConfig(**SIZES), add_pooling_layer=False)
     assert capture_encoder(model, "mean").graph.symbols[2].maximum == 128
@@ -79,7 +79,7 @@ def test_a_folder_specifies_the_pooling_of_its_vectors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5, PAGE_TOKENS, PAGE_TOKENS + 9])
-def test_a_row_sees_all_of_its_session_and_nothing_of_others(tokens: int) -> None:
+def test_a_row_attends_to_its_whole_session_and_to_no_other(tokens: int) -> None:
     heads, width = 2, 8
     pages = Pages({0: LayerShape(heads, width, width)}, torch.float64, 1 << 22, torch.device("cpu"))
     lengths = (3, tokens)

@@ -43,7 +43,7 @@ def conclusion(author: int, step: int = 10) -> Conclusion:
 
 @dataclass
 class World:
-    """Members that see one another; each message arrives a tick later, or is lost with probability `loss`."""
+    """Members that see one another. Each message arrives a tick later, or is lost with probability `loss`."""
 
     count: int
     rng: Random
@@ -100,7 +100,7 @@ class World:
                 case Preferred():
                     self.fetches.append((own, event.conclusion))
                 case Settled():
-                    assert own not in self.settled, "a member settles only once"
+                    assert own not in self.settled, "a member settled twice"
                     assert member.holds
                     self.settled[own] = event.conclusion
         member.events.clear()
@@ -138,7 +138,7 @@ def test_a_conclusion_whose_holders_all_died_is_void() -> None:
     member.receive(0.0, peer(2), Said(RUN, conclusion(2), holds=True, is_settled=False))
     world.kill(2)
     world.look()
-    assert member.best is not None, "the holder may only be slow"
+    assert member.best is not None, "the conclusion was dropped although its holder may only be slow"
     world.now += GRACE_SECONDS
     world.look()
     assert any(isinstance(event, Voided) for event in member.events)
@@ -160,7 +160,7 @@ def test_a_returning_member_adopts_the_settled_conclusion() -> None:
     away = world.members.pop(peer(3))
     world.look()
     world.propose(1)
-    while len(world.settled) < 2:  # they wait a moment for a member that went out of sight
+    while len(world.settled) < 2:  # they wait a moment for a member that is out of sight
         world.tick()
         assert world.now < GRACE_SECONDS + 2
     world.members[peer(3)] = away
@@ -181,7 +181,7 @@ def test_a_returning_member_adopts_the_settled_conclusion() -> None:
     ),
     deaths=st.dictionaries(st.integers(1, 5), st.integers(0, 12), max_size=3),
 )
-def test_members_in_sight_of_each_other_settle_one_conclusion(
+def test_members_that_see_each_other_settle_one_conclusion(
     seed: int,
     count: int,
     loss: float,
@@ -214,7 +214,7 @@ def test_a_non_finite_evaluation_is_refused() -> None:
         )
 
 
-def test_the_next_evaluator_continues_the_series_of_the_last() -> None:
+def test_the_next_evaluator_continues_the_series_of_the_previous_one() -> None:
     world = World(3, Random(1))
     first, second = world.members[peer(1)], world.members[peer(2)]
     for step, loss in ((1, 2.0), (2, 1.0), (3, 1.5)):
@@ -286,7 +286,7 @@ def test_an_unavailable_result_does_not_block_a_run() -> None:
 
 
 @pytest.mark.parametrize("can_go_on", [True, False])
-def test_anothers_failure_ends_only_a_member_that_cannot_continue(can_go_on: bool) -> None:
+def test_a_failure_elsewhere_ends_only_a_member_that_cannot_continue(can_go_on: bool) -> None:
     member = Ending(peer(1), RUN, LocalSettings())
     member.set_peers(0.0, [peer(2)])
     member.can_go_on = can_go_on
@@ -295,7 +295,7 @@ def test_anothers_failure_ends_only_a_member_that_cannot_continue(can_go_on: boo
     assert member.best == (None if can_go_on else failed)
 
 
-def test_members_take_turns_at_a_missing_evaluation() -> None:
+def test_members_make_up_for_a_missing_evaluation_in_turn() -> None:
     peers = [peer(number) for number in range(5)]
     members = [Ending(own, RUN, LocalSettings()) for own in peers]
 
@@ -326,10 +326,12 @@ def test_an_evaluation_counts_only_from_the_member_whose_turn_it_is() -> None:
         assert member.series.progress.best == 1.0
     member.set_due(100.0, ranks[last] * TURN_SECONDS)
     member.receive(100.0, last, ModelEvaluated(RUN, 6, 1, 0.5, (), 0.5, 0))
-    assert member.series.progress.best == 0.5, "the others were silent"
+    assert member.series.progress.best == 0.5, (
+        "an evaluation was accepted from a member whose turn it was not"
+    )
 
 
-def test_a_series_is_continued_from_the_reported_loss_alone() -> None:
+def test_a_series_can_be_continued_from_the_reported_loss_alone() -> None:
     member = Ending(peer(1), RUN, LocalSettings(patience=2))
     member.set_peers(0.0, [peer(2)])
     member.receive(0.0, peer(2), ModelEvaluated(RUN, 1, 1, 2.0, (), 2.0, 0))

@@ -1,4 +1,4 @@
-"""How members of a run in local mode end it with one result if some refuse results, or one lies."""
+"""How members of a run in local mode end it with one result if some members refuse results, or one lies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,8 +34,8 @@ Judge = Callable[[PeerId, Conclusion], bool]
 
 @dataclass
 class World:
-    """Members that judge a result before they hold it; the test plays a liar. A message arrives a tick later,
-    or is lost with probability `loss`, or where `cut` separates sender and receiver.
+    """Members that judge a result before they hold it; the test plays a liar. A message arrives a tick later.
+    It is lost with probability `loss`, or if `cut` separates sender and receiver.
     """
 
     count: int
@@ -120,14 +120,14 @@ class World:
                 case Preferred():
                     self.wanted[own] = event.conclusion
                 case Settled():
-                    assert own not in self.settled, "a member settles only once"
+                    assert own not in self.settled, "a member settled twice"
                     self.settled[own] = event.conclusion
                 case Differs():
                     self.differs.append((own, event))
         member.events.clear()
 
     def run(self, seconds: float, turns: bool = False) -> None:
-        """Play on. With `turns`, members propose at the end as they are due."""
+        """Let time pass. With `turns`, members propose at the end as they are due."""
         until = self.now + seconds
         while self.now < until and len(self.settled) < len(self.members):
             self.tick()
@@ -139,7 +139,7 @@ class World:
 
 
 def only(*authors: int) -> Judge:
-    """Have every member hold its own result and those of these authors only."""
+    """Have every member hold its own result and only the results of these authors."""
     return lambda own, found: found.author[0] in authors or found.author == own
 
 
@@ -148,7 +148,7 @@ def test_an_author_withdraws_a_result_that_most_refuse() -> None:
     world.propose(1)
     world.run(2 * PATIENCE_SECONDS)
     assert world.settled == {}
-    assert world.members[peer(1)].best is None, "the member trains on"
+    assert world.members[peer(1)].best is None, "a member stopped training for a result that most refuse"
     world.propose(2)
     world.run(5)
     assert set(world.settled.values()) == {conclusion(2)}
@@ -163,7 +163,7 @@ def test_a_member_that_refuses_follows_a_quorum_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 4, 7])
-def test_one_member_that_refuses_all_results_cannot_block_an_end(count: int) -> None:
+def test_one_member_that_refuses_all_results_cannot_block_the_end(count: int) -> None:
     refusal = [(peer(1), ConclusionRefused(RUN, conclusion(1)))]
     world = World(count, lambda own, found: True, liar=peer(count), lie=lambda _peer, _now: list(refusal))
     world.propose(1)
@@ -189,14 +189,14 @@ def test_a_single_member_cannot_choose_the_result(count: int) -> None:
     assert {(event.peer, event.other) for _, event in world.differs} == {(peer(count), lied)}
 
 
-def test_a_requester_breaks_a_tie_of_two() -> None:
+def test_a_requester_breaks_a_tie_between_two_members() -> None:
     world = World(2, only(), requester=peer(1))
     world.propose(1)
     world.run(PATIENCE_SECONDS + 10)
     assert world.settled == {peer(1): conclusion(1), peer(2): conclusion(1)}
 
 
-def test_two_that_always_refuse_each_other_end_apart_and_report_it() -> None:
+def test_two_members_that_refuse_each_others_results_end_apart() -> None:
     world = World(2, only(), is_at_end=True)
     world.run(STALEMATE_SECONDS + 6 * TURN_SECONDS, turns=True)
     assert len(set(world.settled.values())) == 2
@@ -205,7 +205,7 @@ def test_two_that_always_refuse_each_other_end_apart_and_report_it() -> None:
     assert {own for own, _ in world.differs} == {peer(1), peer(2)}
 
 
-def test_two_sides_of_a_partition_learn_of_each_other_when_it_heals() -> None:
+def test_two_parts_of_a_partition_learn_of_each_other_when_it_heals() -> None:
     world = World(4, lambda own, found: True)
     world.cut = frozenset({peer(3), peer(4)})
     for _ in range(int(2 * GRACE_SECONDS / TICK_SECONDS)):
@@ -231,7 +231,7 @@ def test_a_settled_claim_of_a_changing_member_counts_once() -> None:
     assert member.best == conclusion(2)
 
 
-def test_a_member_left_alone_does_not_trust_one_that_left() -> None:
+def test_a_member_left_alone_does_not_trust_a_departed_one() -> None:
     own, liar = peer(1), peer(2)
     member = Ending(own, RUN, LocalSettings())
     member.set_peers(0.0, [liar], trainers=[own, liar])
@@ -239,7 +239,7 @@ def test_a_member_left_alone_does_not_trust_one_that_left() -> None:
         member.set_peers(now, [], trainers=[own])
     member.receive(20.0, liar, Said(RUN, conclusion(2), holds=True, is_settled=True, commits=True))
     assert member.best == conclusion(2)
-    assert not member.is_decided, "the result is tried first"
+    assert not member.is_decided, "the result was accepted before it was tried"
 
 
 def test_a_newcomer_learns_of_the_end_from_its_inviter() -> None:
@@ -248,7 +248,7 @@ def test_a_newcomer_learns_of_the_end_from_its_inviter() -> None:
     member.set_peers(0.0, [], trainers=[])
     settled = Said(RUN, conclusion(2), holds=True, is_settled=True, commits=True)
     member.receive(1.0, inviter, settled)
-    assert member.best is None, "a stranger gets no answer"
+    assert member.best is None, "an unknown peer got an answer"
     member.know(inviter)
     member.receive(2.0, inviter, settled)
     assert member.is_decided
@@ -298,11 +298,12 @@ def test_honest_members_never_settle_two_results_despite_refusals(
     bad=st.booleans(),
     is_two_faced=st.booleans(),
 )
-def test_one_liar_among_members_that_judge_alike_makes_no_second_result(
+def test_one_liar_among_members_that_agree_causes_no_second_result(
     seed: int, count: int, loss: float, proposals: list[tuple[float, int, int]], bad: bool, is_two_faced: bool
 ) -> None:
-    """The liar claims of any result, even its own, that it holds, refuses, or has settled it. The others may
-    differ only if it tells each of them something else about results that are all good: then they detect it.
+    """The liar claims of any result, even its own, that it holds, refuses, or has settled the result. The
+    others may end differently only if the liar tells each of them something else about results that are all
+    good. In that case they detect the liar.
     """
     liar, rng = peer(count), Random(seed)
     lies = [conclusion(count, step) for step in (5, 6, 7)]
@@ -333,7 +334,7 @@ def test_one_liar_among_members_that_judge_alike_makes_no_second_result(
                 world.propose(author, step)
         world.tick()
     world.run(STALEMATE_SECONDS + 10 * TURN_SECONDS, turns=True)
-    assert len(world.settled) == count - 1, "no liar blocks an end for ever"
+    assert len(world.settled) == count - 1, "the liar blocked the end for ever"
     if count > 3 and not (is_two_faced and not bad):
         assert len(set(world.settled.values())) == 1
     elif len(set(world.settled.values())) > 1:

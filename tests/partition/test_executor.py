@@ -57,7 +57,8 @@ def sizes_max(name: str) -> tuple[int, ...]:
 
 
 def train(row: Row, name: str, dtype: str = "float64", steps: int = 3) -> Iterator[dict[str, Array]]:
-    """Yield each step's results: sums of the loss, sums of gradients before it, parameters after it."""
+    """Yield each step's results: sums of the loss, sums of gradients before the step, and parameters after
+    it."""
     for step in range(steps):
         loss, samples, metrics = 0.0, 0, 0.0
         for number in range(MICROBATCHES):
@@ -109,7 +110,7 @@ def test_in_float32_the_whole_vector_agrees_under_sgd(name: str) -> None:
 
 
 def test_three_stages_update_batch_statistics_like_the_module() -> None:
-    """The same norm twice in a micro-batch, four micro-batches per step, dealt to two replicas."""
+    """The same norm is used twice in a micro-batch; four micro-batches per step are dealt to two replicas."""
     optimizer = OptimizerSettings("sgd", learning_rate=0.1)
     row = Row(spread(model("cnn"), 3), (4,), 2, microbatches=MICROBATCHES, optimizer=optimizer)
     module = Cnn(4).double()
@@ -136,7 +137,7 @@ def test_three_stages_update_batch_statistics_like_the_module() -> None:
 
 @pytest.mark.parametrize("positions", [[], [2], [1, 2]])
 def test_statistics_are_also_updated_in_a_later_stage_that_reads_them(positions: list[int]) -> None:
-    """A norm in training, and one that uses the same statistics as at the start of the step."""
+    """One norm trains, and one uses the same statistics as they were at the start of the step."""
     build = GraphBuilder(dtype="float64")
     batch = build.symbol("batch")
     build.begin()
@@ -165,7 +166,7 @@ def test_statistics_are_also_updated_in_a_later_stage_that_reads_them(positions:
 
 
 def skip() -> Graph:
-    """c = relu(a w1) w2 + a, with a = x w0: if it is cut around w1, the middle stage passes `a` on."""
+    """Return c = relu(a w1) w2 + a, with a = x w0. If it is cut around w1, the middle stage passes `a` on."""
     build = GraphBuilder(dtype="float64")
     batch = build.symbol("batch")
     build.begin()
@@ -179,7 +180,7 @@ def skip() -> Graph:
     return build.finish()
 
 
-def test_a_passed_on_value_gets_the_gradients_of_both_paths() -> None:
+def test_a_value_that_is_passed_on_gets_gradients_of_both_paths() -> None:
     graph = skip()
     parts = cut(graph, graph_hash(encode_graph(graph)), [1, 3])
     middle = parts[1].entry("train")
@@ -219,7 +220,7 @@ def test_frozen_parameters_and_detached_outputs_have_no_gradient() -> None:
     given = bundle(np.ones((4, 3)), sizes=(4,))
     between = first.ask(Forward(0, 0, True, given), Forwarded).output
     assert between is not None
-    # Nothing can come back to it, and nothing was kept; a request is refused with that reason.
+    # No gradient can come back to it, and nothing was kept. A request for it is refused with that reason.
     assert first.ask(Backward(0, 0, bundle(sizes=(4,))), BackwardDone).gradient is None
     values = second.ask(Forward(0, 0, True, between), Forwarded).output
     assert values is not None
@@ -255,7 +256,7 @@ def test_a_replayed_microbatch_gives_the_same_bytes() -> None:
     inputs, labels = data("gpt", 4, 1)
     once = stage.ask(Forward(4, 7, True, inputs), Forwarded)
     other = stage.ask(Forward(4, 8, True, inputs), Forwarded)
-    assert other != once  # another micro-batch draws another mask
+    assert other != once  # a different micro-batch draws a different mask
     stage.ask(Discard(), StageDone)
     assert stage.ask(Forward(4, 7, True, inputs), Forwarded) == once
     assert once.output is not None
@@ -290,7 +291,7 @@ def test_each_answer_uses_the_codec_of_its_request() -> None:
     assert shorter[-2] < shorter[-4] < shorter[4] < shorter[0]
 
 
-def test_int4_errors_enter_the_next_gradient_of_the_step() -> None:
+def test_int4_errors_are_added_to_the_next_gradient_of_the_step() -> None:
     first, last = (Held(part, (4, 8)) for part in spread(model("gpt", "float32"), 2))
     inputs, labels = data("gpt", 0, 1)
     values = first.ask(Forward(0, 0, True, inputs), Forwarded).output
@@ -302,7 +303,7 @@ def test_int4_errors_enter_the_next_gradient_of_the_step() -> None:
     found = [gradient(last, 0), gradient(last, 1)]
     last.ask(Discard(), StageDone)
     again = [gradient(last, 1), gradient(last, 0)]
-    assert again[0] != found[1], "no residual is left this time"
+    assert again[0] != found[1], "a residual of the previous step is still used"
     last.ask(Discard(), StageDone)
     assert [gradient(last, 0), gradient(last, 1)] == found
 
@@ -332,7 +333,7 @@ def test_statistics_count_once_and_only_completed_microbatches() -> None:
             assert np.abs(array - row.named("parameters")[name]).max() <= 1e-9
 
 
-def test_with_bfloat16_boundaries_are_half_and_training_still_learns() -> None:
+def test_with_bfloat16_boundaries_traffic_halves_and_training_still_learns() -> None:
     graph = gpt_graph(30, 8, 32, 2, 2, 0.0)
     optimizer = OptimizerSettings("adam", learning_rate=5e-3)
     changes: dict[str, Any] = {"optimizer": optimizer, "autocast": "bfloat16"}

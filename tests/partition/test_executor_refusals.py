@@ -49,7 +49,8 @@ ROWS = 5
 
 
 def model(source: Any = None) -> Graph:
-    """Two linear layers with dropout and a batch norm between; `count` is the number of labels not -1."""
+    """Return two linear layers with dropout and a batch norm between them; `count` is the number of labels
+    that are not -1."""
     build = GraphBuilder(dtype="float64")
     batch = build.symbol("batch")
     build.begin()
@@ -169,7 +170,7 @@ def test_an_error_of_an_operator_names_it() -> None:
     assert "\n" not in reason
 
 
-def test_a_right_gradient_is_accepted_after_a_refused_one() -> None:
+def test_a_correct_gradient_is_accepted_after_a_refused_one() -> None:
     stage = Held(spread(model(), 2)[0], (ROWS,))
     output = stage.ask(Forward(0, 0, True, GOOD), Forwarded).output
     assert output is not None
@@ -257,7 +258,7 @@ def test_a_step_that_clips_needs_the_norm_of_all_stages() -> None:
     stage.ask(Apply(0, 4, stage.ask(Norm(), Normed).squared_norm), Applied)
 
 
-def test_the_microbatches_in_flight_are_bounded_and_evaluation_holds_none() -> None:
+def test_microbatches_in_flight_are_limited_and_evaluation_holds_none() -> None:
     stage = Held(spread(model(), 2)[0], (ROWS,))
     for microbatch in range(IN_FLIGHT_MAX):
         stage.ask(Forward(0, microbatch, True, GOOD), Forwarded)
@@ -339,7 +340,7 @@ def test_an_invalid_count_of_samples_is_refused() -> None:
     assert not stage.vector("gradients").any()
 
 
-def test_stored_parameters_are_zero_until_the_node_has_written_them() -> None:
+def test_parameters_are_zero_until_the_node_has_written_them() -> None:
     stored = StoredValues(0, 3 * 6 * 8, bytes(32))
     stage = Held(whole(model(stored)), (ROWS,))
     assert not stage.named("parameters")["fc2.weight"].any()
@@ -364,14 +365,14 @@ def test_initial_parameters_depend_on_seed_and_name_but_not_on_the_cut() -> None
     )
 
 
-def test_applied_returns_the_parameters_digest_shared_by_replicas() -> None:
+def test_applying_a_step_returns_the_parameter_digest_of_all_replicas() -> None:
     stages = [one(), one()]
     for stage in stages:
         stage.vector("totals")[:] = 0.5
     assert stages[0].ask(Apply(0, 3), Applied) == stages[1].ask(Apply(0, 3), Applied)
 
 
-def test_arenas_of_a_wrong_size_are_our_own_bug() -> None:
+def test_arenas_of_a_wrong_size_are_a_programming_error() -> None:
     stage = one()
     for arenas in ({}, stage.arenas | {"totals": memoryview(bytearray(8))}):
         with pytest.raises(LocalProtocolError, match="arena"):
@@ -411,7 +412,7 @@ def test_a_specification_out_of_bounds_is_not_decoded(change: dict[str, object])
 
 
 @given(st.binary(max_size=300), st.sampled_from([StageSpecification, Request, Reply]))
-def test_random_bytes_are_no_message(data: bytes, kind: Any) -> None:
-    # A lone tag is a complete message of a type without fields; random bytes do not hit one.
+def test_random_bytes_are_not_a_request(data: bytes, kind: Any) -> None:
+    # A lone tag is a complete message if its type has no fields; random bytes never hit such a tag.
     with pytest.raises(RemoteProtocolError):
         decode(data, kind, bytes_max=1_000)

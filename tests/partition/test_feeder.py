@@ -40,7 +40,7 @@ def test_replicas_that_counted_or_received_an_input_get_none() -> None:
     ]
 
 
-def test_a_broken_stream_repeats_only_its_frames() -> None:
+def test_a_broken_stream_repeats_only_the_frames_it_carried() -> None:
     core = feeder()
     opened(core)
     core.reconnected(LAST)
@@ -81,7 +81,7 @@ def test_every_micro_batch_is_fed_by_one_trainer() -> None:
     assert sorted(fed) == list(range(40))
 
 
-def test_an_open_of_another_plan_or_sender_feeds_nothing() -> None:
+def test_an_open_of_a_different_plan_or_sender_feeds_nothing() -> None:
     core = Feeder(SECOND, PLAN)
     with pytest.raises(RemoteProtocolError, match="not the committer"):
         core.receive(0.0, SECOND, opening())

@@ -22,7 +22,7 @@ HEAD = ChainHead(run=PLAN.run, parent=plan_hash(PLAN), height=0, asks=False)
 
 @dataclass
 class Flooded:
-    """A committer beside honest members that receives two heads of `sender` before each wake."""
+    """A committer among honest members. It receives two heads from `sender` before each wake."""
 
     sender: PeerId | None
     renewals: int = 0
@@ -48,7 +48,7 @@ class Flooded:
 
 
 @pytest.mark.parametrize("sender", [ONE, SPARE], ids=["member", "stranger"])
-def test_a_flood_of_heads_does_not_block_a_members_other_duties(sender: PeerId) -> None:
+def test_a_flood_of_heads_does_not_block_other_duties(sender: PeerId) -> None:
     assert Flooded(sender).play(200.0).renewals == Flooded(None).play(200.0).renewals > 0
 
 

@@ -1,4 +1,4 @@
-"""The frames of committed steps are kept within bounds."""
+"""The frames of committed steps are kept within limits."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +30,7 @@ def test_frames_are_available_once_their_step_is_committed() -> None:
     assert (len(archive), archive.held_bytes) == (0, 0)
 
 
-def test_the_step_after_a_checkpoint_outlives_newer_ones() -> None:
+def test_the_step_after_a_checkpoint_is_kept_longer_than_newer_steps() -> None:
     archive = FrameArchive()
     archive.marked(RUN, 2)
     keys = []

@@ -1,4 +1,4 @@
-"""Frames: signed over the header, which holds the digest of the payload."""
+"""Frames are signed over the header, which holds the digest of the payload."""
 
 from typing import Any
 
@@ -94,7 +94,7 @@ def test_a_frame_is_decoded_as_it_was_sent() -> None:
     assert np.array_equal(mask[1], MASK)
 
 
-def test_the_largest_numbers_fit_a_header() -> None:
+def test_the_largest_values_fit_a_header() -> None:
     huge = 2**63 - 1
     tensors = (TensorHeader("bfloat16", (SIDE_MAX,) * DIMENSIONS_MAX),) * TENSORS_MAX
     frame = signed_by_alice(

@@ -1,4 +1,5 @@
-"""Graphs of version 2: frozen parameters of any floating type in one arena; version 1 is unchanged."""
+"""Graphs of version 2 may have frozen parameters of any floating type in one arena. Version 1 is
+unchanged."""
 
 from math import prod
 from typing import Any
@@ -50,14 +51,14 @@ from tests.partition.test_check import GOOD
 HALF = half_graph()
 DIGEST = bytes(32)
 NAME_OF_GOOD = "65a227ed167a9dd1cfaab0f0c53c576d"
-"""The graph's name from before there was a version 2."""
+"""The hash of the graph from before there was a version 2."""
 tables = st.lists(
     st.tuples(st.sampled_from(FLOATING), st.lists(st.integers(1, 5), max_size=3)), min_size=1, max_size=12
 )
 
 
 def with_rows(table: list[tuple[Any, list[int]]]) -> Graph:
-    """A served graph with further unused parameters, all stored one behind the other."""
+    """Return a served graph with further unused parameters, stored one after the other."""
     rows = list(HALF.parameters)
     rows += [
         Parameter((f"more.{number}",), TensorType(dtype, tuple(shape)), "frozen", Recipe(()))
@@ -171,7 +172,7 @@ def test_a_graph_with_unsuitable_types_is_refused(graph: Graph, reason: str) -> 
         check_graph(graph)
 
 
-def test_a_half_precision_graph_that_trains_is_refused_by_name() -> None:
+def test_a_half_precision_graph_that_trains_is_refused() -> None:
     rows = tuple(
         replace(row, type=replace(row.type, dtype="bfloat16"), kind="frozen") if not number else row
         for number, row in enumerate(GOOD.parameters)

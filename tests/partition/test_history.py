@@ -1,4 +1,4 @@
-"""The history of a plan as newcomers receive it: trusted sources, and its bounded length."""
+"""The history of a plan as newcomers receive it: which sources are trusted, and its limited length."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def assert_refused(history: History, match: str) -> None:
         replay(REQUESTER, REQUESTER.peer, history)
 
 
-def test_a_newcomer_learns_it_from_a_member_and_passes_it_on() -> None:
+def test_a_newcomer_learns_the_history_from_a_member_and_passes_it_on() -> None:
     first = first_history(REQUESTER, FIRST)
     assert replay(OUTSIDER, REQUESTER.peer, first) == (FIRST, REQUESTER.peer)
     second, third = successor(FIRST, JOIN), successor(successor(FIRST, JOIN), NEXT)
@@ -50,7 +50,7 @@ def test_a_first_plan_by_another_signer_is_invalid() -> None:
     assert_refused(first_history(REQUESTER, successor(FIRST, JOIN)), "not the first")
 
 
-def test_a_peer_that_was_never_admitted_admits_nobody() -> None:
+def test_a_peer_that_was_never_admitted_admits_no_peer() -> None:
     first = first_history(REQUESTER, FIRST)
     own = Change(admitted=(OUTSIDER.peer,))
     assert_refused(told(first, OUTSIDER, FIRST, own), "author was not a member")
@@ -61,7 +61,7 @@ def test_a_peer_that_was_never_admitted_admits_nobody() -> None:
     )  # lost by then, so it cannot know
 
 
-def test_a_segment_is_valid_only_where_it_was_signed_for() -> None:
+def test_a_segment_is_valid_only_at_the_plan_it_was_signed_for() -> None:
     first = first_history(REQUESTER, FIRST)
     assert_refused(told(first, HOLDER, successor(FIRST, JOIN), NEXT), "author was not a member")
     body = told(first, HOLDER, FIRST, JOIN).segments[0]
@@ -69,7 +69,7 @@ def test_a_segment_is_valid_only_where_it_was_signed_for() -> None:
     assert_refused(History(first.base, (forged,)), "wrong signature")
 
 
-def test_a_history_has_a_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_history_has_a_limited_length(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = first_history(REQUESTER, FIRST), successor(FIRST, JOIN)
     history = told(told(first, HOLDER, FIRST, JOIN), HOLDER, second)
     for name, limit in (

@@ -1,8 +1,9 @@
 """Hundreds of hostile graphs: each is refused with a reason, or runs to its end.
 
-Every case goes to its own process (`tests.partition.hostile_stage`), which does what a node and a stage's
-process do with a graph, and computes it for real if it was admitted. The test fails with the seed on a
-signal, a hang, an exception other than a refusal, or a process that grows. `make soak` takes 10,000.
+Every case goes to a separate process (`tests.partition.hostile_stage`), which does what a node and a stage's
+process do with a graph, and computes the graph for real if it was admitted. The test fails, and prints the
+seed, on a signal, a hang, an exception other than a refusal, or a process that grows. `make soak` runs 10,000
+cases.
 """
 
 import io
@@ -34,11 +35,12 @@ from tests.source import PACKAGES, sources
 
 CASES = int(os.environ.get("PEERLOOM_HOSTILE_CASES", "180"))
 REFUSED_SECONDS_MAX = 5.0
-"""Some milliseconds, and up to a second when torch loads libraries for the first time."""
+"""Time limit for a refusal: usually some milliseconds, and up to a second when torch loads libraries for the
+first time."""
 RSS_BYTES_MAX = 1_500_000_000
-"""Torch itself uses a third of it."""
+"""Memory limit; torch itself uses a third of it."""
 ENDED_MAX = 0.005
-"""The share of the run cases whose backward pass may raise for a reason that no dry run shows."""
+"""Maximum share of the cases that ran whose backward pass may raise for a reason that no dry run shows."""
 
 MODELS = [GOOD, gpt_graph(16, 8, 8, 2, 1, 0.1), half_graph()]
 KINDS: dict[str, Callable[[int], Case]] = {
@@ -49,7 +51,7 @@ KINDS: dict[str, Callable[[int], Case]] = {
 
 
 class Tally:
-    """One process for all cases, and their outcomes."""
+    """One process for all cases, and the outcomes of the cases."""
 
     def __init__(self) -> None:
         self.process = HostileProcess()
@@ -120,7 +122,7 @@ def test_a_valid_graph_runs_to_its_end(tally: Tally) -> None:
     for model in MODELS:
         outcomes = [tally.ask(Case(encode_graph(model), None, draw)) for draw in range(12)]
         assert "ran" in {outcome.verdict for outcome in outcomes}
-        # The labels of the others are not classes.
+        # The labels of the other models are not classes.
         assert all(outcome.verdict in ("ran", "stopped") for outcome in outcomes)
 
 
@@ -144,7 +146,7 @@ class Small(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, bytes]:
-    """The members of a real archive of `torch.export`."""
+    """Return the members of a real archive of `torch.export`."""
     program = torch.export.export(
         Small(), (torch.ones(3, 2),), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},)
     )
@@ -163,7 +165,7 @@ def archive_of(members: dict[str, bytes]) -> bytes:
 
 
 def poisoned(members: dict[str, bytes], sentinel: Path) -> dict[str, bytes]:
-    """The archive as it would come from a stranger, in each of the three ways."""
+    """Return the archive as a hostile peer would send it, in each of the three ways."""
     command = f"touch {sentinel}"
     (model,) = [name for name in members if name.endswith("model.json")]
     text = members[model].decode()

@@ -14,7 +14,7 @@ ME, OTHER, FAR = (PeerId(bytes([number]) * 32) for number in (1, 2, 3))
 
 
 def plan(height: int, *stages: PeerId, cut: int = 4) -> Plan:
-    """A plan whose two stages have these peers; the first has `cut` layers."""
+    """Return a plan whose two stages have these peers; the first stage has `cut` layers."""
     spans = (0, cut), (cut, 8)
     rows = tuple(
         StagePlan(first, last, (peer,), (1,)) for (first, last), peer in zip(spans, stages, strict=True)
@@ -32,15 +32,15 @@ def test_a_stage_stays_open_while_its_layers_stay_the_same() -> None:
     hosting = Hosting(ME, SETTINGS)
     wanted = hosting.adopt(plan(0, ME, OTHER))
     assert isinstance(wanted, StageWanted)
-    assert wanted.step == 0, "under the first plan all start from the beginning"
+    assert wanted.step == 0, "a stage of the first plan does not start from the beginning"
     assert hosting.occupies
     assert not hosting.is_open
     newer = plan(1, ME, FAR)
-    assert hosting.adopt(newer) is None, "the stage is still opening"
-    assert hosting.opened(wanted) == newer, "the stage takes the newest plan"
+    assert hosting.adopt(newer) is None, "the plan was adopted while the stage was still opening"
+    assert hosting.opened(wanted) == newer, "the opened stage did not get the newest plan"
     assert hosting.adopt(plan(2, ME, OTHER)) == StageKept(plan(2, ME, OTHER))
     moved = hosting.adopt(plan(3, ME, OTHER, cut=3))
-    assert isinstance(moved, StageWanted), "another border needs another stage"
+    assert isinstance(moved, StageWanted), "a moved border did not lead to a new stage"
     assert moved.step is None
 
 
@@ -53,7 +53,9 @@ def test_a_trained_stage_is_opened_again_for_a_fresh_start() -> None:
     wanted = hosting.prepare(0.0, anew, OTHER)
     assert wanted is not None
     hosting.opened(wanted)
-    assert hosting.adopt(anew) == StageKept(anew), "the stage was opened for this plan, and has not trained"
+    assert hosting.adopt(anew) == StageKept(anew), (
+        "the stage was not kept although it was opened for this plan and has not trained"
+    )
 
 
 def test_an_opening_superseded_by_a_newer_plan_is_dropped() -> None:
@@ -63,7 +65,7 @@ def test_an_opening_superseded_by_a_newer_plan_is_dropped() -> None:
     assert hosting.adopt(plan(1, FAR, OTHER)) == StageEnded()
     again = hosting.adopt(plan(2, ME, OTHER))
     assert isinstance(again, StageWanted)
-    assert hosting.opened(first) is None, "the same stage was requested before"
+    assert hosting.opened(first) is None, "an opening was requested twice"
     hosting.failed(first)
     assert hosting.wants(again)
     assert hosting.opened(again) == plan(2, ME, OTHER)
@@ -87,7 +89,7 @@ def test_a_stage_opened_early_is_closed_unless_its_plan_is_decided() -> None:
         hosting = Hosting(ME, SETTINGS)
         wanted = hosting.prepare(0.0, early, OTHER)
         assert wanted is not None
-        assert hosting.prepare(0.0, other, FAR) is None, "at most one stage is opened early"
+        assert hosting.prepare(0.0, other, FAR) is None, "a second stage was opened early"
         assert hosting.opened(wanted) == early
         assert hosting.planner_lost(FAR) is None
         assert hosting.unprepare(plan_hash(other)) is None
@@ -99,10 +101,12 @@ def test_a_stage_opened_early_is_closed_unless_its_plan_is_decided() -> None:
     assert wanted is not None
     hosting.opened(wanted)
     assert hosting.adopt(early) == StageKept(early)
-    assert hosting.planner_lost(OTHER) is None, "the plan is now in force"
+    assert hosting.planner_lost(OTHER) is None, (
+        "the early stage was given up although its plan is now in force"
+    )
 
 
-def test_an_early_stage_that_failed_is_given_up_once() -> None:
+def test_an_early_stage_that_failed_is_given_up_only_once() -> None:
     hosting, early = Hosting(ME, SETTINGS), plan(3, ME, OTHER)
     wanted = hosting.prepare(0.0, early, OTHER)
     assert wanted is not None

@@ -1,4 +1,5 @@
-"""Folders in transformers' format: captured with their weights or without, and the files that are ignored."""
+"""Folders in transformers' format are captured with or without their weights; some files in them are
+ignored."""
 
 import json
 import re
@@ -88,7 +89,7 @@ def test_a_result_written_as_a_folder_is_loaded_by_transformers(tmp_path: Path, 
     model = models()[name].eval()
     model.save_pretrained(tmp_path / "came")
     trained = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
-    model.load_state_dict(trained)  # of tied names, the last given one
+    model.load_state_dict(trained)  # of several tied names, the one given last
     state = {key: value.numpy() for key, value in model.state_dict().items()}
     safetensors.numpy.save_file(state, tmp_path / "result", {"format": "pt"})
     out = tmp_path / "out"
@@ -203,7 +204,7 @@ def test_folders_without_a_transformers_model_are_refused(tmp_path: Path, config
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "masked", "t5", "vit"])
-def test_a_folder_is_read_alike_without_torch(tmp_path: Path, name: str) -> None:
+def test_a_folder_is_read_the_same_without_torch(tmp_path: Path, name: str) -> None:
     models()[name].save_pretrained(tmp_path)
     config = models()[name].config
     found = read_model_folder(tmp_path)

@@ -1,4 +1,4 @@
-"""The interpreter computes like torch, frees values early, and changes none."""
+"""The interpreter computes like torch, frees values early, and changes no value in place."""
 
 import gc
 import weakref
@@ -48,7 +48,7 @@ def tokens(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def one_node(operator: str, *arguments: Any, **keywords: Any) -> Graph:
-    """`train` is one node over an input of 3 numbers; `...` marks the input."""
+    """Return `train` as one node over an input of 3 values; `...` marks the input."""
     build = GraphBuilder()
     build.symbol("batch")
     build.begin()
@@ -158,12 +158,12 @@ def test_a_batch_norm_without_running_statistics_evaluates_by_the_batch() -> Non
 
 
 def test_an_omitted_argument_has_its_value_for_evaluation() -> None:
-    """The interpreter switches only explicit arguments to evaluation, so a default must already have that
-    value.
+    """The interpreter switches only explicit arguments to evaluation. So the default of an omitted argument
+    must already be the value for evaluation.
     """
     for operator in OPERATORS.values():
         if not operator.name.startswith("aten."):
-            continue  # one of ours, whose arguments are all explicit
+            continue  # an operator of ours, whose arguments are all explicit
         _, name, overload = operator.name.split(".")
         schema = getattr(getattr(torch.ops.aten, name), overload)._schema
         for index, content in operator.evaluate:
@@ -200,7 +200,7 @@ def test_sizes_lists_constants_and_named_arguments_reach_their_operators() -> No
 
 
 class _Living(TorchDispatchMode):
-    """The largest number of operator results alive at once."""
+    """Return the largest number of operator results alive simultaneously."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # so in torch

@@ -1,4 +1,4 @@
-"""The cost table of a graph, compared with torch's counts and memory in a real run."""
+"""The cost table of a graph, compared with torch's counts and with the memory of a real run."""
 
 from typing import Any
 
@@ -39,11 +39,11 @@ def sizes_of(task: Task, graph: Graph) -> tuple[int, ...]:
     return tuple(inputs[0].shape[: len(graph.symbols)])
 
 
-def test_flops_are_those_that_torch_counts(model: tuple[Task, Graph]) -> None:
+def test_flops_equal_those_that_torch_counts(model: tuple[Task, Graph]) -> None:
     task, graph = model
     work = EntryWork(graph, graph.entries[0], sizes_of(task, graph))
     counted = FlopCounterMode(display=False)
-    # torch does not count its fused attention on the CPU; written out it is two products.
+    # torch does not count its fused attention on the CPU. Written out, attention is two products.
     with counted, sdpa_kernel(SDPBackend.MATH):
         inputs: Any = task.example_inputs
         task.model.train()(*inputs)
@@ -54,7 +54,7 @@ def test_flops_are_those_that_torch_counts(model: tuple[Task, Graph]) -> None:
     assert products < total < 1.1 * products
 
 
-def test_memory_kept_for_the_backward_pass_has_an_upper_bound(model: tuple[Task, Graph]) -> None:
+def test_memory_kept_for_the_backward_pass_has_an_upper_limit(model: tuple[Task, Graph]) -> None:
     task, graph = model
     own = {parameter.untyped_storage().data_ptr() for parameter in task.model.parameters()}
     kept: dict[int, torch.Tensor] = {}
@@ -99,7 +99,7 @@ def test_costs_grow_with_the_batch() -> None:
         assert large.output_bytes == 4 * small.output_bytes
 
 
-def test_a_boundary_counts_sent_bytes_and_not_needed_values() -> None:
+def test_a_boundary_counts_only_values_that_are_sent() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -112,7 +112,7 @@ def test_a_boundary_counts_sent_bytes_and_not_needed_values() -> None:
     late = build.node("mul.Tensor", build.node("add.Tensor", out, active), hidden)
     build.end(outputs=[late], loss=build.node("mse_loss", late, y, 2))
     graph = with_layers(build.finish(), split=["b"])
-    # hidden, relu(hidden) and their sum are all needed behind the boundary.
+    # hidden, relu(hidden) and their sum are all needed after the boundary.
     assert layer_costs(graph, (2,))[0].output_bytes == 2 * 256 * 4
 
 
@@ -169,7 +169,7 @@ def test_products_of_every_form_are_counted_like_torch(
     assert EntryWork(graph, graph.entries[0], (1,)).product_flops(node) == counted.get_total_flops() > 0
 
 
-def test_impossible_sizes_are_an_error_and_no_crash() -> None:
+def test_impossible_sizes_are_an_error_without_a_crash() -> None:
     graph = with_layers(transformer(1))
     with pytest.raises(ValueError, match="do not fit the graph"):
         layer_costs(graph, ())

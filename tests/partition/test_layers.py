@@ -15,7 +15,7 @@ from tests.partition.random_graphs import graphs
 
 
 def transformer(blocks: int, width: int = 32) -> Graph:
-    """Attention-like and feed-forward halves around a residual stream, with the embedding tied."""
+    """Attention-like and feed-forward halves around a residual stream, with a tied embedding."""
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -39,7 +39,7 @@ def transformer(blocks: int, width: int = 32) -> Graph:
     return graph
 
 
-def test_a_transformer_gets_the_halves_of_its_blocks() -> None:
+def test_a_transformers_layers_are_the_halves_of_its_blocks() -> None:
     graph = with_layers(transformer(3))
     check_graph(graph)
     halves = ("h.0", "h.0.mlp", "h.1", "h.1.mlp", "h.2", "h.2.mlp")
@@ -61,7 +61,7 @@ def test_between_layers_that_reduce_bytes_every_module_border_remains() -> None:
 
 
 @pytest.mark.parametrize("layers_max", [1, 2, 5, 9])
-def test_layers_stay_within_their_limit_with_about_even_cost(layers_max: int) -> None:
+def test_the_number_of_layers_is_limited_and_their_costs_are_even(layers_max: int) -> None:
     graph = with_layers(transformer(12), layers_max=layers_max)
     assert layers_max // 2 < len(graph.layers) <= layers_max
     lengths = [last - first for first, last in pairwise((0, *graph.entries[0].boundaries, 122))]
@@ -78,7 +78,7 @@ def test_layers_of_any_graph_pass_the_check_and_can_be_cut(graph: Graph, layers_
     assert set(layered.entries[0].boundaries) <= set(legal_positions(graph))
     stages = cut_layers(layered, b"n" * 32, [(place, place + 1) for place in range(count)])
     assert len(stages) == count
-    # An earlier choice has no influence.
+    # Layers chosen earlier have no influence.
     assert with_layers(layered, layers_max=layers_max) == layered
 
 
@@ -127,7 +127,7 @@ def test_names_differ_even_if_one_module_is_used_again() -> None:
     assert graph.layers == ("a", "b", "a:2", "b:2", "a:3", "b:3")
 
 
-def test_other_entry_points_follow_by_the_parameters_they_use() -> None:
+def test_other_entry_points_are_split_by_the_parameters_they_use() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()

@@ -1,4 +1,4 @@
-"""Courses of local mode: what follows what in a member's life, with a driver of a few lines."""
+"""Courses of local mode: the order of a member's actions, with a driver of a few lines."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ ME, OTHER = (PeerId(bytes([number]) * 32) for number in (1, 2))
 
 
 class Player:
-    """One member that sees nobody else. `answers` has what comes of deeds, by their class."""
+    """One member that sees no other. `answers` holds the results of its actions, keyed by their class."""
 
     def __init__(self, *, stages: int = 1) -> None:
         self.now = 0.0
@@ -57,7 +57,7 @@ class Player:
         order(self.now)
 
     def play(self, course: Course[None], seconds: float = 5.0) -> None:
-        """Follow a course to its end, or for so long."""
+        """Follow a course to its end, or for this long."""
         answer: Any = None
         while self.now < seconds:
             try:
@@ -84,7 +84,7 @@ class Player:
 
 
 def in_column() -> tuple[Player, ColumnHolders]:
-    """Return a head of two stages, and its column, in which another works once it is asked."""
+    """Return a head of two stages and its column, which another member joins once it is asked."""
     player = Player(stages=2)
     column = player.crew.holders_of = ColumnHolders(2)
 
@@ -96,7 +96,7 @@ def in_column() -> tuple[Player, ColumnHolders]:
     return player, column
 
 
-def test_a_head_begins_a_broken_step_anew() -> None:
+def test_a_head_repeats_a_broken_step_from_its_start() -> None:
     player, column = in_column()
 
     def fail_once(deed: MakeStep) -> bool:
@@ -122,7 +122,7 @@ def test_a_head_without_holders_makes_no_step() -> None:
     assert not player.finish.has_state
 
 
-def test_steps_that_stay_infinite_end_a_lonely_run() -> None:
+def test_steps_that_stay_infinite_end_the_run_of_a_lone_member() -> None:
     player = Player()
 
     def diverge(deed: MakeStep) -> bool:
@@ -148,7 +148,7 @@ def test_a_missed_round_makes_a_stage_catch_up() -> None:
     ]
 
 
-def test_a_failed_stage_is_held_no_longer() -> None:
+def test_a_member_releases_a_stage_that_failed() -> None:
     player = Player(stages=2)
     holder = StageHolder(player.stage, 1, player.ending, player.finish)
     player.play(holder.work(), 2.0)
@@ -158,7 +158,7 @@ def test_a_failed_stage_is_held_no_longer() -> None:
         player.play(holder.work(), 4.0)
 
 
-def test_a_result_that_nobody_hands_over_is_given_up() -> None:
+def test_a_result_that_no_member_hands_over_is_given_up() -> None:
     player = Player()
     player.finish.has_state = True
     player.ending.set_peers(0.0, [OTHER])

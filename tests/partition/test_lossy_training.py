@@ -19,7 +19,7 @@ ADAM = OptimizerSettings("adam", learning_rate=0.002)
 
 @cache
 def trained(frames: Frames | None) -> tuple[list[float], Row]:
-    """The mean loss of each step, with the same samples in the same order for all frames."""
+    """Return the mean loss of each step, with the same samples in the same order for all frame codecs."""
     stages = spread(simple_cnn("float32").graph, 2)
     row = Row(stages, (MICROBATCH,), 1, frames, microbatches=MICROBATCHES, optimizer=ADAM)
     digits, draws = load_digits(), np.random.default_rng(0)
@@ -45,7 +45,9 @@ def test_exact_frames_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(("frames", "forward", "backward"), [("int8", 0.01, 0.01), ("int4", 0.01, 0.2)])
-def test_lossy_frames_train_as_well(frames: Frames, forward: float, backward: float) -> None:
+def test_training_with_lossy_frames_reaches_about_the_same_loss(
+    frames: Frames, forward: float, backward: float
+) -> None:
     (losses, _), (found, row) = trained(None), trained(frames)
     # Compare the whole curve, because Adam amplifies small differences: two runs that differ only in the last
     # bit end a few percent apart.

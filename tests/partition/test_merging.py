@@ -1,4 +1,4 @@
-"""Merged stages hold each layer once, each has a holder, and none goes to a peer that refused it."""
+"""Merged stages hold each layer once, each has a holder, and no stage goes to a peer that refused it."""
 
 from fractions import Fraction
 from itertools import pairwise, product
@@ -21,7 +21,7 @@ def peer(number: int) -> bytes:
 
 @st.composite
 def losses(draw: st.DrawFn) -> tuple[Plan, list[list[tuple[bytes, int]]], Refused]:
-    """A plan, the remaining holders of each stage, and stages that some cannot hold."""
+    """Draw a plan, the remaining holders of each stage, and stages that some peers cannot hold."""
     names = iter(range(1, 250))
     first, stages = 0, []
     for _ in range(draw(st.integers(1, 6))):
@@ -43,7 +43,7 @@ def losses(draw: st.DrawFn) -> tuple[Plan, list[list[tuple[bytes, int]]], Refuse
 
 
 def ways(plan: Plan, groups: list[list[tuple[bytes, int]]], refused: Refused) -> list[list[StagePlan]]:
-    """All ways to merge, one by one."""
+    """Yield all ways to merge, one by one."""
     places = [number for number, group in enumerate(groups) if group]
     if not places:
         return []
@@ -66,7 +66,7 @@ def ways(plan: Plan, groups: list[list[tuple[bytes, int]]], refused: Refused) ->
 
 
 @given(losses())
-def test_the_best_merge_is_found_and_follows_the_plan(
+def test_the_best_way_to_merge_is_found_and_follows_from_the_plan(
     case: tuple[Plan, list[list[tuple[bytes, int]]], Refused],
 ) -> None:
     plan, groups, refused = case

@@ -1,4 +1,4 @@
-"""The next plan: members lost, their replacements, and dead ends."""
+"""The next plan after members were lost: their replacements, and cases without any."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,7 +38,7 @@ def change_of(outlook: PlanInputs) -> Change:
     return found
 
 
-def test_no_change_is_wished_for_while_all_live() -> None:
+def test_no_change_is_proposed_while_all_members_live() -> None:
     assert next_change(view()) is None
     assert next_change(view(candidates=((SPARE, 9),))) is None
 
@@ -150,7 +150,7 @@ def test_a_returning_requester_is_admitted_again() -> None:
     has_checkpoint=st.booleans(),
     may_refill=st.booleans(),
 )
-def test_every_wish_makes_a_valid_plan_without_the_absent(
+def test_every_proposal_makes_a_valid_plan_without_absent_members(
     absent: set[PeerId],
     leaving: set[PeerId],
     candidates: list[PeerId],
@@ -176,7 +176,7 @@ def test_every_wish_makes_a_valid_plan_without_the_absent(
     assert (found.restored != NO_HASH) == any(set(stage.replicas) <= absent for stage in PLAN.stages)
 
 
-def test_borders_move_only_if_nobody_is_lost_or_leaves() -> None:
+def test_borders_move_only_if_no_member_is_lost_or_leaves() -> None:
     recut = Change(restored=CHECKPOINT[0], step=40, cuts=(1,))
     change = change_of(view(recut=recut))
     assert change == Change(restored=CHECKPOINT[0], step=40, cuts=(1,))

@@ -1,4 +1,4 @@
-"""Measurements of peers by each other and the planner's trust in them; the schedule of link probes."""
+"""Peers' measurements of each other, the planner's trust in them, and the schedule of link probes."""
 
 from random import Random
 
@@ -55,7 +55,7 @@ def test_the_lower_measurement_of_both_ends_counts() -> None:
     assert found[B, A] == Link(5 * 10**6, 1_000)
 
 
-def test_the_planners_own_measurements_win() -> None:
+def test_the_planners_own_measurements_take_precedence() -> None:
     known = Knowledge(A, {}, {A: saw((B, 10**7, 10**7)), B: saw((A, 1, 1))})
     assert known.links([A, B]) == {(A, B): Link(10**7, 1_000), (B, A): Link(10**7, 1_000)}
 
@@ -74,7 +74,7 @@ def test_a_peer_that_understates_its_links_harms_no_others() -> None:
         assert Knowledge(C, {}, lying).links([A, B, D])[pair] == Knowledge(C, {}, honest).links([A, B])[pair]
 
 
-def test_a_rate_is_measured_by_others_and_bounded_by_the_claim() -> None:
+def test_a_rate_measured_by_others_is_limited_by_the_peers_claim() -> None:
     observed = {A: saw(stages=((D, 10**9),)), B: saw(stages=((D, 3 * 10**9),)), D: saw(stages=((A, 5),))}
     assert Knowledge(None, {}, observed).flops_per_second(D, 10**10) == 10**9
     assert Knowledge(B, {}, observed).flops_per_second(D, 10**10) == 3 * 10**9
@@ -82,7 +82,7 @@ def test_a_rate_is_measured_by_others_and_bounded_by_the_claim() -> None:
     assert Knowledge(B, {}, observed).flops_per_second(C, 7) == 7
 
 
-def test_a_record_of_oneself_or_with_a_duplicate_peer_is_refused() -> None:
+def test_a_record_about_oneself_or_with_a_duplicate_peer_is_refused() -> None:
     for record in (
         saw((A, 1, 1)),
         saw(stages=((A, 1),)),
@@ -107,7 +107,7 @@ def test_a_full_record_fits_the_table_of_records() -> None:
 
 
 def measured(core: LinkProbes, candidates: list[PeerId], seconds: float, rate: float = 1e8) -> list[PeerId]:
-    """Play for this long; return the peers that were probed, each with success."""
+    """Let this much time pass. Return the peers that were probed, each with its success."""
     now, asked = 0.0, []
     while core.deadline < seconds:
         now = core.deadline
@@ -129,7 +129,7 @@ def test_every_neighbour_is_measured_soon_and_seldom_again() -> None:
     assert 5 <= len(later) <= 15
 
 
-def test_among_many_the_nearest_and_a_few_far_ones_are_measured() -> None:
+def test_among_many_peers_the_nearest_and_a_few_far_ones_are_measured() -> None:
     core = LinkProbes(Random(1), 0.0)
     asked = set(measured(core, PEERS, 300))
     assert len(asked) == PARTNERS_MAX
@@ -184,7 +184,7 @@ def test_probes_are_limited_for_each_peer_and_for_all() -> None:
 
 
 @given(st.floats(allow_nan=False), st.floats(allow_nan=False))
-def test_any_measurements_make_a_record(sent: float, taken: float) -> None:
+def test_any_measurements_make_a_valid_record(sent: float, taken: float) -> None:
     core = LinkProbes(Random(1), 0.0)
     core.next(5.0, [A])
     core.probed(5.0, A, sent, taken, 1e9)

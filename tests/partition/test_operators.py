@@ -1,4 +1,4 @@
-"""The allow-list compared with torch: each row must be true of the installed version."""
+"""The allow-list of operators compared with torch: each row must be true of the installed version."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def test_composites_that_may_return_their_input_are_views(name: str, arguments: 
 
 
 def test_operators_that_are_not_views_allocate_their_results() -> None:
-    """Test operators on one or two tensors without other arguments, which are most of them."""
+    """Test operators on one or two tensors without other arguments; most operators can be called this way."""
     tried = 0
     for row in rows(lambda row: not row.view and not row.factory):
         for count in (1, 2):
@@ -77,7 +77,7 @@ def test_operators_that_are_not_views_allocate_their_results() -> None:
     assert tried > 150
 
 
-def test_exactly_the_drawing_operators_are_random() -> None:
+def test_exactly_the_operators_that_draw_are_marked_random() -> None:
     drawing = {name for name in NAMES if torch.Tag.nondeterministic_seeded in overload(name).tags}
     assert drawing == {row.name for row in rows(lambda row: row.random)}
 
@@ -99,7 +99,7 @@ def test_factories_take_a_device_and_no_tensor() -> None:
         assert OPERATORS[name].factory == (takes_device and not takes_tensor), name
 
 
-def test_the_in_place_twin_of_an_operator_does_the_same() -> None:
+def test_in_place_variants_compute_the_same_as_their_operators() -> None:
     twins = rows(lambda row: row.state_twin)
     assert twins
     for row in twins:
@@ -137,12 +137,12 @@ def test_no_argument_reaches_a_generator_a_device_or_a_layout() -> None:
     assert kinds - known == {"Generator", "Device", "Layout"}
 
 
-def test_every_integer_of_every_operator_has_bounds() -> None:
+def test_every_integer_argument_has_limits() -> None:
     free = {
         rule.name
         for name in NAMES
         for rule in (*signature(name).positional, *signature(name).keywords.values())
         if rule.kind in ("int", "List[int]") and rule.bounds is None
     }
-    # A slice accepts any; an ignored index is only compared; a path is never given.
+    # A slice accepts any integer, an ignored index is only compared, and a path is never given.
     assert free == {"start", "end", "ignore_index", "path"}

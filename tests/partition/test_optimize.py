@@ -1,4 +1,4 @@
-"""Optimizer steps are torch's own, with schedules, groups and clipping over all stages."""
+"""Optimizer steps are torch's own, with schedules, groups, and clipping over all stages."""
 
 from itertools import pairwise
 from typing import Any

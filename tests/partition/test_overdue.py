@@ -1,4 +1,4 @@
-"""Members judged stuck when a run makes no progress; whole histories are in `test_steps_walk`."""
+"""Which members are judged stuck when a run makes no progress. For whole histories see `test_steps_walk`."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def waiting(left: int, *peers: PeerId, **other: Any) -> Waiting:
 
 
 def stuck_of(overdue: StallDetector, **answers: Waiting) -> set[PeerId]:
-    """Ask the late members twice, and return those judged stuck."""
+    """Ask the late members twice, and return the members judged stuck."""
     for _ in range(ASKS):
         assert overdue.stuck(overdue.due, ALL) == {}
         for name, answer in answers.items():
@@ -39,7 +39,7 @@ def stuck_of(overdue: StallDetector, **answers: Waiting) -> set[PeerId]:
     return set(overdue.stuck(overdue.due, ALL))
 
 
-def test_patience_follows_the_measured_durations() -> None:
+def test_patience_depends_on_the_measured_durations() -> None:
     overdue = begun()
     assert overdue.due == PATIENCE_SECONDS
     overdue.reported(5.0)
@@ -58,7 +58,7 @@ def test_a_silent_replica_is_stuck() -> None:
     assert stuck_of(begun(), one=waiting(4, TWO), two=waiting(1)) == {THREE}
 
 
-def test_a_replica_that_waits_for_nobody_is_stuck() -> None:
+def test_a_replica_that_waits_for_no_other_is_stuck() -> None:
     assert stuck_of(begun(), one=waiting(4, TWO), two=waiting(1), three=waiting(4, TWO)) == {TWO}
 
 
@@ -70,7 +70,7 @@ def test_the_replica_that_most_others_wait_for_is_stuck() -> None:
     assert stuck_of(begun(), two=waiting(2, ONE), **answers) == {ONE}
 
 
-def test_one_of_two_that_blame_each_other_is_stuck() -> None:
+def test_one_of_two_replicas_that_wait_for_each_other_is_stuck() -> None:
     overdue = StallDetector(ALL[:2])
     overdue.begin(0.0, "committing", 3, 7)
     for _ in range(ASKS):
@@ -80,7 +80,7 @@ def test_one_of_two_that_blame_each_other_is_stuck() -> None:
     assert set(overdue.stuck(overdue.due, ALL[:2])) == {TWO}
 
 
-def test_reported_progress_is_believed_for_a_bounded_time() -> None:
+def test_reported_progress_is_believed_for_a_limited_time() -> None:
     overdue = begun()
     left, now = 10_000, 0.0
     while now < ROUND_SECONDS_MAX:

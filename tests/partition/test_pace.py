@@ -1,4 +1,4 @@
-"""The measured speed of a replica, from its times in steps, also for the committer of a later plan."""
+"""The measured speed of a replica, from its times in steps, even for the committer of a later plan."""
 
 import pytest
 from msgspec.structs import replace
@@ -32,13 +32,13 @@ def test_micro_batches_are_dealt_by_measured_rates() -> None:
     stage = StagePlan(0, 1, (HERE, THERE), (100, 50))
     assert pace.rates(stage)[0] == 2 * pace.rates(stage)[1]
     pace.measured(HERE, Work(2 * 10**9), 2)
-    # The other still counts as half as fast, as the plan says.
+    # The other replica still counts as half as fast, as the plan says.
     assert pace.rates(stage)[0] == 2 * pace.rates(stage)[1]
     pace.measured(THERE, Work(10**9), 2)
     assert 2 * pace.rates(stage)[0] == pace.rates(stage)[1]
 
 
-def test_noise_between_equal_machines_deals_equally() -> None:
+def test_noise_between_equal_machines_does_not_change_their_shares() -> None:
     pace = StepPace()
     pace.measured(HERE, Work(1_001_000_000), 1)
     pace.measured(THERE, Work(1_003_000_000), 1)
@@ -84,7 +84,9 @@ def test_measured_rates_carry_over_to_the_next_plan() -> None:
         )
     ]
     (opened, *_) = [message for _, message in sends if isinstance(message, Open)]
-    assert opened.stages[1].owners == bytes((1, 1)), "the replica that is four times as fast has both"
+    assert opened.stages[1].owners == bytes((1, 1)), (
+        "the replica that is four times as fast did not get both micro-batches"
+    )
 
 
 def synced_of(replica: Replica, plan: Plan) -> Synced:

@@ -9,7 +9,10 @@ def test_a_step_opened_under_an_earlier_plan_precedes_a_pause() -> None:
     core = committer()
     assert core.pause(0.0) == []
     sends = [row for who in REPLICAS for row in core.receive(0.0, who, synced(0, begun=(0,)))]
-    assert opens(sends), "a member that leaves now would take its micro-batches along"
+    assert opens(sends), (
+        "the step of the earlier plan was not opened first, so a leaving "
+        "member would take its micro-batches along"
+    )
     assert core.phase == "counting"
     count(core, 0, 1)
     reduce_all(core)

@@ -1,4 +1,4 @@
-"""Plans from strangers: valid ones are decoded unchanged, all others are refused."""
+"""Plans from other peers: valid plans are decoded unchanged, and all others are refused."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_a_plan_survives_the_wire_with_its_hash() -> None:
     assert plan_hash(again) == plan_hash(PLAN)
 
 
-def test_another_plan_has_another_hash() -> None:
+def test_different_plans_have_different_hashes() -> None:
     assert plan_hash(replace(PLAN, height=4)) != plan_hash(PLAN)
 
 
@@ -53,7 +53,7 @@ def test_members_are_the_roster_and_the_first_trainer_commits() -> None:
     assert [PLAN.stage_of(peer) for peer in PLAN.members] == [0, 1, 0, None]
 
 
-def test_the_largest_numbers_survive_the_wire() -> None:
+def test_the_largest_values_survive_the_wire() -> None:
     stages = (replace(FIRST, rates=(2**63 - 1, 0)), replace(LAST, last_layer=2**63 - 1))
     plan = replace(PLAN, height=HEIGHT_MAX - 1, microbatches=MICROBATCHES_MAX, stages=stages)
     assert decode_plan(encode_plan(plan)) == plan
@@ -124,7 +124,7 @@ def crowded(members: int, run: bytes = bytes(32)) -> Plan:
 
 
 @given(st.integers(1, 200), st.binary(min_size=32, max_size=32))
-def test_a_committee_is_from_the_roster_and_the_same_for_all(members: int, run: bytes) -> None:
+def test_a_committee_is_part_of_the_roster_and_the_same_for_all(members: int, run: bytes) -> None:
     plan = crowded(members, run)
     seats = committee(plan)
     assert len(seats) == len(set(seats)) == min(members, COMMITTEE_MAX)
@@ -132,7 +132,7 @@ def test_a_committee_is_from_the_roster_and_the_same_for_all(members: int, run: 
     assert committee(decode_plan(encode_plan(plan))) == seats
 
 
-def test_nearly_every_plan_has_another_committee() -> None:
+def test_nearly_every_plan_has_a_different_committee() -> None:
     seats = {committee(replace(crowded(200), height=height)) for height in range(1, 51)}
     assert len(seats) > 40
 

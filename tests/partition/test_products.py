@@ -1,4 +1,5 @@
-"""Products of served rows have the same bits beside any other rows, computed by blocks if necessary."""
+"""Matrix products of served rows have the same bits among any other rows; they are computed in blocks if
+necessary."""
 
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ LINEAR = torch.ops.aten.linear.default
 
 
 def fickle(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A product whose kernel depends on the number of rows, as those of some shapes do."""
+    """A product whose kernel depends on the number of rows, as for some shapes in torch."""
     if len(rows) <= 2 * LEAST:
         found: torch.Tensor = LINEAR(rows.float(), weight.float(), None if bias is None else bias.float())
         return found.to(weight.dtype)
@@ -61,7 +62,7 @@ def test_packed_weights_give_the_same_product_independent_of_the_batch(dtype: to
     assert first is not None
     assert second is not None
     products.try_all(weights)
-    # A weight of several products is packed once.
+    # A weight that several products use is packed once.
     assert first.packed is not None
     assert first.packed is second.packed
     rows = torch.randn(1, 40, 48).to(dtype)

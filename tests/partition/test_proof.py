@@ -91,7 +91,7 @@ def graph() -> Graph:
 
 
 def shown(tampered: Graph, **options: Any) -> Proof:
-    """The proof of another graph against the small model."""
+    """Run the proof of a different graph against the small model."""
     made = task(**options)
     return prove(
         made.model, Shipped(tampered), made.example_inputs, made.labels, loss=made.loss, metrics=made.metrics
@@ -99,7 +99,7 @@ def shown(tampered: Graph, **options: Any) -> Proof:
 
 
 def edited(change: Callable[[GraphNode, str], GraphNode | None]) -> Graph:
-    """The small model's graph with exactly one node changed: the first that `change` accepts."""
+    """Return the small model's graph with exactly one node changed: the first node that `change` accepts."""
     whole = graph()
     entry = whole.entries[0]
     nodes, done = [], False
@@ -170,8 +170,8 @@ def test_a_changed_argument_is_detected(
         shown(edited(change))
 
 
-def test_every_value_that_a_node_takes_matters() -> None:
-    # Each input of a node is replaced in turn by the output of the node before: no such graph equals the
+def test_every_value_that_a_node_uses_matters() -> None:
+    # Each input of a node is replaced in turn by the output of the previous node. No such graph equals the
     # model.
     entry = graph().entries[0]
     tried = 0
@@ -197,7 +197,7 @@ def test_every_value_that_a_node_takes_matters() -> None:
     assert tried >= 5
 
 
-def test_swapped_parameters_are_detected_and_named() -> None:
+def test_swapped_parameters_are_detected_and_reported() -> None:
     whole = graph()
     rows = list(whole.parameters)
     one, other = (
@@ -257,7 +257,7 @@ def test_a_lost_metric_and_a_lost_parameter_are_detected() -> None:
 
 
 class WrongBackward(torch.autograd.Function):
-    """Its backward doubles the gradient: torch exports the forward and forgets this."""
+    """Its backward doubles the gradient. torch exports the forward pass and forgets the backward."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -361,7 +361,7 @@ def test_a_recurrent_model_without_memory_is_proved() -> None:
     assert prove(model, captured, inputs, labels, loss=cross_entropy).gradients == 7
 
 
-def test_ties_are_one_leaf_with_one_gradient() -> None:
+def test_tied_weights_are_one_tensor_with_one_gradient() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -7,7 +7,7 @@ from tests.partition.test_run_member import PLAN, SETTINGS, SPARE, TWO, Node, sh
 
 
 def asks_next(node: Node, seconds: float) -> float | None:
-    """Wake it at its deadlines, as its drivers do, for this long; return when it requests a slot."""
+    """Wake a member at its deadlines, as its drivers do, for this long. Return when it requests a slot."""
     end = node.now + seconds
     while node.core.deadline <= end:
         node.at(max(node.now, node.core.deadline))

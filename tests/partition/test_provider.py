@@ -60,12 +60,12 @@ def test_a_stage_is_opened_only_for_the_promised_plan() -> None:
     assert one.on_open(0, ASKER, mine, STRANGE) == Declined(NO_LEASE)
     assert one.on_start(0, ASKER, mine, STRANGE) == Declined(NO_LEASE)
     promised(one, mine)
-    assert held(one, another) == Declined(BUSY), "there is one slot"
+    assert held(one, another) == Declined(BUSY), "a second run got the only slot"
     assert one.on_open(0, ASKER, mine, STRANGE) is None
     assert one.on_start(0, ASKER, mine, STRANGE) is None
     assert one.on_open(0, ASKER, another, STRANGE) == Declined(NO_LEASE)
     assert one.on_start(SETTINGS.silence_seconds_max, ASKER, mine, STRANGE) == Declined(NO_LEASE), (
-        "the planner waited too long"
+        "a stage was opened although the planner waited too long"
     )
 
 
@@ -110,7 +110,9 @@ def test_a_repeated_request_withdraws_the_earlier_plan() -> None:
     one, mine = provider(), plan()
     promised(one, mine)
     assert one.supersede(ASKER, plan(run=8), STRANGE) == []
-    assert one.supersede(ASKER, mine, KnownRun(ASKER, True, None)) == [], "the run is over"
+    assert one.supersede(ASKER, mine, KnownRun(ASKER, True, None)) == [], (
+        "a plan was withdrawn although its run is over"
+    )
     assert one.supersede(ASKER, mine, STRANGE) == [plan_hash(mine)]
     assert one.on_open(0, ASKER, mine, STRANGE) == Declined(NO_LEASE)
 
@@ -123,17 +125,19 @@ def test_a_slot_given_away_meanwhile_is_not_promised_twice() -> None:
     assert one.promise(0, hold) == Declined(BUSY)
 
 
-def test_a_member_that_is_behind_or_has_ended_promises_nothing() -> None:
+def test_a_member_that_is_behind_or_whose_run_ended_promises_nothing() -> None:
     one, mine = provider(), plan()
     over, behind = KnownRun(ASKER, True, None), KnownRun(ASKER, False, InRun(mine, behind=True))
     for known, reason in ((over, OVER), (behind, BEHIND)):
         assert held(one, mine, known=known) == Declined(reason)
         assert one.on_open(0, ASKER, mine, known) == Declined(reason)
     assert one.on_start(0, ASKER, mine, over) == Declined(OVER)
-    assert one.on_start(0, ASKER, mine, behind) == Done(), "a member learns the rest from the chain"
+    assert one.on_start(0, ASKER, mine, behind) == Done(), (
+        "a member that is behind was refused although it learns the rest from the chain"
+    )
 
 
-def test_another_run_whose_turn_it_is_comes_first() -> None:
+def test_a_run_whose_turn_it_is_comes_before_others() -> None:
     waits = Declined("busy: 2 wait before it", 60)
     assert provider().on_hold(0, ASKER, plan(), 0, STRANGE, lambda: waits) == waits
 

@@ -11,10 +11,10 @@ from partition.run.quota_watch import QuotaWatch
 MIB = 1 << 20
 LAYERS = tuple(LayerCost(MIB, 10**8, MIB, 10_000) for _ in range(26))
 QUOTAS = (150, 300, 600)
-"""Thousandths of a processor."""
+"""Quotas, in thousandths of a processor."""
 SHARES = {f"peer-{number}": quota for number, quota in enumerate(QUOTAS)}
 LAYER_NANOSECONDS = 1_800_000
-"""On a whole processor."""
+"""Times on a whole processor."""
 SPLIT = Split(((0, 7), (7, 10), (10, 26)), ((1,), (0,), (2,)), 0, 0)
 
 
@@ -28,7 +28,7 @@ def three(quotas: tuple[int, ...] = QUOTAS) -> Problem:
 
 
 def taken(split: Split, *slowest: int, quotas: tuple[int, ...]) -> dict[str, int]:
-    """Return the observed times: the `slowest` replicas at their quota, the others at full speed."""
+    """Return the observed times: the `slowest` replicas run at their quota, the others at full speed."""
     found = {}
     for (first, last), (place,) in zip(split.ranges, split.groups, strict=True):
         permille = quotas[place] if place in slowest else 1000
@@ -42,7 +42,7 @@ def moved(watch: QuotaWatch, split: Split, paces: dict[str, int], problem: Probl
 
 
 def step(split: Split, quotas: tuple[int, ...]) -> float:
-    """The slowest stage's time for a micro-batch."""
+    """Return the slowest stage's time for a micro-batch."""
     every = taken(split, *range(3), quotas=quotas)
     return max(every.values()) / 1e6
 
@@ -54,7 +54,7 @@ def test_the_next_plan_is_nearly_optimal_under_quotas() -> None:
     best = move_borders(three(throttled), SPLIT, steps_left=1000).split
     assert step(best, throttled) >= 0.9 * step(new, throttled)
     assert step(new, throttled) < 0.6 * step(SPLIT, throttled)
-    # By the raw times the others seem so fast that the throttled one is left with next to nothing.
+    # By the raw times, the others seem so fast that the throttled replica is left with almost nothing.
     naive = move_borders(measured(three(), SPLIT, paces), SPLIT, steps_left=1000).split
     assert step(best, throttled) < 0.8 * step(naive, throttled)
 

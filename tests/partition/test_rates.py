@@ -1,4 +1,5 @@
-"""Prices of operators: how they are fitted, the time of a layer by them, and bounds on strangers' prices."""
+"""Prices of operators: how they are fitted, the time of a layer that follows from them, and limits on other
+peers' prices."""
 
 from dataclasses import replace
 
@@ -88,7 +89,7 @@ def test_every_layer_of_a_graph_has_work_in_both_passes() -> None:
         assert backward > 0
 
 
-def test_the_own_work_of_nodes_slows_a_step_by_as_much() -> None:
+def test_a_nodes_own_work_slows_its_steps_by_as_much() -> None:
     layers = tuple(LayerCost(1 << 20, 10**8, 1 << 20, 1 << 20) for _ in range(6))
     (peer,) = uniform_peers(layers, [("a", 10**10, 8 << 30)])
     plain = Problem(layers, (peer,), microbatches=8)
@@ -102,7 +103,7 @@ def test_the_own_work_of_nodes_slows_a_step_by_as_much() -> None:
     assert more == 5_000_000
 
 
-def test_a_quota_slows_applying_a_step_like_all_else() -> None:
+def test_a_quota_slows_applying_a_step_like_all_other_work() -> None:
     device = msgspec.structs.replace(REFERENCE, share_permille=150)
     assert device.step_nanoseconds == tuple(1000 * value // 150 for value in REFERENCE.step_nanoseconds)
     layers = tuple(LayerCost(3 << 20, 10**8, 1 << 20, 1 << 20, parameters=4) for _ in range(6))
@@ -115,7 +116,7 @@ def test_a_quota_slows_applying_a_step_like_all_else() -> None:
     assert more == 6 * (4 * call + 3 * mebibyte)
 
 
-def test_the_own_work_of_nodes_moves_layers_to_the_faster_peer() -> None:
+def test_a_nodes_own_work_moves_layers_to_the_faster_peer() -> None:
     layers = tuple(LayerCost(1 << 20, 10**8, 1 << 20, 1 << 10) for _ in range(12))
     peers = uniform_peers(layers, [("a", 10**10, 8 << 30), ("b", 4 * 10**10, 8 << 30)])
     rules = Constraints(stages=2, replicas=1)
@@ -149,6 +150,8 @@ def test_a_calibration_without_own_work_and_power_is_still_read() -> None:
     assert decode_calibration(msgspec.msgpack.encode(fields[:-4])).node == OperatorPace(0, 0, 0)
     own = {"node": OperatorPace(10**9, 0, 10**9), "node_step": 10**9, "frame": OperatorPace(10**8, 0, 10**9)}
     half = msgspec.structs.replace(given, share_permille=500, **own)
-    assert half.node_nanoseconds == (2_800_000, 4_000_000), "four frames are on their way in or out"
+    assert half.node_nanoseconds == (2_800_000, 4_000_000), (
+        "the node's own work does not count four frames per micro-batch"
+    )
     assert half.node_step_nanoseconds == 2 * 10**6
     assert half.scaled(500).node_step_nanoseconds == 4 * 10**6

@@ -1,4 +1,4 @@
-"""From a split to the next: which layers move, the benefit, and when nothing moves."""
+"""From one split of layers to the next: which layers move, the benefit, and when nothing moves."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ LAYERS = tuple(LayerCost(4 * MIB, 10**8, MIB, 10_000) for _ in range(24))
 
 
 def three(rates: tuple[int, int, int], **rest: object) -> Problem:
-    """Three peers whose layers take this many microseconds, on fast links."""
+    """Return three peers whose layers take this many microseconds, on fast links."""
     peers = tuple(
         PeerCost(f"peer-{number}", 8 << 30, (rate * 1000,) * 24, (2 * rate * 1000,) * 24)
         for number, rate in enumerate(rates)
@@ -42,7 +42,7 @@ def test_a_throttled_peer_gives_layers_only_to_its_neighbours() -> None:
         assert abs(names.index(move.peer) - names.index(source)) == 1
 
 
-def test_a_change_within_the_hysteresis_moves_nothing() -> None:
+def test_a_gain_within_the_hysteresis_moves_nothing() -> None:
     old = solve(three((4000, 2000, 1000)))
     decision = rebalance(three((4000, 2000, 1030)), old)
     assert not decision.is_change
@@ -118,7 +118,7 @@ def test_the_lack_of_any_fitting_split_is_reported() -> None:
 
 
 def test_measured_times_replace_claims() -> None:
-    """A peer that claims ten times its rate ends with the share it deserves."""
+    """A peer that claims ten times its rate ends with the share that its real rate deserves."""
     honest = three((1000, 1000, 1000))
     liar = replace(honest, peers=(*honest.peers[:2], *three((1000, 1000, 100)).peers[2:]))
     split = solve(liar)

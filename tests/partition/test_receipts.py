@@ -1,4 +1,4 @@
-"""The worth of signed receipts of contribution, also when their signers collude."""
+"""The worth of signed receipts for contributions, even if their signers collude."""
 
 from dataclasses import replace
 from typing import Any
@@ -68,16 +68,16 @@ def test_the_two_signatures_of_a_receipt_are_over_one_body() -> None:
         check_measured(SIGNERS[0], one.accepted)
 
 
-def test_receipts_by_a_contributor_vouch_for_a_stranger() -> None:
+def test_receipts_from_a_contributor_vouch_for_an_unknown_peer() -> None:
     known = Credits(ME)
     known.gave(0.0, A, 300.0)
     known.learn(0.0, B, [row(A, B, 200.0)])
     found = known.contribution(0.0, B, SHARE)
     assert (found.given, found.vouched, found.weight) == (0.0, 200.0, 3.0)
-    assert known.contribution(0.0, A, SHARE).weight == 4.0, "vouching costs the committer nothing"
+    assert known.contribution(0.0, A, SHARE).weight == 4.0, "vouching cost the committer some of its weight"
 
 
-def test_receipts_between_strangers_count_nothing() -> None:
+def test_receipts_between_unknown_peers_count_nothing() -> None:
     known = Credits(ME)
     known.learn(0.0, B, [row(A, B, 1e30)])
     known.learn(0.0, A, [row(B, A, 1e30)])
@@ -89,7 +89,7 @@ def test_own_work_backs_receipts_only_up_to_twice_a_strangers_share() -> None:
     known.worked_for(0.0, A, 1e6)
     known.learn(0.0, B, [row(A, B, 1e6)])
     assert known.contribution(0.0, B, SHARE).weight == UNPROVEN_WEIGHT_MAX
-    assert known.contribution(0.0, A, SHARE).weight == 1.0, "being served is no contribution"
+    assert known.contribution(0.0, A, SHARE).weight == 1.0, "a peer got weight for being served"
 
 
 def test_work_for_anothers_run_earns_no_vouched_credit() -> None:
@@ -100,14 +100,16 @@ def test_work_for_anothers_run_earns_no_vouched_credit() -> None:
     known.learn(0.0, B, [row(A, B, 1e6, requester=C)])
     assert known.contribution(0.0, B, SHARE).weight == 1.0
     known.learn(0.0, B, [row(A, B, 50.0, requester=ME)])
-    assert known.contribution(0.0, B, SHARE).vouched == 50.0, "the requester of the run may count it"
+    assert known.contribution(0.0, B, SHARE).vouched == 50.0, (
+        "the requester of the run cannot count the receipt"
+    )
 
 
 def test_a_repeated_receipt_counts_once() -> None:
     known = Credits(ME)
     known.gave(0.0, A, 1e6)
     known.learn(0.0, B, [row(A, B, 100.0), row(A, B, 200.0), *[row(A, B, 150.0)] * 9])
-    assert known.contribution(0.0, B, SHARE).vouched == 200.0, "one receipt covers its whole run"
+    assert known.contribution(0.0, B, SHARE).vouched == 200.0, "two receipts for one run were added up"
     known.learn(0.0, B, [row(A, B, 200.0), row(A, B, 30.0, run=1)])
     assert known.contribution(0.0, B, SHARE).vouched == 230.0
 
@@ -119,7 +121,7 @@ def test_bytes_count_by_their_price_and_averaging_earns_no_vouching() -> None:
     known.gave(0.0, A, 1e6)
     bytes_ = [replace(row(A, C, 0), kind=kind, size_bytes=50) for kind in ("data", "checkpoint", "averaging")]
     known.learn(0.0, C, bytes_, flops_per_byte=2.0)
-    assert known.contribution(0.0, C, SHARE).vouched == 200.0, "receipts for averaging earn no trust"
+    assert known.contribution(0.0, C, SHARE).vouched == 200.0, "a receipt for averaging earned trust"
 
 
 @pytest.mark.parametrize("work", [(0, 1, 0, "compute"), (5, 1, 0, "data", 5), (0, 0, 0, "data"), (0, 0, 0)])

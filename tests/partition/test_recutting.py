@@ -1,4 +1,4 @@
-"""When a committer checks the replicas' times, and the conditions for moving borders."""
+"""When a committer checks the replicas' times, and under which conditions it moves borders."""
 
 from partition.plan.change import Change
 from partition.run.rate_watch import DOUBLINGS_MAX, LOOK_STEPS, RateWatch
@@ -29,7 +29,7 @@ def test_each_plan_that_moved_borders_doubles_the_steps_until_the_next_check() -
     assert steps_to_a_look(watch) == LOOK_STEPS << DOUBLINGS_MAX
 
 
-def test_the_step_time_ignores_the_first_which_loads_libraries() -> None:
+def test_the_step_time_ignores_the_first_step_which_loads_libraries() -> None:
     watch = RateWatch()
     for seconds in (60.0, 1.0, 1.0):
         watch.stepped(seconds)

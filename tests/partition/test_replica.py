@@ -1,4 +1,4 @@
-"""One replica, one message at a time; whole histories are in `test_steps_walk`."""
+"""One replica, one message at a time. For whole histories see `test_steps_walk`."""
 
 from typing import Any
 
@@ -90,7 +90,7 @@ def test_an_unusable_frame_is_reported_and_replaced_by_a_spare() -> None:
     reason = "a digest that does not fit"
     told = BadFrame(plan=plan_hash(plan), frame=bad.fact, reason=reason)
     assert replica.refused(work, "input", reason) == [(TRAINER, told)]
-    replica.receive(0.0, SECOND, bad)  # it was refused, so it is a second report
+    replica.receive(0.0, SECOND, bad)  # it was refused, so this is a second report
     again = replica.next(0.0)
     assert isinstance(again, ForwardReady)
     assert replica._order.microbatches[0].frames["input"] == good
@@ -156,7 +156,7 @@ def reduced_replica() -> Replica:
 
 
 def sent_frames(sends: Sends) -> list[PeerId]:
-    """The receivers of frames."""
+    """Return the receivers of frames."""
     return [receiver for receiver, message in sends if isinstance(message, Outgoing)]
 
 
@@ -168,7 +168,7 @@ def applied_replica() -> Replica:
 
 
 def synced_of(sends: Sends) -> Synced:
-    """The answer to a Sync."""
+    """Return the answer to a Sync."""
     (answer,) = [message for _, message in sends if isinstance(message, Synced)]
     return answer
 
@@ -198,7 +198,7 @@ def test_outputs_are_sent_on_and_reported() -> None:
 def test_frames_that_arrive_before_their_open_wait_for_it() -> None:
     replica = opened_replica((0, 1))
     replica.receive(0.0, FIRST, frame(FIRST, 1, attempt=START + 1))
-    assert replica.next(0.0) is None  # 1 belongs to the other one
+    assert replica.next(0.0) is None  # micro-batch 1 belongs to the other replica
     replica.receive(0.0, TRAINER, opening((0, 0), attempt=1))
     work = replica.next(0.0)
     assert isinstance(work, ForwardReady)
@@ -272,7 +272,7 @@ def test_a_commit_waits_until_no_other_work_is_held() -> None:
 # Moves
 
 
-def test_moved_work_is_forgotten_and_counts_anew_on_return() -> None:
+def test_moved_work_is_forgotten_and_counts_again_on_its_return() -> None:
     replica = opened_replica((0, 1))
     replica.receive(0.0, FIRST, frame(FIRST, 0))
     forward(replica, replica.next(0.0))
@@ -303,7 +303,7 @@ def test_doubly_counted_work_is_subtracted_before_the_reduction() -> None:
     bring(replica, 0, 1)
     compute(replica)
     replica.receive(0.0, TRAINER, opening((0, 1), attempt=1))
-    assert replica.next(0.0) is None  # not before it is sure that the other counts it
+    assert replica.next(0.0) is None  # not before it is sure that the other replica counts it
     replica.receive(0.0, TRAINER, commit((0,), (1,), attempt=1))
     remove = replica.next(0.0)
     assert isinstance(remove, SubtractReady)

@@ -1,4 +1,5 @@
-"""The weight of a member's numbers in rounds of local mode: what it has learnt since its last mean."""
+"""The weight of a member's values in rounds of local mode: the samples that it has learned since its last
+mean."""
 
 from partition.run.local.round_schedule import RoundSchedule
 from partition.run.local_settings import LocalSettings

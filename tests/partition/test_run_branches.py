@@ -1,4 +1,4 @@
-"""Which member leaves a branch of the run, and the claims of a branch."""
+"""Which member leaves a branch of the run, and which claims about a branch are believed."""
 
 from random import Random
 
@@ -110,8 +110,8 @@ def test_the_farewell_counts_the_steps_since_the_fork() -> None:
 
 
 def measured(*, step: int = 100) -> tuple[Branches, Plan]:
-    """A committer that saw the run make ten steps a second for ten seconds, then lost the third member, and
-    continued alone for ten seconds.
+    """Return a committer that saw the run make ten steps a second for ten seconds. Then it lost the third
+    member, and continued alone for ten seconds.
     """
     chain, progress = PaxosChain(COMMITTER, PLAN, Random(1), may_fork=True), RunProgress(SAMPLES)
     branches = Branches(COMMITTER, chain, progress, SETTINGS, may_fork=True)
@@ -125,8 +125,8 @@ def measured(*, step: int = 100) -> tuple[Branches, Plan]:
 
 
 def claimed(step: int, *, samples: int | None = None, at: float = 20.0, step_here: int = 101) -> Verdict:
-    """The verdict on a branch of the third member alone, with half of the rates, that claims this
-    many steps.
+    """Return the verdict on a branch that the third member alone made, with half of the rates, and that
+    claims this many steps.
     """
     branches, plan = measured(step=step_here)
     claim = ChainHead(
@@ -172,14 +172,16 @@ def test_a_branch_reports_since_when_it_is_alone() -> None:
     branches, own = measured(step=140)
     assert branches.said.startswith(f"alone since step 100, without {short_peer(THIRD)}. ")
     branches.outlives(30.0, ForkBehind(THIRD, head(120), Branch(PLAN, (THIRD,))))
-    assert branches.look(40.0, own, PEERS) == "", "the branch may still progress"
+    assert branches.look(40.0, own, PEERS) == "", (
+        "the branch was reported as ended although it may still progress"
+    )
     gave_way = branches.look(30.0 + SETTINGS.left_seconds, own, PEERS)
     assert gave_way.startswith(f"the branch of {short_peer(THIRD)} gave way: about 20 of its steps ")
     branches.outlives(200.0, ForkBehind(THIRD, head(120), Branch(PLAN, (THIRD,))))
     together = successor(own, Change(admitted=(THIRD,)))
     branches.decided(210.0, together)
     assert "gave way" in branches.look(210.0, together, PEERS)
-    assert branches.said == "", "no member is missing any more"
+    assert branches.said == "", "the report of the branch remains although no member is missing any more"
     assert branches.look(211.0, together, PEERS) == ""
 
 

@@ -1,4 +1,5 @@
-"""The end of a run at its committer: the result is collected from replicas, kept, and told, or it fails."""
+"""The end of a run at its committer: the result is collected from replicas, kept, and announced, or the run
+fails."""
 
 from dataclasses import dataclass, field
 
@@ -72,7 +73,7 @@ class Committer:
             self.reply(Done())
 
     def said(self) -> tuple[str, str]:
-        """Return the outcome and its detail as others are told."""
+        """Return the outcome and its detail as they are announced to others."""
         request = self.asked()[0].request
         assert isinstance(request, EndRun)
         return request.outcome, request.detail
@@ -81,7 +82,7 @@ class Committer:
         return sum(isinstance(event, ResultWanted) for event in self.events)
 
 
-def test_each_stage_is_collected_in_turn_then_kept_and_told() -> None:
+def test_each_stage_is_collected_in_turn_then_kept_and_announced() -> None:
     node = Committer().over()
     assert node.wanted() == (ONE, 0)
     node.reply(Done())
@@ -99,7 +100,7 @@ def test_each_stage_is_collected_in_turn_then_kept_and_told() -> None:
     assert node.events[-1] == RunOver("done", "its validations stopped improving", WEIGHTS)
 
 
-def test_a_committer_hands_its_own_stage_over_first_and_asks_no_dead() -> None:
+def test_a_committer_first_hands_over_its_own_stage_and_asks_no_dead_peer() -> None:
     node = Committer(me=TWO, live=[REQUESTER, ONE, FOUR]).over()
     assert node.wanted() == (TWO, 0)
     node.reply(Declined("its process has ended"))
@@ -152,7 +153,7 @@ def test_a_result_that_cannot_be_kept_ends_the_run_at_once() -> None:
     assert node.said() == ("failed", "no space")
 
 
-def test_another_plan_in_force_drops_the_result_of_the_last() -> None:
+def test_a_new_plan_in_force_discards_the_result_of_the_previous_one() -> None:
     node = Committer().over()
     node.hand_over_all()
     node.plan = successor(PLAN, Change(lost=(TWO,)))
@@ -161,10 +162,10 @@ def test_another_plan_in_force_drops_the_result_of_the_last() -> None:
     assert (node.asked(), node.end.is_told) == ([], False)
     node.over()
     node.end.result_kept(node.now, PLAN, WEIGHTS, "")
-    assert not node.end.is_told, "it is the result of a plan before"
+    assert not node.end.is_told, "the result of an earlier plan was announced"
 
 
-def test_a_failed_training_is_told_with_what_can_be_recovered() -> None:
+def test_a_failed_training_is_announced_with_what_can_be_recovered() -> None:
     assert Committer().over("the loss is NaN").said() == ("failed", "the loss is NaN")
     outcome, detail = Committer(newest=(bytes(32), 8)).over("the loss is NaN").said()
     assert outcome == "failed"

@@ -1,4 +1,5 @@
-"""One member's core: its messages, requests and actions on plans, departures and answers."""
+"""One member's core: its messages, requests and actions when plans change, members depart and answers
+arrive."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -65,7 +66,7 @@ PLAN = Plan(
 
 @dataclass
 class Node:
-    """A member with the roles that a test gives it; the `free` peers have a slot."""
+    """A member with the roles that a test gives it. The `free` peers have a slot."""
 
     me: PeerId = REQUESTER
     plan: Plan = PLAN
@@ -120,7 +121,7 @@ class Node:
         self.core.members_changed(self.now)
 
     def at(self, now: float) -> "Node":
-        """Discard everything that is due until then."""
+        """Discard everything that is due before this time."""
         self.now = now
         self.core.wake(now)
         return self
@@ -173,7 +174,8 @@ def test_a_dead_member_is_proposed_as_lost() -> None:
 
 
 def short_of_a_replica() -> tuple[Node, Plan]:
-    """The first of the committee, which asks others after TWO was lost and while SPARE has room."""
+    """Return the first member of the committee, which asks others after TWO was lost and while SPARE has
+    room."""
     plan = successor(PLAN, Change(lost=(TWO,)))
     node = Node(committee(plan)[0], free=[(SPARE, 9), (OTHER, 5)]).begin()
     node.die(TWO)
@@ -257,7 +259,7 @@ def test_a_refusing_provider_is_asked_again_after_growing_pauses() -> None:
 TWO_MEMBERS = replace(PLAN, roster=(REQUESTER, ONE), stages=(StagePlan(0, 1, (ONE,), (1,)),))
 
 
-def test_a_run_of_two_members_takes_a_witness_that_agrees_first() -> None:
+def test_in_a_run_of_two_members_a_witness_must_agree_first() -> None:
     node = Node(committee(TWO_MEMBERS)[0], plan=TWO_MEMBERS, free=[(ONE, 1), (SPARE, 9), (OTHER, 5)])
     node.core.begin(0.0, node.chain, TWO_MEMBERS)
     node.at(0.0)
@@ -275,7 +277,7 @@ def test_a_run_of_two_members_takes_a_witness_that_agrees_first() -> None:
     node.reply(opening, Done())
     assert node.proposed() == Change(admitted=(OTHER,))
     assert node.decided(Change(admitted=(OTHER,))).witnesses == (OTHER,)
-    assert node.proposed() is None, "three votes are enough"
+    assert node.proposed() is None, "a further witness was proposed although three votes are enough"
 
 
 def test_a_witness_that_dies_is_replaced() -> None:
@@ -329,7 +331,7 @@ def test_a_leaving_member_is_waited_for_between_two_steps() -> None:
     node = Node().begin()
     node.core.receive(0.0, TWO, Leaving(plan_hash(PLAN)))
     assert node.of(PauseWanted)
-    assert node.proposed() is None, "the leaving member still works"
+    assert node.proposed() is None, "the leaving member was excluded while it still works"
     node.core.between.paused(0.0, 7)
     assert node.proposed() == Change(lost=(TWO,))
 
@@ -352,8 +354,8 @@ def test_a_restarted_member_reports_that_its_stage_is_lost() -> None:
     assert not node.of(RolesGiven)
 
 
-def test_an_absent_member_informs_those_that_may_have_forgotten_it() -> None:
-    """Otherwise each of two could take the other for the proposer."""
+def test_an_absent_member_informs_peers_that_may_have_forgotten_it() -> None:
+    """If it did not, each of two members could take the other for the proposer."""
     node = Node(ONE).begin()
     plan = plan_hash(PLAN)
     node.core.receive(0.0, REQUESTER, Absent(plan, (ONE,), "no answer"))
@@ -363,10 +365,10 @@ def test_an_absent_member_informs_those_that_may_have_forgotten_it() -> None:
     assert node.core.sends == [(REQUESTER, mine)]
     node.core.sends.clear()
     node.core.receive(1.0, REQUESTER, Absent(plan, (REQUESTER,), "it was restarted"))
-    assert node.core.sends == [], "two absent members do not answer each other for ever"
+    assert node.core.sends == [], "two absent members would answer each other for ever"
     node.at(SETTINGS.renew_seconds + 1)
     told = {peer for peer, message in node.core.sends if message == mine}
-    assert told == {peer for peer in PLAN.roster if peer != ONE}, "a lost answer is repeated"
+    assert told == {peer for peer in PLAN.roster if peer != ONE}, "the answer was not repeated to every peer"
 
 
 def test_a_member_off_the_roster_leaves_and_is_silent() -> None:
@@ -399,7 +401,7 @@ def test_a_lost_stage_pauses_the_run_and_finally_ends_it() -> None:
 
 
 def finishing() -> tuple[Node, dict[PeerId, Ask]]:
-    """A committer that announces the end to the others; return it and its requests to them."""
+    """Return a committer that announces the end to the others, and its requests to them."""
     node = Node().begin()
     node.asked()
     node.core.end.finish(0.0, "done", "", "ab" * 32)
@@ -425,7 +427,7 @@ def test_the_end_is_announced_under_a_newer_plan() -> None:
     node, asked = finishing()
     plan = node.decided(Change(lost=(TWO,)))
     assert node.core.plan == plan
-    assert not node.of(RolesGiven)[1:], "no step is trained any more"
+    assert not node.of(RolesGiven)[1:], "a stage got a role after the end of training"
     node.reply(asked[ONE], Declined("no such plan here"))
     node.at(SETTINGS.retry_seconds)
     (again,) = node.asked()
@@ -453,7 +455,9 @@ def test_only_a_voter_ends_a_run_and_only_the_committer_renews_it() -> None:
         answer_end(node.core.plan, SPARE, plan_hash(PLAN))
     assert node.core.on_renew(0.0, REQUESTER, plan_hash(PLAN)) == Done()
     assert isinstance(node.core.on_renew(0.0, TWO, plan_hash(PLAN)), Declined)
-    assert node.core.on_renew(0.0, TWO, bytes(32)) == Done(), "under another plan the chain reports it"
+    assert node.core.on_renew(0.0, TWO, bytes(32)) == Done(), (
+        "a renewal under another plan was not left to the chain"
+    )
 
 
 def test_every_outcome_ends_an_active_run() -> None:
@@ -463,7 +467,7 @@ def test_every_outcome_ends_an_active_run() -> None:
         node.core.ended(outcome)
         assert node.core.state == state
         node.core.ended("failed")
-        assert node.core.state == state, "the first report counts"
+        assert node.core.state == state, "a later report changed the state"
 
 
 NAME = plan_hash(PLAN)
@@ -511,7 +515,9 @@ def test_random_calls_keep_a_member_to_its_table(me: PeerId, seed: int) -> None:
         open_asks += node.asked()
         for _ in range(4):
             node.core.wake(node.now)
-        assert node.core.deadline > node.now, "the driver would call it for ever"
+        assert node.core.deadline > node.now, (
+            "the deadline is never later than now, so the driver would call the core for ever"
+        )
         assert node.core.state in get_args(State)
         for event in node.of(StateChanged):
             assert event.state in NEXT
@@ -519,7 +525,7 @@ def test_random_calls_keep_a_member_to_its_table(me: PeerId, seed: int) -> None:
 
 
 def decide(node: Node, rng: Random) -> None:
-    """Decide this member's proposal, or another change."""
+    """Decide this member's proposal, or a different change."""
     found = [change for change in node.proposals if change is not None]
     plan = node.core.plan
     if plan is None or node.core.is_over:
@@ -557,7 +563,7 @@ def test_the_newest_checkpoint_is_repeated_to_all() -> None:
 
 
 def brought(node: Node) -> list[PeerId]:
-    """The members to which it brings a plan."""
+    """Return the members to which this member sends a plan."""
     return [ask.peer for ask in node.asked() if isinstance(ask.request, StartRun)]
 
 
@@ -568,10 +574,10 @@ def test_members_spread_the_first_plan_if_its_requester_dies() -> None:
     assert sorted(brought(node)) == [TWO, THREE, FOUR]
     node.core.members_changed(2.0)
     node.at(2.0)
-    assert brought(node) == [], "only once"
+    assert brought(node) == [], "the first plan was spread twice"
 
 
-def test_the_first_plan_is_not_spread_otherwise() -> None:
+def test_other_members_do_not_spread_the_first_plan() -> None:
     node = Node(ONE).begin()
     node.die(TWO)
     node.at(1.0)
@@ -586,7 +592,7 @@ def test_a_new_committer_starts_newcomers_of_the_last_plan() -> None:
     node = Node(ONE).begin()
     node.decided(Change(lost=(TWO,)))
     node.decided(Change(joined=(Joining(SPARE, 0, 9),)))
-    assert brought(node) == [], "the committer does"
+    assert brought(node) == [], "a member started newcomers although the committer does so"
     plan = node.decided(Change(lost=(REQUESTER,)))
     assert plan.committer == node.me
     assert brought(node) == [SPARE]

@@ -1,4 +1,4 @@
-"""The settings of a run's members bound each other."""
+"""The settings of a run's members must not contradict each other."""
 
 from dataclasses import fields
 

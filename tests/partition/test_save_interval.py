@@ -1,4 +1,4 @@
-"""The interval between checkpoints, by their cost."""
+"""The interval between checkpoints, which depends on their cost."""
 
 import pytest
 from hypothesis import given
@@ -26,7 +26,9 @@ def test_checkpoints_take_a_small_share_of_the_time(least: int, step: float, cos
     assert found.steps % least == 0
     assert cost <= SHARE_MAX * found.seconds * (1 + 1e-9)
     if found.steps > least:
-        assert cost > SHARE_MAX * (found.steps - least) * step * (1 - 1e-9), "no rarer than necessary"
+        assert cost > SHARE_MAX * (found.steps - least) * step * (1 - 1e-9), (
+            "checkpoints are made less often than necessary"
+        )
 
 
 def test_a_claim_cannot_disable_checkpoints() -> None:
@@ -42,7 +44,7 @@ def test_the_slowest_stage_of_the_newest_checkpoint_counts() -> None:
     found.checkpoint_took(30, 0.02)
     assert found.steps == 10
     found.checkpoint_took(20, 9.0)
-    assert found.steps == 10, "a late answer for an old checkpoint"
+    assert found.steps == 10, "a late answer for an old checkpoint changed the interval"
 
 
 def test_a_run_without_checkpoints_gets_none() -> None:
@@ -50,7 +52,8 @@ def test_a_run_without_checkpoints_gets_none() -> None:
 
 
 def slowed(found: SaveInterval, step_seconds: float, slow_seconds: float, times: int) -> SaveInterval:
-    """Checkpoints that take no time themselves, each during three steps that take this long."""
+    """Return the interval after checkpoints that take no time themselves, each made during three steps that
+    take this long."""
     for _ in range(times):
         found.began()
         for _ in range(3):
@@ -65,7 +68,7 @@ def test_the_slowdown_of_steps_during_a_copy_counts() -> None:
     found = slowed(interval(10, 0.1, 0.0), 0.1, 0.2, 12)
     assert found.seconds == pytest.approx(0.3 / SHARE_MAX, rel=0.1)
     slowed(found, 0.1, 0.1, 12)
-    assert found.steps == 10, "no cost remains once they are as fast as other steps"
+    assert found.steps == 10, "checkpoints still have a cost although steps with a copy are as fast as others"
 
 
 def test_an_unfinished_checkpoint_gives_no_measurement() -> None:

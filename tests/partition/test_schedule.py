@@ -21,7 +21,7 @@ FED = replace(PLAN, roster=tuple(sorted((*PLAN.roster, *TRAINERS))), trainers=TR
 def test_no_other_deal_ends_a_stage_earlier(rates: list[int], microbatches: int) -> None:
     owners = list(deal(range(microbatches), range(len(rates)), rates).values())
     end = max(Fraction(owners.count(place), rate) for place, rate in enumerate(rates))
-    # The number that could be done strictly earlier.
+    # The number of micro-batches that could be done strictly earlier.
     done_before = sum(ceil(end * rate) - 1 for rate in rates)
     assert done_before < microbatches
 
@@ -46,7 +46,7 @@ def test_unmeasured_replicas_get_work() -> None:
     assert list(deal(range(3), range(2), (0, 0)).values()) == [0, 1, 0]
 
 
-def test_equal_replicas_take_turns_in_the_largest_stage_of_a_plan() -> None:
+def test_equal_replicas_take_turns_even_in_the_largest_stage() -> None:
     owners = deal(range(MICROBATCHES_MAX), range(REPLICAS_MAX), [1] * REPLICAS_MAX)
     assert [owners[number] for number in range(REPLICAS_MAX)] == list(range(REPLICAS_MAX))
     assert len(owners) == MICROBATCHES_MAX
@@ -60,7 +60,7 @@ def test_a_departed_trainers_micro_batches_move_and_no_others(number: int, train
     assert after == before or before == gone
 
 
-def test_every_trainer_feeds_its_share() -> None:
+def test_every_trainer_feeds_its_own_share() -> None:
     feeding = [feeder_of(FED, True, number) for number in range(500)]
     assert min(feeding.count(trainer) for trainer in TRAINERS) > 60
 

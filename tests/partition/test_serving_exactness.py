@@ -1,4 +1,5 @@
-"""A served session has the same bits in any form: whole, in parts, by tokens, and beside any others."""
+"""A served session has the same bits in any form: whole, in parts, token by token, and among any other
+sessions."""
 
 from functools import cache
 from typing import Any
@@ -22,12 +23,12 @@ CONTEXT = 160
 SESSIONS = 3
 TYPES = [torch.float32, torch.float64, torch.bfloat16]
 BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 2e-2}
-"""The allowed distance of served logits from the model's, whose largest is about one."""
+"""The allowed distance of served logits from the model's logits, the largest of which is about one."""
 
 
 @cache
 def world(threads: int, dtype: torch.dtype) -> tuple[Chain, torch.Tensor, torch.Tensor]:
-    """A chain of two stages of a gpt, or in half precision of a llama; texts, and the model's own logits for
+    """A chain of two stages of a gpt, or of a llama in half precision; texts, and the model's own logits for
     them.
     """
     torch.manual_seed(5)
@@ -141,8 +142,9 @@ def test_a_session_resumes_from_any_earlier_position() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_forked_session_has_the_bits_of_a_fresh_one(threads: int, dtype: torch.dtype) -> None:
-    """At the border of a page and within one; the original continues, rolls back, and ends beside it."""
+def test_a_forked_session_has_the_same_bits_as_a_fresh_one(threads: int, dtype: torch.dtype) -> None:
+    """The fork starts at the border of a page and within a page. The original continues, rolls back, and ends
+    alongside."""
     chain, ids, _ = world(threads, dtype)
     wanted = alone(threads, dtype)[0]
     for row in range(SESSIONS):

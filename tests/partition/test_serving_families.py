@@ -1,4 +1,5 @@
-"""Language models of transformers, served by stages, compared with transformers and its own attention."""
+"""Language models of transformers are served in stages and compared with transformers and its own
+attention."""
 
 from typing import Any
 
@@ -35,7 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GptOss": {"head_dim": 8, "sliding_window": 20, "num_local_experts": 4},
 }  # fmt: skip
 USUAL = ("Llama", "GPT2", "Mixtral")
-"""The other families are slow duplicates."""
+"""Families that are always tested. The other families are slow duplicates."""
 EAGER = ("Gemma2", "GptOss")
 """Families with caps or sinks that torch's own attention does not support. Their attention in plain torch
 computes the softmax in float32, so only float32 is compared.
@@ -44,7 +45,7 @@ CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConf
 EXPERTS = ("Mixtral", "Qwen3Moe", "GptOss")
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
 CLOSE = 1e-3
-"""Either of two logits this close in float32 may be chosen."""
+"""If two logits are this close in float32, either may be chosen."""
 LENGTHS = (1, 3, 8, 17, 33, 40, 64, 90)
 PRECISE = [
     (family, dtype)
@@ -55,7 +56,7 @@ PRECISE = [
 
 
 def models(family: str, dtype: torch.dtype, **changes: Any) -> tuple[Any, Any]:
-    """The model to capture, and one with a separate configuration object and torch's attention."""
+    """Return the model to capture, and one with a separate configuration object and torch's attention."""
     config, kind = CLASSES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
     settings = SHARED | FAMILIES[family] | changes
     made = []
@@ -87,7 +88,7 @@ def test_split_serving_gives_the_logits_of_transformers(family: str) -> None:
     ids = torch.randint(3, 99, (3, 90))
     with torch.no_grad():
         wanted = plain(input_ids=ids, use_cache=False).logits
-    # Prompts of several lengths together, then parts, then single tokens.
+    # Prompts of several lengths together, then in parts, then as single tokens.
     lengths = (40, 3, 70)
     units = [Unit(session(row), 0, length, length) for row, length in enumerate(lengths)]
     found = chain.logits(units, [token for row, n in enumerate(lengths) for token in ids[row, :n].tolist()])
@@ -122,7 +123,7 @@ def test_greedy_tokens_are_those_of_transformers_and_batches_change_no_bit(
     ids = torch.randint(3, 99, (len(LENGTHS), 93))
     with torch.no_grad():
         wanted = plain(input_ids=ids, use_cache=False).logits
-    # All at once, and each alone, which must be equal bit for bit; then three more tokens.
+    # All together, and each alone; the results must be equal bit for bit. Then three more tokens.
     units = [Unit(session(row), 0, length, length) for row, length in enumerate(LENGTHS)]
     prompts = [ids[row, :length].tolist() for row, length in enumerate(LENGTHS)]
     together = chain.logits(units, [token for prompt in prompts for token in prompt]).split(LENGTHS)  # type: ignore[no-untyped-call]  # torch's
@@ -177,7 +178,7 @@ def test_half_precision_is_served_as_precisely_as_the_model(family: str, dtype: 
     assert found.dtype == torch.float32
     scale = float(exact.abs().max())
     assert float((found - wanted).abs().max()) <= TOLERANCES[dtype] * scale
-    # Neither is exact: both round, and differ by similar amounts from the float32 result.
+    # Neither is exact: both round, and differ from the float32 result by similar amounts.
     far, usual = (float((each - exact).abs().max()) for each in (found, wanted))
     assert far <= 2 * usual + 1e-3 * scale
     with torch.no_grad():

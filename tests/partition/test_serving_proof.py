@@ -1,4 +1,4 @@
-"""Graphs that mix tokens other than by causal attention are refused before they are served."""
+"""Graphs that mix tokens in any way other than causal attention are refused before they are served."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ WIDTH, WORDS, CONTEXT = 16, 31, 64
 
 
 class Convolution(nn.Module):
-    """A mixer of each token and the two before it."""
+    """Mixes each token with the two before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,14 +28,14 @@ class Convolution(nn.Module):
 
 
 class RunningMean(nn.Module):
-    """A mixer of all tokens up to each."""
+    """Mixes each token with all tokens before it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
 
 
 class FullAttention(nn.Module):
-    """Hand-written attention, also to later tokens."""
+    """Hand-written attention, which also attends to later tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ x.transpose(1, 2)).softmax(-1) @ x

@@ -1,4 +1,5 @@
-"""Models without values: parameters on meta, and their initialisation as recipes with the same draws."""
+"""Models without values: parameters are on meta, and their initialisation is a recipe that makes the same
+draws."""
 
 import copy
 import threading
@@ -19,7 +20,7 @@ from partition.model.graph import RECIPE_STEPS_MAX, FillStep, Parameter, Recipe,
 
 
 def drawn(parameter: nn.Parameter, name: str) -> torch.Tensor:
-    """Return the values that a stage would draw for it."""
+    """Return the values that a stage would draw for a parameter."""
     recipe = recipe_of(parameter)
     assert recipe is not None
     out = torch.empty(parameter.shape, dtype=torch.float64)
@@ -29,12 +30,12 @@ def drawn(parameter: nn.Parameter, name: str) -> torch.Tensor:
 
 
 def deviation_error(count: int) -> float:
-    """Five standard errors of a deviation, relative."""
+    """Relative tolerance: five standard errors of a deviation."""
     return 5 / sqrt(2 * count)
 
 
 def assert_drawn_as_it_initialises(build: Callable[[], nn.Module]) -> None:
-    """Every recipe has the mean, the spread and the range of the module's real initialisation."""
+    """Check that every recipe has the mean, the spread and the range of the module's real initialisation."""
     torch.manual_seed(0)
     real = build()
     with skeleton():
@@ -165,7 +166,7 @@ def test_buffers_keep_their_values() -> None:
     assert frequencies[0] == 1
 
 
-def test_a_model_beyond_any_memory_takes_no_memory() -> None:
+def test_a_model_too_large_for_any_machine_takes_no_memory() -> None:
     with skeleton():
         layer = nn.Linear(1_000_000, 1_000_000)  # 4 TB
         embedding = nn.Embedding(1_000_000, 100_000)
@@ -320,7 +321,7 @@ def many_steps(layer: nn.Linear) -> None:
         many_steps,
     ],
 )
-def test_unknown_initialisation_is_named_and_never_guessed(spoil: Callable[[nn.Linear], None]) -> None:
+def test_unknown_initialisation_is_reported_and_never_guessed(spoil: Callable[[nn.Linear], None]) -> None:
     with skeleton():
         layer = nn.Linear(5, 4)
         spoil(layer)
@@ -392,7 +393,7 @@ def test_nested_skeletons_act_as_one() -> None:
     assert steps(inner.bias) == steps(outer.bias)
 
 
-def test_a_parameter_moved_to_meta_otherwise_has_no_recipe() -> None:
+def test_a_parameter_moved_to_meta_by_hand_has_no_recipe() -> None:
     layer = nn.Linear(2, 2, device="meta")
     assert recipe_of(layer.weight) is None
     assert [name for name, _ in unrecorded(layer)] == ["weight", "bias"]

@@ -1,4 +1,5 @@
-"""Replicas slower than promised: marked with their rate after some steps, and unmarked when they recover."""
+"""Replicas slower than promised are marked with their rate after some steps, and unmarked when they
+recover."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -52,7 +52,7 @@ def test_a_small_split_is_the_best_of_all_allowed_ones(problem: Problem) -> None
     try:
         split = solve(problem)
     except Infeasible:
-        assert not found, "a split fits and none was found"
+        assert not found, "no split was found although one fits"
         return
     assert found, "the solver returned a split that is not allowed"
     check(problem, split)
@@ -77,7 +77,7 @@ def test_a_problem_is_infeasible_exactly_when_no_split_is_allowed(
     try:
         split = solve(problem)
     except Infeasible:
-        assert possible is None, "a split is allowed, and none was found"
+        assert possible is None, "no split was found although one is allowed"
         return
     assert possible is not None, "the solver returned a split that is not allowed"
     check(problem, split)
@@ -87,8 +87,8 @@ def test_a_problem_is_infeasible_exactly_when_no_split_is_allowed(
 
 @given(problems())
 @settings(max_examples=25, deadline=None)
-def test_a_long_step_is_split_at_the_least_bottleneck(problem: Problem) -> None:
-    # The step is so long that filling the pipeline costs nothing; this many frames are kept on the disk.
+def test_a_long_step_is_split_for_the_least_bottleneck(problem: Problem) -> None:
+    # The step is so long that filling the pipeline costs nothing. So many frames are kept on the disk.
     peers = tuple(
         replace(peer, memory_bytes=peer.memory_bytes + KEPT_FRAMES_BYTES_MAX) for peer in problem.peers
     )
@@ -101,7 +101,7 @@ def test_a_long_step_is_split_at_the_least_bottleneck(problem: Problem) -> None:
 
 @given(problems(objective="latency"), st.randoms(use_true_random=False))
 @settings(max_examples=25, deadline=None)
-def test_a_path_for_latency_is_the_shortest_of_all(problem: Problem, shuffle: object) -> None:
+def test_a_plan_for_latency_uses_the_shortest_of_all_paths(problem: Problem, shuffle: object) -> None:
     tables = Tables(problem)
     try:
         split = solve(problem)
@@ -220,7 +220,7 @@ def test_a_fast_peer_gets_more_layers() -> None:
     assert share == {(0,): 2, (1,): 6}
 
 
-def test_a_slow_peer_with_memory_beats_a_fast_one_without() -> None:
+def test_a_slow_peer_with_memory_is_preferred_to_a_fast_one_without() -> None:
     split = solve(problem_of([layer(100)], [(10**12, SMALL), (10**9, BIG)], 1, 1))
     assert split.groups == ((1,),)
 
@@ -246,7 +246,7 @@ def test_one_peer_computes_alone_if_links_are_slower() -> None:
     assert len(solve(problem).groups[0]) == 1
 
 
-def test_there_are_as_many_stages_as_pay_despite_the_bubble() -> None:
+def test_the_number_of_stages_is_the_one_that_pays_despite_the_bubble() -> None:
     layers = [layer(1, 10**9)] * 16
     few, many = (
         solve(problem_of(layers, [(10**9, BIG)] * 8, replicas=1, microbatches=count)) for count in (1, 256)
@@ -256,8 +256,8 @@ def test_there_are_as_many_stages_as_pay_despite_the_bubble() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_of_very_many_layers_is_split_soon() -> None:
-    """A planner solves this for any stranger who asks."""
+def test_a_model_of_very_many_layers_is_split_quickly() -> None:
+    """A planner solves this for any peer that asks."""
     peers = [(rate * 10**9, 8192 * MIB) for rate in (50, 41, 33, 27, 20)]
     layers = [LayerCost(MIB, 10**9 + 7 * number, MIB, 1_000) for number in range(500)]
     began = time.process_time()
@@ -278,7 +278,7 @@ def test_hundreds_of_peers_share_stages_at_equal_rates() -> None:
     assert max(rates) < 1.3 * min(rates)
 
 
-def test_search_alone_is_within_some_percent_of_the_lower_bound() -> None:
+def test_the_search_alone_is_within_some_percent_of_the_lower_bound() -> None:
     layers = tuple(LayerCost((8 + n % 9) * MIB, 10**9 * (1 + n % 3), 4 * MIB, MIB) for n in range(24))
     names = [f"p{number}" for number in range(6)]
     offers = [
@@ -303,7 +303,7 @@ def test_search_alone_is_within_some_percent_of_the_lower_bound() -> None:
         ([], [(1, BIG)], 0, 0, "the model has no layers"),
     ],
 )
-def test_an_infeasible_run_names_what_is_missing(
+def test_an_infeasible_run_states_what_is_missing(
     layers: list[LayerCost], peers: list[tuple[int, int]], stages: int, replicas: int, words: str
 ) -> None:
     with pytest.raises(Infeasible) as refused:
@@ -317,8 +317,9 @@ def test_peers_with_the_same_name_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("pipeline", ["1f1b", "gpipe"])
-def test_cuts_that_tie_by_their_links_share_the_compute(pipeline: str) -> None:
-    """Links as slow as assumed tie all cuts of a small model; the first cut would give one peer one layer."""
+def test_cuts_that_are_equal_by_their_links_share_the_computing(pipeline: str) -> None:
+    """If all links are assumed slow, all cuts of a small model take equally long. The first cut would give
+    one peer only one layer."""
     layers = tuple(LayerCost(0, 0, 0, 100_000, 0) for _ in range(11))
     peers = tuple(PeerCost(name, 8 * 2**30, (100_000,) * 11, (200_000,) * 11) for name in "ab")
     problem = Problem(

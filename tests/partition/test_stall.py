@@ -1,4 +1,4 @@
-"""The start of a run's stall, as one member can know it."""
+"""The start of a run's stall, as far as one member can know it."""
 
 from crypto.identity import PeerId
 from partition.run.stall import StallClock
@@ -29,7 +29,7 @@ def test_a_stall_begins_later_if_the_lost_member_was_heard_later() -> None:
     clock.heard(9.0, TWO)
     clock.heard(12.0, ONE)
     clock.entered(15.0, (ONE, TWO))
-    assert clock.since == 10.0, "the first of two deaths stops the step"
+    assert clock.since == 10.0, "the stall does not begin with the first of two deaths"
 
 
 def test_a_plan_without_losses_stalls_from_its_own_start() -> None:

@@ -1,4 +1,4 @@
-"""Which idle machine follows which stage, and the reasons against it."""
+"""Which idle machine follows which stage as a standby, and the reasons against it."""
 
 from collections.abc import Sequence
 
@@ -52,7 +52,7 @@ def found(
     return next_standby(plan, sizes, idle, lost.count, lambda *_: link, step_seconds=1.0)
 
 
-def test_the_stage_with_the_costliest_loss_is_followed_first() -> None:
+def test_a_standby_first_follows_the_stage_whose_loss_costs_most() -> None:
     assert found() == Following(1, C, 2 * LARGE.gradient_bytes)
     assert found(lost=[A, A], sizes=(SMALL, SMALL)) == Following(0, C, 2 * SMALL.gradient_bytes)
 
@@ -91,7 +91,7 @@ def test_a_standby_gets_no_work_while_its_stage_has_another_replica() -> None:
     after = successor(plan, Change(lost=(B,)))
     assert after.standbys == ()
     assert after.stages[1] == StagePlan(1, 2, (C,), (7,)), (
-        "the standby counts as fast as the replica it replaces"
+        "the standby does not count as fast as the replica that it replaces"
     )
 
 

@@ -1,4 +1,4 @@
-"""States of sessions: which are written in place, and that decoding equals eager execution."""
+"""States of sessions: which states are written in place, and that decoding equals eager execution."""
 
 from typing import Any
 
@@ -24,8 +24,8 @@ PLACES = 128
 
 
 def cache(kind: str = "plain") -> Graph:
-    """`decode` writes a row into a cache and returns the sum over it; `kind` says which node also reads which
-    state.
+    """Return a graph whose `decode` writes a row into a cache and returns the sum over it. `kind` says which
+    node also reads which state.
     """
     build = GraphBuilder()
     build.symbol("batch")
@@ -79,7 +79,9 @@ def decode(held: Held, session: bytes, row: float, place: int) -> RunEntryPoint:
         ("middle", ()),
     ],
 )
-def test_a_state_is_written_in_place_only_if_unread_later(kind: str, in_place: tuple[int, ...]) -> None:
+def test_a_state_is_written_in_place_only_if_it_is_not_read_later(
+    kind: str, in_place: tuple[int, ...]
+) -> None:
     program = compile_entry(whole(cache(kind)), "decode", train=False, device=torch.device("cpu"))
     assert program.in_place == in_place
 
@@ -88,7 +90,8 @@ def test_a_state_is_written_in_place_only_if_unread_later(kind: str, in_place: t
 def test_writing_in_place_does_not_change_the_results(kind: str) -> None:
     graph = cache(kind)
     held = Held(whole(graph), (1,))
-    # The same graph, functionally: `train` compiles no in-place twins, and nothing in it is trained.
+    # The functional version of the same graph: `train` compiles no in-place variants, and nothing in it is
+    # trained.
     program = compile_entry(whole(graph), "decode", train=True, device=torch.device("cpu"))
     states = {row: torch.zeros(PLACES, 4) for row in range(len(graph.states))}
     for step in range(5):
@@ -102,7 +105,8 @@ def test_writing_in_place_does_not_change_the_results(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["chain", "states", "views"])
 def test_states_to_write_in_place_are_found_in_linear_time(kind: str) -> None:
-    """A stranger writes the entry point: a chain of updates, many states, and views of many tensors each."""
+    """A hostile peer writes the entry point: a chain of updates, many states, and views of many tensors
+    each."""
     operators = ("aten.masked_fill.Scalar", "aten.broadcast_tensors.default")
 
     def lines(count: int) -> int:
@@ -127,7 +131,7 @@ def test_states_to_write_in_place_are_found_in_linear_time(kind: str) -> None:
         assert len(twins) == (0 if kind == "views" else count)
         return count_lines
 
-    # Eight times the nodes; comparing every pair would take 64 times as many lines.
+    # The graph has eight times the nodes. A comparison of every pair would take 64 times as many lines.
     assert lines(1_000) < 10 * lines(125)
 
 

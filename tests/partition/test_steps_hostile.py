@@ -1,4 +1,4 @@
-"""The step machines under messages that no correct peer sends."""
+"""The step machines receive messages that no correct peer sends."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -184,7 +184,7 @@ arrivals = st.lists(st.tuples(peers, messages), max_size=30)
 
 
 def perform(replica: Replica) -> None:
-    """Perform the core's requests at once."""
+    """Perform the core's requests immediately."""
     while (work := replica.next(0.0)) is not None:
         match work:
             case ForwardReady():
@@ -426,7 +426,7 @@ def test_a_replica_that_counts_impossible_work_is_refused(sender: PeerId, messag
 
 
 def messages_of(world: World, rng: Random) -> Iterator[StepMessage]:
-    """Yield messages that a peer without a part in the run might send, under the run's own plan hash."""
+    """Yield messages that a peer outside the run might send, under the run's own plan hash."""
     machine = world.machines[world.plan.committer]
     assert machine.committer is not None
     while True:
@@ -442,7 +442,7 @@ def messages_of(world: World, rng: Random) -> Iterator[StepMessage]:
         )
 
 
-def test_a_stranger_changes_nothing() -> None:
+def test_a_peer_outside_the_run_changes_nothing() -> None:
     for seed in range(40):
         world = World(Random(seed), [2, 2], microbatches=2, settings=Settings(steps=2, evaluations=1))
         rng = Random(seed)

@@ -1,4 +1,4 @@
-"""The step machines under every disturbance of the world, and planted bugs that it must find.
+"""The step machines under every disturbance of the world, and planted bugs that the world must find.
 
 `PEERLOOM_WALK_EVENTS=1000000` walks until this many events have happened, and prints their outcome (with
 `pytest -s`).
@@ -31,7 +31,7 @@ from tests.partition.steps_world import World
 WALKS = 300
 EVENTS_WANTED = int(os.environ.get("PEERLOOM_WALK_EVENTS", "0"))
 PLANTED_WALKS = 1_500
-"""Walks allowed to find a planted bug; most are found in some dozens."""
+"""Number of walks in which a planted bug must be found; most are found within some dozens."""
 KINDS = (
     DISTURBANCES,
     DISTURBANCES,
@@ -41,7 +41,7 @@ KINDS = (
 
 
 def walk(seed: int, *, kinds: tuple[str, ...] = (), **settings: Any) -> World:
-    """One history of a small run; raises Broken, naming the seed."""
+    """Play one history of a small run; raise Broken with the seed."""
     rng = Random(seed)
     drawn: dict[str, Any] = {
         "steps": rng.randint(1, 4),
@@ -435,7 +435,7 @@ PLANTED: list[tuple[type, dict[str, Any]]] = [
     (NamesNobody, {"kinds": ("spoil",)}),
     (FeedsEachNumberOnce, {"kinds": MOVES}),
 ]
-"""Each with the parameters that reveal it soonest."""
+"""The planted bugs, each with the parameters that reveal it soonest."""
 
 
 @pytest.mark.parametrize(("bug", "settings"), PLANTED, ids=lambda value: getattr(value, "__name__", ""))

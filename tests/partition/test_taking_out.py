@@ -1,4 +1,5 @@
-"""Counted micro-batches can be taken out again, begun ones forgotten, and the state transferred."""
+"""Counted micro-batches can be taken out of the sums again, begun ones can be forgotten, and the state can be
+transferred."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FLOAT64_MAX = 1e-12
 FLOAT32_MAX = 1e-5
 FLOOR = 1e-4
-"""A sum below this share of the largest may be only rounding: that of a bias before a norm."""
+"""A sum below this share of the largest sum may be only rounding, such as that of a bias before a norm."""
 HAND = ("hand-gpt", "hand-cnn")
 STEP = 3
 ADAMW = OptimizerSettings("adamw", 2e-3, weight_decay=0.1, schedule=Schedule("linear", 1, 9), clip_norm=1.0)
@@ -116,7 +117,7 @@ class Chain:
         return end
 
     def take_out(self, number: int, labels: Payload) -> Forwarded:
-        """Replay each stage alone, in any order: it no longer needs the others."""
+        """Replay each stage alone, in any order; a replay no longer needs the other stages."""
         inputs, gradients = self.given.pop(number)
         for place, stage in reversed(list(enumerate(self.stages))):
             wanted = labels if place == len(self.stages) - 1 else None
@@ -168,7 +169,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "stages", "recompute"), CASES)
-def test_sums_without_one_micro_batch_are_those_of_the_others(
+def test_sums_without_one_micro_batch_equal_those_of_the_others(
     name: str, stages: int, recompute: bool
 ) -> None:
     changes: dict[str, Any] = {"microbatches": 3, "recompute": recompute}
@@ -195,7 +196,7 @@ def test_sums_without_one_micro_batch_are_those_of_the_others(
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("autocast", ["off", "bfloat16"])
 @pytest.mark.parametrize("name", HAND)
-def test_in_float32_only_rounding_remains(
+def test_in_float32_only_rounding_errors_remain(
     name: str, autocast: Literal["off", "bfloat16"], recompute: bool, stages: int
 ) -> None:
     """The same holds under autocast: a different replay in bfloat16 would leave a thousandth."""
@@ -212,7 +213,7 @@ def test_in_float32_only_rounding_remains(
 
 
 @pytest.mark.parametrize("name", HAND)
-def test_taking_out_the_last_leaves_exactly_zero(name: str) -> None:
+def test_taking_out_the_last_micro_batch_leaves_exactly_zero(name: str) -> None:
     chain = Chain(stages_of(name, 3), sizes_max(name), microbatches=2)
     for number in (0, 1):
         chain.give(number, batch_of(name, number))
@@ -277,7 +278,8 @@ def test_a_forgotten_micro_batch_leaves_no_trace() -> None:
 
 
 def product() -> Graph:
-    """loss = sum(x w v): the first of two stages has the gradient sum(x g) for its w."""
+    """Return a graph with loss = sum(x w v). The first of its two stages has the gradient sum(x g) for its
+    w."""
     build = GraphBuilder(dtype="float64")
     batch = build.symbol("batch")
     build.begin()
@@ -292,7 +294,7 @@ ACTIONS = st.sampled_from(["forward", "backward", "out", "back-out", "forget", "
 
 @settings(max_examples=150)
 @given(st.lists(st.tuples(ACTIONS, st.integers(0, 2), st.integers(0, 1)), max_size=40))
-def test_the_sums_always_hold_the_counted_micro_batches(asked: list[tuple[str, int, int]]) -> None:
+def test_the_sums_always_hold_exactly_the_counted_micro_batches(asked: list[tuple[str, int, int]]) -> None:
     stage = Held(cut(product(), bytes(32), [1])[0], (1,))
     step, counted, flying = 0, set[int](), dict[int, int]()
     for action, number, at in asked:

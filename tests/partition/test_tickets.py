@@ -35,7 +35,7 @@ HOUR = 3600.0
 
 
 def chain(*numbers: int, wall: float = WALL, until: float = WALL + HOUR) -> Chain:
-    """The owner asks the first member, and each the next."""
+    """Make a chain of tickets: the owner asks the first member, and each member asks the next."""
     signers = [OWNER, *(MEMBERS[number] for number in numbers)]
     return tuple(make_ticket(author, RUN, member.peer, wall, until) for author, member in pairwise(signers))
 
@@ -62,7 +62,7 @@ def test_a_ticket_that_expires_excludes_its_holder() -> None:
     assert other.ended == EXPIRED
     assert not other.can_vouch
     own.receive(MEMBERS[0].peer, Present(RUN, chain(0)))
-    assert not own.admits(MEMBERS[0].peer), "the member shows the same ticket again"
+    assert not own.admits(MEMBERS[0].peer), "the member was admitted again by the same ticket"
 
 
 def test_a_chain_expires_with_its_earliest_ticket() -> None:
@@ -80,10 +80,12 @@ def test_a_revocation_excludes_a_member_and_those_it_invited() -> None:
         each.receive(MEMBERS[1].peer, Present(RUN, chain(0, 1)))
     own.receive(MEMBERS[2].peer, Present(RUN, chain(2)))
     told = dict(own.revoke(MEMBERS[0].peer, WALL + 1))
-    assert set(told) == {MEMBERS[number].peer for number in range(3)}, "the excluded member is notified too"
+    assert set(told) == {MEMBERS[number].peer for number in range(3)}, (
+        "not every member was notified, including the excluded one"
+    )
     passed_on = other.receive(OWNER.peer, told[MEMBERS[2].peer])
     assert {peer for peer, _ in passed_on} == {MEMBERS[0].peer, MEMBERS[1].peer}
-    assert other.receive(MEMBERS[1].peer, told[MEMBERS[2].peer]) == [], "the revocation is forwarded once"
+    assert other.receive(MEMBERS[1].peer, told[MEMBERS[2].peer]) == [], "the revocation was forwarded twice"
     for each in (out, vouched):
         each.receive(OWNER.peer, told[MEMBERS[0].peer])
         assert each.ended == REVOKED
@@ -91,7 +93,7 @@ def test_a_revocation_excludes_a_member_and_those_it_invited() -> None:
         assert not each.admits(MEMBERS[0].peer)
         assert not each.admits(MEMBERS[1].peer)
         answer = each.receive(MEMBERS[0].peer, Present(RUN, chain(0), asks=True))
-        assert [type(message) for _, message in answer] == [Revoke], "the member learns the reason"
+        assert [type(message) for _, message in answer] == [Revoke], "the member did not learn the reason"
     assert own.admits(MEMBERS[2].peer)
 
 
@@ -129,7 +131,9 @@ def test_new_members_receive_earlier_revocations() -> None:
     own = owner()
     own.revoke(MEMBERS[0].peer, WALL)
     answers = own.receive(MEMBERS[2].peer, Present(RUN, chain(2), asks=True))
-    assert [type(message) for _, message in answers] == [Present, Revoke], "when the member enters"
+    assert [type(message) for _, message in answers] == [Present, Revoke], (
+        "the newcomer did not get the revocation on entering"
+    )
     assert [type(message) for _, message in own.show(0.0, [])] == [Revoke]
     assert own.show(SELDOM_SECONDS - 1, []) == []
     assert [type(message) for _, message in own.show(SELDOM_SECONDS, [])] == [Revoke]
@@ -169,8 +173,8 @@ STEPS = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(STEPS, max_size=14))
 def test_a_member_is_admitted_while_a_chain_it_showed_is_valid(steps: list[tuple[str, object, int]]) -> None:
-    """Compare with the rules for the longest-lasting chain that each member showed. Each time is a minute;
-    tickets are made at their time and last five.
+    """Compare with the rules for the longest-lasting chain that each member showed. Times are in minutes;
+    tickets are made at their time and last five minutes.
     """
     own, now = owner(), 0
     revoked: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Layers that stay in one stage: those that a user names, and those that share a weight."""
+"""Layers that stay together in one stage: those that a user names, and those that share a weight."""
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,8 @@ from tests.partition.test_layers import transformer
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    """Layers wte, h.0, h.0.mlp, h.1, h.1.mlp, h.2, h.2.mlp, lm_head; the first and the last share one."""
+    """Return layers wte, h.0, h.0.mlp, h.1, h.1.mlp, h.2, h.2.mlp, lm_head; the first and the last share a
+    weight."""
     return with_layers(transformer(3))
 
 

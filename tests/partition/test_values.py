@@ -48,7 +48,7 @@ def test_neither_torchs_seed_nor_its_state_is_used_or_changed() -> None:
     assert torch.equal(values, drawn(parameter(UNIFORM, 30)))
 
 
-def test_float32_values_are_the_float64_ones_rounded() -> None:
+def test_float32_values_are_float64_values_rounded() -> None:
     made = parameter(Recipe((FillStep("normal", 1.0, 3.0),)), 100)
     assert torch.equal(drawn(made, dtype=torch.float32), drawn(made).float())
 
@@ -60,7 +60,7 @@ def test_a_range_can_be_drawn_alone() -> None:
     chunks = {start: chunk.clone() for start, chunk in drawn_chunks(UNIFORM, "fc.weight", 5, size, 1)}
     assert sorted(chunks) == [0, CHUNK, 2 * CHUNK]
     assert torch.equal(torch.cat([chunks[start] for start in sorted(chunks)]), out)
-    # The same chunk of a parameter that ends elsewhere: only the seed counts.
+    # The same chunk of a parameter with a different length: only the seed counts.
     shorter = dict(drawn_chunks(UNIFORM, "fc.weight", 5, CHUNK, 1))
     assert torch.equal(shorter[0], chunks[0])
     assert not torch.equal(chunks[0], chunks[CHUNK])
@@ -114,11 +114,11 @@ def test_a_truncated_normal_is_made_by_its_inverse() -> None:
     )
     values = drawn(parameter(Recipe(steps), 40_000))
     assert values.abs().max() <= 0.04
-    # The deviation of a normal truncated at two sigma is 0.8796 of its own.
+    # The deviation of a normal distribution truncated at two sigma is 0.8796 of its own.
     assert abs(values.std() - 0.02 * 0.879_63) < 0.0002
 
 
-def test_a_row_across_two_chunks_is_zeroed_and_no_other() -> None:
+def test_only_the_row_across_two_chunks_is_zeroed() -> None:
     width = CHUNK // 2 + 3
     values = drawn(parameter(Recipe((FillStep("uniform", 1.0, 2.0), FillStep("zero_row", 1.0))), 3, width))
     assert not values[1].any()
@@ -160,7 +160,7 @@ NUMBERS = st.one_of(st.integers(-5, 5).map(float), st.floats())
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.builds(FillStep, st.sampled_from(KINDS), NUMBERS, NUMBERS), max_size=4))
-def test_any_recipe_is_drawn_or_refused(steps: list[FillStep]) -> None:
+def test_any_recipe_is_either_drawn_or_refused(steps: list[FillStep]) -> None:
     with suppress(RemoteProtocolError):
         drawn(parameter(Recipe(tuple(steps)), 4, 5))
 

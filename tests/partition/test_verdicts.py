@@ -24,10 +24,10 @@ def test_a_step_that_fails_on_two_peers_ends_training() -> None:
     verdicts = Verdicts(PLAN, failures := Failures())
     assert verdicts.judge(ReplicaFailed(A, 0, "boom", 3)) == PeersLost((A,), "boom")
     assert verdicts.judge(ReplicaFailed(A, 0, "gone")) == PeersLost((A,), "gone"), (
-        "outside of a step no peer is lost"
+        "a failure outside of a step did not lose exactly its peer"
     )
     over = Verdicts(PLAN, failures).judge(ReplicaFailed(B, 0, "boom", 3))
-    assert isinstance(over, TrainingOver), "the steps also count under another plan"
+    assert isinstance(over, TrainingOver), "steps that failed under different plans did not count together"
     assert over.reason is not None
     assert "step 3" in over.reason
 

@@ -1,5 +1,5 @@
-"""The state that a run goes back to when a stage is lost: its newest checkpoint, or its start if
-it is young.
+"""The state to which a run goes back when a stage is lost: its newest checkpoint, or its start if the run is
+young.
 """
 
 import pytest
@@ -28,7 +28,7 @@ RESTORED = replace(LATER, restored=TWO, step=3)
 
 
 def member_of(*plans: Plan, save_every: int = 4) -> WaysBack:
-    """A member that was in the run under these plans."""
+    """Return a member that was in the run under these plans."""
     ways = WaysBack(save_every)
     for plan in plans:
         ways.entered(plan)
@@ -56,7 +56,7 @@ def test_an_uninformed_newcomer_does_not_restart_the_run() -> None:
     assert newcomer.find(None, 0) == BEGINNING
 
 
-def test_an_uninformed_newcomer_informs_nobody() -> None:
+def test_an_uninformed_newcomer_informs_no_other_member() -> None:
     assert member_of(LATER).news(LATER, None) is None
     assert member_of(PLAN, save_every=0).news(PLAN, None) is None
 

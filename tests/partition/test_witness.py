@@ -1,4 +1,4 @@
-"""A committer's measurements of its replicas by the ends of their passes."""
+"""A committer measures its replicas by the times at which their passes end."""
 
 import pytest
 
@@ -18,7 +18,7 @@ PLAN = Plan(
     stages=tuple(StagePlan(number, number + 1, (peer,), (1,)) for number, peer in enumerate((A, B, C))),
 )
 FORWARD, BACKWARD = (0.1, 0.3, 0.0), (0.2, 0.6, 0.3)
-"""Seconds of each stage; the last one goes back at once."""
+"""Seconds of each stage's passes; the last stage starts its backward pass immediately."""
 
 
 def opened(step: int) -> Open:
@@ -27,7 +27,8 @@ def opened(step: int) -> Open:
 
 
 def play(witness: Witness, step: int, begun: float) -> float:
-    """A step of four micro-batches: each replica runs its passes one after another, as soon as possible."""
+    """Play a step of four micro-batches: each replica runs its passes one after another, as soon as
+    possible."""
     witness.opened(begun, opened(step))
     free, ready = [begun] * 3, [begun] * 4
     heard: list[tuple[float, PeerId, Progress | Counted]] = []

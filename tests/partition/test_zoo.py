@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STAGES = (2, 3, 5, 8)
 BRIEF = Trial(steps=2)
 HEAVY = ("resnet18",)
-"""Eleven million parameters: one step of three samples."""
+"""A model of eleven million parameters: only one step of three samples."""
 
 
 def trial_of(name: str) -> Trial:
@@ -77,14 +77,14 @@ def test_two_replicas_that_share_micro_batches_train_like_one_process(name: str)
 
 
 @pytest.mark.parametrize("name", ["gpt", "recommender"])
-def test_in_float32_the_whole_vector_stays_with_the_module(name: str) -> None:
+def test_in_float32_the_whole_vector_stays_close_to_the_module(name: str) -> None:
     model = captured(name, torch.float32)
     trial = Trial(steps=2, dtype=torch.float32)
     found = run_stages(ZOO[name]("test"), model.graph, random_cut(model.graph, model.hash, 3, 3), trial)
     assert errors(found, expected(name, trial), trial.dtype).worst <= FLOAT32_MAX
 
 
-def test_adamw_in_float32_stays_with_the_module() -> None:
+def test_adamw_in_float32_stays_close_to_the_module() -> None:
     model = captured("mlp", torch.float32)
     optimizer = OptimizerSettings(kind="adamw", learning_rate=1e-3, weight_decay=0.01)
     trial = Trial(dtype=torch.float32, optimizer=optimizer)
@@ -92,7 +92,7 @@ def test_adamw_in_float32_stays_with_the_module() -> None:
     assert errors(found, expected("mlp", trial), trial.dtype).worst <= FLOAT32_MAX
 
 
-def test_another_run_draws_other_dropout_so_the_comparison_can_fail() -> None:
+def test_a_different_run_draws_different_dropout_so_the_test_can_fail() -> None:
     model = captured("mlp")
     stages = random_cut(model.graph, model.hash, 2, 0)
     found = run_stages(ZOO["mlp"]("test"), model.graph, stages, Trial(steps=2, run=b"another"))
