@@ -172,7 +172,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_task_comes_from_a_users_file_and_the_files_next_to_it(tmp_path: Path) -> None:
+def test_a_task_comes_from_a_users_file_and_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "beside_mine.py").write_text("WIDTH = 3\n")
     path = written(
         tmp_path,

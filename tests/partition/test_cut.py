@@ -67,7 +67,7 @@ def test_other_positions_are_refused(positions: list[int]) -> None:
         cut(mlp().finish(), NAME, positions)
 
 
-def test_no_cut_lies_after_a_node_that_needs_a_label_and_an_activation() -> None:
+def test_no_cut_follows_a_node_that_needs_a_label_and_an_activation() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()

@@ -100,7 +100,7 @@ def test_each_stage_is_collected_in_turn_then_kept_and_announced() -> None:
     assert node.events[-1] == RunOver("done", "its validations stopped improving", WEIGHTS)
 
 
-def test_a_committer_first_hands_over_its_own_stage_and_asks_no_dead_peer() -> None:
+def test_a_committer_hands_over_its_own_stage_first_and_asks_no_dead() -> None:
     node = Committer(me=TWO, live=[REQUESTER, ONE, FOUR]).over()
     assert node.wanted() == (TWO, 0)
     node.reply(Declined("its process has ended"))

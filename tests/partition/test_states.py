@@ -79,9 +79,7 @@ def decode(held: Held, session: bytes, row: float, place: int) -> RunEntryPoint:
         ("middle", ()),
     ],
 )
-def test_a_state_is_written_in_place_only_if_it_is_not_read_later(
-    kind: str, in_place: tuple[int, ...]
-) -> None:
+def test_a_state_is_written_in_place_only_if_not_read_later(kind: str, in_place: tuple[int, ...]) -> None:
     program = compile_entry(whole(cache(kind)), "decode", train=False, device=torch.device("cpu"))
     assert program.in_place == in_place
 
