@@ -269,9 +269,7 @@ async def test_a_killed_stage_fails_its_own_calls_and_nothing_else(monkeypatch: 
 
 
 def holds_nothing_of_the_nodes(pid: int) -> None:
-    """Check that the process's environment holds no secret, and that its only descriptors are the link,
-    /dev/null, arenas and stderr.
-    """
+    """Check for secrets in the environment, and descriptors beyond link, /dev/null, arenas and stderr."""
     with open(f"/proc/{pid}/environ", "rb") as file:
         assert b"hush" not in file.read()
     held = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
@@ -364,8 +362,7 @@ async def test_a_stage_that_takes_too_much_memory_is_killed() -> None:
 
 
 def answered(message: object, *, behind: int = 0, first: int = 0, second: int = 0) -> bytes:
-    """Return an answer as the process would send it: a header with the claimed sizes, the message, and
-    `behind` bytes after it."""
+    """Return an answer as the process would send it, with claimed sizes and `behind` bytes after it."""
     data = message if isinstance(message, bytes) else encode(message)
     return Header(len(data), behind, first, second).encode() + data + b"x" * behind
 

@@ -266,7 +266,7 @@ def punched(round_trip_seconds: float, *, lost: int = 0, waiting: bytes = b"") -
 
 
 @pytest.mark.parametrize("round_trip_seconds", [0.05, 0.26, 0.4, 0.6, 0.8])
-def test_a_pair_with_ipv4_and_ipv6_is_punched_at_any_round_trip(round_trip_seconds: float) -> None:
+def test_a_pair_with_both_families_is_punched_at_any_round_trip(round_trip_seconds: float) -> None:
     assert [side.is_through for side in punched(round_trip_seconds)] == [True, True]
 
 

@@ -383,7 +383,7 @@ def test_listening_on_all_addresses_announces_dialable_ones() -> None:
         assert all(loopback) or not any(loopback)
 
 
-async def test_a_node_on_ipv4_and_ipv6_is_reached_over_ipv4() -> None:
+async def test_a_node_on_both_families_is_reached_over_ipv4() -> None:
     await skip_without_ipv6()
     alice, bob = make_network("a"), make_network("b", listen=("::", 0))
     alice.inbox(PING)

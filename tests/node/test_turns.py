@@ -136,7 +136,7 @@ def test_a_slot_is_reserved_only_for_a_run_that_asked_repeatedly() -> None:
     assert turns.ask(5.0 + FORGET_SECONDS, second) is None
 
 
-def test_of_a_requesters_runs_the_earlier_deadline_goes_first() -> None:
+def test_a_requesters_run_with_the_earlier_deadline_goes_first() -> None:
     turns = FairQueue(1)
     turns.begin(0.0, SlotWish(run_id(1), A))
     later, sooner = SlotWish(run_id(2), B, deadline=900.0), SlotWish(run_id(3), B, deadline=800.0)

@@ -50,7 +50,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of a case: `refused` before it ran, `stopped` by a refusal while it ran, or `ran` to its
+    """The outcome of a case: `refused` before it ran, `stopped` by a refusal while it ran, or `ran` to its
     end.
 
     `ended` is a backward pass in which an operator raised an exception; a stage's process then ends itself.

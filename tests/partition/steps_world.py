@@ -38,8 +38,7 @@ from tests.partition.steps_trouble import DISTURBANCES, disturb, reconnect
 EVENTS_MAX = 60_000
 """Maximum number of events. A history has some thousand; more means that messages go round in circles."""
 IDLE_WAKES_MAX = 150
-"""Maximum number of timers that may fire, with only messages in between, before the world counts as
-stalled."""
+"""Maximum number of timers that may fire, with only messages in between, before a stall is reported."""
 SLOW = 0.1
 """Share of links and of learners that are 20 times slower, so that other messages overtake theirs."""
 ENCODED = 0.002

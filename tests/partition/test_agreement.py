@@ -486,8 +486,7 @@ def test_a_short_gap_is_not_reported() -> None:
 
 
 def split(room: Room, size: int) -> tuple[PeerId, ...]:
-    """Cut the last `size` members of the committee off from the others until they may fork. Return these
-    members."""
+    """Cut the last `size` of the committee off from the others until they may fork; return them."""
     few = room.seats[-size:]
     room.deaf = {me for me in room.cores if me not in few}
     for me in few:

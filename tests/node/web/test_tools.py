@@ -71,7 +71,7 @@ async def test_chat_completions_contain_calls_and_reasoning() -> None:
         assert len([chunk for chunk in chunks if chunk.choices[0].delta.tool_calls]) > 6
 
 
-async def test_the_stream_helpers_of_the_clients_collect_calls() -> None:
+async def test_the_streams_of_the_clients_collect_calls() -> None:
     async with models() as (page, said, key):
         callers(said)
 
