@@ -497,7 +497,7 @@ def test_a_liar_does_not_prevent_fetching_a_checkpoint() -> None:
         b.node.seams.storage.write(f"runs/{of.run.text}/checkpoints/5", made_up)
         kept = await e.copies.fetch(of.run.text, None, [b.peer, c.peer, d.peer])
         assert kept.name == name
-        # And with no other named checkpoint.
+        # It is useless even if no other checkpoint of that step is known.
         with pytest.raises(Unreachable, match=r"not a valid message|could not be fetched"):
             await e.copies.fetch(of.run.text, 5, [b.peer])
         await c.copies.announce(of.run.text, CheckpointOffer(7, bytes(32)))
