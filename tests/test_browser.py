@@ -48,7 +48,7 @@ def test_every_view_shows_a_running_swarm_with_a_death(training: SwarmProcesses)
         address = training.status("d")["page"]
         OUT.mkdir(exist_ok=True)
         page.goto(f"{address}/run")
-        page.wait_for_selector("text=Open this page by")
+        page.wait_for_selector("text=Open this page with")
         page.goto(ask(training.nodes["d"].data_dir, "page")["link"])
         page.wait_for_selector("h1:has-text('Swarm')")
         page.click("nav >> text=Run")
@@ -128,7 +128,7 @@ def test_the_page_reports_a_stopped_node_and_works_by_keyboard() -> None:
             page.goto(address)
             page.wait_for_selector("h1")
             page.keyboard.press("Tab")
-            assert page.evaluate("document.activeElement.textContent") == "To the content"
+            assert page.evaluate("document.activeElement.textContent") == "Skip to content"
             page.keyboard.press("Tab")
             page.keyboard.press("Tab")
             assert page.evaluate("document.activeElement.textContent") == "Run"

@@ -98,7 +98,7 @@ def test_a_conversation_works_by_keyboard_on_a_narrow_screen() -> None:
         page.click("button:text-is('New conversation')")
         page.wait_for_function("!document.querySelector('.talk li')")
         said.holders = {0: [1]}
-        page.wait_for_selector("text=Nobody answers for stage 2 of words")
+        page.wait_for_selector("text=No peer holds stage 2 of words")
         assert page.is_disabled("textarea")
         assert page.complaints == []
 

@@ -1,7 +1,7 @@
 """A run's weights as files that can be served: the weights of its result, or of its newest checkpoint.
 
-The graph is the run's own, and its chunks come from the run's copies by their hashes. If the run trained a
-Hugging Face folder, the kept files of that folder define how to tokenize text.
+The graph is the run's own, and its chunks are fetched by their hashes from members of the run. If the run
+trained a Hugging Face folder, the kept files of that folder define how to tokenize text.
 """
 
 from collections.abc import AsyncIterator

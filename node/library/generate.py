@@ -24,8 +24,8 @@ SURFACES = (
     ("node.content.directory", "Directory", "BlockingDirectory"),
     ("node.api.handles", "RunHandle", "BlockingRunHandle"),
 )
-"""The classes with public methods: module, class, and the name of the blocking form. A class may return
-classes that come earlier."""
+"""The classes with public methods: module, class, and the name of the blocking form. The first
+class may return the others."""
 
 
 def generate() -> str:

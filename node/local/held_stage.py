@@ -53,7 +53,7 @@ class AveragedStage(MemberStage):
     ) -> None:
         assert run.manifest.local is not None, "the run is in local mode"
         self.trial: Trial | None = None
-        """The trial of others' states, if the stage can be tried alone."""
+        """Tests other members' states; None if the stage cannot be tested alone."""
         self.taken_over: Callable[[], Awaitable[None]] = _nothing
         """Called after other members' parameters were taken over."""
         self.carried: Snapshot | None = None

@@ -62,11 +62,11 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     model.
 
     `data` is `digits`, or the BLAKE3 hash (hex) of the content of a folder or file. If data stays with its
-    owners, it is the hash of `local.own_data`, which describes the data. `sizes` are the graph's symbols
-    after the batch, whose value is `microbatch`. `metrics` name the sums that the graph computes in addition
-    to the loss. `window` is the number of bytes in a sample of text, 0 for other data. `validation` says when
-    a run in exact mode is validated; None means never. `together` are half-open ranges of layers that no plan
-    may split.
+    owners, it is the hash of `local.own_data`, which describes the data. `sizes` are the values of the
+    graph's symbols except the batch, which is `microbatch`. `metrics` name the sums that the graph computes
+    in addition to the loss. `window` is the number of bytes in a sample of text, 0 for other data.
+    `validation` says when a run in exact mode is validated; None means never. `together` are half-open ranges
+    of layers that no plan may split.
     """
 
     version: Annotated[int, msgspec.Meta(ge=MANIFEST_VERSION, le=MANIFEST_VERSION)] = MANIFEST_VERSION

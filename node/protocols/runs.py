@@ -74,7 +74,8 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class WithdrawRun(msgspec.Struct, frozen=True, tag="withdraw"):
-    """Planner to a provider that told it to wait: the run no longer needs a slot there. Answered by Done."""
+    """Planner to a provider that has put the run in its queue: the run no longer needs a slot there. Answered
+    by Done."""
 
     run: Hash
 

@@ -40,8 +40,7 @@ BLOCK_DATA_BYTES = 6 << 20
 """Maximum data in one block, which fits `BLOCK_BYTES_MAX` even if it cannot be compressed."""
 DIGEST_BYTES = 8
 HANDED_MAX = 32
-"""Maximum number of work items remembered per core that it has handed out; a core has one or two at a
-time."""
+"""Maximum number of work items remembered that cores have handed out; a core has one or two at a time."""
 
 QUIET = frozenset({
     "acquainted", "deadline", "document", "export", "get", "is_replica", "member", "others", "status", "wall",
@@ -286,7 +285,7 @@ def open_record(path: Path, flag: str) -> Recorder:
 
 
 class Handed:
-    """The newest work items that a core handed out. They are remembered because each comes back as the very
+    """The newest work items that cores handed out. They are remembered because each comes back as the very
     same object."""
 
     def __init__(self) -> None:

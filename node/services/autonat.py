@@ -199,8 +199,8 @@ class ReachService:
             self.families.tried(self._clock.monotonic(), family)
             report = await self._report(peer, families[family])
         if report is None:
-            # Count it as a report without outcomes: a firewall may block requests over one IP version, which
-            # says nothing about the other.
+            # Ask again at any address: a firewall may block requests over one IP version, which says nothing
+            # about the other.
             report = await self._report(peer) or DialReport(self._clock.monotonic(), None, ())
         self.families.note(report.at, peer, report)
         if report.outcomes:

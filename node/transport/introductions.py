@@ -170,7 +170,7 @@ class Introductions:
         return is_other and is_near and self.budget.may_introduce(asker, target, now)
 
     async def _pass_on(self, near: Stream, far: Stream) -> None:
-        """Pass messages on in one direction. Raises StreamClosed when either peer is done."""
+        """Pass messages on in both directions until either peer is done; then raise StreamClosed."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._pass, near, far)
@@ -185,4 +185,4 @@ class Introductions:
             await target.send(data)
         with suppress(StreamClosed):
             await source.receive()
-            raise RemoteProtocolError("more than two peers say who meet")
+            raise RemoteProtocolError("more messages than two peers need")

@@ -111,7 +111,7 @@ class _Mapping:
             self._waker.stir()
 
     async def send(self, packets: Sequence[bytes]) -> None:
-        """Raises OSError."""
+        """Send packets to the router. Raises OSError."""
         for packet in packets:
             with suppress(ConnectionRefusedError):  # an error from an earlier request: nothing listens there
                 await self._asking.send(packet)

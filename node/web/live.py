@@ -32,7 +32,7 @@ HEARTBEAT_SECONDS = 15.0
 
 
 class Live:
-    """The deltas of one node. `state`, `counters` and `limits` are read anew at each tick."""
+    """The deltas of one node. `state`, `counters` and `limits` are read again at each tick."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-// The frame of the page: navigation by URL, the state of the link to the node, light and dark.
+// The frame of the page: navigation by URL, the state of the connection to the node, light and dark mode.
 import { html, render, useEffect, useErrorBoundary, useState } from "/static/vendor/htm-preact.js";
 import { Chat } from "/static/chat.js";
 import { Events, Models, Plan, ThisNode } from "/static/others.js";
@@ -9,7 +9,7 @@ import { Swarm } from "/static/swarm.js";
 
 const VIEWS = [["/", "Swarm", Swarm], ["/run", "Run", Run], ["/plan", "Plan", Plan], ["/models", "Models", Models],
   ["/chat", "Chat", Chat], ["/node", "This node", ThisNode], ["/events", "Events", Events]];
-const SAYS = { loading: "connecting...", live: "live", lost: "link lost; trying again", unreachable: "the node does not answer",
+const SAYS = { loading: "connecting...", live: "live", lost: "connection lost; trying again", unreachable: "the node does not answer",
   locked: "locked" };
 
 const theme = localStorage.getItem("theme");
@@ -31,7 +31,7 @@ function App() {
   };
   const view = VIEWS.find(([at]) => at === `/${path.split("/")[1]}`) || VIEWS[0];
   useEffect(() => { document.title = `${view[1]} - ${store.node ? store.node.name : "Peerloom"}`; });
-  return html`<a class="skip" href="#main">To the content</a>
+  return html`<a class="skip" href="#main">Skip to content</a>
     <header><strong>Peerloom</strong>
       <nav aria-label="Views">${VIEWS.map(([at, name]) => html`<a href=${at} aria-current=${at === view[0] ? "page" : null}
         onClick=${(event) => follow(event, at)}>${name}</a>`)}</nav>
@@ -51,7 +51,7 @@ function Guarded({ show: Shown, id, go }) {
     return html`<${Notice} kind="bad">This view failed: ${String(error.message || error)} <button onClick=${clear}>Try again</button><//>`;
   }
   if (store.link === "locked") {
-    return html`<${Notice} kind="warn">Open this page by <code>${program} page</code><//>`;
+    return html`<${Notice} kind="warn">Open this page with the link from <code>${program} page</code><//>`;
   }
   if (!store.node) {
     return store.link === "unreachable"

@@ -1,4 +1,4 @@
-// A chart over time with marks: uPlot, drawn anew only when its data is another.
+// A chart over time with marks, by uPlot. It is redrawn only when its data has changed.
 import { html, useEffect, useRef } from "/static/vendor/htm-preact.js";
 import { colour } from "/static/parts.js";
 

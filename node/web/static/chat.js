@@ -1,6 +1,6 @@
-// A chat with a served model: who holds which layers of it, the conversation, and what happens when a peer dies.
-// The conversation stays in this window, and goes to the node with each question; it is kept in the browser only
-// where the person ticks that.
+// A chat with a served model: the holders of its layers, the conversation, and what happens when a peer dies.
+// The conversation stays in this window, and is sent to the node with each question. The browser stores it only
+// if the person ticks that.
 import { html, useEffect, useRef, useState } from "/static/vendor/htm-preact.js";
 import { Notice, clock, count, layers, nameOf, seconds } from "/static/parts.js";
 import { changed, elsewhere, get, post, program, store, typed } from "/static/store.js";
@@ -39,7 +39,7 @@ async function look() {
 const service = () => (talk.services || []).find((each) => each.service === talk.service)
   || (talk.services || []).find((each) => each.answers && !each.vector) || (talk.services || [])[0];
 
-// Questions and answers take turns, as templates want it: a question that got no word of an answer is not sent again.
+// Questions and answers must alternate, as templates require. So a question without any answer is not sent again.
 function sent() {
   const { turns } = talk, found = [];
   for (let index = 0; index < turns.length; index += 2) {
@@ -83,11 +83,11 @@ async function answer(chosen, before) {
       const problem = await got.json();
       turn.lines.push({ kind: "bad", text: problem.error, more: problem.do });
     } else await read(got.body, (kind, told) => take(turn, kind, told));
-    if (!turn.over && got.ok) turn.lines.push({ kind: "bad", text: "The node went away in the middle of the answer." });
+    if (!turn.over && got.ok) turn.lines.push({ kind: "bad", text: "The connection to the node broke during the answer." });
   } catch (error) {
     turn.lines.push(error.name === "AbortError" ? { kind: "", text: "Stopped." } : { kind: "bad", text: "The node does not answer.", more: String(error.message) });
   }
-  if (before && before === turn.content) turn.lines.push({ kind: "", text: "The same answer: at temperature 0 the likeliest token is taken each time." });
+  if (before && before === turn.content) turn.lines.push({ kind: "", text: "This is the same answer, because temperature 0 always takes the likeliest token." });
   Object.assign(talk, { going: null, route: [] });
   keep();
 }
@@ -97,7 +97,7 @@ function take(turn, kind, told) {
   if (kind === "piece") {
     if (!turn.first) turn.first = now;
     if (turn.pause) {
-      turn.pause.text += ` after ${seconds((now - turn.newest) / 1000)}; the answer goes on.`;
+      turn.pause.text += ` after ${seconds((now - turn.newest) / 1000)}; the answer continues.`;
       turn.pause = null;
     }
     turn.content += told.text;
@@ -106,14 +106,14 @@ function take(turn, kind, told) {
   } else if (kind === "moved") {
     const lost = told.lost.map(nameOf).join(", ") || "a peer", by = told.route.filter((key) => !talk.route.includes(key));
     turn.pause = { kind: "warn", text: `${clock(Date.now() / 1000)} ${lost} lost (${told.reason}); ${by.length ? `${by.map(nameOf).join(", ")} took over` : "others took over"}`,
-      more: told.exact ? "" : "It goes on by machines that may round otherwise: the text may differ from here on." };
+      more: told.exact ? "" : "The new machines may round differently, so the text may differ from here on." };
     turn.lines.push(turn.pause);
     talk.lost.push(...told.lost.map((key) => ({ key, at: Date.now() / 1000 })));
   } else if (kind === "error") turn.lines.push({ kind: "bad", text: told.error, more: told.do });
   else if (kind === "end") {
     Object.assign(turn, { over: told, pause: null });
     if (told.finish === "length") turn.lines.push({ kind: "", text: `Cut off after ${count(told.tokens)} tokens.` });
-    if (told.forgotten) turn.lines.push({ kind: "", text: `The ${count(told.forgotten)} oldest messages were left out: the chat is longer than the model takes.` });
+    if (told.forgotten) turn.lines.push({ kind: "", text: `The ${count(told.forgotten)} oldest messages were left out, because the chat is longer than the model's context.` });
   }
   if (told.route) talk.route = told.route;
   changed();
@@ -160,7 +160,7 @@ export function Chat() {
       ${talk.services.map((each) => html`<option value=${each.service}>${each.name}${each.answers ? "" : " (does not answer)"}</option>`)}</select></label>
       <span class="quiet">${count(chosen.context)} tokens of context, published by ${nameOf(chosen.publisher)}</span></div>
     <${Stages} of=${chosen} />
-    <p class="quiet">Whoever holds a stage can read what you ask and what is answered.</p>
+    <p class="quiet">The peers that hold a stage can read your questions and the answers.</p>
     <${Hint} of=${chosen} text=${text} />
     <div role="log" aria-label="Conversation" aria-busy=${!!talk.going}><ol class="talk">${talk.turns.map((turn, index) => html`<${Turn} key=${index} turn=${turn} going=${talk.going && turn === last} />`)}</ol></div>
     <form class="say" onSubmit=${submit}><label>Your message<textarea ref=${place} rows="3" value=${talk.draft} onKeyDown=${keys} disabled=${!able}
@@ -169,36 +169,36 @@ export function Chat() {
         : html`<button key="send" disabled=${!able || !talk.draft.trim()}>Send</button>`}
         <button type="button" disabled=${!!talk.going || !able || !last} onClick=${again}>${last && last.lines?.some((line) => line.kind === "bad") ? "Try again" : "Regenerate"}</button>
         <button type="button" disabled=${!!talk.going || !last} onClick=${() => { talk.turns = []; talk.lost = []; keep(); place.current.focus(); }}>New conversation</button>
-        <span class="quiet">Enter sends, Shift+Enter begins a line, Escape stops</span></div></form>
+        <span class="quiet">Enter sends, Shift+Enter begins a new line, Escape stops</span></div></form>
     <${Settings} /><span ref=${foot}></span></div>`;
 }
 
-const Empty = () => html`<${Notice}>No model is served in this swarm yet. First, on some node: <code>${program} serve MODEL</code><//>
-  <ul><li><code>${program} serve ~/models/qwen-small</code>: a folder as transformers writes it</li>
-    <li><code>${program} serve words.peerloom --replicas 2</code>: a captured model, each stage held twice, so that an answer survives a death</li>
-    <li><code>${program} serve RUN</code>: what a run has trained, by its id</li></ul>
-  <p class="quiet">It appears here by itself. Another machine's stages: <code>${elsewhere} --join ${store.node.join_address || "ADDRESS"}</code></p>`;
+const Empty = () => html`<${Notice}>No model is served in this swarm yet. Serve one from any node: <code>${program} serve MODEL</code><//>
+  <ul><li><code>${program} serve ~/models/qwen-small</code>: a folder in the format of transformers</li>
+    <li><code>${program} serve words.peerloom --replicas 2</code>: a captured model with two replicas of each stage, so that an answer survives the death of a peer</li>
+    <li><code>${program} serve RUN</code>: the model that a run has trained, by the run's id</li></ul>
+  <p class="quiet">It then appears here. To let another machine hold stages: <code>${elsewhere} --join ${store.node.join_address || "ADDRESS"}</code></p>`;
 
 function Hint({ of, text }) {
   const missing = of.stages.findIndex((rows) => !rows.length);
-  if (missing >= 0) return html`<${Notice} kind="warn">Nobody answers for stage ${missing + 1} of ${of.name}. It is taken as soon as a node has a free slot: <code>${elsewhere} --join
+  if (missing >= 0) return html`<${Notice} kind="warn">No peer holds stage ${missing + 1} of ${of.name}. A node with a free slot will take it: <code>${elsewhere} --join
     ${" "}${store.node.join_address || "ADDRESS"}</code><//>`;
-  if (of.vector) return html`<${Notice} kind="warn">${of.name} gives vectors of texts, and says nothing: programs ask <code>/v1/embeddings</code><//>`;
-  if (of.text === "") return html`<${Notice} kind="warn">${of.name} takes tokens, and no text. Serve it with its tokenizer: <code>${program} serve MODEL --tokenizer FILE</code><//>`;
+  if (of.vector) return html`<${Notice} kind="warn">${of.name} computes vectors of texts and cannot chat. Programs use <code>/v1/embeddings</code><//>`;
+  if (of.text === "") return html`<${Notice} kind="warn">${of.name} takes only tokens, no text. Serve it with its tokenizer: <code>${program} serve MODEL --tokenizer FILE</code><//>`;
   if (text.asking) return html`<p class="quiet" role="status">Fetching its tokenizer...</p>`;
-  return text.has_template ? "" : html`<p class="quiet">${of.name} has no chat template: it goes on from each of your texts as it is, and knows nothing of those before.</p>`;
+  return text.has_template ? "" : html`<p class="quiet">${of.name} has no chat template. It continues each of your texts as it is, without the earlier ones.</p>`;
 }
 
-// Who holds which layers now, in the order in which tokens pass; the route of the answer that is given is marked.
+// The present holders of the layers, in the order in which tokens pass. The route of the current answer is marked.
 function Stages({ of }) {
   const now = Date.now() / 1000, here = new Set(of.stages.flat().map((row) => row.peer));
   const lost = talk.lost.filter((each) => now - each.at < LOST_SHOWN && !here.has(each.key));
   const going = talk.going && talk.service === of.service;
-  return html`<div class="scroll" tabindex="0" role="region" aria-label="Who holds which layers"><ol class="strip chain">
+  return html`<div class="scroll" tabindex="0" role="region" aria-label="Holders of the layers"><ol class="strip chain">
     ${of.stages.map((rows, index) => { const [first, end] = of.layers[index]; return html`${index ? html`<li class="arrow" aria-hidden="true">${"→"}</li>` : ""}
       <li class=${`stage ${rows.length ? "" : "bad"}`}><strong>stage ${index + 1}</strong> <span class="quiet">${end == null ? first ? `layers ${first} to the last` : "all layers" : layers(first, end)}</span>
         <ul>${rows.map((row) => html`<li key=${row.peer} class=${going && talk.route[index] === row.peer ? "on" : ""}>${nameOf(row.peer)}${row.peer === store.node.key ? " (this node)" : ""}
-          <span class="quiet"> ${going && talk.route[index] === row.peer ? "answers you; " : ""}${count(row.sessions)} open</span>
+          <span class="quiet"> ${going && talk.route[index] === row.peer ? "answering you; " : ""}${count(row.sessions)} open</span>
           ${row.tokens_max ? html`<meter min="0" max=${row.tokens_max} value=${row.tokens} aria-label=${`${nameOf(row.peer)} keeps ${count(row.tokens)} of ${count(row.tokens_max)} tokens`}></meter>` : ""}</li>`)}
           ${rows.length ? "" : html`<li>nobody</li>`}</ul></li>`; })}</ol>
     ${lost.length ? html`<p class="bad">${"✕"} lost: ${lost.map((each) => `${nameOf(each.key)} at ${clock(each.at)}`).join(", ")}</p>` : ""}</div>`;
@@ -212,7 +212,7 @@ function Turn({ turn, going }) {
     ${mine ? "" : html`<p class="quiet line">${pace(turn, over, going)}</p>`}</li>`;
 }
 
-// Code between fences stands in a font of its own, which scrolls by itself; no letter is left out.
+// Code between fences has its own font, and scrolls separately. No character is left out.
 function blocks(content) {
   const found = [];
   let code = false, text = "";
@@ -240,9 +240,9 @@ function Settings() {
   const set = (name) => (event) => { talk.settings[name] = event.target.value; keep(); };
   const { system, temperature, tokens } = talk.settings;
   return html`<details><summary>Settings</summary><div class="tools">
-    <label>What the model is told before all<input value=${system} size="40" onChange=${set("system")} /></label>
-    <label>Temperature (empty: as the model says)<input type="number" min="0" max="2" step="0.1" value=${temperature} onChange=${set("temperature")} /></label>
-    <label>Most tokens of an answer<input type="number" min="1" max="100000" value=${tokens} onChange=${set("tokens")} /></label></div>
+    <label>System prompt<input value=${system} size="40" onChange=${set("system")} /></label>
+    <label>Temperature (empty: the model's default)<input type="number" min="0" max="2" step="0.1" value=${temperature} onChange=${set("temperature")} /></label>
+    <label>Maximum tokens of an answer<input type="number" min="1" max="100000" value=${tokens} onChange=${set("tokens")} /></label></div>
     <p><label><input type="checkbox" checked=${talk.kept} onChange=${(event) => { talk.kept = event.target.checked; keep(); }} /> Keep this conversation in this browser</label>
-      <span class="quiet"> Otherwise it is gone with this window.</span></p></details>`;
+      <span class="quiet"> Otherwise it is lost when this window closes.</span></p></details>`;
 }

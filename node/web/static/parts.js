@@ -1,4 +1,4 @@
-// Small parts of every view: numbers as people read them, cards, tables, notices.
+// Small parts of all views: readable numbers, cards, tables, notices.
 import { html, useState } from "/static/vendor/htm-preact.js";
 import { act, now, store, typed } from "/static/store.js";
 
@@ -32,7 +32,7 @@ export function nameOf(key) {
   return found && found.name ? found.name : short(key);
 }
 
-// Texts of events hold keys of peers; people want names.
+// Texts of events have keys of peers; replace them with names for people.
 export const named = (text) => typed(text).replace(/[1-9A-HJ-NP-Za-km-z]{12}/g, (key) => (store.members.has(key) ? nameOf(key) : key));
 
 export const Cards = ({ rows }) => html`<dl class="cards">${rows.map(([term, value, kind]) => html`
@@ -52,7 +52,7 @@ export function Table({ caption, heads, rows, numbers = [], empty = "none yet" }
 
 export const Notice = ({ kind = "", children }) => html`<p class=${`notice ${kind}`} role="status">${children}</p>`;
 
-// An action asks once more before it does what cannot be undone.
+// An action asks for confirmation if it cannot be undone.
 export function Action({ name, what, body, label, sure }) {
   const [state, setState] = useState("");
   const run = async () => {

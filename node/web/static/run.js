@@ -8,7 +8,7 @@ const OVER = ["done", "failed", "stopped"];
 
 export function Run({ id, go }) {
   const runs = [...store.runs.values()].reverse();
-  if (!runs.length) return html`<h1>Run</h1><${Notice}>No run yet. Begin one here, or: <code>${program} train RUN.toml</code><//><${Begin} />`;
+  if (!runs.length) return html`<h1>Run</h1><${Notice}>No run yet. Start one here, or with: <code>${program} train RUN.toml</code><//><${Begin} />`;
   const run = store.runs.get(id) || runs.find((each) => !OVER.includes(each.status)) || runs[0];
   const found = course(run.run);
   const member = new Set((run.plan ? run.plan.stages : []).flatMap((stage) => stage.replicas));
@@ -27,7 +27,7 @@ export function Run({ id, go }) {
     ${run.detail || (run.status !== "running" && run.reason) ? html`<${Notice} kind=${run.status === "failed" ? "bad" : "warn"}>${named(run.detail || run.reason)}<//>` : ""}
     <h2>Pipeline</h2><${Strip} run=${run} />
     <${Curves} course=${found} validations=${run.validations || []} />
-    <${Table} caption="What happened to it" heads=${["When", "Step", "What", "More"]} numbers=${[1]}
+    <${Table} caption="Events of the run" heads=${["When", "Step", "What", "More"]} numbers=${[1]}
       rows=${found.marks.slice(-60).reverse().map((mark, index) => [`${mark[0]}-${index}`, clock(mark[0]), count(mark[1]),
         html`<span class=${{ death: "bad", leave: "warn", join: "good" }[mark[2]] || ""}>${mark[2]}</span>`, named(mark[3])])} />
     <pre>${found.reading.join("\n")}</pre>
@@ -71,7 +71,7 @@ const LOSSES = [...LOSS, { label: "validation loss", stroke: "--warn", spanGaps:
 const RATE = [{ label: "samples/s", stroke: "--good" }];
 const SHARES = [{ label: "utilisation", stroke: "--good" }, { label: "bubble", stroke: "--warn" }];
 
-// The validation losses beside the points of the curve: each at the last point that is not after it.
+// The validation losses as a column next to the points of the curve: each at the last point before it.
 function beside(points, validations) {
   const column = points.map(() => null);
   for (const each of validations) {
@@ -94,7 +94,7 @@ function Curves({ course: found, validations }) {
   const deaths = found.marks.filter((mark) => mark[2] === "death").length;
   const shared = { marks: found.marks, version: found.version };
   return html`<h2>Course</h2>
-    <p class="quiet">Vertical lines: <span class="bad">death</span>, <span class="good">join</span>, plan change, going on.</p>
+    <p class="quiet">Vertical lines: <span class="bad">death</span>, <span class="good">join</span>, plan change, resumption.</p>
     <${Chart} label=${`Loss, from ${loss(first[2])} to ${loss(last[2])}; ${deaths} deaths marked`} series=${validations.length ? LOSSES : LOSS}
       data=${[columns.at, columns.loss, ...(validations.length ? [columns.validated] : [])]} height=${240} ...${shared} />
     <${Chart} label=${`Samples per second, now ${loss(last[3])}`} series=${RATE} data=${[columns.at, columns.rate]} ...${shared} height=${150} />

@@ -1,5 +1,5 @@
-// What the page knows: one snapshot, then deltas by server-sent events. The browser reconnects by itself and
-// names the last delta that it has; the node answers with what came after it, or with a new snapshot.
+// The data of the page: one snapshot, then deltas by server-sent events. The browser reconnects by itself and
+// sends the number of its latest delta. The node answers with the later deltas, or with a new snapshot.
 
 export const EVENTS_MAX = 2000;
 export const POINTS_MAX = 4000;
@@ -8,7 +8,7 @@ export const store = {
   link: "loading", at: 0, node: null, members: new Map(), runs: new Map(), courses: new Map(), events: [],
   links: new Map(), ways: new Map(), alerts: [], number: -1, skew: 0,
 };
-// How a person types our commands: in the shell of this node, and on another machine.
+// How a person types our commands in the shell of this node, and on a different machine.
 export const { program, elsewhere } = document.getElementById("page").dataset;
 // Texts name a command as a code span that begins with `peerloom`.
 export const typed = (text) => text.replace(/`peerloom((?: [^`]*)?)`/g, (_, rest) => program + rest);
@@ -76,7 +76,7 @@ function extend(run, what, rows, number) {
   course.version += 1;
 }
 
-// A run's course is asked for once somebody looks at it; from then on deltas go on with it.
+// A run's course is fetched once a person views it; from then on deltas extend it.
 export function course(run) {
   const known = store.courses.get(run);
   if (known) return known;
@@ -106,15 +106,15 @@ export function connect() {
   source.onopen = () => { if (store.node) { store.link = "live"; changed(); } };
 }
 
-// A refused stream may lack the token.
+// If a stream is refused, the token may be missing.
 const again = () => get("/api/view").then((got) => (got.status === 401 ? lock() : connect()), connect);
 function lock() {
   store.link = "locked";
   changed();
 }
 
-// The token is behind the # of the printed link; it stays in this window. Streams and downloads
-// take no header: theirs is in a query.
+// The token follows the # in the printed link, and stays in this window. Streams and downloads
+// cannot have headers, so their token is in the query.
 const given = /token=([0-9a-f]+)/.exec(location.hash);
 if (given) {
   sessionStorage.setItem("token", given[1]);

@@ -1,4 +1,4 @@
-// The swarm: who is in it, who is lost and why, and who noticed.
+// The swarm: its members, which ones were lost and why, and which peer noticed.
 import { html, useState } from "/static/vendor/htm-preact.js";
 import { Cards, Notice, Table, ago, bytes, count, flops, nameOf, seconds, short } from "/static/parts.js";
 import { elsewhere, store } from "/static/store.js";
@@ -27,14 +27,14 @@ export function Swarm() {
     ${members.length ? "" : html`<${Notice}>No other member yet. On another machine: <code>${elsewhere} --join
       ${" "}${store.node.join_address || "ADDRESS"}</code><//>`}
     <${Topology} />
-    <p class="quiet">Lines: peers that this node has heard prove who they are. Drag or arrows move, wheel or + - zoom, 0 fits.</p>
+    <p class="quiet">Lines lead to peers that have proved their identity to this node. Drag or use arrows to move, the wheel or + - to zoom, 0 to fit.</p>
     <div class="tools">
       <label>Find<input type="search" value=${filter} onInput=${(event) => setFilter(event.target.value)} /></label>
       <label>Status<select value=${status} onChange=${(event) => setStatus(event.target.value)}>
         <option value="">all</option>${Object.keys(ORDER).map((name) => html`<option>${name}</option>`)}</select></label>
       <span class="quiet">${count(found.length)} of ${count(members.length)}</span>
     </div>
-    <${Table} caption="Members, the lost ones too" numbers=${[7, 8]}
+    <${Table} caption="Members, including lost ones" numbers=${[7, 8]}
       heads=${["Name", "Peer", "Status", "Since", "Noticed by", "Found through", "Way", "Latency", "Offers", "Region", "Address"]}
       rows=${found.slice(0, rows).map((member) => [member.key, member.name || "-", html`<code>${short(member.key)}</code>`,
         html`<span class=${member.status}>${member.status}${member.reason ? `: ${member.reason}` : ""}</span>`, ago(member.since),

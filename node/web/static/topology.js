@@ -1,5 +1,5 @@
-// A picture of the swarm on a canvas: peers by region around this node, and only links that were verified, which
-// are those over which this node itself has heard the peer prove who it is. The table below says the same in words.
+// A picture of the swarm on a canvas: peers by region around this node, and only verified links, over which the
+// peer has proved its identity to this node. The table below has the same information as text.
 import { html, useEffect, useRef } from "/static/vendor/htm-preact.js";
 import { colour, nameOf, short } from "/static/parts.js";
 import { store } from "/static/store.js";
@@ -7,7 +7,7 @@ import { store } from "/static/store.js";
 const GOLDEN = Math.PI * (3 - Math.sqrt(5));
 const COLOURS = { alive: "--good", suspect: "--warn", dead: "--bad", left: "--quiet" };
 
-// Regions lie on a ring around this node; inside one a sunflower, near links first. Each region's room grows with its members.
+// Regions lie on a ring around this node. Within one, peers form a sunflower, nearest links first; its size grows with its members.
 export function layout(members, links) {
   const regions = new Map();
   for (const member of members) {
@@ -34,8 +34,8 @@ export function layout(members, links) {
       const [cx, cy] = alone ? [0, 0] : [x, y];
       places.push({ member, x: cx + far * Math.cos(index * GOLDEN), y: cy + far * Math.sin(index * GOLDEN) });
     });
-    // One group without a place is the whole swarm: there is nothing to tell apart.
-    if (name || !alone) labels.push({ name: name || "place not given", count: group.length, x: alone ? 0 : x, y: (alone ? 0 : y) - size - (alone ? 34 : 6) });
+    // A single group without a location is the whole swarm, and needs no label.
+    if (name || !alone) labels.push({ name: name || "location not given", count: group.length, x: alone ? 0 : x, y: (alone ? 0 : y) - size - (alone ? 34 : 6) });
   }
   return { places, labels };
 }
@@ -110,7 +110,7 @@ export function paint(canvas, picture, view) {
     context.beginPath();
     for (const { member, x, y } of picture.places) {
       if (member.status !== status) continue;
-      if (status === "dead") { // a cross, so that colour is not all that tells
+      if (status === "dead") { // a cross, so that colour is not the only difference
         context.moveTo(x - 3, y - 3); context.lineTo(x + 3, y + 3); context.moveTo(x + 3, y - 3); context.lineTo(x - 3, y + 3);
       } else { context.moveTo(x + 3.6, y); context.arc(x, y, 3.6, 0, 2 * Math.PI); }
     }
