@@ -506,7 +506,7 @@ def _data_that_stays(play: Play) -> None:
     play.show(
         "Data that stays with its owner exceptional",
         said,
-        'train.federated: data stays with its owners in train.mode = "local" alone',
+        'train.federated: data stays with its owners only in train.mode = "local"',
     )
     data = load_digits()
     marks = []

@@ -334,7 +334,7 @@ def test_an_encoder_returns_the_vectors_of_transformers(
         assert refused.value.code == "context_length_exceeded"
         with pytest.raises(openai.BadRequestError, match="is a language model"):
             client.embeddings.create(model="tiny", input="a")
-        with pytest.raises(openai.BadRequestError, match="ask /v1/embeddings"):
+        with pytest.raises(openai.BadRequestError, match="Use /v1/embeddings"):
             client.completions.create(model="vectors", prompt="a")
         with pytest.raises(openai.BadRequestError, match="dimensions: vectors has 32"):
             client.embeddings.create(model="vectors", input="a", dimensions=33)

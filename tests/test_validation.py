@@ -215,7 +215,7 @@ def test_a_metric_that_the_model_lacks_is_refused_with_the_available_ones(data: 
 @pytest.mark.parametrize("key", [{"validate_every": 5}, {"watch": "accuracy"}, {"keep": "best"}])
 def test_keys_of_exact_mode_are_refused_in_local_mode(key: dict[str, Any]) -> None:
     run = RunFile("simple-cnn", train=TrainTable(mode="local", **key))
-    with pytest.raises(UsageError, match=f"train.{next(iter(key))}: is for train.mode"):
+    with pytest.raises(UsageError, match=f"train.{next(iter(key))}: is only for train.mode"):
         check_run_file(run, "RUN.toml")
 
 
@@ -239,7 +239,7 @@ def test_a_manifest_with_impossible_validations_is_refused(
 ) -> None:
     signer = IdentitySigner(Identity(bytes(32)), "swarm")
     wanted = manifest(validation=validation, validation_samples=samples)
-    with pytest.raises(RemoteProtocolError, match="validated by a metric or by samples that it has not"):
+    with pytest.raises(RemoteProtocolError, match="validation uses a metric or samples"):
         make_run(signer, wanted)
 
 

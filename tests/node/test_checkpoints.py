@@ -196,9 +196,9 @@ def unsigned(checkpoint: form.Checkpoint) -> bytes:
 
 HOSTILE: dict[str, tuple[Callable[[form.Checkpoint], bytes], str]] = {
     "another version": (changed(version=2), "Expected `int`"),
-    "another run": (changed(run=bytes(32)), "another run than its manifest's"),
-    "another manifest": (with_other_run, "another run than its manifest's"),
-    "another graph": (changed(graph=bytes(32)), "another graph"),
+    "another run": (changed(run=bytes(32)), "belong to different runs"),
+    "another manifest": (with_other_run, "belong to different runs"),
+    "another graph": (changed(graph=bytes(32)), "differs from its run's graph"),
     "a step too late": (changed(step=STEPS_MAX + 1), "after the last step"),
     "negative": (changed(samples=-1), "Expected `int`"),
     "no stages": (with_stages(), "length >= 1"),
@@ -226,12 +226,12 @@ async def test_a_checkpoint_has_exactly_one_encoding() -> None:
     _, data = await signed(MemoryStorage())
     fact = msgspec.msgpack.decode(data)
     padded = msgspec.msgpack.encode([*fact, None])
-    with pytest.raises(RemoteProtocolError, match="in another form"):
+    with pytest.raises(RemoteProtocolError, match="canonical encoding"):
         form.check_checkpoint(signer(), padded)
     with pytest.raises(RemoteProtocolError, match="at most"):
         form.check_checkpoint(signer(), bytes(form.CHECKPOINT_BYTES_MAX + 1))
     part = form.encode_part(cut_state(memoryview(b"x"), memoryview(b""), Shelf().put))
-    with pytest.raises(RemoteProtocolError, match="in another form"):
+    with pytest.raises(RemoteProtocolError, match="canonical encoding"):
         form.decode_part(msgspec.msgpack.encode([*msgspec.msgpack.decode(part), 0]))
 
 
@@ -495,5 +495,5 @@ def test_a_checkpoint_that_does_not_fit_its_graph_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="larger or smaller"):
         list(pieces(of.model.graph, stages=(one,)))
     wrong = msgspec.structs.replace(stages[0], digest=bytes(32))
-    with pytest.raises(RemoteProtocolError, match="not what its checkpoint says"):
+    with pytest.raises(RemoteProtocolError, match="does not match its checkpoint"):
         list(pieces(of.model.graph, stages=(wrong, stages[1])))

@@ -79,7 +79,7 @@ async def test_bytes_sent_too_early_after_an_answer_are_refused() -> None:
         address = make_address(*listeners[0].socket.getsockname())
         with pytest.raises(Unreachable) as refusal:
             await dial(address, credentials("a", Swarm("test")))
-        assert "before it is their turn" in str(refusal.value.__context__)
+        assert "before the peer's turn" in str(refusal.value.__context__)
         nursery.cancel_scope.cancel()
 
 
@@ -105,7 +105,7 @@ async def test_outsiders_are_counted_and_get_no_answer() -> None:
     member = make("b", keys=[KEY])
     async with running(member):
         for outsider in make("o", keys=[OTHER_KEY]), make("p", swarm="other", keys=[KEY]):
-            with pytest.raises(Unreachable, match="another swarm key is as silent"):
+            with pytest.raises(Unreachable, match="different swarm key does not answer"):
                 await outsider.identify(member.addresses[0])
         with pytest.raises(Unreachable):
             await make("q").identify(member.addresses[0])

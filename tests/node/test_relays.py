@@ -243,7 +243,7 @@ async def test_a_relay_connects_a_hidden_node_but_reads_nothing() -> None:
         world.guest.send(world.hidden.peer, PING, b"short")
         assert await arrival(world.hidden) == (world.guest.peer, b"short")
         assert await world.guest.identify(world.hidden.circuits[0].of(world.hidden.peer)) == world.hidden.peer
-        with pytest.raises(Unreachable, match="does not say who"):
+        with pytest.raises(Unreachable, match="does not name the peer"):
             await world.guest.identify(world.hidden.circuits[0])
         # The relay itself reaches the hidden node too.
         assert await ask(world.relay, world.hidden.peer) == b"there?"

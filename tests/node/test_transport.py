@@ -201,7 +201,7 @@ async def test_link_local_addresses_are_not_announced() -> None:
         alice.announce(make_address("fd00::1", 1))
         assert len(alice.addresses) == len(told) + 1
     assert dialable([("fe80::1%lo", 1)]) == ()
-    with pytest.raises(UsageError, match="of which link"):
+    with pytest.raises(UsageError, match="needs its interface"):
         await bind_all([("fe80::1", 0)])
 
 

@@ -261,7 +261,7 @@ def test_stages_are_not_cut_where_layers_stay_together() -> None:
     wanted = stack.manifest(stages=2, local=LOCAL, together=((0, count - 1),))
     assert stage_ranges(wanted, model.graph) == [(0, count - 1), (count - 1, count)]
     whole = stack.manifest(stages=2, local=LOCAL, together=((0, count),))
-    with pytest.raises(ValueError, match="stays together"):
+    with pytest.raises(ValueError, match="stay together"):
         stage_ranges(whole, model.graph)
 
 

@@ -72,8 +72,8 @@ def test_a_recruited_liar_ruins_only_runs_that_average_by_mean(choice: Any, rule
             {"strategy": "diloco", "codec": "topk64"},
             "train.aggregate median: codec topk64 sends only a few values",
         ),
-        ({"mode": "exact"}, 'train.aggregate: is for train.mode = "local"'),
-        ({"mode": "auto"}, 'train.aggregate: is for train.mode = "local"'),
+        ({"mode": "exact"}, 'train.aggregate: is only for train.mode = "local"'),
+        ({"mode": "auto"}, 'train.aggregate: is only for train.mode = "local"'),
     ],
 )
 def test_a_rule_that_contradicts_a_run_file_is_refused(train_table: dict[str, Any], said: str) -> None:

@@ -63,7 +63,7 @@ async def test_outsiders_cannot_start_a_run_or_change_a_limit(
         ("model = 7", "model"),
         (RUN.replace("simple-cnn", "/tmp/own.py:make"), "your own code"),
         (RUN.replace("digits", "/tmp/own.py:samples"), "your own code"),
-        (RUN + "#" * 40_000, "letters"),
+        (RUN + "#" * 40_000, "characters"),
         (RUN.replace("steps = 2", "steps = -2"), "steps"),
     ],
 )

@@ -189,7 +189,7 @@ async def test_the_requested_choice_of_tools_is_followed() -> None:
         for choice in ({"type": "function", "function": {"name": "other"}}, "perhaps", {"type": "custom"}):
             with pytest.raises(openai.BadRequestError, match="tool_choice"):
                 await ask(page, key, creating("chat.completions", **fields, tool_choice=choice))
-        with pytest.raises(openai.BadRequestError, match="use tools and"):
+        with pytest.raises(openai.BadRequestError, match="needs tools"):
             await ask(
                 page,
                 key,
