@@ -271,7 +271,7 @@ def test_a_document_in_an_unreadable_encoding_is_refused(encoding: str) -> None:
 @pytest.mark.parametrize("url", ["http://[", "//[/x", "http://\u2100/", "http://[::1", "http://a:b/"])
 def test_an_invalid_url_is_refused(url: str) -> None:
     for document in (description(url), description("/ctl", base=url)):
-        with pytest.raises(UpnpFault, match="a place"):
+        with pytest.raises(UpnpFault, match="an address"):
             control_point(document, HOST, 80, "/")
 
 

@@ -86,7 +86,7 @@ async def test_different_settings_are_reported_for_every_id() -> None:
             await other.identify(members.addresses[0].of(None))
     assert (refusal.value.reason, refusal.value.detail) == (
         "work",
-        f"this swarm has work_bits {BITS}, this node {BITS - 1}: start with --work-bits {BITS}",
+        f"this swarm has work_bits {BITS}, but this node has {BITS - 1}: start with --work-bits {BITS}",
     )
 
 
