@@ -252,7 +252,7 @@ async def test_every_failure_states_its_reason() -> None:
             (unused_address(), "refused", "no node listens on port"),
             (other.addresses[0], "refused", "another swarm or is not a peerloom node"),
             (Address("dns", "no-such-machine.invalid", 1), "unknown", "no-such-machine.invalid"),
-            (Address("ip6", "fe80::1", 1), "unknown", "say which, as in [fe80::1%eth0]:1"),
+            (Address("ip6", "fe80::1", 1), "unknown", "Add the interface, as in [fe80::1%eth0]:1"),
             (Address("ip6", "fe80::1%no-such-link", 1), "unknown", "fe80::1%no-such-link"),
         ]
         for address, reason, words in expected:
