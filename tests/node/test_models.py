@@ -126,7 +126,7 @@ def test_an_oversized_graph_is_refused_before_it_is_received() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         model = model_of(classifier(8))
         model.put(b)
-        with pytest.raises(Unreachable, match="at most 100 wanted"):
+        with pytest.raises(Unreachable, match="at most 100 are wanted"):
             await a.runs.models.get(model.hash, [b.peer])
 
     two_nodes(scenario, graph_bytes_max=100)
@@ -264,7 +264,7 @@ def test_initial_values_are_fetched_in_ranges_and_checked() -> None:
         assert stage.asked == ["Reload"]
         assert model.values is not None
         b.seams.storage.write(values_name(model.hash), model.values[:-1] + b"\7")
-        with pytest.raises(StageFailed, match="another digest"):
+        with pytest.raises(StageFailed, match="differs from the graph"):
             await a.runs.models.fill(Arena(), specification, [b.peer])
         b.seams.storage.write(values_name(model.hash), model.values[:-1])
         with pytest.raises(StageFailed, match="did not arrive in time"):
@@ -324,7 +324,9 @@ def test_layers_to_keep_together_become_ranges_in_the_manifest() -> None:
     assert made("keep_tied = true").together == (), (
         "simple-cnn has layers that are kept together without a wish"
     )
-    with pytest.raises(UsageError, match=r"RUN\.toml: plan\.together: no module and no layer 'h\.0'"):
+    with pytest.raises(
+        UsageError, match=r"RUN\.toml: plan\.together: there is no module and no layer 'h\.0'"
+    ):
         made('together = [["h.0"]]')
 
 
