@@ -20,7 +20,8 @@ from crypto.identity import PeerId, parse_peer, peer_text
 
 PORT_MAX = 65_535
 ADDRESSES_MAX = 8
-"""Maximum number of addresses in one contact: enough for a few interfaces with two address families each."""
+"""Maximum number of addresses in one contact: enough for a few interfaces with two address families each.
+More would only be spam."""
 ADDRESS_LENGTH_MAX = 200
 """Maximum number of characters in an address. A circuit through an IPv6 relay has 181."""
 PLACE_LENGTH_MAX = 160

@@ -149,9 +149,9 @@ class Crowd(Generic[Member]):
         return self._sources.members(source)
 
     def greedier(self, source: bytes) -> Collection[Member]:
-        """Return the members of the largest source, if that source would still be larger after one more
-        member joins from `source`. Otherwise return the members of the largest network by the same rule, or
-        nothing. The oldest come first."""
+        """Return the members of the largest source, if it has more members than `source` would have with one
+        more. If it has equally many, return the members of the largest network by the same rule. Otherwise
+        return none. The oldest come first."""
         own = self._sources.size(source) + 1
         if self._sources.size_of_largest > own:
             return self._sources.largest()

@@ -84,7 +84,8 @@ def _holds_text(kind: inspect.Type, above: set[type]) -> bool:
         case inspect.CollectionType(item_type=item):
             return _holds_text(item, above)
         case inspect.StructType(cls=struct):
-            # The result for a recursive struct is not known yet, so it is not cached.
+            # The result for a struct that contains itself is not known yet, so it counts as a struct with
+            # text here.
             return struct in above or bool(_fields_with_text(struct, above))
         case inspect.AnyType():
             return True

@@ -97,8 +97,8 @@ def parse_peer(text: str) -> PeerId:
 
 def _parse_cid(text: str) -> PeerId:
     head = _CID_HEAD + _MULTIHASH_PREFIX
-    # Multibase's "b" means lower case without padding. b32decode accepts only upper case and requires
-    # padding.
+    # Multibase's "b" means lower case without padding. b32decode accepts only upper case. No padding is
+    # needed, because the 40 bytes fill 64 characters exactly.
     raw = base64.b32decode(text[1:].upper()) if text.isascii() and text.islower() else b""
     if len(raw) != len(head) + PEER_ID_BYTES or not raw.startswith(head):
         raise ValueError(f"'{text}' is not the CID of an Ed25519 peer id")

@@ -133,8 +133,7 @@ class _Scope(Generic[H]):
 
 
 class Register(Generic[H]):
-    """All holders of one kind. The register only removes the evicted holders that it returns; their owner
-    must close them."""
+    """All holders of one kind. An evicted holder has already left the register; its owner must close it."""
 
     def __init__(self, budget: Budget) -> None:
         self._all: _Scope[H] = _Scope(budget)

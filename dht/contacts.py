@@ -75,8 +75,8 @@ class Contacts:
         self._verify(now, self._table.remove(peer))
 
     def meet(self, now: float, sender: PeerId, texts: tuple[str, ...]) -> None:
-        """Handle the sender of a request: refresh a known contact, ping an unknown peer if there is room,
-        ignore a client."""
+        """Handle the sender of a request: refresh a known contact, ping an unknown peer if there is room, and
+        remove a client."""
         if texts == CLIENT_ADDRESSES:
             self.remove(now, sender)
             return
@@ -108,7 +108,7 @@ class Contacts:
             contact.watched = False  # a late answer may arrive after the other part stopped monitoring
 
     def welcome(self, now: float, contact: Contact, texts: tuple[str, ...], token: bytes) -> None:
-        """Add a contact that answered to the table, unless it is a client."""
+        """Add the contact, which has answered, to the table, unless it is a client."""
         if texts == CLIENT_ADDRESSES:
             self.remove(now, contact.peer)
             return

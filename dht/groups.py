@@ -123,7 +123,7 @@ def spread(members: Sequence[Member], count: int, group_max: int) -> list[Member
 def crowding_one(members: Collection[Member], group: bytes | None, group_max: int) -> Member | None:
     """Return the last member of the largest group if it should make room for a newcomer of `group`, else
     None. The largest group must have more than `group_max` members, and after the loss still be at least as
-    large as the newcomer's group."""
+    large as the newcomer's group with the newcomer in it."""
     groups = [member.group for member in members if member.group is not None]
     if len(groups) <= group_max or len({*groups}) == len(groups):
         return None  # the usual case, checked before the slower count

@@ -150,8 +150,9 @@ class Kademlia:
         return self._drain()
 
     def add(self, now: float, peer: PeerId, addresses: Sequence[Address]) -> Sends:
-        """Consider a peer that another part of the node monitors, and for which it will call `remove` on its
-        death or `unwatch`. The peer is pinged if there is room, and is a contact once it answers.
+        """Consider a peer that another part of the node monitors. That part will call `remove` if the peer
+        dies, or `unwatch` when it stops monitoring. The peer is pinged if there is room, and is a contact
+        once it answers.
 
         It is not added to the waiting contacts. A node that hears of all peers would otherwise exchange pings
         with half of them, to prepare for a loss that the next hint repairs anyway.

@@ -282,9 +282,9 @@ class Table:
     def failed(self, now: float, peer: PeerId, asked: float) -> Contact | None:
         """Record that `peer` left a request unanswered that was sent at `asked`.
 
-        Return the contact if the failure counts and it keeps its place; otherwise return its replacement.
-        Several requests within one silence count once, because otherwise a short outage of our own would
-        empty the table.
+        Return the contact if the failure counts and the contact keeps its place. If it loses its place,
+        return the contact that replaces it. Return None in all other cases. Several requests within one
+        silence count once, because otherwise a short outage of our own would empty the table.
         """
         contact = self.get(peer)
         if contact is None:

@@ -40,8 +40,8 @@ class KademliaSettings:
     request is sent a second time after the usual round trip, at the latest after half of this."""
 
     request_seconds_max: float = 3.0
-    """The same for a peer that is known to be far or slow: twice its usual time, but at most this; at least
-    `request_seconds`."""
+    """The same for a peer that is known to be far or slow: three times its usual answer time, but at most
+    this; at least `request_seconds`."""
 
     paths: int = 4
     """Number of disjoint paths of an important lookup (S/Kademlia); 1 or more. A liar can spoil only the path

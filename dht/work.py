@@ -1,8 +1,8 @@
 """Proof of work on node ids, which makes it expensive to create many (S/Kademlia section 4.1, static puzzle).
 
 Without it, an attacker that wants 20 ids next to a key generates 20 times as many key pairs as the network
-has nodes. With d bits of work, each usable id costs 2^d key pairs. An honest node pays this once, for its
-only id. `docs/dht.md` has the measured table.
+has nodes. With d bits of work, each of these attempts costs 2^d key pairs. An honest node pays this once, for
+its only id. `docs/dht.md` has the measured table.
 """
 
 import hashlib

@@ -22,8 +22,8 @@ HINTS_MAX = 256
 """Maximum number of accused members that wait for a probe. Further accusations are ignored, because they will
 be repeated."""
 HINTS_PROBED_MAX = 16
-"""Maximum number of accused members probed simultaneously, so that a message with 32 lies causes no more
-probes."""
+"""Maximum number of accused members probed simultaneously; a message with 32 lies causes no more probes than
+this."""
 DOUBTED_MAX = 32
 """Maximum number of accused members that wait for a place in the round; they are also counted in
 HINTS_MAX."""

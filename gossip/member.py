@@ -132,7 +132,7 @@ class Condition(enum.StrEnum):
 @dataclass(frozen=True)
 class MemberDegraded:
     """A live member answers this peer late, or only through others. `rate` is the share of the latest probes
-    that it answered in time, `seconds` the time that it usually takes to answer."""
+    that it answered in time, `seconds` the time that an answer takes."""
 
     peer: PeerId
     condition: Condition

@@ -20,9 +20,8 @@ Reports = Mapping[PeerId, Report]
 def likely_steps(
     reports: Reports, local_steps: int, passed_over: Collection[PeerId] = (), *, are_tried: bool = False
 ) -> LikelySteps:
-    """Return the credible steps of the other members, except those in `passed_over`: the steps of the lower
-    half of them, and a range of some rounds of `local_steps` around these. `are_tried`: the state is tested
-    before use."""
+    """Return the credible steps of the other members, except those in `passed_over`: their lower median, plus
+    or minus LIKELY_ROUNDS rounds of `local_steps`. `are_tried`: the state is tested before use."""
     steps = _steps({peer: report for peer, report in reports.items() if peer not in passed_over})
     return replace(newcomer_steps(steps, LIKELY_ROUNDS * local_steps, are_equal=False), is_newest=are_tried)
 

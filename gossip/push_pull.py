@@ -180,7 +180,8 @@ class Exchange:
             if self._scope.joining:
                 self._search(self._scope.own_key())
             elif self._scope.lopsided(self._table.live_peers()):
-                # The peers nearest to us may not list these peers, so they cannot name them.
+                # The peers nearest to us may not list the peers that we miss in the other half of our scope,
+                # so they cannot name them.
                 self._search(self._scope.key_beyond())
             elif self._syncs >= self._search_syncs:
                 # All the peers that we know may lack the same member that we lack.

@@ -17,7 +17,7 @@ SHARES = 4
 or a network (an IPv4 address, a /64) of members without an introducer. Before that, an honest first seed may
 name a thousand members."""
 SHARE_MIN = 64
-"""Minimum number of members that one source may have, however short the list is."""
+"""Number of members that one source may always have, however short the list is."""
 
 HostOf = Callable[[PeerId], str | None]
 

@@ -113,7 +113,8 @@ class Swim:
         self._measures = AnswerMeasures(self._table, settings, rng)
         self.coordinates, self.clocks = self._measures.coordinates, self._measures.clocks
         self.wall_offset: float | None = None
-        """How far this machine's wall clock is ahead of `now`. None: acks carry no time."""
+        """How far this machine's wall clock is ahead of `now`, set by the driver of this core. None: acks
+        carry no time."""
         self.punctuality = self._table.punctuality
         self._prober = Prober(self._beliefs, self._measures, settings, self.events, rng.getrandbits(31))
         self._flight = self._prober.flight

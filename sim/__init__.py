@@ -1,7 +1,7 @@
 """The simulator: runs real protocol code in virtual time, as bare cores (`engine`) or as whole nodes
 (`seams`).
 
-sim.run("churn", seed=7).write("out") play a scenario, check it and measure it: `sim.experiment`
+sim.run("churn", seed=7).write("out")      play a scenario, check it and measure it: `sim.experiment`
 """
 
 import os

@@ -182,7 +182,7 @@ class ColumnStepped:
 
 @dataclass(frozen=True)
 class StageAveraged:
-    """The peer's copy of a stage in local mode became the mean of several members' copies."""
+    """The peer's copy of a stage in local mode became the mean of the copies of this many `members`."""
 
     run: bytes
     stage: int

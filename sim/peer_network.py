@@ -171,7 +171,7 @@ class SimNetwork(SingleHomed):
     def send(
         self, peer: PeerId, protocol: str, message: bytes, *, by_stream: bool = False, is_answer: bool = False
     ) -> None:
-        del is_answer  # a reply is sent by stream if the request came by stream
+        del is_answer  # a reply by stream answers a request that came by stream
         if len(message) > ONE_SHOT_BYTES_MAX:
             raise LocalProtocolError(
                 f"{len(message)} bytes of {protocol} are too long for a message. Open a stream."

@@ -17,7 +17,7 @@ from sim.network.places import Place
 from sim.network.sizes import SentTraffic, envelope_bytes
 
 WAKES_AT_ONCE_MAX = 1_000
-"""Maximum number of wakes of one core within one microsecond. A core that reaches it does not move its
+"""Maximum number of wakes of one core within one microsecond. A core that exceeds it does not move its
 deadline, which is a bug."""
 
 Order = Callable[[Any, float], Sends]

@@ -10,9 +10,9 @@ tokens.
              that resulted from ee, and so hashed; then its shared secret is mixed in (MixKey)
 
 So everything from the responder's static key on is sealed under both X25519 and ML-KEM: breaking only one of
-them reveals nothing. Authentication rests on X25519 and Ed25519 alone, because a future quantum computer
-cannot forge a handshake that happens today. The draft has neither ML-KEM nor a published test vector. So the
-protocol's name, which is hashed first, begins with `Peerloom_` instead of `Noise_`.
+them reveals nothing. Authentication rests on X25519 and Ed25519 alone. That is enough, because a future
+quantum computer cannot forge a handshake that happens today. The draft has neither ML-KEM nor a published
+test vector. So the protocol's name, which is hashed first, begins with `Peerloom_` instead of `Noise_`.
 
 Not here: the meaning of payloads (`peer_handshake`), and the framing of messages (`node.transport`).
 """

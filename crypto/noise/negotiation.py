@@ -73,6 +73,7 @@ def names_of(numbers: bytes) -> str:
 
 
 def prologue(swarm: str, offer: bytes, answer: bytes) -> bytes:
-    """Return the bytes on which both sides must agree. Each part is preceded by its length."""
+    """Return the bytes on which both sides must agree. The length of each part can be read from these
+    bytes."""
     name = swarm.encode()
     return b"".join((_DOMAIN, len(name).to_bytes(4, "big"), name, offer, answer))

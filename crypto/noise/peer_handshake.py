@@ -14,7 +14,7 @@ everything sent so far. So a responder spends one hash on an outsider and does n
 an outsider nothing of itself: it sends its own keys and id only after the peer has proved that it knows the
 secret and is the expected peer. A replayed first flight is treated like an outsider's, see `replay_cache`.
 
-No sockets, no clocks: the driver passes it exactly `wanted` bytes at a time, a bounded number of times, and
+No sockets, no clocks: the driver passes it exactly `wanted` bytes at a time, which is a bounded number, and
 enforces its own deadline. On failure the driver also decides whether to close the connection or to keep it
 open in silence, see `PeerHandshake.knows_swarm`.
 """

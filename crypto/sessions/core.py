@@ -164,7 +164,7 @@ class Sessions:
 
     def doubt(self) -> None:
         """Distrust all sessions, so that the next message to each peer begins a handshake. For use when a
-        different process may have replaced our sessions with its own."""
+        second process with our identity may have replaced our sessions with its own."""
         for state in self._table.peers.values():
             state.doubted = True
 
@@ -242,7 +242,8 @@ class Sessions:
         if request is not None:
             state.reply_at = min(state.reply_at, now + REPLY_SECONDS)
             datagram = Datagram(state.peer, request.name.decode(), request.payload, newest=True)
-        # If our own handshake is valid, it was sent to the address where we believe the peer is.
+        # If our own initiation won instead, it already asks for the peer at the address where we believe the
+        # peer is.
         is_there = state.next is not None and state.next_source == source and state.is_at(source)
         if is_there:
             answers += self._flush(now, state)

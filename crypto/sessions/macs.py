@@ -3,8 +3,8 @@
 mac1 covers a handshake packet with a key derived from the swarm's secret and the receiver's peer id. A sender
 that does not know both gets no answer and costs us only a hash. A cookie is a MAC over the sender's address
 with a key that only we have. Sending it back (mac2 is keyed with it) proves that the sender receives packets
-at that address. This follows WireGuard's paper, section 5.4.7, except that the cookie is sealed under a key
-that only members can compute, and bound to the packet that it answers.
+at that address. This follows WireGuard's paper, section 5.4.7. The cookie is sealed under a key that only
+members can compute, and it is bound to the packet that it answers.
 """
 
 import hmac

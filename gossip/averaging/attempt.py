@@ -366,8 +366,8 @@ class Attempt:
 
     @property
     def _stall_at(self) -> float:
-        """The time at which to stop waiting for a chunk. It is earlier once an owner is lost, when there was
-        time to ask all others."""
+        """The time at which to stop waiting for a chunk. Once an owner is lost, it is earlier: just late
+        enough to ask all other members."""
         seconds = self._patience.stall_seconds
         if self._gather.commit and any(place in self._lost for place in self._gather.incomplete):
             seconds = min(seconds, self._patience.ask_seconds * (len(self._others) + 1))
@@ -375,7 +375,8 @@ class Attempt:
 
     @property
     def _gone(self) -> set[int]:
-        """The lost members that cannot be reached. Others were only silent, so they still get messages."""
+        """The lost members that cannot be reached. A lost member that was only silent may be late, so it
+        still gets messages."""
         return self._lost.keys() - self._silent
 
     @property

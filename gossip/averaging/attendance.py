@@ -10,7 +10,7 @@ say. It decides three things:
 - Which peer should propose a group: first the peers that have completed a round, last those that failed to
   propose.
 
-After each delay that a peer causes, the group does without it for `COST_FACTOR` times as long, doubled with
+After each delay that a peer causes, this peer does without it for `COST_FACTOR` times as long, doubled with
 each repetition. So a silent or slow peer costs a bounded share of the time. A completed round forgives
 failures, and coming in time forgives lateness. A peer that has completed a round before is excused
 occasionally, because an honest machine stalls now and then, and two members that exclude each other train
@@ -145,7 +145,8 @@ class Attendance:
             record.is_tried = False
 
     def failed(self, now: float, peers: Iterable[PeerId], seconds: float) -> None:
-        """Record an attempt of `seconds` that failed, or took longer, because these peers sent nothing."""
+        """Record an attempt of `seconds` that failed, or took longer, because these peers did not send their
+        data."""
         for peer in peers:
             record = self._record(peer)
             record.withdrawals = 0

@@ -222,7 +222,7 @@ class TopK:
         top = self._top_of(size)
         rows = np.frombuffer(data, np.uint8).reshape(blocks, -1)
         scales = np.ascontiguousarray(rows[:, :8]).view("<f4")
-        # The scales must be ordered, not negative, finite, and small enough to add up.
+        # The scales must not be NaN, negative, infinite, or too large to add up.
         if not ((scales >= 0) & (scales < 1e38)).all():
             raise RemoteProtocolError("a chunk with a scale that no encoder writes")
         bits = np.unpackbits(rows[:, 8:], axis=1)

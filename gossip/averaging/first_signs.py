@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 from math import inf
 
 UNHEARD_FACTOR = 4.0
-"""A member may take this many times as long as most others did, so a slow network extends the deadline for
-all."""
+"""A member may take this many times as long as most others did, so a slow machine or network extends the
+deadline for all."""
 
 
 class FirstSigns:

@@ -92,8 +92,8 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
 class Group(msgspec.Struct, frozen=True, array_like=True):
     """Everything that the members of one attempt must agree on.
 
-    `name` is chosen by the caller: a run, or one of its stages. `round` increases by one per round; `number`
-    counts the attempts of one round.
+    `name` is chosen by the caller: a run, or one of its stages. `round` counts up; `number` counts the
+    attempts of one round.
     """
 
     name: Annotated[bytes, msgspec.Meta(max_length=NAME_BYTES_MAX)]

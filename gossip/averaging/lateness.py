@@ -15,8 +15,8 @@ from statistics import fmean
 from crypto.identity import PeerId
 
 ROUNDS_MIN, ROUNDS_MAX = 3, 8
-"""Number of rounds that establish a habit (a wrongly established habit costs the duration of a round for
-each), and number of rounds that are remembered."""
+"""Number of rounds that establish a habit (each of them may cost a round's time if the habit is wrong), and
+number of rounds that are remembered."""
 DEVIATIONS = 4.0
 
 

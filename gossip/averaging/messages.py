@@ -27,7 +27,7 @@ CHUNK_BYTES_MAX = CHUNK_ITEMS * 8 + 4_096
 CHUNKS_ASKED_MAX = 1_024
 """Maximum number of chunks named in one request; a member that lacks more asks again."""
 MESSAGE_BYTES_MAX = CHUNK_BYTES_MAX + 4_096
-"""Maximum size of a message, which is a chunk. The have-set of a full group takes under 4 KiB."""
+"""Maximum size of a message; the largest is a chunk. The have-set of a full group takes under 4 KiB."""
 OPENING_BYTES_MAX = 256
 """Maximum size of an opening, including room for fields of later versions."""
 COMMITMENT_PURPOSE = "averaging-commitment"

@@ -2,8 +2,8 @@
 
 An identity costs nothing, so a liar could create many identities that prove themselves liars, in order to
 push out its own proof. So the first proofs to be evicted are those whose authors this node knows least
-(`ProofStanding`); only among equals the oldest goes first. Therefore, only equally many proofs against other
-members that completed rounds with this node can push out the proof against one that did.
+(`ProofStanding`); only among equals the oldest goes first. The proof against a peer that completed rounds
+with this node is evicted only if all proofs here are against such peers.
 """
 
 from collections.abc import Callable, Iterable
@@ -69,7 +69,7 @@ class ProofTable:
 
     def add(self, liar: PeerId, evidence: Evidence) -> bool:
         """Keep a proof, and return whether it was kept. If the table is full, it replaces the oldest of those
-        with the lowest standing, unless that standing is higher than its author's."""
+        with the lowest standing, unless that standing is higher than the standing of `liar`."""
         run = evidence.group.name
         newest = KeptProof(evidence, self._standing(run, liar))
         if len(self._kept) >= self._kept_max and (run, liar) not in self._kept:

@@ -73,7 +73,7 @@ class Scatter:
 
     @property
     def is_committed(self) -> bool:
-        """Whether this member has sent its commitment, or has nothing to commit to."""
+        """Whether this member has sent its commitment, or has no vector to commit."""
         return self._outgoing is None or self._place in self._commitments
 
     def chunk(self, place: int, number: int) -> Chunk:

@@ -1,5 +1,5 @@
-"""The signed statements of an attempt's members, by purpose and author, and the proofs that a member made
-two."""
+"""The signed statements of an attempt's members, by purpose and author, and the proofs that a member made two
+different ones."""
 
 from collections.abc import Collection, Sequence
 

@@ -46,7 +46,7 @@ class PlansFollow(Checker):
         if known != (event.height, event.parent):
             raise self.broken(f"{what} had height {known[0]} or a different parent on another peer")
         if (event.height == 0) != (event.parent == NO_HASH):
-            raise self.broken(f"{what} must have a parent, unless it is the first plan")
+            raise self.broken(f"{what} must have a parent, or be the first plan and have none")
         if event.height:
             parent = self._heights.get((event.run, event.parent))
             if parent is None:

@@ -151,9 +151,7 @@ class SumsAgree(Checker):
             both = sorted(set(others) & set(numbers)) if stage == event.stage and other != peer else ()
             if both:
                 whose = f"{world.name(other)} and of {world.name(peer)}, both of stage {stage + 1}"
-                raise self.broken(
-                    f"micro-batch {both[0]} of step {event.step} is in the sums both of {whose}"
-                )
+                raise self.broken(f"micro-batch {both[0]} of step {event.step} is in the sums of {whose}")
         applied[event.stage, peer] = numbers
         _put(self._applied, (event.plan, event.step), applied)
         rows = self._commits.get((event.plan, event.step))

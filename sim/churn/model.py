@@ -30,8 +30,8 @@ class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Churn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sessions and absences. A profile fills in settings that are not given. `speedup` divides all times, so
     that an hour of a profile fits into a short experiment. The first `permanent` peers in the list never
-    leave. A share `crash_share` of departures are crashes, the others have a goodbye. `remembers`: peers that
-    return have their disks.
+    leave. A share `crash_share` of departures are crashes; in the others the peer says goodbye. `remembers`:
+    peers that return have their disks.
 
     `trace`: a file of arrivals and departures that replaces sessions and absences. `wave_depth`: how much the
     rates of arrival and departure vary over a day of `wave_seconds`, which begins at noon. `versions`: the

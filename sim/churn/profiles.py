@@ -5,8 +5,8 @@ distribution of shape 0.545 and scale 357.7 minutes, later sessions by 0.615 and
 and 413.7. The peers of a scenario come back again and again, so all their sessions are drawn as later ones.
 In the steady state a fifth of the peers is up.
 
-bittorrent: sessions have a Weibull distribution of 0.63 and 287.9 minutes. That study has no absences; the
-profile uses those of KAD.
+bittorrent: sessions have a Weibull distribution of shape 0.63 and scale 287.9 minutes. That study has no
+absences; the profile uses those of KAD.
 
 spot: preemptible machines, with the bathtub and its hard stop at 24 hours. Absences were not measured; here a
 new machine takes over after an exponential time with a mean of 10 minutes.

@@ -18,8 +18,8 @@ from sim.observers import Observation, World
 SAME_DEATH_SECONDS = 30.0
 """Verdicts on one peer within this time count as one mistake made by several observers."""
 JUST_BACK_SECONDS = 10.0
-"""For this long after a peer's return, a verdict of death is excused, because it may refer to its previous
-process."""
+"""For this long after a peer's return, a suspicion or a verdict of death is excused, because it may refer to
+its previous process."""
 
 
 @dataclass

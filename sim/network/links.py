@@ -78,7 +78,7 @@ class SimLinks:
         self._lossy: dict[PeerId, float] = {}
         self._deaf: dict[PeerId, None] = {}
         self._mute: dict[PeerId, None] = {}
-        # The ticks between which messages from one peer to another by a protocol go by stream.
+        # The ticks from which, for a moment, messages from one peer to another by a protocol go by stream.
         self._answers: dict[tuple[PeerId, PeerId, str], tuple[int, ...]] = {}
         # Messages that arrive by stream, at or from a peer behind a NAT.
         self._by_stream: set[tuple[PeerId, PeerId, int]] = set()

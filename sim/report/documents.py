@@ -54,7 +54,7 @@ def event_document(observed: Observation, names: ShortNames) -> dict[str, Any]:
 
 
 def event_line(observed: Observation, names: ShortNames) -> str:
-    """Return an event as text: ` 412.310 s n17 MemberDown n4 accuser n9 reason no ack for 1.1 s`."""
+    """Return an event as text: `  412.310 s  n17     MemberDown n4  accuser n9  reason no ack for 1.1 s`."""
     event = observed.event
     peer = names.text(observed.peer) if observed.peer is not None else "all"
     parts = [f"{name} {_short(value, names)}" for name, value in _fields(event) if value not in ("", ())]

@@ -14,7 +14,7 @@ from sim.scenario import Scenario
 
 Points = list[tuple[float, float]]
 _LOG_FROM = 30.0
-"""A latency or loss axis is logarithmic if the largest value is at least this many times the usual one."""
+"""A latency or loss axis is logarithmic if the largest value is more than this many times the usual one."""
 _TAIL_QUANTILE = 0.99
 _BINS_MAX = 150
 """Maximum number of points of a curve: more cannot be distinguished by eye."""

@@ -48,7 +48,7 @@ class ProgressScreen:
 
 
 def progress_line(title: str, progress: ExperimentProgress) -> str:
-    """Return a line such as `churn 120 of 600 s 197 up 84x real time 6 s left`."""
+    """Return a line such as `churn  120 of 600 s  197 up  84x real time  6 s left`."""
     parts = [
         title,
         f"{progress.virtual_seconds:.0f} of {progress.scenario_seconds:.0f} s",

@@ -73,7 +73,7 @@ def _acquainted(scenario: Scenario) -> Iterator[Fault]:
     if scenario.start.spread_seconds:
         yield at, "start.acquainted: all peers start at the same time. Set start.spread_seconds = 0"
     if any(access.nat != "none" or access.router != "none" for access in scenario.network.access):
-        yield at, "start.acquainted: peers behind a translator must find that out first"
+        yield at, "start.acquainted: peers behind a NAT must find that out first"
     for index, event in enumerate(scenario.events):
         if event.kind in ("freeze", "join") and not event.at_seconds:
             yield (

@@ -78,7 +78,7 @@ class ColumnLife(HolderLife):
         return None
 
     def _attach(self, stage: int, peer: PeerId) -> Task:
-        """Make a peer hold a stage; return whether it agrees."""
+        """Make a peer hold a stage; return whether it does."""
         column = self.crew.holders_of
         assert column is not None, "a head has a column"
         column.asking()

@@ -114,7 +114,7 @@ class RunSurroundings(Protocol):
         none."""
 
     def succeed(self, peer: PeerId, carried: Mapping[int, CountedState]) -> None:
-        """Restart a holder's part in the run, now as its head."""
+        """Begin a holder's next part in the run, now as the head of its column."""
 
     def counted(self, head: PeerId, step: int, holders: Sequence[PeerId]) -> None:
         """Record that a head has made a step with these holders of the other stages."""

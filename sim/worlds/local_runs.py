@@ -275,7 +275,7 @@ class LocalRun:
             answer(None)
 
     def succeed(self, peer: PeerId, carried: Mapping[int, CountedState]) -> None:
-        """Restart a holder's part in the run, now as its head."""
+        """Begin a holder's next part in the run, now as the head of its column."""
         member, disk = self._members[peer], self.disk(peer)
         member.close()
         disk.own, disk.stage = carried[0], 0

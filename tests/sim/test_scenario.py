@@ -159,7 +159,7 @@ def test_the_error_names_an_invalid_value_and_its_line(tmp_path: Path, text: str
             "[start]\nspread_seconds = 0\nacquainted = true\n"
             '[[network.access]]\nshare = 0.5\nnat = "full-cone"',
             5,
-            "start.acquainted: peers behind a translator must find that out first",
+            "start.acquainted: peers behind a NAT must find that out first",
         ),
         (
             "[start]\nspread_seconds = 0\nacquainted = true\n"

@@ -10,7 +10,7 @@ The order of members does not affect the bytes of a result.
 | mean | weighted mean | 0 | anywhere |
 | median | coordinate-wise median | n > 2 f | each value within the honest range |
 | trimmed_mean | the mean without the f largest and smallest | n > 2 f | each value within the honest range |
-| centered_clipping | steps from a centre, clipped | n > 2 f | 7 times the largest honest distance |
+| centered_clipping | steps from a centre, clipped | n > 2 f | 7 times the largest honest distance from it |
 | geometric_median | the least sum of distances (RFA) | n > 2 f | 2 (n - f) / (n - 2 f) honest radii |
 | krum | the vector nearest to its neighbours; the mean of several | n > 2 f + 2 | to one of the vectors |
 | nearest_neighbours | means of near vectors, as input of another rule | n > 2 f | as in that rule |

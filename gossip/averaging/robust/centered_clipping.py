@@ -8,8 +8,8 @@ from gossip.averaging.robust.median import median
 from gossip.averaging.robust.reduction import Vector
 
 ITERATIONS = 3
-"""Number of iterations. The paper uses one from a good centre; from a poor centre, each iteration halves the
-distance."""
+"""Number of iterations. The paper uses one from a good centre; from a poor centre, each iteration about
+halves the distance."""
 
 
 def centered_clipping(

@@ -62,7 +62,7 @@ def test_two_plans_at_one_height_are_reported() -> None:
     [
         (adopted(2, PLANS[2], PLANS[7]), "which was never in force"),
         (adopted(2, PLANS[2], PLANS[0]), "of height 0"),
-        (adopted(0, PLANS[2], PLANS[1]), "must have a parent, unless"),
+        (adopted(0, PLANS[2], PLANS[1]), "must have a parent, or be the first plan"),
         (adopted(2, PLANS[2], NO_HASH), "must have a parent"),
         (adopted(2, PLANS[1], PLANS[0]), "had height 1 or a different parent"),
     ],
@@ -155,7 +155,7 @@ def test_a_microbatch_summed_by_two_replicas_is_reported() -> None:
     stage = Stage(SumsAgree())
     stage.tell(N1, SamplesCounted(RUN, PLANS[0], 0, 0, (1, 2)))
     stage.tell(N3, SamplesCounted(RUN, PLANS[0], 0, 1, (2, 3)))
-    with pytest.raises(Broken, match="sums: micro-batch 2 of step 0 is in the sums both of n1 and of n2"):
+    with pytest.raises(Broken, match="sums: micro-batch 2 of step 0 is in the sums of n1 and of n2"):
         stage.tell(N2, SamplesCounted(RUN, PLANS[0], 0, 0, (2, 3)))
 
 
