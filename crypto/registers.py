@@ -248,8 +248,8 @@ class Register(Generic[H]):
         elif len(scope.rows) < budget.places_max:
             return ()
         else:
-            # Silent strangers go first, then holders of a larger source or peer, and only then silent peers
-            # that have completed something.
+            # Silent strangers go first, then holders of a larger source or peer, then silent peers that have
+            # completed something, and last a slow stranger.
             strangers = (each for each, row in scope.rows.items() if row.peer not in self._known)
             found = self._silent(now, scope, strangers) or self._greedier(scope, new)
             found = found or self._silent(now, scope, scope.rows) or self._slow(now, scope, new)

@@ -124,7 +124,7 @@ class Advertising:
             self._publish(now, name, depth)
 
     def _others(self, now: float, records: Mapping[PeerId, Record]) -> int:
-        """Return how many of these records are other nodes' adverts that still offer something."""
+        """Return how many of these records are other nodes' adverts that have not expired."""
         wall, own = self._ground.wall(now), self._ground.peer
         # `expired` allows for wrong clocks, so it would count dead nodes for another ten minutes.
         return sum(each.publisher != own and wall < each.expires for each in records.values())

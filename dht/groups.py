@@ -41,7 +41,8 @@ Member = TypeVar("Member", bound=Grouped)
 
 @lru_cache(maxsize=HOSTS_MAX)
 def source_of(host: str | None) -> bytes:
-    """Return the network of a host, as assigned to one owner; b"" for an unknown host or a host name."""
+    """Return the smallest range of addresses that one owner has, for a host: an IPv4 address or 64 bits of an
+    IPv6 address. Returns b"" for an unknown host or a host name."""
     if host is None:
         return b""
     try:
@@ -92,7 +93,7 @@ class Origins:
         return _group_of(self.host_of(peer) or _claimed_host(texts), self.groups_local)
 
     def source(self, peer: PeerId, texts: tuple[str, ...]) -> tuple[bytes, bool]:
-        """Return a peer's source (its network; b"" if unknown), and whether that source has a quota."""
+        """Return a peer's source (see `source_of`; b"" if unknown), and whether that source has a quota."""
         source = source_of(host := self.host_of(peer) or _claimed_host(texts))
         return source, not source or _group_of(host, self.groups_local) is not None
 

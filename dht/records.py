@@ -26,8 +26,8 @@ from dht.settings import KademliaSettings
 RECORD_PURPOSE = "dht-record"
 
 VALUE_BYTES_MAX = 900
-"""Maximum size of a value. With key, publisher and signature, such a message still fits roughly into one
-datagram."""
+"""Maximum size of a value. With key, publisher and signature, this makes a message that fits into one
+datagram, or nearly."""
 
 BODY_BYTES_MAX = VALUE_BYTES_MAX + 64
 """Maximum size of a record's body: the value plus key, sequence number, expiry and encoding overhead."""
@@ -143,8 +143,9 @@ def check_record(signer: Signer, fact: Fact) -> Record:
 class RecordStore:
     """The records that one node holds, limited in total, per key, per publisher and per source.
 
-    A source is the network that a record came from: publishers can be invented, but addresses cannot. If the
-    store is full, the source with the most records loses one that is far from `own`, the node's key.
+    A source is the address that a record came from (`groups.source_of`): publishers can be invented, but
+    addresses cannot. If the store is full, the source with the most records loses one that is far from `own`,
+    the node's key.
     """
 
     def __init__(self, settings: KademliaSettings, own: Key = _ZERO) -> None:

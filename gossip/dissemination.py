@@ -19,11 +19,11 @@ _MISFITS_MAX = 16
 """A message counts as full after this many facts were too large for the remaining room."""
 
 DEAD_SENDS = 6
-"""Number of sends of a dead fact. It can be low, because the suspicions that peers hold end at about the same
-time, confirmed by their own probes."""
+"""Number of sends of a dead fact. A few are enough, because the peers that hold the suspicion end it at about
+the same time, by their own probes."""
 REFUTATION_SENDS = 4
-"""Number of sends of a refutation. It can be low, because only peers that suspect us need it, and they pass
-it on."""
+"""Number of sends of a refutation. A few are enough, because only peers that suspect us need it, and they
+pass it on."""
 CHANGES_MAX = 2.0
 CHANGE_INTERVALS = 300.0
 """Limit on passing on changes of one member (a new profile, a return, a goodbye), because each costs every

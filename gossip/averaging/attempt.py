@@ -375,8 +375,7 @@ class Attempt:
 
     @property
     def _gone(self) -> set[int]:
-        """The lost members that cannot be reached. A lost member that was only silent may be late, so it
-        still gets messages."""
+        """The lost members that cannot be reached. Members that were only silent still get messages."""
         return self._lost.keys() - self._silent
 
     @property

@@ -52,7 +52,8 @@ STALL_SECONDS = 60.0
 """Silence after which a peer is skipped: it is slower than 35 kbit/s for each piece."""
 PAUSE_SECONDS = 60.0
 MISSES_MAX = 64
-"""Number of falsely claimed pieces after which a peer gets no more requests."""
+"""Number of falsely claimed pieces after which a peer gets no more requests, if it has delivered fewer pieces
+than that."""
 QUESTION_SECONDS = 5.0
 """How long to wait before asking a peer again that has not announced its pieces."""
 URGENCY_USUAL = 1

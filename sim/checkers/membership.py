@@ -126,7 +126,8 @@ class DeathsAreRefuted(Checker):
             if not (world.is_up(viewer) and world.is_up(subject) and _connected(world, viewer, subject)):
                 del self._held[viewer, subject]
             elif self._calm.both_since(world, viewer, subject) > since:
-                # There was a disturbance meanwhile, so start the allowed time again, from its end.
+                # There was a disturbance meanwhile, so start the allowed time again: now, or at the end of
+                # the disturbance if that is later.
                 later = max(world.now, self._calm.both_since(world, viewer, subject))
                 self._held[viewer, subject] = later
                 self._queue.append((later, viewer, subject))

@@ -18,8 +18,8 @@ from sim.scenario import Scenario
 
 _DISTURBING = ("partition", "one-way", "no-datagrams", "freeze", "loss")
 _SPREAD_SECONDS = 5.0
-"""How long a disturbance is considered to last after its end. Gossip reaches thousands of peers within a few
-rounds, each of at most half a second."""
+"""How long a verdict takes to spread, at most. Gossip reaches thousands of peers within a few rounds, each of
+at most half a second."""
 
 
 class QuietPeriods:

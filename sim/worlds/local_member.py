@@ -170,7 +170,7 @@ class SimulatedMember(EndingLife):
         return None
 
     def _copy(self, stage: int, holder: PeerId | None) -> Task:
-        """Copy a stage if that is due. Return whether the copy is here, or None if no copy was made."""
+        """Copy a stage if that is due. Return True if a copy was made, else None."""
         own, every, kept = self.own, self.run.training.save_every, self.disk.copies.get(stage)
         if not every:
             return None
