@@ -38,7 +38,7 @@ ALL_CHANGE_INTERVALS = 10.0
 after which one more is allowed. Beyond it a member's first change is sent CHANGED_SENDS times, and its second
 not at all. So a minority that changes constantly costs the others little."""
 SENDS_MAX = 1_000
-"""Upper bound of `Settings.retransmits`."""
+"""Upper bound of `SwimSettings.retransmits`."""
 OWN_SENDS_MIN = 12
 """Minimum number of our own sends. If facts are sent to a few random members, a received fact says little
 about how widely it is known."""

@@ -30,7 +30,7 @@ HINTS_MAX."""
 DOUBTED_INTERVALS = 3
 """At most one probe of the round in this many goes to a doubted member, so that the round makes progress."""
 HINT_FACTS_MAX = 9
-"""Maximum number of waiting accusations of one member: the maximum of `Settings.confirmations`, plus one."""
+"""Maximum number of waiting accusations per member: the maximum of `SwimSettings.confirmations` plus one."""
 SPARED_INTERVALS = 2.0
 """Number of probe intervals after an answer in which no further hint causes a probe, because the same
 accusation arrives from several peers."""

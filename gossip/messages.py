@@ -31,7 +31,7 @@ from gossip.view import DEPTH_MAX
 
 ALIVE_BODY_BYTES_MAX = 720
 """Maximum size of an alive body. So any single fact, with author and signature, fits into
-`Settings.facts_bytes_max` and into a datagram."""
+`SwimSettings.facts_bytes_max` and into a datagram."""
 FACT_BYTES_MAX = ALIVE_BODY_BYTES_MAX + 110
 """Maximum size of an alive fact on the wire: body, author 32, signature 64 and at most 14 bytes of
 MessagePack."""

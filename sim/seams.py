@@ -1,7 +1,7 @@
 """The six seams of a simulated node, which run the real `node` under trio's MockClock.
 
     clock = trio.testing.MockClock(autojump_threshold=0)
-    medium = Medium(Links(NetworkModel(), seed))
+    medium = SimNetworkFabric(SimLinks(NetworkModel(), seed))
     trio.run(scenario, clock=clock)
 
 Time is virtual: when every task waits, the clock jumps. A message enters its receiver's inbox when it is

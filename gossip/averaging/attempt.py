@@ -2,8 +2,8 @@
 
 1. Scatter: each member with tensors sends every owner the chunks of that owner's part, then its signed
    commitment to all: the root of each part, and its weight.
-2. Have: an owner signs the members whose parts it holds and has checked: all senders, or those that came in
-   time. It signs one have-set.
+2. Have: an owner signs the set of members whose parts it holds and has checked: all senders, or those that
+   came in time. It signs only one such have-set.
 3. Commit: the set S is what *all* owners hold, under equal commitments; the hash of all have-sets names the
    commit. So no member decides S: every holder of the have-sets computes it and its weights, bounded by their
    median (`gossip.averaging.weights`).
@@ -14,11 +14,11 @@
    other the facts behind them. Two facts of one owner among these are proof of a lie, and both members fail.
 
 So all members that report success hold the same bytes and the same S, even if an owner signs twice, unless
-messages between them take longer than that while. All others keep their old tensors. A lost owner fails the
-attempt; the next one has another number, and other nonces. After Moshpit SGD (Ryabinin et al. 2021, section
-3.2), which has neither commitments nor have-sets and can leave members with different means.
+messages between them take longer than the wait in step 5. All others keep their old tensors. If an owner is
+lost, the attempt fails; the next attempt has a new number and new nonces. Based on Moshpit SGD (Ryabinin et
+al. 2021, section 3.2), which has no commitments and no have-sets and can leave members with different means.
 
-In an exchange (`Group.mode`) every member owns the whole vector: it holds every payload, and step 4 is local
+In an exchange (`Terms.mode`) every member owns the whole vector: it holds every payload, and step 4 is local
 arithmetic.
 """
 
