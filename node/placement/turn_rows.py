@@ -64,6 +64,8 @@ class RequesterUse:
     """Whether the requester came when nothing distinguished one key from another."""
     group: bytes | None = None
     """The group of newcomers that the requester counts with; None if it counts by itself."""
+    lot: bytes = b""
+    """Decides between those that came at once."""
 
     @property
     def has_given(self) -> bool:
@@ -71,4 +73,4 @@ class RequesterUse:
 
     @property
     def is_new(self) -> bool:
-        return self.group is not None and not (self.is_known or self.has_given)
+        return self.group is not None and not self.is_known and self.weight < GIVEN_WEIGHT_MIN

@@ -103,7 +103,7 @@ class Preempt:
     is_own: bool = False
 
 
-_Rank = tuple[float, float, float, float, bytes, float, float, bytes]
+_Rank = tuple[float, float, float, float, bytes, float, float, bytes, int]
 
 
 @dataclass
@@ -144,10 +144,9 @@ class FairQueue:
             row = self._waiting[wish.run] = WaitingRun(wish, now, now)
         else:
             row.interval_seconds, row.asked, row.wish = now - row.asked, now, wish
-        order = self._order(now)
-        place = order.index(wish.run)
-        free = self.slots - len(self._serving)
-        ahead = [run for run in order[:place] if self._is_held(now, run)]
+        before = self._before(now, row)
+        place, free = len(before), self.slots - len(self._serving)
+        ahead = [each for each in before if self._is_patient(now, each)]
         left = row.since + self.contest_seconds - now
         if free and left > 0.0 and is_contested and not self._account(wish.requester).has_given:
             return Wait(place, left, is_contested=True)
@@ -276,7 +275,7 @@ class FairQueue:
         if name not in self._groups:
             while len(self._groups) >= GROUPS_MAX:
                 del self._groups[min(self._groups, key=lambda each: self._groups[each].tag)]
-            self._groups[name] = RequesterUse()
+            self._groups[name] = RequesterUse(lot=blake3(name + self.name).digest(8))
         return self._groups[name]
 
     def _here(self) -> set[bytes]:
@@ -305,7 +304,8 @@ class FairQueue:
                 # A forgotten requester starts again as a newcomer, so forget the one that was served least,
                 # which loses least.
                 del self._accounts[min(self._accounts, key=lambda each: self._accounts[each].served)]
-            self._accounts[requester] = RequesterUse(phase=self._phase(1.0))
+            lot = blake3(requester + self.name).digest(8)
+            self._accounts[requester] = RequesterUse(phase=self._phase(1.0), lot=lot)
         return self._accounts[requester]
 
     def _used(self, row: ServedRun) -> float:
@@ -317,7 +317,8 @@ class FairQueue:
 
     # Order
 
-    def _order(self, now: float) -> list[bytes]:
+    def _before(self, now: float, asking: WaitingRun) -> list[WaitingRun]:
+        """Return the runs that get a slot before this one, in no order."""
         own: dict[bytes, list[WaitingRun]] = {}
         for row in self._waiting.values():
             own.setdefault(row.wish.requester, []).append(row)
@@ -335,23 +336,26 @@ class FairQueue:
         ranks: dict[bytes, _Rank] = {}
         for requester, rows in own.items():
             account = self._account(requester)
-            came, lot = account.since // SAME_TIME_SECONDS, blake3(requester + self.name).digest(8)
-            of_group = came, lot
+            came = account.since // SAME_TIME_SECONDS
+            of_group, group_finish = (came, account.lot), -inf
             if account.is_new and account.group is not None:
-                group_came = self._group(account.group).since // SAME_TIME_SECONDS
+                group = self._group(account.group)
                 is_last = account.group == _NEWCOMERS
-                of_group = inf if is_last else group_came, blake3(account.group + self.name).digest(8)
-            ours = sorted(rows, key=lambda row: self._own_rank(now, row))
-            for number, row in enumerate(ours):
+                of_group = inf if is_last else group.since // SAME_TIME_SECONDS, group.lot
+                group_finish = group.tag + of_groups.get(account.group, 0.0) + usual * account.phase
+            least = -inf if account.has_given else self._strangers.tag + of_strangers
+            if len(rows) > 1:
+                rows.sort(key=lambda row: self._own_rank(now, row))
+            for number, row in enumerate(rows):
                 before = coming[requester] + usual * (number + account.phase)
-                own_finish = finish = account.tag + before / account.weight
-                if account.is_new and account.group is not None:
-                    of_others = of_groups.get(account.group, 0.0)
-                    finish = max(finish, self._group(account.group).tag + of_others + usual * account.phase)
-                of_all = finish if account.has_given else max(finish, self._strangers.tag + of_strangers)
+                own_finish = account.tag + before / account.weight
+                finish = max(own_finish, group_finish)
                 swap = -1.0 if row.inherited is not None and self._is_patient(now, row) else 0.0
-                ranks[row.wish.run] = (swap, of_all, finish, *of_group, own_finish, came, lot)
-        return sorted(ranks, key=ranks.__getitem__)
+                of_all = max(finish, least)
+                rank = (swap, of_all, finish, *of_group, own_finish, came, account.lot, number)
+                ranks[row.wish.run] = rank
+        mine = ranks[asking.wish.run]
+        return [self._waiting[run] for run, rank in ranks.items() if rank < mine]
 
     def _own_rank(self, now: float, row: WaitingRun) -> tuple[float, float, float, bytes]:
         """Return the sort key among one requester's runs."""
@@ -372,10 +376,6 @@ class FairQueue:
         """Return the priority to which a run has risen by waiting; it keeps that priority while it is
         served."""
         return row.wish.priority + (now - row.since) // AGE_SECONDS
-
-    def _is_held(self, now: float, run: bytes) -> bool:
-        """Return whether a free slot is held for this run, which is ahead of the run that asks."""
-        return self._is_patient(now, self._waiting[run])
 
     def _is_patient(self, now: float, row: WaitingRun) -> bool:
         """Return whether the run is expected to ask again soon: it has done so before, or another run was

@@ -47,7 +47,7 @@ def test_invented_runs_give_way_to_a_real_one() -> None:
     honest, run = run_of(WAITING_MAX)
     clock.now = 3.0
     waiting.ask(honest, run, None)
-    for _ in range(10):
+    for _ in range(6):  # for longer than FORGET_SECONDS
         clock.now += 25.0
         for number in range(2 * WAITING_MAX, 2 * WAITING_MAX + 30):
             waiting.ask(*run_of(number + int(100 * clock.now)), None)
