@@ -97,7 +97,7 @@ def test_a_head_that_returns_within_minutes_resumes_from_its_disk() -> None:
             disk = group.storages[head]
             group.kill(head)
             group.events[head] = []
-            await trio.sleep(240.0)
+            await trio.sleep(60.0)
             await nursery.start(stack._live, group, head, "a", 1, SLOW, disk)
             steps = await begun(group, head, 40)
             assert min(steps) >= 40 - 2 * SAVE_EVERY
@@ -113,11 +113,11 @@ def test_a_head_that_joins_other_heads_starts_from_their_state() -> None:
         async with swarm("abcd", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             await begin_columns(group, steps=400)
             other = next(name for name in await columns(group, 2, "abcd") if name != "a")
-            await reached(group, 40)
+            await reached(group, 15)
             group.kill(other)
             await trio.sleep(5.0)
             await nursery.start(stack._live, group, "e", "a", 1, SLOW)
-            assert min(await begun(group, "e", 40)) >= 40
+            assert min(await begun(group, "e", 15)) >= 15
             nursery.cancel_scope.cancel()
 
     run_virtually(play)

@@ -17,7 +17,7 @@ GOES_ON_SECONDS = 10.0
 """Most seconds from a death until the next step."""
 
 
-async def begin(group: Swarm, *, stages: int, steps: int = 150, requester: str = "a") -> None:
+async def begin(group: Swarm, *, stages: int, steps: int = 50, requester: str = "a") -> None:
     """Request a run in one column."""
     await submit(group, requester, stages=stages, replicas=1, local=LOCAL, steps=steps, save_every=3)
 
