@@ -1,4 +1,4 @@
-"""Tests which fences this machine supports: `python -m node.stages.fences` in a separate process.
+"""Tests which fences this machine supports, in a separate process (`node.stages.trial`).
 
 A fence cannot be removed, so the test sets up fences around a process that ends afterwards. The node runs the
 test at its start, before it offers anything, and so does `doctor`. The test fences no stage: each stage's
@@ -20,7 +20,6 @@ from node.stages.scratch import Scratch, remove_forgotten
 TRIAL_SECONDS_MAX = 20.0
 """Time limit of the test. It takes 0.1 s; a swapping machine gets more time, but the node's start must not
 wait forever."""
-_TRIAL_BYTES = 64 << 20
 _SOURCE_ROOT = str(Path(__file__).parents[2])
 REMEDY = (
     "to take stages of others without the fences: allow_unfenced = true under "
@@ -42,7 +41,7 @@ def try_fences(device: str, python: str = sys.executable) -> sandbox.Fenced:
         return _failed(f"no scratch folder: {error.strerror or error}")
     try:
         ended = subprocess.run(  # noqa: S603 - our own program, a device name checked by the config
-            [python, "-P", "-m", "node.stages.fences", device],
+            [python, "-P", "-m", "node.stages.trial", device],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             cwd=scratch.path,
@@ -75,12 +74,3 @@ def try_here(resources: Resources, at: float) -> FencesTried:
 
 def _failed(reason: str) -> sandbox.Fenced:
     return sandbox.Fenced((), (f"network, programs, files, memory: the trial failed: {reason[:200]}",))
-
-
-def _main(device: str) -> None:
-    fenced = sandbox.enter(scratch=os.getcwd(), device=device, memory_bytes=_TRIAL_BYTES, allow_unfenced=True)
-    sys.stdout.write(json.dumps({"fences": fenced.fences, "unfenced": fenced.unfenced}))
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])

@@ -299,7 +299,7 @@ def test_ctrl_c_does_not_end_a_trial_of_fences() -> None:
 def is_tried_by(pid: int) -> bool:
     """Return whether a child of this process runs the trial of the fences now."""
     with contextlib.suppress(psutil.Error):
-        return any("node.stages.fences" in child.cmdline() for child in psutil.Process(pid).children())
+        return any("node.stages.trial" in child.cmdline() for child in psutil.Process(pid).children())
     return False
 
 
