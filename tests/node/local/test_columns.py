@@ -28,9 +28,8 @@ from tests.local_runs import local_runs
 from tests.node.local.test_runs import SLOW, ends, submit
 from tests.stack import Swarm, swarm
 
-STEPS = 30
 LOCAL = LocalSettings(local_steps=3)
-STEPS = 36
+STEPS = 24
 """Number of steps of a run in which a member dies after ten steps."""
 
 
@@ -214,7 +213,7 @@ def test_a_free_node_becomes_head_of_an_orphaned_holder() -> None:
 def test_a_head_that_never_completed_a_column_ends_with_the_others() -> None:
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW) as group:
-            await begin(group, steps=80)
+            await begin(group, steps=30)
             whole = await columns(group, 1, "a")
             with trio.fail_after(60):
                 while list((held := stages_of(group)).values()).count(0) < 2:  # noqa: ASYNC110 - virtual time
@@ -231,7 +230,7 @@ def test_a_head_that_never_completed_a_column_ends_with_the_others() -> None:
 def test_a_free_node_replaces_a_dead_holder() -> None:
     async def play() -> None:
         async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
-            await begin(group, replicas=1, steps=60)
+            await begin(group, replicas=1, steps=30)
             await columns(group, 1, "a")
             await reached(group, 10)
             group.kill("b")

@@ -221,7 +221,7 @@ def test_updates_are_weighted_by_samples(tmp_path: Path) -> None:
     async def play() -> None:
         async with swarm("ab", stage_seconds=SLOW, preset="lan", parts=heard.parts) as group:
             group.nodes["b"].set("own_data", f"{NAME}={paths['b']}")
-            await submit(group, "a", wanted(paths["a"], steps=24), load_folder(paths["a"]))
+            await submit(group, "a", wanted(paths["a"], steps=8), load_folder(paths["a"]))
             await ends(group, "ab", 200)
 
     run_virtually(play)

@@ -51,7 +51,7 @@ def test_a_recruited_liar_ruins_only_runs_that_average_by_mean(choice: Any, rule
                         scope.cancel()  # the run is ruined: do not wait for its end
 
             with trio.CancelScope() as scope:
-                await train(group, LocalSettings(local_steps=2, aggregate=choice), judge, steps=24)
+                await train(group, LocalSettings(local_steps=2, aggregate=choice), judge, steps=16)
             rounds = [e for e in group.events["a"] if isinstance(e, AveragingEnded) and e.outcome == "ok"]
             assert {each.aggregate for each in rounds} == {rule}
             assert any(liar in each.averaged for each in rounds)

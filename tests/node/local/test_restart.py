@@ -16,7 +16,7 @@ from tests.local_runs import local_runs
 from tests.node.local.test_runs import SLOW, ends, submit
 from tests.stack import Swarm, swarm
 
-STEPS = 60
+STEPS = 48
 SAVE_EVERY = 4
 
 

@@ -125,7 +125,7 @@ def test_a_late_member_starts_from_the_others_state_and_keeps_the_result() -> No
                     is_added = True
                     await nursery.start(stack._live, group, "c", "a", 1, SLOW)
 
-            await train(group, QUICK, add, steps=60)
+            await train(group, QUICK, add, steps=30)
             found = await ends(group, "abc")
             assert len({event.weights for event in found}) == 1
             assert [event.is_here for event in found] == [True] * 3
@@ -190,7 +190,7 @@ def test_a_member_that_withholds_evaluations_cannot_prevent_the_end(
                     ending = local_runs(group.nodes[name]).members[run_id].ending
                     monkeypatch.setattr(ending.turns, "is_mine", lambda *_: False)
 
-            await train(group, QUICK, disturb, steps=16)
+            await train(group, QUICK, disturb, steps=8)
             assert silenced
             found = await ends(group, "abc")
             assert [event.outcome for event in found] == ["done"] * 3
