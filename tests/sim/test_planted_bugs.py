@@ -262,10 +262,6 @@ LOSSY_RUN = Scenario(
 )
 
 
-def test_a_step_that_counts_a_microbatch_twice_is_found_within_three_seeds() -> None:
-    assert seeds_until("sums", LOSSY_RUN, replica=CountsTwice) <= 3
-
-
 def test_double_counting_is_found_even_without_computing_expected_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
