@@ -26,12 +26,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 STAGES = (2, 3, 5, 8)
 BRIEF = Trial(steps=2)
-HEAVY = ("resnet18",)
-"""A model of eleven million parameters: only one step of three samples."""
-
-
-def trial_of(name: str) -> Trial:
-    return Trial(steps=1, batches=(2, 1)) if name in HEAVY else BRIEF
 
 
 def captured(name: str, dtype: torch.dtype = torch.float64) -> Captured:
@@ -45,12 +39,12 @@ def expected(name: str, trial: Trial) -> History:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_a_cut_model_trains_like_its_module(name: str) -> None:
-    model, trial = captured(name), trial_of(name)
+    model = captured(name)
     seed = list(ZOO).index(name)
     stages = min(STAGES[seed % len(STAGES)], stages_possible(model.graph))
     cut_at_random = random_cut(model.graph, model.hash, stages, seed)
-    found = run_stages(ZOO[name]("test"), model.graph, cut_at_random, trial)
-    assert errors(found, expected(name, trial), trial.dtype).worst <= FLOAT64_MAX
+    found = run_stages(ZOO[name]("test"), model.graph, cut_at_random, BRIEF)
+    assert errors(found, expected(name, BRIEF), BRIEF.dtype).worst <= FLOAT64_MAX
 
 
 @pytest.mark.parametrize("name", ["unet", "gpt", "siamese"])

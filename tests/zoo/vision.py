@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from partition.capture.models.resnet18 import ResNet18
+from partition.capture.models.resnet18 import WIDTH, ResNet18
 from partition.capture.models.simple_cnn import SimpleCNN
 from tests.zoo.case import Case, Scale, Tensors, class_loss, correct, images
 
@@ -28,10 +28,10 @@ def simple_cnn(scale: Scale) -> Case:
 
 def resnet18(scale: Scale) -> Case:
     """The built-in ResNet-18: batch norm, residual sums, convolutions with stride."""
-    side = 32 if scale == "bench" else 16
+    side, width = (32, WIDTH) if scale == "bench" else (16, 4)
     return Case(
         "resnet18",
-        lambda: ResNet18(3, 10, small=True),
+        lambda: ResNet18(3, 10, small=True, width=width),
         images(3, side, side, classes=10),
         class_loss,
         {"correct": correct},

@@ -11,7 +11,9 @@ from partition.capture.task import Task, correct, cross_entropy
 
 SMALL_SIDE_MAX = 63
 """The largest side for which the small stem is chosen."""
-_WIDTHS = (64, 128, 256, 512)
+WIDTH = 64
+"""The number of channels before the first of three doublings."""
+_LAYERS = 4
 _BLOCKS = 2
 
 
@@ -41,9 +43,8 @@ class BasicBlock(nn.Module):
 class ResNet18(nn.Module):
     """A network that maps (batch, channels, height, width) to logits (batch, classes)."""
 
-    def __init__(self, channels: int, classes: int, *, small: bool = False) -> None:
+    def __init__(self, channels: int, classes: int, *, small: bool = False, width: int = WIDTH) -> None:
         super().__init__()
-        width = _WIDTHS[0]
         if small:
             self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         else:
@@ -52,22 +53,23 @@ class ResNet18(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.maxpool: nn.Module = nn.Identity() if small else nn.MaxPool2d(3, stride=2, padding=1)
         before = width
-        for number, width in enumerate(_WIDTHS, start=1):
+        for number in range(1, _LAYERS + 1):
             blocks = []
             for block in range(_BLOCKS):
                 stride = 2 if block == 0 and number > 1 else 1
+                width *= stride
                 blocks.append(BasicBlock(before, width, stride))
                 before = width
             setattr(self, f"layer{number}", nn.Sequential(*blocks))
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
-        self.fc = nn.Linear(_WIDTHS[-1], classes)
+        self.fc = nn.Linear(width, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        for number in range(1, len(_WIDTHS) + 1):
+        for number in range(1, _LAYERS + 1):
             x = getattr(self, f"layer{number}")(x)
         logits: torch.Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
         return logits
