@@ -8,6 +8,7 @@ it is to be placed) differs with the row, or `train` refuses the key.
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -32,7 +33,7 @@ from node.protocols.run_keys import EXACT_ONLY, LOCAL_ONLY
 from node.runs.manifest_builder import make_manifest, window_of
 from partition.model.graph import decode_graph
 from sim.cli import app as simulator
-from tests.source import ROOT
+from tests.source import sources
 
 pytest.importorskip("sklearn")
 
@@ -277,11 +278,8 @@ def test_train_refuses_a_key_without_effect_before_capture(
 
 def remedied(refused: UsageError) -> dict[str, str]:
     """Return the keys that the advice of a refusal sets; of several alternatives, the first."""
-    found = {}
-    for part in (refused.do or "").partition("; or")[0].replace(" at most", "").split(" and "):
-        key, _, value = part.partition(" = ")
-        found[key] = value
-    return found
+    first = re.split("[,;] or ", refused.do or "")[0]
+    return dict(re.findall(r"(train\.\w+)(?: = | to at most )(\d+)", first))
 
 
 @pytest.mark.parametrize("batch", [65, 4_096, 10_007, 1_048_576])
@@ -300,27 +298,21 @@ def test_following_the_remedies_for_a_large_batch_succeeds(batch: int, folder: P
 # Values that are passed on are also read
 
 
-@cache
-def attributes() -> frozenset[str]:
-    """Return the names of all attributes that the product reads, except where settings are merely copied."""
-    copied = {"node/protocols/manifest.py", "node/runs/manifest_builder.py"}
-    found: set[str] = set()
-    for room in ("node", "partition", "gossip"):
-        for path in (ROOT / room).rglob("*.py"):
-            if str(path.relative_to(ROOT)) in copied:
-                continue
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            found |= {
-                each.attr
-                for each in ast.walk(tree)
-                if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Load)
-            }
-    return frozenset(found)
+COPIERS = {"node/protocols/manifest.py", "node/runs/manifest_builder.py"}
+"""Files that merely copy settings."""
+
+
+def unread(names: set[str]) -> set[str]:
+    """Return the names that the product reads as no attribute. Files without any of them are not parsed."""
+    left = names
+    for source in sources("node", "partition", "gossip"):
+        if source.place not in COPIERS and any(f".{name}" in source.text for name in left):
+            left = left - {each.attr for each in source.each(ast.Attribute) if isinstance(each.ctx, ast.Load)}
+    return left
 
 
 def test_each_field_of_a_manifest_is_read() -> None:
-    manifest = {field.name for field in msgspec.structs.fields(Manifest)} - {"version"}
-    assert manifest - attributes() == set()
+    assert unread({field.name for field in msgspec.structs.fields(Manifest)} - {"version"}) == set()
 
 
 # node.toml, flags of a start, environment variables
@@ -418,7 +410,7 @@ def config_fields(value: Any) -> Iterator[str]:
 
 
 def test_each_setting_of_a_node_is_read() -> None:
-    assert set(config_fields(resolve({}, {}))) - attributes() == set()
+    assert unread(set(config_fields(resolve({}, {})))) == set()
 
 
 # Flags
