@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from node.content.datasets import load_digits
+from node.main import run
 from tests.cloudmesh import NAMES, PAGE, Play, free_port, taken_port
 from tests.cloudmesh_report import (
     EXCEPTIONS,
@@ -91,9 +92,13 @@ def alone(tmp_path: Any) -> Iterator[Play]:
         found.close()
 
 
-def test_invalid_ports_and_numbers_are_refused(alone: Play) -> None:
+def test_invalid_ports_and_numbers_are_refused(
+    alone: Play, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The quick part of the play, with one node and commands that need none."""
     shown = _start_alone(alone)
+    monkeypatch.chdir(alone.folder)
+    _numbers(alone, capsys)
     if IS_WRITING:
         _keep(shown)
 
@@ -112,7 +117,6 @@ def _start_alone(play: Play) -> dict[str, list[str]]:
     assert refused.process.wait() == 2
     assert "--port 70000: want a whole number, 1 to 65535" in refused.said
     _frozen(play, moved.process.pid)
-    _numbers(play, moved.data_dir)
     moved.process.terminate()
     assert moved.process.wait() == 0
     return play.shown
@@ -138,13 +142,13 @@ NUMBERS = (
 )
 
 
-def _numbers(play: Play, data_dir: Any) -> None:
-    """Check that each wrong number is refused with its line, before the node is asked."""
+def _numbers(play: Play, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that each wrong number is refused with its line, before a node is asked: none runs."""
     for key, line, wanted in NUMBERS:
         file = play.write("absurd.toml", f'model = "simple-cnn"\n[train]\n{line}\n')
-        process = play.begin_at(data_dir, "train", file)
-        play.typed += f"      # {line}"
-        play.show(key, play.end(process, code=2), re.escape(wanted))
+        play.typed = f"peerloom train {file}      # {line}"
+        assert run(["train", file, "--data-dir", str(play.folder)]) == 2
+        play.show(key, capsys.readouterr().err, re.escape(wanted))
 
 
 # The play
