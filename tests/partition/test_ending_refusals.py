@@ -27,7 +27,7 @@ from partition.run.sight import GRACE_SECONDS
 from partition.run.turns import TURN_SECONDS
 from tests.partition.test_ending import RUN, conclusion, peer
 
-TICK_SECONDS = 0.5
+TICK_SECONDS = 1.0
 
 Judge = Callable[[PeerId, Conclusion], bool]
 
