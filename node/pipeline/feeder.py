@@ -145,7 +145,7 @@ class FeederShell:
     async def _feed(self, feed: core.FeedReady) -> None:
         key = (feed.microbatch, feed.train)
         if not feed.train:
-            # The core never requests this micro-batch after the current one.
+            # The core never requests a micro-batch that lies this far before another one.
             self._payloads.pop((feed.microbatch - EVALUATIONS_IN_FLIGHT_MAX, False), None)
         if key not in self._payloads:
             self._payloads[key] = await self._make_ready(feed.microbatch, train=feed.train)

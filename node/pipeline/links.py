@@ -64,8 +64,9 @@ class Links:
         queue_bytes_max: int = QUEUE_BYTES_MAX,
         former: FormerVersion | None = None,
     ) -> None:
-        """`on_stuck` hears of a peer for which too much waits, `on_broken` of one whose stream has ended, or
-        could not be opened again, `on_unopened` of one to which none could be opened yet."""
+        """`on_stuck` is called for a peer with too many bytes waiting. `on_broken` is called for a peer whose
+        stream has ended or could not be reopened, and `on_unopened` for a peer to which no stream could be
+        opened yet."""
         self._network = network
         self._clock = clock
         self._deliver = deliver
@@ -80,9 +81,7 @@ class Links:
         self._nursery: trio.Nursery | None = None
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """`on_stuck` is called for a peer with too many bytes waiting. `on_broken` is called for a peer whose
-        stream has ended or could not be reopened, and `on_unopened` for a peer to which no stream could be
-        opened yet."""
+        """Keep the links alive until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             task_status.started()

@@ -285,9 +285,7 @@ class ReplicaShell:
             self._pass_on(self.core.refused(work, error.part, str(error), of_values=error.of_values))
         except StageDiverged as error:
             if isinstance(work, core.BackwardReady):
-                # Store a copy of the state, unless it contains non-finite values, from which no training
-                # could continue.
-                raise
+                raise  # gradients may be non-finite, so only the forward pass is checked
             self._pass_on(self.core.diverged(work, str(error)))
 
     async def _forward(self, work: core.ForwardReady) -> None:
@@ -323,7 +321,8 @@ class ReplicaShell:
         self._pass_on(self.core.backwarded(work, gradient=draft))
 
     async def _remove(self, work: core.SubtractReady) -> None:
-        """Replay a micro-batch that another replica counts with opposite sign, to remove it from the sums."""
+        """Replay, with the opposite sign, a micro-batch that another replica counts, to remove it from the
+        sums."""
         await self._call(api.Forward(work.step, work.microbatch, True, work.input, work.labels, sign=-1))
         if work.gradient is not None:
             await self._call(api.Backward(work.step, work.microbatch, work.gradient, sign=-1))
@@ -353,7 +352,8 @@ class ReplicaShell:
         self._pass_on(self.core.filled(work, digest))
 
     async def _copy(self, work: core.SaveReady) -> None:
-        """Have a copy kept, but never of a state that no training could go on from."""
+        """Store a copy of the state, unless it has a value that is not finite, so that no training could
+        continue from it."""
         arenas = [
             np.frombuffer(self._stage.vector(name), dtype=self._dtype) for name in ("parameters", "moments")
         ]
