@@ -435,7 +435,7 @@ class Audits:
             return verdict("wrong", str(error))
         if distance <= (NEAR if header.codec == "raw" else NEAR_CODED):
             return verdict("right", f"the values agree within {distance:.1e}")
-        return verdict("wrong", f"the values agree within {distance:.1e}")
+        return verdict("wrong", f"the values differ by {distance:.1e} of the largest")
 
 
 def _chosen(plan: Plan, rows: Collection[FrameRow]) -> list[tuple[int, FrameRow]]:
