@@ -73,7 +73,7 @@ class AveragingStepped(Event, frozen=True, kw_only=True):
 
 
 class StateFetched(Event, frozen=True, kw_only=True):
-    """This peer has caught up: it fetched the state after `step` from other peers."""
+    """This peer has caught up: it fetched the state of global step `step` from other peers."""
 
     run: str
     step: int

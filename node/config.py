@@ -93,7 +93,8 @@ class JoinSettings:
 class Listen:
     """The addresses of this node, for TCP and UDP. Port 0 takes any free port; `announce` replaces the
     announced addresses. With `may_move`, one of the next ten ports is taken if the port is in use; this is
-    allowed if the user did not ask for an address. `map`: let the router map the port to this machine."""
+    allowed unless the user gave an address to listen on. `map`: let the router map the port to this
+    machine."""
 
     addresses: tuple[Address, ...] = DEFAULT_LISTEN
     announce: tuple[Address, ...] = ()
@@ -285,7 +286,7 @@ def rule_of(name: str) -> SettingRule:
 
 _CONFIG_RULE = SettingRule("config", (), read_path)
 _PORT_RULE = SettingRule("port", (), read_port)
-"""Only a flag: Kubernetes sets PEERLOOM_PORT if there is a service with that name."""
+"""Only a flag, because Kubernetes sets PEERLOOM_PORT if there is a service named peerloom."""
 
 
 def resolve(flags: Mapping[str, str | bool | Sequence[str] | None], environ: Mapping[str, str]) -> Config:

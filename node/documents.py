@@ -40,7 +40,7 @@ def clock_document(found: events.ClockCompared | None) -> dict[str, Any] | None:
 
 
 def datagrams_document(found: events.DatagramsBlocked | None) -> dict[str, Any] | None:
-    """Return to which members no datagram gets through; None if that never happened."""
+    """Return to which members no datagram gets through, and of how many; None if that never happened."""
     if found is None:
         return None
     return {"blocked": [peer_text(peer) for peer in found.peers], "of": found.of}
@@ -145,7 +145,7 @@ def revision_document(revised: events.RunRevised | None) -> dict[str, Any] | Non
 
 
 def offer_document(offer: events.OfferChanged | None) -> dict[str, Any] | None:
-    """Return whether this machine serves others now; None if that has never changed."""
+    """Return whether this machine serves others now; None if it always has."""
     if offer is None:
         return None
     return {

@@ -45,7 +45,8 @@ def area_of(kind: str) -> str:
 
 
 def level_of(event: Mapping[str, Any]) -> int:
-    """Return the severity of an event: a failed run is an error, a lost member a warning."""
+    """Return the severity of an event: a failed run is an error; a loss, a suspicion or an alert is a
+    warning."""
     if event["kind"] == "RunEnded" and event["outcome"] == "failed":
         return ERROR
     return WARNING if event["kind"] in _WARNINGS else INFO

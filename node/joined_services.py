@@ -358,7 +358,7 @@ class JoinedServices:
     # Announcements to others
 
     async def tell_of_checkpoints(self) -> None:
-        """Start having checkpoints copied to other nodes, once there are any."""
+        """Clean up this node's checkpoints and announce them in the DHT, once another node is known."""
         await self._base.is_met.wait()
         await self.copies.start()
 

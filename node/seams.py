@@ -191,8 +191,8 @@ class Network(Protocol):
         """Return whether a claimed address may be tried: see `node.transport.address_policy`."""
 
     def host_of(self, peer: PeerId) -> str | None:
-        """Return the host from which a peer connected, which the peer cannot forge; None if it never
-        connected."""
+        """Return the host at which a peer was last seen, which the peer cannot choose; None if it was never
+        seen."""
 
     def send(
         self, peer: PeerId, protocol: str, message: bytes, *, by_stream: bool = False, is_answer: bool = False

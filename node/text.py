@@ -28,8 +28,8 @@ _INDENT = 2
 def fold(line: str, width: int) -> list[str]:
     """Return a line as lines of at most `width` columns, broken at spaces.
 
-    The rest continues below the text after the line's last label, such as ` listening `. A word wider than
-    the available width, such as a link, stays whole.
+    The rest continues below the text after the line's last label, such as `  listening   `. A word wider
+    than the available width, such as a link, stays whole.
     """
     if len(line) <= width:
         return [line]

@@ -104,8 +104,8 @@ class GroupSearch:
         self, vector: Vector | None, wanted: RoundWish, attempt: int
     ) -> tuple[Group, Spot | None] | str:
         """Return the group that forms for an attempt of a round and its spot in the grid, if it has one,
-        or the reason why none forms. If no peer comes to the spot, take the next group that forms without
-        one."""
+        or the reason why none forms. If no peer comes to the spot, search again without a spot, for the next
+        group that forms."""
         spot = None
         if wanted.round is None:
             count = 0 if self._roster.is_whole else self._roster.count

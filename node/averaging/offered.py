@@ -12,7 +12,7 @@ from node.averaging.snapshot import Snapshot
 COPIES_MAX = 2
 """Number of copies kept. There are two, so that a copy being fetched survives the next one."""
 SNAPSHOT_SECONDS = 10.0
-"""With local steps, how long a copy may still be offered after its step has ended."""
+"""With local steps, how long after it was made a copy may be offered, even if its step has ended."""
 KEPT_SECONDS = 60.0
 """A copy of a past step is dropped after this many seconds without a fetch, because it takes as much memory
 as the state."""

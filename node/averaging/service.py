@@ -52,8 +52,8 @@ GROUP_PURPOSE = "averaging-group"
 GROUP_LOOK_SECONDS = 1.0
 """Seconds between two searches for other peers that want the same group."""
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=32)
-"""Limits on streams. One peer has a stream for each attempt, which stays open a little longer than the
-attempt because rounds may follow quickly."""
+"""Limits on streams. One peer has a stream for each attempt. It stays open a little beyond the attempt's
+result, and rounds may follow quickly, so several may be open at once."""
 DECLINED_MAX = 128
 """Maximum number of remembered refusals by members that declined a group before this node began its
 attempt."""
@@ -239,7 +239,8 @@ class Averaging:
     async def _look_for_others(
         self, run: Participation, scope: trio.CancelScope, door: TicketGate | None
     ) -> None:
-        """Greet the members of the swarm at growing intervals, and start the run's background tasks."""
+        """Greet the members of the swarm at growing intervals. Also run the tasks that declare the run in the
+        DHT and exchange tickets."""
         with scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(keep_running, "declaring of a run", self._declare, run)

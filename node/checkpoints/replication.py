@@ -38,8 +38,8 @@ from partition.run.messages import REASON_LENGTH_MAX
 
 COPIES_PROTOCOL = "/peerloom/copies/1"
 CHECKPOINT_PURPOSE = "checkpoint"
-"""Purpose of DHT records with this purpose and a short run id: one for each peer that keeps a checkpoint of
-the run, with its newest."""
+"""Purpose of DHT records. For each run, by its short id, each peer that keeps a checkpoint of it has one
+record, which names its newest."""
 HOLDERS_MAX = 64
 MESSAGE_BYTES_MAX = 8_192
 """Maximum message size: a Keep with as many holders as there may be replicas."""
@@ -143,8 +143,8 @@ class CheckpointReplicator:
         self.came: Callable[[bytes, PeerId, Mapping[PeerId, int]], None] = lambda _run, _requester, _came: (
             None
         )
-        """Called after a run's checkpoint was fetched, with the run, its requester, and how many bytes each
-        holder delivered."""
+        """Called after a stage of a run's checkpoint was fetched, with the run, its requester, and how many
+        bytes each holder delivered."""
         self._permits = Permits(
             REQUESTS_MAX, REQUESTS_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS, clock=seams.clock
         )

@@ -242,8 +242,8 @@ class CheckpointStore:
         return self.blobs.sweep()
 
     def _best_steps(self, run: str) -> set[int]:
-        """Return the steps whose state is the best so far, or was the best before a newer best is
-        complete."""
+        """Return the steps whose state is the best so far, or was the best until then. The earlier best is
+        included because the newer one may not be complete yet."""
         data = self._storage.read(best_name(run))
         try:
             best: Best = Best() if data is None else decode(data, Best, bytes_max=BEST_RECORD_MAX)

@@ -25,8 +25,8 @@ from partition.model.sizes import shape_of
 from partition.plan.plan import Plan, plan_hash
 
 WEIGHTS_PURPOSE = "weights"
-"""Purpose of DHT records with this purpose and a short run id: one for each peer that keeps the file, with
-its hash as value."""
+"""Purpose of DHT records. For each run, by its short id, each peer that keeps the file has one record, whose
+value is the file's hash."""
 EXPORT_OVERHEAD_BYTES = 1 << 16
 EXPORT_ROW_BYTES = 512
 """Maximum size of a row in the header: name, type, shape and offsets."""

@@ -14,7 +14,7 @@ INTRODUCED_MAX = 8
 
 
 async def search_providers(discovery: Discovery, membership: Membership) -> list[Offer]:
-    """Return providers that advertise a free slot, and join the membership views of some of them."""
+    """Return providers that advertise a free slot, and exchange member lists with some of them."""
     found = await discovery.hunt(Query(count=SEARCHED_MAX, needs_slot=True))
     membership.join([offer.peer for offer in found[:INTRODUCED_MAX]])
     return [

@@ -108,8 +108,8 @@ _Rank = tuple[float, float, float, float, bytes, float, float, bytes, int]
 
 @dataclass
 class FairQueue:
-    """The queue of one provider with this number of `slots`. `name` is unique among providers. `has_seniors`:
-    whether any member has been listed for SENIOR_SECONDS."""
+    """The queue of one provider with this number of `slots`. `name` is unique among providers. `has_seniors`
+    returns whether any member has been listed for SENIOR_SECONDS."""
 
     slots: int
     name: bytes = b""

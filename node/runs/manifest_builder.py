@@ -237,8 +237,8 @@ def _held_out(count: int, graph: Graph, microbatch: int) -> int:
 
 def columns_of(graph: Graph, dataset: Dataset, name: str) -> tuple[list[str], list[str]]:
     """Return the names of the arrays for inputs and for labels, in the order of the model's ports. They are
-    the arrays with the ports' names, or x and y if there is only one input or label, or all arrays in order
-    if samples came as tuples. Raises UsageError."""
+    the arrays with the ports' names. A single input may also be named x, and a single label y. If samples
+    came as tuples, they are all arrays in order. Raises UsageError."""
     entry = _trained(graph, name)
     found: tuple[list[str], list[str]] = ([], [])
     count = len(entry.inputs) + len(entry.labels)

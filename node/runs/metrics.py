@@ -20,7 +20,8 @@ def metric_rows(
     """Return one row for each known step with its measurements. `step` is the number of steps done by then.
     An evaluation after a step is in that step's row; a validation's figures have names such as
     `validation_loss`. `joules` are those of this machine alone during the step, if its hardware counts them.
-    In local mode, which reports few steps, they cover all steps since the previous row."""
+    In local mode, which reports few steps, they cover all steps since the previous row and the time between
+    them."""
     rows: dict[int, dict[str, Any]] = {}
     before: StepCommitted | None = None
     for event in events:

@@ -344,7 +344,8 @@ class Receipts:
         return AcceptedReceipt(accepted)
 
     def _knows_work(self, row: ReceiptRow, known: ReceiptRow | None) -> bool:
-        """Return whether this node had a part in a run. Credit newly claimed work up to a slot's capacity."""
+        """Return whether this node had a part in a run. Work claimed since the previous receipt is credited, up
+        to the capacity of a slot."""
         begun = self._begun.get(row.run)
         if begun is None:
             return known is not None
@@ -358,7 +359,8 @@ class Receipts:
         return True
 
     def _knows_bytes(self, row: ReceiptRow, known: ReceiptRow | None) -> bool:
-        """Return whether so many bytes were sent since the previous receipt; if so, they count as claimed."""
+        """Return whether this node sent that many bytes to the measurer since the previous receipt. If so,
+        this receipt uses them up."""
         more = row.size_bytes - (0 if known is None else known.size_bytes)
         left = self._served.get(row.measurer, 0)
         if more > left:

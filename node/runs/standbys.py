@@ -53,7 +53,8 @@ class Standbys:
         self._watch = FollowWatch()
         self._slow: set[PeerId] = set()
         self._plan: Plan | None = None
-        # Also the delay from a plan to the first check, because adding or splitting stages comes first.
+        # Also the delay from a plan to the first check, because adding a replica to a stage, or splitting a
+        # stage, comes first.
         self._look_seconds = service.settings.refill_seconds
         self._look_at = 0.0
         self._is_looking = False

@@ -110,7 +110,8 @@ def split(message: object) -> FramedMessage:
 
 
 def largest_payload(request: object) -> PayloadPart | None:
-    """Return the field with a request's longest tensors of a micro-batch; None if it has none."""
+    """Return which field of a pass's request has the longest tensors; None if the request is not a pass of a
+    micro-batch."""
     if isinstance(request, Backward):
         return "gradient"
     if not isinstance(request, Forward):

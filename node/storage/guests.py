@@ -79,7 +79,7 @@ class Guests:
                     self._guests[label] = before
                     self._count()
                 raise NoRoom(
-                    f"others' data would take {size} more bytes; at most "
+                    f"there is no room for {size} bytes of others' data; at most "
                     f"{self._blobs.guest_bytes_max} are allowed in total"
                 )
             self._guests[label] = _Guest(tuple(files), size)
