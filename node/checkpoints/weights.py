@@ -29,7 +29,7 @@ WEIGHTS_PURPOSE = "weights"
 value is the file's hash."""
 EXPORT_OVERHEAD_BYTES = 1 << 16
 EXPORT_ROW_BYTES = 512
-"""Maximum size of a row in the header: name, type, shape and offsets."""
+"""Room for a row of the header in addition to the name in it: type, shape and offsets."""
 FETCH_SECONDS_MAX = 300.0
 HASHED_BYTES = 4 << 20
 """Number of bytes of a file read at once."""

@@ -110,7 +110,7 @@ class Rebalancing:
             base = relinked(self._base[1], plan, knowledge)
             paces = self._without_pauses(base, plan, believed_paces(base, plan, said, seen), knowledge)
             service.measurements.stages_found(found_rates(base, plan, paces))
-            # a faster cut may use more of the other objective
+            # a faster cut may be worse for a different objective
             if steps_left < 1 or self._run.manifest.objective != "throughput":
                 return
             if self._may_grow(plan):

@@ -344,8 +344,8 @@ class Receipts:
         return AcceptedReceipt(accepted)
 
     def _knows_work(self, row: ReceiptRow, known: ReceiptRow | None) -> bool:
-        """Return whether this node had a part in a run. Work claimed since the previous receipt is credited, up
-        to the capacity of a slot."""
+        """Return whether this node had a part in a run. Work claimed since the previous receipt is credited,
+        up to the capacity of a slot."""
         begun = self._begun.get(row.run)
         if begun is None:
             return known is not None
