@@ -165,7 +165,7 @@ class MemberDegraded(Event, frozen=True, kw_only=True):
 
 
 class MemberSuspected(Event, frozen=True, kw_only=True):
-    """A member answered neither `by` nor this node, for the `reason`."""
+    """A member is suspected of being dead: it answered neither `by` nor this node. `reason` says why."""
 
     peer: PeerId
     by: PeerId

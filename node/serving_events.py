@@ -5,7 +5,7 @@ from node.events import Event
 
 
 class ServiceChanged(Event, frozen=True, kw_only=True):
-    """This node holds a `stage` of a service, or no longer does (`is_held`), for the reason in `detail`.
+    """This node holds a `stage` of a service. If it no longer does (not `is_held`), `detail` says why.
     `ready` has for each stage how many members serve it; `wished` is the number wanted."""
 
     service: str

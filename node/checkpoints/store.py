@@ -229,8 +229,8 @@ class CheckpointStore:
     # Removing
 
     def prune(self, run: str, asked_for: int | None = None) -> int:
-        """Release all but the newest checkpoints of a run and the one asked for, and parts of older steps
-        that never became a checkpoint. Return how many bytes were freed.
+        """Release the old checkpoints of a run. The newest, the one asked for and the best stay. Parts of
+        older steps that never became a checkpoint are also released. Return how many bytes were freed.
         """
         steps = [step for step, _ in self.steps(run)]
         kept = {*steps[-KEPT:], asked_for, *self._best_steps(run)}

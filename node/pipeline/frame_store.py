@@ -20,7 +20,7 @@ from node.seams import Executor, Storage
 from partition.codecs.codec import Payload
 
 FRAMES_BYTES_MAX = 512 * 2**20
-"""Maximum bytes of one stage's frames in memory: thirty-two frames of 16 MiB, more than are between its two
+"""Maximum bytes of one stage's frames in memory: thirty-two frames of 16 MiB, more than wait between its two
 passes at a time. Only a death makes older frames necessary."""
 
 

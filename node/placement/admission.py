@@ -65,7 +65,7 @@ def check_plan(
         is_handed_on = is_in_force and history is not None and may_bring
         may_bring = run.requester == plan.committer and (sender == run.requester or is_handed_on)
     if not may_bring or signer.peer not in plan.roster:
-        raise RemoteProtocolError("its sender may not bring this plan here")
+        raise RemoteProtocolError("the sender may not bring this plan here")
     if plan.height and history is None:
         raise RemoteProtocolError("a plan without its history")
     teller = sender if plan.height else run.requester

@@ -1,7 +1,7 @@
 """A requester's part in a contest for a free slot: it asks all providers at the same time.
 
-Placement leases one provider after the other, after measuring links. If each requester asked only one
-provider at a time, the last provider would see no competition.
+Placement leases one provider after the other, after measuring links. Without
+this file, a requester that asks all providers at the same time would have no competition at the last one.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Sequence

@@ -22,8 +22,8 @@ from node.services.metadata import (
 from partition.plan.observed import FLOPS_PER_SECOND_MAX, NOTHING, Knowledge
 
 SENDS_LESS_SHARE = 0.25
-"""Factor for the rate of a member with a slow uplink. It is used last if others have room, and otherwise gets
-few micro-batches."""
+"""Factor for the rate of a member with a slow uplink. Such a member is used last if others have room,
+and otherwise gets few micro-batches."""
 
 
 def understands_runs(claim: Metadata) -> bool:

@@ -3,9 +3,9 @@
 If all slots are taken, a requester waits: it asks again regularly, and learns how many runs are ahead and
 when a slot may be free. A freed slot is held briefly for the next requester. The order is start-time fair
 queueing (Goyal, Vin and Cheng 1996) over requesters. Next is the requester whose use, in proportion to its
-weight, will be least after it was served; among equals, the one that has waited longest. Only this node's own
-measurements count: the seconds in its slots, and the weight that receipts give. Priorities and deadlines are
-claims, so they only order the runs of one requester.
+weight, will be least once it has been served; among equals, the one that has waited longest. Only this node's
+own measurements count: the seconds in its slots, and the weight that receipts give. Priorities and deadlines
+are claims, so they only order the runs of one requester.
 
 Keys cost nothing, so a new key must gain nothing. A returning requester starts at the `level`, which is the
 use that the latest served requester had when its service began, so absence earns no credit. A key is a

@@ -17,8 +17,8 @@ from partition.plan.plan import Plan
 from partition.run.asks import Declined
 
 GOSSIP_GRACE_SECONDS = 1.0
-"""Seconds that news of a newcomer, which takes some rounds of gossip, may reach the requester later than a
-person."""
+"""How many seconds later than a person the requester may learn of a newcomer, because the news takes some
+rounds of gossip."""
 
 AGAIN_SECONDS_MAX = 5.0
 AGAIN_SHARE = 0.05

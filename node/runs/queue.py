@@ -1,7 +1,8 @@
 """The queue for this node's slots: the shell around `node.placement.turns.FairQueue`.
 
-It counts each requester's use of this node. By receipts, a requester whose node contributed more gets a
-larger share. It estimates how long a served run will still take, and hands over a run that must make room.
+It counts each requester's use of this node. A requester whose node contributed more, according to receipts,
+gets a larger share. The queue estimates how long a served run will still take, and hands over a run that must
+make room.
 """
 
 from collections.abc import Callable, Collection
@@ -30,7 +31,7 @@ from partition.run.asks import WAIT_SECONDS_MAX, Declined
 
 MADE_ROOM_OWN = "a run of the same requester with higher priority waits for this slot"
 MADE_ROOM = "another requester waits for this slot, and this run's requester has had its share"
-CONTESTED = "busy: other runs may ask for its free slot first, until then"
+CONTESTED = "busy: other runs may still ask for its free slot"
 USED_SECONDS_MIN = 30.0
 """Minimum excess use, in seconds, that is mentioned to a waiting requester."""
 

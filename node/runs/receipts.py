@@ -344,8 +344,7 @@ class Receipts:
         return AcceptedReceipt(accepted)
 
     def _knows_work(self, row: ReceiptRow, known: ReceiptRow | None) -> bool:
-        """Return whether this node had a part in a run. Work claimed since the previous receipt is credited,
-        up to the capacity of a slot."""
+        """Return whether this node had a part in a run. Credit newly claimed work up to a slot's capacity."""
         begun = self._begun.get(row.run)
         if begun is None:
             return known is not None
@@ -359,8 +358,7 @@ class Receipts:
         return True
 
     def _knows_bytes(self, row: ReceiptRow, known: ReceiptRow | None) -> bool:
-        """Return whether this node sent that many bytes to the measurer since the previous receipt. If so,
-        this receipt uses them up."""
+        """Return whether this node sent these bytes since the last receipt; if so, this one uses them up."""
         more = row.size_bytes - (0 if known is None else known.size_bytes)
         left = self._served.get(row.measurer, 0)
         if more > left:

@@ -190,7 +190,7 @@ class Runs:
         return exact + [member.run for member in self.local.members.values()]
 
     def _data_came(self, data: bytes, peer: PeerId, size_bytes: int) -> None:
-        """Count pieces of a data set for the run they were fetched for, if its requester is known."""
+        """Count pieces of a data set for their run, if all runs with this data have the same requester."""
         runs = [run for run in self._going if run.manifest.data == data.hex()]
         if len({run.requester for run in runs}) == 1:
             self.receipts.came("data", runs[-1].id, runs[-1].requester, peer, size_bytes)
@@ -258,7 +258,7 @@ class Runs:
             member.absent(peer, reason)
 
     def enter(self, member: RunMember, plan: Plan, history: History) -> None:
-        """Enter a run with the first plan of it that this node learns; `history` is the plan's."""
+        """Enter a run with the first of its plans that this node learns; `history` is that plan's history."""
         with self.containing(member.run, "begin"):
             self._enter(member, plan, history)
 

@@ -24,8 +24,8 @@ class VacatingService(Protocol):
 
 
 async def vacate(runs: VacatingService, reason: str, which: Callable[[RunMember], bool]) -> dict[str, bool]:
-    """Hand over the stages of the selected runs. Return, by run id, whether that succeeded in time; results
-    are added as they come."""
+    """Start handing over the stages of the selected runs. The returned dictionary says, by run id, whether
+    that has succeeded; all values are False at first."""
     found: dict[str, bool] = {}
     holding = [member for member in runs.members.values() if member.hosts]
     for member in filter(which, holding):
