@@ -451,7 +451,7 @@ def _(event: averaging_events.AveragingEnded, state: State) -> State:
 
 
 def _with_round(state: State, event: averaging_events.AveragingEnded) -> State:
-    """Record a round of local mode on its run, whose id is in the round's id."""
+    """Record a round of local mode. `event.run` has the run's id, then a stage's number if it has several."""
     kind, _, name = event.run.partition(":")
     run = state.runs.get(name.partition(":")[0]) if kind == "run" else None
     if run is None:

@@ -59,7 +59,7 @@ DECLINED_MAX = 128
 attempt."""
 LOOK_SECONDS_MIN, LOOK_SECONDS_MAX = 2.0, 60.0
 """Shortest and longest time between two searches for participants, in the member list and in the DHT. It is
-short while this node is alone."""
+short while this node is alone, and grows otherwise."""
 
 
 class Averaging:
