@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from crypto.identity import PeerId
-from gossip.claims import ClaimedCount, LikelySteps, agreed_count, newcomer_steps
+from gossip.claims import ClaimedCount, LikelySteps, agreed_count, lower_median, newcomer_steps
 from gossip.roster import Report
 
 LIKELY_ROUNDS = 10
@@ -24,6 +24,13 @@ def likely_steps(
     or minus LIKELY_ROUNDS rounds of `local_steps`. `are_tried`: the state is tested before use."""
     steps = _steps({peer: report for peer, report in reports.items() if peer not in passed_over})
     return replace(newcomer_steps(steps, LIKELY_ROUNDS * local_steps, are_equal=False), is_newest=are_tried)
+
+
+def likely_rounds(reports: Reports, rounds: int) -> int:
+    """Return the number of `rounds` that another member claims for its state, but at most LIKELY_ROUNDS above
+    the lower median of the members."""
+    made = [report.rounds for report in reports.values() if report.has_state]
+    return min(rounds, lower_median(made) + LIKELY_ROUNDS)
 
 
 def is_another_further(reports: Reports, step: int, local_steps: int) -> bool:

@@ -4,36 +4,40 @@ A head uses this for the first stage; a holder uses it for its own stage and eac
 the stage computes, and for whom (`node.local.member`, `node.local.holder`).
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from math import inf
 from typing import assert_never
 
 import trio
 
 from crypto.identity import PeerId
-from gossip.newcomers import is_another_further, is_behind
+from gossip.newcomers import is_another_further, is_behind, likely_rounds, likely_steps
 from node.averaging.participation import Participation
 from node.averaging.snapshot import Snapshot
 from node.errors import Unreachable
-from node.local.catch_up import catch_up
 from node.local.keeper import Keeper
 from node.local.rounds import Rounds
 from node.local.trainer import LocalTrainer
-from node.local.trial import Trial
+from node.local.trial import TrainerPlace, Trial, go_back, place_of
 from node.protocols.manifest import Run
 from partition.run.ending import Ending
-from partition.run.local.courses import CatchUp
 from partition.run.local.member_stage import (
     BeginRound,
     HandOn,
     KeepState,
     LookFurther,
     MemberStage,
+    NoteOwnState,
+    NotTaken,
     ReportStage,
+    RestoreOwnState,
     Resume,
+    TryState,
     UseRound,
 )
 
-Deed = Resume | LookFurther | CatchUp | ReportStage | UseRound | BeginRound | HandOn | KeepState
+Attempt = NoteOwnState | TryState | RestoreOwnState
+Deed = Resume | LookFurther | Attempt | ReportStage | UseRound | BeginRound | HandOn | KeepState
 
 
 async def _nothing() -> None: ...
@@ -80,8 +84,13 @@ class AveragedStage(MemberStage):
                 return await self._resume()
             case LookFurther():
                 return is_another_further(self.part.roster.reports, self.step, self._local_steps)
-            case CatchUp(is_needed=is_needed):
-                await self._catch_up(is_needed=is_needed)
+            case NoteOwnState():
+                place = await place_of(self.trainer)
+                return place, inf if self.trial is None else await self.trial.loss_max()
+            case TryState(own=own, passed_over=passed_over):
+                return await self._try_state(*own, passed_over=passed_over)
+            case RestoreOwnState(own=own):
+                await go_back(self.trainer, own[0])
             case ReportStage():
                 self.report()
             case UseRound():
@@ -93,8 +102,7 @@ class AveragedStage(MemberStage):
                 if self.part.states.wants_state(self.step):
                     self.part.states.offer(await self.copy())
             case KeepState():
-                if self._keeper.is_due(self.step):
-                    await self._keeper.keep(self.trainer, self.averaging, self._nursery)
+                await self._keeper.keep(self.trainer, self.averaging, self._nursery)
             case _:
                 assert_never(deed)
         return None
@@ -130,20 +138,29 @@ class AveragedStage(MemberStage):
         self._keeper.begin(trainer.step)
         return True
 
-    async def _catch_up(self, *, is_needed: bool) -> None:
-        """Take over the state of other members. Raises StageFailed if it `is_needed` and no peer hands over
-        its state."""
-        is_taken = await catch_up(
-            self.part,
-            self.trainer,
-            self.averaging,
-            steps=self._run.manifest.steps,
-            local_steps=self._local_steps,
-            trial=self.trial,
-            is_needed=is_needed,
-        )
-        if is_taken:
-            await self.taken_over()
+    async def _try_state(
+        self, own: TrainerPlace, loss_max: float, *, passed_over: Collection[PeerId]
+    ) -> NotTaken | None:
+        """Take over the state of another member, unless the trial refuses it or it does not fit this run.
+        Return None, or why no state was taken over."""
+        part, trainer, trial, steps = self.part, self.trainer, self.trial, self._run.manifest.steps
+        reports, found = part.roster.reports, None
+        likely = likely_steps(reports, self._local_steps, passed_over, are_tried=trial is not None)
+        try:
+            found = await part.states.fetch(
+                0, steps, bytes_max=trainer.state_bytes_max, passed_over=passed_over, likely=likely
+            )
+            outer = await trainer.take_over(found)
+            if trial is not None and (fault := await trial.fault(own, loss_max)):
+                raise ValueError(fault)
+            self.averaging.take_over(likely_rounds(part.roster.reports, found.table.rounds), outer)
+        except Unreachable as error:
+            return NotTaken(error.detail)
+        except ValueError as error:
+            part.counters["states_refused"] += 1
+            return NotTaken(str(error), () if found is None else found.holders)
+        await self.taken_over()
+        return None
 
     async def renew(self, step: int) -> bool:
         """Take over another holder's present state, if it is of this step or later; return whether there was

@@ -59,7 +59,10 @@ class Keeper:
         self._schedule.step = step
 
     async def keep(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
-        """Save the state of a training member in the background, together with the members that it knows."""
+        """Save the state of a training member in the background, if a save is due, together with the members
+        that it knows."""
+        if not self.is_due(trainer.step):
+            return
         self.begin(trainer.step)
         saved = self.part(is_training=True)
         snapshot = await trainer.snapshot(rounds.schedule.count, self._run.id, rounds.outer)

@@ -182,7 +182,7 @@ class SimulatedMember(EndingLife):
             reports = own.rostered.values()
             if kept is not None and not any(r.step.reaches(kept.step + every) for r in reports):
                 return None
-            found = yield from own.fetch(0, self.run.training.steps)
+            found = yield from own.fetch(0)
         if found is None:
             return None
         self.disk.copies[stage] = found

@@ -5,6 +5,7 @@ mean is only counted.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any, Protocol
@@ -12,14 +13,12 @@ from typing import Any, Protocol
 from blake3 import blake3
 
 from crypto.identity import PeerId
-from gossip.claims import lower_median
-from gossip.newcomers import LIKELY_ROUNDS, is_another_further, likely_steps
+from gossip.newcomers import is_another_further, likely_rounds, likely_steps
 from gossip.roster import PROTOCOL as ROSTER
 from gossip.roster import Report, Roster
 from gossip.rosters import Rosters
 from partition.run.admission import Admission
 from partition.run.ending import Ending
-from partition.run.local.courses import CatchUp, StageLost
 from partition.run.local.member_ending import MemberEnding
 from partition.run.local.member_stage import (
     BeginRound,
@@ -27,18 +26,20 @@ from partition.run.local.member_stage import (
     KeepState,
     LookFurther,
     MemberStage,
+    NoteOwnState,
+    NotTaken,
     ReportStage,
+    RestoreOwnState,
     Resume,
     StageCounts,
+    TryState,
     UseRound,
 )
-from partition.run.local.reports import training
 from partition.run.local.round_schedule import RoundSchedule
 from sim.worlds.local_context import CountedState, RunSurroundings
 from sim.worlds.local_rounds import RoundTurn
 from sim.worlds.tasks import Task, Tasks, Wait
 
-CATCH_UPS_MAX = 5
 FETCH_SECONDS = 30.0
 
 
@@ -152,8 +153,10 @@ class LocalStage(MemberStage):
                 return self.carried is not None
             case LookFurther():
                 return is_another_further(self.rostered, self.step, self.member.run.settings.local_steps)
-            case CatchUp(is_needed=is_needed):
-                yield from self.catch_up(is_needed=is_needed)
+            case TryState(passed_over=passed_over):
+                return (yield from self._try_state(passed_over))
+            case NoteOwnState() | RestoreOwnState():
+                pass  # an unusable state is refused before anything changes
             case ReportStage():
                 self.report()
             case UseRound():
@@ -166,34 +169,34 @@ class LocalStage(MemberStage):
                 pass  # requests are answered at any time
         return None
 
-    def catch_up(self, *, is_needed: bool) -> Task:
-        """Take over a state from other members."""
-        local_steps = self.member.run.settings.local_steps
-        for _ in range(CATCH_UPS_MAX):
-            reports = self.rostered
-            if not training(reports):
-                return
-            likely = likely_steps(reports, local_steps)
-            found = yield from self.fetch(likely.first, likely.last)
-            if found is not None:
-                made = [report.rounds for report in reports.values() if report.has_state]
-                rounds = min(found.rounds, lower_median(made) + LIKELY_ROUNDS)
-                self.take(CountedState(found.step, found.samples, rounds))
-                return
-            yield self.member.sleep(1.0)
-        if is_needed:
-            raise StageLost("no member handed over its state")
+    def _try_state(self, passed_over: Collection[PeerId]) -> Task:
+        """Take over a state from another member. Return None, or why no state was taken over."""
+        likely = likely_steps(self.rostered, self.member.run.settings.local_steps, passed_over)
+        donor, found = yield from self._fetch(likely.first, likely.last, passed_over)
+        if found is None:
+            return NotTaken("no member handed over its state")
+        if found.step > self.counts.steps:
+            return NotTaken("the state of others has a step that the run does not have", (donor,))
+        self.take(replace(found, rounds=likely_rounds(self.rostered, found.rounds)))
+        return None
 
-    def fetch(self, first: int, last: int) -> Task:
-        """Return a member's state from one of these steps; None if no member hands one over."""
+    def fetch(self, first: int) -> Task:
+        """Return a member's state from step `first` or later; None if no member hands one over."""
+        _, found = yield from self._fetch(first, self.counts.steps)
+        return found
+
+    def _fetch(self, first: int, last: int, passed_over: Collection[PeerId] = ()) -> Task:
+        """Return a donor and its state from one of these steps; None if no member hands one over."""
         reports = self.rostered.items()
         donors = [
-            peer for peer, report in reports if report.has_state and report.step.is_between(first, last)
+            peer
+            for peer, report in reports
+            if report.has_state and report.step.is_between(first, last) and peer not in passed_over
         ]
         if not donors:
-            return None
+            return None, None
         donor = self.member.rng.choice(sorted(donors))
-        return (yield self.member.ask(donor, ("state", self.number, first), FETCH_SECONDS))
+        return donor, (yield self.member.ask(donor, ("state", self.number, first), FETCH_SECONDS))
 
     # Rounds
 

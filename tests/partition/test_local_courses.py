@@ -1,6 +1,7 @@
 """Courses of local mode: the order of a member's actions, with a driver of a few lines."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,24 +10,48 @@ from crypto.identity import PeerId
 from partition.run.conclusions import Conclusion, Said, Sends
 from partition.run.ending import Ending
 from partition.run.local.column import ColumnHolders
-from partition.run.local.courses import AttachTo, CatchUp, ColumnBroken, Course, Sleep, StageLost
+from partition.run.local.courses import AttachTo, ColumnBroken, Course, Sleep, StageLost
 from partition.run.local.crew import MemberCrew
 from partition.run.local.head_course import DIVERGED_MAX, DropStep, HeadCourse, MakeStep
 from partition.run.local.holder import StageHolder
 from partition.run.local.member_ending import FETCH_SECONDS, FetchResult, MemberEnding
-from partition.run.local.member_stage import MemberStage, StageCounts, UseRound
+from partition.run.local.member_stage import (
+    CATCH_UPS_MAX,
+    MemberStage,
+    NotTaken,
+    RestoreOwnState,
+    StageCounts,
+    TryState,
+    UseRound,
+)
 from partition.run.local.round_schedule import RoundSchedule
 from partition.run.local.start_barrier import StartBarrier
 from partition.run.local_settings import LocalSettings
 
 RUN, STEPS = bytes(32), 40
-ME, OTHER = (PeerId(bytes([number]) * 32) for number in (1, 2))
+ME, OTHER, THIRD = (PeerId(bytes([number]) * 32) for number in (1, 2, 3))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The report of a holder at the first step."""
+
+    has_state = True
+    lineage = RUN
+
+    @property
+    def step(self) -> "Claim":
+        return self
+
+    def reaches(self, count: int) -> bool:
+        return count <= 1
 
 
 class Player:
-    """One member that sees no other. `answers` holds the results of its actions, keyed by their class."""
+    """One member that sees the reports of `others` about its stage. `answers` maps classes of deeds to their
+    outcomes."""
 
-    def __init__(self, *, stages: int = 1) -> None:
+    def __init__(self, *, stages: int = 1, others: Collection[PeerId] = ()) -> None:
         self.now = 0.0
         self.deeds: list[object] = []
         self.answers: dict[type, Callable[[Any], Any]] = {}
@@ -39,7 +64,7 @@ class Player:
             StageCounts(STEPS),
             RoundSchedule(LocalSettings(), needs_all=False),
             self.ending,
-            reports=dict,
+            reports=lambda: dict.fromkeys(others, Claim()),
             now=lambda: self.now,
         )
         self.finish = MemberEnding(
@@ -138,14 +163,38 @@ def test_steps_that_stay_infinite_end_the_run_of_a_lone_member() -> None:
 
 
 def test_a_missed_round_makes_a_stage_catch_up() -> None:
-    player = Player()
+    player = Player(others=[OTHER])
     player.answers = {UseRound: lambda _: len(player.of(UseRound)) == 2, MakeStep: player.step}
-    player.play(player.head.train(), 1.6)
-    assert [type(deed) for deed in player.of(UseRound, CatchUp, MakeStep)] == [
-        *(UseRound, MakeStep),
-        *(UseRound, CatchUp, MakeStep),
-        *(UseRound, MakeStep, UseRound, MakeStep),
-    ]
+    player.play(player.stage.between(is_still=True))
+    player.play(player.stage.between(is_still=True))
+    assert player.of(UseRound, TryState) == [UseRound(), UseRound(), TryState(None, frozenset())]
+
+
+def test_holders_of_unusable_states_are_passed_over() -> None:
+    player = Player(others=[OTHER, THIRD])
+    player.answers[TryState] = lambda deed: NotTaken("", () if deed.passed_over else [OTHER])
+    player.play(player.stage.catch_up(), 60.0)
+    tried = [deed.passed_over for deed in player.deeds if isinstance(deed, TryState)]
+    assert tried == [frozenset(), *[frozenset([OTHER])] * (CATCH_UPS_MAX - 1)]
+    assert player.deeds[-1] == RestoreOwnState(None)
+
+
+def test_attempts_end_once_every_state_was_unusable() -> None:
+    player = Player(others=[OTHER, THIRD])
+    player.answers[TryState] = lambda deed: NotTaken("", [THIRD if deed.passed_over else OTHER])
+    player.play(player.stage.catch_up())
+    assert len(player.of(TryState)) == 2
+    assert player.deeds[-1] == RestoreOwnState(None)
+
+
+def test_a_needed_state_that_nobody_hands_over_loses_the_stage() -> None:
+    player = Player(others=[OTHER])
+    player.answers[TryState] = lambda _: NotTaken("no answer")
+    player.play(player.stage.catch_up(is_needed=False), 60.0)
+    assert len(player.of(TryState)) == CATCH_UPS_MAX
+    with pytest.raises(StageLost, match="no member handed over its state: no answer"):
+        player.play(player.stage.catch_up(), 60.0)
+    assert not player.of(RestoreOwnState)
 
 
 def test_a_member_releases_a_stage_that_failed() -> None:

@@ -6,18 +6,22 @@ a holder for long. `PEERLOOM_LOCAL_SEEDS` plays more seeds.
 """
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from crypto.identity import PeerId
 from partition.run.local.seat import SeatedHead, StageSeat
 from partition.run.sight import GRACE_SECONDS
 from sim.events import ColumnStepped, LocalRunEnded, StageAveraged
 from sim.observers import Broken
 from sim.scenario.model import LocalTraining
 from sim.seeds import seeded_rng
+from sim.worlds.local_context import CountedState
+from sim.worlds.local_member import SimulatedMember
 from tests.sim.runs_world import BEGINS, Troubled, scenario
 
 SEEDS = int(os.environ.get("PEERLOOM_LOCAL_SEEDS", "3"))
@@ -134,6 +138,37 @@ def test_a_holder_takes_the_place_of_a_dead_head() -> None:
     assert end.outcome == "done"
     heads = {played.number(row.peer) for row in played.story.of(ColumnStepped, since=BEGINS + 26.0)}
     assert heads == {1}
+
+
+class UselessDonor(SimulatedMember):
+    """A member that hands over a state beyond the end of the run. `asked` holds the peers that it hands it
+    to."""
+
+    asked: ClassVar[list[PeerId]] = []
+
+    def answer(self, asker: PeerId, question: tuple[Any, ...], answer: Callable[[Any], None]) -> None:
+        if question[0] == "state":
+            self.asked.append(asker)
+            answer(CountedState(2 * STEPS))
+        else:
+            super().answer(asker, question, answer)
+
+
+def test_a_newcomer_passes_over_a_donor_with_an_unusable_state() -> None:
+    """One of three heads has an unusable state."""
+    played = LocalPlay(LocalTraining(members=4, stages=1, replicas=0, steps=STEPS, at_seconds=BEGINS))
+    returns, (_, donor, _, newcomer) = BEGINS + 15.0, played.world.peers[:4]
+
+    def plant() -> None:
+        (run,) = played.world.local_runs._runs
+        run._members[donor].__class__ = UselessDonor
+
+    UselessDonor.asked.clear()
+    played.at(returns - 1.0, plant)
+    played.at(returns - 1.0, partial(played.crash, 3, seconds=1.0))
+    assert len(played.play().ends) == 4
+    assert set(UselessDonor.asked) == {newcomer}
+    assert any(row.peer == newcomer for row in played.story.of(ColumnStepped, since=returns))
 
 
 def test_a_stage_that_works_for_two_heads_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,14 +34,6 @@ class Sleep:
 
 
 @dataclass(frozen=True)
-class CatchUp:
-    """Take over the state of another member. No answer. Raises StageLost if the state `is_needed` and no peer
-    hands one over."""
-
-    is_needed: bool = True
-
-
-@dataclass(frozen=True)
 class AttachTo:
     """Ask a peer to work for this head with a stage. The answer is whether it does."""
 

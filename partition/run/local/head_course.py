@@ -126,4 +126,4 @@ class HeadCourse:
         finish.diverged = finish.diverged + 1 if is_diverged else 0
         if finish.diverged >= DIVERGED_MAX:
             reason = f"{DIVERGED_MAX} steps in a row were not finite"
-            yield from finish.recover(reason, own.step)
+            yield from finish.recover(reason, own)

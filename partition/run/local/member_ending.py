@@ -10,7 +10,7 @@ from math import isfinite
 
 from crypto.identity import PeerId
 from partition.run.conclusions import Conclusion, Sends
-from partition.run.local.courses import CatchUp, Course, Sleep
+from partition.run.local.courses import Course, Sleep
 from partition.run.local.crew import MemberCrew
 from partition.run.local.evaluating import EvaluationSchedule
 from partition.run.local.head_watch import HeadWatch, stranded_reason
@@ -137,7 +137,7 @@ class MemberEnding:
             return
         found: ModelLoss = yield EvaluateModel()
         if not isfinite(found.loss):
-            yield from self.recover("the held-out loss is not finite", own.step)
+            yield from self.recover("the held-out loss is not finite", own)
             return
         step = own.step
         schedule.evaluated(step)
@@ -147,13 +147,13 @@ class MemberEnding:
         if reason is not None and (weights := (yield MakeResult())) is not None:
             self.propose("done", reason, own.step, weights)
 
-    def recover(self, reason: str, step: int) -> Course[None]:
+    def recover(self, reason: str, own: MemberStage) -> Course[None]:
         """Resume from another member's parameters, because those here are no longer finite; or propose to end
         the run if no other member has any."""
         if self._crew.training:
-            yield CatchUp()
+            yield from own.catch_up()
         elif self._ending.best is None:
-            self.propose("failed", reason, step)
+            self.propose("failed", reason, own.step)
 
     def judge(self, own: MemberStage) -> Course[None]:
         """Try the proposed result once the run may be over. Hold it if it is good enough, refuse it if it is

@@ -3,15 +3,21 @@
 Not here: the parameters, and the head for which the stage computes (`partition.run.local.holder`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from crypto.identity import PeerId
 from partition.run.ending import Ending
-from partition.run.local.courses import CatchUp, Course
+from partition.run.local.courses import Course, Sleep, StageLost
 from partition.run.local.due import Due
 from partition.run.local.reports import Reports, is_at_end, is_begun, training
 from partition.run.local.round_schedule import RoundSchedule
+
+CATCH_UPS_MAX = 5
+"""Maximum number of attempts to take over a state before a member gives up."""
+AGAIN_SECONDS = 1.0
+"""Seconds between two attempts."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,37 @@ class Resume:
 class LookFurther:
     """Check whether another holder credibly claims more steps than this stage has. The answer is whether one
     does."""
+
+
+@dataclass(frozen=True)
+class NoteOwnState:
+    """Prepare to try states of other holders. The answer describes this stage's own state, and only the
+    driver reads it."""
+
+
+@dataclass(frozen=True)
+class TryState:
+    """Take over the state of a holder at a likely step, except for the holders in `passed_over`. `own` is the
+    answer to NoteOwnState. The answer is None, or NotTaken if no state was taken over."""
+
+    own: Any
+    passed_over: Collection[PeerId]
+
+
+@dataclass(frozen=True)
+class NotTaken:
+    """The `reason` why a state was not taken over. If the state itself was unusable, `useless` are its
+    holders."""
+
+    reason: str
+    useless: Collection[PeerId] = ()
+
+
+@dataclass(frozen=True)
+class RestoreOwnState:
+    """Return to this stage's `own` state, the answer to NoteOwnState. No answer."""
+
+    own: Any
 
 
 @dataclass(frozen=True)
@@ -125,8 +162,29 @@ class MemberStage:
         is_resumed: bool = yield Resume()
         is_needed: bool = (yield LookFurther()) if is_resumed else is_begun(self.reports())
         if is_needed:
-            yield CatchUp(is_needed=not is_resumed)
+            yield from self.catch_up(is_needed=not is_resumed)
         self.has_state = True
+
+    def catch_up(self, *, is_needed: bool = True) -> Course[None]:
+        """Take over the state of another holder. Holders of unusable states are passed over. If no other
+        holder is left, this stage keeps its own state. Raises StageLost if a new state `is_needed` and no
+        holder hands one over."""
+        reason, useless = "", set[PeerId]()
+        own = yield NoteOwnState()
+        for _ in range(CATCH_UPS_MAX):
+            if not set(self.training) - useless:
+                break
+            failed: NotTaken | None = yield TryState(own, frozenset(useless))
+            if failed is None:
+                return
+            reason = failed.reason
+            useless.update(failed.useless)
+            yield Sleep(AGAIN_SECONDS)
+        else:
+            if is_needed and not useless:
+                raise StageLost(f"no member handed over its state: {reason}")
+        if useless:
+            yield RestoreOwnState(own)
 
     # Between two steps
 
@@ -135,7 +193,7 @@ class MemberStage:
         (`is_still`). Hand on the state, and save it if it is finite (`keeps`)."""
         yield ReportStage()
         if (yield UseRound()):
-            yield CatchUp()
+            yield from self.catch_up()
         self.note_end()
         counts, rounds = self.counts, self.rounds
         if not is_still and rounds.is_due(counts.step, is_idle=counts.is_idle):

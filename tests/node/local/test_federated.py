@@ -258,7 +258,7 @@ RUN = 'model = "simple-cnn"\ndata = "digits"\n[train]\nfederated = true\n'
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (RUN, 'in train.mode = "local" alone; in mode "exact" samples travel to the stages'),
+        (RUN, 'only in train.mode = "local"; in mode "exact" samples travel to the stages'),
         (RUN + 'mode = "auto"\n', 'in mode "auto" samples travel'),
         (RUN + 'mode = "local"\n[plan]\nstages = 2\n',
          "with plan.stages = 2 labels and activations of each sample would travel"),
