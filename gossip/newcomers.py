@@ -26,9 +26,13 @@ def likely_steps(
     return replace(newcomer_steps(steps, LIKELY_ROUNDS * local_steps, are_equal=False), is_newest=are_tried)
 
 
+def middle_step(reports: Reports) -> int:
+    """Return the lower median of the members' steps."""
+    return lower_median(_steps(reports))
+
+
 def likely_rounds(reports: Reports, rounds: int) -> int:
-    """Return the number of `rounds` that another member claims for its state, but at most LIKELY_ROUNDS above
-    the lower median of the members."""
+    """Return the claimed `rounds` of a state, but at most LIKELY_ROUNDS above the members' lower median."""
     made = [report.rounds for report in reports.values() if report.has_state]
     return min(rounds, lower_median(made) + LIKELY_ROUNDS)
 

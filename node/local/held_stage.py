@@ -4,7 +4,7 @@ A head uses this for the first stage; a holder uses it for its own stage and eac
 the stage computes, and for whom (`node.local.member`, `node.local.holder`).
 """
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from math import inf
 from typing import assert_never
 
@@ -18,7 +18,7 @@ from node.errors import Unreachable
 from node.local.keeper import Keeper
 from node.local.rounds import Rounds
 from node.local.trainer import LocalTrainer
-from node.local.trial import TrainerPlace, Trial, go_back, place_of
+from node.local.trial import Trial, go_back, place_of
 from node.protocols.manifest import Run
 from partition.run.ending import Ending
 from partition.run.local.member_stage import (
@@ -67,8 +67,9 @@ class AveragedStage(MemberStage):
         self._keeper = keeper
         self.averaging = Rounds(me, run.manifest.local, trainer, part, keeper.now)
         super().__init__(
-            trainer, self.averaging.schedule, ending, reports=lambda: part.roster.reports, now=keeper.now
-        )
+            trainer, self.averaging.schedule, ending,
+            saves=keeper.schedule, reports=lambda: part.roster.reports, now=keeper.now,
+        )  # fmt: skip
         self._run = run
         self._local_steps = run.manifest.local.local_steps
 
@@ -87,8 +88,8 @@ class AveragedStage(MemberStage):
             case NoteOwnState():
                 place = await place_of(self.trainer)
                 return place, inf if self.trial is None else await self.trial.loss_max()
-            case TryState(own=own, passed_over=passed_over):
-                return await self._try_state(*own, passed_over=passed_over)
+            case TryState():
+                return await self._try_state(deed)
             case RestoreOwnState(own=own):
                 await go_back(self.trainer, own[0])
             case ReportStage():
@@ -102,7 +103,7 @@ class AveragedStage(MemberStage):
                 if self.part.states.wants_state(self.step):
                     self.part.states.offer(await self.copy())
             case KeepState():
-                await self._keeper.keep(self.trainer, self.averaging, self._nursery)
+                self._keeper.keep(await self.copy(), self._nursery)
             case _:
                 assert_never(deed)
         return None
@@ -135,14 +136,12 @@ class AveragedStage(MemberStage):
         except ValueError:
             return False
         await self.taken_over()
-        self._keeper.begin(trainer.step)
         return True
 
-    async def _try_state(
-        self, own: TrainerPlace, loss_max: float, *, passed_over: Collection[PeerId]
-    ) -> NotTaken | None:
+    async def _try_state(self, deed: TryState) -> NotTaken | None:
         """Take over the state of another member, unless the trial refuses it or it does not fit this run.
         Return None, or why no state was taken over."""
+        (own, loss_max), passed_over = deed.own, deed.passed_over
         part, trainer, trial, steps = self.part, self.trainer, self.trial, self._run.manifest.steps
         reports, found = part.roster.reports, None
         likely = likely_steps(reports, self._local_steps, passed_over, are_tried=trial is not None)

@@ -1,13 +1,17 @@
 """Saves a member's state periodically, in the background (`node.local.saved`)."""
 
+from collections.abc import Awaitable
 from contextlib import suppress
 from functools import partial
 
 import trio
 
+from crypto.identity import PeerId
+from node.averaging.signature import run_key
 from node.averaging.snapshot import Snapshot
+from node.averaging.transfer import fetch_state
+from node.errors import Unreachable
 from node.local.context import LocalRunsService
-from node.local.rounds import Rounds
 from node.local.saved import (
     MEMBERS_MAX,
     SavedRun,
@@ -18,12 +22,11 @@ from node.local.saved import (
     state_bytes,
     state_name,
 )
-from node.local.stages import stage_count
-from node.local.trainer import LocalTrainer
+from node.local.stages import roster_of, stage_count
 from node.protocols.manifest import Run
 from node.storage.blobs import NoRoom
 from partition.run.admission import Admission
-from partition.run.local.keeping import CopySchedule
+from partition.run.local.keeping import CopySchedule, StageCopy
 
 
 class Keeper:
@@ -48,25 +51,11 @@ class Keeper:
         self._admission = admission
         self._stage = stage
         self._copy_of = copy_of
-        self._schedule = CopySchedule(run.manifest.save_every)
+        self.schedule = CopySchedule(run.manifest.save_every)
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a state is due at this step."""
-        return self._schedule.is_due(self.now(), step)
-
-    def begin(self, step: int) -> None:
-        """Note that a state of this step is being saved, or has been saved."""
-        self._schedule.step = step
-
-    async def keep(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
-        """Save the state of a training member in the background, if a save is due, together with the members
-        that it knows."""
-        if not self.is_due(trainer.step):
-            return
-        self.begin(trainer.step)
-        saved = self.part(is_training=True)
-        snapshot = await trainer.snapshot(rounds.schedule.count, self._run.id, rounds.outer)
-        nursery.start_soon(self.remember, saved)
+    def keep(self, snapshot: Snapshot, nursery: trio.Nursery) -> None:
+        """Save the state of a training member in the background, together with the members that it knows."""
+        nursery.start_soon(self.remember, self.part(is_training=True))
         nursery.start_soon(self.save, snapshot)
 
     def part(self, *, is_training: bool) -> SavedRun:
@@ -85,7 +74,7 @@ class Keeper:
     async def save(self, snapshot: Snapshot) -> None:
         """Save a state in place of the previous one."""
         service, run = self._service, self._run
-        self._schedule.begin()
+        self.schedule.begin()
         begun = self.now()
         try:
             if run.requester != service.signer.peer:
@@ -100,7 +89,26 @@ class Keeper:
         except OSError as error:
             self.error = str(error.strerror or error)
         finally:
-            self._schedule.ended(self.now(), begun)
+            self.schedule.ended(self.now(), begun)
+
+    async def copy(self, fetched: Awaitable[Snapshot]) -> StageCopy | None:
+        """Save a state that is `fetched` from other members; None if no member hands it over."""
+        try:
+            found = await fetched
+        except Unreachable:
+            return None
+        await self.save(found)
+        return StageCopy(found.table.step, not self.error)
+
+    async def copy_from(self, holder: PeerId, bytes_max: int) -> StageCopy | None:
+        """Fetch and save a copy of the other member's stage from its only holder."""
+        assert self._copy_of is not None, "this keeper saves copies"
+        seams, (name, signature) = self._service.seams, roster_of(self._run, self._copy_of)
+        fetched = fetch_state(
+            seams.network, seams.executor, [holder], run_key(name), signature, 0, bytes_max=bytes_max,
+            refuse=self._service.refuse, step_max=self._run.manifest.steps, rng=seams.rng,
+        )  # fmt: skip
+        return await self.copy(fetched)
 
     async def load(self, bytes_max: int) -> Snapshot | None:
         """Return the latest saved state; None if there is none."""

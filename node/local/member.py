@@ -199,8 +199,8 @@ class LocalMember:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look)
             if self._held is None:
-                copies = Copies(self.run, self.keeper, self.crew, self.admission, bytes_max=bytes_max)
-                nursery.start_soon(copies.run, part)
+                copies = Copies(self.run, self.keeper, self.crew, part, bytes_max=bytes_max)
+                nursery.start_soon(copies.run)
             if not self._stage:
                 nursery.start_soon(self._recruiter.run)
             if self._further is not None:

@@ -12,7 +12,6 @@ from node.averaging.door import TicketGate
 from node.averaging.participation import Participation
 from node.errors import UsageError
 from node.local.context import LocalRunsService
-from node.local.copying import StageCopier
 from node.local.courses import follow
 from node.local.crew import Crew
 from node.local.keeper import Keeper
@@ -22,7 +21,7 @@ from node.placement.admission import Machine, build_stage_spec
 from node.protocols.manifest import Run
 from partition.model.graph import Graph
 from partition.plan.plan import Plan
-from partition.run.local.keeping import CopyStage
+from partition.run.local.keeping import CopyStage, StageCopy, StageCopying
 from partition.run.local.lending import LendStage, TakeBack, lend_stages
 
 
@@ -50,22 +49,23 @@ class StageCopies:
         self._run = run
         self._crew = crew
         self._door = door
-        self._copier = StageCopier(service, run, step)
         self._bytes_max = bytes_max
         stages = range(1, len(bytes_max))
         self._keepers = {stage: Keeper(service, run, door.admission, 0, copy_of=stage) for stage in stages}
+        schedules = {stage: keeper.schedule for stage, keeper in self._keepers.items()}
+        self._copying = StageCopying(schedules, step=step, now=service.seams.clock.monotonic)
         self._lent: dict[int, Participation | None] = {}
         """Lent copies, by missing stage; None if there is no copy to lend."""
 
     async def run(self) -> None:
         """Fetch copies, and lend them, until cancelled."""
         try:
-            await follow(lend_stages(self._crew, len(self._bytes_max)), self._do)
+            await follow(lend_stages(self._crew, self._copying), self._do)
         finally:
             for stage in list(self._lent):
                 self.take_back(stage)
 
-    async def _do(self, deed: CopyStage | LendStage | TakeBack) -> None:
+    async def _do(self, deed: CopyStage | LendStage | TakeBack) -> StageCopy | None:
         match deed:
             case TakeBack(stage=stage):
                 self.take_back(stage)
@@ -76,7 +76,8 @@ class StageCopies:
                     self._door.show(part.roster.claims)
             case CopyStage(stage=stage, holder=holder):
                 assert holder is not None, "a head copies from its holders"
-                await self._copier.copy(stage, holder, self._keepers[stage], self._bytes_max[stage])
+                return await self._keepers[stage].copy_from(holder, self._bytes_max[stage])
+        return None
 
     async def _lend(self, stage: int) -> Participation | None:
         """Lend the copy of a stage, if there is one."""

@@ -11,14 +11,13 @@ from node.averaging.door import TicketGate
 from node.averaging.snapshot import Snapshot
 from node.errors import NotListening, Unreachable
 from node.local.context import LocalRunsService
-from node.local.copying import StageCopier
 from node.local.courses import follow
 from node.local.crew import Crew
 from node.local.keeper import Keeper
 from node.local.stage_server import close
 from node.protocols.manifest import Run
 from partition.run.local.column_messages import MESSAGE_BYTES_MAX, PROTOCOL
-from partition.run.local.keeping import CopyStage
+from partition.run.local.keeping import CopyStage, StageCopy, StageCopying
 from partition.run.local.succession import FindGone, SuccessionRule
 
 
@@ -41,20 +40,20 @@ class Succession:
         self._service = service
         self._bytes_max = bytes_max
         self._keeper = Keeper(service, run, door.admission, own, copy_of=0)
-        self._copier = StageCopier(service, run, step)
-        self._rule = SuccessionRule(crew)
+        copying = StageCopying({0: self._keeper.schedule}, step=step, now=self._keeper.now)
+        self._rule = SuccessionRule(crew, copying)
 
     async def wait(self) -> None:
         """Keep copies of the head's stage. Return once the head is gone for good and this member can take
         over."""
         self._rule.has_copy = await self._keeper.load(self._bytes_max) is not None
-        await follow(self._rule.watch(self._service.seams.clock.monotonic, self._has_free), self._do)
+        await follow(self._rule.watch(self._has_free), self._do)
 
-    async def _do(self, deed: CopyStage | FindGone) -> bool | None:
+    async def _do(self, deed: CopyStage | FindGone) -> bool | StageCopy | None:
         if isinstance(deed, FindGone):
             return await self._is_gone(deed.head)
         assert deed.holder is not None, "a holder copies from its head"
-        return await self._copier.copy(0, deed.holder, self._keeper, self._bytes_max)
+        return await self._keeper.copy_from(deed.holder, self._bytes_max)
 
     def _has_free(self) -> bool:
         return any(offer.has_slot for offer in self._service.offers())

@@ -54,7 +54,7 @@ class HolderLife(LocalLife):
                 case OpenToHeads():
                     holding.is_ready = True
                 case RenewState(step=step):
-                    found = yield from stage.fetch(step)
+                    _, found = yield from stage.fetch(step, self.run.training.steps)
                     if found is not None and rules.seat.head is None:
                         stage.take(found)
                 case CallHeads(companions=companions):

@@ -149,14 +149,13 @@ class LocalLife:
             except ColumnBroken as error:
                 broken = error
 
-    def keep(self) -> None:
-        """Save the state of the own stage, if that is due."""
-        disk, every = self.disk, self.run.training.save_every
-        if not every or not self.own.has_state:
-            return
-        if disk.own is None or self.own.step - disk.own.step >= every or self.own.step < disk.own.step:
-            disk.own = self.own.state
-            self._remember()
+    def keep(self, stage: LocalStage) -> None:
+        """Save the state of a held stage."""
+        if stage is self.own:
+            self.disk.own = stage.state
+        else:
+            self.disk.copies[stage.number] = stage.state
+        self._remember()
 
     def _remember(self) -> None:
         disk = self.disk

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from crypto.identity import PeerId
+from gossip.newcomers import middle_step
 from gossip.roster import PROTOCOL as ROSTER
 from gossip.roster import Roster
 from partition.run.conclusions import PROTOCOL as LOCAL
@@ -17,7 +18,7 @@ from partition.run.endings import Endings
 from partition.run.local.column import WorkHere
 from partition.run.local.courses import AttachTo, StageLost
 from partition.run.local.head_course import BeginSteps, DropStep, MakeStep, TryFirstValues
-from partition.run.local.keeping import CopyStage
+from partition.run.local.keeping import CopySchedule, CopyStage, StageCopy, StageCopying
 from partition.run.local.lending import FollowerLending, LendStage, TakeBack, lend_stages
 from partition.run.local.member_ending import EvaluateModel, MakeResult, TryResult
 from partition.run.local.regrouping import DropFurther
@@ -73,8 +74,8 @@ class SimulatedMember(EndingLife):
         if begin.is_resumed:
             self.tasks.start(self._return())
         if not self.crew.is_training:
-            lending = FollowerLending(self.crew, self.run.training.stages)
-            self.tasks.start(self.follow(lending.lend(lambda: self.now), self._do_follow))
+            follower = FollowerLending(self.crew, self.run.training.stages, self._copying(0))
+            self.tasks.start(self.follow(follower.lend(), self._do_follow))
         if not self.stage:
             self.tasks.start(self.follow(self._recruitment.recruit(lambda: self.now), self.do_in_column))
         if not self.crew.is_training:
@@ -86,7 +87,8 @@ class SimulatedMember(EndingLife):
                 self.tasks.start(self._succeed())
             else:
                 self._prepare_regrouping()
-                self.tasks.start(self.follow(lend_stages(self.crew, self.run.training.stages), self._do_copy))
+                lending = lend_stages(self.crew, self._copying(*range(1, self.run.training.stages)))
+                self.tasks.start(self.follow(lending, self._do_copy))
         if begin.carried is None:
             meeting = self.barrier.meet(self.crew, self.stage, self.live, lambda: self.now)
             yield from self.follow(meeting, self._do_meet)
@@ -169,24 +171,21 @@ class SimulatedMember(EndingLife):
                 self.take_back(stage)
         return None
 
+    def _copying(self, *stages: int) -> StageCopying:
+        own, every = self.own, self.run.training.save_every
+        step = (lambda: own.step) if self.crew.is_training else (lambda: middle_step(own.rostered))
+        return StageCopying({n: CopySchedule(every) for n in stages}, step=step, now=lambda: self.now)
+
     def _copy(self, stage: int, holder: PeerId | None) -> Task:
-        """Copy a stage if that is due. Return True if a copy was made, else None."""
-        own, every, kept = self.own, self.run.training.save_every, self.disk.copies.get(stage)
-        if not every:
-            return None
-        if holder is not None:
-            if kept is not None and own.step - kept.step < every:
-                return None
-            found = yield self.ask(holder, ("state", stage, 0), EXPORT_SECONDS_MAX)
+        """Fetch and store a copy of a stage; return None if no member hands over its state."""
+        if holder is None:
+            _, found = yield from self.own.fetch_likely()
         else:
-            reports = own.rostered.values()
-            if kept is not None and not any(r.step.reaches(kept.step + every) for r in reports):
-                return None
-            found = yield from own.fetch(0)
+            found = yield self.ask(holder, ("state", stage, 0), EXPORT_SECONDS_MAX)
         if found is None:
             return None
         self.disk.copies[stage] = found
-        return True
+        return StageCopy(found.step, is_stored=True)
 
     def _lend_one(self, stage: int, state: CountedState) -> Task:
         lent = self._lent[stage] = LocalStage(self, stage)
@@ -205,9 +204,10 @@ class SimulatedMember(EndingLife):
         own = self.own
         match deed:
             case CopyStage(stage=stage):
-                if (yield from self._copy(stage, None)):
+                copied = yield from self._copy(stage, None)
+                if copied is not None:
                     self._remember()
-                return None
+                return copied
             case LendStage():
                 own.has_state = 0 in self.disk.copies
                 own.counts.step = self.disk.copies[0].step if own.has_state else 0
@@ -219,7 +219,7 @@ class SimulatedMember(EndingLife):
 
     def _succeed(self) -> Task:
         """Keep copies for the head, and replace the head once it is gone for good."""
-        rule = SuccessionRule(self.crew)
+        rule = SuccessionRule(self.crew, self._copying(0))
         rule.has_copy = 0 in self.disk.copies
 
         def do(deed: CopyStage | FindGone) -> Task:
@@ -227,9 +227,7 @@ class SimulatedMember(EndingLife):
                 return (yield from self._copy(deed.stage, deed.holder))
             return deed.head not in self.live() or self.run.is_gone(deed.head)
 
-        yield from self.follow(
-            rule.watch(lambda: self.now, lambda: any(map(self.run.has_slot, self.live()))), do
-        )
+        yield from self.follow(rule.watch(lambda: any(map(self.run.has_slot, self.live()))), do)
         if self.finish.has_state and self.ending.best is None and rule.has_copy:
             others = {n: each.stage.state for n, each in self.crew.further.items() if each.is_ready}
             self.run.succeed(self.me, {0: self.disk.copies[0], self.stage: self.own.state, **others})

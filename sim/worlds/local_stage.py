@@ -19,6 +19,7 @@ from gossip.roster import Report, Roster
 from gossip.rosters import Rosters
 from partition.run.admission import Admission
 from partition.run.ending import Ending
+from partition.run.local.keeping import CopySchedule
 from partition.run.local.member_ending import MemberEnding
 from partition.run.local.member_stage import (
     BeginRound,
@@ -57,7 +58,7 @@ class LocalStageOwner(Protocol):
     @property
     def now(self) -> float: ...
     def live(self) -> Collection[PeerId]: ...
-    def keep(self) -> None: ...
+    def keep(self, stage: "LocalStage") -> None: ...
     def sleep(self, seconds: float) -> Wait: ...
     def ask(self, peer: PeerId, question: tuple[Any, ...], seconds: float) -> Wait: ...
     def command(self, protocol: str, order: Callable[[Any, float], Any]) -> None: ...
@@ -77,6 +78,7 @@ class LocalStage(MemberStage):
             StageCounts(member.run.training.steps),
             rounds,
             member.ending,
+            saves=CopySchedule(member.run.training.save_every),
             reports=lambda: self.rostered,
             now=lambda: member.now,
         )
@@ -164,15 +166,14 @@ class LocalStage(MemberStage):
             case BeginRound():
                 self._begin_round()
             case KeepState():
-                self.member.keep()
+                self.member.keep(self)
             case HandOn():
                 pass  # requests are answered at any time
         return None
 
     def _try_state(self, passed_over: Collection[PeerId]) -> Task:
         """Take over a state from another member. Return None, or why no state was taken over."""
-        likely = likely_steps(self.rostered, self.member.run.settings.local_steps, passed_over)
-        donor, found = yield from self._fetch(likely.first, likely.last, passed_over)
+        donor, found = yield from self.fetch_likely(passed_over)
         if found is None:
             return NotTaken("no member handed over its state")
         if found.step > self.counts.steps:
@@ -180,12 +181,12 @@ class LocalStage(MemberStage):
         self.take(replace(found, rounds=likely_rounds(self.rostered, found.rounds)))
         return None
 
-    def fetch(self, first: int) -> Task:
-        """Return a member's state from step `first` or later; None if no member hands one over."""
-        _, found = yield from self._fetch(first, self.counts.steps)
-        return found
+    def fetch_likely(self, passed_over: Collection[PeerId] = ()) -> Task:
+        """Return a donor and its state from a likely step; None if no member hands one over."""
+        likely = likely_steps(self.rostered, self.member.run.settings.local_steps, passed_over)
+        return (yield from self.fetch(likely.first, likely.last, passed_over))
 
-    def _fetch(self, first: int, last: int, passed_over: Collection[PeerId] = ()) -> Task:
+    def fetch(self, first: int, last: int, passed_over: Collection[PeerId] = ()) -> Task:
         """Return a donor and its state from one of these steps; None if no member hands one over."""
         reports = self.rostered.items()
         donors = [

@@ -14,9 +14,11 @@ from partition.run.local.courses import AttachTo, ColumnBroken, Course, Sleep, S
 from partition.run.local.crew import MemberCrew
 from partition.run.local.head_course import DIVERGED_MAX, DropStep, HeadCourse, MakeStep
 from partition.run.local.holder import StageHolder
+from partition.run.local.keeping import FETCH_SHARE, CopySchedule, CopyStage, StageCopy, StageCopying
 from partition.run.local.member_ending import FETCH_SECONDS, FetchResult, MemberEnding
 from partition.run.local.member_stage import (
     CATCH_UPS_MAX,
+    KeepState,
     MemberStage,
     NotTaken,
     RestoreOwnState,
@@ -51,7 +53,7 @@ class Player:
     """One member that sees the reports of `others` about its stage. `answers` maps classes of deeds to their
     outcomes."""
 
-    def __init__(self, *, stages: int = 1, others: Collection[PeerId] = ()) -> None:
+    def __init__(self, *, stages: int = 1, save_every: int = 0, others: Collection[PeerId] = ()) -> None:
         self.now = 0.0
         self.deeds: list[object] = []
         self.answers: dict[type, Callable[[Any], Any]] = {}
@@ -64,6 +66,7 @@ class Player:
             StageCounts(STEPS),
             RoundSchedule(LocalSettings(), needs_all=False),
             self.ending,
+            saves=CopySchedule(save_every),
             reports=lambda: dict.fromkeys(others, Claim()),
             now=lambda: self.now,
         )
@@ -81,7 +84,7 @@ class Player:
     def _tell(self, order: Callable[[float], Sends]) -> None:
         order(self.now)
 
-    def play(self, course: Course[None], seconds: float = 5.0) -> None:
+    def play(self, course: Course[Any], seconds: float = 5.0) -> None:
         """Follow a course to its end, or for this long."""
         answer: Any = None
         while self.now < seconds:
@@ -195,6 +198,37 @@ def test_a_needed_state_that_nobody_hands_over_loses_the_stage() -> None:
     with pytest.raises(StageLost, match="no member handed over its state: no answer"):
         player.play(player.stage.catch_up(), 60.0)
     assert not player.of(RestoreOwnState)
+
+
+def test_copies_wait_for_their_step_and_for_the_previous_copy() -> None:
+    player, seconds = Player(), 2.0
+    schedules = {1: CopySchedule(5), 2: CopySchedule(5)}
+    copying = StageCopying(schedules, step=lambda: player.stage.step, now=lambda: player.now)
+
+    def copy(_: CopyStage) -> StageCopy:
+        player.now += seconds
+        return StageCopy(player.stage.step, is_stored=True)
+
+    def copied(step: int, stage: int) -> int:
+        player.stage.counts.step = step
+        player.play(copying.copy(stage, OTHER), 1e9)
+        return len(player.of(CopyStage))
+
+    player.answers[CopyStage] = copy
+    assert copied(4, 1) == 0
+    assert copied(5, 1) == 1
+    assert copied(50, 2) == 1
+    player.now += FETCH_SHARE * seconds
+    assert copied(5, 1) == 1
+    assert copied(6, 2) == 2
+
+
+def test_a_state_is_saved_at_the_scheduled_steps() -> None:
+    player = Player(save_every=3)
+    player.answers[MakeStep] = player.step
+    player.play(player.head.train(), 5.0)
+    assert player.stage.step == 10
+    assert len(player.of(KeepState)) == 3
 
 
 def test_a_member_releases_a_stage_that_failed() -> None:

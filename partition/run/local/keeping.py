@@ -3,9 +3,11 @@
 Copies are made as often as the manifest says, and less often if a copy takes long.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from crypto.identity import PeerId
+from partition.run.local.courses import Course
 
 KEEP_SHARE = 50
 """Minimum interval between saves, as a multiple of the time that a save takes, so that saving takes at most 2
@@ -19,11 +21,19 @@ LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class CopyStage:
-    """Copy the state of a stage from `holder` (None: from any holder), if a copy is due. The answer is
-    whether the copy is here; None if no copy was made."""
+    """Fetch and store the state of a stage from `holder` (None: from any holder). The answer is a StageCopy;
+    None if no holder hands over its state."""
 
     stage: int
     holder: PeerId | None
+
+
+@dataclass(frozen=True)
+class StageCopy:
+    """A fetched copy of a stage at this step. `is_stored`: it is on the disk."""
+
+    step: int
+    is_stored: bool
 
 
 class CopySchedule:
@@ -49,3 +59,30 @@ class CopySchedule:
         """Note that the copy that began at the time `begun` has ended, successfully or not."""
         self._is_busy = False
         self._not_before = now + KEEP_SHARE * (now - begun)
+
+
+class StageCopying:
+    """The copies that one member makes of other members' stages, one at a time."""
+
+    def __init__(
+        self, schedules: Mapping[int, CopySchedule], *, step: Callable[[], int], now: Callable[[], float]
+    ) -> None:
+        """`schedules` has one entry for each copied stage. `step` returns the step that the schedules refer
+        to."""
+        self.schedules = schedules
+        self._step = step
+        self.now = now
+        self._not_before = 0.0
+
+    def copy(self, stage: int, holder: PeerId | None = None) -> Course[bool | None]:
+        """Copy the state of a stage if a copy is due. Return whether the copy is stored; None if no copy was
+        made."""
+        begun, schedule = self.now(), self.schedules[stage]
+        if begun < self._not_before or not schedule.is_due(begun, self._step()):
+            return None
+        made: StageCopy | None = yield CopyStage(stage, holder)
+        if made is None:
+            return None
+        schedule.step = made.step
+        self._not_before = self.now() + FETCH_SHARE * (self.now() - begun)
+        return made.is_stored

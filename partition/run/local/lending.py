@@ -4,13 +4,12 @@ A requester that only follows its run keeps copies of the first stage; a head ke
 other stages. To lend a copy, the member enters the roster of that stage, with the copy as its state.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from partition.run.local.courses import Course, Sleep
 from partition.run.local.crew import MemberCrew
 from partition.run.local.head_watch import HEADLESS_SECONDS
-from partition.run.local.keeping import LOOK_SECONDS, CopyStage
+from partition.run.local.keeping import LOOK_SECONDS, StageCopying
 
 
 @dataclass(frozen=True)
@@ -30,22 +29,23 @@ class TakeBack:
 class FollowerLending:
     """The copies of the first stage, at a requester that only follows its run of `stages` stages."""
 
-    def __init__(self, crew: MemberCrew, stages: int) -> None:
+    def __init__(self, crew: MemberCrew, stages: int, copying: StageCopying) -> None:
         self._crew = crew
         self._stages = stages
+        self._copying = copying
         self._trained_at: float | None = None
 
-    def lend(self, now: Callable[[], float]) -> Course[None]:
+    def lend(self) -> Course[None]:
         """Renew the copy while heads train, because they have newer parameters, and lend it while no head
         trains; endlessly."""
-        crew, is_lent = self._crew, False
+        crew, now, is_lent = self._crew, self._copying.now, False
         while True:
             if crew.training:
                 self._trained_at, crew.awaits_head = now(), False
                 if is_lent:
                     is_lent = False
                     yield TakeBack(0)
-                yield CopyStage(0, None)
+                yield from self._copying.copy(0)
             elif not is_lent:
                 since = now()
                 is_lent = yield LendStage(0)
@@ -60,10 +60,10 @@ class FollowerLending:
         return self._stages > 1 or now - self._trained_at < HEADLESS_SECONDS
 
 
-def lend_stages(crew: MemberCrew, stages: int) -> Course[None]:
+def lend_stages(crew: MemberCrew, copying: StageCopying) -> Course[None]:
     """Renew a head's copies of its column's other stages, and lend those that have no holder; endlessly."""
     while True:
-        for stage in range(1, stages):
+        for stage in copying.schedules:
             # if other heads train, holders have newer parameters than the copy
             holders, is_only = crew.holders_of, not crew.training
             if holders is None or stage in crew.taken:
@@ -71,7 +71,7 @@ def lend_stages(crew: MemberCrew, stages: int) -> Course[None]:
             elif stage in holders.attached:
                 yield TakeBack(stage)
                 if is_only:
-                    yield CopyStage(stage, holders.attached[stage])
+                    yield from copying.copy(stage, holders.attached[stage])
             elif is_only:
                 yield LendStage(stage)
         yield Sleep(LOOK_SECONDS)

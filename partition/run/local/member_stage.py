@@ -11,6 +11,7 @@ from crypto.identity import PeerId
 from partition.run.ending import Ending
 from partition.run.local.courses import Course, Sleep, StageLost
 from partition.run.local.due import Due
+from partition.run.local.keeping import CopySchedule
 from partition.run.local.reports import Reports, is_at_end, is_begun, training
 from partition.run.local.round_schedule import RoundSchedule
 
@@ -85,7 +86,7 @@ class HandOn:
 
 @dataclass(frozen=True)
 class KeepState:
-    """Save the state, if a save is due. No answer."""
+    """Save the state in the background. No answer."""
 
 
 class StageCounts:
@@ -113,15 +114,18 @@ class MemberStage:
         rounds: RoundSchedule,
         ending: Ending,
         *,
+        saves: CopySchedule,
         reports: Callable[[], Reports],
         now: Callable[[], float],
     ) -> None:
-        """`reports` returns the reports of the other holders of this stage."""
+        """`saves` is the schedule by which the state is saved. `reports` returns the reports of the other
+        holders of this stage."""
         self.counts = counts
         self.rounds = rounds
         self.has_state = False
         self.now = now
         self._ending = ending
+        self._saves = saves
         self.reports = reports
         self._due = Due()
 
@@ -160,6 +164,8 @@ class MemberStage:
         """Resume from the state of another member, or from the latest one on disk if no other member is
         further."""
         is_resumed: bool = yield Resume()
+        if is_resumed:
+            self._saves.step = self.step
         is_needed: bool = (yield LookFurther()) if is_resumed else is_begun(self.reports())
         if is_needed:
             yield from self.catch_up(is_needed=not is_resumed)
@@ -202,5 +208,6 @@ class MemberStage:
             else:
                 rounds.skip(self.now(), counts.step, counts.samples)
         yield HandOn()
-        if keeps:
+        if keeps and self._saves.is_due(self.now(), self.step):
+            self._saves.step = self.step
             yield KeepState()

@@ -13,7 +13,7 @@ from crypto.identity import PeerId
 from partition.run.local.courses import Course, Sleep
 from partition.run.local.crew import MemberCrew
 from partition.run.local.due import Due
-from partition.run.local.keeping import CopyStage
+from partition.run.local.keeping import StageCopying
 
 GONE_SECONDS = 2.0
 """How long a holder waits after its head has died, because the head may restart soon."""
@@ -32,20 +32,21 @@ class FindGone:
 class SuccessionRule:
     """The rule for one holder. `has_copy`: it has a copy of the first stage."""
 
-    def __init__(self, crew: MemberCrew) -> None:
+    def __init__(self, crew: MemberCrew, copying: StageCopying) -> None:
         self.has_copy = False
+        self._copying = copying
         self._crew = crew
         self._due = Due()
 
-    def watch(self, now: Callable[[], float], has_free: Callable[[], bool]) -> Course[None]:
+    def watch(self, has_free: Callable[[], bool]) -> Course[None]:
         """Keep copies for the head; return once the head is gone for good and this member can take its place.
         `has_free` returns whether some node has a free slot."""
         while True:
-            missed = self._missed_head(now(), has_free=has_free())
+            missed = self._missed_head(self._copying.now(), has_free=has_free())
             if missed is not None and (yield FindGone(missed)):
                 return
             if self._keeps and (head := self._crew.head) is not None:
-                has_copy: bool | None = yield CopyStage(0, head)
+                has_copy = yield from self._copying.copy(0, head)
                 self.has_copy = self.has_copy if has_copy is None else has_copy
             yield Sleep(LOOK_SECONDS)
 
