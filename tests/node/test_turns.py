@@ -421,7 +421,7 @@ def test_each_of_a_hundred_submissions_is_served_in_the_end(seed: int) -> None:
 @pytest.mark.parametrize(
     "weights",
     [
-        (1, 1),
+        pytest.param((1, 1), marks=pytest.mark.slow),
         pytest.param((1, 1, 1), marks=pytest.mark.slow),
         pytest.param((1, 2), marks=pytest.mark.slow),
         (1, 2, 3),
