@@ -210,7 +210,7 @@ def test_a_node_on_a_metered_link_announces_it(nodes: list[Path]) -> None:
     until = time.monotonic() + WAIT_SECONDS
     while not any("sends less" in line for line in peers_lines(ask(nodes[0], "peers"))):
         assert time.monotonic() < until, said(nodes[0], "peers")
-        pause(0.05)
+        pause(0.2)
     assert "sends less" in said(nodes[0], "peers")
     assert "sends       less: its link is metered" in said(nodes[1], "status")
     assert "does not serve others now: its link is metered" in said(

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -27,6 +28,7 @@ from sim.streams import SimStream
 from sim.worlds.scheduling import run_virtually
 from tests import stack
 from tests.node.local.heard_rounds import HeardRounds
+from tests.node.local.test_lying_states import FAST
 from tests.node.local.test_runs import SLOW, ends
 from tests.node.local.test_runs import manifest as small
 from tests.stack import Swarm, swarm
@@ -238,7 +240,8 @@ def test_a_requester_without_a_data_set_provides_only_the_shape(tmp_path: Path) 
             group.nodes["a"].set("accept_runs", "never")
             for name in "bc":
                 group.nodes[name].set("own_data", f"{NAME}={paths[name]}")
-            await submit(group, "a", wanted(paths["a"], steps=60), load_folder(paths["a"]))
+            manifest = msgspec.structs.replace(wanted(paths["a"], steps=40), optimizer=FAST)
+            await submit(group, "a", manifest, load_folder(paths["a"]))
             found = await ends(group, "abc", 300)
             assert [event.outcome for event in found] == ["done"] * 3
             judged = [e for e in group.events["b"] if isinstance(e, RunEvaluated)]

@@ -118,7 +118,7 @@ def test_a_returning_member_keeps_its_better_state() -> None:
         async with swarm("abc", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             await begin(group, QUICK, FAST)
             for name in "bc":
-                await begun(group, name, 40)
+                await begun(group, name, 28)
             lie = Lie(untrained)
             lie.install(group, "c")
             first, disk = losses_of(group, "b")[0], group.storages["b"]
@@ -126,10 +126,10 @@ def test_a_returning_member_keeps_its_better_state() -> None:
             group.events["b"] = []
             await trio.sleep(SNAPSHOT_SECONDS)
             await nursery.start(stack._live, group, "b", "a", 1, SLOW, disk)
-            steps = await begun(group, "b", 40)
+            steps = await begun(group, "b", 28)
             assert lie.told
             assert refused_by(group, "b") == 1
-            assert min(steps) >= 32
+            assert min(steps) >= 20
             assert losses_of(group, "b")[0] < 0.7 * first, losses_of(group, "b")
             nursery.cancel_scope.cancel()
 
