@@ -28,6 +28,7 @@ from partition.run.turns import TURN_SECONDS
 from tests.partition.test_ending import RUN, conclusion, peer
 
 TICK_SECONDS = 1.0
+"""Only `SAY_SECONDS` is shorter. Members repeat themselves at every tick."""
 
 Judge = Callable[[PeerId, Conclusion], bool]
 
