@@ -148,7 +148,7 @@ class Past(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Voted(msgspec.Struct, frozen=True, array_like=True):
-    """A vote, and the fork instance that it belongs to."""
+    """A vote, and the instance that it belongs to. `fork` is NO_HASH if that is not a fork."""
 
     fork: Hash
     vote: Vote

@@ -149,7 +149,7 @@ class Learner:
             before = plan
             plan, change = follow(before, link)
             if change.fork != NO_HASH and not self._may_fork:
-                raise RemoteProtocolError("a run that does not allow forks has one")
+                raise RemoteProtocolError("a change is a fork, but the run does not allow forks")
             if ours is not None and not strayed and follow(before, ours)[1].fork == change.fork:
                 self.events.append(ChainBroken(sender, plan.height))
                 raise RemoteProtocolError(f"two different changes were decided for height {plan.height}")

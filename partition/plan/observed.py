@@ -96,7 +96,7 @@ class Knowledge:
     calibrations: Mapping[PeerId, Calibration] = field(default_factory=dict)
     observed: Mapping[PeerId, Observed] = field(default_factory=dict)
     hidden: Collection[PeerId] = ()
-    """Peers that others reach only through relays. A link between two of them may be relayed."""
+    """Peers that others reach through relays. A link between two of them may be relayed."""
 
     def flops_per_second(self, peer: PeerId, claimed: int) -> int:
         """Return the rate to plan with: the claim of `peer`, or less if others measured less."""

@@ -136,9 +136,8 @@ def move_borders(problem: Problem, old: Split, *, steps_left: int, pause_nanosec
         return Decision(old, (), gain, f"a gain of {gain} % is below the hysteresis")
     cost = pause_nanoseconds + _moving(problem, old, new, moves)
     if 2 * cost > steps_left * (now - time):
-        return Decision(
-            old, (), gain, (f"moving takes longer than half of the remaining {steps_left} steps would gain")
-        )
+        reason = f"moving takes longer than half of the remaining {steps_left} steps would gain"
+        return Decision(old, (), gain, reason)
     return Decision(new, moves, gain, "only borders between neighbours move")
 
 

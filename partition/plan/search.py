@@ -236,8 +236,8 @@ def _clean(rows: list[tuple[int, ...]]) -> Groups:
 
 
 _LOGARITHMS = tuple(
-    # Values of -ln((k + 1/2) / 16). Times a temperature, they limit how much worse a grouping may be
-    # (Metropolis).
+    # Values of ln((k + 1/2) / 16), all negative. Times a temperature, they limit how much worse a grouping
+    # may be (Metropolis).
     -round(x, 6)
     for x in (3.465736, 2.367124, 1.856298, 1.519826, 1.268511, 1.067841, 0.900787, 0.757686,
               0.632523, 0.521297, 0.421214, 0.330242, 0.246861, 0.169900, 0.098440, 0.031749)

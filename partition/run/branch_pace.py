@@ -70,8 +70,8 @@ class BranchPace:
             self._sightings.popitem(last=False)
 
     def since(self, branch: Branch | None) -> Sighting | None:
-        """Return the last time when the members of a branch and all others were together; None if they never
-        were."""
+        """Return the last sighting of the members of a branch together with all others. If it is no longer
+        kept, return the oldest sighting; None if there is none."""
         oldest = next(iter(self._sightings.values()), None)
         return oldest if branch is None else self._sightings.get(plan_hash(branch.split), oldest)
 

@@ -142,7 +142,11 @@ class CheckpointRounds:
     # The committer's side
 
     def saved(self, sender: PeerId, step: int, stage: int, state: object) -> None:
-        """Record that a replica has saved a stage after `step` steps."""
+        """Record that the replica `sender` has saved a stage after `step` steps.
+
+        Raises:
+            RemoteProtocolError: `sender` does not hold this stage, or this member does not commit.
+        """
         plan = self._plan()
         if plan is None:
             return

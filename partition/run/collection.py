@@ -14,7 +14,7 @@ from partition.run.asks import Asks, Declined, Done, HandOverStage, Reply, Unans
 from partition.run.settings import RunSettings
 
 COLLECT_SECONDS_MAX = 120.0
-"""Time limit for the collection under one plan, if no replica of a stage answers. If the last replica is
+"""How long the collection under one plan requests a missing stage again. If the stage's last replica is
 dead, a plan without it comes into force meanwhile; detecting its death takes half a minute over slow
 links."""
 HAND_OVER_SECONDS_MAX = 120.0

@@ -85,6 +85,9 @@ class Completion:
 def answer_end(mine: Plan | None, sender: PeerId, plan: bytes) -> Declined | None:
     """Answer `sender`, which announces the end of a run under the plan with this hash. `mine` is the plan in
     force here. Returns None to accept.
+
+    Raises:
+        RemoteProtocolError: `sender` has no vote in the run.
     """
     if mine is None or plan_hash(mine) != plan:
         return Declined("no such plan here")

@@ -82,8 +82,8 @@ class EvaluationHeard:
 
 @dataclass(frozen=True)
 class Preferred:
-    """This conclusion is preferred from now on. The `holders` have its result: fetch the result, then call
-    `hold`."""
+    """This conclusion is preferred from now on. The members in `Ending.holders` have its result: fetch the
+    result, then call `Ending.hold`."""
 
     run: bytes
     conclusion: Conclusion

@@ -72,7 +72,11 @@ class Dispatch(Generic[M, E]):
         self.plans = {plan: other for plan, other in self.plans.items() if other is not member}
 
     def find(self, sender: PeerId, plan: bytes) -> M | None:
-        """Return the member that a message of this plan is for; None if this plan is not in force."""
+        """Return the member that a message of this plan is for; None if this plan is not in force.
+
+        Raises:
+            RemoteProtocolError: `sender` is not in the run.
+        """
         member = self.plans.get(plan)
         if member is not None and member.plan is not None and sender not in member.plan.roster:
             raise RemoteProtocolError("a message of a run came from a peer that is not in the run")

@@ -13,9 +13,9 @@ series of evaluations has converged, or the steps are done, the evaluator keeps 
    holds it. After `PATIENCE_SECONDS`, a majority of the voters that answer suffices, unless more members than
    may lie hold a different one. A conclusion that can no longer reach a majority is given up, even by its
    author.
-3. A run is settled for a member once as many voters have committed. Before that, the member waits up to
-   `PATIENCE_SECONDS` for the others to hold the result too. A settled member never changes its mind, and
-   tells the members of the run.
+3. A run is settled for a member once enough voters have committed to the conclusion: a quorum, or a majority
+   as in rule 2. Before that, the member waits up to `PATIENCE_SECONDS` for the others to hold the result too.
+   A settled member never changes its mind, and tells the members of the run.
 4. A conclusion is accepted without a trial, even if it was refused, once a quorum has committed to it, or
    once the requester, or more members than may lie, report that it is settled.
 5. A conclusion is void if all its holders are gone before another member has its result, or if no holder

@@ -79,9 +79,8 @@ class Keepalive:
         if silence >= (settings.pause_seconds_max if is_paused else settings.silence_seconds_max):
             self.events.append(RunSilent(reason))
         elif silence >= settings.committer_silence_seconds_max:
-            self.events.append(
-                MemberSilent(plan, plan.committer, (f"the committer sent nothing for {silence:.0f} s"))
-            )
+            reason = f"the committer sent nothing for {silence:.0f} s"
+            self.events.append(MemberSilent(plan, plan.committer, reason))
 
     def replied(self, _now: float, number: int, reply: Reply) -> None:
         """Handle the answer to one of `asks`. SWIM decides whether a peer that does not answer is dead."""

@@ -162,7 +162,8 @@ class Proposer:
         self.changed(now)
 
     def told_absent(self, now: float, sender: PeerId, message: Absent) -> list[Absent]:
-        """Note that the next plan must drop these members. Return what the sender must know, if it is new."""
+        """Note that the next plan must drop these members. Return the answer: a sender that reports itself
+        absent, for example after a restart, may not know yet that this member is absent too."""
         is_news = any(peer not in self.absent for peer in message.peers)
         for peer in message.peers:
             self.exclude(now, PeerId(peer), message.reason)

@@ -45,7 +45,7 @@ class KnownRun(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """A request for a slot to which nothing speaks so far. `given_up` counts how often its plan was given up
+    """A request for a slot that meets no objection so far. `given_up` counts how often its plan was given up
     before; `was_gone` is whether this node already believed its planner gone. `keeps_slot`: the run has a
     slot here already, and its stage will hold other layers."""
 

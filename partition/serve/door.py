@@ -361,7 +361,7 @@ class Door:
             return sends + self._find_route(now, generation) + self._let_follow(now, generation)
         if message.code == "length":
             return self._finish(now, generation, "length")
-        # If the session was only evicted, the provider is sound and may be asked again soon.
+        # If the session was only evicted, the provider is sound and may be asked again immediately.
         pause = {"refused": inf, "evicted": 0.0, "position": 0.0}.get(message.code, RETRY_SECONDS)
         if pause:
             generation.avoided[sender] = now + pause

@@ -46,7 +46,7 @@ class RouteAttempt:
     base: bytes = b""
     """The session from which this session begins; empty if it begins by itself."""
     shared: int = 0
-    """The number of tokens that the base session has already read."""
+    """The number of initial tokens that this session takes over from the base."""
     opened: set[int] = field(default_factory=set)
     """The stages that have confirmed that they serve the session."""
     sent: int = 0

@@ -288,7 +288,7 @@ class SessionProvider:
             return []  # the session has ended here, and its door knows, or learns it from the silence
         part = session.part(work.stage)
         if part is None or part.before != sender:
-            raise RemoteProtocolError("a unit is for a session that its sender does not serve")
+            raise RemoteProtocolError("a unit was sent by a peer that is not before this stage")
         if session.rests:
             return []
         if work.number <= part.newest or work.wanted > work.tokens:

@@ -33,8 +33,9 @@ class RestingSessions:
         *,
         sessions: Callable[[PeerId], int],
     ) -> tuple[tuple[PeerId, ...], bytes, int]:
-        """Return the route of a generation, the session from which it begins, and how many tokens that
-        session has read (see `choose_beginning`). `sessions` returns how many sessions a peer has now."""
+        """Return the route of a generation, the session from which it begins, and how many tokens it takes
+        over from that session (see `choose_beginning`). `sessions` returns how many sessions a peer has
+        now."""
         wish = generation.wish
         return choose_beginning(
             # hidden states of tokens that were read before are not available

@@ -1,5 +1,5 @@
-"""A session as a provider keeps it, and the number of tokens of several sessions that share keys and
-values."""
+"""A session as a provider keeps it, and the number of tokens for which several sessions together have keys
+and values."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence

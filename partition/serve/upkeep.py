@@ -314,8 +314,9 @@ class ServiceUpkeep:
 
     def _drop(self, now: float, key: tuple[PeerId, int], *, is_said: bool = False) -> None:
         """No longer count a member. Note how its stage ended, if that counts as a failure: before it
-        answered, or, if the member itself announced it, after it answered. The loss of a node does not count,
-        because the node may be back soon; nor does a stopgap that was relieved by another replica."""
+        answered, or, if the member itself announced it, after it answered. The loss of a node whose stage
+        answered does not count, because the node may be back soon; nor does a stopgap that was relieved by
+        another replica."""
         gone = self._members.pop(key, None)
         if gone is None or gone.is_hearsay:
             return

@@ -4,9 +4,9 @@ Step t is the set of micro-batches [tK, (t+1)K). It is committed in two rounds, 
 not at all. So a death at any moment leaves every stage either before or after the step, never with some
 replicas before it and others after it, and a minority can commit nothing:
 
- syncing -> (finishing a step) -> (filling) -> counting -> committing -> applying -> counting ...
-          ^                                     |
-          +-- replicas with other parameters ---+        ... evaluating -> done
+    syncing -> (finishing a step) -> (filling) -> counting -> committing -> applying -> counting ...
+                                         ^                                     |
+                                         +-- replicas with other parameters ---+        ... evaluating -> done
 
 Other parts decide which peers are gone; that leads to a new plan, with a new Committer. Within a plan only
 micro-batches move: away from a replica that is suspected, or that has work but is silent. Only the first

@@ -3,8 +3,8 @@
 from typing import Literal
 
 DISSENTS_MAX = 2
-"""Number of times that a reduction is repeated because replicas of a stage reached different totals. A
-transfer may have failed once; after that the machine is at fault."""
+"""Number of times that a reduction is repeated because replicas of a stage reached different totals. A broken
+transfer may be the cause so often; after that, a machine is at fault."""
 SYNC_AGAIN_SECONDS = 2.0
 """Seconds between Syncs. A replica learns of its plan from a different message, and ignores a Sync that
 arrives earlier."""

@@ -35,8 +35,7 @@ class Divergence:
 def reported(message: Diverged, stage: int) -> tuple[str, bool]:
     """Return the reason that a replica's report gives, and whether a later step may still be finite.
 
-    A later step cannot be finite if the state is not finite. Nor can an evaluation be repeated if a finished
-    model's result on held-out samples is not finite.
+    It may not if the state itself is not finite, or if the result on held-out samples is not finite.
     """
     where = f"{f'step {message.step}' if message.train else 'held out'}: in stage {stage + 1}"
     return divergence(f"{where} {message.reason}"), message.train and message.microbatch is not None

@@ -18,7 +18,8 @@ from partition.steps.routes import Routes
 
 @dataclass(frozen=True)
 class FeedReady:
-    """Send this micro-batch's inputs to `input_to` and its labels to `labels_to`; None if no peer needs them.
+    """Send this micro-batch's inputs to `input_to` and its labels to `labels_to`; None if they need not be
+    sent now.
 
     A held-out micro-batch is never asked for again once one that is `EVALUATIONS_IN_FLIGHT_MAX` later was
     asked for.

@@ -33,7 +33,7 @@ OPPONENTS_MAX = 1
 """A peer with more opponents than this is itself at fault."""
 STEPS_MAX = 2
 """Number of steps in which two peers may be in dispute. A bit may flip between a tensor and its digest; two
-further steps show how each of the two gets on with others."""
+steps show how each of the two gets on with others."""
 
 
 class FrameComplaints:

@@ -9,12 +9,13 @@ unpacked (`partition.codecs.codec.unpack`, in the stage's process), not on the e
 On the wire a Frame is a message, and its data travels separately as a payload of the stream, so that
 megabytes are never encoded or decoded. The following copies are made on the way from tensor to tensor:
 
- the sender's stage     into the memory that it shares with its node
- the sender's node      out of it, because the stage may overwrite it; and when encrypting, into the
-                        buffer that is written
- the receiver's node    when decrypting, into memory where it stays until the step is applied; and into
-                        the memory that it shares with its stage
- the receiver's stage   out of it, because it does not trust the node; into a tensor that may be written to
+    the sender's stage     into the memory that it shares with its node
+    the sender's node      out of that memory, because the stage may overwrite it; and when encrypting, into
+                           the buffer that is written
+    the receiver's node    when decrypting, into memory where the data stays until the step is applied; and
+                           into the memory that the node shares with its stage
+    the receiver's stage   out of that memory, because the stage does not trust the node; and into a tensor
+                           that may be written to
 
 Nothing else copies: packing, digesting, signing, queueing and repeated sending work on the same bytes in
 place. The node's memory for them is bounded (`node.pipeline.frame_store`); beyond that, one more copy goes to
@@ -90,7 +91,8 @@ class OpenedFrame(msgspec.Struct, frozen=True):
 class Outgoing:
     """A frame for the driver to send, as the driver handed it in. It must be signed for `plan` and `attempt`.
 
-    Once a new plan is in force it need not be sent any more, because the core asks for it again.
+    Once a new plan is in force it need not be sent any more, because the core asks for it again when that
+    plan opens its step.
     """
 
     frame: object

@@ -254,8 +254,8 @@ class BadFrame(StepMessage, frozen=True, kw_only=True, tag="unusable"):
 
 
 class Diverged(StepMessage, frozen=True, kw_only=True, tag="diverged"):
-    """Replica to committer: my stage's result of valid frames is not finite, and would not be on any other
-    replica. `microbatch` is None if the state after `step` steps is not finite."""
+    """Replica to committer: my stage's result of valid frames is not finite; any other replica would get the
+    same result. `microbatch` is None if it is the state after `step` steps that is not finite."""
 
     step: Count
     train: bool

@@ -8,9 +8,9 @@ replicas have counted is taken out again if the commit names the other replica. 
 of a plan: sums, frames and a total that is ready stay, and only a reduction in progress is void. If a plan
 restores a checkpoint, everything is dropped.
 
- Sync -> Open -> counting -> StepCommit -> reducing -> Apply -> applied -> Open ...
-   ^        |            |             |
-   +--------+-- another Open, or the next plan's Sync
+    Sync -> Open -> counting -> StepCommit -> reducing -> Apply -> applied -> Open ...
+              ^        |            |             |
+              +--------+-- another Open, or the next plan's Sync
 
 The driver does the computing: whenever the stage is idle, the driver calls `next`, does that work
 (`partition.steps.replica_events`), and reports back.
@@ -450,7 +450,8 @@ class Replica:
             self._forget_held_out(routes.numbers.start)
         self._order.offer(self._order.microbatches)
         sends = [send for key in self._kept.keys() for send in self._send(key)]  # noqa: SIM118 - no dict
-        # Frames that came while another replica owned the micro-batch were not reported.
+        # Repeat reports of unusable frames: the committer ignored them while another replica owned the
+        # micro-batch.
         return sends + self._reports.useless(self._owns)
 
     def _take_commit(self, message: StepCommit) -> Sends:

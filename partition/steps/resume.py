@@ -83,7 +83,7 @@ def resume_point(plan: Plan, synced: Mapping[PeerId, Synced]) -> tuple[int, Appl
         if not missing:
             return step, apply
         lacking = lacking or 1 + missing[0]
-    newest = f", and cannot go on after the {claims[0][0]} steps that others have committed" if claims else ""
+    newest = f", so nothing can follow the {claims[0][0]} steps that others have committed" if claims else ""
     stage = max(0, lacking - 1)
     reason = f"no replica of stage {stage + 1} of {len(plan.stages)} holds its parameters{newest}"
     return Lacking(stage, reason)

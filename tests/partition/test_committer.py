@@ -209,7 +209,7 @@ def test_a_stage_without_any_holder_ends_the_plan_with_a_reason() -> None:
     assert core.phase == "failed"
     assert failed_of(core) == (
         "no replica of stage 3 of 3 holds its parameters, "
-        "and cannot go on after the 3 steps that others have committed"
+        "so nothing can follow the 3 steps that others have committed"
     )
 
 

@@ -65,8 +65,8 @@ class RoundSchedule:
 
     @property
     def _every(self) -> int:
-        """The number of rounds of which this member takes part in one. If a missed round would force it to
-        fetch the others' state, which costs more than the round, it takes part in every round."""
+        """The number n if this member takes part in every n-th round. n is 1 if a missed round would force
+        the member to fetch the others' state, which costs more than the round."""
         return SPARING_ROUNDS if self.sends_less() and not self.needs_all else 1
 
     def lacks_mean(self, step: int, others: int, axes: int) -> bool:
