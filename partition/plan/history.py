@@ -99,8 +99,7 @@ def replay(signer: Signer, requester: PeerId, history: History) -> tuple[Plan, P
         segment: Segment = decode(fact.body, Segment, bytes_max=HISTORY_BYTES_MAX)
         if segment.parent != plan_hash(plan) or author not in plan.roster:
             raise RemoteProtocolError(
-                "a segment of a history does not follow the plan before it, or its author is not on that "
-                "plan's roster"
+                "a segment of a history does not follow the plan before it, or its author was not a member"
             )
         if plan.height + len(segment.links) > CHANGES_MAX:
             raise RemoteProtocolError(f"a history has more than {CHANGES_MAX} changes")

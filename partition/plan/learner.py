@@ -3,9 +3,9 @@
 This is the part of `partition.plan.paxos` that needs no vote. Other members are trusted as long as their
 messages are valid.
 
-Of two members, one may be behind, or they may be on different branches. A Head that asks is answered with the
-links that its sender lacks. If the sender's plan is unknown here, the answer has all our links and our own
-Head. An answer is not answered again.
+Of two members, one may be behind, or they may be on different branches. A ChainHead that asks is answered
+with the links that its sender lacks. If the sender's plan is unknown here, the answer has all our links and
+our own ChainHead. An answer is not answered again.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from partition.plan.paxos_messages import ChainHead, Decided, Sends, other_branc
 from partition.plan.plan import NO_HASH, Plan, plan_hash
 
 BEHIND_SECONDS = 30.0
-"""How long no member must have had the missing links before this member counts as left behind. One late
-member may know too little to help, but another will help within this time."""
+"""How long this member waits for missing links before it counts as left behind. One late member may know too
+little to help, but another will help within this time."""
 STRAYED_MAX = 64
 """Maximum number of plans of other branches that are remembered."""
 
@@ -92,7 +92,7 @@ class Learner:
         self.said = ChainHead(run=chain.head.run, parent=chain.head_hash, height=chain.head.height)
         self._me = me
         self._may_fork = may_fork
-        # The latest Head of each peer whose plan is unknown here.
+        # The latest ChainHead of each peer whose plan is unknown here.
         self._heads: dict[PeerId, ChainHead] = {}
         self._strayed: dict[bytes, Branch] = {}
         self._behind_since: float | None = None
@@ -105,7 +105,7 @@ class Learner:
         self._heads = {peer: head for peer, head in self._heads.items() if self.chain.knows(peer)}
 
     def head(self, *, asks: bool) -> ChainHead:
-        """Return our own Head."""
+        """Return our own ChainHead."""
         plan = self.chain.head
         return replace(
             self.said,
@@ -166,7 +166,7 @@ class Learner:
         return taken, []
 
     def hear(self, now: float, sender: PeerId, head: ChainHead) -> Sends:
-        """Handle a member's Head; return the messages to send."""
+        """Handle a member's ChainHead; return the messages to send."""
         ours = self.chain.head
         place = self.chain.place(head.plan)
         if place is not None:
@@ -193,8 +193,8 @@ class Learner:
             self.events.append(LeftBehind(sender, head))
 
     def _judge(self, sender: PeerId) -> bool:
-        """Return whether the latest Head of `sender` is on another branch. Append an event if its links prove
-        that, or if ours do not reach back far enough to compare."""
+        """Return whether the latest ChainHead of `sender` is on another branch. Append an event if its links
+        prove that, or if ours do not reach back far enough to compare."""
         head = self._heads.get(sender)
         if head is None:
             return False

@@ -28,11 +28,11 @@ COMMITTEE_MAX = 9
 not make a plan safer."""
 VOTERS_MIN = 3
 """Minimum number of voters that can lose one and still decide. A run of two members gets a witness to reach
-it, if the swarm has one. A run of one member takes no witness, which would make it depend on others without
-adding a replica."""
+this number, if the swarm has one. A run of one member takes no witness, which would make it depend on others
+without adding a replica."""
 HEIGHT_MAX = 2**32
-"""Limit of a plan's height. Attempts to commit are numbered from the height on (`partition.steps.committer`),
-and must fit into 63 bits."""
+"""Limit of a plan's height. The number of an attempt to commit is computed from the height
+(`partition.steps.routes.attempts`), and must fit into 63 bits."""
 STEPS_MAX = 10_000_000
 """Maximum number of a run's steps. No number of samples or micro-batches derived from it comes near 2**53,
 beyond which JSON readers no longer count exactly."""

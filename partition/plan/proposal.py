@@ -45,7 +45,7 @@ class Proposal:
             self.best = Vote(None, other, message.value)
 
     def accept(self, sender: PeerId) -> None:
-        """Take an acceptance. Raises RemoteProtocolError if nothing was asked to be accepted."""
+        """Take an acceptance. Raises RemoteProtocolError if no value was sent to be accepted."""
         if self.value is None:
             raise RemoteProtocolError("an acceptance came before the value was sent")
         if sender not in self.accepted:

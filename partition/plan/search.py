@@ -18,7 +18,8 @@ from partition.plan.tables import Tables
 EXHAUSTIVE_MAX = 4
 """Maximum number of peers for which all groupings are tried: four peers have 149, five would have 1,081."""
 EFFORT = 1_500
-"""Number of cuts that a search evaluates. With more peers each cut costs more, so the solver lowers it."""
+"""Number of cuts that a search evaluates. With more peers each cut costs more, so the solver lowers this
+number."""
 STARTS_KEPT = 3
 WARMTH = 0.1
 """Share by which a grouping may be worse and still be accepted in every third case, at the beginning."""

@@ -150,7 +150,7 @@ def route(
     `queues` are nanoseconds of work that wait at each peer.
 
     Raises:
-        Infeasible: no peer holds some layer.
+        Infeasible: some layer is held by no peer.
     """
     waiting = dict(queues or {})
     by_layer: list[list[LayerSpan]] = [[] for _ in range(tables.count)]
@@ -181,7 +181,7 @@ def route(
                 best[key] = total, (*hops, Hop(span.peer, layer, span.last))
     ends = [(time, hops) for (position, _), (time, hops) in best.items() if position == tables.count]
     if not ends:
-        raise Infeasible("no peer holds some layer")
+        raise Infeasible("some layer is held by no peer")
     return min(ends, key=lambda end: (end[0], [(hop.peer, hop.first) for hop in end[1]]))[1]
 
 

@@ -136,7 +136,7 @@ class Ending:
             return inf
         return inf if self._say_at >= self.forget_at else self._say_at
 
-    # Input from the shell
+    # Input from the driver
 
     def set_due(self, now: float, waited_seconds: float) -> Sends:
         """Set how long an evaluation has been due here; negative if none is."""

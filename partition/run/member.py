@@ -503,7 +503,7 @@ class Member:
             self.events.append(StageAbandoned())
         if life is None:
             return
-        if now >= life.chain.deadline:  # one chain call at most, as another may be due at once
+        if now >= life.chain.deadline:  # at most one, as the chain may always have another due
             plan = self.plan
             life.chain.wake(now)
             self._follow_chain(now, life)

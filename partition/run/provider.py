@@ -20,7 +20,7 @@ from partition.run.slots import Promise, Slots
 from partition.run.witnesses import WITNESSED_MAX, WitnessPromises
 
 RELEASED_MAX = 256
-"""Number of plans remembered that were recently given up."""
+"""Maximum number of recently given-up plans that are remembered."""
 OVER = "the run is over"
 BEHIND = "it does not know yet how the run went on"
 NO_LEASE = "no lease for this stage"

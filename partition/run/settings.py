@@ -51,7 +51,7 @@ class RunSettings:
 
     pause_seconds_max: float = 3_600.0
     """How long a minority waits for the others before it frees its slots. At least `silence_seconds_max`,
-    which a majority tolerates. 3,600."""
+    the silence that a majority tolerates. 3,600."""
 
     busy_seconds_min: float = 2.0
     """How long to wait before a provider that declined is asked again. It may have a free slot by then. 2."""

@@ -28,7 +28,7 @@ CHAIN_MAX = 32
 by the next."""
 TICKET_SECONDS = 90 * 24 * 3600.0
 """How long a ticket of a run in local mode is valid. It is longer than runs take, because a run continues
-without its requester, who could not renew the ticket."""
+even if its requester, which could renew the ticket, is gone."""
 REVOKED_MAX = 256
 """Maximum number of revocations of one run that a member keeps, the newest. Only the requester can make
 more."""

@@ -9,7 +9,7 @@ from blake3 import blake3
 from crypto.identity import PeerId
 
 TURN_SECONDS = 60.0
-"""How long an evaluation must have been due for each further member to get its turn. It is longer than most
+"""Seconds between the turns of successive members while an evaluation is due. They are longer than most
 evaluations take. An evaluation that is repeated costs only time."""
 TURN_SLACK_SECONDS = 10.0
 """Maximum difference between members in how long they think that an evaluation has been due."""

@@ -44,12 +44,12 @@ class GenerationWish:
 
     @property
     def unit_tokens(self) -> int:
-        """Return the number of tokens that a unit must have if all tokens must be in one unit; else 0."""
+        """The number of tokens that a unit must have if all tokens must be in one unit; else 0."""
         return len(self.prompt) if self.is_vector else 0
 
     @property
     def best(self) -> int:
-        """Return how many of the largest logits of a row are needed; 0 for all."""
+        """How many of the largest logits of a row are needed; 0 for all."""
         return 0 if self.is_masked or self.is_vector or self.is_hidden else self.sampling.best
 
 

@@ -73,7 +73,7 @@ CloseCode = Literal["busy", "evicted", "failed", "leaving", "length", "position"
 """The reason why a session is not served. busy: there is no room now; evicted: its place was given to another
 session, because its door sent nothing; failed: the stage failed; leaving: the node leaves; length: it has
 more tokens than the model takes; position: tokens before the unit are missing; refused: the owner serves only
-others; unknown: there is no such session here."""
+other peers; unknown: there is no such session here."""
 
 
 class SessionBase(msgspec.Struct, frozen=True, array_like=True):

@@ -124,7 +124,7 @@ class SessionProvider:
         return session in self._sessions
 
     def stage_of(self, work: UnitWork) -> StageKey | None:
-        """Return the service and the stage for which a unit is; None if that stage does not serve its session
+        """Return the service and the stage that a unit is for; None if that stage does not serve its session
         here."""
         found = self._sessions.get(work.session)
         part = None if found is None else found.part(work.stage)

@@ -139,8 +139,8 @@ def choose(
 
 
 def _choose_place(logits: Array, sampling: Sampling, position: int) -> int:
-    """Return the index of the chosen logit, for logits in any order. Among equal logits the first comes
-    first.
+    """Return the index of the chosen logit, for logits in any order. Among equal logits the first
+    precedes the others.
 
     Sorting 150,000 logits would block the event loop for 50 ms for each token."""
     if sampling.temperature == 0:

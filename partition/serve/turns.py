@@ -28,7 +28,8 @@ UNITS_BESIDE_MAX = 4
 """Maximum number of units of one door in a call if other doors want the stage too. Four together take less
 than twice as long as one."""
 TOKENS_BESIDE_MAX = 128
-"""Number of tokens per door in such a call, which one door may use completely: one chunk of a prompt."""
+"""Number of tokens for each door in such a call, or for each share if only one door wants the stage. A single
+one may use the total. The number is one chunk of a prompt."""
 WANTED_SECONDS = 1.0
 """How long after its latest unit a session still counts as wanting the stage, because its door is preparing
 the next token."""

@@ -4,7 +4,7 @@ from typing import Literal
 
 DISSENTS_MAX = 2
 """Number of times that a reduction is repeated because replicas of a stage reached different totals. A broken
-transfer may be the cause so often; after that, a machine is at fault."""
+transfer may cause this many failures; if there are more, a machine is at fault."""
 SYNC_AGAIN_SECONDS = 2.0
 """Seconds between Syncs. A replica learns of its plan from a different message, and ignores a Sync that
 arrives earlier."""

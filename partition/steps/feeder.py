@@ -21,8 +21,7 @@ class FeedReady:
     """Send this micro-batch's inputs to `input_to` and its labels to `labels_to`; None if they need not be
     sent now.
 
-    A held-out micro-batch is never asked for again once one that is `EVALUATIONS_IN_FLIGHT_MAX` later was
-    asked for.
+    Once the held-out micro-batch n + `EVALUATIONS_IN_FLIGHT_MAX` was asked for, n is never asked for again.
     """
 
     step: int

@@ -257,7 +257,7 @@ class Replica:
             return self._memory_max
         return min(self._memory_max, len(self.plan.stages) - self.stage)
 
-    # Reports of the shell
+    # Reports of the driver
 
     def forwarded(
         self,
@@ -563,7 +563,7 @@ class Replica:
 
     def _report_mine(self, name: str, number: int, message: StepMessage) -> Sends:
         """Report on a micro-batch. The committer accepts the report only from the owner; before an Open, the
-        Synced has it."""
+        Synced contains it."""
         sends = self._reports.say(name, number, message) if self._routes and self._owns(number) else []
         return sends + self._answer_sync()
 

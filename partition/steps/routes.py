@@ -10,7 +10,7 @@ from partition.steps.frames import FrameHeader
 from partition.steps.messages import EVALUATIONS_IN_FLIGHT_MAX, Open, StepCommit
 
 ATTEMPTS_PER_PLAN = 2**31
-"""Number of attempts under one plan. Attempts are numbered through from plan to plan, so that a total of an
+"""Number of attempts under one plan. Attempts are numbered consecutively across plans, so that a total of an
 older plan is never taken for a newer one. With the maximum height the numbers just fit into 63 bits."""
 
 

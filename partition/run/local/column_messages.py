@@ -1,7 +1,7 @@
 """Messages between the head of a column and the members that hold its other stages.
 
-head: Attach(run, stage, step, chain)  ->  Attached(chain, mates) or Refusal(reason, mates)
-head: Do, with a request of `partition.stage` as payload  ->  Did, with its answer, or Refusal
+head: Attach(run, stage, step, chain)  ->  Attached(chain, mates) or ColumnRefusal(reason, mates)
+head: Do, with a request of `partition.stage` as payload  ->  Did, with its answer, or ColumnRefusal
 """
 
 from typing import Annotated

@@ -96,7 +96,7 @@ class MemberCrew:
 
     @property
     def heads(self) -> int:
-        """Return the number of heads."""
+        """The number of heads."""
         return self.is_training + len(self.training)
 
     @property

@@ -81,7 +81,7 @@ class HeadCourse:
                     finish.has_state = True
                     yield BeginSteps()
                     finish.schedule.evaluated(own.step)
-                    # with columns, other heads may be incomplete for long
+                    # if there are several stages, the columns of other heads may be incomplete for long
                     if not own.step and self._stages == 1:
                         yield from self._barrier.hold(self._crew, self._live, own.now, self._between)
                 yield from self._turn()

@@ -101,7 +101,7 @@ class MemberEnding:
         self.follow_peers()
 
     def follow_peers(self) -> None:
-        """Set the members that take part at the core of the end."""
+        """Pass the members that take part to the core of the end."""
         is_stranded, crew = self.heads.is_stranded(self._now()), self._crew
         self._ending.can_go_on = self.has_state and not (self.diverged or is_stranded)
         trainers, voters = crew.electorate(self._stage, self._stages, has_state=self.has_state)
