@@ -80,8 +80,7 @@ STRIKES_MAX = 8
 """Number of refused results after which a member can introduce no more conclusions. Its votes on other
 members' conclusions still count."""
 LURES_MAX = 2
-"""How often one member may make another give up a held result for a conclusion that only the first member
-holds."""
+"""How often one member may make another give up a held result for a conclusion that no other member holds."""
 
 
 class Ending:
