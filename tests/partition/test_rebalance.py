@@ -63,7 +63,7 @@ def test_a_split_that_no_longer_fits_is_changed_at_any_cost() -> None:
     peers = (*problem.peers[:2], replace(problem.peers[2], memory_bytes=600 * MIB))
     decision = rebalance(replace(problem, peers=peers), old)
     assert decision.is_change
-    assert "not fit" in decision.reason
+    assert "no longer fits" in decision.reason
 
 
 def test_moved_bytes_are_parameters_and_moments_of_new_layers() -> None:
