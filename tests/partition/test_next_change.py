@@ -84,7 +84,7 @@ def test_an_unreachable_checkpoint_is_not_restored() -> None:
         view((THIRD, FOURTH), candidates=candidates, restorable=CHECKPOINT, can_restore=False)
     )
     assert isinstance(apart, NoViablePlan)
-    assert "stage 2 of 2 has no replica left, and no member that is here has a copy" in apart.reason
+    assert "stage 2 of 2 has no replica left, and no reachable member has a copy" in apart.reason
     assert apart.lost == (THIRD, FOURTH)
     goes_on = view((SECOND,), candidates=candidates, restorable=CHECKPOINT, can_restore=False)
     assert change_of(goes_on).lost == (SECOND,)

@@ -79,5 +79,5 @@ def test_a_final_plan_announces_only_its_own_checkpoint() -> None:
 
 
 def test_initial_values_after_some_steps_are_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match="after 3 steps"):
+    with pytest.raises(RemoteProtocolError, match="with 3 steps"):
         member_of(PLAN).told(Checkpointed(plan_hash(PLAN), 3, FIRST_VALUES))
