@@ -215,9 +215,8 @@ class Proposer:
         )
 
     def handed_over(self) -> Change | None:
-        """Return the change by which neighbouring stages take the layers of leaving members. None if it is
-        not needed, because each stage has another replica or an idle machine may take it; or if no neighbour
-        can hold more."""
+        """Return the change by which neighbouring stages take the layers of leaving members; None if another
+        replica or an idle machine may take each stage, or if no neighbour can hold more."""
         plan = self._chain.head
         last = [peer for peer in self.leaving if not self.can_leave(peer)]
         busy = {peer for stage in plan.stages for peer in stage.replicas}
