@@ -10,7 +10,7 @@ from node.state import RunView
 REDRAW_SECONDS = 0.2
 BAR_WIDTH = 24
 _RECENT_STEPS = 20
-"""Number of steps from which the time left is computed. The first steps open stages, and a single step varies
+"""Number of steps from which the time left is computed. The first step opens stages, and a single step varies
 too much."""
 
 

@@ -47,8 +47,8 @@ HOLDERS_MAX = 64
 PARALLEL_MAX = 8
 """Maximum number of holders used in parallel by one fetch. Each has a blob in memory."""
 IN_FLIGHT_MAX = 4
-"""Maximum number of blobs requested from one holder and not yet delivered. 4 MiB cover 100 ms at 40 MB/s. A
-slow peer is asked for fewer."""
+"""Maximum number of blobs requested from one holder and not yet delivered. 4 MiB cover 100 ms at 40 MB/s, and
+even a slow peer never owes more."""
 OPEN_SECONDS_MAX = 10.0
 STALL_SECONDS_MAX = 30.0
 """Time limit for receiving one blob. A holder slower than 35 kB/s is useless."""

@@ -28,7 +28,7 @@ nothing."""
 DISTINCT_ROWS_MIN = 10
 """Number of rows from which words that are all distinct count as names of samples, not as classes."""
 AMOUNTS_REPEAT = 5
-"""Decimal numbers of which each occurs at least this often may be names of classes."""
+"""Decimal numbers that occur at least this often on average may be names of classes."""
 _AMOUNT_CLASSES_MAX = 100
 _WHOLE = re.compile(r"[+-]?[0-9]+\Z")
 _CANONICAL = re.compile(r"(?:0|-?[1-9][0-9]*)\Z")

@@ -69,7 +69,8 @@ class TokenMask(msgspec.Struct, frozen=True):
 
 
 class TextLost(Exception):
-    """The process has ended or was killed. The message says why. `is_own`: the caller itself requested it."""
+    """The process has ended or was killed. The message says why. `is_own` means that it ended because of the
+    caller's own question."""
 
     def __init__(self, reason: str, *, is_own: bool = False) -> None:
         super().__init__(reason)
@@ -123,7 +124,7 @@ class FencedText:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
         """Return the tokens of a chat, up to the beginning of the answer. Raises UsageError if there is no
-        template, it refuses the messages, or they are too long; TextLost."""
+        template, it refuses the messages, or they are too many; TextLost."""
         return (await self.render_chat(messages, tools)).tokens
 
     async def render_chat(

@@ -323,7 +323,7 @@ def _read_language(
 
 
 def _note_untrained(parts: Parts, reading: SourceReading) -> None:
-    """State in the reading which classes have no training sample, if other parts have samples of them."""
+    """State in the reading which classes have no training sample."""
     labels = parts["train"].get("y", parts["train"].get("labels"))
     if not reading.words or labels is None:
         return

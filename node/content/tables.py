@@ -305,7 +305,7 @@ class _Parquet:
             fits = schema.label_kind == "numbers" and y.min() >= 0 and y.max() < len(words)
             if fits and not schema.words:
                 schema.words[:] = words
-                reading.notes.append("the words that the file stores for the numbers of the classes")
+                reading.notes.append("the classes have the words that the file stores for their numbers")
         return found
 
     def _choose(self) -> None:

@@ -65,8 +65,8 @@ class CatchUpAttempts:
         return found
 
     def averaged(self) -> None:
-        """Record a successful round. If only one attempt has failed so far, the next one may follow
-        immediately."""
+        """Record a successful round, which shows that the others train again. If only one attempt has failed
+        so far, the next one may follow immediately."""
         if self._failed == 1:
             self._paused_until = 0.0
 

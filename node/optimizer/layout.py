@@ -111,5 +111,6 @@ class Layout:
 
 
 def _readable(vector: Vector) -> torch.Tensor:
-    """Return a tensor over the vector's memory. Suppress torch's warning about read-only memory."""
+    """Return a tensor over the vector's memory, or over a copy if the vector is read-only, because torch
+    warns about read-only memory."""
     return torch.from_numpy(vector if vector.flags.writeable else vector.copy())

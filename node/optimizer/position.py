@@ -66,8 +66,8 @@ class RunPosition:
     # What happens here
 
     def made_step(self, step: int, *, is_common: bool) -> None:
-        """Record a step of this peer. `is_common`: it was made with others. If this peer never met any
-        others, it still knows the run's position."""
+        """Record a step of this peer. `is_common` means that it was made with others. The step also counts as
+        the run's position if this peer has never met any others."""
         if self._local_steps is None:
             self.lacks_state = False
         elif step > YOUNG_ROUNDS * self._local_steps:

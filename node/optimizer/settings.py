@@ -81,7 +81,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Stats:
-    """This peer's position and statistics. Times are in seconds, since this process started.
+    """This peer's position and statistics. Times are in seconds and cover only this process.
 
     `samples` were gathered here for the next global step; `step_samples` are those of the latest call of
     `step`. `total_samples` were gathered by all peers at the same step. `last_round` is the newest finished

@@ -52,7 +52,7 @@ ENDED_MAX = 256
 HOLDERS_MAX = 12
 """Maximum number of peers that a service may be restricted to, so that the manifest fits a record."""
 HOLDER_BYTES = 16
-"""Bytes of the hash of a peer's id: enough that nobody can find a different id with the same beginning."""
+"""Bytes of the hash of a peer's id: enough that nobody can find another id whose hash begins the same."""
 Holder = Annotated[bytes, msgspec.Meta(min_length=HOLDER_BYTES, max_length=HOLDER_BYTES)]
 
 TokensShown = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]

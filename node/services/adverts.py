@@ -20,7 +20,7 @@ MOVED_SECONDS_MIN = 0.01
 """Least change of a node's coordinates that is announced, as round-trip time in seconds."""
 ERROR_TOLD_MAX = 75
 """The largest relative error that is published, in hundredths. A node with less accurate coordinates
-publishes none."""
+publishes no new ones."""
 ADVERT_LOOK_SECONDS = 30.0
 """How often a node checks whether its advert is still true."""
 
@@ -67,8 +67,8 @@ def _estimate_by(core: Kademlia, where: Coordinates) -> Sends:
 
 
 def settled(told: tuple[float, ...], here: Coordinate) -> tuple[float, ...]:
-    """Return the coordinates to publish, in seconds. The previous ones stay while they are near enough,
-    because each change is stored at a dozen nodes. Return none while this peer has hardly any
+    """Return the coordinates to publish, in seconds. The previous ones (none at first) stay while they are
+    near enough, because each change is stored at a dozen nodes. They also stay while this peer has hardly any
     measurements."""
     if here.error > ERROR_TOLD_MAX:
         return told

@@ -147,8 +147,7 @@ async def _measure(stream: Stream, clock: Clock, size: int) -> tuple[float, floa
     lasted = clock.monotonic() - began
     if not isinstance(told, ProbeTaken) or told.bytes > length:
         raise RemoteProtocolError("a report that does not match the burst that was sent")
-    # The burst cannot have been faster than the time until the receiver's report came, less the report's own
-    # travel time.
+    # An upper bound: the burst took at least the time until the receiver's report came, less a round trip.
     fastest = length / max(lasted - round_trip, lasted / 2, 1e-6)
     taken = await _take_burst(stream, clock, size, answer=True)
     return min(told.rate, 2 * fastest), taken.rate

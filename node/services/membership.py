@@ -192,7 +192,7 @@ class Membership:
         self._driver.command(lambda now: self._swim.join(now, peers))
 
     def suspect(self, peer: PeerId) -> None:
-        """Probe `peer` immediately, because there is a different hint that it is gone."""
+        """Probe `peer` immediately, because something else hints that it is gone."""
         self._driver.command(lambda now: self._swim.hint_suspect(now, peer))
 
     def closed(self, peer: PeerId) -> None:

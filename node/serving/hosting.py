@@ -170,7 +170,7 @@ class ServiceHost:
         if self.is_leaving:
             return "the node leaves"
         if (service.id, number) in self.members:
-            owner.act()  # tell the other members about the new one
+            owner.act()  # tell the other members about those in `rows`
             return None
         reason = further_refusal(cores, number, asker, is_owner=is_owner) if here else None
         if reason is not None or (reason := self._refusal(service, number)) is not None:

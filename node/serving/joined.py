@@ -48,7 +48,7 @@ def named_peers(node: ServingNode, texts: Sequence[str]) -> list[PeerId]:
             found += node.provider.rules.peers
             if not node.provider.rules.peers:
                 raise UsageError(
-                    "--peers invited: this node knows none of the peers that it lists",
+                    "--peers invited: this node lists no peers, or none that it knows",
                     "list them: peers = [...] under [offer] in node.toml; or give --peers NAME,NAME",
                 )
             continue

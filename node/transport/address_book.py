@@ -40,8 +40,9 @@ PROVED_MAX = 4
 """Maximum number of addresses remembered at which a peer answered: two networks times two address
 families."""
 ROTATE_SECONDS = 0.4
-"""After this time datagrams go to different unproven addresses. All datagrams of one burst share an answer,
-and a handshake is repeated after 0.5 s, so each repetition tries different addresses."""
+"""After this time datagrams go to different unproven addresses. Datagrams sent within it form one burst and
+go to the same addresses. A handshake is repeated after 0.5 s, so each repetition tries different
+addresses."""
 TRIES_MAX = 6
 """Number of bursts of datagrams to one claimed address before further bursts must wait. Each wait is twice as
 long as the previous one."""

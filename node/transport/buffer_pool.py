@@ -28,7 +28,7 @@ class Pool:
     def __init__(self, bytes_max: int = POOL_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
-        # Each entry has the number of the `look` call during which the memory came back, and the memory. The
+        # Each entry has the number of `look` calls made before the memory came back, and the memory. The
         # oldest comes first.
         self._idle: list[tuple[int, mmap.mmap]] = []
         self._looks = 0

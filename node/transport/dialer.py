@@ -23,7 +23,7 @@ from node.transport.sockets import address_of
 
 PREFERRED_DELAY_SECONDS = 2.0
 """Head start of the address that was measured as fastest. It may seem slow now only because our own data
-fills it."""
+fills the path there."""
 
 Reached = SecuredTransport | MultiplexedPath
 

@@ -205,9 +205,8 @@ async def accept(transport: trio.SocketStream, handshake: PeerHandshake, came: b
 def _about_key(credentials: Credentials) -> str:
     """Return a hint for users who cannot get into a private swarm, because the nodes there do not explain
     it."""
-    return (
-        ("; a node with a different swarm key does not answer either") if credentials.swarm.is_private else ""
-    )
+    hint = "; a node with a different swarm key does not answer either"
+    return hint if credentials.swarm.is_private else ""
 
 
 async def _shake_hands(
@@ -236,7 +235,7 @@ async def _connect(address: Address) -> trio.SocketStream:
     if address.is_link_local and "%" not in address.host:
         hint = f"[{address.host}%eth0]:{address.port}"
         raise Unreachable(
-            "unknown", (f"{address.short} is a link-local address. Add the interface, as in {hint}")
+            "unknown", f"{address.short} is a link-local address. Add the interface, as in {hint}"
         )
     try:
         with trio.fail_after(CONNECT_SECONDS):

@@ -248,7 +248,7 @@ class Multiplexer:
         """Take a frame. Raises RemoteProtocolError, after which the path must end."""
         self._is_awaiting = self._is_doubted = False
         if len(frame) > FRAME_BYTES_MAX or not frame or frame[0] > Kind.PONG:
-            raise RemoteProtocolError("an unknown kind of frame")
+            raise RemoteProtocolError("a frame that is empty, too long or of an unknown kind")
         kind = Kind(frame[0])
         if kind is Kind.ACKNOWLEDGED:
             self._window.acknowledge(now, *_read(_ACKNOWLEDGED, frame))

@@ -63,10 +63,10 @@ class RealNetwork:
     all streams end in order.
 
     `listen` holds (host, port) pairs; port 0 means any free port. A port that is taken is an error, unless
-    the places `may_move` to one of the next ten. After the start `ports` has the ports in order. `announce`
-    replaces the announced addresses. `static` is the X25519 private key (32 bytes) stored next to the
-    identity. `keys` make the swarm private. Every peer id needs `work_bits` of proof of work. `suites` are
-    cipher suite names, best first, instead of the usual ones. `beacon_port` is the port of beacons, usually
+    the places `may_move` to one of the next ten. After the start `ports` has the ports in the same order.
+    `announce` replaces the announced addresses. `static` is the X25519 private key (32 bytes). `keys` make
+    the swarm private. Every peer id, even one only reported, needs `work_bits` of proof of work. `suites` are
+    cipher suite names, best first, instead of all that work here. `beacon_port` is usually
     `multicast.BEACON_PORT`; None turns the local network off. `settings` are for experiments.
     """
 
@@ -180,7 +180,7 @@ class RealNetwork:
         return None
 
     def look(self) -> bool:
-        """Read the interfaces again; return whether this node's addresses have changed."""
+        """Read the interfaces again; return whether addresses changed. If so, forget confirmations."""
         before = self._policy.listening
         self._policy.look(self._places, read_interfaces())
         has_moved = self._policy.listening != before
@@ -193,7 +193,7 @@ class RealNetwork:
             self._datagrams.doubt()
 
     def announce(self, address: Address) -> None:
-        """Announce an address as the seam defines, unless it is link-local, which is for beacons."""
+        """Announce an address as the seam defines, but no link-local one (beacons do that)."""
         if not address.is_link_local and address.of(self.peer) not in self.addresses:
             self._announced.confirm(address)
 

@@ -38,8 +38,8 @@ REPLACED_IDLE_SECONDS = 2.0
 IMPROVE_SECONDS = 60.0
 """Seconds between attempts to find a better path than a relayed one."""
 SOUGHT_MAX = 64
-"""Maximum number of unreachable peers, the latest, remembered as having been sought within that time. Others
-were asked to introduce them."""
+"""Maximum number of unreachable peers, the latest, remembered for IMPROVE_SECONDS because others were asked
+to introduce them."""
 SEEKING_MAX = 8
 """Maximum number of simultaneous attempts, because each costs a few streams for seconds."""
 REPLACE_SECONDS = 2.0
@@ -364,7 +364,7 @@ class Paths:
         """Look for a different path to a peer that has not answered a ping. This also shows whether the
         present path is dead."""
         if path.is_kept:
-            path.doubt()  # the node that keeps the path makes a new one
+            path.doubt()  # the task that keeps the path makes a new one
         else:
             self._replace_soon(path)
 

@@ -245,7 +245,9 @@ class Puncher:
         for transport in TRANSPORTS:
             outside = self.seen.place(transport, now)
             if outside is not None and self.observers.is_own(outside.host):
-                outside = None  # this node listens on a public address, but observers saw a different port
+                outside = (
+                    None  # this machine has the address itself, and was seen at a port of another socket
+                )
             every = dict.fromkeys(([] if outside is None else [outside]) + near)
             places[transport] = tuple(str(each) for each in every)[:CANDIDATES_MAX]
         return PunchOffer(places["tcp"], places["udp"], bytes(OFFER_BYTES_MIN))

@@ -44,8 +44,8 @@ PEER_TRIES_PER_SECOND, PEER_TRIES_BURST = 2 / 15, 8.0
 """How often the offers of one peer cause dials: two attempts at all the addresses that it may offer, and as
 many again a minute later. So no peer uses up the common limit."""
 NAMED_TRIES_PER_SECOND, NAMED_TRIES_BURST = 4 / 60, 4.0
-"""How often offers through one introducer cause dials. All these offers share one limit, which is separate
-from the limit of the introducer's own offers."""
+"""How often one peer's offers through one introducer cause dials. All offers through one introducer share a
+limit as large as that of the introducer's own offers, and separate from it."""
 INTRODUCED_PER_SECOND, INTRODUCED_BURST = 1 / 15, 8.0
 """How often one peer may ask for introductions."""
 TARGET_INTRODUCED_PER_SECOND, TARGET_INTRODUCED_BURST = 4 / 15, 16.0
@@ -60,9 +60,9 @@ ALL_INTRODUCED_PER_SECOND, ALL_INTRODUCED_BURST = 2.0, 16.0
 SENT_PER_BYTE_MAX = 3
 """Bytes that this node sends, for each byte of an offer, to all hosts together that have not yet proved to be
 its peer (as in QUIC, RFC 9000, section 8.1). Three knocks and three SYNs to a host of each IP version take
-3,114 bytes. One knock and three SYNs to each host of the longest list take 2,796. Both are less than the
-shortest offer allows, with headers. A host that accepts a connection also gets one flight of a handshake
-(1,224 bytes): it has answered, and flights do not fit in addition to the knocks."""
+3,114 bytes. One knock and three SYNs to each host of the longest list take 2,796, which is less than the
+shortest offer allows. A host that accepts a connection also gets one flight of a handshake (1,224 bytes),
+because it has answered, and flights do not fit in addition to the knocks."""
 SYNS_BYTES = {"ip4": 3 * 60, "ip6": 3 * 80}
 """Size of the packets that dial one host, with all headers. They are repeated by the kernel, or by this node
 after a refusal."""

@@ -60,7 +60,7 @@ async def connect_from(
     place = next((each for each in places if (":" in each[0]) == (family == socket.AF_INET6)), None)
     if place is None:
         raise Unreachable(
-            "unknown", (f"this node has no listening port from which it could reach {address.short}")
+            "unknown", f"this node has no listening port from which it could reach {address.short}"
         )
     pauses = iter(retries_seconds)
     while True:

@@ -42,7 +42,7 @@ _REASONS = {
     402: "it does not accept the arguments",
     501: "it failed",
     606: "not authorised",
-    716: "it maps no port for unknown hosts",
+    716: "it does not map a port for all hosts",
     CONFLICT: "another machine has the port",
     724: "it maps a port only to the same port number",
     PERMANENT_ONLY: "it makes only permanent mappings",

@@ -2,7 +2,7 @@
 
     reader = AnswerReader("hermes", reasoning=0, is_reasoning=False, tools={"look": {...}})
     parts = reader.push("<tool_call>\\n{\\"name\\"")      the parts that are certain by now
-    parts = reader.finish()                             the rest; an unfinished call becomes text
+    parts = reader.finish()                             the rest; what was not a call becomes text
 
 It reads the text in one pass, with a generator that waits (`yield`) if it needs more.
 """
