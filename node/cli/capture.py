@@ -226,7 +226,7 @@ def _sample_and_classes(run_file: RunFile, base: Path, load: Load) -> tuple[tupl
     reading = read_reading(datasets.path_of(run_file.source, base))
     if reading is not None and reading.vocabulary:
         return dataset.sample_shape, reading.vocabulary
-    words = reading.words if reading is not None else []  # some classes may have no sample
+    words = reading.words if reading is not None else []  # the last classes may have no sample
     return dataset.sample_shape, max(dataset.classes, len(words))
 
 

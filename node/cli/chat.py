@@ -140,7 +140,10 @@ class _Talk:
 
     def _tell(self, text: str) -> None:
         self.system = text
-        show([f"(told before all: {text})" if text else "(no instructions for the model)"], sys.stderr)
+        show(
+            [f"(instructions for the model: {text})" if text else "(no instructions for the model)"],
+            sys.stderr,
+        )
 
     def _list(self, _: str) -> None:
         names = peer_names(self.folder)

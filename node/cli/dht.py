@@ -124,7 +124,7 @@ def find(
         str, typer.Option("--speed", metavar="50GFLOPS", help="Measured to compute at least this fast.")
     ] = "",
     near: Annotated[
-        str, typer.Option("--near", metavar="PLACE", help="Near this location, as owners state it.")
+        str, typer.Option("--near", metavar="PLACE", help="In this location, as owners state it.")
     ] = "",
     count: Annotated[int, typer.Option("--count", metavar="N", help="Maximum number of nodes.")] = 20,
     data_dir: DataDir = "",

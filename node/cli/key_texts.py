@@ -40,7 +40,7 @@ NODE_KEYS: Mapping[str, tuple[str, str]] = {
         "relay traffic for peers that cannot be dialled, if others can reach this node",
     ),
     "relay.upload": ('"10Mbit/s"', 'limit for all circuits together; "any": no limit'),
-    "relay.circuits": ("64", "at once"),
+    "relay.circuits": ("64", "maximum number of circuits at a time"),
     "resources.device": ('"auto"', "device for computing: auto, cpu, mps, cuda:0"),
     "resources.memory": ('"80%"', "how much memory to offer: 12GB, or a share such as 80%"),
     "resources.scratch": (
@@ -81,11 +81,11 @@ NODE_KEYS: Mapping[str, tuple[str, str]] = {
     "offer.battery_min": ('"0%"', "on battery with less charge than this, apply battery_low"),
     "offer.battery_low": (
         '"never"',
-        "on low battery: never serve others, or send less, and be asked for less",
+        "on low battery: never: serve no others; less: send less, and be asked for less",
     ),
     "offer.metered": (
         '"no"',
-        "whether you pay this link by the byte: no; yes, then serve less or never",
+        "if you pay this link by the byte: less or never, as in battery_low; else no",
     ),
     "offer.peers": ("[]", "ids of the peers that accept_runs = listed serves"),
     "offer.runs": ("[]", "ids of the runs that accept_runs = invited serves"),

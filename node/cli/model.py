@@ -220,7 +220,7 @@ def verify(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check that a captured model may run on a peer and, given the model's code, is that model."""
+    """Check that a captured model is complete, may run on a peer and, given its code, is that model."""
     from node.cli.model_summary import read_graph, sizes_of
 
     path = Path(file).expanduser()

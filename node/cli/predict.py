@@ -106,7 +106,7 @@ def _finish_predictions(
     """Show what a model predicted, and write it into files. Raises UsageError."""
     if "out" in written and written["out"].suffix == ".jsonl":
         raise UsageError(
-            (f"--out {written['out']}: this model does not write text"), "use --out FILE.csv or FILE.npz"
+            f"--out {written['out']}: this model does not write text", "use --out FILE.csv or FILE.npz"
         )
     if "out" in written:
         write_predictions(written["out"], found)
@@ -165,7 +165,7 @@ def _finish_answers(found: Answers, written: Mapping[str, Path], *, as_json: boo
     if "out" in written:
         if written["out"].suffix == ".npz":
             raise UsageError(
-                (f"--out {written['out']}: words are not arrays"), "use --out FILE.jsonl or FILE.csv"
+                f"--out {written['out']}: words are not arrays", "use --out FILE.jsonl or FILE.csv"
             )
         write_answers(written["out"], found)
     if as_json:

@@ -95,7 +95,7 @@ def show_error(error: PeerloomError) -> None:
 
 
 def error_lines(error: PeerloomError) -> list[str]:
-    """Return `error: what`, then ` do: remedy`: at most three lines."""
+    """Return `error: what`, then an indented `do: remedy`: at most three lines."""
     lines = [f"error: {' '.join(error.what.split())}"]
     if error.do is not None:
         # A remedy in columns has a label of its own, as in "look: ... a second one: ...".
@@ -120,7 +120,7 @@ def _printable(line: str) -> str:
 
 
 def labelled(label: str, text: str) -> str:
-    """Return a line under a heading: ` listening 192.168.1.20:9747`."""
+    """Return an indented line under a heading, its label in a column: `listening   192.168.1.20:9747`."""
     return f"  {label:<{_LABEL_WIDTH}}{text}"
 
 

@@ -42,7 +42,7 @@ refusals."""
 _CIRCUIT = "/p2p-circuit"
 """The value of `crypto.contact.CIRCUIT`. Importing it would slow down this command."""
 RUNS_SHOWN_MAX = 16
-"""Maximum number of runs on this screen, the newest first. `runs` lists all known runs, including those from
+"""Maximum number of runs on this screen, the newest ones. `runs` lists all known runs, including those from
 before a restart."""
 
 

@@ -84,7 +84,7 @@ def _arrows(name: str, rows: list[dict[str, Any]], *, is_forward: bool) -> list[
     arrows = []
     for earlier, later in pairwise(ordered):
         if earlier["tid"] == later["tid"]:
-            continue  # the same stage again: a replay, which was not caused by a frame from it
+            continue  # the same stage again: a replay, which no frame between stages caused
         common = {"cat": "frame", "name": "frame", "id": f"{name}.{earlier['tid']}"}
         end = earlier["ts"] + earlier["dur"]
         arrows.append({**common, "ph": "s", "pid": earlier["pid"], "tid": earlier["tid"], "ts": end})

@@ -302,7 +302,7 @@ class PieceExchange:
             await self._waker.run(self.core, self.act)
 
     def act(self, sends: Sends) -> None:
-        """Carry out what the core wants sent."""
+        """Carry out the core's events, and queue its messages."""
         events = self.core.events[:]
         self.core.events.clear()
         for event in events:

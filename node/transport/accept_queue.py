@@ -54,8 +54,8 @@ FAILED_SECONDS = 1.0
 """How long to pause after a turn that failed because of a bug in this program."""
 
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
-"""After these errors the kernel keeps the connection, and the next turn accepts it again. Even in a crowd
-turns are infrequent, so retrying costs little."""
+"""After these errors the kernel keeps the connection, and the next turn tries again to accept it. Even
+in a crowd turns are infrequent, so retrying costs little."""
 _FILES = tuple(
     kind
     for name in ("EpollSelector", "KqueueSelector")

@@ -195,8 +195,8 @@ class RelayLedger:
         del self._open[circuit.token]
 
     def carried(self, now: float, circuit: Announced, count: int) -> bool:
-        """Count carried bytes; return False if both peers are strangers without budget left (each is charged
-        in full). A known peer pays for the other one."""
+        """Count carried bytes; return False if both peers are strangers (each is then charged in full) and
+        either has no budget left. A known peer pays for the other one."""
         self.carried_bytes += count
         if not circuit.is_strangers:
             return True

@@ -71,7 +71,7 @@ const LOSSES = [...LOSS, { label: "validation loss", stroke: "--warn", spanGaps:
 const RATE = [{ label: "samples/s", stroke: "--good" }];
 const SHARES = [{ label: "utilisation", stroke: "--good" }, { label: "bubble", stroke: "--warn" }];
 
-// The validation losses as a column next to the points of the curve: each at the last point that is not after it.
+// The validation losses as a column next to the points of the curve: each at the last point before it.
 function beside(points, validations) {
   const column = points.map(() => null);
   for (const each of validations) {
