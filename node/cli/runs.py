@@ -39,8 +39,7 @@ TRACE_SECONDS_MAX = 30.0
 AUDIT_SECONDS_MAX = 600.0
 """Time limit for an audit. A checkpoint may have to be fetched, and each stage needs a process of its own."""
 STOP_SECONDS_MAX = 30.0
-"""Time limit for stopping. On a busy machine a stage's process takes seconds to end, and
-the node waits five seconds for the members."""
+"""Time limit for stopping. A stage's process may take seconds to end, and the node waits 5 s for members."""
 SHOW_SECONDS_MAX = 15.0
 """Time limit for showing a run. If this node does not take part in it, its members are asked."""
 POLL_SECONDS = 2.0

@@ -149,9 +149,7 @@ class CompletionRequest(SampledRequest, frozen=True, kw_only=True):
         refuse_field(self.echo, "echo", "the prompt cannot be repeated in the answer")
         refuse_field(self.suffix, "suffix", "no model of this swarm fills in text before a suffix")
         refuse_field(
-            (self.best_of or 1) > (self.n or 1),
-            "best_of",
-            "must not exceed n, because all answers are returned",
+            (self.best_of or 1) > (self.n or 1), "best_of", "must not exceed n: all answers are returned"
         )
         prompts = self._prompts()
         if len(prompts) * (self.n or 1) > CHOICES_MAX:
