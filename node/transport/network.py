@@ -193,7 +193,7 @@ class RealNetwork:
             self._datagrams.doubt()
 
     def announce(self, address: Address) -> None:
-        """Announce an address as the seam defines, but no link-local one (beacons do that)."""
+        """Announce an address, but no link-local one (beacons do that), and none if the user set them."""
         if not address.is_link_local and address.of(self.peer) not in self.addresses:
             self._announced.confirm(address)
 
