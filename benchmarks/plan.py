@@ -35,12 +35,12 @@ MICROBATCHES = 1_024
 MEAN_GOAL, P95_GOAL, SECONDS_GOAL = 1.02, 1.05, 0.2
 BOUND_GOAL = 0.98
 FRAMES_BYTES = 512 * MIB
-"""Room for kept frames, in addition to a peer's share of the model."""
+"""Memory for the activations and gradients that a stage keeps, in addition to a peer's share of the model."""
 
 
 def instance(seed: int, peers: int = PEERS, *, linked: bool = True) -> Problem:
-    """Return a model whose layers differ by a factor of up to four, and peers whose rates differ by up to
-    thirty, memories by seven and links by sixty."""
+    """Return a model of unequal layers, whose FLOPs differ by a factor of up to 4, and unequal peers: their
+    rates differ by a factor of up to 30, their memory by up to 7 and the links between them by up to 60."""
     random = Random(seed)
     layers = tuple(
         LayerCost(
@@ -109,8 +109,8 @@ def by_memory(tables: Tables) -> int | None:
 
 
 def petals(tables: Tables) -> int | None:
-    """Give each peer a span as long as its memory holds, where the model is weakest. The bottleneck is the
-    weakest layer, or the slowest link used if that is slower."""
+    """Give each peer as many consecutive layers as its memory holds, where the layers' total rate is lowest.
+    The bottleneck is the layer with the lowest rate, or the slowest link used if that is slower."""
     found = spread(tables)
     slowest = 0
     for hop, after in zip(route(tables, found.spans), route(tables, found.spans)[1:], strict=False):
@@ -119,9 +119,9 @@ def petals(tables: Tables) -> int | None:
 
 
 def parallax(tables: Tables) -> int | None:
-    """Build parallel pipelines, each of the fewest peers whose memory holds the model, with layers by rate
-    within each ("water filling"); micro-batches are distributed to pipelines by rate. Return the result for
-    the best number of pipelines."""
+    """Build parallel pipelines. Each has the fewest peers whose memory holds the model, and gives each peer
+    layers in proportion to its rate ("water filling"). Micro-batches go to the pipelines in proportion to
+    their rates. Return the result for the best number of pipelines."""
     peers = tables.problem.peers
     order = sorted(range(PEERS), key=lambda place: -tables.weights[place])
     best: int | None = None
@@ -190,8 +190,8 @@ def small(count: int) -> tuple[list[dict[str, Any]], list[Goal]]:
         Goal("CPU seconds per plan, median", statistics.median(seconds), "<=", SECONDS_GOAL),
     ]
     if count >= INSTANCES:
-        # A few instances have no 95th percentile. With eight, the worst one would stand for it, and a quarter
-        # of all samples of eight miss the goal that 200 instances meet.
+        # With few instances, the 95th percentile is close to the worst one, so it may miss a goal that 200
+        # instances meet; with eight, one time in four.
         goals.append(
             Goal("95th percentile relative to the exact optimum", quantile(ours, 0.95), "<=", P95_GOAL)
         )

@@ -17,7 +17,7 @@ class SwimSettings:
 
     probe_interval_seconds: float = 1.0
     """Seconds between two probes, each of one member. Must exceed twice the timeout, so that relays can
-    answer. 1."""
+    answer. Default: 1."""
 
     probe_timeout_seconds: float = 0.45
     """Seconds after which an unanswered ping is followed by indirect ones. Must be above the usual round
@@ -32,8 +32,9 @@ class SwimSettings:
     plenty."""
 
     suspicion_multiplier: float = 4.0
-    """A suspicion confirmed by others lasts multiplier * max(1, log10(members)) probe intervals. This must be
-    long enough for gossip to reach the suspect and for its refutation to come back; at least 2. 4."""
+    """A suspicion confirmed by others lasts multiplier * max(1, log10(members)) probe intervals. This must
+    be long enough for gossip to reach the suspect and for its refutation to come back; at least 2.
+    Default: 4."""
 
     suspicion_max_multiplier: float = 6.0
     """A suspicion that no other member confirms lasts this many times longer; 1 turns Lifeguard's timing off.
@@ -41,21 +42,21 @@ class SwimSettings:
 
     confirmations: int = 2
     """Number of independent accusers, in addition to the first, that shorten a suspicion to its minimum; at
-    most 8. In a swarm that is too small to have them, the minimum applies immediately. 2."""
+    most 8. In a swarm that is too small to have them, the minimum applies immediately. Default: 2."""
 
     retransmit_multiplier: int = 4
-    """Each member passes a fact on multiplier * ceil(log10(members + 1)) times. 4."""
+    """Each member passes a fact on multiplier * ceil(log10(members + 1)) times. Default: 4."""
 
     gossip_interval_seconds: float = 0.2
     """Seconds between sends of queued facts in messages of their own, in addition to those that travel with
-    probes. At most the probe interval. If no fact is queued, nothing is sent. 0.2."""
+    probes. At most the probe interval. If no fact is queued, nothing is sent. Default: 0.2."""
 
     gossip_fanout: int = 3
-    """Number of members that receive facts each time; at least 1. 3."""
+    """Number of members that receive facts each time; at least 1. Default: 3."""
 
     gossip_to_dead_seconds: float = 30.0
     """How long newly dead members still get gossip, so that a falsely accused member learns of it. At most
-    `dead_kept_seconds`. 30."""
+    `dead_kept_seconds`. Default: 30."""
 
     sync_interval_seconds: float = 30.0
     """Average interval at which our list is compared with another member's, and exchanged if they differ. It
@@ -64,7 +65,7 @@ class SwimSettings:
 
     dead_kept_seconds: float = 600.0
     """How long members that died or left stay listed with their reason. During this time, an old alive fact
-    cannot bring them back. At least ten probe intervals. 600."""
+    cannot bring them back. At least ten probe intervals. Default: 600."""
 
     health_max: int = 7
     """Lifeguard's local health: a peer whose own probes fail slows down by a factor of up to 1 + this number.
@@ -72,18 +73,19 @@ class SwimSettings:
 
     stall_seconds: float = 0.2
     """If a wake is this late, this machine has stalled and answers may lie unread. So open probes and
-    suspicions are extended by the lost time (at most by their own length). Below the probe interval. 0.2."""
+    suspicions are extended by the lost time (at most by their own length). Below the probe interval. Default:
+    0.2."""
 
     facts_bytes_max: int = 850
     """Maximum size of the facts in a message other than Sync. At least one alive fact (830); with header and
-    seal it must fit into a datagram of 1,232 bytes. 850."""
+    seal it must fit into a datagram of 1,232 bytes. Default: 850."""
 
     members_max: int = MEMBERS_MAX
-    """Maximum number of members listed, including this peer and dead members. 2,000."""
+    """Maximum number of members listed, including this peer and dead members. Default: 2,000."""
 
     scope_members_min: int = 200
     """If the swarm is divided into neighbourhoods, a peer with fewer live members than this doubles its
-    scope. Must be high enough that chance does not empty a neighbourhood. 200."""
+    scope. Must be high enough that chance does not empty a neighbourhood. Default: 200."""
 
     scope_members_max: int = 600
     """A peer with more live members than this halves its scope. At least three times the minimum, or the

@@ -1,4 +1,5 @@
-"""docs/cloudmesh.md: what the page names exists, and a play of real nodes prints the shown output.
+"""The tests that docs/cloudmesh.md names exist, and a scripted session of real nodes (the play) prints the
+output that the page shows.
 
 Every test run includes a quick part, which starts nodes and refuses invalid input. The whole play takes
 minutes on a busy machine: `make soak` runs it, and so does `PEERLOOM_DOCS=write`, which also writes the page.
@@ -45,7 +46,7 @@ SPARES = "de"
 RUN = 'model = "model.peerloom"\n[train]\nsteps = {steps}\nbatch = 32\n[plan]\n{plan}\n'
 ONE = "stages = 1\nreplicas = 1"
 STILL_SECONDS = 2.0
-"""Seconds for which a frozen process goes unnoticed on a busy machine."""
+"""How long a process is frozen: it only looks slow then, as on a busy machine."""
 
 
 def test_each_test_that_the_page_names_exists() -> None:
@@ -143,7 +144,7 @@ NUMBERS = (
 
 
 def _numbers(play: Play, capsys: pytest.CaptureFixture[str]) -> None:
-    """Check that each wrong number is refused with its line, before a node is asked: none runs."""
+    """Check that each wrong number is refused with a message that names it, without a running node."""
     for key, line, wanted in NUMBERS:
         file = play.write("absurd.toml", f'model = "simple-cnn"\n[train]\n{line}\n')
         play.typed = f"peerloom train {file}      # {line}"
@@ -199,7 +200,7 @@ def test_a_part_of_the_play_of_real_nodes(play: Play, part: str) -> None:
 
 
 def _starting(play: Play) -> None:
-    """Play 4.1, 4.2, 4.15, 4.16: nodes start, including nodes that stall or are killed on the way."""
+    """Play 4.1, 4.2, 4.15, 4.16 (of the report): nodes start; some stall or are killed meanwhile."""
     port = str(free_port())
     refused = play.node("--port", "70000")
     assert refused.process.wait() == 2
@@ -403,7 +404,7 @@ def _data_and_what_comes_of_it(play: Play) -> None:
     lines = [line for line in said.splitlines() if "validation loss" in line]
     play.show(VALIDATION, "\n".join(lines[-3:]), "validation loss")
     done = play.ask("a", "runs", "list")["runs"][-1]
-    assert done["step"] < 200, "the run ended early"
+    assert done["step"] < 200, "the run did not end early"
     assert (done["model"], done["status"]) == ("net", "done")
     play.show(VALIDATION, play.type("a", "runs", "show", done["run"]), r"^\w{16}", "validation")
     written = ("--out", "outputs.csv", "--picture", "confusion.svg")
@@ -531,7 +532,9 @@ def _data_that_stays(play: Play) -> None:
     said = play.type("a", "train", play.write("scans.toml", text))
     play.show("Data that stays with its owner typical", said, r"^run \w+ done, accuracy")
     rounds = play.type("b", "events", "--kind", "AveragingEnded", "--json")
-    assert any(len(json.loads(line)["averaged"]) > 1 for line in rounds.splitlines()), "the members averaged"
+    assert any(len(json.loads(line)["averaged"]) > 1 for line in rounds.splitlines()), (
+        "no round averaged more than one member"
+    )
     for name in NAMES:
         for path in play.swarm.nodes[name].data_dir.rglob("*"):
             if path.is_file():
@@ -540,7 +543,7 @@ def _data_that_stays(play: Play) -> None:
 
 
 def _leaving(play: Play) -> None:
-    """Play 4.12, 4.14, 4.22: goodbyes that arrive, that are lost, and that come during a run."""
+    """Play 4.12, 4.14, 4.22: a node leaves, a node is killed, and a requester leaves during its run."""
     play.add([name for name in "fg" if name not in play.swarm.nodes])
     others = len(_alive(play)) - 1
     said = play.type("f", "leave")

@@ -1,6 +1,7 @@
-"""Two users submit to one provider, in processes. A claimed priority takes nothing from the other user's run.
+"""Two users submit runs to one provider; every node is a real process. A claimed priority takes nothing from
+the other user's run.
 
-Three nodes and their stages run for most of a minute: PEERLOOM_TURNS_PROCESSES=1 plays it (`make soak`).
+The test takes most of a minute, so it runs only with PEERLOOM_TURNS_PROCESSES=1, as in `make soak`.
 """
 
 import os
@@ -18,7 +19,7 @@ from node.placement.waiting import LAW
 from tests.stack import simple_cnn
 
 pause = time.sleep
-"""Seconds allowed for real processes."""
+"""Waits in real time, because the nodes are processes."""
 RUN = """
 model = "model.peerloom"
 [train]
@@ -61,7 +62,7 @@ def test_a_claimed_priority_preempts_only_the_users_own_runs(
         ended = _events(swarm, "a", own, "RunEnded")[0]["at"]
         steps = _events(swarm, "b", claimed, "StepCommitted")
         assert all(step["at"] > ended for step in steps), (
-            "the claimed run got no slot before; a preempted its own run"
+            "the claimed run got a slot before the other user's own run had ended"
         )
     finally:
         swarm.close()

@@ -45,7 +45,8 @@ _LENGTH_BYTES = 8
 _INDEX_NAME = "models/index"
 
 Beside = Callable[[bytes, int, int], Awaitable[bytes | None]]
-"""Maps a graph's name, an offset among its initial values and a length to those bytes, or to None."""
+"""Returns a number of bytes of a graph's initial values, or None if they are not there. The arguments are the
+graph's hash, the offset and the number of bytes."""
 
 
 async def _nothing_beside(_graph: bytes, _offset: int, _length: int) -> None:
@@ -57,14 +58,15 @@ class GraphSettings:
     """The settings for graphs of one node. Raises ValueError if a setting is out of bounds."""
 
     graph_bytes_max: int = GRAPH_BYTES_MAX
-    """Maximum size of a fetched graph, up to the protocol's own limit. 64 MiB."""
+    """Maximum size of a fetched graph, up to the protocol's own limit. Default: 64 MiB."""
 
     kept_max: int = 32
     """Maximum number of graphs on disk, with their initial values. The oldest is evicted, unless a run here
-    needs it. At least 1. 32."""
+    needs it. At least 1. Default: 32."""
 
     range_bytes_max: int = RANGE_BYTES_MAX
-    """Maximum number of bytes of initial values in one request, up to the protocol's own limit. 16 MiB."""
+    """Maximum number of bytes of initial values in one request, up to the protocol's own limit. Default: 16
+    MiB."""
 
     def __post_init__(self) -> None:
         bounds = (
@@ -122,7 +124,7 @@ class Models:
         """Return the graph with this hash, from here or from the first holder that delivers it.
 
         Raises:
-            Unreachable: no holder had it, or only wrong data.
+            Unreachable: no holder delivered a valid graph, or there is no room to fetch one.
         """
         if name in self._decoded:
             self._decoded.move_to_end(name)

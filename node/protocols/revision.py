@@ -28,11 +28,11 @@ PRIORITY = 5
 class RevisionBody(msgspec.Struct, frozen=True, array_like=True):
     """The requester's revision of its run. The revision with the highest `number` counts.
 
-    `learning_rate` replaces the manifest's, and its schedule multiplies it as before. `steps` is the last
-    step. Both are None to keep the manifest's values. `deadline_milliseconds` (Unix) is when the run should
-    be done; 0 means no deadline. Among one requester's runs of equal priority, the one with the earliest
-    deadline gets a slot first. The requester is alerted when the run trains less than `samples_per_second`
-    over `goal_seconds`; 0 means no goal.
+    `learning_rate` replaces the manifest's base rate, and the manifest's schedule still scales it. `steps` is
+    the last step. Both are None to keep the manifest's values. `deadline_milliseconds` (Unix) is when the run
+    should be done; 0 means no deadline. Among one requester's runs of equal priority, the one with the
+    earliest deadline gets a slot first. The requester is alerted when the run trains less than
+    `samples_per_second` over `goal_seconds`; 0 means no goal.
     """
 
     run: Hash
@@ -61,8 +61,8 @@ def check_changes(changes: Mapping[str, object]) -> None:
 
 
 def revised(before: RevisionBody, number: int, changes: Mapping[str, Any]) -> RevisionBody:
-    """Return the revision to sign: `before` with the changes. Raises ValueError for a goal's period without a
-    goal."""
+    """Return the revision to sign: `before` with the changes. Raises ValueError if they set `goal_seconds`
+    but the run has no goal."""
     body = replace(before, number=number, **changes)
     if not body.samples_per_second:
         if "goal_seconds" in changes:

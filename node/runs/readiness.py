@@ -35,17 +35,17 @@ class SpareSettings:
 
     idle_seconds: float = 20.0
     """Idle seconds before a node loads a process without any request. A node that was just started, or is
-    between two runs, needs its processor for other things. 20."""
+    between two runs, needs its processor for other things. Default: 20."""
 
     look_seconds: float = 5.0
-    """Seconds between two checks of the machine. 5."""
+    """Seconds between two checks of the machine. Default: 5."""
 
     free_bytes_min: int = 2 << 30
     """Memory that must be available before a process, which takes 0.2 GB, is loaded without a request. At
-    least `free_bytes_left_min`. 2 GiB."""
+    least `free_bytes_left_min`. Default: 2 GiB."""
 
     free_bytes_left_min: int = 1 << 30
-    """Memory that must remain available for a loaded process to stay. 1 GiB."""
+    """Memory that must remain available for a loaded process to stay. Default: 1 GiB."""
 
     def __post_init__(self) -> None:
         bounds = (

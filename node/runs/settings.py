@@ -21,16 +21,16 @@ class RunServiceSettings:
     """When a spare process waits for a stage."""
 
     frames_bytes_max: int = FRAMES_BYTES_MAX
-    """Maximum bytes of a stage's frames in memory; further frames go to the disk. 0: all go to the disk. 512
-    MiB."""
+    """Maximum bytes of a stage's frames in memory; further frames go to the disk. 0: all go to the disk.
+    Default: 512 MiB."""
 
     outside_max: int = 64
     """Maximum number of others' runs whose end this node waits for after leaving them. It is limited because
-    unknown peers can cause such runs. 0: it waits for none. 64."""
+    unknown peers can cause such runs. 0: it waits for none. Default: 64."""
 
     issued_bytes_min: int = 1 << 20
     """Minimum number of bytes that are worth a receipt; fewer do not justify two signatures and a call, and
-    are added to later work. At least 1. 1 MiB."""
+    are added to later work. At least 1. Default: 1 MiB."""
 
     def __post_init__(self) -> None:
         bounds = (

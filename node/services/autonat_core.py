@@ -41,15 +41,15 @@ class ReachSettings:
 
     soon_seconds: float = 5.0
     """Seconds between requests while nothing is known. The time doubles after each peer that could not be
-    asked, up to `doubt_seconds`. 5."""
+    asked, up to `doubt_seconds`. Default: 5."""
 
     doubt_seconds: float = 300.0
     """Seconds between requests if one of the newest reports is a failure. The router may have been
-    reconfigured, and the address counts only after three successes. At most `later_seconds`. 300."""
+    reconfigured, and the address counts only after three successes. At most `later_seconds`. Default: 300."""
 
     later_seconds: float = 1_200.0
     """Seconds between requests of a node that all can reach. At most a third of the time for which a report
-    is valid, so that the newest three are always valid. 1,200."""
+    is valid, so that the newest three are always valid. Default: 1,200."""
 
     def __post_init__(self) -> None:
         if not 0 < self.soon_seconds <= self.doubt_seconds <= self.later_seconds <= BELIEVED_SECONDS / OTHERS:

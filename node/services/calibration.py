@@ -55,24 +55,25 @@ class CalibrationSettings:
     """The settings of calibration. Raises ValueError if they contradict each other."""
 
     measure_seconds: float = 8.0
-    """How long to measure all classes of operators together. Below `process_seconds_max`. 8."""
+    """How long to measure all classes of operators together. Below `process_seconds_max`. Default: 8."""
 
     share_seconds: float = 2.0
-    """How long other slots are kept busy while the share of a processor is measured. 2."""
+    """How long other slots are kept busy while the share of a processor is measured. Default: 2."""
 
     idle_seconds: float = 1.0
-    """How long to measure the machine's power while a stage waits. 1."""
+    """How long to measure the machine's power while a stage waits. Default: 1."""
 
     process_seconds_max: float = 300.0
-    """Time limit of a measuring process. On a busy machine, importing torch alone takes many seconds. 300."""
+    """Time limit of a measuring process. On a busy machine, importing torch alone takes many seconds.
+    Default: 300."""
 
     quiet_seconds: float = 3.0
     """How long a node that has computed must be idle before it measures, because runs often follow each
-    other. 3."""
+    other. Default: 3."""
 
     niceness: int = 5
     """Niceness of a measuring process, 0-19: the same as for a stage's process, because the share of a
-    processor that a stage gets depends on it. 5."""
+    processor that a stage gets depends on it. Default: 5."""
 
     def __post_init__(self) -> None:
         bounds = (

@@ -15,42 +15,42 @@ class PathSettings:
 
     ping_seconds: float = 1.0
     """Seconds between pings while channels are open: a tenth of the time in which a run must recover from a
-    lost relay or a rebooted router. At most `idle_ping_seconds`. 1."""
+    lost relay or a rebooted router. At most `idle_ping_seconds`. Default: 1."""
 
     idle_ping_seconds: float = 15.0
     """Seconds between pings without open channels: often enough for a carrier's router, which forgets a
-    connection after a minute. 15."""
+    connection after a minute. Default: 15."""
 
     silent_seconds: float = 2.0
     """A path is silent if no byte has come for this long after a ping; then a different path is looked for. A
-    link that loses two packets in a row is silent for a second. At most `doubted_seconds`. 2."""
+    link that loses two packets in a row is silent for a second. At most `doubted_seconds`. Default: 2."""
 
     doubted_seconds: float = 3.0
     """A path is dead if no byte has come for this long after a ping and there is other evidence, such as a
-    new path opened by the peer. At most `dead_seconds`. 3."""
+    new path opened by the peer. At most `dead_seconds`. Default: 3."""
 
     dead_seconds: float = 7.5
-    """A path without other evidence is dead if no byte has come for this long after a ping. 7.5."""
+    """A path without other evidence is dead if no byte has come for this long after a ping. Default: 7.5."""
 
     late_seconds: float = 2.0
     """If a check is this late, this process itself has stalled, so it pings again before it declares a path
     dead. If a doubt has put the deadline into the past, the time since the previous check counts. Above
-    `watch_seconds`, or every check would be late. 2."""
+    `watch_seconds`, or every check would be late. Default: 2."""
 
     watch_seconds: float = 0.5
-    """Seconds between checks on a path between two pings. At most `silent_seconds`. 0.5."""
+    """Seconds between checks on a path between two pings. At most `silent_seconds`. Default: 0.5."""
 
     per_peer_max: int = 4
     """Maximum number of paths to one peer: one through each of two relays, a punched one, and one that the
-    peer has just dialled. 4."""
+    peer has just dialled. Default: 4."""
 
     per_relay_max: int = 128
     """Maximum number of paths through one relay. The relay can invent peers behind it, each of which counts
-    separately. At most `paths_max`; a quarter of it leaves room for three other relays. 128."""
+    separately. At most `paths_max`; a quarter of it leaves room for three other relays. Default: 128."""
 
     paths_max: int = 512
     """Maximum number of paths in all, the same as for accepted connections. The path unused for longest makes
-    room. 512."""
+    room. Default: 512."""
 
     def __post_init__(self) -> None:
         bounds = (
@@ -76,45 +76,47 @@ class TransportSettings:
 
     handshake_seconds: float = 5.0
     """Time limit of a handshake, and of a greeting: four round trips over a slow path, with two lost packets.
-    An unknown peer may hold a half-open connection for as long. 5."""
+    An unknown peer may hold a half-open connection for as long. Default: 5."""
 
     stall_seconds: float = 60.0
     """How long a sender may pause inside a message. Messages are complete before they are sent, so an honest
-    sender does not pause. 60."""
+    sender does not pause. Default: 60."""
 
     vanished_seconds: float = 45.0
     """The other machine counts as gone once the kernel has retransmitted for this long without an answer.
     Together with `look_seconds`, a loss is noticed in about a minute; TCP alone takes a quarter of an hour.
     TCP_USER_TIMEOUT is not used, because it also ends a connection whose other machine answers but does not
-    read. 45."""
+    read. Default: 45."""
 
     look_seconds: float = 10.0
     """Seconds between checks for connections that are idle for too long or whose machine is gone, and for
-    pooled memory that was not borrowed since the previous check. At most `vanished_seconds`. 10."""
+    pooled memory that was not borrowed since the previous check. At most `vanished_seconds`. Default: 10."""
 
     half_open_max: int = 128
     """Maximum number of connections that have not yet shaken hands. Each holds a socket, and a task once it
     shakes hands. With handshakes of 0.4 s over a slow path, 300 hostile connections a second crowd out
-    nobody, even if each has a source of its own. 128."""
+    nobody, even if each has a source of its own. Default: 128."""
 
     inbound_max: int = 512
-    """Maximum number of accepted connections. Each one in use costs a buffer of up to 128 KiB. 512."""
+    """Maximum number of accepted connections. Each one in use costs a buffer of up to 128 KiB. Default:
+    512."""
 
     inbound_per_peer_max: int = 64
     """Maximum number of accepted connections from one peer, so that it cannot take them all; a busy neighbour
     in a run has a dozen open. Must be below `inbound_per_network_max`, because one further connection tells
-    the peer that it has too many. 64."""
+    the peer that it has too many. Default: 64."""
 
     inbound_per_network_max: int = 256
     """Maximum number of accepted connections from one network, so that an owner of many addresses, or many
-    peers behind one address, leave room for others. At most `inbound_max`; half of it. 256."""
+    peers behind one address, leave room for others. At most `inbound_max`; half of it. Default: 256."""
 
     patience_seconds: float = 10.0
-    """How long a connection with a known peer may carry nothing before it can be closed to make room. 10."""
+    """How long a connection with a known peer may carry nothing before it can be closed to make room.
+    Default: 10."""
 
     refusals_max: int = 16
     """Maximum number of refused requests in a row on one connection: more than a peer of another version has
-    protocols to try. 16."""
+    protocols to try. Default: 16."""
 
     paths: PathSettings = field(default_factory=PathSettings)
     """The settings of multiplexed paths."""

@@ -16,41 +16,42 @@ class WebSettings:
     """Maximum number of connections; a browser opens six for a page. A further one displaces the connection
     that has been silent longest: unidentified ones before those that have presented the token, and among
     unidentified ones those of the address with the most. Only the token distinguishes connections from this
-    machine. 128."""
+    machine. Default: 128."""
 
     doorway_max: int = 32
     """Maximum number of further connections, which may identify themselves: a browser's six, and a few
     clients'. Those that present the token or a key are served. Among the others, a new one displaces the
-    oldest, or the newest of an address with too many. 0 for none. 32."""
+    oldest, or the newest of an address with too many. 0 for none. Default: 32."""
 
     doorway_seconds: float = 2.0
     """How long each of those keeps its connection, however full the doorway is: a TLS handshake and a request
-    take three round trips. A flood that fills the doorway occupies it for this long. 2."""
+    take three round trips. A flood that fills the doorway occupies it for this long. Default: 2."""
 
     request_seconds_max: float = 5.0
-    """Maximum time from a request's first byte to its last. 5."""
+    """Maximum time from a request's first byte to its last. Default: 5."""
 
     long_request_seconds_max: float = 30.0
     """The same limit for a long body, if allowed, which also comes over slow links. At least
-    `request_seconds_max`. 30."""
+    `request_seconds_max`. Default: 30."""
 
     idle_seconds_max: float = 30.0
-    """How long a connection may wait for its next request. 30."""
+    """How long a connection may wait for its next request. Default: 30."""
 
     chats_max: int = 16
-    """Maximum number of simultaneous answers for open pages; each page gets one at a time. 0 for none. 16."""
+    """Maximum number of simultaneous answers for open pages; each page gets one at a time. 0 for none.
+    Default: 16."""
 
     waiting_max: int = 64
     """Maximum number of one key's requests that wait in the queue. At least 1, because each request waits
-    before it is served. 64."""
+    before it is served. Default: 64."""
 
     body_bytes_max: int = 4 << 20
     """Maximum body of a request to a model: a conversation of a million tokens, more than any model here
-    takes. Above a short body's 64 KiB. 4 MiB."""
+    takes. Above a short body's 64 KiB. Default: 4 MiB."""
 
     deltas_kept_max: int = 1_200
     """Maximum number of deltas kept: those of ten minutes, so that a laptop that was closed for less
-    continues from them. At least 1. 1,200."""
+    continues from them. At least 1. Default: 1,200."""
 
     def __post_init__(self) -> None:
         bounds = (

@@ -1,8 +1,9 @@
-"""Autograd functions of a model, each compared separately with the gradient of its forward.
+"""The check of a model's own autograd functions: each function's backward against the gradient of its
+forward.
 
-A proof compares the gradients of the whole model at one point. A custom backward may agree there and nowhere
-else, for example if it differs only where a router hesitates between two experts. So every function that the
-model calls is also compared separately: at the values with which it was called, and near them.
+A proof compares the gradients of the whole model at one point. A custom backward may be right at that point
+and wrong at others, for example where a router is nearly undecided between two experts. So every function
+that the model calls is also compared separately: at the values with which it was called, and near them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 CALLS_MAX = 8
 """Maximum number of calls of one function that are compared, because layers are alike."""
 TOLERANCE = 1e-4
-"""Relative tolerance for each gradient: a backward may have constants with eight digits."""
+"""Relative tolerance for each gradient. It allows for constants that a backward has rounded, for example to
+eight digits."""
 DISTANCES = (0.0, 0.5, 4.0)
 """Distances of the compared points from the values with which the function was called, in units of their
 spread."""
@@ -52,8 +54,8 @@ def compared(found: list[str]) -> Iterator[None]:
 
 
 class _Context:
-    """The part of the interface of autograd's context that a forward may use; autograd itself needs none of
-    it here."""
+    """A stand-in for autograd's context with the methods that a forward may call. They do nothing, because
+    here autograd differentiates the forward's own operators."""
 
     def __init__(self, count: int) -> None:
         self.needs_input_grad = (True,) * count
@@ -87,7 +89,7 @@ def _difference(cls: Any, bare: Callable[..., Any], arguments: Sequence[Any]) ->
             point = [_moved(each, distance) if distance else each for each in arguments]
             try:
                 own, plain = _gradients(bare, point), _gradients(forward, point)
-            except Exception:  # the user's own code, at a point for which it may not be written
+            except Exception:  # the user's code may fail at a point for which it was not written
                 own = plain = []
             worst = max(worst, *map(_distance, own, plain), 0.0)
     return worst

@@ -4,11 +4,13 @@ For each entry point (`Flow`): which node makes a value, which nodes are needed 
 which need only constants, and through which nodes a gradient flows. All of it is static: shapes and random
 values have no influence.
 
-For the graph as a whole (`places`): the place of a node of any entry point, in node numbers of the *first*
-entry point. A cut is made there, and the other entry points follow by their parameters. A node's place is the
-latest first use, in the first entry point, of any parameter or state that is used by the node or by a node
-before it. So if the cuts are at positions p, the node's stage number is the number of positions p that are
-not beyond its place, and all stages agree.
+For the graph as a whole (`places`): where each node belongs, as a position in the node numbering of the
+*first* entry point (its place). Cuts are positions in the first entry point; the other entry points are cut
+so that a node is in the stage that holds its parameters and states. In the first entry point a node's place
+is its own number. Elsewhere the place is the highest number that follows from the parameters and states used
+by the node or by nodes before it: each counts with the node of the first entry point that uses it first. A
+node's stage number is the number of cut positions that are at most its place, so all peers compute the same
+stages.
 """
 
 from dataclasses import dataclass
@@ -53,8 +55,9 @@ class Flow:
     - `is_live`: a final value needs the node.
     - `is_constant`: the node needs no input, label, trainable or large parameter, state or random number.
     - `floats`: the node needs labels and constants only, so it goes to the last stage wherever it stands;
-      `needs_label`: it needs a label and more, so no cut comes after it.
-    - `has_gradient`: a floating value that depends on a trainable parameter through differentiable operators.
+      `needs_label`: it needs a label and also what only one stage has, so no cut comes after it.
+    - `has_gradient`: a floating-point value that depends on a trainable parameter through differentiable
+      operators.
     """
 
     entry: Entry
@@ -126,7 +129,8 @@ def _moves_statistics(graph: Graph, entry: Entry, node: GraphNode) -> bool:
 def _dependence(
     graph: Graph, entry: Entry, takes: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[bool, ...], tuple[bool, ...], tuple[bool, ...]]:
-    """Return, by node: whether it is constant, whether it floats, and whether it needs a label and more."""
+    """Return, by node: whether it is constant, whether it floats, and whether it needs a label and also what
+    only one stage has."""
     inputs, ports = len(entry.inputs), len(entry.inputs) + len(entry.labels)
     # By value: whether it needs what only one stage has (an input, a weight), and whether it needs a label.
     placed = [value < inputs for value in range(len(entry.types))]
@@ -144,7 +148,8 @@ def _dependence(
 
 
 def _is_shareable(graph: Graph, node: GraphNode) -> bool:
-    """Return whether any number of stages can run the node with the same result, ignoring its inputs."""
+    """Return whether each of several stages could run the node and get the same result from the same
+    inputs."""
     operator = OPERATORS.get(graph.operators[node.operator])
     if operator is None or operator.random:
         return False
@@ -182,7 +187,7 @@ def _live(
 
 
 def passes_gradient(graph: Graph, node: GraphNode) -> bool:
-    """Return whether a gradient of the node's floating results can be passed on to its floating arguments."""
+    """Return whether a gradient of the node's floating-point results can be passed on to its arguments."""
     return graph.operators[node.operator].split(".")[1] not in _STOPS
 
 

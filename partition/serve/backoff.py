@@ -1,10 +1,10 @@
-"""Backoff before a peer is asked again for a stage that it could not load, or whose process keeps ending
-there. A pure table.
+"""How long a peer is not asked to serve a stage, after it failed to load the stage or the stage's process
+kept ending there. Only bookkeeping: no I/O, and the caller passes the time.
 
 A load that fails costs a process and the traffic of its weights. A stage that ends soon after it began to
-answer takes its sessions with it each time. In both cases the peer is not asked for a time that grows. A
-stage that answered for long before it ended starts without a history. The first ends are ignored, because a
-process may be killed by chance.
+answer takes its sessions with it each time. In both cases the peer is left alone for a while, and for longer
+after each failure. If a stage had answered for a long time before it ended, its earlier failures are
+forgotten. The first FORGIVEN_ENDS early ends cause no wait, because a process may be killed by chance.
 """
 
 from collections.abc import Iterator
@@ -38,8 +38,8 @@ class StageBackoff(Generic[Key]):
         return max(0.0, self._rests.get(key, (now, 0.0, 0))[0] - now)
 
     def note_sound(self, now: float, key: Key, ready_since: float | None) -> None:
-        """Forget earlier failures of a stage that has answered for long. Call this however the stage is
-        lost."""
+        """Forget earlier failures of a stage that had answered for a long time. Call this whenever a stage
+        ends, for whatever reason."""
         if ready_since is not None and now - ready_since >= SOUND_SECONDS:
             self._rests.pop(key, None)
 

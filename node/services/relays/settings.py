@@ -9,28 +9,31 @@ class RelaySettings:
     other."""
 
     refused_seconds: float = 60.0
-    """How long a relay that refused, or failed, is left alone. 60."""
+    """How long a relay that refused, or failed, is left alone. Default: 60."""
 
     lost_seconds: float = 0.5
     """How long a relay is left alone after an established place there was lost. A relay that hangs up early
     may do so on purpose, so each further early loss makes the pause four times as long, up to
-    `refused_seconds`. 0.5."""
+    `refused_seconds`. Default: 0.5."""
 
     stood_seconds: float = 60.0
-    """Least age at which a place counts as established. An earlier loss counts against the relay. 60."""
+    """Least age at which a place counts as established. An earlier loss counts against the relay. Default:
+    60."""
 
     publish_look_seconds: float = 10.0
     """Seconds between checks whether this node should be listed as a relay in the DHT. At most the 20 minutes
-    between two announcements. 10."""
+    between two announcements. Default: 10."""
 
     look_seconds: float = 1.0
-    """Seconds between checks whether the node needs relays from the DHT. At most `search_seconds`. 1."""
+    """Seconds between checks whether the node needs relays from the DHT. At most `search_seconds`. Default:
+    1."""
 
     search_seconds: float = 15.0
-    """First pause between searches while more relays are wanted; it doubles after each search. 15."""
+    """First pause between searches while more relays are wanted; it doubles after each search. Default:
+    15."""
 
     search_seconds_max: float = 600.0
-    """Longest pause between searches. At least the first pause. 600."""
+    """Longest pause between searches. At least the first pause. Default: 600."""
 
     def __post_init__(self) -> None:
         bounds = (
