@@ -48,7 +48,7 @@ class RealExecutor:
         return await self.run(lambda: calibrate(time.thread_time, sample))
 
     async def unpack(self, archive: IO[bytes], out: IO[bytes], *, allow_unfenced: bool) -> Arrays:
-        """Read an npz in a fenced process; see `node.content.unpacking` for the errors."""
+        """Read an npz file in a sandboxed process; see `node.content.unpacking` for the errors."""
         return await unpack_fenced(archive, out, allow_unfenced=allow_unfenced, budget=self._scratch)
 
     async def open_stage(self, specification: bytes) -> StageHost:
@@ -67,8 +67,8 @@ class RealExecutor:
         return self._spare.memory_bytes
 
     def keep_stage_ready(self, machine: tuple[int, str] | None) -> None:
-        """Keep a loaded process ready for the next stage, with this number of threads on this device; None
-        ends it."""
+        """Keep a preloaded process ready for the next stage. `machine` is its number of threads and its
+        device; None ends the process."""
         if machine is None:
             self._spare.drop()
             return

@@ -270,8 +270,8 @@ class Executor(Protocol):
         loaded."""
 
     def keep_stage_ready(self, machine: tuple[int, str] | None) -> None:
-        """Keep a process loaded for a stage with this many threads on a device, so that the stage opens
-        quickly; None ends it."""
+        """Keep a preloaded process ready, so that the next stage opens quickly. `machine` is its number of
+        threads and its device; None ends the process."""
 
 
 class Draft(Protocol):

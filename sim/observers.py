@@ -1,8 +1,8 @@
 """The single stream of all events of a simulated world, and its watchers.
 
-A world publishes each event once, with its instant and its subject. Watchers are functions of that stream:
-checkers that stop a run if an invariant breaks, measures, and file writers. A watcher cannot influence the
-world.
+A world publishes each event once, with its instant and its subject. There are three kinds of watcher:
+checkers, which stop a run if an invariant breaks; meters, which compute statistics; and file writers. A
+watcher cannot influence the world.
 """
 
 from collections import deque
@@ -30,7 +30,8 @@ class Observation:
 
 
 class World(Protocol):
-    """The part of a world that watchers may read; it is the same for bare cores and for whole nodes."""
+    """The part of a world that watchers may read. Both kinds of world have it: worlds of whole nodes, and
+    worlds of protocol state machines alone (cores)."""
 
     @property
     def now(self) -> float:
@@ -62,11 +63,11 @@ class World(Protocol):
         every event."""
 
     def sizes(self, peer: PeerId) -> Mapping[str, tuple[int, int]]:
-        """Return the sizes of this peer's tables that unknown peers could make grow, each with its limit."""
+        """Return the size and the limit of each of this peer's tables that unknown peers could fill."""
 
     def counters(self) -> Mapping[str, int]:
-        """Return totals since the start: messages and bytes by protocol, and messages lost, missed,
-        refused."""
+        """Return totals since the start: messages and bytes by protocol, and the messages that were lost,
+        missed or refused."""
 
 
 class Broken(Exception):
@@ -93,8 +94,8 @@ class Watcher(Protocol):
 class Watch:
     """Passes all events to the watchers; keeps the newest events and a digest of all.
 
-    The digest has a separate chain for each peer. So it does not depend on how peers are interleaved within
-    one instant, an order that no driver promises.
+    The digest has a separate chain for each peer. So it does not depend on how the events of different peers
+    are interleaved within one instant. No driver guarantees that order.
     """
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:

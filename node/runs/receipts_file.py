@@ -13,8 +13,8 @@ from partition.plan.plan import Peer
 from partition.run.receipts import PEERS_MAX, Account, Receipt
 
 EARNED_MAX = 1_024
-"""Maximum number of receipts kept for this node's own work, and for measurements made here; the largest are
-kept."""
+"""Maximum number of `earned` receipts (for this node's own work), and also of `issued` receipts (for the work
+of others that this node measured). The receipts for the most work are kept."""
 NAME = "receipts"
 FILE_BYTES_MAX = 4 << 20
 
@@ -24,8 +24,8 @@ _Accounts = Annotated[tuple[_AccountRow, ...], msgspec.Meta(max_length=PEERS_MAX
 
 
 class ReceiptsFile(msgspec.Struct, frozen=True, array_like=True):
-    """The stored receipts and accounts. Each account has a peer's FLOPs, and the wall time up to which they
-    have decayed by half-lives."""
+    """The stored receipts and accounts. Each account is a peer's FLOPs at a wall time. The FLOPs decay
+    exponentially after that time."""
 
     earned: Annotated[tuple[Receipt, ...], msgspec.Meta(max_length=EARNED_MAX)] = ()
     issued: Annotated[tuple[Receipt, ...], msgspec.Meta(max_length=EARNED_MAX)] = ()
@@ -35,8 +35,8 @@ class ReceiptsFile(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def accounts(self) -> tuple[dict[PeerId, Account], dict[PeerId, Account], dict[PeerId, Account]]:
-        """The accounts of peers' contributions to this node, of its own for them, and of their exchange in
-        averaging."""
+        """Three tables of accounts: `given` (work of each peer for this node), `worked` (work of this node
+        for each peer), and `averaged` (data that each peer sent in rounds of averaging, counted as FLOPs)."""
         given, worked, averaged = (
             {PeerId(peer): (flops, at) for peer, flops, at in rows}
             for rows in (self.given, self.worked, self.averaged)

@@ -173,8 +173,8 @@ class Ending:
         return self._advance(now)
 
     def know(self, peer: PeerId) -> None:
-        """Accept this member's messages about the end although it is not in sight: the run may be over for
-        it."""
+        """Accept this member's messages about the end of the run although it is not in sight. It may have
+        finished the run already."""
         self._others.know(peer)
 
     def evaluate(self, step: int, samples: int, loss: float, metrics: tuple[float, ...]) -> Sends:

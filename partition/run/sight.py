@@ -3,10 +3,10 @@
 from crypto.identity import PeerId
 
 GRACE_SECONDS = 12.0
-"""How long a member that fell out of sight is still awaited. On a busy machine, living members seem dead
-too."""
+"""How long a member that fell out of sight is still awaited. On a busy machine, a live member can look dead
+for a while."""
 KNOWN_MAX = 1_024
-"""Maximum number of present and former members whose messages about the end count."""
+"""Maximum number of present and former members from which messages about the end of the run are accepted."""
 
 
 class MembersInSight:
@@ -33,7 +33,7 @@ class MembersInSight:
         return old
 
     def know(self, peer: PeerId) -> None:
-        """Note a member that is not in sight because the run may be over for it."""
+        """Add a member to `known` although it is not in sight. It may have finished the run already."""
         if len(self.known) < KNOWN_MAX:
             self.known[peer] = None
 
@@ -42,5 +42,5 @@ class MembersInSight:
         return {peer for peer, at in self.unseen.items() if now - at >= GRACE_SECONDS}
 
     def awaited(self, now: float) -> list[PeerId]:
-        """Return the members whose messages count: those in sight now or recently."""
+        """Return the members whose messages are awaited: members that are in sight now or were recently."""
         return sorted({*self.peers, *self.unseen} - self.gone(now))

@@ -24,14 +24,14 @@ TICKET_PURPOSE = "run-ticket"
 REVOCATION_PURPOSE = "run-ticket-revocation"
 TICKET_BYTES_MAX = 128
 CHAIN_MAX = 32
-"""Maximum number of tickets in a chain. The chain grows by one whenever a generation of members is replaced
-by the next."""
+"""Maximum number of tickets in a chain. A member that asks a new peer appends one ticket to its own chain, so
+this limits how often the members can be completely replaced by peers that they asked."""
 TICKET_SECONDS = 90 * 24 * 3600.0
-"""How long a ticket of a run in local mode is valid. It is longer than runs take, because a run continues
-even if its requester, which could renew the ticket, is gone."""
+"""How long a ticket of a run in local mode is valid. A run can continue while its requester is offline and
+cannot sign new tickets, so this is longer than any run should take."""
 REVOKED_MAX = 256
-"""Maximum number of revocations of one run that a member keeps, the newest. Only the requester can make
-more."""
+"""Maximum number of revocations that a member keeps for one run; beyond that it drops the oldest. Only the
+requester can sign revocations, so nobody else can push out older ones."""
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
@@ -40,7 +40,7 @@ Chain = Annotated[tuple[Fact, ...], msgspec.Meta(max_length=CHAIN_MAX)]
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """The author asks `member` to take part in `run`. Both times are in the author's clock."""
+    """The author asks `member` to take part in `run`. Both times are by the author's clock."""
 
     run: Hash
     member: Subject
@@ -49,7 +49,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Revocation(msgspec.Struct, frozen=True, array_like=True):
-    """The requester revokes the tickets for `member` in `run` that were signed until this time."""
+    """The requester revokes every ticket for `member` in `run` that was signed at `at_milliseconds` or
+    earlier."""
 
     run: Hash
     member: Subject
@@ -76,7 +77,8 @@ def make_ticket(signer: Signer, run: bytes, member: PeerId, wall: float, until: 
 
 
 def make_revocation(signer: Signer, run: bytes, member: PeerId, wall: float) -> Fact:
-    """Return the requester's revocation of all tickets for `member` that were signed until now."""
+    """Return the requester's revocation of all tickets for `member` that were signed at `wall` or earlier.
+    `wall` is the wall clock in seconds."""
     return signer.sign(REVOCATION_PURPOSE, encode(Revocation(run, member, int(wall * 1000))))
 
 
@@ -90,8 +92,8 @@ def check_chain(
 ) -> list[tuple[PeerId, Ticket]]:
     """Return the tickets of a chain for `member`, each with its author. Raises RemoteProtocolError.
 
-    The signatures are checked last, except the signatures of `verified` facts. The caller checks expiry and
-    revocation.
+    Signatures are checked after everything else. Facts in `verified` (named by `fact_name`) had their
+    signatures checked earlier, so these are skipped. The caller checks expiry and revocation.
     """
     author, found = requester, []
     for fact in chain:
@@ -133,8 +135,8 @@ class Revocations:
         return None if found is None else found[1]
 
     def learn(self, facts: Sequence[Fact]) -> list[Fact]:
-        """Add revocations; return the new ones. Raises RemoteProtocolError if the requester did not sign one
-        of them."""
+        """Add revocations; return the new ones. Raises RemoteProtocolError if any of them is not signed by
+        the requester."""
         new = []
         for fact in facts:
             body: Revocation = decode(fact.body, Revocation, bytes_max=TICKET_BYTES_MAX)

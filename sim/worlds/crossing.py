@@ -1,8 +1,9 @@
-"""Paths between simulated peers behind routers: connections and their upkeep. Pure.
+"""Paths between simulated peers behind routers: connections and their upkeep. No I/O and no real clock.
 
-A path is one connection, or two through a relay, with the node's own multiplexer at both ends. Its pings keep
-the mappings of routers open and detect a dead path. `sim.worlds.routed` decides on paths and requests them;
-`sim.worlds.open_paths` keeps the open ones.
+A path is one direct connection, or two connections through a relay. Both of its ends run the multiplexer of a
+real node (`node.transport.multiplexer`). The multiplexer's pings keep the mappings of routers open and detect
+a dead path. `sim.worlds.routed` decides on paths and requests them; `sim.worlds.open_paths` keeps the open
+ones.
 """
 
 from collections.abc import Callable
@@ -24,8 +25,8 @@ Latency = Callable[[PeerId, PeerId], float]
 
 
 class Traveller:
-    """One life of a peer (from a start to the next stop): its node's cores for routers, relays and peers, and
-    their state."""
+    """One process lifetime of a peer, from a start to the next stop: the objects with which its node deals
+    with routers, relays and other peers."""
 
     def __init__(self, machine: RoutedMachine, ledger: RelayLedger, budget: PunchBudget, number: int) -> None:
         self.machine = machine
@@ -38,7 +39,7 @@ class Traveller:
         self.datagrams = DatagramPaths()
         self.wants_places = False
         self.circuits: dict[PeerId, SimPath] = {}
-        """The connection on which a relay's place is kept, by relay."""
+        """For each relay, the path on which this peer keeps its reservation (place) there."""
         self.heard: dict[PeerId, tuple[Endpoint, float]] = {}
         """The source of a peer's latest datagram, and its time."""
         self.observers: dict[PeerId, TcpLink] = {}
@@ -57,7 +58,7 @@ class SimPath:
     relay: Traveller | None = None
     circuit: Announced | None = None
     lease: PlaceLease | None = None
-    """The lease of a place at a relay on this path."""
+    """The reservation at a relay that is renewed on this path, or None."""
     used_at: float = 0.0
     is_over: bool = False
     cores: dict[PeerId, Multiplexer] = field(default_factory=dict)

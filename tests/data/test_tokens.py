@@ -30,7 +30,7 @@ def windows(text: str, *, window: int = 8, **tokenizer: Any) -> SampleParts:
     return read(SourceWish("t.txt", Path(), DataTable("t.txt"), language=language))
 
 
-def test_token_ids_beyond_the_token_count_are_kept() -> None:
+def test_token_ids_larger_than_the_number_of_tokens_are_kept() -> None:
     found = windows("a b " * 40, ids={"a": 70_000})
     assert 70_000 in set(np.unique(found.parts["train"]["x"]).tolist())
     assert found.reading.vocabulary == 70_001
@@ -67,7 +67,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(capsys: Capture)
     assert "resize_token_embeddings" in error
 
 
-def test_bytes_are_refused_for_a_model_without_its_tokenizer(capsys: Capture) -> None:
+def test_without_a_tokenizer_a_text_model_reads_bytes_only_on_request(capsys: Capture) -> None:
     write_folder(Path("m"), vocab_size=5_000)
     Path("m/tokenizer.json").unlink()
     Path("t.txt").write_text("abc " * 100)
@@ -89,7 +89,7 @@ def test_bytes_are_refused_for_a_model_without_its_tokenizer(capsys: Capture) ->
         ),
     ],
 )
-def test_an_impossible_window_is_refused_with_the_key(
+def test_the_error_for_an_impossible_window_names_the_setting(
     lines: str, said: str, do: str, capsys: Capture
 ) -> None:
     write_folder(Path("m"))

@@ -1,5 +1,5 @@
-"""A run's messages are delivered to its member, and promises about its chain are stored before they are
-sent."""
+"""Each message of a run is delivered to the local member of the right plan. A member stores its Paxos
+promises before it sends anything that depends on them."""
 
 from dataclasses import dataclass
 from random import Random
@@ -63,7 +63,7 @@ def test_each_message_is_for_exactly_one_role() -> None:
     assert role_of(Sync(plan=NAME)) is Role.STAGE
 
 
-def test_nothing_of_a_chain_is_sent_before_its_promises_are_stored() -> None:
+def test_a_chain_sends_its_messages_only_after_storing_its_promises() -> None:
     chain = StoredChain(PaxosChain(REQUESTER, PLAN, Random(1)))
     chain.reach(PLAN.members)
     chain.wish(Change(lost=(ONE,)), NAME)
@@ -74,7 +74,7 @@ def test_nothing_of_a_chain_is_sent_before_its_promises_are_stored() -> None:
         if chain.is_storing:
             assert chain.take() == ([], [])
             assert chain.deadline == float("inf"), (
-                "the chain can be called while its promises are being stored"
+                "the chain has a deadline while its promises are being stored"
             )
             assert chain.core.durable
             chain.stored()

@@ -1,4 +1,5 @@
-"""A committer measures its replicas by the times at which their passes end."""
+"""The committer of a plan measures how long each replica takes per micro-batch. It uses the times at which it
+hears that a forward or backward pass ended."""
 
 import pytest
 
@@ -18,7 +19,8 @@ PLAN = Plan(
     stages=tuple(StagePlan(number, number + 1, (peer,), (1,)) for number, peer in enumerate((A, B, C))),
 )
 FORWARD, BACKWARD = (0.1, 0.3, 0.0), (0.2, 0.6, 0.3)
-"""Seconds of each stage's passes; the last stage starts its backward pass immediately."""
+"""Duration in seconds of each stage's forward and backward pass. The last stage does both passes together, so
+its forward time is 0."""
 
 
 def opened(step: int) -> Open:

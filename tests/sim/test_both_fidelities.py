@@ -235,7 +235,7 @@ def test_temporary_blocks_deafness_and_losses_affect_only_their_targets(fidelity
 
 
 @both
-def test_two_peers_behind_translators_connect_once_both_have_sent(fidelity: str) -> None:
+def test_two_peers_behind_nats_connect_once_both_have_sent(fidelity: str) -> None:
     play = Play(NetworkModel(access=(Access(1.0, nat="restricted"),)))
     for number in range(3):
         play.send(1.0 + number, A, B, number)

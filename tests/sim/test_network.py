@@ -1,5 +1,5 @@
-"""The simulated links: instants, locations, distances and fates, and draws that depend only on their
-names."""
+"""The simulated links: the times and latencies of messages, their loss and duplication, the locations of
+peers, NATs, queues and clocks. Each random figure depends only on the seed and on what it is used for."""
 
 import math
 from collections import Counter
@@ -27,13 +27,13 @@ SECONDS = st.floats(0, 1e7)
 
 
 @given(TICKS)
-def test_a_whole_microsecond_is_its_own_instant(tick: int) -> None:
+def test_a_time_in_whole_microseconds_is_not_rounded(tick: int) -> None:
     time = tick / 1_000_000
     assert instant(time) == time == nearest_instant(time)
 
 
 @given(SECONDS)
-def test_an_instant_is_its_time_rounded_up_to_a_microsecond(seconds: float) -> None:
+def test_times_are_rounded_up_to_the_next_microsecond(seconds: float) -> None:
     assert seconds <= instant(seconds) < seconds + 1.01e-6
 
 
@@ -47,20 +47,21 @@ def test_equal_sums_of_durations_give_the_same_instant() -> None:
 
 
 @given(TICKS, st.floats(0, 1e3))
-def test_a_message_always_arrives_at_a_later_instant(ticks: int, seconds: float) -> None:
+def test_a_message_always_arrives_later_than_it_was_sent(ticks: int, seconds: float) -> None:
     now = ticks / 1_000_000
     due = after(now, seconds)
     assert due > now
     assert instant(due) == due
 
 
-def fates(links: SimLinks, count: int, *, one: PeerId = A, other: PeerId = B) -> list[tuple[int, ...]]:
-    """Return the trips of this many messages, sent a millisecond apart."""
+def travel_times(links: SimLinks, count: int, *, one: PeerId = A, other: PeerId = B) -> list[tuple[int, ...]]:
+    """Send `count` messages, one per millisecond. Return the travel times of each message's copies in ticks;
+    the tuple of a lost message is empty."""
     sender = links.sender(one, "")
     return [sender.trips(number * 1_000, links.at(other)) for number in range(count)]
 
 
-def test_a_links_fates_do_not_depend_on_other_links() -> None:
+def test_loss_and_delays_on_a_link_do_not_depend_on_other_links() -> None:
     model = NetworkModel(0.02, 0.2, jitter_seconds=0.05, loss=0.3, duplication=0.2, reordering=0.2)
     quiet, busy = SimLinks(model, 7), SimLinks(model, 7)
     a, b = busy.sender(A, ""), busy.sender(B, "")
@@ -70,18 +71,18 @@ def test_a_links_fates_do_not_depend_on_other_links() -> None:
         a.trips(number * 1_000, busy.at(C))
         among.append(a.trips(number * 1_000, busy.at(B)))
         busy.sender(A, "other").trips(number * 1_000, busy.at(B))
-    assert fates(quiet, 50) == among
+    assert travel_times(quiet, 50) == among
 
 
-def test_messages_of_one_instant_have_separate_fates() -> None:
+def test_messages_sent_at_the_same_instant_have_independent_delays() -> None:
     links = SimLinks(NetworkModel(jitter_seconds=0.05), 7)
     sender = links.sender(A, "")
     assert len({sender.trips(1_000_000, links.at(B)) for _ in range(100)}) > 90
 
 
-def test_a_different_seed_gives_different_fates() -> None:
+def test_a_different_seed_gives_different_delays() -> None:
     model = NetworkModel(0.02, 0.2, jitter_seconds=0.05)
-    assert fates(SimLinks(model, 7), 5) != fates(SimLinks(model, 8), 5)
+    assert travel_times(SimLinks(model, 7), 5) != travel_times(SimLinks(model, 8), 5)
 
 
 def is_share(count: int, of: int, share: float) -> bool:
@@ -91,21 +92,21 @@ def is_share(count: int, of: int, share: float) -> bool:
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
 def test_loss_copies_and_delays_have_the_configured_rates(share: float) -> None:
-    lost = fates(SimLinks(NetworkModel(loss=share), 3), 4_000)
+    lost = travel_times(SimLinks(NetworkModel(loss=share), 3), 4_000)
     assert is_share(lost.count(()), 4_000, share)
-    doubled = fates(SimLinks(NetworkModel(duplication=share), 3), 4_000)
+    doubled = travel_times(SimLinks(NetworkModel(duplication=share), 3), 4_000)
     assert is_share(sum(len(set(trips)) == 2 for trips in doubled), 4_000, share)
-    held = [trip for (trip,) in fates(SimLinks(NetworkModel(reordering=share), 3), 4_000)]
+    held = [trip for (trip,) in travel_times(SimLinks(NetworkModel(reordering=share), 3), 4_000)]
     assert is_share(sum(trip > 50_000 for trip in held), 4_000, share)
     assert max(held) <= 150_000
 
 
-def test_losses_of_network_accesses_and_disturbances_multiply() -> None:
+def test_delivery_rates_of_access_links_and_disturbances_multiply() -> None:
     links = SimLinks(NetworkModel(loss=0.1, access=(Access(1.0, loss=0.2),)), 3)
     links.disturb(B, 0.5)
-    assert is_share(fates(links, 4_000).count(()), 4_000, 1 - 0.9 * 0.8 * 0.8 * 0.5)
+    assert is_share(travel_times(links, 4_000).count(()), 4_000, 1 - 0.9 * 0.8 * 0.8 * 0.5)
     links.disturb(B, 0.0)
-    assert is_share(fates(links, 4_000).count(()), 4_000, 1 - 0.9 * 0.8 * 0.8)
+    assert is_share(travel_times(links, 4_000).count(()), 4_000, 1 - 0.9 * 0.8 * 0.8)
 
 
 def test_latencies_are_uniform_and_equal_in_both_directions() -> None:
@@ -120,7 +121,7 @@ def test_latencies_are_uniform_and_equal_in_both_directions() -> None:
 
 
 def test_jitter_adds_to_the_latency_and_is_bounded() -> None:
-    trips = [trip for (trip,) in fates(SimLinks(NetworkModel(jitter_seconds=0.01), 5), 200)]
+    trips = [trip for (trip,) in travel_times(SimLinks(NetworkModel(jitter_seconds=0.01), 5), 200)]
     assert min(trips) >= 50_000
     assert max(trips) <= 60_000
     assert len(set(trips)) > 100
@@ -157,7 +158,7 @@ def test_a_peers_location_depends_only_on_its_number() -> None:
         one.place(seeded_peer(1, 0), 0)
 
 
-def test_peers_outside_every_access_share_have_a_plain_access() -> None:
+def test_peers_without_a_configured_access_have_no_nat_or_rate_limit() -> None:
     links = SimLinks(NetworkModel(access=(Access(0.3, nat="blocked"), Access(0.2, up_mbit_per_second=1))), 1)
     places = [links.at(seeded_peer(1, index)) for index in range(1_000)]
     assert is_share(sum(place.nat is not None for place in places), 1_000, 0.3)
@@ -176,7 +177,7 @@ def test_splits_may_overlap_and_end_one_by_one() -> None:
     links.heal(first)
     assert links.reaches(A, B)
     assert not links.reaches(B, C)
-    assert fates(links, 1, other=C) == [()]
+    assert travel_times(links, 1, other=C) == [()]
     assert links.counters["cut"] == 1
     links.heal(second)
     assert links.reaches(B, C)
@@ -202,11 +203,11 @@ def test_a_block_cuts_one_direction_and_deaf_peers_can_still_send() -> None:
     assert links.is_even
 
 
-# Translators.
+# NATs.
 
 
 def natted(one: Nat, other: Nat) -> tuple[SimLinks, PeerId, PeerId]:
-    """Return two peers behind translators of these kinds."""
+    """Return links, and two peers behind NATs of these kinds."""
     links = SimLinks(NetworkModel(access=(Access(0.5, nat=one), Access(0.5, nat=other))), 1)
     peers = [seeded_peer(1, index) for index in range(50)]
     a = next(peer for peer in peers if links.at(peer).access.nat == one)
@@ -218,7 +219,7 @@ STRANGER = seeded_peer(3, 0)
 
 
 def send(links: SimLinks, one: PeerId, other: PeerId, at: float) -> bool:
-    """Return whether a datagram gets through, 0.05 s later."""
+    """Send a datagram, which takes 0.05 s. Return whether the NATs let it pass."""
     links.sender(one, "").trips(ticks(at), links.at(other))
     return links.lets_in(one, other, at + 0.05)
 
@@ -226,7 +227,8 @@ def send(links: SimLinks, one: PeerId, other: PeerId, at: float) -> bool:
 @pytest.mark.parametrize(
     ("one", "other", "passes"),
     [
-        # First one to the other, then the other to the one, then both again.
+        # `passes`: whether each of four datagrams arrives. They go from one to other, back, from one to
+        # other, back.
         ("none", "none", (True, True, True, True)),
         ("none", "full-cone", (False, True, True, True)),
         ("none", "restricted", (False, True, True, True)),
@@ -239,7 +241,7 @@ def send(links: SimLinks, one: PeerId, other: PeerId, at: float) -> bool:
         ("full-cone", "full-cone", (False, True, True, True)),
     ],
 )
-def test_translators_admit_the_expected_peers(one: Nat, other: Nat, passes: tuple[bool, ...]) -> None:
+def test_each_kind_of_nat_admits_the_expected_peers(one: Nat, other: Nat, passes: tuple[bool, ...]) -> None:
     links, a, b = natted(one, other)
     seen = tuple(
         send(links, sender, receiver, at)
@@ -249,7 +251,7 @@ def test_translators_admit_the_expected_peers(one: Nat, other: Nat, passes: tupl
     assert links.counters["filtered"] == seen.count(False)
 
 
-def test_a_full_cone_admits_all_once_it_has_sent_a_packet() -> None:
+def test_a_full_cone_nat_admits_everyone_after_its_peer_sent_a_packet() -> None:
     links, a, b = natted("none", "full-cone")
     assert not links.may_open(b, 1.0)
     links.sender(b, "").trips(ticks(1.0), links.at(a))
@@ -258,7 +260,7 @@ def test_a_full_cone_admits_all_once_it_has_sent_a_packet() -> None:
     assert not send(links, STRANGER, b, 1.0 + MAPPING_SECONDS)
 
 
-def test_a_mapping_opens_after_its_instant_and_closes_when_idle() -> None:
+def test_a_nat_mapping_opens_after_the_first_packet_and_closes_when_idle() -> None:
     links, a, b = natted("none", "restricted")
     links.sender(b, "").trips(ticks(1.0), links.at(a))
     assert not links.lets_in(a, b, 1.0)
@@ -272,7 +274,7 @@ def test_a_mapping_opens_after_its_instant_and_closes_when_idle() -> None:
 
 
 @pytest.mark.parametrize("nat", ["restricted", "symmetric", "blocked"])
-def test_streams_open_from_behind_a_translator_but_not_to_peers_behind_it(nat: Nat) -> None:
+def test_peers_behind_a_nat_can_open_streams_but_not_receive_them(nat: Nat) -> None:
     links, a, b = natted("none", nat)
     links.sender(b, "").trips(ticks(1.0), links.at(a))
     assert links.may_open(a, 2.0)
@@ -312,9 +314,9 @@ Sent = list[tuple[int, int, str, int]]
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.sampled_from("ab"), st.integers(1, 90_000))),
     st.randoms(use_true_random=False),
 )
-def test_queues_do_not_depend_on_the_order_of_driving_peers(sent: Sent, random: Random) -> None:
-    """The messages of one peer over one protocol are ordered; a driver may interleave the messages of several
-    protocols.
+def test_queue_delays_do_not_depend_on_the_order_of_the_driver(sent: Sent, random: Random) -> None:
+    """The driver sends the messages of one peer over one protocol in order. It may interleave messages of
+    different peers or protocols.
     """
 
     def run(shuffled: bool) -> tuple[list[tuple[float, int]], int]:
@@ -353,9 +355,7 @@ def test_queues_do_not_depend_on_the_order_of_driving_peers(sent: Sent, random: 
 
 
 @given(st.floats(-1e4, 1e4), st.floats(-0.1, 0.1), st.floats(0, 1e6))
-def test_a_wrong_clocks_deadline_passes_at_its_instant_exactly(
-    offset: float, drift: float, local: float
-) -> None:
+def test_a_deadline_on_a_wrong_clock_is_converted_exactly(offset: float, drift: float, local: float) -> None:
     clock = LocalClock(offset, drift)
     at = clock.instant(local)
     assert clock.local(at) >= local

@@ -266,7 +266,7 @@ def test_a_kill_breaks_streams_and_ends_a_freeze() -> None:
 
 
 @pytest.mark.parametrize("nat", ["restricted", "symmetric", "blocked"])
-def test_streams_open_from_behind_a_translator_but_not_to_it(nat: Nat) -> None:
+def test_nodes_behind_a_nat_can_open_streams_but_not_receive_them(nat: Nat) -> None:
     async def scenario() -> None:
         model = NetworkModel(access=(Access(0.5, nat=nat),))
         medium = SimNetworkFabric(SimLinks(model, 1))
