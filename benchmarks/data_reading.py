@@ -3,7 +3,7 @@ tokens.
 
     python benchmarks/data_reading.py [--quick] [--json]
 
-Each is read by `peerloom data show`, a real command with its fenced process. The figures are seconds, the
+Each is read by `peerloom data show`, a real command with its sandboxed process. The figures are seconds, the
 peak of anonymous memory of both processes compared with the bytes of the resulting arrays, and how often
 progress was reported. Anonymous memory is `RssAnon`, which excludes pages of mapped files, because the system
 can reclaim them at any time. The command is then started again and interrupted by Ctrl-C in the middle: how

@@ -1,6 +1,6 @@
 """Train, gossip, repeat: peers in separate processes train digits on shards, and average in pairs.
 
-There are eight nodes (each with a fenced stage process), no plan and no committer. Two are killed with
+There are eight nodes (each with a sandboxed stage process), no plan and no committer. Two are killed with
 SIGKILL, one joins while they train, and the run ends by convergence detection. A node that was never in the
 run then fetches the model from the late joiner alone. Accuracy is that of torch's own module with the fetched
 file, on all held-out samples. `--quick` uses four nodes, one of which is killed. With `--columns` four nodes

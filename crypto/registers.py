@@ -1,5 +1,5 @@
-"""A register of the holders of a bounded number of places: connections, streams, links, rows of a queue.
-Pure.
+"""A register of the holders of a bounded number of places: connections, streams, links, rows of a queue. No
+I/O.
 
 As in libp2p's resource manager, there are budgets for each peer, each network and each protocol, and for all
 together. Unlike libp2p's, a full budget does not simply refuse newcomers: idle holders are evicted. Peers

@@ -1,4 +1,4 @@
-"""Locations of peers: their owners' claims, checked against measured round trips. Pure.
+"""Locations of peers: their owners' claims, checked against measured round trips. No I/O.
 
 A location is a word that owners agree on (`eu-west`). It stands for the position of the peers that claim it,
 in the space of round trips (`gossip.coordinates`). A claim is doubted if the peer is much farther from the

@@ -1,8 +1,8 @@
 """Parses addresses as people type and paste them, from a screen, a chat, a mail, a browser or a shell.
 
 It strips surrounding text that cannot be part of an address, and names each fault in one line. Only people's
-input is parsed this leniently: addresses from peers go to `crypto.contact.parse_address`, which is strict.
-Pure.
+input is parsed this leniently: addresses from peers go to `crypto.contact.parse_address`, which is strict. No
+I/O.
 """
 
 import re

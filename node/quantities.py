@@ -1,4 +1,4 @@
-"""Quantities and their readers: durations, amounts of memory, data rates and computing rates. Pure.
+"""Quantities and their readers: durations, amounts of memory, data rates and computing rates. No I/O.
 
 All share one grammar: a number, an optional blank, and a unit in any case. Every flag and key that takes a
 quantity uses one of these readers, directly or through another reader. Each raises ValueError with a

@@ -1,8 +1,8 @@
 """Text answers of a model from a Hugging Face folder: continuations of prompts, or classes of texts.
 
 The weights come from a run, the tokenizer and generation configuration from the folder. Prompts are read like
-the run's data (`node.content.fine_tuning`), in the fenced process. For a run that was trained on chats, they
-are user messages, rendered with the folder's template.
+the run's data (`node.content.fine_tuning`), in the sandboxed process. For a run that was trained on chats,
+they are user messages, rendered with the folder's template.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""Traces in common formats: a Chrome trace (Perfetto, chrome://tracing) and OTLP as JSON. Pure.
+"""Traces in common formats: a Chrome trace (Perfetto, chrome://tracing) and OTLP as JSON. No I/O.
 
 Both are made from the document of the command `runs.trace`. All its spans already have times of the same
 clock.

@@ -1,7 +1,7 @@
 """A chat rendered to text by the chat template in a model's folder, with the positions of its answers.
 
 The template is written in Jinja. It runs in Jinja's sandbox, with the names that transformers documents
-("Chat templates"), in the fenced process that reads the data. If the template does not mark answers
+("Chat templates"), in the sandboxed process that reads the data. If the template does not mark answers
 (`generation`), an answer is the text by which it extends the prompt of all earlier messages.
 """
 

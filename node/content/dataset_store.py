@@ -1,6 +1,6 @@
 """Data of runs on this node: the owner's data is packed into shards, others' data is fetched in pieces.
 
-The owner's own files are read once. A fenced process unpacks the arrays of an npz into a file that is
+The owner's own files are read once. A sandboxed process unpacks the arrays of an npz into a file that is
 memory-mapped (`node.content.unpacking`), and the arrays are packed into blobs (`node.content.shards`). Data
 from other nodes is never parsed: a manifest is decoded against its types, and everything else is plain
 numbers, verified by hash before they are read. A trainer first fetches the shards of the lanes it feeds. Then

@@ -1,4 +1,4 @@
-"""A fenced process that reads a user's files, `python -m node.content.fenced_reading`, and its caller.
+"""A sandboxed process that reads a user's files, `python -m node.content.fenced_reading`, and its caller.
 
 The process fences itself in (`node.stages.sandbox`) before it opens a file: it can read only the sources,
 cannot write, cannot reach any network, and has limits on memory and time that follow from the sources' size.

@@ -1,4 +1,4 @@
-"""The parent of a fenced process that converts texts to tokens and tokens to texts: `FencedText`.
+"""The parent of a sandboxed process that converts texts to tokens and tokens to texts: `FencedText`.
 
 The process (`node.content.text_process`) has the files of one model (`node.content.text_files`), which may be
 untrusted. Neither Jinja's sandbox nor a tokenizer's rules limit the time and memory that they use. So each

@@ -4,7 +4,7 @@ An npz is a zip of npy files (numpy.lib.format, NEP 1; APPNOTE.TXT of PKWARE). I
 give its unpacked size, which is checked first. Only then are the numbers unpacked, outside the heap, into a
 mapped file. Nothing is unpickled.
 
-A file from a stranger is read in a fenced process (`node.content.unpacking`).
+A file from a stranger is read in a sandboxed process (`node.content.unpacking`).
 """
 
 import mmap

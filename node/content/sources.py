@@ -169,7 +169,7 @@ def convert(
     keys: DataTable | None = None,
 ) -> SourceReading:
     """Write `train.npz`, `test.npz`, `validation.npz` if there is one, and the reading into an existing
-    folder. The source is read in this process; `node.content.fenced_reading` starts a fenced one.
+    folder. The source is read in this process; `node.content.fenced_reading` starts a sandboxed one.
 
     Raises:
         UsageError: a file is missing, cannot be read or does not match; the error names it.

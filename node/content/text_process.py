@@ -1,4 +1,4 @@
-"""The fenced process of `node.content.fenced_text`: `python -m node.content.text_process`.
+"""The sandboxed process of `node.content.fenced_text`: `python -m node.content.text_process`.
 
 It converts texts to tokens and tokens to texts, and computes which tokens may come next if an answer must
 follow a rule (`node.content.masks`). It fences itself in (`node.stages.sandbox`) before it reads the model's

@@ -1,8 +1,8 @@
 """Text as tokens, in windows; the tokenizer is a JSON file (`tokenizer.json` of the package `tokenizers`).
 
-This runs in the fenced process that reads a source, and only arrays of ids leave that process. A sample is a
-window of tokens, and its labels are the same tokens shifted by one position. The end of the text is held out,
-as for text that is learnt byte by byte.
+This runs in the sandboxed process that reads a source, and only arrays of ids leave that process. A sample is
+a window of tokens, and its labels are the same tokens shifted by one position. The end of the text is held
+out, as for text that is learnt byte by byte.
 """
 
 from array import array

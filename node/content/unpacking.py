@@ -1,4 +1,4 @@
-"""A fenced process that reads an npz file, `python -m node.content.unpacking`, and its caller.
+"""A sandboxed process that reads an npz file, `python -m node.content.unpacking`, and its caller.
 
 The process inherits two descriptors, the archive and an unnamed file for the numbers. It fences itself in
 (`node.stages.sandbox`) before it reads either, so an archive that exploits zlib or numpy cannot reach the

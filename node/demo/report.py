@@ -1,4 +1,4 @@
-"""Collects the events of a demo and derives `result.json` from them. Pure.
+"""Collects the events of a demo and derives `result.json` from them. No I/O.
 
 It has no clock. All times are wall-clock times of one machine, taken at the trainer's node or at the kill.
 """

@@ -2,7 +2,7 @@
 
 A node whose stage died, that was restarted or that was away for long learns of a plan without it, and leaves
 the run. Until it is admitted again, it must still report how the run ends, and a requester must get the
-result. So it regularly asks a few living members of the last plan it knows. A member that has ended the run
+result. So it regularly asks a few live members of the last plan it knows. A member that has ended the run
 sends the end, as it does to any member that was away. The run's files stay, so that this continues after a
 restart.
 """

@@ -1,5 +1,5 @@
 """Decides, from the committer's knowledge, whether a run should get an additional stage on an idle machine.
-Pure.
+No I/O.
 
 Not here: when this is decided, and the measurements (`node.runs.rebalancing`); the change to a plan with a
 different number of stages (`partition.run.recutting`).

@@ -1,7 +1,8 @@
 """Turns a question to a service into the door's wish: tokens, and how to sample.
 
-A prompt is a text, a chat, or tokens. Texts become tokens in a fenced process (`node.content.fenced_text`),
-or, where the model is one of bytes, here. Not here: where the answer comes from (`node.serving.asking`).
+A prompt is a text, a chat, or tokens. Texts become tokens in a sandboxed process
+(`node.content.fenced_text`), or, where the model is one of bytes, here. Not here: where the answer comes from
+(`node.serving.asking`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,9 @@
-"""The text of services: the tokenizer files that members keep, doors fetch, and a fenced process reads.
+"""The text of services: the tokenizer files that members keep, doors fetch, and a sandboxed process reads.
 
 A publisher stores the files of its model (`node.content.text_files`) among its blobs. Every member of the
 service keeps them too, so they remain available when the publisher is gone. A door (a node that asks the
-service) fetches them by their hash at its first question, and keeps one fenced process for each of its latest
-services.
+service) fetches them by their hash at its first question, and keeps one sandboxed process for each of its
+latest services.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -30,7 +30,7 @@ from partition.serve.text import TextStream, decode_bytes
 KEPT_MAX = 16
 """Maximum number of services whose files a node keeps; the least recently used are dropped."""
 READERS_MAX = 3
-"""Number of fenced processes that are kept. Each takes 60 MB and its tokenizer's memory."""
+"""Number of sandboxed processes that are kept. Each takes 60 MB and its tokenizer's memory."""
 READERS_USED_MAX = 16
 """Maximum number of processes while answers use all of them: 1 GB and the memory of sixteen tokenizers."""
 IDLE_SECONDS = 60.0

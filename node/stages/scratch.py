@@ -101,7 +101,7 @@ def _sizes(folder: str) -> Iterator[int]:
 
 def remove_forgotten(below: str | None = None) -> None:
     """Remove folders of killed nodes and commands, by default from the system's folder for temporary files.
-    Folders of other users or of living processes stay."""
+    Folders of other users or of live processes stay."""
     folder = Path(below or temporary_folder())
     for path in sorted([*folder.glob(f"{PREFIX}*"), *folder.glob(f"{COMMAND_PREFIX}*")]):
         try:

@@ -70,7 +70,8 @@ class PromptTokens:
 
 
 class ServiceText:
-    """Converts between text and tokens for one service, in a fenced process, or as bytes if there is none."""
+    """Converts between text and tokens for one service, in a sandboxed process, or as bytes if there is
+    none."""
 
     def __init__(self, fenced: FencedText | None) -> None:
         self.fenced = fenced

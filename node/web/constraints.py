@@ -1,4 +1,4 @@
-"""Answers that follow a rule. For each token, a fenced process decides which tokens may come next.
+"""Answers that follow a rule. For each token, a sandboxed process decides which tokens may come next.
 
 It is a different process from the one that makes texts, so a grammar that is too expensive ends only rules.
 Other answers with rules in that process continue in a new process, which gets their tokens so far.

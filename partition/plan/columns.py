@@ -1,4 +1,4 @@
-"""Assignment of the stages of a column in local mode when there are fewer nodes than stages. Pure.
+"""Assignment of the stages of a column in local mode when there are fewer nodes than stages. No I/O.
 
 The model is cut in the same way in all columns, because only equal stages can be averaged. So a node takes
 additional stages rather than other layers, and gives them away again later. Not here: when to do so, and

@@ -19,7 +19,7 @@ Members are trusted: a Decided is accepted from any present or past member of th
 valid. A lie is noticed only if two different changes were decided for one plan (ChainBroken).
 
 This file joins the roles: `paxos_proposer` proposes, `paxos_acceptor` votes, `learner` follows decisions of
-others, and `quorum` counts living members. Not here: the choice of the change (the wish), and the disk.
+others, and `quorum` counts live members. Not here: the choice of the change (the wish), and the disk.
 """
 
 from collections.abc import Collection, Sequence
@@ -279,7 +279,7 @@ class PaxosChain:
         return self._reach.fork is not None
 
     def could_decide(self, living: Collection[PeerId]) -> bool:
-        """Return whether a fork is open, or the living members of the newest plan's committee can decide its
+        """Return whether a fork is open, or the live members of the newest plan's committee can decide its
         successor."""
         return self._reach.fork is not None or self._reach.decides(self._reach.normal, living)
 

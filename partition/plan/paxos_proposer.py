@@ -1,6 +1,6 @@
 """The proposer of `partition.plan.paxos`: it tries to have its member's change decided at one height.
 
-The first living member of the committee proposes immediately, and each other member only in its turn, so that
+The first live member of the committee proposes immediately, and each other member only in its turn, so that
 they rarely compete. A proposer whose ballot was preempted waits longer before each new attempt. A question
 that gets no majority of answers is repeated at growing intervals.
 """
@@ -205,7 +205,7 @@ class PaxosProposer:
         self._resend_at = INF
 
     def _turn(self) -> float:
-        """Return the seconds until it is our turn to propose. They depend on the number of living members
+        """Return the seconds until it is our turn to propose. They depend on the number of live members
         before us."""
         seats = self._instance.committee
         if self._me not in seats:

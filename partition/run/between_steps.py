@@ -24,7 +24,7 @@ from partition.run.way_back import WayBack
 
 class BetweenSteps:
     """One member's part in these changes. `plan` returns the plan in force, or None if the run is over here.
-    `events` are the member's; `restorable` returns the newest checkpoint; `tell` sends to all living members;
+    `events` are the member's; `restorable` returns the newest checkpoint; `tell` sends to all live members;
     `exclude` drops a peer from the next plan."""
 
     def __init__(

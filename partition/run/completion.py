@@ -1,4 +1,4 @@
-"""The announcement of a run's end: its committer tells each living member, for a bounded time.
+"""The announcement of a run's end: its committer tells each live member, for a bounded time.
 
 A newer plan may come into force meanwhile. A member that follows the newer plan no longer knows the old one,
 so the announcement then names the newer plan. A member that cannot be reached gives up the run after a period
@@ -23,7 +23,7 @@ INF = float("inf")
 
 class Completion:
     """The announcement of the end. `deadline` is the time of the next `wake`. `is_over` becomes true once all
-    living members know, or the time is up."""
+    live members know, or the time is up."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class Completion:
         self._again: dict[PeerId, float] = {}
 
     def changed(self, now: float) -> None:
-        """Check again soon, because the plan or the living members have changed."""
+        """Check again soon, because the plan or the live members have changed."""
         if not self.is_over:
             self.deadline = min(self.deadline, now)
 
     def wake(self, now: float, plan: Plan, live: Collection[PeerId]) -> bool:
-        """Send the announcement to living members of `plan` that do not know yet. Return whether the
+        """Send the announcement to live members of `plan` that do not know yet. Return whether the
         announcement is over."""
         left = [peer for peer in plan.members if peer != self._me and peer in live and peer not in self._told]
         self.is_over = not left or now >= self._until

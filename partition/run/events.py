@@ -139,7 +139,7 @@ class ResultWanted:
 
 @dataclass(frozen=True)
 class RunOver:
-    """End the run here: all living members know, or none is left to be told. `weights` is the hash of the
+    """End the run here: all live members know, or none is left to be told. `weights` is the hash of the
     result in hex, or empty if there is no result."""
 
     outcome: str

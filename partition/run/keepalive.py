@@ -59,7 +59,7 @@ class Keepalive:
     ) -> None:
         """As the committer, renew the run; as any other member, check how long the run has been silent.
 
-        `others` are the living members of the plan in force, without this one. `is_paused`: the members here
+        `others` are the live members of the plan in force, without this one. `is_paused`: the members here
         are a minority, and wait for a majority. `is_opening`: this node's stage is being opened.
         """
         self.deadline = now + self._settings.renew_seconds

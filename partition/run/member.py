@@ -157,12 +157,12 @@ class Member:
         return () if self._life is None else self._life.chain.core.acquainted
 
     def _living(self) -> list[PeerId]:
-        """Return all living present and former members. Former members keep their copies."""
+        """Return all live present and former members. Former members keep their copies."""
         live = self._around.live()
         return [peer for peer in self.acquainted if peer in live]
 
     def others(self) -> list[PeerId]:
-        """Return the living members of the plan in force, without this one."""
+        """Return the live members of the plan in force, without this one."""
         live, plan = self._around.live(), self.plan
         return [peer for peer in plan.members if peer != self._me and peer in live] if plan else []
 
@@ -352,8 +352,8 @@ class Member:
     def exclude_for_all(
         self, now: float, peer: PeerId, reason: str, others: Collection[PeerId] | None = None
     ) -> None:
-        """As the committer, or about this node itself: drop this peer from the next plan, and tell every
-        living member."""
+        """As the committer, or about this node itself: drop this peer from the next plan, and tell every live
+        member."""
         life, plan = self._life, self.plan
         if life is None or plan is None or self.is_over or peer in life.proposer.absent:
             return
@@ -478,7 +478,7 @@ class Member:
             self._life.keepalive.heard(now)
 
     def members_changed(self, now: float) -> None:
-        """Act on a change of the living members."""
+        """Act on a change of the live members."""
         if self._life is not None:
             if self.plan is not None:
                 self._standing.note(self._life.branches.look(now, self.plan, self._around.live()))

@@ -1,6 +1,6 @@
 """One member's proposals for the next plan, and the requests to newcomers that precede a proposal.
 
-Only the first living member of the committee asks newcomers, so that no two members ask the same peers. Every
+Only the first live member of the committee asks newcomers, so that no two members ask the same peers. Every
 member proposes changes that need no newcomer. Newcomers are asked in the order of their peer ids: one that
 gets a stage leases a slot, and a witness agrees without a slot. If any of them refuses, the change is given
 up. Once all have agreed, they open their stages while the run continues under the present plan, and then the
@@ -202,7 +202,7 @@ class Proposer:
         return {peer for peer in known if peer in alive or (is_new and peer not in gone)}
 
     def has_majority(self, now: float) -> bool:
-        """Return whether the living members of the committee could decide a plan."""
+        """Return whether the live members of the committee could decide a plan."""
         return self._chain.could_decide(self.living(now))
 
     def can_leave(self, peer: PeerId) -> bool:
@@ -230,7 +230,7 @@ class Proposer:
         )
 
     def is_proposer(self, now: float) -> bool:
-        """Return whether this member is the first living member of the committee, which asks newcomers."""
+        """Return whether this member is the first live member of the committee, which asks newcomers."""
         alive, voters = self.living(now), committee(self._chain.head)
         # A member that will be dropped cannot bring the plan to others, so the remaining members come first.
         order = [*(peer for peer in voters if peer not in self.absent), *voters]
@@ -462,8 +462,7 @@ class Proposer:
 def _can_restore(
     live: Collection[PeerId], chain: PaxosChain, roles: Roles, restorable: WayBack | None
 ) -> bool:
-    """Return whether a copy of a checkpoint is here, or may be at another living member, present or
-    former."""
+    """Return whether a copy of a checkpoint is here, or may be at another live member, present or former."""
     if any(peer in live for peer in chain.acquainted):
         return True
     return restorable is not None and roles.holds(restorable)

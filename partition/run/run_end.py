@@ -2,7 +2,7 @@
 members.
 
 A committer collects the result under the plan in force (`partition.run.collection`) and has it stored
-(`ResultWanted`). Then it tells every living member, under any plan that comes into force meanwhile
+(`ResultWanted`). Then it tells every live member, under any plan that comes into force meanwhile
 (`partition.run.completion`), and ends the run (`RunOver`).
 """
 
@@ -27,8 +27,7 @@ INF = float("inf")
 
 class RunEnd:
     """One member's part in the end. `plan` returns the plan in force, None if the run is over here; `live`
-    the living peers; `newest` the newest whole checkpoint. It puts `asks` and adds to the member's
-    `events`."""
+    the live peers; `newest` the newest whole checkpoint. It puts `asks` and adds to the member's `events`."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class RunEnd:
         self.changed(now)
 
     def changed(self, now: float) -> None:
-        """Act on a change of the living members."""
+        """Act on a change of the live members."""
         if self._completion is not None:
             self._completion.changed(now)
 
@@ -118,7 +117,7 @@ class RunEnd:
         self.finish(now, "failed", reason)
 
     def finish(self, now: float, outcome: str, detail: str, weights: str = "") -> None:
-        """Tell every living member that the run is over, under any later plan too."""
+        """Tell every live member that the run is over, under any later plan too."""
         if self._completion is None and self._plan() is not None:
             detail = detail[:REASON_LENGTH_MAX]
             self._completion = Completion(self._me, now, outcome, detail, weights, self._asks, self._settings)

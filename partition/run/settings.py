@@ -41,11 +41,11 @@ class RunSettings:
     providers promise slots for whole seconds. 240."""
 
     committer_silence_seconds_max: float = 150.0
-    """How long a living committer may be silent before the members assume that it was restarted and has
+    """How long a live committer may be silent before the members assume that it was restarted and has
     forgotten the run. More than `start_seconds_max`, the longest opening of a stage. 150."""
 
     left_seconds: float = 60.0
-    """How long a living committer may send no renewal before it may have left this branch. A member that
+    """How long a live committer may send no renewal before it may have left this branch. A member that
     hears of a different branch then follows that branch. At least two renewals, because one may be lost.
     60."""
 
@@ -65,7 +65,7 @@ class RunSettings:
     by then. 60."""
 
     new_member_grace_seconds: float = 30.0
-    """How long a member that this node has never heard of counts as living. 30."""
+    """How long a member that this node has never heard of counts as live. 30."""
 
     refill_seconds: float = 10.0
     """How long a stage that lacks a replica waits before a new one is sought, so that the situation can

@@ -1,5 +1,5 @@
 """The quiet periods between disturbances of a peer or the network, for which checkers of membership must
-allow. Pure.
+allow. No I/O.
 
 Starts, stops, goodbyes and freezes are observed for each peer as they happen. Links that are cut, deaf or
 lossy are read from the scenario's events, and count for all peers.

@@ -1,4 +1,4 @@
-"""Distributions of sessions and absences: quantiles, means, and residual lifetimes. Pure.
+"""Distributions of sessions and absences: quantiles, means, and residual lifetimes. No I/O.
 
 A lifetime is drawn as the quantile of a number between 0 and 1. The residual lifetime of a session in
 progress (the equilibrium distribution of renewal theory) is a uniform share of a session drawn with a

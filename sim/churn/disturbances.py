@@ -1,4 +1,4 @@
-"""The `[[events]]` of a scenario, resolved to start times, end times and peer numbers. Pure.
+"""The `[[events]]` of a scenario, resolved to start times, end times and peer numbers. No I/O.
 
 The affected peers are a keyed draw of (seed, the event's position in the list, its repetition, the peer's
 number), so an added event does not change which peers the others affect. Exactly the given share is affected,

@@ -1,4 +1,4 @@
-"""Measured churn: the sessions and absences that each profile fills in. Pure.
+"""Measured churn: the sessions and absences that each profile fills in. No I/O.
 
 kad: Steiner, En-Najjary and Biersack 2009, a year of eMule's DHT. They fitted first sessions by a Weibull
 distribution of shape 0.545 and scale 357.7 minutes, later sessions by 0.615 and 169.5, and absences by 0.476

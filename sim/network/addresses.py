@@ -1,4 +1,4 @@
-"""Addresses of simulated peers: those that each peer knows of itself, and those that others see. Pure.
+"""Addresses of simulated peers: those that each peer knows of itself, and those that others see. No I/O.
 
 Each peer has its own network (a /24). Behind a NAT it knows only its inner address. Others see an outer
 address, which the peer learns only from them, and at which it may or may not be reachable.

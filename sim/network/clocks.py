@@ -1,4 +1,4 @@
-"""Wrong clocks, with an offset and a drift, and a core that runs on such a clock. Pure.
+"""Wrong clocks, with an offset and a drift, and a core that runs on such a clock. No I/O.
 
 A core's deadlines are in the time of its own clock. Conversion rounds up. So a core that is woken at the
 instant of its deadline always finds, by its own clock, that the deadline has passed.

@@ -1,4 +1,4 @@
-"""Instants: whole microseconds, written as the nearest float of seconds. Pure.
+"""Instants: whole microseconds, written as the nearest float of seconds. No I/O.
 
 So the events of `sim.engine`, and trio's clock under `sim.seams`, have exactly the same instants.
 """

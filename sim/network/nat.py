@@ -1,4 +1,4 @@
-"""Network address translators: which peers can reach a peer behind one, and when. Pure.
+"""Network address translators: which peers can reach a peer behind one, and when. No I/O.
 
 The kinds have their names from RFC 3489 (RFC 4787 expresses the same in two dimensions). A mapping is opened
 by sending and closes after `MAPPING_SECONDS` without sending. Two peers behind `restricted` NATs reach each

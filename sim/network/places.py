@@ -1,4 +1,4 @@
-"""A peer's region and access, and temporary disturbances of its connection. Pure."""
+"""A peer's region and access, and temporary disturbances of its connection. No I/O."""
 
 import math
 from bisect import bisect

@@ -1,4 +1,4 @@
-"""Bandwidth: the queues at both ends of the network, and their contents. Pure.
+"""Bandwidth: the queues at both ends of the network, and their contents. No I/O.
 
 Each peer with limited access has one queue up and one down for all its protocols. The order in a queue is the
 same under every driver. Up: by the instant of sending; within one instant by the name of the protocol, then

@@ -1,4 +1,4 @@
-"""Routers that translate addresses packet by packet, like those of the laboratory (`tests.lab.nat`). Pure.
+"""Routers that translate addresses packet by packet, like those of the laboratory (`tests.lab.nat`). No I/O.
 
 Mapping and filtering are named as in RFC 4787. A packet has a transport, a source and a destination; each of
 the last two is a host and a port. `RoutedSite.leave` returns a packet's source as seen outside, and `enter`

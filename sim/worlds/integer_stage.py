@@ -2,7 +2,7 @@
 
 A micro-batch's summand depends on its number, its stage, the parameters, and all its inputs. So a sum shows
 whether each micro-batch was counted once, in the right step and from the right frames. Whole numbers below
-2^53 add up exactly in any order, even as the float64 values of the real all-reduce. Pure.
+2^53 add up exactly in any order, even as the float64 values of the real all-reduce. No I/O.
 
 The stage sums everything that it is told to; watchers of the world judge whether that is allowed.
 """

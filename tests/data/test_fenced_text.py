@@ -1,4 +1,4 @@
-"""The fenced process that loads a served model's tokenizer and chat template."""
+"""The sandboxed process that loads a served model's tokenizer and chat template."""
 
 import json
 import os

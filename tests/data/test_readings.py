@@ -75,7 +75,7 @@ def test_errors_name_a_part_as_the_user_does(tmp_path: Path, capsys: Capture) ->
     assert "/tmp" not in error.replace(str(tmp_path), "")
 
 
-# The fenced process
+# The sandboxed process
 
 
 def test_a_parquet_file_that_expands_enormously_is_refused_within_bounds(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ class Unreliable(RuleBasedStateMachine):
                     assert row.verdict.incarnation >= row.said.incarnation
 
     def teardown(self) -> None:
-        """Once the network is good again, no list names a living member as dead."""
+        """Once the network is good again, no list names a live member as dead."""
         self.swarm.loss, self.swarm.blocked = 0.0, lambda _a, _b: False
         self.swarm.run(60)
         for number in list(self.swarm.cores):

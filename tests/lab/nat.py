@@ -1,5 +1,4 @@
-"""A laboratory of address translators: sites behind real NATs and firewalls, joined by a model of the
-internet.
+"""A laboratory of address NATs: sites behind real NATs and firewalls, joined by a model of the internet.
 
 Each site has a public address of its own. Behind the address are a router that translates with nftables, for
 some presets a carrier's router in front of it, and the machines. Mapping and filtering are named as in RFC
@@ -17,12 +16,12 @@ from typing import Any, Literal
 from tests.lab.network import COMMAND_SECONDS, Host, Lab, Machine, held, python, refuse
 
 PORTS = 20_000
-"""The number of external ports of a translator that does not preserve ports, counted from `PORT_BASE`."""
+"""The number of external ports of a NAT that does not preserve ports, counted from `PORT_BASE`."""
 PORT_BASE, PORT_BASE_REBOOTED = 20_000, 42_000
 HOME_SECONDS = 300
 """Seconds for which a UDP mapping is kept: RFC 4787 requires this long, and home routers nearly comply."""
 SHORT_SECONDS = 50
-"""Seconds for which carriers' translators were measured to keep mappings."""
+"""Seconds for which carriers' NATs were measured to keep mappings."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,8 @@ def named(preset: str, name: str, *machines: str, rate: str = "", delay_seconds:
 def can_be_direct(one: Site, other: Site, transport: Literal["tcp", "udp"]) -> bool:
     """Return whether two sites can have a path without a relay, judged by the mappings alone.
 
-    An IPv6 firewall does not translate, so each side knows the other's address. Behind translators, each side
-    must know the outer port from which the other sends, unless its own translator filters nothing.
+    An IPv6 firewall does not translate, so each side knows the other's address. Behind NATs, each side must
+    know the outer port from which the other sends, unless its own NAT filters nothing.
     """
     sites = (one, other)
     if transport == "udp" and any(
@@ -106,7 +105,7 @@ def can_be_direct(one: Site, other: Site, transport: Literal["tcp", "udp"]) -> b
 
 
 def nats(site: Site) -> list[Nat]:
-    """Return the translators of a site, the one nearest to the machines first."""
+    """Return the NATs of a site, the one nearest to the machines first."""
     return [nat for nat in (site.nat, site.carrier) if nat is not None]
 
 

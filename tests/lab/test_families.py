@@ -1,5 +1,5 @@
 """Nodes probe IPv4 and IPv6 separately: here they are behind a router with an IPv6 firewall and an IPv4
-translator."""
+NAT."""
 
 import re
 from functools import partial

@@ -1,6 +1,6 @@
-"""Each translator of the laboratory behaves as its name says, seen from plain sockets without the product.
+"""Each NAT of the laboratory behaves as its name says, seen from plain sockets without the product.
 
-`test_punching.py` tests what nodes do behind these translators.
+`test_punching.py` tests what nodes do behind these NATs.
 """
 
 import time
@@ -60,8 +60,7 @@ def everybody(lab: Internet) -> "Iterator[dict[str, Prober]]":
 
 @pytest.fixture
 def at(lab: Internet, everybody: dict[str, Prober]) -> dict[str, Prober]:
-    """Return the machines, unknown to every translator, so that the packets of one test open no way for the
-    next."""
+    """Return the machines, unknown to every NAT, so that the packets of one test open no way for the next."""
     lab.forget(*(site.name for site in SITES if site.nat is not None))
     for prober in everybody.values():
         prober.begin("open", port=PORT)

@@ -1,4 +1,4 @@
-"""Nodes behind real address translators become members that host stages, with the help of relays.
+"""Nodes behind real NATs become members that host stages, with the help of relays.
 
 Real nodes run on machines of their own, and are started and asked as a person does it. The short form shows
 that a node behind a home router is reached; the long one (PEERLOOM_LAB=full) trains through relays and kills

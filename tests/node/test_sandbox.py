@@ -1,4 +1,4 @@
-"""A fenced process can compute but reaches nothing else. Real processes try it on this kernel.
+"""A sandboxed process can compute but reaches nothing else. Real processes try it on this kernel.
 
 If the kernel lacks a fence, the report says so, and the tests that need only that fence are skipped.
 """
@@ -54,7 +54,7 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Tried:
-    """Return the report of a fenced process about its fences and its attempts."""
+    """Return the report of a sandboxed process about its fences and its attempts."""
 
     fences: str
     unfenced: str

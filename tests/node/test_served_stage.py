@@ -1,4 +1,4 @@
-"""A stage that serves, in its fenced process."""
+"""A stage that serves, in its sandboxed process."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -184,7 +184,7 @@ def reconnect(world: "World", sender: Machine, receiver: PeerId) -> None:
 
 
 def _holding(world: "World") -> list[Machine]:
-    """A living peer with a stage, if there is any."""
+    """A live peer with a stage, if there is any."""
     found = world.alive(tuple(name for stage in world.plan.stages for name in stage.replicas))
     return [world.rng.choice(found)] if found else []
 

@@ -4,9 +4,9 @@ digests.
 Twelve peers, each with SWIM and Kademlia, join, store a record, find it, and lose two of their number. The
 links are even or rough. Even links take exactly 50 ms, with some loss, so that messages sent in one instant
 also arrive in one instant. Rough links have two regions, asymmetric delays, duplicates, messages held back,
-narrow accesses, translators and wrong clocks. In addition one peer freezes, one is slow, the swarm is split
-for a while, and one link is blocked. Local commands are given at odd microseconds: within an instant both
-drivers promise only the order of deliveries and wakes, not of commands.
+narrow accesses, NATs and wrong clocks. In addition one peer freezes, one is slow, the swarm is split for a
+while, and one link is blocked. Local commands are given at odd microseconds: within an instant both drivers
+promise only the order of deliveries and wakes, not of commands.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Streams of whole nodes over the network model: shared bandwidth, splits, freezes, translators, rates."""
+"""Streams of whole nodes over the network model: shared bandwidth, splits, freezes, NATs, rates."""
 
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable

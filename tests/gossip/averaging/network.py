@@ -150,7 +150,7 @@ class Network(Generic[C]):
             heapq.heappush(self._heap, (at, next(self._order), sender, receiver, data))
 
     def run(self, until: float = 60.0) -> None:
-        """Run until all living cores are closed, or the time is up."""
+        """Run until all live cores are closed, or the time is up."""
         while self.now < until:
             self._pull()
             for hook in self.hooks:

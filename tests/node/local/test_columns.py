@@ -44,7 +44,7 @@ def steps_of(events: list[Event]) -> list[int]:
 
 
 def stages_of(group: Swarm) -> dict[str, int]:
-    """Return the stage that each living node holds."""
+    """Return the stage that each live node holds."""
     found = {}
     for name, node in group.nodes.items():
         for each in local_runs(node).members.values():

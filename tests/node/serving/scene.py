@@ -133,7 +133,7 @@ async def serving(
 
 
 def holders(group: Swarm) -> dict[str, int]:
-    """Return the stage that each living node holds, keyed by the node's name."""
+    """Return the stage that each live node holds, keyed by the node's name."""
     return {
         name: member.number
         for name, node in group.nodes.items()

@@ -25,7 +25,7 @@ TOKENS = 60
 
 
 def held(group: Swarm, service: Service) -> dict[str, list[ServiceMembership]]:
-    """Return the stages of a service that each living node holds; a node's permanent stage comes first."""
+    """Return the stages of a service that each live node holds; a node's permanent stage comes first."""
     return {
         name: node.serving.hosting.of(service.id)
         for name, node in group.nodes.items()

@@ -31,7 +31,7 @@ CONTEXT = 4_096
 
 
 class SaidText:
-    """A fenced process that knows a template: a conversation becomes its turns, one per line."""
+    """A sandboxed process that knows a template: a conversation becomes its turns, one per line."""
 
     tail = ""
     facts = TextFacts((), 256, has_template=True)

@@ -1,4 +1,4 @@
-"""Concurrent answers share one fenced process and do not disturb each other."""
+"""Concurrent answers share one sandboxed process and do not disturb each other."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager

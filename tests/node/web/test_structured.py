@@ -1,5 +1,5 @@
-"""Structured output through the official clients, by a real fenced process and a model of bytes that writes
-anything that a rule allows.
+"""Structured output through the official clients, by a real sandboxed process and a model of bytes that
+writes anything that a rule allows.
 """
 
 import json

@@ -7,7 +7,7 @@ from sim.worlds.cores import CoresWorld
 
 HOMES = Scenario(
     name="homes",
-    about="two thirds behind translators, all started within seconds",
+    about="two thirds behind NATs, all started within seconds",
     nodes=16,
     seconds=25.0,
     start=SwarmStart(spread_seconds=6.0),

@@ -24,7 +24,7 @@ from sim.worlds.stack import StackWorld
 
 MIXED = Scenario(
     name="mixed",
-    about="some behind translators of three kinds",
+    about="some behind NATs of three kinds",
     nodes=10,
     seconds=110.0,
     signatures="ed25519",
@@ -161,8 +161,8 @@ class Unaware(Counting):
 
 
 def lookups(core: type[Counting]) -> tuple[float, float, float]:
-    """Play a world in which two fifths of the peers are behind symmetric translators. Return the share of
-    lookups that found their record, of requests without an answer, and of unreachable contacts in tables.
+    """Play a world in which two fifths of the peers are behind symmetric NATs. Return the share of lookups
+    that found their record, of requests without an answer, and of unreachable contacts in tables.
     """
 
     counts = Counting.counts
