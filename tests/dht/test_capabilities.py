@@ -119,7 +119,7 @@ def test_a_search_finds_only_matching_nodes() -> None:
     assert hunt(swarm, asker, Query("mps")).offers == ()
 
 
-def test_the_dead_are_not_found_and_others_replace_them() -> None:
+def test_dead_nodes_are_not_found_and_others_replace_them() -> None:
     swarm = many(42, KademliaSettings(k=8, find_width=4))
     nodes = swarm.grow(24)
     for node in nodes:
@@ -187,7 +187,7 @@ def test_a_search_near_a_place_lists_nodes_by_latency() -> None:
     assert [offer.seconds for offer in found.offers] == sorted({offer.seconds for offer in found.offers})
 
 
-def test_a_search_by_a_lone_node_ends_at_once_without_results() -> None:
+def test_a_lone_nodes_search_ends_immediately_without_results() -> None:
     node = lone()
     node.advertise(0.0, advert())
     number, sends = node.hunt(0.0, Query("cpu"))

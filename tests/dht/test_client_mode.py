@@ -33,7 +33,7 @@ def test_a_client_stores_and_finds_but_is_in_no_table() -> None:
     assert swarm.refused == []
 
 
-def test_a_node_that_becomes_a_client_leaves_tables_and_may_return() -> None:
+def test_a_node_that_becomes_a_client_leaves_routing_tables_and_may_return() -> None:
     swarm = Swarm(2)
     nodes = swarm.grow(20)
     node, rng = nodes[7], Random(1)

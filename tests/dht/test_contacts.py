@@ -64,7 +64,7 @@ def test_pings_to_unknown_peers_are_limited() -> None:
     assert len(node.receive(1.0, signer(300).peer, Ping(1, ()))) == 2
 
 
-def test_a_full_bucket_pings_its_oldest_before_a_newcomer_takes_its_place() -> None:
+def test_a_newcomer_replaces_the_oldest_contact_only_if_its_pings_fail() -> None:
     swarm = Swarm(18, settings=KademliaSettings(k=2, alpha=1, find_width=1))
     node = swarm.start(0)
     far = [signer(n).peer for n in range(1, 40) if distance(node_key(signer(n).peer), node.key) >> 159]

@@ -255,7 +255,7 @@ def test_a_network_that_filled_buckets_makes_room_for_other_networks() -> None:
         assert groups.count(b"crowd") <= BUCKET_GROUP_MAX
 
 
-def test_few_of_the_nearest_share_a_network_while_others_exist() -> None:
+def test_only_few_of_the_nearest_contacts_share_one_network() -> None:
     table = flooded_table(5)
     key = node_key(PeerId(b"k" * 32))
     nearest = table.nearest(key, 8)
@@ -266,7 +266,7 @@ def test_few_of_the_nearest_share_a_network_while_others_exist() -> None:
     assert distances == sorted(distances)
 
 
-def test_a_network_may_exceed_its_limit_if_places_stay_empty() -> None:
+def test_a_network_may_exceed_its_limit_if_table_slots_stay_empty() -> None:
     members = [Contact(PeerId(bytes([number]) * 32), (), b"ab"[number % 2 :][:1]) for number in range(12)]
     assert spread(members, 6, 3) == members[:6]
     one = [Contact(PeerId(bytes([number]) * 32), (), b"a") for number in range(12)]

@@ -124,7 +124,7 @@ def test_a_store_that_reached_nobody_reports_no_success() -> None:
     assert (stored.acknowledged, stored.tried, stored.refusals) == (0, 20, (Refusal.FULL,))
 
 
-def test_a_store_counts_only_living_holders_when_all_others_die() -> None:
+def test_a_store_counts_only_live_holders_when_all_others_die() -> None:
     swarm = Swarm(7)
     nodes = swarm.grow(25)
     for node in nodes[1:]:
@@ -142,7 +142,7 @@ def test_an_expired_record_is_gone_everywhere() -> None:
     assert sum(len(node.records) for node in nodes) == 0
 
 
-def test_pages_return_all_publishers_of_a_key() -> None:
+def test_paging_through_a_key_returns_all_its_publishers() -> None:
     swarm = Swarm(9)
     nodes = swarm.grow(22)
     for author in range(12):
@@ -384,7 +384,7 @@ def test_an_error_names_the_setting_that_is_out_of_bounds() -> None:
         KademliaSettings(payload_bytes_max=100)
 
 
-def test_an_address_too_long_for_a_hint_is_omitted() -> None:
+def test_an_address_hint_that_is_too_long_is_omitted() -> None:
     long = Address("dns", "a" * 63 + ".example", 1)
     node = Kademlia(signer(0), KademliaSettings(), Random(1), (long,))
     ((_, ping),) = node.add(0.0, signer(1).peer, [])

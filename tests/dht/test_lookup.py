@@ -41,7 +41,7 @@ def answer(lookup: Lookup, contact: Contact, names: list[PeerId]) -> None:
     st.sets(st.sampled_from(PEERS)),
     st.sets(st.sampled_from(PEERS)),
 )
-def test_a_lookup_ends_within_its_requests_and_asks_each_peer_once(
+def test_a_lookup_respects_its_request_limit_and_asks_each_peer_once(
     moves: list[tuple[int, Random]], silent: set[PeerId], liars: set[PeerId]
 ) -> None:
     lookup = begin(PEERS[:3])
@@ -67,7 +67,7 @@ def test_a_lookup_ends_within_its_requests_and_asks_each_peer_once(
     assert len(lookup.nearest) <= SMALL.k
 
 
-def test_a_lookup_ends_when_the_nearest_alive_have_answered() -> None:
+def test_a_lookup_ends_when_the_nearest_live_peers_have_answered() -> None:
     order = nearest(PEERS)
     lookup = begin(order[-3:])
     dead = set(order[:2])
@@ -83,7 +83,7 @@ def test_a_lookup_ends_when_the_nearest_alive_have_answered() -> None:
     assert asked < 12
 
 
-def test_a_lookup_without_contacts_ends_at_once() -> None:
+def test_a_lookup_without_contacts_ends_immediately() -> None:
     lookup = begin([OWN])
     assert lookup.done
     assert lookup.next() == []
@@ -143,7 +143,7 @@ def test_a_wrong_address_hint_does_not_hide_the_right_address() -> None:
     assert lookup.addresses[sought] == ("10.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3")
 
 
-def test_a_find_ends_earlier_once_it_holds_a_record() -> None:
+def test_a_lookup_for_a_record_ends_early_once_the_record_is_found() -> None:
     order = nearest(PEERS)
     lookup = begin(order[:4], values=True)
     for contact in lookup.next()[:2]:

@@ -148,7 +148,7 @@ def recall(held: list[Any], name: Any) -> float:
     return sum(shares) / len(shares)
 
 
-def test_the_last_heard_contact_comes_last_with_its_new_address() -> None:
+def test_the_contact_heard_most_recently_comes_last_with_its_new_address() -> None:
     async def package() -> tuple[bytes, str]:
         made = protocol()
         first, second = ids(2)
@@ -288,7 +288,7 @@ def test_records_of_others_are_limited() -> None:
     assert len(store) <= 100
 
 
-def test_a_small_packet_from_an_unknown_peer_gets_no_large_answer() -> None:
+def test_an_unknown_peers_small_packet_gets_no_large_answer() -> None:
     async def package() -> float:
         made = protocol()
         for place, each in enumerate(ids(200)):

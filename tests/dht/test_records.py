@@ -144,7 +144,7 @@ def test_the_store_is_limited_per_key_per_publisher_and_in_total() -> None:
     assert len(store) == 6
 
 
-def test_expired_records_free_their_room() -> None:
+def test_expired_records_make_room_for_new_ones() -> None:
     store = RecordStore(SMALL)
     for author in (1, 2, 3):
         store.put(WALL, checked(author, expires=WALL + 1))

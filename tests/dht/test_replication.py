@@ -182,7 +182,7 @@ def test_a_newcomer_far_from_the_key_receives_nothing() -> None:
 # Copies left by finds.
 
 
-def test_a_find_sends_the_newest_record_to_holders_of_an_old_one() -> None:
+def test_a_lookup_sends_the_newest_record_to_holders_of_an_old_one() -> None:
     swarm = Swarm(7, settings=NEVER)
     nodes = swarm.grow(12)
     stored(swarm, nodes[0], record(0, KEY, b"new", sequence=2))
@@ -216,7 +216,7 @@ def test_a_node_far_from_the_key_keeps_a_copy_briefly() -> None:
     assert shown() == 0
 
 
-def test_copies_left_by_finds_are_few_and_never_older_than_the_record() -> None:
+def test_copies_left_by_lookups_are_few_and_never_outdated() -> None:
     cache = RecordCache(3, 100.0)
     old, new = (check_record(signer(0), record(1, KEY, b"v", sequence=number)) for number in (1, 2))
     assert (cache.put(0.0, new), cache.put(0.0, old)) == (True, False)
@@ -230,7 +230,7 @@ def test_copies_left_by_finds_are_few_and_never_older_than_the_record() -> None:
 # Too few holders.
 
 
-def test_a_store_that_reaches_too_few_reports_it() -> None:
+def test_a_store_reports_that_it_reached_too_few_holders() -> None:
     swarm = Swarm(9)
     nodes = swarm.grow(8)
     assert stored(swarm, nodes[0], record(0, KEY)).is_safe

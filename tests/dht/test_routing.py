@@ -136,7 +136,7 @@ def test_the_newest_replacement_replaces_a_failed_contact() -> None:
     assert [contact.peer for contact in contacts] == [*far[1:K], far[K + 1]]
 
 
-def test_many_requests_within_one_silence_count_as_one_failure() -> None:
+def test_many_unanswered_requests_in_one_silence_count_as_one_failure() -> None:
     contacts = table()
     contacts.answered(0.0, Contact(PEERS[0]))
     for asked in (0.5, 0.6, 0.9):

@@ -93,14 +93,14 @@ def test_a_vector_of_many_megabytes_is_sent_in_chunks_of_one() -> None:
     assert machines[members[0]].total.tobytes() == machines[members[1]].total.tobytes()
 
 
-def test_a_lone_member_is_done_at_once() -> None:
+def test_a_lone_member_finishes_immediately() -> None:
     machine = AllReduce(peer_of(0), members_of(1), KEY, np.arange(5, dtype=np.float32))
     assert machine.done
     assert machine.start() == []
     assert machine.total.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_the_vector_may_change_once_started() -> None:
+def test_the_vector_may_be_changed_after_the_start() -> None:
     members = members_of(2)
     vector = np.ones(6, np.float32)
     machines = {member: AllReduce(member, members, KEY, vector) for member in members}

@@ -172,7 +172,7 @@ def test_pending_lists_are_bounded_and_one_per_sender() -> None:
         assert len(peer.core._beliefs.intake) <= JOBS_MAX
 
 
-def test_when_the_list_fills_one_source_gets_only_its_share() -> None:
+def test_one_source_gets_only_its_share_of_a_filling_list() -> None:
     told = range(10, 400)
     peer = Peer(there=(LIAR, HONEST, *told), settings=SwimSettings(members_max=300))
     for first in range(10, 400, 30):

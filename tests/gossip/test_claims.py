@@ -78,7 +78,7 @@ def test_a_single_claim_counts_only_within_the_possible_pace() -> None:
     assert known.furthest(slept, 100, claimed(2**39)) == 100
 
 
-def test_steps_made_alone_do_not_reveal_the_others_position() -> None:
+def test_steps_made_alone_do_not_count_as_the_others_progress() -> None:
     known = trained()
     for step in range(101, 111):
         known.made(step * 0.1, step, is_known=False)

@@ -95,7 +95,7 @@ steps = st.lists(st.tuples(st.floats(0, 3), peers, messages | st.none(), st.bool
 
 @settings(max_examples=150)
 @given(steps, st.integers(0, 100))
-def test_no_sequence_of_messages_breaks_a_core(
+def test_random_messages_raise_no_unexpected_errors_in_a_core(
     sequence: list[tuple[float, PeerId, Message | None, bool]], seed: int
 ) -> None:
     core = Swim(HashSigner(PEERS[0]), profile_of(0), SMALL, Random(seed), 1, 0.0)

@@ -198,7 +198,7 @@ def test_no_group_is_smaller_than_requested() -> None:
 
 @settings(max_examples=30)
 @given(st.integers(2, 9), st.integers(0, 1_000), st.sampled_from([0.0, 0.1, 0.3]), st.booleans())
-def test_either_all_members_of_a_group_hold_it_or_it_is_declined(
+def test_a_group_is_held_by_all_its_members_or_declined(
     count: int, seed: int, loss: float, is_exclusive: bool
 ) -> None:
     world = World(count, loss=loss, seed=seed)
@@ -317,7 +317,7 @@ def test_peers_whose_declarations_did_not_fit_still_join_groups() -> None:
     assert {len(group.members) for group in groups.values()} <= set(range(2, 9))
 
 
-def test_one_peers_claim_that_a_round_is_closed_ends_no_wish() -> None:
+def test_a_wish_survives_one_peers_claim_that_the_round_is_closed() -> None:
     others = [peer_of(1), peer_of(2)]
     wish = GroupWish(member_of(0), KEY, others, make_group, 0.0, window_seconds=5.0, patience_seconds=9.0)
     for _ in range(3):

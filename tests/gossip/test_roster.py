@@ -110,7 +110,7 @@ def test_peers_with_different_tensors_are_counted_but_not_averaged_with() -> Non
     assert World.roster(world.cores[0]).strangers == 1
 
 
-def test_a_peer_that_leaves_is_forgotten_at_once() -> None:
+def test_a_peer_that_leaves_is_forgotten_immediately() -> None:
     world = World(3)
     world.engine.run(3.0)
     world.engine.call(3.0, world.peers[1], lambda core, _: core.close(RUN))

@@ -57,12 +57,12 @@ def depths(swarm: Neighbourhoods) -> dict[int, int]:
     return {number: core.scope.depth for number, core in swarm.cores.items()}
 
 
-def test_all_list_exactly_their_neighbourhood_wherever_they_joined(town: Neighbourhoods) -> None:
+def test_all_members_list_exactly_their_neighbourhood(town: Neighbourhoods) -> None:
     assert min(depths(town).values()) >= 2
     assert all(LEAST <= len(town.listed(number)) <= MOST for number in town.cores)
 
 
-def test_depths_are_stable_and_nobody_is_declared_dead_under_loss(town: Neighbourhoods) -> None:
+def test_under_loss_depths_are_stable_and_nobody_is_declared_dead(town: Neighbourhoods) -> None:
     before = depths(town)
     assert len(set(before.values())) > 1, "all peers have the same depth, so the test is too weak"
     town.run(60)

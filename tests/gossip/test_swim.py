@@ -190,7 +190,7 @@ def test_a_member_that_only_one_other_cannot_reach_is_not_suspected() -> None:
     assert not [event for event in swarm.events[0] if isinstance(event, MemberSuspected)]
 
 
-def test_leaving_is_not_a_death() -> None:
+def test_a_member_that_leaves_is_not_reported_dead() -> None:
     swarm = settled(8)
     swarm.send(3, swarm.cores[3].leave(swarm.now))
     swarm.run(0.5)
@@ -356,7 +356,7 @@ def test_a_join_is_retried_until_a_member_answers() -> None:
     swarm.run_until(swarm.converged, at_most=LOCAL.sync_interval_seconds + 0.1)
 
 
-def test_a_hint_triggers_a_probe_and_no_verdict() -> None:
+def test_a_hint_of_a_death_triggers_only_a_probe() -> None:
     swarm = settled(3)
     core = swarm.cores[0]
     swarm.run_until(lambda: not core._flight.probes, at_most=1)

@@ -40,7 +40,7 @@ def test_an_unconfirmable_suspicion_lasts_the_shortest_time() -> None:
     assert not suspicion.wants(peer_of(2))
 
 
-def test_lost_time_is_given_back_within_a_bound() -> None:
+def test_a_suspicions_deadline_is_extended_by_lost_time_up_to_a_limit() -> None:
     suspicion = Suspicion(10.0, peer_of(1), 2.0, 3.0, wanted=0)
     suspicion.excuse(0.5)
     assert suspicion.deadline == 12.5
@@ -61,7 +61,7 @@ def test_local_health_stays_between_one_and_eight() -> None:
 
 
 @pytest.mark.parametrize("name", ["local", "host", "lan", "wan"])
-def test_presets_are_sound(name: str) -> None:
+def test_presets_give_the_expected_bounds_and_intervals(name: str) -> None:
     settings = PRESETS[name]
     shortest, longest = settings.suspicion_bounds_seconds(5)
     assert 0 < shortest <= longest

@@ -81,7 +81,7 @@ async def test_both_directions_are_measured_over_sockets() -> None:
 
 
 @pytest.mark.parametrize("mbit", [4.0, 20.0, 100.0])
-def test_the_measured_rate_of_a_simulated_link_is_right(mbit: float) -> None:
+def test_the_measured_rate_of_a_simulated_link_is_accurate(mbit: float) -> None:
     found: list[tuple[float, float]] = []
 
     async def scenario(alice: Network, bob: Network) -> None:

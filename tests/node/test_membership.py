@@ -48,7 +48,7 @@ def test_no_event_builds_a_list_of_all_members(monkeypatch: pytest.MonkeyPatch) 
     simulate(scenario)
 
 
-def test_living_and_departed_members_are_distinguished() -> None:
+def test_live_and_departed_members_are_distinguished() -> None:
     async def scenario() -> None:
         async with swarm("abc") as group:
             node, peers = group.nodes["a"], {name: node.peer for name, node in group.nodes.items()}

@@ -186,7 +186,7 @@ async def test_a_separate_process_unpacks_arrays_that_this_one_maps(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["labels that are raw bytes", "a bomb", "no bytes", "objects"])
-async def test_refusals_in_the_fenced_process_are_reported(tmp_path: Path, name: str) -> None:
+async def test_refusals_in_the_sandboxed_process_are_reported(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadArchive) as error:
         await read_fenced(tmp_path / "a.npz", NO_DATA[name]())
     assert str(error.value).isprintable()

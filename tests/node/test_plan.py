@@ -138,7 +138,7 @@ def test_a_hostile_name_cannot_inject_markup_into_the_picture(graph: Graph, peer
     assert "<script>" not in plan_svg(document)
 
 
-def test_live_peers_are_the_node_and_its_living_members(graph: Graph) -> None:
+def test_live_peers_are_the_node_and_its_live_members(graph: Graph) -> None:
     def row(name: str, status: str, rate: float) -> dict[str, object]:
         capacity = {"memory_free_bytes": 8 * 10**9, "flops_per_second": rate, "location": "", "device": "cpu"}
         return {"name": name, "peer": f"12D3Koo{name}", "status": status, "capacity": capacity}

@@ -106,7 +106,7 @@ def test_an_attempt_by_both_transports_counts_once_per_host() -> None:
     assert budget.admit(peer(1), [str(OUTSIDE)], 0.0) == []
 
 
-def test_a_failing_peer_is_tried_less_and_less_often() -> None:
+def test_a_failing_peer_is_dialled_ever_less_often() -> None:
     budget, now, pauses = PunchBudget(everywhere), 0.0, []
     assert budget.may_start(peer(1), now)
     for _ in range(10):

@@ -202,7 +202,7 @@ def test_a_node_in_a_hurry_asks_peers_that_answered_a_minute_ago() -> None:
     assert now - hurried <= AGAIN_SECONDS
 
 
-def test_old_dial_backs_are_forgotten() -> None:
+def test_results_of_old_dial_backs_are_forgotten() -> None:
     core = Reachability(Random(1), 0.0)
     core.answered(0, peer(1), report(0, 1))
     core.next(BELIEVED_SECONDS + 1, [])

@@ -108,7 +108,7 @@ def tried_with_accelerator(tmp_path_factory: pytest.TempPathFactory) -> Tried:
         "read its source",
     ],
 )
-def test_a_fenced_stage_can_do_its_work(tried: Tried, attempt: str) -> None:
+def test_a_sandboxed_stage_can_do_its_work(tried: Tried, attempt: str) -> None:
     assert tried.results[attempt] == "done"
 
 
@@ -421,7 +421,7 @@ def test_a_system_call_of_a_different_architecture_kills_the_process(machine: st
     ],
 )
 @pytest.mark.parametrize("machine", COLUMNS)
-def test_calls_with_harmless_and_harmful_uses_are_decided_by_arguments(
+def test_system_calls_with_harmful_uses_are_judged_by_their_arguments(
     machine: str, call: tuple[int, int], arguments: tuple[int, ...], answer: int
 ) -> None:
     assert judge(machine, call[COLUMNS[machine]], arguments) == answer

@@ -153,7 +153,7 @@ async def test_an_upload_of_any_size_takes_one_chunk_of_memory(tmp_path: Path) -
     assert peak < 8 << 20
 
 
-def test_a_permit_is_revoked_only_from_a_stalled_peer() -> None:
+def test_only_a_stalled_peer_loses_its_permit() -> None:
     permits = Permits(2, 1, patience_seconds=2, clock=RealClock())
     taken: list[PeerId] = []
 

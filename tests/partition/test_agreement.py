@@ -197,7 +197,7 @@ def head_of(core: PaxosChain, **fields: Any) -> ChainHead:
     return ChainHead(run=RUN, parent=core.head_hash, fork=core.head.fork, height=core.head.height, **fields)
 
 
-def test_a_lone_member_decides_at_once() -> None:
+def test_a_lone_member_decides_immediately() -> None:
     room = Room(1)
     (me,) = room.seats
     room.cores[me].unsaved = False
@@ -248,7 +248,7 @@ def test_a_waiting_proposer_moves_up_when_an_earlier_one_dies() -> None:
     assert PROPOSE_SECONDS <= waits <= 1.25 * PROPOSE_SECONDS
 
 
-def test_a_member_outside_the_committee_only_learns() -> None:
+def test_a_member_outside_the_committee_only_learns_decisions() -> None:
     room = Room(12)
     outside = next(me for me in room.cores if me not in room.seats)
     room.wish(outside, trains(outside))
@@ -276,7 +276,7 @@ def test_a_proposed_change_is_dropped_with_the_next_plan() -> None:
     assert room.cores[second].deadline == float("inf")
 
 
-def test_a_value_that_a_majority_may_have_accepted_is_decided() -> None:
+def test_a_possibly_accepted_value_is_decided_by_the_next_proposer() -> None:
     room = Room(3)
     first, second, third = room.seats
     room.deaf.add(third)
@@ -386,7 +386,7 @@ def grown(links: int) -> Room:
     return room
 
 
-def test_a_head_of_an_older_plan_is_answered_with_missing_links() -> None:
+def test_a_member_with_an_older_plan_is_sent_the_missing_links() -> None:
     room = Room(3)
     late = room.seats[2]
     room.deaf.add(late)
@@ -400,7 +400,7 @@ def test_a_head_of_an_older_plan_is_answered_with_missing_links() -> None:
     assert room.events(late) == [PlanDecided(room.cores[late].head, trains(first), 3)]
 
 
-def test_a_head_of_a_newer_plan_is_asked_for_missing_links() -> None:
+def test_a_member_with_a_newer_plan_is_asked_for_the_missing_links() -> None:
     room = Room(3)
     late, other = room.seats[2], room.seats[0]
     room.deaf.add(late)
@@ -429,7 +429,7 @@ def test_only_the_newest_links_are_kept_and_a_restart_has_them_all() -> None:
     assert (again.base, again.head, again.chain) == (core.base, core.head, core.chain)
 
 
-def test_large_links_are_folded_sooner() -> None:
+def test_a_chain_of_large_links_is_folded_sooner() -> None:
     crowd = tuple(sorted(peer(f"c{number}") for number in range(900)))
     links = [encode_change(Change(admitted=crowd)), encode_change(Change(lost=crowd))] * 8
     chain = Chain(genesis(1), links)
@@ -497,7 +497,7 @@ def split(room: Room, size: int) -> tuple[PeerId, ...]:
     return few
 
 
-def test_a_minority_continues_alone_if_the_run_allows_it() -> None:
+def test_a_minority_continues_if_the_run_allows_forks() -> None:
     room = Room(5, may_fork=True)
     few = split(room, 2)
     opened = next(event for event in room.events(few[0]) if isinstance(event, ForkOpened))

@@ -157,7 +157,7 @@ def test_samples_of_the_wrong_shape_for_a_builtin_are_refused(name: str, shape: 
         BUILTIN[name](shape, 10)
 
 
-def test_gpts_options_are_checked() -> None:
+def test_invalid_options_of_gpt_are_refused() -> None:
     for options in ({"heads": 5, "width": 16}, {"dropout": 1.0}, {"layers": 0}, {"cache_rows": -1}):
         with pytest.raises(ValueError, match=r"heads|dropout|at least"):
             BUILTIN["gpt"]((8,), 30, **options)

@@ -188,7 +188,7 @@ def test_an_own_backward_is_named_even_if_the_model_fails() -> None:
     assert "autograd function Rounded" in text
 
 
-def test_the_watch_over_torch_ends_with_the_capture() -> None:
+def test_patches_of_torch_are_removed_after_the_capture() -> None:
     apply, hook = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
     refusal(Net(own_backward))
     assert torch.autograd.Function.__dict__["apply"] is apply

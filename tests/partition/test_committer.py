@@ -415,7 +415,7 @@ def test_a_non_finite_loss_or_norm_ends_the_run_with_advice() -> None:
     assert "the gradient's norm is no longer finite" in failed_of(core)
 
 
-def test_differing_totals_are_reduced_again_before_a_member_is_excluded() -> None:
+def test_totals_that_differ_are_reduced_again_before_an_exclusion() -> None:
     core = counting()
     count(core, 0, 1)
     for attempt in (1, 2):
@@ -444,7 +444,7 @@ def test_a_replica_that_diverges_from_its_stage_is_rebuilt() -> None:
     assert core.events[1:] == [ReplicaRebuilt(1, 1, THERE)]
 
 
-def test_the_majority_of_three_is_believed_even_if_it_reports_last() -> None:
+def test_two_of_three_replicas_are_believed_even_if_they_report_last() -> None:
     core = Committer(TRAINER, WIDE, steps=2, evaluations=0)
     core.start(0.0)
     for who in core.awaited:

@@ -106,7 +106,7 @@ class World:
         member.events.clear()
 
 
-def test_all_settle_a_proposal_once_all_hold_its_result() -> None:
+def test_all_members_settle_a_proposal_once_they_all_hold_its_result() -> None:
     world = World(4, Random(1))
     world.propose(2)
     while len(world.settled) < 4:
@@ -115,7 +115,7 @@ def test_all_settle_a_proposal_once_all_hold_its_result() -> None:
     assert set(world.settled.values()) == {conclusion(2)}
 
 
-def test_a_lone_member_settles_at_once() -> None:
+def test_a_lone_member_settles_immediately() -> None:
     world = World(1, Random(1))
     world.propose(1)
     world.tick()

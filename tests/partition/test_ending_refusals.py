@@ -197,7 +197,7 @@ def test_a_requester_breaks_a_tie_between_two_members() -> None:
     assert world.settled == {peer(1): conclusion(1), peer(2): conclusion(1)}
 
 
-def test_two_members_that_refuse_each_others_results_end_apart() -> None:
+def test_two_members_that_refuse_each_others_results_keep_their_own() -> None:
     world = World(2, only(), is_at_end=True)
     world.run(STALEMATE_SECONDS + 6 * TURN_SECONDS, turns=True)
     assert len(set(world.settled.values())) == 2
@@ -223,7 +223,7 @@ def test_two_parts_of_a_partition_learn_of_each_other_when_it_heals() -> None:
     assert all(event.other != world.settled[own] for own, event in world.differs)
 
 
-def test_a_settled_claim_of_a_changing_member_counts_once() -> None:
+def test_a_member_that_changes_its_settled_claim_counts_once() -> None:
     own, liar = peer(1), peer(2)
     member = Ending(own, RUN, LocalSettings())
     member.set_peers(0.0, [liar, peer(3)])

@@ -170,7 +170,7 @@ def test_a_changed_argument_is_detected(
         shown(edited(change))
 
 
-def test_every_value_that_a_node_uses_matters() -> None:
+def test_a_change_of_any_value_that_a_node_uses_is_detected() -> None:
     # Each input of a node is replaced in turn by the output of the previous node. No such graph equals the
     # model.
     entry = graph().entries[0]

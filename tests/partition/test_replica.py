@@ -453,13 +453,13 @@ def test_frames_are_repeated_under_a_new_plan_to_the_same_owner() -> None:
     assert sent_frames(replica.reconnected(LAST)) == [LAST]
 
 
-def test_the_same_plan_again_changes_nothing() -> None:
+def test_receiving_the_same_plan_again_changes_nothing() -> None:
     replica = reduced_replica()
     replica.adopt(PLAN)
     assert (replica.events, replica.attempt) == ([], START)
 
 
-def test_a_plan_without_this_replica_is_left_to_its_shell() -> None:
+def test_a_plan_that_moves_or_drops_the_replica_raises_an_error() -> None:
     replica = opened_replica()
     elsewhere = successor(PLAN, Change(lost=(HERE,), joined=(Joining(HERE, 0, 1),)))
     for plan in (elsewhere, successor(PLAN, Change(lost=(HERE,)))):
@@ -507,7 +507,7 @@ def test_parameters_with_another_digest_are_refused() -> None:
     assert replica.step is None
 
 
-def test_a_filling_is_void_under_a_new_plan() -> None:
+def test_a_new_plan_cancels_a_transfer_of_state_to_a_replica() -> None:
     replica = applied_replica()
     replica.receive(0.0, TRAINER, filling(step=1))
     replica.discarded(replica.next(0.0))  # type: ignore[arg-type]  # what is next

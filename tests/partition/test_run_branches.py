@@ -97,7 +97,7 @@ def test_claims_of_a_branch_never_decrease(moves: list[int]) -> None:
     assert progress.furthest * SAMPLES == said
 
 
-def test_the_farewell_counts_the_steps_since_the_fork() -> None:
+def test_an_abandoned_branch_reports_its_steps_since_the_fork() -> None:
     _, progress, branches = member(COMMITTER, step=5)
     forked = successor(PLAN, Change(lost=(THIRD,), fork=bytes([3]) * 32))
     branches.decided(0.0, forked, (THIRD,))
@@ -185,7 +185,7 @@ def test_a_branch_reports_since_when_it_is_alone() -> None:
     assert branches.look(211.0, together, PEERS) == ""
 
 
-def test_a_kept_branch_reports_a_silent_reunion() -> None:
+def test_a_branch_that_is_kept_reports_that_it_is_back_together() -> None:
     branches, own = measured(step=140)
     together = successor(own, Change(admitted=(THIRD,)))
     branches.decided(210.0, together)

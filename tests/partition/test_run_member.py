@@ -486,7 +486,7 @@ REPLIES = (Done(), Declined("no"), Unanswered("silence"))
 
 @given(me=st.sampled_from(PLAN.members), seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
-def test_random_calls_keep_a_member_to_its_table(me: PeerId, seed: int) -> None:
+def test_random_calls_cause_only_state_changes_in_the_table(me: PeerId, seed: int) -> None:
     rng = Random(seed)
     node = Node(me, free=[(SPARE, 9), (OTHER, 5)]).begin()
     open_asks: list[Ask] = []

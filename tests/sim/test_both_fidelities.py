@@ -142,7 +142,7 @@ def test_nothing_leaves_a_frozen_peer_before_the_thaw(fidelity: str) -> None:
 
 
 @both
-def test_a_freeze_within_a_freeze_does_not_end_it(fidelity: str) -> None:
+def test_a_second_freeze_does_not_end_the_first_one(fidelity: str) -> None:
     play = Play()
     play.at(1.0, lambda hands: hands.freeze(B, 2.0))
     play.at(1.5, lambda hands: hands.freeze(B, 0.1))

@@ -17,7 +17,7 @@ TIMES = st.one_of(
 
 
 @given(st.lists(st.one_of(TIMES.map(lambda after: ("add", after)), TIMES.map(lambda until: ("run", until)))))
-def test_entries_come_in_the_order_of_a_heap(moves: list[tuple[str, float]]) -> None:
+def test_entries_are_taken_in_the_same_order_as_from_a_heap(moves: list[tuple[str, float]]) -> None:
     calendar, heap, now = Calendar(), list[Entry](), 0.0
     for number, (move, seconds) in enumerate(moves):
         if move == "add":
@@ -46,7 +46,7 @@ def test_additions_to_the_current_instant_keep_their_order() -> None:
     assert [calendar.take(1.0) for _ in range(3)] == [second, third, None]
 
 
-def test_entries_that_were_taken_leave_no_memory() -> None:
+def test_entries_taken_from_the_queue_free_their_memory() -> None:
     calendar = Calendar()
     for number in range(1_000):
         calendar.add((number / 300, 0, 0, NOBODY, number, None))

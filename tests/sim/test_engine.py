@@ -205,7 +205,7 @@ def test_a_killed_peer_restarts_with_a_new_core() -> None:
     assert (1.7, "wake") in second.heard
 
 
-def test_a_command_acts_at_once_and_not_on_departed_peers() -> None:
+def test_a_command_acts_immediately_but_not_on_departed_peers() -> None:
     engine = Engine(SimLinks(NetworkModel(), 1))
     one, other = pinger([B]), Listener()
     engine.add(A, one)
@@ -219,7 +219,7 @@ def test_a_command_acts_at_once_and_not_on_departed_peers() -> None:
     assert other.heard == [(0.06, "ping 7 of A")]
 
 
-def test_kept_entries_are_ordered_by_time_and_peer() -> None:
+def test_trace_entries_are_ordered_by_time_and_peer() -> None:
     trace = Trace(keep=True)
     engine = Engine(SimLinks(NetworkModel(), 1), trace=trace)
     engine.add(B, pinger([A]))
@@ -287,7 +287,7 @@ def test_messages_are_counted_by_protocol_and_peer_and_bytes_on_request() -> Non
     assert engine.traffic()[""] == SentTraffic(3, sum(sizes) + sizes[0])
 
 
-def test_a_thousand_restarts_leave_no_memory() -> None:
+def test_a_thousand_restarts_do_not_use_up_memory() -> None:
     engine = Engine(SimLinks(NetworkModel(), 1))
     engine.add(A, pinger([B]))
     lives = []
@@ -306,7 +306,7 @@ def test_a_thousand_restarts_leave_no_memory() -> None:
     assert delivered > 5_000
 
 
-def test_pairs_of_peers_cost_no_memory() -> None:
+def test_memory_does_not_grow_with_pairs_of_peers() -> None:
     engine = Engine(SimLinks(NetworkModel(0.01, 0.08, jitter_seconds=0.01, loss=0.1), 1))
     peers = [seeded_peer(1, index) for index in range(60)]
     for peer in peers:

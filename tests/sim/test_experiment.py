@@ -101,7 +101,7 @@ def test_a_broken_invariant_reports_the_last_events_and_the_command(tmp_path: Pa
     assert again.digest == result.digest
 
 
-def test_whole_nodes_are_measured_and_broken_in_the_same_way(tmp_path: Path) -> None:
+def test_worlds_of_whole_nodes_are_measured_and_checked_alike(tmp_path: Path) -> None:
     whole = {"fidelity": "stack", "nodes": 3, "seconds": 12}
     result = sim.run(tiny(tmp_path, **whole), seed=3)
     assert result.values("population_peers")[-1] == (12.0, 3.0)
@@ -130,7 +130,7 @@ class Stumbles(Swim):
         return super().wake(now)
 
 
-def test_a_users_core_replaces_ours(tmp_path: Path) -> None:
+def test_a_users_core_replaces_the_built_in_one(tmp_path: Path) -> None:
     scenario = tiny(tmp_path, **{"checks.converge_seconds": 10})
     assert sim.run(scenario, seed=3).broken is None
     broken = sim.run(scenario, seed=3, swim=MeetsNobody).broken

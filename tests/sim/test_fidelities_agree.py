@@ -102,6 +102,6 @@ def test_each_peer_has_the_same_events_at_the_same_instants(seed: int) -> None:
         assert by_cores[peer] == by_stack[peer]
 
 
-def test_the_compared_events_are_not_empty() -> None:
+def test_the_compared_lists_of_events_are_not_empty() -> None:
     kinds = {type(observed.event) for observed in cores(1).seen}
     assert kinds >= {MemberUp, MemberDown, MemberLeft, MemberRefuted, NetworkSplit}

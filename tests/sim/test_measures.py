@@ -93,7 +93,7 @@ def test_the_population_is_counted_in_total_and_by_region() -> None:
     }  # fmt: skip
 
 
-def test_a_list_with_missing_and_departed_peers_is_partly_right() -> None:
+def test_a_member_list_with_missing_and_departed_peers_is_partly_right() -> None:
     world, measures = swarm(4)
     world.happen(2.0, 0, MemberForgotten(world.peers[1]))
     world.crash(2.0, 3)
@@ -140,7 +140,7 @@ Steps = st.lists(st.tuples(st.sampled_from("smmmbflcx"), st.integers(0, 5), st.i
 
 
 @given(Steps)
-def test_the_share_of_right_views_equals_that_of_a_full_count(
+def test_the_sampled_share_of_right_views_equals_a_full_count(
     steps: list[tuple[str, int, int]],
 ) -> None:
     world, measures = measured(6)

@@ -98,7 +98,7 @@ def test_a_machine_that_returns_gets_its_own_stage_again() -> None:
     )
 
 
-def test_a_stage_that_nobody_takes_costs_a_pause_and_no_step() -> None:
+def test_a_stage_that_nobody_takes_pauses_the_run_but_loses_no_step() -> None:
     """The newcomer is asked to take a stage, and dies before it answers."""
     played = play(1, stages=3, steps=40)
     played.when(is_step(6), partial(played.crash, 1, seconds=15.0))
@@ -162,7 +162,7 @@ def test_leaving_members_hand_over_and_the_run_ends_exactly(seed: int) -> None:
     assert_one_plan_at_each_height(played)
 
 
-def test_a_last_holder_that_leaves_loses_no_step() -> None:
+def test_no_step_is_lost_if_a_stages_last_holder_leaves() -> None:
     played = play(1, stages=3)
     played.when(is_step(7), partial(leave, played, 1, 300.0))
     assert_done(played.play(), 30)

@@ -116,7 +116,7 @@ class CountsTwice(Replica):
         return item
 
 
-def test_a_swim_that_does_not_refute_is_found_with_the_first_seed() -> None:
+def test_a_swim_core_that_never_refutes_is_found_with_the_first_seed() -> None:
     frozen = Scenario(
         name="frozen",
         about="a live peer is frozen for so long that the others declare it dead",
@@ -183,7 +183,7 @@ FORKED_RUN = Scenario(
 )
 
 
-def test_two_abandoned_branches_are_found_with_the_first_seed() -> None:
+def test_abandoning_both_branches_is_found_with_the_first_seed() -> None:
     assert seeds_until("branches", FORKED_RUN, agreement=HearsOfItself) == 1
 
 

@@ -293,7 +293,7 @@ def test_a_killed_peer_breaks_its_streams_and_cannot_be_reached() -> None:
     simulate(scenario)
 
 
-def test_a_killed_peer_returns_at_its_address() -> None:
+def test_a_killed_peer_restarts_at_the_same_address() -> None:
     async def scenario() -> None:
         shared = medium()
         one, other, _ = attach(shared)

@@ -60,7 +60,7 @@ def trial(seed: int, rule: str) -> Troubled:
 
 
 @pytest.mark.parametrize("rule", ["wait", "requester"])
-def test_small_runs_never_have_two_plans_at_one_height_and_end(rule: str) -> None:
+def test_small_runs_end_without_two_plans_at_one_height(rule: str) -> None:
     wrong = {}
     for seed in dict.fromkeys((*FOUND, *range(1, SEEDS + 1))):
         played = trial(seed, rule).play()
@@ -81,7 +81,7 @@ def test_small_runs_never_have_two_plans_at_one_height_and_end(rule: str) -> Non
 
 
 @pytest.mark.parametrize(("rule", "goes_on"), [("wait", False), ("requester", True)])
-def test_only_a_tie_breaking_requester_continues_after_a_split(rule: str, goes_on: bool) -> None:
+def test_after_a_split_only_the_tie_breaking_requester_continues(rule: str, goes_on: bool) -> None:
     run = training(
         members=2, stages=1, replicas=1, steps=40, microbatches=4, pass_seconds=0.1, on_lost_quorum=rule
     )

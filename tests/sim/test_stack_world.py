@@ -64,7 +64,9 @@ def play_here_and_elsewhere(scenario: Scenario, seed: int) -> Played:
     ],
     ids=["digits", "full"],
 )
-def test_training_on_spot_machines_is_bit_identical_in_another_process(scenario: Scenario, seed: int) -> None:
+def test_simulated_training_on_spot_machines_is_identical_in_two_processes(
+    scenario: Scenario, seed: int
+) -> None:
     played = play_here_and_elsewhere(scenario, seed)
     (trained,) = played.world.trained
     (training,) = scenario.runs

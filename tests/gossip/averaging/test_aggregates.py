@@ -149,7 +149,7 @@ def test_auto_chooses_a_robust_rule_if_anybody_may_join(
         ("gossip", "float32", "strategy gossip averages in pairs"),
     ],
 )
-def test_the_error_names_a_rule_that_is_unknown_or_unusable(strategy: str, codec: str, named: str) -> None:
+def test_an_unknown_or_unusable_rule_is_refused_by_name(strategy: str, codec: str, named: str) -> None:
     with pytest.raises(ValueError, match=f"aggregate median: {named}"):
         chosen("median", is_private=False, obstacle=obstacle_of(strategy, codec))
     with pytest.raises(

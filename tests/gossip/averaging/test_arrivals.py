@@ -60,7 +60,7 @@ def test_with_parts_sized_by_measured_uploads_a_round_is_nearly_optimal() -> Non
     assert seconds[-1] < 1.15 * best, (seconds, best)
 
 
-def test_a_member_without_measurements_counts_as_the_median_one() -> None:
+def test_a_member_without_measurements_is_assumed_to_be_median() -> None:
     rates = [8_000_000, RATE_UNKNOWN, 8_000_000, 100]
     group = group_of(members_of(4, rates=rates), 1_000_000)
     sizes = [owner.end - owner.begin for owner in owners_of(group) if owner.place < 3]

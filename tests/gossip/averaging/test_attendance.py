@@ -22,7 +22,7 @@ def wait(attendance: Attendance, now: float, ready: dict[PeerId, float], *awaite
     attendance.attended(now, now - 5.0, awaited, times, 1.0)
 
 
-def test_an_absent_peer_is_not_waited_for_until_it_comes() -> None:
+def test_nobody_waits_for_an_absent_peer_until_it_returns() -> None:
     attendance = Attendance()
     wait(attendance, 5.0, {PUNCTUAL: 0.1}, SILENT, PUNCTUAL)
     assert attendance.is_waited_for(5.0, PUNCTUAL)
@@ -94,7 +94,7 @@ def test_all_silent_newcomers_share_one_backoff() -> None:
     assert waited < 10
 
 
-def test_records_are_bounded_and_keep_those_that_completed() -> None:
+def test_attendance_records_are_bounded_and_keep_peers_that_completed() -> None:
     attendance = Attendance()
     attendance.completed([PUNCTUAL])
     for number in range(RECORDS_MAX + 100):
@@ -118,7 +118,7 @@ def test_an_excluded_peer_is_tried_once_per_failure() -> None:
     assert not any(attendance.declines(11.0, PUNCTUAL) for _ in range(3))
 
 
-def test_a_peer_that_completed_a_round_is_excused_at_intervals() -> None:
+def test_a_peer_that_completed_rounds_is_excused_once_in_ten_minutes() -> None:
     attendance = Attendance()
     attendance.completed([PUNCTUAL])
     attendance.failed(0.0, [PUNCTUAL, SILENT], 4.0)

@@ -221,7 +221,7 @@ def group_by_the_default() -> Group:
     return msgspec.structs.replace(group, terms=terms)
 
 
-def test_every_message_of_an_attempt_has_its_lies() -> None:
+def test_the_table_has_lies_for_every_message_of_an_attempt() -> None:
     assert {kind for kind, _, _ in STATES.values()} == set(get_args(AttemptMessage))
 
 

@@ -24,7 +24,7 @@ def proof_of(number: int) -> Evidence:
     standings=st.lists(st.sampled_from(ProofStanding), min_size=21, max_size=21),
 )
 @settings(max_examples=150, deadline=None)
-def test_no_proof_evicts_one_about_a_more_important_author(
+def test_a_proof_never_evicts_one_about_a_more_important_author(
     added: list[int], standings: list[ProofStanding]
 ) -> None:
     standing_of = dict(zip(map(peer_of, range(21)), standings, strict=True))
@@ -41,7 +41,7 @@ def test_no_proof_evicts_one_about_a_more_important_author(
         assert all(standing_of[each] <= min(standing_of[one] for one in after) for each in gone)
 
 
-def test_a_proof_outlives_the_standing_of_its_once_active_author() -> None:
+def test_a_proof_is_kept_after_its_author_becomes_inactive() -> None:
     standing_of = {peer_of(0): ProofStanding.COMPLETED}
     table = ProofTable(lambda _, peer: standing_of.get(peer, ProofStanding.LISTED), ROOM)
     table.add(peer_of(0), proof_of(0))

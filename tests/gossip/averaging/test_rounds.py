@@ -47,7 +47,7 @@ def test_a_peer_that_expects_nobody_fails_with_the_reason() -> None:
     assert world.results[0] == NotAveraged(Reason.ALONE)
 
 
-def test_a_peer_whose_partners_never_come_fails_after_a_bounded_wait() -> None:
+def test_a_peer_gives_up_in_bounded_time_if_no_partner_appears() -> None:
     world = Rounds(vectors_of(range(2), ITEMS), 2)
     world.kill(1)
     world.start([0])

@@ -130,7 +130,7 @@ def test_rounds_without_local_steps_only_reduce_the_spread_of_copies() -> None:
 
 
 @pytest.mark.parametrize("name", ["diloco", "sparseloco"])
-def test_momentum_does_not_move_a_value_that_all_share_already(name: str) -> None:
+def test_momentum_leaves_values_that_all_peers_share_unchanged(name: str) -> None:
     (strategy,) = made(name)
     theta = np.ones(ITEMS)
     moved = strategy.take(theta, Mean(strategy.offer(theta)))

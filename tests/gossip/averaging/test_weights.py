@@ -36,7 +36,7 @@ def share_max(members: int) -> float:
 
 
 @given(WEIGHTS)
-def test_no_member_has_more_than_the_stated_share(weights: list[float]) -> None:
+def test_no_member_has_more_than_the_maximum_share_of_weight(weights: list[float]) -> None:
     bounded = bounded_weights(weights)
     # If the lower median itself is the largest weight, all members with that weight count alike.
     assert max(bounded) / sum(bounded) <= share_max(len(weights)) + 1e-9

@@ -296,7 +296,7 @@ def test_no_service_starts_if_nobody_accepts_a_stage() -> None:
     simulate(main)
 
 
-def test_a_stage_that_fails_to_load_moves_to_a_different_node(tokens_served: type[TokensServed]) -> None:
+def test_a_stage_that_a_node_cannot_load_moves_to_another_node(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with swarm("abc", parts=served_by(tokens_served)) as group:
             tokens_served.broken.add(group.nodes["b"].peer)

@@ -70,7 +70,7 @@ def answered(node: Told, stages: int = 1) -> Told:
     return node
 
 
-async def test_a_session_over_two_local_stages_counts_once() -> None:
+async def test_a_session_that_uses_two_stages_of_one_node_counts_once() -> None:
     found = await scraped(answered(told(), 2))
     assert found["peerloom_model_sessions", "gpt"] == 2
     assert found["peerloom_model_cache_tokens", "gpt"] == 600

@@ -42,7 +42,7 @@ def routes(world: World) -> list[RouteTaken]:
     return [event for event in world.doors[DOOR].events if isinstance(event, RouteTaken)]
 
 
-def test_a_silent_node_is_left_within_a_second() -> None:
+def test_an_answer_moves_away_from_a_silent_node_within_a_second() -> None:
     world, key = begun()
     world.providers.pop(SECOND)  # its streams do not break, but no message arrives any more
     door, left_at = world.doors[DOOR], None
@@ -159,7 +159,7 @@ def test_an_exact_generation_waits_for_its_bit_class_and_then_ends() -> None:
     assert all(event.is_exact for event in world.routes)
 
 
-def test_a_move_prefers_the_same_bit_class_to_the_least_load() -> None:
+def test_a_move_prefers_the_same_bit_class_over_less_load() -> None:
     world, key = begun()
     door = world.doors[DOOR]
     same, other = PeerId(b"s" * len(SECOND)), PeerId(b"o" * len(SECOND))

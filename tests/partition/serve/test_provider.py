@@ -322,7 +322,7 @@ def both(number: int, base: SessionBase | None = None) -> list[OpenSession]:
     ]
 
 
-def test_a_session_over_two_local_stages_counts_once() -> None:
+def test_a_session_that_uses_two_stages_of_one_node_counts_once() -> None:
     core = provider(bounds_of=lambda _door: PeerBounds(sessions=1))
     core.hold(SERVICE, 1, 2, 4_096)
     told = [core.receive(0.0, ALICE, each) for each in both(1)]
@@ -351,7 +351,7 @@ def test_a_session_over_two_local_stages_counts_once() -> None:
 
 
 @pytest.mark.parametrize("end", ["unit", "leave", "rest"])
-def test_a_session_over_two_local_stages_replaces_its_base(end: str) -> None:
+def test_a_session_that_uses_two_stages_of_one_node_replaces_its_base(end: str) -> None:
     """The session's first part gets the room. The second part starts from the same base."""
     core = provider()
     core.hold(SERVICE, 1, 2, 4_096)

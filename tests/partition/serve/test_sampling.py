@@ -188,7 +188,7 @@ def test_token_frequencies_equal_those_of_transformers(sampling: Sampling) -> No
     assert np.abs(drawn / 4_000 - shares).max() < 0.03
 
 
-def test_a_draw_depends_only_on_seed_and_position() -> None:
+def test_a_sampled_token_depends_only_on_seed_and_position() -> None:
     assert draw(1, 2) == draw(1, 2)
     assert len({draw(1, 2), draw(2, 1), draw(1, 3)}) == 3
     assert 0.48 < np.mean([draw(3, at) for at in range(4_000)]) < 0.52

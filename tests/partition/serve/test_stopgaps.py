@@ -220,7 +220,7 @@ def ends_and_rests(answers_seconds: float, count: int) -> list[float]:
     return rests
 
 
-def test_a_stage_that_keeps_ending_rests_longer_after_each_end() -> None:
+def test_a_stage_that_keeps_failing_pauses_longer_each_time() -> None:
     rests = ends_and_rests(10.0, FORGIVEN_ENDS + 3)
     assert max(rests[:FORGIVEN_ENDS]) <= 3.0, "the peer rested although its first ends may be chance"
     assert rests[FORGIVEN_ENDS] >= REST_SECONDS_MIN
@@ -257,7 +257,7 @@ def test_a_sound_stage_lost_silently_forgets_earlier_failures() -> None:
     assert now - began <= 4 * REST_SECONDS_MIN, "the rest is longer than after a first failure"
 
 
-def test_an_end_that_is_forgiven_does_not_shorten_a_rest() -> None:
+def test_forgiving_a_failure_does_not_shorten_a_rest() -> None:
     rests: StageBackoff[str] = StageBackoff(4)
     rests.note_end(0.0, "stage", None)
     rests.note_end(1.0, "stage", 0.5)

@@ -25,7 +25,7 @@ def test_correct_views_are_always_accepted() -> None:
     stage.checker.end(stage)
 
 
-def test_a_late_listing_is_reported_with_both_names() -> None:
+def test_a_late_listing_is_reported_with_the_names_of_both_peers() -> None:
     stage = Stage(ViewsConverge(a_scenario()))
     del stage.views[N2][N3]
     stage.wait(99)
@@ -50,7 +50,7 @@ def test_a_newcomer_has_time_to_be_listed_and_to_list_others() -> None:
         stage.wait(3)
 
 
-def test_a_dead_peer_may_not_stay_listed_forever() -> None:
+def test_a_peer_that_stays_listed_long_after_its_death_is_reported() -> None:
     stage = Stage(ViewsConverge(a_scenario()))
     stage.wait(200)
     stage.stop(N3)
@@ -82,7 +82,7 @@ def test_peers_out_of_scope_or_reach_need_not_be_listed() -> None:
         stage.wait(3)
 
 
-def test_a_goodbye_may_be_heard_before_the_peer_has_stopped() -> None:
+def test_a_goodbye_heard_before_the_peer_stopped_is_accepted() -> None:
     stage = Stage(ViewsConverge(a_scenario()))
     stage.wait(200)
     stage.tell(N0, MemberLeft(N3))
@@ -140,7 +140,7 @@ def test_a_death_that_is_retracted_in_time_is_accepted() -> None:
     stage.wait(REFUTATION - 2)
 
 
-def test_a_member_that_forgets_to_refute_is_found() -> None:
+def test_a_member_that_does_not_refute_a_false_death_is_reported() -> None:
     stage = Stage(DeathsAreRefuted(a_scenario()))
     stage.wait(10)
     stage.views[N0][N3] = Status.DEAD
@@ -162,7 +162,7 @@ def test_a_split_or_a_restart_renews_the_time_to_refute() -> None:
         stage.wait(20)
 
 
-def test_a_dead_peer_may_be_listed_as_dead() -> None:
+def test_a_dead_peer_that_is_listed_as_dead_is_accepted() -> None:
     stage = Stage(DeathsAreRefuted(a_scenario()))
     stage.views[N0][N3] = Status.DEAD
     stage.tell(N0, MemberDown(N3, N1, "no ack"))

@@ -241,14 +241,14 @@ def test_a_few_missed_records_are_accepted_and_many_reported_at_the_end() -> Non
         stage.checker.end(stage)
 
 
-def test_lookups_before_the_first_republishing_do_not_count() -> None:
+def test_failed_lookups_before_the_first_republishing_are_ignored() -> None:
     stage = Stage(RecordsAreFound(RECORDS))
     stage.now = 29.0
     looked(stage, 50, copies=0)
     stage.checker.end(stage)
 
 
-def test_a_table_that_loses_records_is_reported_early() -> None:
+def test_a_high_rate_of_missed_records_is_reported_early() -> None:
     stage = Stage(RecordsAreFound(RECORDS))
     stage.now = 30.0
     looked(stage, 20, copies=0)

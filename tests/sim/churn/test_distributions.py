@@ -29,12 +29,12 @@ def quantiles(distribution: Distribution) -> list[float]:
 
 
 @pytest.mark.parametrize("distribution", FINITE, ids=lambda each: each.distribution)
-def test_the_mean_is_the_mean_of_the_quantiles(distribution: Distribution) -> None:
+def test_the_mean_of_a_distribution_matches_its_quantiles(distribution: Distribution) -> None:
     assert sum(quantiles(distribution)) / STEPS == pytest.approx(mean_seconds(distribution), rel=0.01)
 
 
 @pytest.mark.parametrize("distribution", FINITE, ids=lambda each: each.distribution)
-def test_remaining_sessions_have_the_mean_of_the_inspection_paradox(
+def test_the_mean_remaining_session_matches_the_inspection_paradox(
     distribution: Distribution,
 ) -> None:
     found = quantiles(distribution)

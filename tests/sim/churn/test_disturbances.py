@@ -44,9 +44,7 @@ events = st.builds(
 
 @settings(deadline=None)
 @given(st.lists(events, max_size=5), st.integers(0, 2**32))
-def test_events_are_ordered_affect_their_share_and_spare_permanent_peers(
-    found: list[ChurnEvent], seed: int
-) -> None:
+def test_events_come_in_order_and_affect_their_share_of_peers(found: list[ChurnEvent], seed: int) -> None:
     resolved = resolve(*found, seed=seed, churn=Churn(permanent=3), late=0.25)
     assert [each.begins for each in resolved] == sorted(each.begins for each in resolved)
     joined: list[int] = []
@@ -119,7 +117,7 @@ def test_each_restart_upgrades_a_share_of_the_remaining_peers() -> None:
     assert bug[0].numbers == tuple(old)
 
 
-def test_an_added_event_changes_no_other_peers_fate() -> None:
+def test_adding_an_event_changes_nothing_for_unaffected_peers() -> None:
     one = ChurnEvent(5.0, "slow", share=0.3, factor=9.0)
     other = ChurnEvent(3.0, "loss", share=0.3, loss=0.5)
     alone = resolve(one)

@@ -46,7 +46,9 @@ def up_at(found: list[PopulationChange], numbers: range, moment: float) -> set[i
 
 @settings(max_examples=60, deadline=None)
 @given(churns, st.integers(0, 12), st.integers(0, 2**32))
-def test_changes_are_ordered_alternate_and_spare_permanent_peers(churn: Churn, nodes: int, seed: int) -> None:
+def test_arrivals_and_departures_alternate_and_spare_permanent_peers(
+    churn: Churn, nodes: int, seed: int
+) -> None:
     found = list(islice(changes(churn, nodes, 2_000.0, seed), 2_000))
     assert [(change.time, change.number) for change in found] == sorted(
         (change.time, change.number) for change in found

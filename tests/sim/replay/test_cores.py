@@ -70,7 +70,7 @@ def shell_changes() -> dict[tuple[str, str], str]:
     return found
 
 
-def test_every_change_of_a_core_part_from_outside_is_recorded() -> None:
+def test_changes_to_parts_of_a_core_from_outside_are_recorded() -> None:
     changes = shell_changes()
     assert ("saves", "every") in changes, "the search finds nothing"
     known = {*PARTS, *OUTBOXES, "plan"}

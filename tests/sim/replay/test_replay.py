@@ -101,7 +101,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: recorder.path for name, recorder in recorders.items()}
 
 
-def test_nodes_of_a_run_with_a_death_replay_to_equal_events(records: dict[str, Path]) -> None:
+def test_nodes_of_a_run_with_a_death_give_equal_events_when_replayed(records: dict[str, Path]) -> None:
     kinds: set[str] = set()
     for name, path in records.items():
         for _ in range(TIMES):

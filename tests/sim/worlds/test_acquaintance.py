@@ -62,7 +62,7 @@ def test_a_settled_swarm_has_no_backlog_of_messages() -> None:
     assert "refused" not in counters
 
 
-def test_a_settled_swarm_behaves_like_one_that_grew() -> None:
+def test_a_swarm_that_starts_settled_behaves_like_one_that_grew() -> None:
     crash = ChurnEvent(at_seconds=20.0, kind="crash", share=0.05, lasts_seconds=30.0)
     played = Played(acquainted(seconds=100.0, events=(crash,)))
     down = {o.event.peer for o in played.of(MemberDown)}

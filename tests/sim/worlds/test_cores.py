@@ -65,7 +65,7 @@ def scenario(**changes: Any) -> Scenario:
     return Scenario(**(fields | changes))
 
 
-def test_all_start_and_list_each_other() -> None:
+def test_all_nodes_start_and_list_each_other() -> None:
     played = Played(scenario())
     assert len(played.of(PeerStarted)) == 20
     assert played.live_views() == [set(played.world.peers)] * 20
@@ -94,7 +94,7 @@ def test_digests_are_equal_for_equal_seeds_and_differ_for_others() -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_crash_and_a_return_are_noticed_by_all() -> None:
+def test_all_peers_notice_a_crash_and_a_return() -> None:
     played = Played(
         scenario(
             seconds=120.0, events=(ChurnEvent(at_seconds=40.0, kind="crash", share=0.1, lasts_seconds=40.0),)
@@ -219,7 +219,7 @@ def test_records_outlive_churn_through_republishing() -> None:
     assert sum(got.copies > 0 for got in lookups) >= 0.99 * len(lookups)
 
 
-def test_a_users_swim_core_replaces_ours() -> None:
+def test_a_users_swim_core_replaces_the_built_in_one() -> None:
     made: list[PeerId] = []
 
     class Shy(Swim):

@@ -74,7 +74,7 @@ def test_a_step_applied_late_counts_under_the_plan_of_its_sum() -> None:
         assert said == events.SamplesCounted(talk.run.id, plan_hash(talk.plan), 4, 0, (8, 9))
 
 
-def test_a_step_applied_without_a_sum_is_reported_too() -> None:
+def test_a_step_that_is_applied_without_a_sum_is_reported() -> None:
     talk = Talk()
     said = talk.words.of_stage(talk.life, talk.specification, 4, (8, 9))
     assert said == events.SamplesCounted(talk.run.id, plan_hash(talk.plan), 4, 0, (8, 9))

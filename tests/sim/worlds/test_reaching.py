@@ -80,7 +80,7 @@ SEEDS = (11,)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_both_fidelities_find_the_same_peers_unreachable(seed: int) -> None:
+def test_both_kinds_of_world_find_the_same_peers_unreachable(seed: int) -> None:
     last = [
         {peer: judged[-1].reachable for peer, judged in told.judged.items()}
         for told in (cores(seed), stack(seed))
@@ -121,7 +121,7 @@ def test_without_dial_back_servers_no_peer_becomes_a_client() -> None:
 
 
 @pytest.mark.parametrize("world", [CoresWorld, StackWorld])
-def test_a_swarm_forms_around_a_first_peer_behind_full_cone(
+def test_a_swarm_forms_around_a_first_peer_behind_a_full_cone_nat(
     world: type[CoresWorld] | type[StackWorld],
 ) -> None:
     network = replace(MIXED.network, access=(Access(share=0.3, nat="full-cone"),))

@@ -71,7 +71,7 @@ def groups(draw: st.DrawFn) -> tuple[Vectors, Vectors, int, int]:
 @pytest.mark.parametrize("rule", ROBUST)
 @settings(max_examples=40, deadline=None)
 @given(groups())
-def test_the_order_of_members_changes_no_byte(rule: Rule, group: Any) -> None:
+def test_the_order_of_members_does_not_affect_the_result(rule: Rule, group: Any) -> None:
     honest, lies, f, seed = group
     vectors = np.concatenate([honest, lies])
     draws = np.random.default_rng(seed)
@@ -174,7 +174,7 @@ def test_non_finite_values_of_liars_never_enter_a_result(rule: Rule, number: flo
 
 @pytest.mark.parametrize("rule", ROBUST)
 @pytest.mark.parametrize("f", [1, 2, 5])
-def test_more_liars_than_a_group_can_survive_are_refused(rule: Rule, f: int) -> None:
+def test_a_group_too_small_for_its_number_of_liars_is_refused(rule: Rule, f: int) -> None:
     least = MEMBERS_MIN[rule](f)
     vectors = np.random.default_rng(6).standard_normal((least, 10)).astype(np.float32)
     rule(vectors, np.ones(least), f)
