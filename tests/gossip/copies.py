@@ -66,7 +66,8 @@ class Machine:
 
 
 class Swarm:
-    """Members "1", "2" and so on, and processes of KEY under any names. One seed determines everything."""
+    """Members named "1", "2" and so on, and processes with the key KEY, which may have any names. One seed
+    determines everything."""
 
     def __init__(self, seed: int, settings: SwimSettings, *, others: int = 2) -> None:
         self.rng = Random(seed)
@@ -120,7 +121,8 @@ class Swarm:
         self.now = until
 
     def run_until(self, condition: Callable[[], bool], at_most: float) -> float | None:
-        """Return the seconds until the condition holds, None if it never does."""
+        """Run until the condition holds. Return how many seconds that took; None if the condition never
+        held."""
         begun = self.now
         while not condition():
             if self.now - begun > at_most:

@@ -1,5 +1,5 @@
-"""A swarm in which each peer lists only its neighbourhood. A search for neighbours is answered at once with
-the nearest running peers; a real DHT would take a moment.
+"""A swarm in which each peer lists only its neighbourhood. A search for neighbours immediately returns the
+nearest running peers; a real DHT would take a moment.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from tests.gossip.swarm import Swarm, peer_of
 
 NEAREST = 8
 SMALL = SwimSettings(scope_members_min=8, scope_members_max=24, sync_interval_seconds=10.0)
-"""Neighbourhoods are so small that a few hundred peers form many."""
+"""These limits make neighbourhoods so small that a few hundred peers form many of them."""
 
 
 class Neighbourhoods(Swarm):

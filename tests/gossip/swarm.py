@@ -24,7 +24,7 @@ DATAGRAM_BYTES_MAX = 1_232
 
 
 class HashSigner:
-    """A keyed hash as a signature: between tests it is as good as Ed25519, and faster."""
+    """Signs with a keyed hash. For tests this is as good as Ed25519, and faster."""
 
     def __init__(self, peer: PeerId) -> None:
         self.peer = peer
@@ -55,8 +55,9 @@ Arrival = tuple[PeerId, bytes, bool]
 
 
 class Swarm:
-    """Cores by number. `blocked(a, b)` says whether everything from a to b is lost, and `without_datagrams(a,
-    b)` whether only datagrams are lost. A message that came over a stream is answered over the stream.
+    """Cores by number. `blocked(a, b)` returns whether all messages from a to b are lost, and
+    `without_datagrams(a, b)` returns whether only datagrams are lost. A message that came over a stream is
+    answered over the stream.
     """
 
     place: Place | None = None

@@ -140,7 +140,7 @@ def test_missing_lists_the_members_that_are_awaited() -> None:
         for receiver, reply in machines[peer].receive(members[2], part):
             machines[receiver].receive(peer, reply)
     assert first.unsummed == ()
-    assert first.missing == members[1:]  # their sums: these still need our summands
+    assert first.missing == members[1:]  # the sums of these members still need our summands
     with pytest.raises(LocalProtocolError):
         _ = first.total
 

@@ -1,4 +1,4 @@
-"""Facts: which peer may state a fact about which other peer, and that a forged fact changes nothing.
+"""Tests of facts: which peer may state a fact about which other peer, and that a forged fact has no effect.
 Signatures are real."""
 
 from collections.abc import Collection
@@ -231,7 +231,8 @@ def test_an_accuser_refuted_too_often_is_ignored_for_a_while() -> None:
         peer.answering = {ANN.peer, BOB.peer}
         peer.hear(say(BOB, SuspectBody(ANN.peer, 5, number)))
         asked.append(ANN.peer in peer.pinged or peer.core.sizes["hints"][0] == 1)
-        peer.wait(10.0, peer.answering)  # later than an answer spares the peer another probe
+        # later than the time for which an answer saves a peer from the next probe
+        peer.wait(10.0, peer.answering)
     assert asked == [True] * int(REFUTED_MAX) + [False] * int(REFUTED_MAX)
     peer.now += 3 * LEAK_INTERVALS
     peer.pinged.clear()

@@ -1,4 +1,5 @@
-"""Candidates (peers that others name): what a large list of them costs, and which of them become listed."""
+"""Candidates are peers that other peers name. Tests of the cost of a long list of candidates, and of which
+candidates become members."""
 
 from collections import Counter
 from random import Random
@@ -40,8 +41,8 @@ def alive(number: int, incarnation: int = 1) -> Fact:
 
 
 class Peer:
-    """A core that lists a liar and an honest member. `pinged` contains the candidates that it pinged, in
-    order; of these, those in `there` answer. `most` is the largest number of signatures checked in one call
+    """A core that lists a liar and an honest member. `pinged` contains the candidates that the core pinged,
+    in order. The candidates in `there` answer. `most` is the largest number of signatures checked in one call
     of the core.
     """
 

@@ -17,7 +17,7 @@ FIRST_LIAR = 1_000
 
 
 class SwarmOfLiars(Swarm):
-    """Let the `liars` answer each ping of a core at once, with clocks that are off by `lie` seconds."""
+    """Let the `liars` answer each ping of a core immediately, with clocks that are wrong by `lie` seconds."""
 
     liars: range = range(0)
     lie = YEAR
@@ -32,7 +32,7 @@ class SwarmOfLiars(Swarm):
                 self._push(self.now + 0.001, number, (peer, encode(Ack(sent.number, (), None, wall)), False))
 
     def introduce(self, count: int, observer: int = 0) -> None:
-        """Let a member introduce this many liars to `observer`, in one burst."""
+        """Let a member introduce liars to `observer`, all in one burst."""
         self.liars = range(FIRST_LIAR, FIRST_LIAR + count)
         core = self.cores[observer]
         for liar in self.liars:

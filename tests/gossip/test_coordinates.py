@@ -1,4 +1,4 @@
-"""Network coordinates estimate the distances of an invented world, and liars gain little."""
+"""Network coordinates predict the round trips of a simulated world, and liars have little effect."""
 
 import math
 from random import Random

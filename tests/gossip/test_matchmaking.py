@@ -179,7 +179,8 @@ def test_a_lone_peer_forms_no_group() -> None:
 
 
 def test_a_peer_that_all_others_exclude_is_not_waited_for() -> None:
-    """Otherwise its wish alone would keep a peer from making a step by itself, round after round."""
+    """Without this, the wish of the excluded peer alone would keep another peer from making a step by itself,
+    round after round."""
     world = World(2)
     silent = peer_of(1)
     world.wish(0, patience_seconds=5.0, leaves_out=lambda peer: peer == silent)

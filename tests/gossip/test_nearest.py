@@ -1,4 +1,4 @@
-"""Which of several different states is chosen if some of them are invented."""
+"""Tests of the choice among several different states, some of which are invented."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,8 @@ SPREAD = 0.1
 
 
 def states(*changes: dict[str, Numbers | float] | None, seed: int = 1) -> dict[PeerId, dict[str, Numbers]]:
-    """Return honest states for each None, and the other states with the given arrays."""
+    """Return one state for each element: an honest state for None, otherwise a state with the given
+    arrays."""
     rng = np.random.default_rng(seed)
     common = {"tensor": rng.normal(size=500), "memory/exp_avg": 0.01 * rng.normal(size=500)}
     found: dict[PeerId, dict[str, Numbers]] = {}

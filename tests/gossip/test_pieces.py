@@ -160,8 +160,8 @@ def test_invalid_messages_are_refused(message: object) -> None:
 
 
 def test_a_swarm_is_four_times_as_fast_as_its_source_alone() -> None:
-    """8 peers, 16 MB, links of 20 Mbit/s each way; the source dies after 1.1 copies, and all still get
-    everything."""
+    """There are 8 peers, 16 MB, and links with 20 Mbit/s in each direction. The source dies after it has sent
+    1.1 copies, and all peers still get everything."""
     found = trade(peers=8, pieces=64, mbit_per_second=20, seed=3, kill_after_copies=1.1)
     assert found.finished == 8
     assert found.copies_of_source <= 1.2

@@ -224,8 +224,8 @@ def test_a_list_is_complete_again_once_enough_have_left() -> None:
 
 
 def test_a_silent_participant_is_forgotten_at_the_deadline() -> None:
-    """In floating point, 0.1 + 8 - 8 is less than 0.1. So a limit that is computed differently from the
-    deadline would never be reached."""
+    """In floating point, 0.1 + 8 - 8 is less than 0.1. So if the limit were computed differently from the
+    deadline, it would not be reached when the deadline comes."""
     own = Roster(peer_of(0), RUN, TENSORS, Random(1), 0.0, 1)
     own.receive(0.1, peer_of(1), Report(RUN, TENSORS, 1, 0, 0, 0, LINEAGE))
     own.wake(0.1 + roster.SILENT_SECONDS)

@@ -123,8 +123,7 @@ def test_neighbourhoods_split_as_the_swarm_grows_and_merge_as_it_shrinks() -> No
         swarm.run(1)
     swarm.settle(at_most=240)
     assert all(depth < grown[number] for number, depth in depths(swarm).items())
-    # While the swarm grows and shrinks, each depth occurs once each way: the old peers have had all depths,
-    # and none oscillated.
+    # Each depth occurs once while the swarm grows, and once while it shrinks. So no peer's depth oscillates.
     assert all(max(map(swarm.depths[number].count, swarm.depths[number])) <= 2 for number in swarm.cores)
 
 
@@ -201,7 +200,7 @@ def _bits(key: bytes) -> str:
     return f"{int.from_bytes(key, 'big'):0{8 * len(key)}b}"
 
 
-# Strangers and liars.
+# Unknown peers and liars.
 
 
 def core_of(number: int, depth: int | None = None, limits: SwimSettings = SMALL) -> Swim:

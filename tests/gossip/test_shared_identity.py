@@ -1,5 +1,5 @@
-"""Two processes with one key, as after copying a data folder: which of them stops, and which cases are not
-copies.
+"""If two processes have one key, because a data folder was copied, one of them stops. Some similar cases are
+not taken for copies.
 """
 
 from functools import partial

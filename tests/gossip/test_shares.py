@@ -1,4 +1,5 @@
-"""The share of a list that one source may fill, judged by the packets' source addresses and not by claims."""
+"""One source may fill only a share of a list. The source is the address of the packets, not a claimed
+address."""
 
 from crypto.contact import Address
 from crypto.identity import PeerId

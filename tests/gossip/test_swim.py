@@ -108,7 +108,7 @@ def test_a_killed_member_is_found_by_all_within_one_to_two_seconds(count: int) -
         # The minimum time to refute is one second. The longest of 40 seeds is 2.34 s (mean 1.5 s among
         # eight).
         assert swarm.run_until(partial(swarm.all_see, 1, Status.DEAD), at_most=2.4) > 1.0
-        # The reason names the observation and the observer.
+        # The reason states what was observed and by which member.
         member = swarm.view(0)[1]
         assert member.reason.startswith("no ack for ")
         if member.accuser == peer_of(0):
@@ -285,7 +285,7 @@ def test_a_member_that_calls_all_others_dead_is_not_believed(loss: float) -> Non
         liar = HashSigner(peer_of(0))
         for _ in range(60):
             for number in range(1, 8):
-                # The liar's facts name each member's present incarnation, and go to all.
+                # The liar's facts name each member's current incarnation, and are sent to all members.
                 lies = [
                     sign_body(liar, kind(peer_of(number), swarm.view(number)[number].incarnation, 0))
                     for kind in (SuspectBody, DeadBody)
@@ -310,7 +310,8 @@ def test_a_split_swarm_merges_after_it_heals() -> None:
     assert all(swarm.view(0)[number].status is Status.DEAD for number in range(4, 8))
     swarm.blocked = lambda _a, _b: False
     swarm.run_until(swarm.converged, at_most=15)
-    # A dead fact from the other side is hearsay: no member declared a neighbour dead because of it.
+    # A fact from the other half of the split that a member is dead is hearsay: no member declared a neighbour
+    # dead because of it.
     near = {peer_of(number) for number in range(4)}
     assert not [event for event in swarm.events[0] if isinstance(event, MemberDown) and event.peer in near]
 
@@ -335,7 +336,8 @@ def test_an_unknown_peer_that_pings_is_answered_and_asked_for_its_facts() -> Non
     assert isinstance(ask, Sync)
     assert ask.reply_wanted
     assert [fact.author for fact in ask.facts] == [peer_of(0)]
-    # The stranger is asked once per probe interval, and becomes a member only by a fact of its own.
+    # The unknown peer is asked for its facts once per probe interval, and becomes a member only through a
+    # fact that it signed.
     assert len(swarm.cores[0].receive(swarm.now, peer_of(9), Ping(4))) == 1
     assert 9 not in swarm.view(0).keys() | {0}
 

@@ -1,9 +1,9 @@
 """A data set is sent from one peer to many, with the simulator's engine and the real exchange core, but with
 dummy pieces.
 
-Every link is a queue with a rate each way (`sim.network.model.Access`); nothing is lost, as on streams. A
-piece contains its number. A liar sends the number of a different piece; a mute peer makes true claims and
-sends nothing.
+Every link is a queue with a rate in each direction (`sim.network.model.Access`). As on streams, nothing is
+lost. A piece contains its number. A liar sends the number of a different piece; a mute peer makes true claims
+and sends nothing.
 """
 
 from collections.abc import Sequence
@@ -107,8 +107,8 @@ def trade(
     mutes: int = 0,
     seconds_max: float = 3_600.0,
 ) -> Trade:
-    """Send `pieces` from one source to `peers`. The last of these are `liars` and `mutes`, which claim to
-    have everything. The source dies once it has sent this many copies.
+    """Send `pieces` from one source to `peers`. The last peers are `liars` and `mutes`, which claim to have
+    everything. The source may die once it has sent a given number of copies.
     """
     kinds = ["", *[""] * (peers - liars - mutes), *["liar"] * liars, *["mute"] * mutes]
     access = Access(1.0, mbit_per_second, mbit_per_second, queue_seconds=1e6)

@@ -1,12 +1,12 @@
 """One scenario, defined once and run by both drivers; `python -m tests.sim.agreement SEED` prints the
 digests.
 
-Twelve peers, each with SWIM and Kademlia, join, store a record, find it, and lose two of their number. The
-links are even or rough. Even links take exactly 50 ms, with some loss, so that messages sent in one instant
-also arrive in one instant. Rough links have two regions, asymmetric delays, duplicates, messages held back,
-narrow accesses, NATs and wrong clocks. In addition one peer freezes, one is slow, the swarm is split for a
-while, and one link is blocked. Local commands are given at odd microseconds: within an instant both drivers
-promise only the order of deliveries and wakes, not of commands.
+Twelve peers, each with SWIM and Kademlia, join, store a record and find it; two of them die. The links are
+even or rough. Even links take exactly 50 ms, with some loss, so that messages sent in one instant also arrive
+in one instant. Rough links have two regions, asymmetric delays, duplicates, messages held back, narrow
+accesses, NATs and wrong clocks. In addition one peer freezes, one is slow, the swarm is split for a while,
+and one link is blocked. Local commands are given at odd microseconds: within an instant both drivers promise
+only the order of deliveries and wakes, not of commands.
 """
 
 import sys
@@ -70,8 +70,8 @@ FATES = ("sent", "delivered", "lost", "cut", "duplicated", "filtered", "overflow
 
 @dataclass(frozen=True)
 class Outcome:
-    """A driver's outcome of the scenario. `ties` counts events at the same instant in the same core, `fates`
-    counts messages by fate, and `under_way` counts messages still in flight.
+    """A driver's outcome of the scenario. `ties` counts events at the same instant in the same core. `fates`
+    counts messages by their outcome (`FATES`). `under_way` counts messages still in flight.
     """
 
     trace: Trace

@@ -2,8 +2,8 @@
 actions.
 
 The peers are `Clockwork`s: they record what they receive, and when they are woken. An action is a function
-that takes a `Hands` object. It sends messages, freezes, kills or starts peers, or changes `hands.links`; it
-works the same under both engines. Each action should have its own instant.
+that takes a `Hands` object. It sends messages, freezes, kills or starts peers, or changes `hands.links`, with
+the same effect under both engines. No two actions should have the same instant.
 """
 
 import math
@@ -79,8 +79,8 @@ class Hands(ABC):
 
 @dataclass
 class Outcome:
-    """`heard` is what each peer received, in order. `fates` counts messages by fate (delivered, lost, ...);
-    `under_way` is the number still in flight."""
+    """`heard` is what each peer received, in order. `fates` counts messages by their outcome (delivered,
+    lost, ...). `under_way` is the number of messages still in flight."""
 
     heard: dict[PeerId, list[tuple[float, str]]]
     fates: Counter[str]

@@ -1,4 +1,5 @@
-"""A world of cores with training runs in it, disturbed as a test decides."""
+"""A world of cores (protocol state machines without I/O) with training runs. Tests decide how it is
+disturbed."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ BEGINS = 10.0
 def scenario(
     *runs: TrainingScenario, nodes: int = 7, seconds: float = 120.0, preset: Any = "lan", **changes: Any
 ) -> Scenario:
-    """Peers that find each other fast, and do nothing but runs."""
+    """Settings under which peers find each other quickly, and only runs are simulated."""
     return Scenario(
         name="runs",
         about="",
@@ -43,12 +44,12 @@ def training(**changes: Any) -> TrainingScenario:
 
 
 class _Over(Exception):
-    """All runs have ended."""
+    """Raised when all runs have ended."""
 
 
 @dataclass
 class Story:
-    """The published events, and the test's reaction to them."""
+    """A watcher that keeps the published events, and calls the test's actions in reaction to them."""
 
     seen: list[Observation] = field(default_factory=list)
     watchers: list[Callable[[Observation], None]] = field(default_factory=list)
@@ -103,7 +104,7 @@ class Troubled:
         self.world.at(time, action, *arguments)
 
     def crash(self, *numbers: int, seconds: float = 0.0) -> None:
-        """Stop the peer now, and restart it after `seconds`, unless that is 0."""
+        """Stop the peer now, and restart it after `seconds`; do not restart it if `seconds` is 0."""
         for number in numbers:
             if self.world.runs(number):
                 self.world.stop(number, "crash")

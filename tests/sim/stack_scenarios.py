@@ -85,7 +85,7 @@ class Played:
 
 
 def play(scenario: Scenario, seed: int) -> Played:
-    """Play a scenario to its end, with every invariant watched."""
+    """Play a scenario to its end, and check every invariant."""
     watch = Watch(checkers_for(scenario))
 
     def publish(observed: Observation) -> None:

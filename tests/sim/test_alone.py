@@ -17,7 +17,7 @@ SEEDS = int(os.environ.get("PEERLOOM_PARTITION_SEEDS", "2"))
 SPLIT_AT = BEGINS + 12
 APART_SECONDS = FORK_SECONDS + 40
 AGREED_SECONDS = 60.0
-"""Seconds after healing within which only one branch must be left."""
+"""Number of seconds after the network heals within which only one branch must be left."""
 
 
 def play(seed: int, *, members: int, steps: int, stages: int = 2) -> Troubled:
@@ -69,7 +69,8 @@ def test_three_isolated_members_end_on_one_branch() -> None:
 
 @pytest.mark.slow
 def test_members_that_wake_up_adopt_the_branch_of_the_lone_member() -> None:
-    """All others sleep, so the remaining member has made more steps when they return."""
+    """All members but one sleep. When they wake up, the remaining member has made more steps than they
+    have."""
     played = play(3, members=3, steps=400)
     awake = 1
     for sleeper in (0, 2):

@@ -1,4 +1,5 @@
-"""The network model's guarantees, checked under the heap engine and under trio by one suite of tests.
+"""The network model gives the same guarantees under the heap engine and under trio: the same tests run under
+both.
 
 The last test plays random actions under both, and expects the same outcome.
 """
@@ -26,7 +27,7 @@ PING_BYTES = envelope_bytes(PROTOCOL) + len(b"\x92\xa4Ping\x01")
 
 
 def rate(pings_per_second: float) -> float:
-    """Return the bandwidth, in Mbit/s, that carries this many pings per second."""
+    """Return the bandwidth in Mbit/s that carries the given number of pings per second."""
     return pings_per_second * PING_BYTES / BYTES_PER_MBIT
 
 
@@ -78,7 +79,8 @@ def test_some_messages_arrive_twice_and_some_overtake_others(fidelity: str) -> N
 def test_a_narrow_uplink_queues_messages_and_drops_late_ones(
     fidelity: str,
 ) -> None:
-    # Ten messages per second, and room for half a second: one leaves at once, five wait, the rest is lost.
+    # Ten messages per second, and room for half a second: one is sent immediately, five wait, and the rest
+    # are lost.
     access = Access(1.0, up_mbit_per_second=rate(10), queue_seconds=0.55)
     play = Play(NetworkModel(access=(access,)))
     for number in range(20):

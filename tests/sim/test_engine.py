@@ -1,4 +1,5 @@
-"""The heap engine on toy cores is repeatable, and follows one defined order within an instant."""
+"""The heap engine, tried with toy cores: runs are repeatable, and the order of events within one instant is
+defined."""
 
 import gc
 import math

@@ -1,4 +1,4 @@
-"""An experiment as one call: its result, its files, and its report of a broken invariant."""
+"""One call runs an experiment: its result, its files, and its report of a broken invariant."""
 
 import csv
 import json

@@ -1,8 +1,8 @@
 """A world of cores and a world of whole nodes agree: one scenario gives the same memberships in both.
 
-In both worlds, each peer's SWIM core draws from its own generator and dials through the same peer. So the
-views agree, and every membership event agrees to the microsecond, even if all messages of one instant arrive
-at one instant.
+In both worlds, each peer's SWIM core has its own random generator and joins through the same peer. So both
+worlds have the same views, and every membership event happens at the same microsecond, even if all messages
+sent at one instant also arrive at one instant.
 """
 
 from functools import cache
@@ -52,8 +52,8 @@ NETWORKS = {
         between_seconds=((0.0, 0.03), (0.02, 0.0)),
     ),
 }
-"""Links by seed: different pairs with loss; all equal, so full of simultaneous ticks; and longer in one
-direction.
+"""The network model of each seed: links of different lengths with loss; equal links, so that many events are
+simultaneous; and links that are longer in one direction.
 """
 SEEDS = tuple(NETWORKS)
 

@@ -35,7 +35,7 @@ def following(played: Troubled, newcomer: PeerId, plan: Plan) -> Change | None:
 
 
 def follow_whenever(played: Troubled, every: float) -> None:
-    """At intervals, let the committer want every peer without a stage to follow one."""
+    """At intervals, make the committer ask every peer without a stage to follow a stage."""
 
     def want() -> None:
         for committer in played.world.peers:

@@ -1,8 +1,8 @@
 """Runs in local mode in a world of cores, with deaths, restarts and partitions drawn from a seed.
 
 The rules are those of nodes (`partition.run.local`). Every run ends with one result, no stage works for two
-heads at one time, no step counts twice (`sim.worlds.local_truth` raises Broken otherwise), and no stage lacks
-a holder for long. `PEERLOOM_LOCAL_SEEDS` plays more seeds.
+heads simultaneously, no step counts twice (`sim.worlds.local_truth` raises Broken otherwise), and no stage
+lacks a holder for long. `PEERLOOM_LOCAL_SEEDS` plays more seeds.
 """
 
 import os
@@ -70,13 +70,13 @@ class LocalPlay(Troubled):
 
     @property
     def ends(self) -> list[LocalRunEnded]:
-        """Return the outcomes of members that did not leave the run to others."""
+        """Return the outcomes of the members that did not leave before the end of the run."""
         found = [row.event for row in self.story.of(LocalRunEnded)]
         return [event for event in found if event.outcome != "left"]
 
 
 def trial(seed: int) -> LocalPlay:
-    """Split the swarm, and stop and restart nodes, for a while; one node remains for each death."""
+    """For a while, split the swarm, and stop and restart nodes. For each death one free node remains."""
     rng = seeded_rng(seed, "local runs")
     stages = rng.choice((1, 2, 2, 3))
     members = rng.randint(max(2, stages), 6)

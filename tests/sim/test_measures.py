@@ -1,4 +1,4 @@
-"""Measures of a hand-made world: each figure is compared with a direct count."""
+"""The statistics of a hand-made world are compared with direct counts."""
 
 import pytest
 from hypothesis import given

@@ -16,13 +16,13 @@ from tests.sim.test_training import assert_done, is_step
 
 SEEDS = int(os.environ.get("PEERLOOM_PARTITION_SEEDS", "2"))
 GOES_ON_SECONDS_MAX = 12.0
-"""Maximum seconds between two applied steps: 7 s until SWIM is sure of a death, plus the steps before and
-after."""
+"""Maximum number of seconds between two applied steps: 7 s until SWIM declares a member dead, plus the steps
+before and after."""
 
 
 def play(seed: int, *, stages: int, steps: int = 30, seconds: float = 200.0) -> Troubled:
-    """Play a run whose stages have one replica each, one of them at the requester, and that no other peer can
-    join."""
+    """Play a run that no other peer can join. Each stage has one replica, and the requester holds one of the
+    stages."""
     run = training(members=stages, stages=stages, replicas=1, steps=steps)
     return Troubled(scenario(run, nodes=stages, seconds=seconds), seed)
 
@@ -74,7 +74,7 @@ def split_with(played: Troubled, newcomer: PeerId, plan: Plan) -> Change | None:
 
 
 def split_whenever(played: Troubled, every: float) -> None:
-    """At intervals, let the committer want a stage for each peer that has none."""
+    """At intervals, make the committer ask for a stage for each peer that has none."""
 
     def want() -> None:
         for committer in played.world.peers:

@@ -1,5 +1,4 @@
-"""Bugs planted in cores, and the checkers that find them: each bug is found within a few seeds, without false
-alarms.
+"""The checkers find bugs that are planted in cores: each bug within a few seeds, and without false alarms.
 
 A bug is a core that replaces ours, like a core that a user supplies (`sim.worlds.factories`).
 """
@@ -36,7 +35,7 @@ from sim.worlds.factories import Cores
 from sim.worlds.integer_stage import Truth
 
 SEEDS_MAX = 50
-"""Each bug must be found within this many seeds."""
+"""Maximum number of seeds within which each bug must be found."""
 
 
 def broken(scenario: Scenario, seed: int, **cores: Any) -> str | None:
@@ -104,8 +103,8 @@ class DropsRecords(Kademlia):
 
 
 class CountsTwice(Replica):
-    """A core that claims to have taken a micro-batch, which another replica counts, out of its sums, but has
-    not.
+    """A core that does not subtract a micro-batch from its sums if another replica counts it, but claims that
+    it did.
     """
 
     def next(self, now: float) -> WorkItem | None:
@@ -213,7 +212,7 @@ def test_a_member_that_forgets_a_leave_is_found_within_fifty_seeds() -> None:
 
 
 class DecidesAlone(PaxosChain):
-    """A core that takes its own vote for a majority."""
+    """A core that treats its own vote as a majority."""
 
     class Reach(Reach):
         def decides(self, instance: Instance, votes: Collection[PeerId]) -> bool:

@@ -13,7 +13,8 @@ pytest_plugins = ("pytester",)
 
 @pytest.fixture
 def theirs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """Return a folder of tests with a scenario; the simulator is installed in it as its pyproject says."""
+    """Return a folder of tests with a scenario. The simulator's pytest plugin is available there, as after an
+    installation."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{pytester.path}")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     installed = pytester.mkdir("simulator_under_test-1.dist-info")

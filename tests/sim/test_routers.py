@@ -39,8 +39,9 @@ def seen(
 
 
 def punched(one: RoutedMachine, other: RoutedMachine, server: RoutedMachine, transport: Transport) -> bool:
-    """Return whether packets get through both ways once each has written to the other's observed address, and
-    then to the source address of the other's packets, as plain sockets do in the laboratory.
+    """Return whether packets arrive in both directions. Each machine first sends to the other's observed
+    address, and then to the source address of the packets that it received. Plain sockets in the laboratory
+    do the same.
     """
     family = one.family(other)
     places = {end.peer: seen(end, server, transport, family=family) for end in (one, other)}
@@ -120,7 +121,7 @@ def test_a_router_keeps_a_bounded_number_of_mappings() -> None:
     assert len(router) < 5_000
 
 
-# --- peers behind them ---------------------------------------------------------------------------------
+# Peers behind routers.
 
 
 def scenario(seconds: str = "180") -> Scenario:
@@ -137,7 +138,7 @@ def scenario(seconds: str = "180") -> Scenario:
 
 
 class Story:
-    """Collects events, to be read by kind."""
+    """Collects events by kind."""
 
     def __init__(self) -> None:
         self.rows: list[Observation] = []

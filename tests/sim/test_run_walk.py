@@ -1,8 +1,8 @@
 """Random walks of whole runs: members crash, restart, leave, stall and are cut off, and every run ends.
 
-All checkers watch: one plan per height, each sample in one committed step, exact sums. A walk ends once its
-run has ended. `PEERLOOM_RUN_WALK_EVENTS=1000000` starts new walks until the members' cores have had this many
-calls.
+All checkers are active. For example, they require one plan per height, each sample in one committed step, and
+exact sums. A walk ends once its run has ended. `PEERLOOM_RUN_WALK_EVENTS=1000000` starts new walks until the
+members' cores have had this many calls.
 """
 
 import os
@@ -23,8 +23,8 @@ from tests.sim.test_following import follow_whenever
 
 EVENTS_WANTED = int(os.environ.get("PEERLOOM_RUN_WALK_EVENTS", "3000"))
 FOUND = (3_058,)
-"""In this walk, a requester returned with a plan of which the committer had never heard, and was made the
-next committer."""
+"""In the walk of this seed, a requester returned with a plan that was unknown to the committer, and became
+the next committer."""
 PEERS = 7
 TROUBLE_SECONDS = 40.0
 AWAY_SECONDS_MAX = 15.0
@@ -76,7 +76,7 @@ class Trouble:
             world.tell(world.lives[world.peers[some[0]]], PeerFrozen(min(seconds, 4.0)))
 
     def suspect(self, some: list[int], _seconds: float) -> None:
-        """Cut one peer off for a moment, so that others suspect it."""
+        """Disconnect one peer for a moment, so that others suspect it."""
         world = self.played.world
         world.deafen(some[0], True)
         self.played.at(world.now + 2.0, world.deafen, some[0], False)
@@ -149,7 +149,7 @@ def test_seeds_whose_run_once_did_not_end_do_end(seed: int) -> None:
 
 
 def test_every_cause_in_the_table_of_run_states_occurs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exception is "asked to stop": no peer does so in a world of cores."""
+    """The exception is the cause "asked to stop", because no peer in a world of cores asks a run to stop."""
     seen: set[str] = set()
 
     def after(state: State, cause: Cause) -> State:

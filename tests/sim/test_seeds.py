@@ -1,4 +1,5 @@
-"""Draws that are identified by name, seeded entropy, and the signer of the simulation."""
+"""Sources of randomness in the simulation: figures drawn by seed and name, and seeded entropy. Also the
+simulated signer."""
 
 import pytest
 

@@ -1,8 +1,8 @@
 """Runs of two members and their witnesses in a world of cores, with deaths, freezes and partitions among
 these few.
 
-There are never two plans at one height, even if the requester breaks ties. The run continues whenever enough
-voters are up and can reach each other. `PEERLOOM_SMALL_SEEDS` plays more seeds.
+There must never be two plans at one height, even if the requester's vote breaks ties. The run must continue
+whenever enough voters are up and can reach each other. `PEERLOOM_SMALL_SEEDS` plays more seeds.
 """
 
 import os
@@ -18,8 +18,8 @@ from tests.sim.runs_world import BEGINS, Troubled, scenario, training
 
 SEEDS = int(os.environ.get("PEERLOOM_SMALL_SEEDS", "3"))
 FOUND = (46, 56)
-"""In one of these, two members that were absent in turn each waited for the other's proposal. In the other, a
-lone requester went back to a checkpoint of which it had no copy.
+"""With one of these seeds, two members that had been absent one after the other each waited for the other's
+proposal. With the other seed, a lone requester went back to a checkpoint of which it had no copy.
 """
 STEPS = 40
 OPENS_AT = BEGINS + 12.7

@@ -1,5 +1,5 @@
-"""The parts of a stack of whole nodes: repeatable scheduling by trio, the cost of computing, the contents of
-a stage's sums."""
+"""The parts of a simulation of whole nodes: repeatable scheduling by trio, the simulated cost of computing,
+and the contents of a stage's sums."""
 
 from random import Random
 

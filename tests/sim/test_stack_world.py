@@ -27,7 +27,7 @@ from tests.sim.stack_scenarios import DIGITS, FULL, SWARM, Played, play
 ROOT = Path(__file__).parent.parent.parent
 FULLY = os.environ.get("PEERLOOM_STACK") == "full"
 OTHER_GC_THRESHOLD = 5_000
-"""Python's default is 700. With this value garbage is collected at other moments."""
+"""Python's default is 700. With this value, garbage is collected at different moments."""
 
 
 def play_here_and_elsewhere(scenario: Scenario, seed: int) -> Played:

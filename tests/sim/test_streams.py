@@ -26,7 +26,7 @@ A, B, C = sorted(seeded_peer(1, index) for index in range(3))
 
 
 def narrow(*, up: float = math.inf, down: float = math.inf) -> NetworkModel:
-    """Return a network that gives every peer this many bytes of stream data per second."""
+    """Return a network whose links carry the given number of bytes of stream data per second."""
     mbit = STREAM_OVERHEAD / BYTES_PER_MBIT
     return NetworkModel(access=(Access(1.0, up_mbit_per_second=up * mbit, down_mbit_per_second=down * mbit),))
 
@@ -54,7 +54,7 @@ def now() -> float:
 
 
 async def timed(stream: Stream, count: int, done: list[float]) -> None:
-    """Wait for this many messages; return the arrival time of each."""
+    """Wait for the given number of messages; return the arrival time of each."""
     for _ in range(count):
         await stream.receive()
         done.append(now())

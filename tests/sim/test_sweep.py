@@ -39,7 +39,8 @@ def test_a_sweep_plays_every_combination_once_and_resumes(
     ]
     digests = [run["digest"] for run in document["runs"]]
     assert digest(tmp_path, seed=3) not in digests, "progress is not shown out of 30 seconds"
-    # The state after a kill while one summary was being written, and after a stop of a second play.
+    # This is the state of two interrupted plays: one was killed while its summary was being written, the
+    # other was stopped.
     kept = (out / "nodes=4" / "seed=3" / "summary.json").stat().st_mtime_ns
     half = out / "nodes=5" / "seed=3" / "summary.json"
     half.write_text(half.read_text()[:100])

@@ -30,7 +30,7 @@ RESUME_SECONDS_MAX = 10.0
 SPLIT_SECONDS = 60.0
 STAGES = 2
 NOTED = (21, 18)
-"""In these seeds, a newcomer must commit, and no member can continue until the network heals."""
+"""With these seeds, a newcomer must commit, and no member can continue until the network heals."""
 SEVEN = range(7)
 
 
@@ -93,7 +93,7 @@ def crash_in(phase: str, victim: int) -> Troubled:
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("phase", ["counting", "committing", "applying", "evaluating"])
 def test_a_death_in_any_phase_of_a_step_leaves_the_sums_exact(phase: str, victim: int) -> None:
-    """Victim 0 commits, 1 holds the first stage, 2 the last."""
+    """`victim` 0 is the committer, 1 holds the first stage, and 2 holds the last stage."""
     played = crash_in(phase, victim)
     assert_done(played, 10)
     # The others soon evaluate the dead member's samples, so no plan is needed.
@@ -260,7 +260,7 @@ def test_the_same_seed_gives_the_same_run_in_another_process() -> None:
 
 
 class CountsTwice(Replica):
-    """A replica that does not subtract micro-batches that another replica counts by now."""
+    """A replica with a bug: it does not subtract micro-batches that another replica counts."""
 
     def _committed(self, step: int) -> WorkItem:
         work = super()._committed(step)

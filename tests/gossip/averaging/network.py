@@ -63,7 +63,7 @@ def group_of(
 
 
 class Core(Protocol):
-    """An attempt or a round."""
+    """A core of an attempt, or of a whole round."""
 
     result: Averaged | NotAveraged | None
 
@@ -321,7 +321,8 @@ class Play:
             self._lost.discard(sender)
             wish = self._met.get(message.key)
             if wish is None:
-                # As if the peer had repeated its wish: the convener of a later group waits for it.
+                # This has the same effect as if the peer repeated its wish: the convener of a later group
+                # waits for the peer.
                 self._early.setdefault(message.key, []).append((sender, message))
                 return []
             return [*wish.receive(now, sender, message), *self._advance(now)]

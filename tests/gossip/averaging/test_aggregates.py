@@ -26,7 +26,8 @@ def group_by(aggregate: Aggregate, count: int, items: int, codec: str = "float32
 def averaged(
     aggregate: Aggregate, vectors: dict[int, Vector], codec: str = "float32", **options: object
 ) -> tuple[Averaging, Vector]:
-    """Run one attempt in which all succeed. Return its world, and the vector that all members hold."""
+    """Run one attempt, in which all members must succeed. Return its world, and the vector that all members
+    hold."""
     items = len(vectors[0])
     world = Averaging(group_by(aggregate, len(vectors), items, codec), vectors, **options)  # type: ignore[arg-type]  # weights
     world.start()

@@ -13,7 +13,7 @@ from tests.gossip.swarm import peer_of
 
 ITEMS = 4_000_000
 UPLOADS = (4e6, 4e6, 4e6, 4e5)
-"""Bytes per second: the last member has a tenth of the others' rate."""
+"""Upload rates in bytes per second. The last member has a tenth of the others' rate."""
 
 
 def best_seconds(uploads: tuple[float, ...]) -> float:

@@ -1,4 +1,5 @@
-"""One attempt: exact without failures. With failures, all members that succeed hold the same bytes."""
+"""One attempt gives the exact mean without failures. With failures, all members that succeed hold the same
+bytes."""
 
 from collections.abc import Callable
 

@@ -104,8 +104,8 @@ def test_attendance_records_are_bounded_and_keep_peers_that_completed() -> None:
 
 
 def test_an_excluded_peer_is_tried_once_per_failure() -> None:
-    """So two peers that exclude each other meet again, and a silent peer that proposes costs only one
-    attempt."""
+    """Because of this, two peers that exclude each other meet again, and a silent peer that proposes a group
+    costs only one attempt."""
     attendance = Attendance()
     assert not attendance.declines(0.0, PUNCTUAL)
     attendance.failed(0.0, [PUNCTUAL], 1.0)

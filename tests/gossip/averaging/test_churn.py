@@ -1,7 +1,7 @@
 """Ten peers average repeatedly in virtual time, while one of them dies or returns every half to two seconds.
 
-After the stress test of PCCL (Keiblinger et al. 2025), which fails if no reduction succeeds for a while. Here
-the peer that writes the roster is killed too. `PEERLOOM_CHURN_SECONDS` lengthens the test.
+The test follows the stress test of PCCL (Keiblinger et al. 2025), which fails if no reduction succeeds for a
+while. Here the peer that writes the roster is killed too. `PEERLOOM_CHURN_SECONDS` lengthens the test.
 """
 
 import os
@@ -40,8 +40,8 @@ def test_averaging_continues_while_peers_die_and_return() -> None:
             is_over = core.result is not None and (
                 core.is_closed or world.now - ended.setdefault(number, world.now) > LINGER_SECONDS
             )
-            # As a node does: after a round, it starts the next one; without a group, it joins the newest
-            # round it heard of.
+            # Like a node, the peer starts the next round after a completed one. If it got no group, it joins
+            # the newest round that it heard of.
             if is_over:
                 newest = max(newest, world.rounds[number] + 1)
             if is_over or (core.result is None and core.attempt is None and world.rounds[number] < newest):

@@ -170,7 +170,7 @@ class Liar:
     is_silent: bool = False
     told: int = 0
     one: int | None = None
-    """The member that is lied to, if not all are: the first that would receive such a message."""
+    """If only one member is lied to: the first member that would receive such a message."""
 
     def says(self, receiver: int, message: Any) -> Any:
         kind, fits, lies = STATES[self.state]
@@ -187,8 +187,9 @@ class Liar:
 
 
 class World(Averaging):
-    """Run an attempt in which one member lies. In states of asking, a part is lost on its way to the liar, so
-    that it asks. In states of withdrawal or of a silent request, the liar is cancelled in the middle.
+    """Run an attempt in which one member lies. For the states in which a member asks for a part, a part to
+    the liar is lost, so that the liar asks for it. For the states in which a member withdraws, or requests
+    something and stays silent, the liar is cancelled in the middle.
     """
 
     def __init__(self, group: Group, vectors: Any, liar: Liar) -> None:

@@ -1,4 +1,4 @@
-"""Which proofs of lies a full table keeps."""
+"""A full table keeps the most important proofs of lies."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -92,7 +92,7 @@ def test_a_silent_proposer_is_skipped() -> None:
         world = Rounds(vectors_of(range(4), ITEMS), 4, seed=dead)
 
         def die(world: Rounds = world, dead: int = dead) -> None:
-            # The liar joins, so that all count on it, and then stays silent; no peer notices.
+            # The liar joins, so that all members include it, and then stays silent.
             if world.now > 0.02 and dead not in world.gone:
                 world.kill(dead)
 

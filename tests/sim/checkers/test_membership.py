@@ -1,4 +1,4 @@
-"""Hand-made event streams that the checkers of membership accept, and streams that make them raise."""
+"""The checkers of membership accept valid hand-made event streams, and raise for invalid ones."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Hand-made event streams that the checkers of plans, steps, averages, records and limits accept, and streams
-that make them raise."""
+"""The checkers of plans, steps, averages, records and limits accept valid hand-made event streams, and raise
+for invalid ones."""
 
 import pytest
 

@@ -138,7 +138,7 @@ def test_lab_machines_are_up_by_day_and_down_at_weekends() -> None:
 def test_ten_thousand_peers_are_cheap_because_draws_are_lazy() -> None:
     stream = changes(Churn(profile="kad", permanent=0), 10_000, 1e9, 1)
     first = list(islice(stream, 20_000))
-    # A million years of sessions are not drawn.
+    # Sessions are drawn lazily, so the million years are not drawn.
     assert first[-1].time < 12 * HOUR
 
 

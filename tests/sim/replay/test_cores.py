@@ -16,7 +16,8 @@ from tests.stack import manifest, simulate, swarm
 
 
 def made_through_seams() -> dict[type, str]:
-    """Return each core that a module of `node` creates with `core` of its seams, and where."""
+    """Return each core that a module of `node` creates with the `core` method of its seams, and the place in
+    the source."""
     found: dict[type, str] = {}
     for file in sorted((ROOT / "node").rglob("*.py")):
         place = ".".join(file.relative_to(ROOT).with_suffix("").parts)
@@ -28,7 +29,7 @@ def made_through_seams() -> dict[type, str]:
             value: object = import_module(place)
             kind = call.args[0]
             if isinstance(kind, ast.Call) and ast.unparse(kind.func).endswith("seams.part"):
-                kind = kind.args[0]  # a node uses a different class in its place only if a program says so
+                kind = kind.args[0]  # a node uses a different class only if a program replaces this one
             for name in ast.unparse(kind).split("."):
                 value = getattr(value, name)
             assert isinstance(value, type), f"{place}:{call.lineno}: {ast.unparse(call)}"
@@ -48,12 +49,13 @@ ONLY_TOLD = {
     ("records", "watch_changes"): "only records what the disk must keep; no message depends on it",
     ("records", "take_changes"): "as watch_changes",
 }
-"""Calls from the surrounding code to a part of a core, outside the recorded calls, and why none of them
-changes the core's answers."""
+"""Calls of the surrounding code to parts of a core that are not recorded, with the reason why each cannot
+change the core's answers."""
 
 
 def shell_changes() -> dict[tuple[str, str], str]:
-    """Return each part of a core that a module of `node` assigns to or calls, with its name and place."""
+    """Return each part of a core that a module of `node` assigns to or calls, with its name and the place in
+    the source."""
     found: dict[tuple[str, str], str] = {}
     for file in sorted((ROOT / "node").rglob("*.py")):
         if "recording" in file.parts:

@@ -1,7 +1,7 @@
-"""Records of real processes, one of them killed, replay to the same events: exact runs, local runs, optimizer
-scripts.
+"""Replaying the records of real processes, one of which is killed, gives the same events: for exact runs,
+local runs and optimizer scripts.
 
-Run by `make soak`, or with PEERLOOM_REPLAYS=20: five processes train for minutes. `test_replay` has the same
+Run by `make soak`, or with PEERLOOM_REPLAYS=20: five processes train for minutes. `test_replay` does the same
 in virtual time.
 """
 

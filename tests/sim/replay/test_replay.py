@@ -1,4 +1,4 @@
-"""A recorded node replays to the same events, and an error names any change in its record."""
+"""Replaying a node's record gives the same events. If the record was changed, an error says where."""
 
 import errno
 import io

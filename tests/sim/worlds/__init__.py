@@ -1,1 +1,1 @@
-"""Both fidelities."""
+"""Tests of simulated worlds, of cores alone and of whole nodes."""

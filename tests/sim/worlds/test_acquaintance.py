@@ -1,5 +1,5 @@
-"""A swarm that starts settled: from its first instant all peers know the others that they would know after
-running for long.
+"""A swarm that starts settled: from the beginning, all peers know the peers that they would know after a long
+time.
 """
 
 from typing import Any

@@ -44,8 +44,8 @@ MIXED = Scenario(
 
 
 class Told:
-    """One world's events about reachability, the peers whose final messages mark their sender as a client,
-    and the number of live peers that each lists.
+    """One world's events about reachability, the peers that finally call themselves clients in their
+    messages, and the number of live peers in each peer's list.
     """
 
     def __init__(self, world: type[CoresWorld] | type[StackWorld], scenario: Scenario, seed: int) -> None:
@@ -139,7 +139,7 @@ def test_a_restarted_peer_must_detect_its_reachability_again() -> None:
 
 
 class Counting(Kademlia):
-    """Counts the requests of all peers together, and how many stay unanswered."""
+    """Counts the requests of all peers, and those that stay unanswered."""
 
     counts: ClassVar[Counter[str]] = Counter()
 

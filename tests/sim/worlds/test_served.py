@@ -40,8 +40,7 @@ FEW = SMALL | {
     "services.0.load_seconds": "2",
     "services.0.at_seconds": "8",
 }
-"""Half of the departing machines die without a goodbye, and sometimes too few machines for two stages
-remain."""
+"""Half of the departing machines die without a goodbye. Sometimes too few machines remain for two stages."""
 
 
 def small() -> Scenario:
