@@ -123,7 +123,7 @@ def test_neighbourhoods_split_as_the_swarm_grows_and_merge_as_it_shrinks() -> No
         swarm.run(1)
     swarm.settle(at_most=240)
     assert all(depth < grown[number] for number, depth in depths(swarm).items())
-    # Each depth occurs once while the swarm grows, and once while it shrinks. So no peer's depth oscillates.
+    # Each depth occurs at most once while the swarm grows and once while it shrinks, so none oscillates.
     assert all(max(map(swarm.depths[number].count, swarm.depths[number])) <= 2 for number in swarm.cores)
 
 

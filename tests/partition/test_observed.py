@@ -48,7 +48,7 @@ def saw(*links: tuple[PeerId, int, int], stages: tuple[tuple[PeerId, int], ...] 
 # --- trust in measurements ---------------------------------------------------------------------------
 
 
-def test_of_the_measurements_at_both_ends_the_lower_is_used() -> None:
+def test_the_lower_of_the_measurements_at_both_ends_is_used() -> None:
     known = Knowledge(C, {}, {A: saw((B, 10**9, 10**9)), B: saw((A, 5 * 10**6, 10**6))})
     found = known.links([A, B])
     assert found[A, B] == Link(10**6, 1_000)
