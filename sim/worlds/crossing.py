@@ -1,9 +1,8 @@
 """Paths between simulated peers behind routers: connections and their upkeep. No I/O and no real clock.
 
 A path is one direct connection, or two connections through a relay. Both of its ends run the multiplexer of a
-real node (`node.transport.multiplexer`). The multiplexer's pings keep the mappings of routers open and detect
-a dead path. `sim.worlds.routed` decides on paths and requests them; `sim.worlds.open_paths` keeps the open
-ones.
+real node. Its pings keep the mappings of routers open and detect a dead path. `sim.worlds.routed` decides on
+paths and requests them; `sim.worlds.open_paths` keeps the open ones.
 """
 
 from collections.abc import Callable
