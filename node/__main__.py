@@ -1,4 +1,4 @@
-"""Entry point of the console script `peerloom` and of `python -m node`; see `node.main`."""
+"""Entry point of the console script `peerloom` and of the module `node`; see `node.main`."""
 
 import os
 import shlex

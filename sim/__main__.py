@@ -1,4 +1,4 @@
-"""The entry point of `python -m sim`; see `sim.cli`."""
+"""The entry point of the module `sim`; see `sim.cli`."""
 
 import sys
 

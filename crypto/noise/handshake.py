@@ -5,7 +5,7 @@
 tokens.
 
     e1       in the first message, after e: the initiator's fresh ML-KEM-768 encapsulation key (1,184 bytes)
-             is sealed (EncryptAndHash: in the clear while no key is mixed in) and so hashed
+             goes through EncryptAndHash, which encrypts it only if a key has been mixed in already
     ekem1    in the second, after ee: the ciphertext (1,088 bytes) made for that key is sealed, under the key
              that resulted from ee, and so hashed; then its shared secret is mixed in (MixKey)
 
@@ -247,10 +247,12 @@ def _check(
         raise LocalProtocolError(f"{pattern} {'needs a' if takes_psk else 'takes no'} key of 32 bytes")
     if (initiator and pattern in _KNOWING) != (remote_static is not None):
         raise LocalProtocolError(
-            f"{pattern}: only an initiator of this pattern must know the other side's static key beforehand"
+            f"{pattern}: `remote_static` is given by an initiator of a pattern with that key, and by nobody else"
         )
     if (initiator and pattern in HYBRIDS) != (kem_seed is not None):
-        raise LocalProtocolError(f"{pattern}: only an initiator of this pattern has an ML-KEM key")
+        raise LocalProtocolError(
+            f"{pattern}: `kem_seed` is given by the initiator of a hybrid pattern, and by nobody else"
+        )
     return list(messages)
 
 

@@ -1,4 +1,5 @@
-"""Bounded memory of the stamps that must not be replayed, by peer. It outlives the peer's sessions.
+"""For each peer, the newest stamps accepted from it, so that no older one is accepted again. The memory is
+bounded, and outlives the peer's sessions.
 
 An attacker that makes us forget a peer can replay that peer's initiation. So a source with many ids evicts
 only its own entries. All peers without a proven address count as one source, because they may forge any
@@ -16,15 +17,16 @@ _UNPROVEN = b""
 
 @dataclass(slots=True)
 class PeerMemory:
-    """The memory of one peer: the highest stamps of its initiations and of their requests."""
+    """The memory of one peer: the highest stamps of its initiations, and of the requests that came with
+    them."""
 
     stamp: int = 0
     request: int = 0
 
 
 class Memories:
-    """Memories by peer. `is_needed(peer)` says whether a peer still has a state, in which case its memory
-    must be kept; at most `memories_max` others are kept."""
+    """Memories by peer, about `memories_max` of them. `is_needed(peer)` says whether the session table has an
+    entry for the peer; the memory of such a peer is never dropped."""
 
     def __init__(self, is_needed: Callable[[PeerId], bool], memories_max: int) -> None:
         self._is_needed = is_needed

@@ -1,9 +1,9 @@
 """An upper bound on the steps that another branch of a run can have committed, from the pace measured before
 the split.
 
-Members of another branch claim their committed steps, and no member of this branch saw them. So a claim
-counts only up to the number of steps that the other branch's machines could compute since this member last
-reached all of them.
+Members of another branch state how many steps they have committed, and no member of this branch can check it.
+So a claim counts only up to the number of steps that the other branch's machines could compute since this
+member last reached all of them.
 """
 
 from collections import OrderedDict
@@ -17,8 +17,8 @@ from partition.plan.plan import Plan, plan_hash
 PACE_SECONDS = 10.0
 """Minimum length of a measurement. A shorter one would be distorted by the start of the plan."""
 FASTER_MAX = 4.0
-"""Factor by which a part of the machines may be faster, relative to their rates, than all of them together.
-Links slow down the whole, so a part alone may be faster."""
+"""Maximum ratio of the pace per FLOP/s of some of the machines to that of all of them together. Links slow
+down the whole, so a part alone may be faster."""
 STEPS_SPARE = 2
 """Number of additional steps that may be in progress at the split, or may be committed before this member
 notices it."""
@@ -70,8 +70,8 @@ class BranchPace:
             self._sightings.popitem(last=False)
 
     def since(self, branch: Branch | None) -> Sighting | None:
-        """Return the last sighting of the members of a branch together with all others. If it is no longer
-        kept, return the oldest sighting; None if there is none."""
+        """Return the last time at which all members of the branch's last common plan were reachable. If that
+        is no longer kept, return the oldest such time kept; None if there is none."""
         oldest = next(iter(self._sightings.values()), None)
         return oldest if branch is None else self._sightings.get(plan_hash(branch.split), oldest)
 
@@ -79,7 +79,8 @@ class BranchPace:
         """Return the highest number of steps that a branch can have committed; None before the first
         measurement.
 
-        If the branch does not show its origin, all machines of the plan `here` are assumed to be in it.
+        If `branch` is None, because its origin is not known, all machines of the plan `here` are assumed to
+        be in it.
         """
         since = self.since(branch)
         if self.best is None or since is None:

@@ -173,7 +173,7 @@ class Ending:
         return self._advance(now)
 
     def know(self, peer: PeerId) -> None:
-        """Accept this member's messages about the end of the run although it is not in sight. It may have
+        """Accept messages of `peer` about the end of the run although it is not in sight. It may have
         finished the run already."""
         self._others.know(peer)
 
@@ -211,7 +211,8 @@ class Ending:
 
     def give_up(self, now: float, conclusion: Conclusion, *, is_missing: bool = False) -> Sends:
         """Give up the preferred conclusion, because its result is invalid or was not handed over
-        (`is_missing`). If the conclusion is already decided, the run ends here without its result."""
+        (`is_missing`). If the conclusion is already decided and its result is missing, the run ends here
+        without it."""
         if conclusion != self.best or self.holds or self.is_settled:
             return []
         if self.is_decided:
@@ -319,8 +320,8 @@ class Ending:
         }
         if self.best is not None:
             candidates.setdefault(self.best, set()).update({self._me} if self.holds else ())
-        # A liar can tell each member something different, so a lead of no more votes than there may be liars
-        # does not outweigh the rank.
+        # A liar can tell each member something different, so a lead of at most as many votes as there may be
+        # liars is ignored: among conclusions that close, the better `rank` wins.
         votes = {conclusion: len(holders & self._poll.voters) for conclusion, holders in candidates.items()}
         enough = max(votes.values(), default=0) - self._poll.electorate.liars_max
         chosen = min((each for each in candidates if votes[each] >= enough), key=rank, default=None)

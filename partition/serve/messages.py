@@ -54,9 +54,11 @@ ROLL_ROWS_MAX = 64
 TENSORS_MAX = 16
 """Maximum number of tensors of one boundary between stages."""
 SHARES_MAX = 1 << 16
-"""Number of different shares that a door may use. It cannot have more at a time than it has sessions."""
+"""Number of different values of `OpenSession.share`, one for each user of the door. Only shares with an open
+session take memory."""
 UNITS_MAX = 1 << 31
-"""Limit of the number of a unit. The units of one session are numbered in the order of sending."""
+"""Upper bound of a unit's number, exclusive. The units of one session are numbered in the order of
+sending."""
 
 Session = Annotated[bytes, msgspec.Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -72,8 +74,8 @@ Tensors = Annotated[tuple[TensorHeader, ...], msgspec.Meta(max_length=TENSORS_MA
 CloseCode = Literal["busy", "evicted", "failed", "leaving", "length", "position", "refused", "unknown"]
 """The reason why a session is not served. busy: there is no room now; evicted: its place was given to another
 session, because its door sent nothing; failed: the stage failed; leaving: the node leaves; length: it has
-more tokens than the model takes; position: tokens before the unit are missing; refused: the owner serves only
-other peers; unknown: there is no such session here."""
+more tokens than the model takes; position: tokens before the unit are missing; refused: the node's owner does
+not serve this door; unknown: there is no such session here."""
 
 
 class SessionBase(msgspec.Struct, frozen=True, array_like=True):
@@ -86,8 +88,8 @@ class SessionBase(msgspec.Struct, frozen=True, array_like=True):
 class OpenSession(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """Serve this session of mine with your stage of a service. `before` sends you its units (the door itself
     at the first stage), and you pass them on to `after` (the door itself at the last stage). If there is a
-    `base`, the session begins with the first tokens of another session of mine. My sessions with a different
-    `share` are for a different user, and take turns with these within my own turns."""
+    `base`, the session begins with the first tokens of another session of mine. Sessions of mine with a
+    different `share` belong to a different user; users take turns within the computing time that I get."""
 
     session: Session
     service: Hash
@@ -117,8 +119,8 @@ class SessionClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
 class UnitWork(msgspec.Struct, frozen=True, array_like=True, tag="work"):
     """A unit for one stage; the previous version names no stage, because a peer holds only one. The unit
     begins after `position` tokens of the session; if the stage has more, it rolls back to there. The last
-    stage answers for the last `wanted` rows: with the `best` logits of each (0: all logits), or if
-    `is_hidden` with its hidden states, from which the model's head would compute logits. The tensors' bytes
+    stage answers for the last `wanted` rows: with the `best` highest logits of each (0: all logits). If
+    `is_hidden`, it answers with the inputs of the model's head for these rows instead. The tensors' bytes
     follow."""
 
     session: Session
@@ -136,7 +138,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """The result of the last stage for a unit. With `best`, the tensors are the ids (int64) of each row's
     best logits, and these logits. Otherwise they are all logits of the rows; there are none if no row was
     wanted. `sums` are the logarithms of each row's sum of exponentials. If hidden states were wanted, they
-    are the only tensor, with a row for each token, and there are no sums. The tensors' bytes follow."""
+    are the only tensor, with one row for each wanted row, and `sums` is empty. The tensors' bytes follow."""
 
     session: Session
     number: UnitNumber

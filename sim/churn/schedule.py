@@ -36,8 +36,8 @@ class PopulationChange(NamedTuple):
     """An arrival or a departure of the peer `number` at `time` (virtual seconds, whole microseconds).
 
     For a departure, `why` is crash (without a goodbye) or leave (with a goodbye). For an arrival it is
-    return. For a peer that is down at the start it is absent, at time 0 before all other changes.
-    `remembers`: whether the peer returns with its disk.
+    return. For a peer that is down at the start, `why` is absent; this change comes at time 0, before all
+    others. `remembers`: whether the peer returns with its disk.
     """
 
     time: float

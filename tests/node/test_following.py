@@ -179,7 +179,7 @@ async def test_a_version_is_published_once_and_versions_only_increase(tmp_path: 
     with pytest.raises(UsageError, match="version 5 is not above version 5"):
         await world.following._publish(PublishRequest(text), None)  # type: ignore[arg-type]  # it tells nothing while it works
     foreign = file_of(signed(6, swarm="another"), 6).decode()
-    with pytest.raises(UsageError, match="no settings signed for swarm default"):
+    with pytest.raises(UsageError, match="not settings signed for swarm default"):
         await world.following._publish(PublishRequest(foreign), None)  # type: ignore[arg-type]  # it tells nothing while it works
 
 
@@ -189,7 +189,7 @@ def test_a_bad_settings_file_is_refused_with_its_line() -> None:
 
     text = 'version = 3\n[offer]\nhours = "22:00-07:00"\nmains_only = true\n[resources]\ncores = 2\n'
     assert dict(read(text)) == {"hours": "22:00-07:00", "mains_only": "true", "cores": "2"}
-    with pytest.raises(UsageError, match=r"^f\.toml:3: location is each owner's own"):
+    with pytest.raises(UsageError, match=r"^f\.toml:3: each owner decides location"):
         read('version = 3\n[resources]\nlocation = "x"\n')
     with pytest.raises(UsageError, match=r"^f\.toml:3: hours whenever: want times"):
         read('version = 3\n[offer]\nhours = "whenever"\n')

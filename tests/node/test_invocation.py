@@ -22,8 +22,8 @@ from tests.source import ROOT
 
 
 def advice(errors: str) -> str:
-    """Return the command after `do:` or `look:`. The command ends before a comma or several blanks."""
-    found = re.search(r"^  (?:do|look): ([^,]+?)(?:,|  |$)", errors, re.MULTILINE)
+    """Return the command of the advice after `do:` or `look:`; it ends before a comma or several blanks."""
+    found = re.search(r"^  (?:do|look): (?:start it with )?([^,]+?)(?:,|  |$)", errors, re.MULTILINE)
     assert found is not None, errors
     return found[1]
 

@@ -85,7 +85,7 @@ async def test_packed_weights_leave_the_arena_and_are_read_back_bit_for_bit() ->
             await trio.testing.wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
         assert await held.read_stored(source.offset, 64, RealExecutor()) == bytes_of(values[packed.name])[:64]
-        with pytest.raises(StageFailed, match=f"row {slot.row} has no"):
+        with pytest.raises(StageFailed, match=f"row {slot.row} does not have"):
             await host.call(ReadValues(slot.row, 0, len(data) + 1))
         with pytest.raises(StageFailed, match="weights are packed"):
             await host.call(Export())

@@ -34,7 +34,7 @@ def run_id(number: int) -> bytes:
 
 
 def with_slots(count: int, hosted: Sequence[bytes] = (), storage: MemoryStorage | None = None) -> LeaseSlots:
-    seams = Seams.__new__(Seams)  # three slots need this many bytes
+    seams = Seams.__new__(Seams)  # LeaseSlots uses only three of the seams
     for name, seam in (
         ("clock", _Clock()),
         ("executor", _Threads()),
@@ -71,7 +71,7 @@ def test_slots_are_promised_until_full_and_one_for_each_run() -> None:
         assert (slots.free, slots.is_free_for(run_id(3))) == (0, False)
         assert with_slots(2, storage=disk).free == 0, "a promise was lost in the restart"
         slots.note(slots.core.release(bytes(32), OTHER))
-        assert slots.free == 1, "a promise was released by a peer that does not hold it, or not by its holder"
+        assert slots.free == 1, "another peer's promise was released, or the holder's own was not"
         slots.release_all(PLANNER)
         assert with_slots(2, storage=disk).free == 2
         await slots.promise(promised(4))
@@ -142,7 +142,7 @@ def test_a_plan_that_can_no_longer_be_decided_holds_no_slot() -> None:
             "the planner's earlier promise was not replaced by its new one"
         )
         assert with_slots(1, storage=disk).free == 1, (
-            "a promise was not on the disk as expected after a restart"
+            "a superseded promise was still on the disk after a restart"
         )
 
     simulate(scenario)

@@ -80,7 +80,8 @@ def opening(
 
 
 def commit(first: tuple[int, ...], second: tuple[int, ...], *, attempt: int = 0, step: int = 0) -> StepCommit:
-    """Return the commit, with the counts of the two holders of the middle stage."""
+    """Return the commit, in which each of the two holders of the middle stage counts its own
+    micro-batches."""
     everything = tuple(range(2 * step, 2 * step + 2))
     rows = ((0, FIRST, everything), (1, MIDDLES[0], first), (1, MIDDLES[1], second), (2, LAST, everything))
     return StepCommit(
@@ -97,7 +98,7 @@ def synced(step: int | None, *, reduced: int | None = None, attempt: int = 7, **
 
 
 def bring(replica: Replica, *microbatches: int, step: int = 0) -> None:
-    """Return the inputs of these micro-batches, and the gradients of their outputs."""
+    """Deliver the inputs of these micro-batches, and the gradients of their outputs, to the replica."""
     for number in microbatches:
         replica.receive(0.0, FIRST, frame(FIRST, number, step=step))
         replica.receive(0.0, LAST, frame(LAST, number, "gradient", step=step))

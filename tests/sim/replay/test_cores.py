@@ -101,6 +101,6 @@ def test_transferred_data_replays_and_its_bytes_are_not_recorded(tmp_path: Path)
         recorder.close()
         played = play(recorder.path)
         assert (played.diverged, played.damage) == ("", "")
-        assert played.over == "the node has stopped"
+        assert played.over == "the node has ended"
         assert played.turns["PieceSwarm"] > 10
         assert recorder.size_bytes < PIECE_BYTES

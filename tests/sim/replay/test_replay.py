@@ -107,7 +107,7 @@ def test_nodes_of_a_run_with_a_death_give_equal_events_when_replayed(records: di
         for _ in range(TIMES):
             played = play(path)
             assert (played.diverged, played.damage) == ("", ""), name
-            assert played.over == "the node has stopped"
+            assert played.over == "the node has ended"
             assert played.learnt > 0
             kinds |= set(played.turns)
     assert kinds == {"Committer", "Feeder", "Kademlia", "Member", "PaxosChain", "Replica", "Swim"}
