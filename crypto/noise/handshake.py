@@ -247,7 +247,7 @@ def _check(
         raise LocalProtocolError(f"{pattern} {'needs a' if takes_psk else 'takes no'} key of 32 bytes")
     if (initiator and pattern in _KNOWING) != (remote_static is not None):
         raise LocalProtocolError(
-            f"{pattern}: `remote_static` is given by an initiator of a pattern with that key, and by nobody else"
+            f"{pattern}: `remote_static` is given by the initiator of a pattern with it, and by nobody else"
         )
     if (initiator and pattern in HYBRIDS) != (kem_seed is not None):
         raise LocalProtocolError(
