@@ -34,7 +34,7 @@ def test_a_new_node_id_has_the_work_that_its_swarm_requires(tmp_path: Path) -> N
         again = keys_of(storage, os.urandom, 6)
         assert (again.is_new, again.identity.peer) == (False, keys.identity.peer)
         wanted = work_of(keys.identity.peer) + 1
-        with pytest.raises(UsageError, match=f"swarm.work_bits wants {wanted}"):
+        with pytest.raises(UsageError, match=f"swarm.work_bits requires {wanted}"):
             keys_of(storage, os.urandom, wanted)
         assert keys_of(storage, os.urandom, 6).identity.peer == keys.identity.peer, (
             "the existing key was overwritten"

@@ -141,7 +141,7 @@ def test_a_peer_outside_the_run_gets_no_state() -> None:
                 refused.append(str(found))
 
             await train(group, QUICK, fetch, steps=8)
-            assert "takes no part" in refused[0]
+            assert "does not take part" in refused[0]
 
     run_virtually(play)
 
