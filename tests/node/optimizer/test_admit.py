@@ -170,7 +170,7 @@ def test_an_argument_that_contradicts_an_invitation_is_refused(nodes: list[SyncN
             me.optimizer(adamw(model_of()), run, target_batch_size=8, admit=admit, invitation=text)
 
     for me, run, admit, text, said in (
-        (b, name, "open", invitation, "is for a run of admit"),
+        (b, name, "open", invitation, 'requires admit="invited" or'),
         (b, name, "vouched", invitation, "admit='invited', not 'vouched'"),
         (b, name, "friends", "", "want one of open, invited, vouched"),
         (b, name, ADMIT, "hello", "not a text"),

@@ -179,7 +179,7 @@ def test_a_replaced_layer_is_reported(me: SyncNode) -> None:
     model[2] = torch.nn.Linear(8, 3)
     backward(model, batch_of(0))
     optimizer.step()
-    assert "2.weight, 2.bias are in the optimizer and no longer in the model" in optimizer.status
+    assert "2.weight, 2.bias are in the optimizer but no longer in the model" in optimizer.status
 
 
 def test_freezing_all_parameters_for_a_while_breaks_nothing(me: SyncNode) -> None:
@@ -214,7 +214,7 @@ def test_an_optimizer_of_a_rerun_cell_replaces_the_earlier_one(
 
 def test_a_different_model_under_the_same_name_gets_a_remedy(me: SyncNode) -> None:
     first = me.optimizer(adamw(model_of()), "two models", local_steps=3)
-    with pytest.raises(ValueError, match=r"4 there, 2 here.*close\(\) it first.*another run_id"):
+    with pytest.raises(ValueError, match=r"4 there, 2 here.*close\(\) it first.*different run_id"):
         me.optimizer(adamw(torch.nn.Linear(2, 2)), "two models", local_steps=3)
     first.close()
     me.optimizer(adamw(torch.nn.Linear(2, 2)), "two models", local_steps=3).close()
