@@ -32,7 +32,7 @@ def test_only_the_requester_learns_that_its_run_is_too_slow() -> None:
             a.runs.revising.ask_for(run, priority=5, deadline_minutes=0, goal=GOAL)
             await a.runs.submit(run)
             reasons = [each.reason for each in group.events["a"] if isinstance(each, RunChanged)]
-            assert any("its goal of 100000 samples/s cannot be reached: by what" in each for each in reasons)
+            assert any("its goal of 100000 samples/s cannot be reached" in each for each in reasons)
             alerts, others = (Alerts(node, lambda _: (50 << 30, 100 << 30)) for node in (a, b))
             told: list[Any] = []
             with trio.fail_after(300):

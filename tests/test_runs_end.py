@@ -313,7 +313,7 @@ def test_only_the_requester_may_stop_a_run() -> None:
             b, c = group.nodes["b"], group.nodes["c"]
             with pytest.raises(UsageError, match="only its requester may stop it"):
                 await b.runs.stopping.stop(run.text)
-            with pytest.raises(UsageError, match="this node itself requested"):
+            with pytest.raises(UsageError, match="is this node's own"):
                 await group.nodes["a"].runs.stopping.drop(run.text)
             before = c.counters.get("protocol_errors", 0)
             with pytest.raises(Unreachable):

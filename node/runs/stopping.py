@@ -142,7 +142,7 @@ class Stopping:
         run = self.find(text)
         if run.requester == self._runs.signer.peer:
             raise UsageError(
-                f"run {text[:8]} is this node's own", f"stop it for all: `peerloom runs stop {text[:8]}`"
+                f"run {text[:8]} is this node's own run", f"stop it for all: `peerloom runs stop {text[:8]}`"
             )
         # Recorded first, so that the run does not come back after a restart.
         await self._runs.archive.note(run, ShownSteps(), "stopped", DROPPED, "", is_here=False)

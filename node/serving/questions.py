@@ -132,7 +132,7 @@ async def _prompt(manifest: ServiceManifest, question: Question, text: FencedTex
         return Prompt(tuple(await text.encode(question.prompt)))
     if manifest.text != "bytes":
         raise UsageError(
-            f"{manifest.name} takes tokens, and no text of its own",
+            f"{manifest.name} takes only tokens, no text",
             "give the tokenizer.json of its model: --tokenizer FILE",
         )
     return Prompt(tuple(question.prompt.encode("utf-8", "replace")))

@@ -78,7 +78,7 @@ def test_a_service_of_tokens_refuses_text() -> None:
                 await ask(group.nodes["a"], {"model": "tokens", "prompt": prompt}, seen)
             messages = [json.loads(data)["error"]["message"] for data in seen]
             assert messages == [
-                "tokens takes tokens, and no text of its own",
+                "tokens takes only tokens, no text",
                 f"prompt: a token that tokens does not have; it has {VOCABULARY}",
             ]
 
