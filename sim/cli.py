@@ -1,4 +1,4 @@
-"""`peerloom sim`, also started by `python -m sim`: plays a scenario and reports its results.
+"""`peerloom sim`, also started as the module `sim`: plays a scenario and reports its results.
 
 Results go to stdout, messages to stderr. Exit codes are those of `node.errors`: 2 if a flag or a scenario is
 wrong, 6 if an invariant broke, 130 if the run was stopped. Sweeps over many runs are in `sim.sweep`.

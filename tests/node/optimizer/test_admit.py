@@ -173,7 +173,7 @@ def test_an_argument_that_contradicts_an_invitation_is_refused(nodes: list[SyncN
         (b, name, "open", invitation, 'requires admit="invited" or'),
         (b, name, "vouched", invitation, "admit='invited', not 'vouched'"),
         (b, name, "friends", "", "want one of open, invited, vouched"),
-        (b, name, ADMIT, "hello", "not a text"),
+        (b, name, ADMIT, "hello", "not an invitation"),
         (b, next(NAMES), ADMIT, invitation, "does not fit"),
         (c, name, ADMIT, invitation, "does not fit"),
         (b, name, ADMIT, late, "expired"),

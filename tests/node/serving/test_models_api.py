@@ -79,7 +79,7 @@ def test_a_service_of_tokens_refuses_text() -> None:
             messages = [json.loads(data)["error"]["message"] for data in seen]
             assert messages == [
                 "tokens takes only tokens, no text",
-                f"prompt: a token that tokens does not have; it has {VOCABULARY}",
+                f"prompt: contains a token that tokens does not have; it has {VOCABULARY}",
             ]
 
     simulate(main)
