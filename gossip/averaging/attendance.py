@@ -52,6 +52,9 @@ machine takes this long."""
 HABIT_SECONDS_MIN = 0.03
 """A peer that is usually late by less than this counts as punctual, because its message takes this long to
 arrive."""
+SHORT_SECONDS = 0.05
+"""A wait for a peer that did not come may end this much before LATE_SECONDS_MIN and still counts as a miss.
+A group waits about that long for a newcomer, counted from slightly before the others were ready."""
 COST_SECONDS_MIN = 0.05
 """If a round begins this much later than the last awaited peer was ready, its convener waited for a different
 peer."""
@@ -212,7 +215,7 @@ class Attendance:
             is_new = peer not in self._records or not self._records[peer].has_completed
             was_new = was_new or (is_new and peer in ready_at)
             record = self._record(peer)
-            if lateness > late:
+            if lateness > (late if peer in ready_at else late - SHORT_SECONDS):
                 record.missed(now, lateness)
                 missed_new = missed_new or is_new
             elif worth is not None and record.is_slow(worth.get(peer, late)):

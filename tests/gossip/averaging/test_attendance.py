@@ -31,6 +31,15 @@ def test_nobody_waits_for_an_absent_peer_until_it_returns() -> None:
     assert attendance.is_waited_for(10_000.0, SILENT)
 
 
+def test_a_silent_peer_awaited_for_almost_the_least_wait_is_missed() -> None:
+    attendance = Attendance()
+    attendance.attended(5.0, 4.7, [SILENT, PUNCTUAL], {PUNCTUAL: 4.76}, 0.1)
+    assert not attendance.is_waited_for(10_000.0, SILENT), (
+        "every round waits 0.24 s for a peer that never comes"
+    )
+    assert attendance.is_waited_for(5.0, PUNCTUAL)
+
+
 def test_a_peer_that_is_often_late_is_awaited_less_and_less() -> None:
     attendance, now, pauses = Attendance(), 0.0, []
     for _ in range(12):

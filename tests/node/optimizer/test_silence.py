@@ -17,6 +17,7 @@ import torch
 import trio
 
 from crypto.identity import PeerId
+from gossip.averaging.attendance import LATE_SECONDS_MIN, SHORT_SECONDS
 from gossip.claims import SLACK_STEPS
 from gossip.matchmaking import GroupWish
 from node.averaging.expectations import Expectations
@@ -38,6 +39,7 @@ BACKOFF_SECONDS = 5.0
 """About the time for which a silent member is first left out; the time then doubles. If the rounds take twice
 as long on a slow machine, one more try falls within them."""
 LONE_STEPS = 6
+Finished = tuple[GroupWish, float]
 
 
 @pytest.fixture(scope="module")
@@ -74,24 +76,29 @@ def peer_of(me: SyncNode) -> PeerId:
 
 
 @pytest.fixture
-def wishes(monkeypatch: pytest.MonkeyPatch) -> Callable[[SyncNode], list[GroupWish]]:
-    """Return a function that lists the finished group wishes of a node."""
-    made: list[tuple[PeerId, GroupWish]] = []
+def wishes(monkeypatch: pytest.MonkeyPatch) -> Callable[[SyncNode], list[Finished]]:
+    """Return a function that lists a node's finished group wishes. Each comes with the seconds for which it
+    waited after the last of the others was ready."""
+    made: list[tuple[PeerId, Finished]] = []
     original = Expectations.ended
 
     def ended(self: Expectations, wish: GroupWish, *, is_kept: bool) -> Sequence[bytes]:
         if is_kept:
-            made.append((self._me, wish))
+            waited = self._clock.monotonic() - max([wish.begun_at, *wish.ready_at.values()])
+            made.append((self._me, (wish, waited)))
         return original(self, wish, is_kept=is_kept)
 
     monkeypatch.setattr(Expectations, "ended", ended)
     return lambda me: [wish for peer, wish in made if peer == peer_of(me)]
 
 
-def held_up(wishes: Sequence[GroupWish], silent: PeerId) -> int:
-    """Return how many of the wishes waited for the silent member, or included it in an exchange."""
+def held_up(wishes: Sequence[Finished], silent: PeerId) -> int:
+    """Return how many of the wishes waited for the silent member, or included it in an exchange. A member
+    that expects it does not wait if another member proposes the group."""
     return sum(
-        silent in wish.expected or (wish.group is not None and silent in wish.group.peers) for wish in wishes
+        (silent in wish.expected and waited >= LATE_SECONDS_MIN - SHORT_SECONDS)
+        or (wish.group is not None and silent in wish.group.peers)
+        for wish, waited in wishes
     )
 
 
@@ -100,7 +107,7 @@ def held_up(wishes: Sequence[GroupWish], silent: PeerId) -> int:
 def test_a_silent_member_delays_few_rounds(
     nodes: list[SyncNode],
     start: Start,
-    wishes: Callable[[SyncNode], list[GroupWish]],
+    wishes: Callable[[SyncNode], list[Finished]],
     options: Options,
     silence: Silence,
 ) -> None:
@@ -125,7 +132,7 @@ def test_a_silent_member_delays_few_rounds(
 
 
 def test_a_lone_trainer_continues_despite_a_silent_member(
-    nodes: list[SyncNode], start: Start, wishes: Callable[[SyncNode], list[GroupWish]]
+    nodes: list[SyncNode], start: Start, wishes: Callable[[SyncNode], list[Finished]]
 ) -> None:
     options: Options = {"target_batch_size": 32, "window_seconds": 0.5}
     name, (trainer,) = start(options, 1)
