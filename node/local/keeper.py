@@ -26,7 +26,7 @@ from node.local.stages import roster_of, stage_count
 from node.protocols.manifest import Run
 from node.storage.blobs import NoRoom
 from partition.run.admission import Admission
-from partition.run.local.keeping import CopySchedule, StageCopy
+from partition.run.local.keeping import FIRST_STEP, CopySchedule, StageCopy
 
 
 class Keeper:
@@ -51,7 +51,7 @@ class Keeper:
         self._admission = admission
         self._stage = stage
         self._copy_of = copy_of
-        self.schedule = CopySchedule(run.manifest.save_every)
+        self.schedule = CopySchedule(run.manifest.save_every, first=None if copy_of is None else FIRST_STEP)
 
     def keep(self, snapshot: Snapshot, nursery: trio.Nursery) -> None:
         """Save the state of a training member in the background, together with the members that it knows."""

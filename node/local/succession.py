@@ -47,7 +47,7 @@ class Succession:
         """Keep copies of the head's stage. Return once the head is gone for good and this member can take
         over."""
         self._rule.has_copy = await self._keeper.load(self._bytes_max) is not None
-        await follow(self._rule.watch(self._has_free), self._do)
+        await follow(self._rule.watch(self._offering), self._do)
 
     async def _do(self, deed: CopyStage | FindGone) -> bool | StageCopy | None:
         if isinstance(deed, FindGone):
@@ -55,8 +55,8 @@ class Succession:
         assert deed.holder is not None, "a holder copies from its head"
         return await self._keeper.copy_from(deed.holder, self._bytes_max)
 
-    def _has_free(self) -> bool:
-        return any(offer.has_slot for offer in self._service.offers())
+    def _offering(self) -> list[PeerId]:
+        return [offer.peer for offer in self._service.offers() if offer.has_slot]
 
     async def load(self) -> Snapshot | None:
         """Return the newest copy of the head's stage."""

@@ -18,7 +18,7 @@ from partition.run.endings import Endings
 from partition.run.local.column import WorkHere
 from partition.run.local.courses import AttachTo, StageLost
 from partition.run.local.head_course import BeginSteps, DropStep, MakeStep, TryFirstValues
-from partition.run.local.keeping import CopySchedule, CopyStage, StageCopy, StageCopying
+from partition.run.local.keeping import FIRST_STEP, CopySchedule, CopyStage, StageCopy, StageCopying
 from partition.run.local.lending import FollowerLending, LendStage, TakeBack, lend_stages
 from partition.run.local.member_ending import EvaluateModel, MakeResult, TryResult
 from partition.run.local.regrouping import DropFurther
@@ -174,7 +174,8 @@ class SimulatedMember(EndingLife):
     def _copying(self, *stages: int) -> StageCopying:
         own, every = self.own, self.run.training.save_every
         step = (lambda: own.step) if self.crew.is_training else (lambda: middle_step(own.rostered))
-        return StageCopying({n: CopySchedule(every) for n in stages}, step=step, now=lambda: self.now)
+        schedules = {stage: CopySchedule(every, first=FIRST_STEP) for stage in stages}
+        return StageCopying(schedules, step=step, now=lambda: self.now)
 
     def _copy(self, stage: int, holder: PeerId | None) -> Task:
         """Fetch and store a copy of a stage; return None if no member hands over its state."""
@@ -227,7 +228,7 @@ class SimulatedMember(EndingLife):
                 return (yield from self._copy(deed.stage, deed.holder))
             return deed.head not in self.live() or self.run.is_gone(deed.head)
 
-        yield from self.follow(rule.watch(lambda: any(map(self.run.has_slot, self.live()))), do)
+        yield from self.follow(rule.watch(self.offered), do)
         if self.finish.has_state and self.ending.best is None and rule.has_copy:
             others = {n: each.stage.state for n, each in self.crew.further.items() if each.is_ready}
             self.run.succeed(self.me, {0: self.disk.copies[0], self.stage: self.own.state, **others})

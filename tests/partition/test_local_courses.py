@@ -27,11 +27,13 @@ from partition.run.local.member_stage import (
     UseRound,
 )
 from partition.run.local.round_schedule import RoundSchedule
+from partition.run.local.seat import SeatedHead, StageSeat
 from partition.run.local.start_barrier import StartBarrier
+from partition.run.local.succession import FREE_SECONDS, GONE_SECONDS, FindGone, SuccessionRule
 from partition.run.local_settings import LocalSettings
 
 RUN, STEPS = bytes(32), 40
-ME, OTHER, THIRD = (PeerId(bytes([number]) * 32) for number in (1, 2, 3))
+ME, OTHER, THIRD, FREE = (PeerId(bytes([number]) * 32) for number in (1, 2, 3, 4))
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,32 @@ def test_copies_wait_for_their_step_and_for_the_previous_copy() -> None:
     player.now += FETCH_SHARE * seconds
     assert copied(5, 1) == 1
     assert copied(6, 2) == 2
+
+
+def test_the_first_copy_of_another_stage_is_due_early() -> None:
+    schedule = CopySchedule(5, first=1)
+    assert [step for step in range(4) if schedule.is_due(0.0, step)] == [1, 2, 3]
+    schedule.step = 2
+    assert [step for step in range(9) if schedule.is_due(0.0, step)] == [7, 8]
+    assert not CopySchedule(0, first=1).is_due(0.0, 100)
+
+
+@pytest.mark.parametrize(
+    ("offering", "seconds"),
+    [([], GONE_SECONDS), ([ME, OTHER, THIRD], GONE_SECONDS), ([THIRD, FREE], FREE_SECONDS)],
+)
+def test_only_a_node_outside_the_run_delays_the_succession(offering: list[PeerId], seconds: float) -> None:
+    player = Player()
+    seat = player.crew.own_seat = StageSeat(1)
+    head = SeatedHead(OTHER, lambda: None)
+    assert seat.take(0.0, head, keeps_copies=True, column=[THIRD])
+    seat.leave(head)
+    rule = SuccessionRule(player.crew, StageCopying({}, step=lambda: 0, now=lambda: player.now))
+    rule.has_copy = True
+    player.answers[FindGone] = lambda _: True
+    player.play(rule.watch(lambda: offering), 60.0)
+    assert player.of(FindGone) == [FindGone(OTHER)]
+    assert player.now == seconds
 
 
 def test_a_state_is_saved_at_the_scheduled_steps() -> None:

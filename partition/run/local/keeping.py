@@ -1,6 +1,7 @@
 """The schedule of state copies: of a member's own stage on its disk, and of other members' stages.
 
-Copies are made as often as the manifest says, and less often if a copy takes long.
+Copies are made as often as the manifest says, and less often if a copy takes long. The first copy of another
+member's stage is made after its first step, because without a copy the run ends if that member dies.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ KEEP_SHARE = 50
 FETCH_SHARE = 10
 """Minimum interval between fetches, as a multiple of the time that a fetch takes. The owner of the state may
 be computing meanwhile."""
+FIRST_STEP = 1
+"""The step after which another member's stage is copied for the first time."""
 LOOK_SECONDS = 1.0
 """Seconds between two checks whether a copy of another member's stage is due."""
 
@@ -39,17 +42,20 @@ class StageCopy:
 class CopySchedule:
     """The schedule of one copy, which is made every `every` steps, or never if `every` is 0."""
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, *, first: int | None = None) -> None:
+        """`first` is the step at which the first copy is due; `every` if it is not given."""
         self.step = 0
-        """The step of the newest copy."""
+        """The step of the newest copy; 0 if there is none yet."""
         self._every = every
+        self._first = every if first is None else first
         self._not_before = 0.0
         self._is_busy = False
 
     def is_due(self, now: float, step: int) -> bool:
         """Return whether a copy is due at `step`."""
         is_time = now >= self._not_before and not self._is_busy
-        return bool(self._every) and step - self.step >= self._every and is_time
+        due_at = self.step + self._every if self.step else self._first
+        return bool(self._every) and step >= due_at and is_time
 
     def begin(self) -> None:
         """Note that a copy is being written."""

@@ -6,7 +6,7 @@ stage. A free node found by a requester has priority (`partition.run.local.lendi
 two stages in its memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from crypto.identity import PeerId
@@ -38,17 +38,25 @@ class SuccessionRule:
         self._crew = crew
         self._due = Due()
 
-    def watch(self, has_free: Callable[[], bool]) -> Course[None]:
+    def watch(self, offering: Callable[[], Collection[PeerId]]) -> Course[None]:
         """Keep copies for the head; return once the head is gone for good and this member can take its place.
-        `has_free` returns whether some node has a free slot."""
+        `offering` returns the live nodes that offer a slot. A node that uses its slot offers it all the same,
+        so members of the run do not count as free."""
         while True:
-            missed = self._missed_head(self._copying.now(), has_free=has_free())
+            has_free = not self._members.issuperset(offering())
+            missed = self._missed_head(self._copying.now(), has_free=has_free)
             if missed is not None and (yield FindGone(missed)):
                 return
             if self._keeps and (head := self._crew.head) is not None:
                 has_copy = yield from self._copying.copy(0, head)
                 self.has_copy = self.has_copy if has_copy is None else has_copy
             yield Sleep(LOOK_SECONDS)
+
+    @property
+    def _members(self) -> set[PeerId]:
+        """The known members of the run, including the column of the latest head."""
+        columns = [peer for seat in self._crew.seats for peer in (seat.last_head, *seat.companions) if peer]
+        return {self._crew.me, *self._crew.admitted(), *columns}
 
     @property
     def _keeps(self) -> bool:
