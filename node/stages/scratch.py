@@ -42,12 +42,16 @@ class Scratch:
         self._counted_bytes = 0
         while True:
             self.path = tempfile.mkdtemp(prefix=prefix, dir=below or temporary_folder())
-            # Not a record lock, which a folder cannot have. A child must not inherit this lock.
-            self._lock = Descriptor(os.open(self.path, os.O_RDONLY))
+            # Another process may remove the folder as abandoned before it is locked.
+            try:
+                # Not a record lock, which a folder cannot have. A child must not inherit this lock.
+                self._lock = Descriptor(os.open(self.path, os.O_RDONLY))
+            except FileNotFoundError:
+                continue
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if os.path.isdir(self.path):
                 return
-            self._lock.close()  # another process removed the folder as abandoned, just before it was locked
+            self._lock.close()
 
     def count(self) -> None:
         """Count the folder's files. Raises StageFailed if there are too many, or if they exceed the space for

@@ -30,7 +30,6 @@ from node.stages.framing import Header, joined, split
 from node.stages.host import StageHost
 from node.stages.limits import ANSWER_SECONDS, Allowance, allowance_of
 from node.stages.program import Spare, StageProgram
-from node.stages.scratch import Scratch, remove_forgotten
 from node.storage.budget import ScratchBudget
 from partition.codecs.codec import pack, typed
 from partition.execute import StageExecutor
@@ -275,29 +274,6 @@ def holds_nothing_of_the_nodes(pid: int) -> None:
     held = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
     assert [path for path in held if not path.startswith(("socket:", "/dev/null", "/memfd:peerloom-"))] == []
     assert sum(path.startswith("socket:") for path in held) == 1
-
-
-def test_a_killed_nodes_folder_is_removed_unless_still_in_use(tmp_path: Path) -> None:
-    program = (
-        "import os, signal; from node.stages.scratch import Scratch\n"
-        "open(Scratch().path + '/left', 'w').close(); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
-    mine = Scratch(below=str(tmp_path))
-    assert len(os.listdir(tmp_path)) == 2
-    remove_forgotten(str(tmp_path))
-    assert os.listdir(tmp_path) == [Path(mine.path).name]
-    mine.remove()
-    mine.remove()
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a folder")
-def test_a_folder_of_another_user_is_not_removed(tmp_path: Path) -> None:
-    (tmp_path / "peerloom-stage-theirs").mkdir()
-    os.chown(tmp_path / "peerloom-stage-theirs", 65_534, 65_534)
-    remove_forgotten(str(tmp_path))
-    assert os.listdir(tmp_path) == ["peerloom-stage-theirs"]
 
 
 def running(program: str, budget: ScratchBudget | None = None) -> StageProgram:
