@@ -41,13 +41,15 @@ class Succession:
         self._bytes_max = bytes_max
         self._keeper = Keeper(service, run, door.admission, own, copy_of=0)
         copying = StageCopying({0: self._keeper.schedule}, step=step, now=self._keeper.now)
-        self._rule = SuccessionRule(crew, copying)
+        self._rule = SuccessionRule(
+            crew, copying, requester=run.requester, live=lambda: service.live(), offering=self._offering
+        )
 
     async def wait(self) -> None:
         """Keep copies of the head's stage. Return once the head is gone for good and this member can take
         over."""
         self._rule.has_copy = await self._keeper.load(self._bytes_max) is not None
-        await follow(self._rule.watch(self._offering), self._do)
+        await follow(self._rule.watch(), self._do)
 
     async def _do(self, deed: CopyStage | FindGone) -> bool | StageCopy | None:
         if isinstance(deed, FindGone):

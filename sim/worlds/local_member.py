@@ -220,7 +220,10 @@ class SimulatedMember(EndingLife):
 
     def _succeed(self) -> Task:
         """Keep copies for the head, and replace the head once it is gone for good."""
-        rule = SuccessionRule(self.crew, self._copying(0))
+        requester = self.run.requester
+        rule = SuccessionRule(
+            self.crew, self._copying(0), requester=requester, live=self.live, offering=self.offered
+        )
         rule.has_copy = 0 in self.disk.copies
 
         def do(deed: CopyStage | FindGone) -> Task:
@@ -228,7 +231,7 @@ class SimulatedMember(EndingLife):
                 return (yield from self._copy(deed.stage, deed.holder))
             return deed.head not in self.live() or self.run.is_gone(deed.head)
 
-        yield from self.follow(rule.watch(self.offered), do)
+        yield from self.follow(rule.watch(), do)
         if self.finish.has_state and self.ending.best is None and rule.has_copy:
             others = {n: each.stage.state for n, each in self.crew.further.items() if each.is_ready}
             self.run.succeed(self.me, {0: self.disk.copies[0], self.stage: self.own.state, **others})

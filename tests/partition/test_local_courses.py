@@ -10,7 +10,7 @@ from crypto.identity import PeerId
 from partition.run.conclusions import Conclusion, Said, Sends
 from partition.run.ending import Ending
 from partition.run.local.column import ColumnHolders
-from partition.run.local.courses import AttachTo, ColumnBroken, Course, Sleep, StageLost
+from partition.run.local.courses import AskToHold, AttachTo, ColumnBroken, Course, Sleep, StageLost
 from partition.run.local.crew import MemberCrew
 from partition.run.local.head_course import DIVERGED_MAX, DropStep, HeadCourse, MakeStep
 from partition.run.local.holder import StageHolder
@@ -26,6 +26,7 @@ from partition.run.local.member_stage import (
     TryState,
     UseRound,
 )
+from partition.run.local.recruiting import ANSWER_SECONDS, Recruitment
 from partition.run.local.round_schedule import RoundSchedule
 from partition.run.local.seat import SeatedHead, StageSeat
 from partition.run.local.start_barrier import StartBarrier
@@ -33,7 +34,7 @@ from partition.run.local.succession import FREE_SECONDS, GONE_SECONDS, FindGone,
 from partition.run.local_settings import LocalSettings
 
 RUN, STEPS = bytes(32), 40
-ME, OTHER, THIRD, FREE = (PeerId(bytes([number]) * 32) for number in (1, 2, 3, 4))
+ME, OTHER, THIRD, FREE, FOLLOWER = (PeerId(bytes([number]) * 32) for number in range(1, 6))
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,12 @@ class Player:
         self.answers: dict[type, Callable[[Any], Any]] = {}
         self.ending = Ending(ME, RUN, LocalSettings(), STEPS)
         self.crew = MemberCrew(
-            ME, self.ending, replicas=1, is_training=True, reports=dict, admitted=lambda: [OTHER]
+            ME,
+            self.ending,
+            replicas=1,
+            is_training=True,
+            reports=lambda: dict.fromkeys(others, Claim()),
+            admitted=lambda: [OTHER],
         )
         self.crew.has_asked = True
         self.stage = MemberStage(
@@ -233,22 +239,63 @@ def test_the_first_copy_of_another_stage_is_due_early() -> None:
     assert not CopySchedule(0, first=1).is_due(0.0, 100)
 
 
-@pytest.mark.parametrize(
-    ("offering", "seconds"),
-    [([], GONE_SECONDS), ([ME, OTHER, THIRD], GONE_SECONDS), ([THIRD, FREE], FREE_SECONDS)],
-)
-def test_only_a_node_outside_the_run_delays_the_succession(offering: list[PeerId], seconds: float) -> None:
-    player = Player()
+class Offering:
+    """One free node."""
+
+    def live(self) -> list[PeerId]:
+        return [FREE]
+
+    offered = preferred = live
+
+
+def test_a_column_awaits_the_answer_of_a_free_node() -> None:
+    player, _ = in_column()
+    recruitment = Recruitment(player.crew, Offering(), 2)
+    hopes: list[bool] = []
+
+    def ask(_: AskToHold) -> bool:
+        hopes.extend(recruitment.is_hopeful(player.now + seconds) for seconds in (0.0, 1.9, ANSWER_SECONDS))
+        return False
+
+    player.answers[AskToHold] = ask
+    player.play(recruitment.recruit(lambda: player.now), 1.0)
+    assert player.of(AskToHold) == [AskToHold(1, FREE)]
+    assert hopes == [True, True, False]
+    assert not recruitment.is_hopeful(player.now), "the node that declined is still awaited"
+
+
+def missed_after(requester: PeerId, offering: Collection[PeerId], others: Collection[PeerId] = ()) -> float:
+    """Return after how many seconds a holder in a column of three replaces its head, OTHER, which is dead."""
+    player = Player(others=others)
     seat = player.crew.own_seat = StageSeat(1)
     head = SeatedHead(OTHER, lambda: None)
     assert seat.take(0.0, head, keeps_copies=True, column=[THIRD])
     seat.leave(head)
-    rule = SuccessionRule(player.crew, StageCopying({}, step=lambda: 0, now=lambda: player.now))
+    copying = StageCopying({}, step=lambda: 0, now=lambda: player.now)
+    rule = SuccessionRule(
+        player.crew, copying,
+        requester=requester, live=lambda: [ME, THIRD, FREE, FOLLOWER], offering=lambda: offering,
+    )  # fmt: skip
     rule.has_copy = True
     player.answers[FindGone] = lambda _: True
-    player.play(rule.watch(lambda: offering), 60.0)
+    player.play(rule.watch(), 60.0)
     assert player.of(FindGone) == [FindGone(OTHER)]
-    assert player.now == seconds
+    return player.now
+
+
+def test_a_head_is_replaced_soon_unless_another_node_may_come() -> None:
+    assert missed_after(FOLLOWER, []) == GONE_SECONDS
+    assert missed_after(FOLLOWER, [ME, OTHER, THIRD]) == GONE_SECONDS
+    assert missed_after(FOLLOWER, [THIRD, FREE]) == FREE_SECONDS
+
+
+@pytest.mark.parametrize("requester", [ME, OTHER, THIRD])
+def test_nobody_asks_a_free_node_for_a_requester_within_the_column(requester: PeerId) -> None:
+    assert missed_after(requester, [FREE]) == GONE_SECONDS
+
+
+def test_the_head_of_another_column_may_ask_a_free_node() -> None:
+    assert missed_after(OTHER, [FREE], others=[FOLLOWER]) == FREE_SECONDS
 
 
 def test_a_state_is_saved_at_the_scheduled_steps() -> None:

@@ -20,6 +20,8 @@ SLACK_SECONDS = 1e-6
 """Tolerance for rounding in sums of times."""
 DECLINED_SECONDS = 30.0
 """How long to wait before a node that declined is asked again."""
+ANSWER_SECONDS = 2.0
+"""How long a column waits for the answer of a node that it asks, before its own nodes take the stage."""
 COMING_SECONDS = 20.0
 """Time limit for a node that agreed to hold a stage to open it and take over the state of others."""
 
@@ -43,6 +45,8 @@ class Recruitment:
         self._coming: dict[int, tuple[PeerId, float]] = {}
         self._declined: dict[PeerId, float] = {}
         self._asked_at = -inf
+        self._asks: tuple[int, float] | None = None
+        """The stage for which a node is being asked, and since when."""
 
     def recruit(self, now: Callable[[], float]) -> Course[None]:
         """Ask nodes to take part, endlessly."""
@@ -51,7 +55,10 @@ class Recruitment:
             if candidates is not None:
                 for stage, peer in candidates:
                     self.asking(now(), peer)
-                    if (yield AskToHold(stage, peer)):
+                    self._asks = stage, now()
+                    will = yield AskToHold(stage, peer)
+                    self._asks = None
+                    if will:
                         self._coming[stage] = peer, now() + COMING_SECONDS
                         self._crew.joined(stage, peer)
                 self._asked_at = now()
@@ -76,10 +83,13 @@ class Recruitment:
         return [peer for peer in free if self._declined.get(peer, 0.0) <= now]
 
     def is_hopeful(self, now: float) -> bool:
-        """Return whether a missing stage has a node that is opening it, or could be offered to a node that
-        has not been asked."""
+        """Return whether a missing stage has a node that is opening it or is being asked, or could be offered
+        to a node that has not been asked."""
         missing = self._crew.missing
-        return len(self._lacking(now)) < len(missing) or bool(missing and self.free(now))
+        is_asked = (
+            self._asks is not None and self._asks[0] in missing and now < self._asks[1] + ANSWER_SECONDS
+        )
+        return is_asked or len(self._lacking(now)) < len(missing) or bool(missing and self.free(now))
 
     def _candidates(self, now: float) -> list[tuple[int, PeerId]]:
         """Return the nodes to ask now: first for this member's own column, then for as many further columns

@@ -18,7 +18,7 @@ from partition.run.local.keeping import StageCopying
 GONE_SECONDS = 2.0
 """How long a holder waits after its head has died, because the head may restart soon."""
 FREE_SECONDS = 20.0
-"""How long a holder waits if a free node could become the head."""
+"""How long a holder waits if a free node could become the head and somebody asks it."""
 LOOK_SECONDS = 0.5
 
 
@@ -32,19 +32,29 @@ class FindGone:
 class SuccessionRule:
     """The rule for one holder. `has_copy`: it has a copy of the first stage."""
 
-    def __init__(self, crew: MemberCrew, copying: StageCopying) -> None:
+    def __init__(
+        self,
+        crew: MemberCrew,
+        copying: StageCopying,
+        *,
+        requester: PeerId,
+        live: Callable[[], Collection[PeerId]],
+        offering: Callable[[], Collection[PeerId]],
+    ) -> None:
+        """`live` returns the live nodes, `offering` those among them that offer a slot."""
         self.has_copy = False
         self._copying = copying
         self._crew = crew
+        self._requester = requester
+        self._live = live
+        self._offering = offering
         self._due = Due()
 
-    def watch(self, offering: Callable[[], Collection[PeerId]]) -> Course[None]:
-        """Keep copies for the head; return once the head is gone for good and this member can take its place.
-        `offering` returns the live nodes that offer a slot. A node that uses its slot offers it all the same,
-        so members of the run do not count as free."""
+    def watch(self) -> Course[None]:
+        """Keep copies for the head; return once the head is gone for good and this member can take its
+        place."""
         while True:
-            has_free = not self._members.issuperset(offering())
-            missed = self._missed_head(self._copying.now(), has_free=has_free)
+            missed = self._missed_head(self._copying.now())
             if missed is not None and (yield FindGone(missed)):
                 return
             if self._keeps and (head := self._crew.head) is not None:
@@ -53,20 +63,32 @@ class SuccessionRule:
             yield Sleep(LOOK_SECONDS)
 
     @property
-    def _members(self) -> set[PeerId]:
-        """The known members of the run, including the column of the latest head."""
-        columns = [peer for seat in self._crew.seats for peer in (seat.last_head, *seat.companions) if peer]
-        return {self._crew.me, *self._crew.admitted(), *columns}
+    def _column(self) -> set[PeerId]:
+        """The nodes of the latest head's column."""
+        seats = self._crew.seats
+        return {
+            self._crew.me,
+            *(peer for seat in seats for peer in (seat.last_head, *seat.companions) if peer),
+        }
+
+    def _has_others(self) -> bool:
+        """Return whether another node may become the head: a free one, which a requester outside the column
+        or the head of another column asks. A node that uses its slot offers it all the same, so members of
+        the run do not count as free."""
+        column = self._column
+        is_followed = self._requester not in column and self._requester in self._live()
+        has_asker = is_followed or bool(self._crew.training)
+        return has_asker and not {*column, *self._crew.admitted()}.issuperset(self._offering())
 
     @property
     def _keeps(self) -> bool:
         return any(seat.keeps_copies for seat in self._crew.seats)
 
-    def _missed_head(self, now: float, *, has_free: bool) -> PeerId | None:
+    def _missed_head(self, now: float) -> PeerId | None:
         """Return the head that must be replaced if it is really gone; None while there is a head, or while
         others have priority."""
         is_due = self._crew.head is None and self.has_copy and self._keeps
         waited = self._due.waited(now, "a head", is_due)
-        if waited < GONE_SECONDS or (has_free and waited < FREE_SECONDS):
+        if waited < GONE_SECONDS or (waited < FREE_SECONDS and self._has_others()):
             return None
         return next((seat.last_head for seat in self._crew.seats if seat.last_head), None)
