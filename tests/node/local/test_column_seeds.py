@@ -15,6 +15,7 @@ import pytest
 import trio
 
 from crypto.identity import PeerId
+from node.local.saved import state_name
 from partition.run.local.seat import CALL_SECONDS_MAX
 from sim.worlds.scheduling import run_virtually
 from tests import stack
@@ -26,10 +27,6 @@ from tests.stack import Swarm, swarm
 SEEDS = int(os.environ.get("PEERLOOM_COLUMN_SEEDS", "0"))
 STEPS = 60
 DISTURBED_SECONDS = 30.0
-APART_SECONDS = 12.0
-"""Seconds between two deaths. If they were closer together, a head and the holder of its copies could die
-together, and the stage would be lost.
-"""
 PARTED_SECONDS = (2.0, 15.0)
 TWICE_SECONDS_MAX = CALL_SECONDS_MAX
 """How long two nodes may serve as one stage: a head behind a partition may wait this long for an answer while
@@ -57,6 +54,20 @@ class Watch:
         while True:
             await trio.sleep(LOOK_SECONDS)
             self._look()
+
+    def can_lose(self, victim: str) -> bool:
+        """Return whether others hold or have copied each stage. A death before that may lose a stage."""
+        others = self.alive - {victim}
+        return all(any(self._has(name, stage) for name in others) for stage in range(self.stages))
+
+    def _has(self, name: str, stage: int) -> bool:
+        members = local_runs(self.group.nodes[name]).members.values()
+        return any(
+            (member._stage == stage and member.has_state)
+            or (stage in member.crew.further and member.crew.further[stage].held.has_state)
+            or self.group.storages[name].read(state_name(member.run.text, stage)) is not None
+            for member in members
+        )
 
     def _look(self) -> None:
         working: Counter[tuple[PeerId, int]] = Counter()
@@ -87,16 +98,17 @@ class Watch:
 async def disturb(watch: Watch, rng: Random, nursery: trio.Nursery) -> list[str]:
     """Disturb the column until DISTURBED_SECONDS have passed. Return the list of disturbances."""
     group, said = watch.group, list[str]()
-    until, died_at, number = trio.current_time() + DISTURBED_SECONDS, -APART_SECONDS, 0
+    until, number = trio.current_time() + DISTURBED_SECONDS, 0
     while trio.current_time() < until:
         await trio.sleep(rng.uniform(0.0, 10.0))
         kind = rng.choice(("death", "death", "part", "join"))
-        if kind == "death" and len(watch.alive) > 1 and trio.current_time() >= died_at + APART_SECONDS:
+        if kind == "death":
             victim = rng.choice(sorted(watch.alive))
+            if not watch.can_lose(victim):
+                continue
             watch.alive.discard(victim)
             group.kill(victim)
-            died_at = trio.current_time()
-            said.append(f"{died_at:.1f} {victim} dies")
+            said.append(f"{trio.current_time():.1f} {victim} dies")
         elif kind == "part" and len(watch.alive) > 1:
             minority = {rng.choice(sorted(watch.alive))}
             seconds = rng.uniform(*PARTED_SECONDS)
@@ -107,7 +119,6 @@ async def disturb(watch: Watch, rng: Random, nursery: trio.Nursery) -> list[str]
             )
             await trio.sleep(seconds)
             group.medium.heal()
-            died_at = max(died_at, trio.current_time())
         elif kind == "join" and number < 2:
             name, through = "xy"[number], rng.choice(sorted(watch.alive))
             number += 1
