@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,28 @@ def test_each_test_that_the_page_names_exists() -> None:
     assert missing == []
     files = [test for _, _, test in (*EXCEPTIONS, *VARIATIONS)]
     assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+@pytest.mark.skipif(IS_WRITING, reason="this run writes the page below")
+def test_the_page_shows_each_line_that_the_play_expects() -> None:
+    shown = shown_in(PAGE.read_text())
+    absent = [
+        f"{key}: {wanted}"
+        for keys, patterns in _expected()
+        for key in keys.split(", ")
+        for wanted in patterns
+        if not any(re.search(wanted, line) for line in shown[key])
+    ]
+    assert absent == []
+
+
+def _expected() -> Iterator[tuple[str, list[str]]]:
+    """Yield the cases of each `show` in this file, with the patterns that are literals."""
+    for node in ast.walk(ast.parse(Path(__file__).read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "show":
+            keys, _, *patterns = [each.value if isinstance(each, ast.Constant) else "" for each in node.args]
+            if isinstance(keys, str) and keys:
+                yield keys, [each for each in patterns if isinstance(each, str)]
 
 
 @pytest.mark.skipif(IS_WRITING, reason="this run writes the page below")
@@ -212,8 +235,8 @@ def _starting(play: Play) -> None:
     second = play.node("--port", str(free_port()), "--join", f"127.0.0.1:{port}", until="joined")
     play.show("4.2 typical, 4.16 typical", second.said, "joined")
     lists = partial(play.at, first.data_dir, "status")
-    play.wait(lambda: re.search(r"members +1 alive", lists()) is not None)
-    play.show("4.2 typical, 4.16 typical", lists(), r"members +1 alive")
+    play.wait(lambda: re.search(r"members +1 other alive", lists()) is not None)
+    play.show("4.2 typical, 4.16 typical", lists(), r"members +1 other alive")
     for single in (first, second):
         single.process.terminate()
     for single in (first, second):
@@ -550,12 +573,12 @@ def _leaving(play: Play) -> None:
     play.swarm.leave("f")
     play.show("4.12 typical, 4.22 typical", said, "")
     play.wait(lambda: play.swarm.status("a")["members_alive"] == others - 1)
-    play.show("4.12 typical, 4.22 typical", play.type("a", "status"), r"members +\d alive")
+    play.show("4.12 typical, 4.22 typical", play.type("a", "status"), r"members +\d others alive")
     play.swarm.kill("g")
     play.wait(lambda: play.swarm.status("a")["members_alive"] == others - 2)
     said = play.type("a", "status")
     play.typed = "kill -9 PROCESS; peerloom status"
-    play.show("4.12 exceptional, 4.22 exceptional", said, r"members +\d alive")
+    play.show("4.12 exceptional, 4.22 exceptional", said, r"members +\d others alive")
     plan = "stages = 1\nreplicas = 2\ntrainers = 2"
     said = play.type("c", "train", play.write("last.toml", RUN.format(steps=40, plan=plan)), "--detach")
     run = re.search(r"run (\w{16}) handed over", said)
