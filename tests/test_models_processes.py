@@ -58,7 +58,9 @@ class HttpClient:
         with closing(self.post("/v1/chat/completions", {**body, "stream": True})) as connection:
             for line in connection.getresponse():
                 if line.startswith(b"data: {"):
-                    (choice,) = json.loads(line[6:])["choices"]
+                    document = json.loads(line[6:])
+                    assert "choices" in document, document
+                    (choice,) = document["choices"]
                     pieces.append(choice["delta"].get("content") or "")
                     if len(pieces) == at:
                         disturb()

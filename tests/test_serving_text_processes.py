@@ -367,7 +367,7 @@ def test_a_service_without_a_chat_template_suggests_generate(
         options = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--name", "plain", "--data-dir", data_dir]
         assert run(["serve", file, *options]) == 0
     assert run(["chat", "plain", "--data-dir", data_dir]) == 2
-    assert "use `peerloom generate`, which continues" in capsys.readouterr().err
+    assert "generate, which continues plain text" in capsys.readouterr().err
     assert run(["services", "--stop", "plain", "--data-dir", data_dir]) == 0
 
 
