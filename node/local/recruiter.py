@@ -54,8 +54,8 @@ class Recruiter:
         """Ask nodes to take part, until cancelled."""
         await follow(self.choice.recruit(self._now), self.ask)
 
-    async def ask(self, deed: AskToHold) -> bool:
-        """Ask a node to take part; return whether it will."""
+    async def ask(self, deed: AskToHold) -> bool | None:
+        """Ask a node to take part; return whether it will, None if it gave no answer."""
         chain = self._door.chain_for(deed.peer)
         if chain is None:
             return False
@@ -63,4 +63,4 @@ class Recruiter:
         try:
             return isinstance(await self._service.ask(deed.peer, request, JOIN_SECONDS_MAX), Done)
         except Unreachable:
-            return False
+            return None

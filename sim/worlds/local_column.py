@@ -45,11 +45,11 @@ class ColumnLife(HolderLife):
             self.own.taken_over = self._let_go  # holders learn of the new step when they are attached
 
     def _join(self, peer: PeerId, stage: int, *, is_beside: bool) -> Task:
-        """Ask a node to take part; return whether it agrees."""
+        """Ask a node to take part; return whether it agrees, None if no answer came."""
         if not self.admission.can_vouch:
             return False
         chain = self.admission.extended(peer, self.run.wall(self.me))
-        return bool((yield self.ask(peer, ("join", chain, stage, is_beside), JOIN_SECONDS_MAX)))
+        return (yield self.ask(peer, ("join", chain, stage, is_beside), JOIN_SECONDS_MAX))
 
     def _work_here(self, holding: HeldPlace) -> None:
         seat = holding.rules.seat

@@ -269,6 +269,8 @@ class LocalRun:
             _, chain, stage, _ = question
             self._make(life, Beginning(stage, True, chain, asker))
             answer(True)
+        elif question[0] == "join" and life is not None:
+            answer(False)
         elif question[0] == "attach":
             answer(("refusal", [], False))
         else:

@@ -26,7 +26,12 @@ from partition.run.local.member_stage import (
     TryState,
     UseRound,
 )
-from partition.run.local.recruiting import ANSWER_SECONDS, Recruitment
+from partition.run.local.recruiting import (
+    ANSWER_SECONDS,
+    DECLINED_SECONDS,
+    UNANSWERED_SECONDS,
+    Recruitment,
+)
 from partition.run.local.round_schedule import RoundSchedule
 from partition.run.local.seat import SeatedHead, StageSeat
 from partition.run.local.start_barrier import StartBarrier
@@ -262,6 +267,20 @@ def test_a_column_awaits_the_answer_of_a_free_node() -> None:
     assert player.of(AskToHold) == [AskToHold(1, FREE)]
     assert hopes == [True, True, False]
     assert not recruitment.is_hopeful(player.now), "the node that declined is still awaited"
+
+
+@pytest.mark.parametrize(("answer", "seconds"), [(False, DECLINED_SECONDS), (None, UNANSWERED_SECONDS)])
+def test_a_node_without_an_answer_is_soon_asked_again(answer: bool | None, seconds: float) -> None:
+    player, _ = in_column()
+    asked: list[float] = []
+
+    def ask(_: AskToHold) -> bool | None:
+        asked.append(player.now)
+        return answer
+
+    player.answers[AskToHold] = ask
+    player.play(Recruitment(player.crew, Offering(), 2).recruit(lambda: player.now), 60.0)
+    assert asked[1] - asked[0] == seconds
 
 
 def missed_after(requester: PeerId, offering: Collection[PeerId], others: Collection[PeerId] = ()) -> float:

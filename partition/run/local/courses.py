@@ -44,7 +44,7 @@ class AttachTo:
 @dataclass(frozen=True)
 class AskToHold:
     """Ask a node, possibly this one, to hold a stage; if `is_beside`, in addition to the stage that it holds.
-    The answer is whether it will."""
+    The answer is whether it will; None if no answer came."""
 
     stage: int
     peer: PeerId

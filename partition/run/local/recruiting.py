@@ -20,6 +20,8 @@ SLACK_SECONDS = 1e-6
 """Tolerance for rounding in sums of times."""
 DECLINED_SECONDS = 30.0
 """How long to wait before a node that declined is asked again."""
+UNANSWERED_SECONDS = 5.0
+"""The same for a node that gave no answer. It may be behind a partition that heals soon."""
 ANSWER_SECONDS = 2.0
 """How long a column waits for the answer of a node that it asks, before its own nodes take the stage."""
 COMING_SECONDS = 20.0
@@ -56,8 +58,10 @@ class Recruitment:
                 for stage, peer in candidates:
                     self.asking(now(), peer)
                     self._asks = stage, now()
-                    will = yield AskToHold(stage, peer)
+                    will: bool | None = yield AskToHold(stage, peer)
                     self._asks = None
+                    if will is None:
+                        self._declined[peer] = now() + UNANSWERED_SECONDS
                     if will:
                         self._coming[stage] = peer, now() + COMING_SECONDS
                         self._crew.joined(stage, peer)

@@ -16,7 +16,7 @@ from partition.plan.plan import Plan
 from partition.run.local.courses import AskToHold, AttachTo, Course, Sleep
 from partition.run.local.crew import MemberCrew
 from partition.run.local.due import Due
-from partition.run.local.recruiting import COMING_SECONDS, Recruitment
+from partition.run.local.recruiting import COMING_SECONDS, UNANSWERED_SECONDS, Recruitment
 from partition.run.pauses import stages_fewer
 
 LOOK_SECONDS = 0.5
@@ -135,9 +135,9 @@ class ColumnRegrouping:
             return self._takers(now, self._rates())
         return None
 
-    def _ask(self, stage: int, peer: PeerId, *, is_beside: bool) -> Course[bool]:
-        """Ask a node to hold a stage; return whether it will."""
-        will: bool = yield AskToHold(stage, peer, is_beside)
+    def _ask(self, stage: int, peer: PeerId, *, is_beside: bool) -> Course[bool | None]:
+        """Ask a node to hold a stage; return whether it will, None if it gave no answer."""
+        will: bool | None = yield AskToHold(stage, peer, is_beside)
         if will and peer != self._me and self._crew.holders_of is not None:
             self._crew.holders_of.agreed(stage, peer)
         return will
@@ -173,9 +173,9 @@ class ColumnRegrouping:
     def _merge(self, takers: Takers) -> Course[None]:
         """Ask nodes of this column to take the stages without a holder."""
         for stage, peer in takers.by_stage.items():
-            if not (yield from self._ask(stage, peer, is_beside=True)):
-                row = self._plan.stages[stage]
-                self._refused[peer, row.first_layer, row.last_layer] = self._now() + REFUSED_SECONDS
+            if not (will := (yield from self._ask(stage, peer, is_beside=True))):
+                row, pause = self._plan.stages[stage], UNANSWERED_SECONDS if will is None else REFUSED_SECONDS
+                self._refused[peer, row.first_layer, row.last_layer] = self._now() + pause
                 return  # the next check tries a different assignment
             self._coming[stage] = peer, self._now() + COMING_SECONDS
         self._slower = takers.slower
