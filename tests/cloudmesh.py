@@ -2,10 +2,11 @@
 
 `Play` holds the nodes, runs commands, and records input and output under the key of a case, such as "4.11
 typical". `tests.cloudmesh_report` lists the functions of the report with their cases, and makes the page from
-the cases and the record. `tests.test_cloudmesh` plays.
+the cases and the record. `tests.test_cloudmesh` plays, and `tests.test_cloudmesh_page` checks the page.
 """
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from tests.installed import console_script
 from tests.installed import environment as environment_of
 from tests.source import ROOT
 
+IS_WRITING = os.environ.get("PEERLOOM_DOCS") == "write"
 PAGE = ROOT / "docs" / "cloudmesh.md"
 COMMAND_SECONDS_MAX = 300.0
 LINES_MAX = 6
