@@ -42,6 +42,9 @@ STILL_SECONDS = 2.0
 """How long a process is frozen: it only looks slow then, as on a busy machine."""
 
 
+# Without a swarm
+
+
 @pytest.fixture
 def alone(tmp_path: Any) -> Iterator[Play]:
     """A play without a swarm."""

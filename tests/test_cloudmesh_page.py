@@ -64,6 +64,3 @@ def test_the_page_has_every_function_and_shows_every_case() -> None:
     assert [(len(EXCEPTIONS), len(VARIATIONS))] == [(8, 8)]
     assert "not known" not in text
     assert "one of these" not in text
-
-
-# Without a swarm

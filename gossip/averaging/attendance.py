@@ -53,7 +53,7 @@ HABIT_SECONDS_MIN = 0.03
 """A peer that is usually late by less than this counts as punctual, because its message takes this long to
 arrive."""
 SHORT_SECONDS = 0.05
-"""A wait for a peer that did not come may end this much before LATE_SECONDS_MIN and still counts as a miss.
+"""A wait for a peer that did not come may end this much before the peer counts as late, and is still a miss.
 A group waits about that long for a newcomer, counted from slightly before the others were ready."""
 COST_SECONDS_MIN = 0.05
 """If a round begins this much later than the last awaited peer was ready, its convener waited for a different
