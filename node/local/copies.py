@@ -1,8 +1,9 @@
 """A copy of the heads' state, kept by a requester that does not train, for later heads.
 
 Members that train keep their own states. Once the last head is gone, no other node has the parameters of the
-first stage, and its successor would begin with untrained ones. So the requester fetches them as often as
-members save their own states, and lends them while there is no head (`partition.run.local.lending`).
+first stage, and its successor would begin with untrained ones. So the requester fetches them after the first
+step and then as often as members save their own states, and lends them while there is no head
+(`partition.run.local.lending`).
 """
 
 from gossip.newcomers import likely_steps, middle_step

@@ -26,7 +26,7 @@ from node.local.stages import roster_of, stage_count
 from node.protocols.manifest import Run
 from node.storage.blobs import NoRoom
 from partition.run.admission import Admission
-from partition.run.local.keeping import FIRST_STEP, CopySchedule, StageCopy
+from partition.run.local.keeping import CopySchedule, StageCopy
 
 
 class Keeper:
@@ -40,9 +40,10 @@ class Keeper:
         stage: int,
         *,
         copy_of: int | None = None,
+        first: int | None = None,
     ) -> None:
-        """`stage` is this member's own. If `copy_of` is given, the states are copies of that stage of another
-        member."""
+        """`stage` is this member's own. If `copy_of` is given, the states are copies of that stage. `first`
+        is the step of the first copy; if it is not given, that is `every`."""
         self.error = ""
         """Why the latest state was not saved; empty if it was."""
         self._service = service
@@ -51,7 +52,7 @@ class Keeper:
         self._admission = admission
         self._stage = stage
         self._copy_of = copy_of
-        self.schedule = CopySchedule(run.manifest.save_every, first=None if copy_of is None else FIRST_STEP)
+        self.schedule = CopySchedule(run.manifest.save_every, first=first)
 
     def keep(self, snapshot: Snapshot, nursery: trio.Nursery) -> None:
         """Save the state of a training member in the background, together with the members that it knows."""

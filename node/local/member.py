@@ -45,6 +45,7 @@ from partition.run.admission import Admission
 from partition.run.asks import Declined, Done
 from partition.run.conclusions import ModelEvaluated, Sends
 from partition.run.ending import Ending
+from partition.run.local.keeping import FIRST_STEP
 from partition.run.local.member_ending import MemberEnding
 from partition.run.local.regrouping import MERGE_SECONDS, RESUMED_SECONDS
 from partition.run.local.start_barrier import StartBarrier
@@ -113,7 +114,7 @@ class LocalMember:
         self.heads = self._finish.heads
         self.results = LocalResults(service, run, ending, self._finish)
         self._evaluations = Evaluations(service, run, self._finish, self.crew, self.results, self.teller)
-        self.keeper = Keeper(service, run, door.admission, stage)
+        self.keeper = Keeper(service, run, door.admission, stage, first=None if is_training else FIRST_STEP)
         self._graph: Graph | None = None
         self._head: ColumnHead | None = None
         self._holder: ColumnHolder | None = None

@@ -21,7 +21,7 @@ from node.placement.admission import Machine, build_stage_spec
 from node.protocols.manifest import Run
 from partition.model.graph import Graph
 from partition.plan.plan import Plan
-from partition.run.local.keeping import CopyStage, StageCopy, StageCopying
+from partition.run.local.keeping import FIRST_STEP, CopyStage, StageCopy, StageCopying
 from partition.run.local.lending import LendStage, TakeBack, lend_stages
 
 
@@ -51,7 +51,10 @@ class StageCopies:
         self._door = door
         self._bytes_max = bytes_max
         stages = range(1, len(bytes_max))
-        self._keepers = {stage: Keeper(service, run, door.admission, 0, copy_of=stage) for stage in stages}
+        self._keepers = {
+            stage: Keeper(service, run, door.admission, 0, copy_of=stage, first=FIRST_STEP)
+            for stage in stages
+        }
         schedules = {stage: keeper.schedule for stage, keeper in self._keepers.items()}
         self._copying = StageCopying(schedules, step=step, now=service.seams.clock.monotonic)
         self._lent: dict[int, Participation | None] = {}

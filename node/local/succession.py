@@ -17,7 +17,7 @@ from node.local.keeper import Keeper
 from node.local.stage_server import close
 from node.protocols.manifest import Run
 from partition.run.local.column_messages import MESSAGE_BYTES_MAX, PROTOCOL
-from partition.run.local.keeping import CopyStage, StageCopy, StageCopying
+from partition.run.local.keeping import FIRST_STEP, CopyStage, StageCopy, StageCopying
 from partition.run.local.succession import FindGone, SuccessionRule
 
 
@@ -39,7 +39,7 @@ class Succession:
         this member's step."""
         self._service = service
         self._bytes_max = bytes_max
-        self._keeper = Keeper(service, run, door.admission, own, copy_of=0)
+        self._keeper = Keeper(service, run, door.admission, own, copy_of=0, first=FIRST_STEP)
         copying = StageCopying({0: self._keeper.schedule}, step=step, now=self._keeper.now)
         self._rule = SuccessionRule(
             crew, copying, requester=run.requester, live=lambda: service.live(), offering=self._offering

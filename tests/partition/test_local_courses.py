@@ -1,6 +1,6 @@
 """Courses of local mode: the order of a member's actions, with a driver of a few lines."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ from partition.run.local.succession import FREE_SECONDS, GONE_SECONDS, FindGone,
 from partition.run.local_settings import LocalSettings
 
 RUN, STEPS = bytes(32), 40
-ME, OTHER, THIRD, FREE, FOLLOWER = (PeerId(bytes([number]) * 32) for number in range(1, 6))
+ME, OTHER, THIRD, FREE, FOLLOWER, LOST = (PeerId(bytes([number]) * 32) for number in range(1, 7))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Player:
             replicas=1,
             is_training=True,
             reports=lambda: dict.fromkeys(others, Claim()),
-            admitted=lambda: [OTHER],
+            admitted=lambda: [OTHER, THIRD],
         )
         self.crew.has_asked = True
         self.stage = MemberStage(
@@ -245,10 +245,13 @@ def test_the_first_copy_of_another_stage_is_due_early() -> None:
 
 
 class Offering:
-    """One free node."""
+    """Free nodes."""
 
-    def live(self) -> list[PeerId]:
-        return [FREE]
+    def __init__(self, free: Sequence[PeerId] = (FREE,)) -> None:
+        self.free = free
+
+    def live(self) -> Sequence[PeerId]:
+        return self.free
 
     offered = preferred = live
 
@@ -283,12 +286,29 @@ def test_a_node_without_an_answer_is_soon_asked_again(answer: bool | None, secon
     assert asked[1] - asked[0] == seconds
 
 
+def test_a_column_does_not_await_nodes_that_never_answer() -> None:
+    player, _ = in_column()
+    nodes = Offering([PeerId(bytes([number]) * 32) for number in range(10, 14)])
+    recruitment = Recruitment(player.crew, nodes, 2)
+    hopeful_at: list[float] = []
+
+    def ask(_: AskToHold) -> None:
+        for _tenth in range(20):
+            player.now += 0.1
+            hopeful_at.extend([player.now] if recruitment.is_hopeful(player.now) else [])
+
+    player.answers[AskToHold] = ask
+    player.play(recruitment.recruit(lambda: player.now), 25.0)
+    assert len(player.of(AskToHold)) > 2 * len(nodes.free)
+    assert max(hopeful_at) <= 2.5 * len(nodes.free)
+
+
 def missed_after(requester: PeerId, offering: Collection[PeerId], others: Collection[PeerId] = ()) -> float:
-    """Return after how many seconds a holder in a column of three replaces its head, OTHER, which is dead."""
+    """Return after how many seconds a holder replaces its head, OTHER, which is dead. THIRD is a member."""
     player = Player(others=others)
     seat = player.crew.own_seat = StageSeat(1)
     head = SeatedHead(OTHER, lambda: None)
-    assert seat.take(0.0, head, keeps_copies=True, column=[THIRD])
+    assert seat.take(0.0, head, keeps_copies=True)
     seat.leave(head)
     copying = StageCopying({}, step=lambda: 0, now=lambda: player.now)
     rule = SuccessionRule(
@@ -308,8 +328,8 @@ def test_a_head_is_replaced_soon_unless_another_node_may_come() -> None:
     assert missed_after(FOLLOWER, [THIRD, FREE]) == FREE_SECONDS
 
 
-@pytest.mark.parametrize("requester", [ME, OTHER, THIRD])
-def test_nobody_asks_a_free_node_for_a_requester_within_the_column(requester: PeerId) -> None:
+@pytest.mark.parametrize("requester", [ME, OTHER, LOST])
+def test_a_requester_that_cannot_ask_a_free_node_is_not_awaited(requester: PeerId) -> None:
     assert missed_after(requester, [FREE]) == GONE_SECONDS
 
 

@@ -46,9 +46,11 @@ class Recruitment:
         self._stages = stages
         self._coming: dict[int, tuple[PeerId, float]] = {}
         self._declined: dict[PeerId, float] = {}
+        self._silent: dict[PeerId, float] = {}
+        """Until when no answer is expected from a node that gave none."""
         self._asked_at = -inf
         self._asks: tuple[int, float] | None = None
-        """The stage for which a node is being asked, and since when."""
+        """The stage for which a node is being asked that is expected to answer, and since when."""
 
     def recruit(self, now: Callable[[], float]) -> Course[None]:
         """Ask nodes to take part, endlessly."""
@@ -57,11 +59,10 @@ class Recruitment:
             if candidates is not None:
                 for stage, peer in candidates:
                     self.asking(now(), peer)
-                    self._asks = stage, now()
+                    self._asks = None if self._is_silent(now(), peer) else (stage, now())
                     will: bool | None = yield AskToHold(stage, peer)
                     self._asks = None
-                    if will is None:
-                        self._declined[peer] = now() + UNANSWERED_SECONDS
+                    self.answered(now(), peer, will)
                     if will:
                         self._coming[stage] = peer, now() + COMING_SECONDS
                         self._crew.joined(stage, peer)
@@ -80,6 +81,18 @@ class Recruitment:
         """Note that a node is being asked. It is asked again only later."""
         self._declined[peer] = now + DECLINED_SECONDS
 
+    def answered(self, now: float, peer: PeerId, will: bool | None) -> None:
+        """Note the answer of a node, None if it gave none. Then it is soon asked again, but for a while the
+        column does not wait for it."""
+        if will is None:
+            self._declined[peer] = now + UNANSWERED_SECONDS
+            self._silent[peer] = now + DECLINED_SECONDS
+        else:
+            self._silent.pop(peer, None)
+
+    def _is_silent(self, now: float, peer: PeerId) -> bool:
+        return now < self._silent.get(peer, now)
+
     def free(self, now: float) -> list[PeerId]:
         """Return the nodes that may be asked now."""
         known = self._crew.known
@@ -88,17 +101,18 @@ class Recruitment:
 
     def is_hopeful(self, now: float) -> bool:
         """Return whether a missing stage has a node that is opening it or is being asked, or could be offered
-        to a node that has not been asked."""
+        to a node that may be asked. Nodes that gave no answer do not count for a while."""
         missing = self._crew.missing
+        free = [peer for peer in self.free(now) if not self._is_silent(now, peer)]
         is_asked = (
             self._asks is not None and self._asks[0] in missing and now < self._asks[1] + ANSWER_SECONDS
         )
-        return is_asked or len(self._lacking(now)) < len(missing) or bool(missing and self.free(now))
+        return is_asked or len(self._lacking(now)) < len(missing) or bool(missing and free)
 
     def _candidates(self, now: float) -> list[tuple[int, PeerId]]:
         """Return the nodes to ask now: first for this member's own column, then for as many further columns
-        as can be complete."""
-        free = self.free(now)
+        as can be complete. Nodes that gave no answer come last."""
+        free = sorted(self.free(now), key=lambda peer: self._is_silent(now, peer))
         if self._crew.missing:
             return list(zip(self._lacking(now), free, strict=False))
         heads = min(self._crew.wanted(len(free)), len(free), (len(free) + self._spare()) // self._stages)

@@ -223,10 +223,12 @@ class ColumnRegrouping:
             looked, fewer = len(deed.free) + len(deed.spare), len(set(deed.column))
             self._say(stages_fewer(fewer, len(deed.column), self._slower, useless=looked))
         for stages, peer in moves or ():
-            if peer in deed.spare or (yield from self._ask(stages[0], peer, is_beside=False)):
+            will = peer in deed.spare or (yield from self._ask(stages[0], peer, is_beside=False))
+            if will:
                 self._expect(stages, peer)
                 return
             self._recruitment.asking(self._now(), peer)
+            self._recruitment.answered(self._now(), peer, will)
 
     def _expect(self, stages: Sequence[int], peer: PeerId) -> None:
         """Note that a node is opening the first of these stages. It is asked for the other stages

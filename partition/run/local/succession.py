@@ -62,23 +62,14 @@ class SuccessionRule:
                 self.has_copy = self.has_copy if has_copy is None else has_copy
             yield Sleep(LOOK_SECONDS)
 
-    @property
-    def _column(self) -> set[PeerId]:
-        """The nodes of the latest head's column."""
-        seats = self._crew.seats
-        return {
-            self._crew.me,
-            *(peer for seat in seats for peer in (seat.last_head, *seat.companions) if peer),
-        }
-
     def _has_others(self) -> bool:
-        """Return whether another node may become the head: a free one, which a requester outside the column
-        or the head of another column asks. A node that uses its slot offers it all the same, so members of
-        the run do not count as free."""
-        column = self._column
-        is_followed = self._requester not in column and self._requester in self._live()
-        has_asker = is_followed or bool(self._crew.training)
-        return has_asker and not {*column, *self._crew.admitted()}.issuperset(self._offering())
+        """Return whether another node may become the head: a free one, which the requester or the head of
+        another column asks. A node that uses its slot offers it all the same, so members of the run do not
+        count as free."""
+        pair = {self._crew.me, *(seat.last_head for seat in self._crew.seats if seat.last_head is not None)}
+        has_requester = self._requester not in pair and self._requester in self._live()
+        has_asker = has_requester or bool(self._crew.training)
+        return has_asker and not {*pair, *self._crew.admitted()}.issuperset(self._offering())
 
     @property
     def _keeps(self) -> bool:

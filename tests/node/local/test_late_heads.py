@@ -44,6 +44,19 @@ def losses_of(group: Swarm, name: str) -> list[float]:
     return [event.loss for event in group.events[name] if isinstance(event, StepCommitted)]
 
 
+def test_a_requester_has_a_copy_long_before_the_first_checkpoint() -> None:
+    async def play() -> None:
+        async with swarm("ab", stage_seconds=SLOW) as group:
+            group.nodes["a"].limit(accept_runs="never")
+            run = await submit(group, stages=1, replicas=1, local=QUICK, steps=1_000, save_every=500)
+            with trio.fail_after(60):
+                while group.storages["a"].read(state_name(run.text)) is None:  # noqa: ASYNC110 - virtual time
+                    await trio.sleep(0.2)
+            assert 1 <= step_of(group, "b") < 100
+
+    run_virtually(play)
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_new_head_starts_from_the_state_of_the_last_head(stages: int) -> None:
     """The requester does not train, but it has a copy of the state."""
