@@ -27,7 +27,7 @@ def test_each_test_that_the_page_names_exists() -> None:
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
-@pytest.mark.skipif(IS_WRITING, reason="this run writes the page below")
+@pytest.mark.skipif(IS_WRITING, reason="this run writes the page")
 def test_the_page_shows_each_line_that_the_play_expects() -> None:
     shown = shown_in(PAGE.read_text())
     absent = [
@@ -49,7 +49,7 @@ def _expected() -> Iterator[tuple[str, list[str]]]:
                 yield keys, [each for each in patterns if isinstance(each, str)]
 
 
-@pytest.mark.skipif(IS_WRITING, reason="this run writes the page below")
+@pytest.mark.skipif(IS_WRITING, reason="this run writes the page")
 def test_the_page_has_every_function_and_shows_every_case() -> None:
     text = PAGE.read_text()
     shown = shown_in(text)

@@ -79,6 +79,9 @@ class Recruitment:
 
     def asking(self, now: float, peer: PeerId) -> None:
         """Note that a node is being asked. It is asked again only later."""
+        # Expired entries are dropped, because a swarm sees any number of peers come and go.
+        self._declined = {each: until for each, until in self._declined.items() if until > now}
+        self._silent = {each: until for each, until in self._silent.items() if until > now}
         self._declined[peer] = now + DECLINED_SECONDS
 
     def answered(self, now: float, peer: PeerId, will: bool | None) -> None:
